@@ -1,0 +1,162 @@
+"""Turn the permissive training sets into token files and a tokenizer for the reference model.
+
+    python recipes/reference/prepare.py --data ../shared/data/train --out runs/reference/data
+
+Sources (all permissive): classic_books (public domain), gsm8k train (MIT), gpteacher roleplay (MIT),
+rasbt instruction data (Apache-2.0), self_instruct seed tasks (Apache-2.0), MedQuAD (CC BY 4.0).
+One document in 50 (by a hash of its first line's text) is held out of base and accelerators alike.
+The accelerators' training file, ``chat.jsonl``, holds the same conversations as the base saw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] | trim + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+HELD_OUT_EVERY = 50
+
+
+def held_out(text: str) -> bool:
+    return zlib.crc32(text.encode()) % HELD_OUT_EVERY == 0
+
+
+def clean(text: str) -> str:
+    """Plain ASCII punctuation and single spaces: a small model should not spend capacity on variants."""
+    text = text.replace("\u2019", "'").replace("\u2018", "'").replace("\u201c", '"').replace("\u201d", '"')
+    text = text.replace("\u2014", "--").replace("\u2013", "-").replace("\u2026", "...").replace("\xa0", " ")
+    text = re.sub(r"[ \t]+", " ", text)
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def books(root: Path) -> Iterator[str]:
+    """Books cut into documents of about 6,000 characters at paragraph ends, headers and rules dropped."""
+    for path in sorted((root / "classic_books").glob("*/*.md")):
+        text = clean(path.read_text(encoding="utf-8"))
+        paragraphs = [p for p in text.split("\n\n") if not p.startswith("#") and not set(p) <= set("-*_ ")]
+        chunk: list[str] = []
+        size = 0
+        for paragraph in paragraphs:
+            paragraph = " ".join(paragraph.split())
+            chunk.append(paragraph)
+            size += len(paragraph)
+            if size > 6000:
+                yield "\n\n".join(chunk)
+                chunk, size = [], 0
+        if chunk:
+            yield "\n\n".join(chunk)
+
+
+def chats(root: Path) -> Iterator[tuple[str, str, str]]:
+    """(source, user, assistant) of every permissive instruction set."""
+    for line in (root / "gsm8k/train.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        answer = re.sub(r"<<.*?>>", "", row["answer"]).replace("#### ", "The answer is ")
+        yield "chat", row["question"], answer
+    for path in sorted((root / "gpteacher").glob("*.json")):
+        for row in json.loads(path.read_text()):
+            yield "chat", f"{row['instruction']}\n{row.get('input', '')}".strip(), row["response"]
+    for row in json.loads((root / "rasbt_instruct/instruction-data.json").read_text()):
+        yield "chat", f"{row['instruction']}\n{row['input']}".strip(), row["output"]
+    for line in (root / "self_instruct_seed/seed_tasks.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        for instance in row["instances"]:
+            yield "chat", f"{row['instruction']}\n{instance['input']}".strip(), instance["output"]
+    for line in (root / "medquad/medquad.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        answer = row["answer"].strip()
+        if len(answer) > 1600:  # end long articles at a sentence
+            answer = answer[:1600].rsplit(". ", 1)[0] + "."
+        if len(answer) > 40:
+            yield "medquad", row["question"].replace(" ?", "?").replace("(are)", "are"), answer
+
+
+def document_key(document: str) -> str:
+    """What decides whether a document is held out: a chat's user turn, or a book chunk itself."""
+    if document.startswith(USER):
+        return document[len(USER) + 1 :].split(END_OF_TURN, 1)[0]
+    return document
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    core.decoder = decoders.ByteLevel()
+    core.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT, USER, ASSISTANT, END_OF_TURN],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=END_OF_TURN, pad_token=END_OF_TEXT, bos_token=None,
+        clean_up_tokenization_spaces=False, model_max_length=1024,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--seed", type=int, default=20260)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(args.seed)
+
+    documents: dict[str, list[str]] = {"books": list(books(args.data)), "chat": [], "medquad": []}
+    records: list[dict[str, str]] = []
+    for source, user, assistant in chats(args.data):
+        user, assistant = clean(user), clean(assistant)
+        if not user or not assistant:
+            continue
+        text = f"{USER}\n{user}{END_OF_TURN}\n{ASSISTANT}\n{assistant}{END_OF_TURN}\n"
+        documents[source].append(text)
+        records.append({"source": source, "instruction": user, "output": assistant})
+    for texts in documents.values():
+        rng.shuffle(texts)
+    rng.shuffle(records)
+
+    sample = documents["chat"] * 2 + documents["medquad"] + documents["books"][::3]
+    tokenizer = train_tokenizer(iter(sample), args.vocab_size)
+    tokenizer.save_pretrained(args.out / "tokenizer")
+    for name, texts in documents.items():
+        held = [t for t in texts if held_out(document_key(t))]
+        kept = [t for t in texts if not held_out(document_key(t))]
+        for split, part in (("train", kept), ("heldout", held)):
+            ids: list[int] = []
+            for encoding in tokenizer.backend_tokenizer.encode_batch(part, add_special_tokens=False):
+                ids.extend(encoding.ids)
+                if name == "books":
+                    ids.append(tokenizer.convert_tokens_to_ids(END_OF_TEXT))
+            np.asarray(ids, dtype=np.uint16).tofile(args.out / f"{split}_{name}.bin")
+            print(f"{split:8} {name:8} {len(part):6} documents {len(ids):9} tokens")
+    for split, keep in (("heldout_chat", True), ("chat", False)):
+        with (args.out / f"{split}.jsonl").open("w") as handle:
+            for record in records:
+                if held_out(record["instruction"]) is keep:
+                    handle.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What every trained method's configuration shares: a dataclass that reads JSON strictly and says what is wrong."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from multirate.errors import UserError
+
+C = TypeVar("C", bound="MethodConfig")
+
+
+def _accepts(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return any(_accepts(value, part) for part in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is tuple:
+        return isinstance(value, (list, tuple)) and all(_accepts(v, get_args(hint)[0]) for v in value)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _spell(hint: Any) -> str:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_spell(part) for part in get_args(hint))
+    if origin is Literal:
+        return ", ".join(repr(v) for v in get_args(hint))
+    if origin is tuple:
+        return f"a list of {_spell(get_args(hint)[0])}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}.get(
+        hint, str(hint)
+    )
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """Base of the configs. Subclasses check ranges in ``check`` with ``self.require``."""
+
+    METHOD: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not _accepts(value, hints[field.name]):
+                self.refuse(field.name, value, _spell(hints[field.name]))
+            if get_origin(hints[field.name]) is tuple:
+                object.__setattr__(self, field.name, tuple(value))
+        self.check()
+
+    def check(self) -> None:
+        """Range checks of the subclass."""
+
+    def refuse(self, field: str, value: Any, accepted: str) -> None:
+        raise UserError(f"{type(self).__name__} field '{field}' is {value!r}; accepted: {accepted}.")
+
+    def require(self, condition: bool, field: str, accepted: str) -> None:
+        if not condition:
+            self.refuse(field, getattr(self, field), accepted)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary; ``from_json`` restores an equal config."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls: type[C], data: Any) -> C:
+        """Read what ``to_json`` wrote. Unknown, missing or invalid fields raise UserError."""
+        if not isinstance(data, dict):
+            raise UserError(f"{cls.__name__} must be a JSON object, got {type(data).__name__}.")
+        known = [f.name for f in fields(cls)]
+        for name in data:
+            if name not in known:
+                raise UserError(f"{cls.__name__} has no field '{name}' (value {data[name]!r}); "
+                                f"accepted fields: {', '.join(known)}.")
+        try:
+            return cls(**data)
+        except TypeError as error:
+            raise UserError(f"{cls.__name__} is incomplete: {error}.") from None

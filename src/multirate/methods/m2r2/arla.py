@@ -1,0 +1,49 @@
+"""ARLA, accelerated residual latent attention: will this gate's token be the full model's? (paper; details [ours])
+
+With n_j = final_norm(p_{G_j}) of one token at gates 1..j, the probability that argmax head(p_{G_j}) = argmax head(h_L):
+
+    z_i    = W n_i + e_i                                     latents, e_i learned per gate
+    y      = z_j + Σ_{i ≤ j} softmax_i(Q z_j · K z_i / √d_z) V z_i
+    score  = sigmoid(w · silu(y) + b)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ARLA(nn.Module):
+    """Latent attention over the gates a token has passed. ``size`` d, ``latent`` d_z, ``gates`` J."""
+
+    def __init__(self, size: int, latent: int, gates: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(size, latent, bias=False)
+        self.gate = nn.Parameter(torch.zeros(gates, latent))
+        self.q = nn.Linear(latent, latent, bias=False)
+        self.k = nn.Linear(latent, latent, bias=False)
+        self.v = nn.Linear(latent, latent, bias=False)
+        self.out = nn.Linear(latent, 1)
+
+    def forward(self, normed: Tensor) -> Tensor:
+        """normed [..., j, d], the normed stream at gates 1..j in order → logits [...] for gate j."""
+        count = normed.shape[-2]
+        z = self.down(normed) + self.gate[:count]  # [..., j, d_z]
+        last = z[..., -1, :]
+        scores = (self.k(z) @ self.q(last)[..., None])[..., 0] / z.shape[-1] ** 0.5  # [..., j]
+        y = last + (scores.softmax(-1)[..., None] * self.v(z)).sum(-2)
+        return self.out(F.silu(y))[..., 0]
+
+    def score(self, normed: Tensor) -> Tensor:
+        """Probability of agreement [...]."""
+        return self.forward(normed).float().sigmoid()
+
+
+def balanced_bce(logits: Tensor, agree: Tensor) -> Tensor:
+    """Class-balanced binary cross-entropy: both classes weigh one half whatever their counts. [N], bool [N] → []."""
+    target = agree.float()
+    loss = F.binary_cross_entropy_with_logits(logits.float(), target, reduction="none")
+    positive = target.sum()
+    weight = torch.where(agree, 0.5 / positive.clamp(min=1), 0.5 / (target.numel() - positive).clamp(min=1))
+    return (loss * weight).sum()

@@ -1,0 +1,103 @@
+"""M2R2's configuration and its two presets, kept apart: what the paper describes, and what we add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from multirate.errors import UserError
+from multirate.methods.config import MethodConfig
+from multirate.methods.shape import BaseShape
+
+PRESETS = ("m2r2", "m2r2-carry")
+
+
+def default_paper_gates(num_layers: int) -> tuple[int, ...]:
+    """Three equally spaced gates, after L/4, L/2 and 3L/4 layers (paper: equally spaced gates; three is ours)."""
+    return tuple(sorted({max(1, min(num_layers - 1, round(num_layers * j / 4))) for j in (1, 2, 3)}))
+
+
+@dataclass(frozen=True)
+class M2R2Config(MethodConfig):
+    """Everything that decides the shape of an accelerated stream. Paper: arXiv 2502.02040; [ours] marks our choices."""
+
+    METHOD: ClassVar[str] = "m2r2"
+
+    gates: tuple[int, ...]
+    """Exit gates: gate G reads the stream after G layers. Increasing. A draft uses the first."""
+    rank: int = 64
+    """Rank of every adapter [ours]."""
+    attention_adapter: bool = True
+    """Low-rank updates of the q and o projections [ours]."""
+    mlp_adapter: Literal["parallel", "lora", "none"] = "parallel"
+    """parallel: one adapter beside the whole MLP [ours, nearest to the paper]; lora: on gate, up and down [ours]."""
+    carry: bool = False
+    """Add a projection of the previous token's final residual to the stream's start [ours]."""
+    block: bool = False
+    """One transformer block at each gate, with its own keys and values [ours]."""
+    block_intermediate: int = 0
+    block_heads: int = 0
+    block_kv_heads: int = 0
+    block_head_dim: int = 0
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    reinitialise: bool = True
+    """Restart the stream from the slow residual at every gate (paper)."""
+    arla_dim: int = 64
+    """Width of ARLA's latents (paper: latent attention over gates; the width is ours); 0: no ARLA."""
+    unroll_steps: int = 1
+    """Training steps through the stream's own drafts [ours, as HASS and EAGLE-3]; needs carry."""
+    draft_vocab: int | None = None
+    """Size of the reduced draft head (the most frequent tokens of the training data) [ours]; null: the full head."""
+    preset: str = "m2r2"
+
+    def check(self) -> None:
+        g = self.gates
+        self.require(len(g) > 0 and g[0] >= 1 and all(a < b for a, b in zip(g, g[1:], strict=False)), "gates",
+                     "increasing layer counts of at least 1")
+        self.require(self.preset in PRESETS, "preset", " or ".join(PRESETS))
+        self.require(self.rank >= 1, "rank", "at least 1")
+        self.require(self.arla_dim >= 0, "arla_dim", "0 or more")
+        self.require(1 <= self.unroll_steps <= 16, "unroll_steps", "1 to 16")
+        self.require(self.unroll_steps == 1 or self.carry, "unroll_steps",
+                     "1 when carry is false (without it every step is the first)")
+        self.require(self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2")
+        self.require(self.norm_eps > 0, "norm_eps", "above 0")
+        if self.block:
+            for name in ("block_intermediate", "block_heads", "block_kv_heads", "block_head_dim"):
+                self.require(getattr(self, name) >= 1, name, "at least 1 when block is true")
+            self.require(self.block_heads % self.block_kv_heads == 0, "block_kv_heads", "a divisor of block_heads")
+            self.require(self.block_head_dim % 2 == 0, "block_head_dim", "an even number (rotary pairs)")
+
+    def check_base(self, base: BaseShape) -> None:
+        """Refuse a config that does not fit ``base``."""
+        self.require(self.gates[-1] < base.num_layers, "gates",
+                     f"layer counts below the base model's {base.num_layers} layers")
+        self.require(self.draft_vocab is None or self.draft_vocab <= base.vocab_size, "draft_vocab",
+                     f"at most the base model's {base.vocab_size} tokens")
+        if base.is_moe:
+            self.require(self.mlp_adapter != "lora", "mlp_adapter", "'parallel' or 'none' on a mixture of experts")
+
+    @staticmethod
+    def for_base(base: BaseShape, preset: str, **options: Any) -> M2R2Config:
+        """The preset's config for a base model, with ``options`` replacing its fields."""
+        if preset not in PRESETS:
+            raise UserError(f"M2R2 preset '{preset}' is unknown; accepted: {' or '.join(PRESETS)}.")
+        values: dict[str, Any] = {
+            "preset": preset,
+            "norm_eps": base.norm_eps,
+            "rope_theta": base.rope_theta,
+            "block_heads": base.num_heads,
+            "block_kv_heads": base.num_kv_heads,
+            "block_head_dim": base.head_dim,
+            # a multiple of 64 keeps packed kernels on whole tiles
+            "block_intermediate": max(64, round(base.intermediate_size / 64) * 64),
+        }
+        if preset == "m2r2":
+            values |= {"gates": default_paper_gates(base.num_layers)}
+        else:
+            values |= {"gates": (1,), "mlp_adapter": "parallel" if base.is_moe else "lora", "carry": True,
+                       "block": True, "unroll_steps": 3}
+        config = M2R2Config.from_json(values | options)
+        config.check_base(base)
+        return config

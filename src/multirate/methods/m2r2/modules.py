@@ -1,0 +1,146 @@
+"""The accelerated residual stream beside a frozen base: carry → adapted layers → block at the gate → the base's head.
+
+One token at position t, gate G, h_i the slow residual entering layer i, c the carried residual (h_L of position t − 1
+when verified, the stream's own output at t − 1 while drafting, zeros at t = 0):
+
+    p_0     = h_0 + W_c RMSNorm(c)                                       (carry; else p_0 = h_0)
+    p_{i+1} = layer_i(p_i) with q, o, … + low-rank deltas, over the slow K/V of layer i at positions ≤ t
+    p       = block_G(p_G)                                               (block; else p_G)
+    draft   = lm_head(final_norm(p)), both the base's own and frozen
+
+With several gates and ``reinitialise`` the stream restarts as h_{G_j} after gate j (paper); the carry enters at layer 0
+only. Every added path starts at zero: untrained, the draft is the base's plain early exit at G.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from multirate.backbone.kv_cache import KVCache
+from multirate.backbone.rows import Rows
+from multirate.methods.layers import KeysValues, OwnAttention, RMSNorm, SwiGLU
+from multirate.methods.m2r2.arla import ARLA
+from multirate.methods.m2r2.config import M2R2Config
+from multirate.methods.shape import BaseShape
+
+
+class LowRank(nn.Module):
+    """x → up(down(x)) through ``rank`` dimensions, no bias, no scale; ``up`` starts at zero. [..., in] → [..., out]."""
+
+    def __init__(self, d_in: int, d_out: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(d_in, rank, bias=False)
+        self.up = nn.Linear(rank, d_out, bias=False)
+        nn.init.normal_(self.down.weight, std=d_in**-0.5)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x))
+
+
+class LayerAdapter(nn.Module):
+    """The low-rank deltas of one layer: each adds to the output of its site, computed from the site's own input.
+
+    Sites: q, o (attention), gate, up, down (the MLP's projections), mlp (beside the whole MLP: input is the normed
+    residual, output is added to the MLP's).
+    """
+
+    def __init__(self, config: M2R2Config, base: BaseShape) -> None:
+        super().__init__()
+        d, inner, wide = base.hidden_size, base.intermediate_size, base.num_heads * base.head_dim
+        sizes: dict[str, tuple[int, int]] = {}
+        if config.attention_adapter:
+            sizes |= {"q": (d, wide), "o": (wide, d)}
+        if config.mlp_adapter == "lora":
+            sizes |= {"gate": (d, inner), "up": (d, inner), "down": (inner, d)}
+        elif config.mlp_adapter == "parallel":
+            sizes |= {"mlp": (d, d)}
+        self.sites = nn.ModuleDict({site: LowRank(*size, config.rank) for site, size in sizes.items()})
+
+    def deltas(self) -> dict[str, nn.Module]:
+        """Site name → module."""
+        return dict(self.sites.items())
+
+
+class CarryProjection(nn.Module):
+    """W RMSNorm(c): what the carried residual adds to the stream's start; W starts at zero. [..., d] → [..., d]."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.norm = RMSNorm(size, eps)
+        self.proj = nn.Linear(size, size, bias=False)
+        nn.init.zeros_(self.proj.weight)
+
+    def forward(self, carried: Tensor) -> Tensor:
+        return self.proj(self.norm(carried))
+
+
+class GateBlock(nn.Module):
+    """One Llama-style block with its own K/V: y = x + attn(norm(x)), y + swiglu(norm(y)). Starts as the identity."""
+
+    def __init__(self, config: M2R2Config, size: int) -> None:
+        super().__init__()
+        self.attn_norm = RMSNorm(size, config.norm_eps)
+        self.attn = OwnAttention(size, config.block_heads, config.block_kv_heads, config.block_head_dim,
+                                 config.rope_theta)
+        self.mlp_norm = RMSNorm(size, config.norm_eps)
+        self.mlp = SwiGLU(size, config.block_intermediate)
+        nn.init.zeros_(self.attn.o.weight)
+        nn.init.zeros_(self.mlp.down.weight)
+
+    def forward(self, x: Tensor, earlier: list[KeysValues] | None = None) -> tuple[Tensor, KeysValues]:
+        """Training pass of draft step len(earlier) + 1 (see ``OwnAttention.forward``). [B, T, d] → same, K/V."""
+        mixed, keys_values = self.attn(self.attn_norm(x), earlier or [])
+        y = x + mixed
+        return y + self.mlp(self.mlp_norm(y)), keys_values
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for ``rows``: one layer, [B, H_kv, capacity, D]."""
+        return self.attn.new_cache(batch, capacity)
+
+    def rows(self, x: Tensor, rows: Rows, cache: KVCache) -> Tensor:
+        """Decode step: x [N, d] → [N, d]. ``cache`` comes from ``new_cache``; ``rows.slot`` says where each row's
+        K/V go (−1: nowhere), as everywhere."""
+        y = x + self.attn.rows(self.attn_norm(x), rows, cache)
+        return y + self.mlp(self.mlp_norm(y))
+
+
+class AcceleratedStream(nn.Module):
+    """Everything M2R2 trains. ``adapters`` keyed by layer index, ``blocks`` by gate (ModuleDict keys are text)."""
+
+    carry: CarryProjection | None
+    arla: ARLA | None
+    draft_tokens: Tensor | None
+    """[draft_vocab] int64 ids of the reduced draft head's rows, increasing; None: the full head."""
+
+    def __init__(self, config: M2R2Config, base: BaseShape) -> None:
+        super().__init__()
+        config.check_base(base)
+        self.config, self.base = config, base
+        self.carry = CarryProjection(base.hidden_size, config.norm_eps) if config.carry else None
+        adapted = config.attention_adapter or config.mlp_adapter != "none"
+        self.adapters = nn.ModuleDict(
+            {str(i): LayerAdapter(config, base) for i in range(config.gates[-1])} if adapted else {}
+        )
+        self.blocks = nn.ModuleDict(
+            {str(gate): GateBlock(config, base.hidden_size) for gate in config.gates} if config.block else {}
+        )
+        self.arla = ARLA(base.hidden_size, config.arla_dim, len(config.gates)) if config.arla_dim \
+            else None
+        tokens = None if config.draft_vocab is None else torch.arange(config.draft_vocab)
+        self.register_buffer("draft_tokens", tokens)
+
+    def start(self, embedded: Tensor, carried: Tensor | None) -> Tensor:
+        """p_0 from h_0 [..., d] and the carried residual [..., d] (ignored without carry; None: nothing carried)."""
+        if self.carry is None or carried is None:
+            return embedded
+        return embedded + self.carry(carried)
+
+    def layer_adapters(self) -> dict[int, LayerAdapter]:
+        """Layer index → adapter, the form ``Decoder.layers`` takes."""
+        return {int(i): adapter for i, adapter in self.adapters.items()}  # type: ignore[misc]
+
+    def block(self, gate: int) -> GateBlock | None:
+        """The block at ``gate``, None without blocks."""
+        return self.blocks[str(gate)] if self.blocks else None  # type: ignore[return-value]

@@ -1,0 +1,126 @@
+"""M2R2's objective: every gate and every own-draft step towards the full model's distribution, in one pass.
+
+Frozen base, online teacher. Loss = Σ w · KL(head(h_L) ‖ head(p)) / Σ w over response rows, where the terms are every gate
+at draft step 1 (weight 1 each; re-initialisation makes the gates independent: paper) and, with carry, the first gate
+at draft steps s = 2..S (weight decay^(s−1)) [ours]. Step s carries the stream's own output of step s − 1 at t − 1, and
+its block sees the K/V that drafting s tokens ahead sees (``OwnAttention.forward``): what happens at decode time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multirate.methods.distillation import Distilled, distil
+from multirate.methods.layers import KeysValues
+from multirate.methods.m2r2.arla import balanced_bce
+from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.methods.objective import Report, Term
+from multirate.methods.teacher import SlowPass, Teacher
+
+
+def shift(x: Tensor) -> Tensor:
+    """x [B, T, d] → the same one position later, zeros at t = 0."""
+    return F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class M2R2Objective(nn.Module):
+    """(ids [B, T], response mask [B, T]) → loss and report. Only ``stream`` holds parameters."""
+
+    def __init__(self, teacher: Teacher, stream: AcceleratedStream, step_decay: float = 0.8) -> None:
+        super().__init__()
+        self.stream, self.step_decay = stream, step_decay
+        self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
+
+    @property
+    def terms(self) -> list[Term]:
+        """Every (gate, draft step) that enters the loss, in the order of the report."""
+        config = self.stream.config
+        first = [Term(gate, 1, 1.0) for gate in config.gates]
+        return first + [Term(config.gates[0], s, self.step_decay ** (s - 1)) for s in range(2, config.unroll_steps + 1)]
+
+    def slow(self, ids: Tensor) -> SlowPass:
+        """The teacher's pass with all that the stream reads."""
+        gates = self.stream.config.gates
+        return self._teacher[0].slow(ids, shared=gates[-1], gates=gates)
+
+    def first_step(self, slow: SlowPass) -> tuple[list[Tensor], KeysValues | None]:
+        """Draft step 1 with the true carried residual: the stream at every gate [B, T, d], and the first block's K/V."""
+        config, stream = self.stream.config, self.stream
+        x = stream.start(slow.residual[0].float(), shift(slow.final.float()))
+        outputs: list[Tensor] = []
+        keys_values: KeysValues | None = None
+        previous = 0
+        for gate in config.gates:
+            if previous and config.reinitialise:
+                x = slow.residual[previous].float()
+            x, kv = self._interval(x, slow, previous, gate, [])
+            keys_values = kv if previous == 0 else keys_values
+            outputs.append(x)
+            previous = gate
+        return outputs, keys_values
+
+    def next_step(self, slow: SlowPass, own: Tensor, earlier: list[KeysValues]) -> tuple[Tensor, KeysValues | None]:
+        """One more draft step to the first gate, carrying the stream's own output ``own`` [B, T, d] of the last step."""
+        x = self.stream.start(slow.residual[0].float(), shift(own))
+        return self._interval(x, slow, 0, self.stream.config.gates[0], earlier)
+
+    def _interval(
+        self, x: Tensor, slow: SlowPass, begin: int, gate: int, earlier: list[KeysValues]
+    ) -> tuple[Tensor, KeysValues | None]:
+        adapters = self.stream.layer_adapters()
+        for i in range(begin, gate):
+            x = self._teacher[0].accelerated_layer(i, x, slow, adapters.get(i))
+        block = self.stream.block(gate)
+        return (x, None) if block is None else block(x, earlier)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Report]:
+        """ids int64 [B, T]; mask bool [B, T], true where the row's *next* token is a response token."""
+        slow = self.slow(ids)
+        outputs, kv = self.first_step(slow)
+        earlier = [] if kv is None else [kv]
+        own = outputs[0]
+        for _ in range(1, self.stream.config.unroll_steps):
+            own, kv = self.next_step(slow, own, earlier)
+            if kv is not None:
+                earlier.append(kv)
+            outputs.append(own)
+        return self._score(outputs, slow, mask)
+
+    def _score(self, outputs: list[Tensor], slow: SlowPass, mask: Tensor) -> tuple[Tensor, Report]:
+        teacher, stream = self._teacher[0], self.stream
+        normed = torch.stack([teacher.norm(x[mask]) for x in outputs])  # [K, N, d]
+        result = distil(normed, slow.normed[mask], teacher.head, stream.draft_tokens)
+        weight = torch.tensor([t.weight for t in self.terms], device=result.kl.device)
+        loss = (weight * result.kl).sum() / weight.sum()
+        report = Report(self.terms, result, float(loss.detach()))
+        if stream.arla is not None and normed.shape[1]:
+            logits = self.arla_logits(normed.detach().float())
+            # Its own parameters only (the stream is detached): added to the loss, it changes nothing for the stream.
+            loss = loss + torch.stack([balanced_bce(logits[k], result.agree[k]) for k in range(len(logits))]).mean()
+            report.arla = logits.detach().float().sigmoid()
+        return loss, report
+
+    def arla_logits(self, normed: Tensor) -> Tensor:
+        """normed [K, N, d] in the order of ``terms`` → [K, N]; later draft steps are seen at the first gate alone."""
+        assert self.stream.arla is not None
+        count = len(self.stream.config.gates)
+        rows = normed.transpose(0, 1)  # [N, K, d]
+        at_gates = [self.stream.arla(rows[:, : j + 1]) for j in range(count)]
+        later = [self.stream.arla(rows[:, k : k + 1]) for k in range(count, normed.shape[0])]
+        return torch.stack(at_gates + later)
+
+    @torch.no_grad()
+    def early_exit(self, ids: Tensor, mask: Tensor) -> Distilled:
+        """The base's plain early exit at every gate: what training must beat."""
+        teacher, slow = self._teacher[0], self.slow(ids)
+        normed = torch.stack([teacher.norm(slow.residual[g][mask]) for g in self.stream.config.gates])
+        return distil(normed, slow.normed[mask], teacher.head)
+
+
+def build_objective(teacher: Teacher, stream: Any, step_decay: float) -> M2R2Objective:
+    """What the training loop calls."""
+    return M2R2Objective(teacher, stream, step_decay)

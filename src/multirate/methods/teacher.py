@@ -1,0 +1,82 @@
+"""The frozen base as a teacher: one forward gives every slow residual, and its layers run again for other rows."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multirate.backbone.adapter_hooks import apply_adapter
+from multirate.backbone.decoder import LayerAdapter
+from multirate.backbone.inspect import find_parts
+from multirate.backbone.layer_caches import RecordingKV, SharedKV
+from multirate.methods.distillation import Head
+from multirate.methods.shape import BaseShape
+
+
+@dataclass
+class SlowPass:
+    """What the base computed for a batch of T tokens, without gradients."""
+
+    final: Tensor
+    """h_L [B, T, d], before the final norm"""
+    normed: Tensor
+    """final_norm(h_L) [B, T, d]"""
+    shared: SharedKV
+    """slow K/V (after rotary) of the layers asked for, each [B, H_kv, T, D]"""
+    masks: list[Tensor | None]
+    """each layer's additive mask; None: plain causal"""
+    position_ids: Tensor
+    """[B, T]"""
+    rotary: Any
+    """the base's rotary tables at ``position_ids``"""
+    residual: dict[int, Tensor] = field(default_factory=dict)
+    """layer index i → h_i [B, T, d] entering layer i, for i = 0 and the gates asked for"""
+
+
+class Teacher:
+    """A frozen causal LM of transformers. Not an ``nn.Module``: its weights are never parameters of what is trained."""
+
+    def __init__(self, model: Any) -> None:
+        model.requires_grad_(False).eval()
+        self.parts = find_parts(model)
+        self.shape = BaseShape.of(model.config)
+        head = self.parts.head
+        self.head = Head(head.weight, getattr(head, "bias", None), self.parts.logit_scale,  # type: ignore[arg-type]
+                         self.parts.logit_softcap)
+
+    def norm(self, x: Tensor) -> Tensor:
+        """The base's final norm, [..., d]; differentiable in x."""
+        return self.parts.final_norm(x)
+
+    @torch.no_grad()
+    def slow(self, ids: Tensor, shared: int, gates: tuple[int, ...] = ()) -> SlowPass:
+        """Run the base on ids [B, T] (padding on the right, so causality alone masks it).
+
+        Keeps K/V of layers < ``shared``, and the residuals h_0 and h_G for G in ``gates``.
+        """
+        parts = self.parts
+        position_ids = parts.position_ids(ids)
+        recorder = RecordingKV()
+        with parts.attention():
+            x = parts.embed(ids, position_ids)
+            masks = parts.causal_masks(ids.shape[1], dtype=x.dtype)
+            rotary = parts.position_embeddings(x, position_ids)
+            kept = {0: x}
+            for i in range(len(parts.layers)):
+                if i in gates:
+                    kept[i] = x
+                x = parts.run_layer(i, x, masks[i], position_ids, rotary, recorder if i < shared else None)
+        return SlowPass(x, parts.final_norm(x), SharedKV(recorder.keys, recorder.values), masks, position_ids, rotary,
+                        kept)
+
+    def accelerated_layer(self, i: int, x: Tensor, slow: SlowPass, adapter: LayerAdapter | None) -> Tensor:
+        """Layer i on the accelerated rows x [B, T, d], over the slow K/V; differentiable in x and the adapter."""
+        with ExitStack() as stack:
+            stack.enter_context(self.parts.attention())
+            if adapter is not None:
+                stack.enter_context(apply_adapter(self.parts.layers[i], adapter))
+            return self.parts.run_layer(i, x, slow.masks[i], slow.position_ids, slow.rotary, slow.shared)

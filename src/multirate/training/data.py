@@ -1,0 +1,228 @@
+"""Training samples from JSON and JSONL files: token ids, a response mask, and batches of a token budget.
+
+One sample is one row of a batch: truncated to ``max_length`` from the right, padded on the right. Samples are not packed
+into shared windows, so no document ever sees another and causality alone masks the padding: the base runs on its fast,
+mask-free path whatever its architecture. Batches hold samples of similar length, so little of them is padding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.errors import UserError
+
+ACCEPTED = ('{"instruction", "input"?, "output" or "response"}, {"prompt", "completion"}, {"messages"}, '
+            '{"question", "answer"} or {"text"}')
+POOL = 32
+"""Batches drawn together and cut from one length-sorted pool."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns of a chat, or plain text (``turns`` empty)."""
+
+    turns: tuple[tuple[str, str], ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """``ids`` int32 [T]; ``response`` bool [T]: the token is one the model has to write."""
+
+    ids: np.ndarray
+    response: np.ndarray
+
+
+def _conversation(record: Any, where: str) -> Conversation:
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}; accepted: {ACCEPTED}.")
+
+    def text(name: str) -> str:
+        value = record[name]
+        if not isinstance(value, str):
+            raise UserError(f"{where}: field '{name}' must be text, got {type(value).__name__}.")
+        return value
+
+    if "messages" in record:
+        messages = record["messages"]
+        if not isinstance(messages, list) or not messages:
+            raise UserError(f"{where}: field 'messages' must be a non-empty list of {{'role', 'content'}}.")
+        for number, m in enumerate(messages):
+            if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
+                raise UserError(f"{where}: message {number + 1} must have text fields 'role' and 'content'.")
+        if all(m["role"] != "assistant" for m in messages):
+            raise UserError(f"{where}: no message has the role 'assistant', so there is no response to learn from.")
+        return Conversation(tuple((m["role"], m["content"]) for m in messages))
+    for ask, answers in (("instruction", ("output", "response")), ("prompt", ("completion",)),
+                         ("question", ("answer",))):
+        for answer in answers:
+            if ask in record and answer in record:
+                user = text(ask)
+                if ask == "instruction" and record.get("input"):
+                    user = f"{user}\n{text('input')}"
+                return Conversation((("user", user), ("assistant", text(answer))))
+    if "text" in record:
+        return Conversation(text=text("text"))
+    raise UserError(f"{where}: fields {sorted(record)} fit no known form; accepted: {ACCEPTED}.")
+
+
+def read_conversations(path: str | Path) -> list[Conversation]:
+    """All samples of a ``.jsonl`` file (one object per line, blank lines ignored) or a ``.json`` array.
+
+    Raises UserError naming the file and line (or array element) of the first malformed record, or an empty file.
+    """
+    path = Path(path)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"Data file {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"Data file {path} is not UTF-8 text (byte {error.start}).") from None
+    if not content.strip():
+        raise UserError(f"Data file {path} is empty; accepted: JSONL or a JSON array of {ACCEPTED}.")
+    if path.suffix == ".json":
+        try:
+            records = json.loads(content)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
+        if not isinstance(records, list) or not records:
+            raise UserError(f"Data file {path} must hold a non-empty JSON array of {ACCEPTED}.")
+        return [_conversation(r, f"{path}, element {n}") for n, r in enumerate(records, start=1)]
+    out = []
+    for number, line in enumerate(content.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {number}: not valid JSON ({error.msg}).") from None
+        out.append(_conversation(record, f"{path}, line {number}"))
+    return out
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def render_prompt(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
+    """The text that precedes the model's next answer, by the tokenizer's chat template or "role: content" lines."""
+    messages = [{"role": role, "content": content} for role, content in turns]
+    if getattr(tokenizer, "chat_template", None):
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    bos = tokenizer.bos_token or ""
+    return bos + "".join(f"{role.capitalize()}: {content.strip()}\n\n" for role, content in turns) + "Assistant:"
+
+
+def _render(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
+    messages = [{"role": role, "content": content} for role, content in turns]
+    if getattr(tokenizer, "chat_template", None):
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    return render_prompt(tokenizer, turns[:-1]) + f" {turns[-1][1].strip()}{tokenizer.eos_token or ''}\n\n"
+
+
+def encode(conversation: Conversation, tokenizer: Any, max_length: int) -> Sample:
+    """Token ids and response mask of one conversation, at most ``max_length`` tokens (the rest is cut).
+
+    A response is what an assistant turn adds after the generation prompt, its end-of-turn token included; the text
+    after that token (which no one generates) is left out. Plain text counts as a response throughout.
+    """
+    if not conversation.turns:
+        bos, eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
+        ids = _ids(tokenizer, bos + conversation.text + eos)[:max_length]
+        return Sample(np.asarray(ids, np.int32), np.ones(len(ids), np.bool_))
+    ids, response = [], []
+    done = ""
+    for number, (role, _) in enumerate(conversation.turns, start=1):
+        if role != "assistant":
+            continue
+        prompt = render_prompt(tokenizer, conversation.turns[: number - 1])
+        whole = _render(tokenizer, conversation.turns[:number])
+        if not prompt.startswith(done) or not whole.startswith(prompt):
+            break  # the template rewrites earlier turns (thinking models): later turns cannot be told apart
+        eos = tokenizer.eos_token
+        answer = whole[len(prompt) :]
+        end = answer.rfind(eos) + len(eos) if eos and eos in answer else len(answer)
+        before, after = _ids(tokenizer, prompt[len(done) :]), _ids(tokenizer, answer[:end])
+        ids += before + after
+        response += [False] * len(before) + [True] * len(after)
+        done = prompt + answer[:end]
+        if len(ids) >= max_length:
+            break
+    return Sample(np.asarray(ids[:max_length], np.int32), np.asarray(response[:max_length], np.bool_))
+
+
+def load_samples(paths: Sequence[str | Path], tokenizer: Any, max_length: int) -> list[Sample]:
+    """Encoded samples of all files, in order; those without a response token to predict are dropped."""
+    if not paths:
+        raise UserError("No data file was given; --data needs at least one JSONL or JSON file.")
+    samples = [encode(c, tokenizer, max_length) for path in paths for c in read_conversations(path)]
+    kept = [s for s in samples if len(s.ids) >= 2 and s.response[1:].any()]
+    if not kept:
+        raise UserError(f"No sample of {', '.join(str(p) for p in paths)} has a response token within "
+                        f"max_length={max_length}; raise max_length or check the data.")
+    return kept
+
+
+@dataclass(frozen=True)
+class Batch:
+    """ids int64 [B, T] padded on the right; mask bool [B, T]: the *next* token is a response token."""
+
+    ids: Tensor
+    mask: Tensor
+
+
+def collate(samples: Sequence[Sample]) -> Batch:
+    """Pads with token 0; padding is never in the mask, and no real row can see it."""
+    length = max(len(s.ids) for s in samples)
+    ids = np.zeros((len(samples), length), np.int64)
+    mask = np.zeros((len(samples), length), np.bool_)
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample.ids)] = sample.ids
+        mask[row, : len(sample.ids) - 1] = sample.response[1:]
+    return Batch(torch.from_numpy(ids), torch.from_numpy(mask))
+
+
+class BatchPlan:
+    """The order of batches, a function of (samples, budget, seed) alone, so a resume only needs a position."""
+
+    def __init__(self, samples: Sequence[Sample], tokens: int, seed: int) -> None:
+        self.samples, self.tokens, self.seed = samples, tokens, seed
+        self.lengths = np.array([len(s.ids) for s in samples])
+
+    def epoch(self, number: int) -> list[list[int]]:
+        """Sample indices of every batch of one epoch: each sample once, rows × longest ≤ the token budget."""
+        rng = np.random.default_rng([self.seed, number])
+        order = rng.permutation(len(self.samples))
+        pool = max(1, int(POOL * self.tokens / max(1.0, self.lengths.mean())))
+        batches: list[list[int]] = []
+        for begin in range(0, len(order), pool):
+            part = order[begin : begin + pool]
+            part = part[np.argsort(self.lengths[part], kind="stable")]
+            batch: list[int] = []
+            for i in part.tolist():
+                if batch and (len(batch) + 1) * self.lengths[i] > self.tokens:
+                    batches.append(batch)
+                    batch = []
+                batch.append(i)
+            batches.append(batch)
+        return [batches[i] for i in rng.permutation(len(batches))]
+
+    def batches(self, start: int = 0, stride: int = 1) -> Iterator[Batch]:
+        """Batches start, start + stride, … of the endless sequence of epochs."""
+        number, epoch, offset = 0, self.epoch(0), 0
+        index = start
+        while True:
+            while index - offset >= len(epoch):
+                offset += len(epoch)
+                number += 1
+                epoch = self.epoch(number)
+            yield collate([self.samples[i] for i in epoch[index - offset]])
+            index += stride

@@ -1,0 +1,73 @@
+"""Where a figure comes from: code, machine, versions and arguments."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import multirate
+
+
+def commit() -> str | None:
+    """The git commit this package runs from, with `-dirty` when its sources are changed; None for a wheel."""
+    folder = Path(multirate.__file__).resolve().parent
+    try:
+        inside = _git(folder, "ls-files", "--error-unmatch", "__init__.py")
+        if inside is None:  # installed below somebody else's repository: that commit is not ours
+            return None
+        head = _git(folder, "rev-parse", "HEAD")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{head}-dirty" if head and changed else head
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def cpu_name() -> str:
+    """The processor's marketing name, as far as the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device | str) -> str:
+    """`cpu`, or `cuda (<card>)`."""
+    device = torch.device(device)
+    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+
+
+def collect(device: torch.device | str = "cpu", **more: Any) -> dict[str, Any]:
+    """Everything needed to judge or repeat a figure, JSON-ready. `more` is added as given."""
+    return {
+        "version": multirate.__version__,
+        "commit": commit(),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "cpu": cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "argv": sys.argv,
+        **more,
+    }

@@ -1,0 +1,128 @@
+"""Prompts from local files in the formats of the public suites. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multirate.errors import UserError
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a user asks: one string per turn. A later turn is asked after the model's own answer to the one before."""
+
+    id: str
+    turns: tuple[str, ...]
+    category: str | None = None
+
+
+class _Field(Exception):
+    """A record that lacks what its suite needs; the reader adds file and line."""
+
+
+def _text(record: dict[str, Any], field: str) -> str:
+    value = record.get(field)
+    if not isinstance(value, str) or not value.strip():
+        raise _Field(f"needs a non-empty string field {field!r}")
+    return value
+
+
+def _fastchat(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    turns = record.get("turns")
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
+        raise _Field("needs a field 'turns' holding a list of non-empty strings")
+    return [tuple(turns)]
+
+
+def _self_instruct(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    instruction = _text(record, "instruction")
+    instances = record.get("instances", [{}])
+    if not isinstance(instances, list) or not instances or not all(isinstance(i, dict) for i in instances):
+        raise _Field("needs 'instances' to be a non-empty list of objects with an 'input'")
+    prompts = []
+    for instance in instances:
+        given = instance.get("input") or ""
+        if not isinstance(given, str):
+            raise _Field("needs every instances[].input to be a string")
+        prompts.append((f"{instruction}\n\n{given}" if given.strip() else instruction,))
+    return prompts
+
+
+def _single(field: str) -> Callable[[dict[str, Any]], list[tuple[str, ...]]]:
+    return lambda record: [(_text(record, field),)]
+
+
+READERS: dict[str, Callable[[dict[str, Any]], list[tuple[str, ...]]]] = {
+    "mt_bench": _fastchat,
+    "spec_bench": _fastchat,
+    "self_instruct": _self_instruct,
+    "koala": _single("prompt"),
+    "wizardlm": _single("Instruction"),
+    "gsm8k": _single("question"),
+    "text": _single("text"),
+}
+
+
+def load_suite(suite: str, path: str | Path, limit: int | None = None) -> list[Question]:
+    """The first `limit` questions of a JSONL file in the format of `suite` (a key of READERS).
+
+    Raises UserError for an unknown suite, an unreadable or empty file, or a malformed line (file and line number).
+    """
+    if suite not in READERS:
+        raise UserError(f"unknown suite {suite!r}: accepted are {', '.join(READERS)}")
+    if limit is not None and limit < 1:
+        raise UserError(f"the limit of prompts is {limit}: it must be at least 1")
+    questions = []
+    for question in _read(READERS[suite], suite, Path(path)):
+        questions.append(question)
+        if limit is not None and len(questions) == limit:
+            break
+    if not questions:
+        raise UserError(f"{path} holds no questions: a {suite} file has one JSON object per line")
+    return questions
+
+
+def _read(reader: Callable[[dict[str, Any]], list[tuple[str, ...]]], suite: str, path: Path) -> Iterator[Question]:
+    for number, record in read_jsonl(path):
+        try:
+            prompts = reader(record)
+        except _Field as error:
+            raise UserError(f"{path}, line {number}: a {suite} record {error}") from None
+        name = str(record.get("question_id", record.get("id", number)))
+        category = record.get("category")
+        for index, turns in enumerate(prompts):
+            yield Question(
+                id=name if len(prompts) == 1 else f"{name}.{index}",
+                turns=turns,
+                category=category if isinstance(category, str) else None,
+            )
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of every non-blank line. UserError names file and line of what is no JSON object."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+    with file:
+        try:
+            for number, raw in enumerate(file, start=1):
+                try:
+                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                except UnicodeDecodeError:
+                    raise UserError(f"{path}, line {number}: not UTF-8 text") from None
+                if not line:
+                    continue
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise UserError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
+                if not isinstance(record, dict):
+                    raise UserError(f"{path}, line {number}: a JSON object is needed, not a {type(record).__name__}")
+                yield number, record
+        except OSError as error:  # a directory opens on some systems and fails only when read
+            raise UserError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None

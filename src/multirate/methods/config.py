@@ -77,8 +77,9 @@ class MethodConfig:
         known = [f.name for f in fields(cls)]
         for name in data:
             if name not in known:
-                raise UserError(f"{cls.__name__} has no field '{name}' (value {data[name]!r}); "
-                                f"accepted fields: {', '.join(known)}.")
+                raise UserError(
+                    f"{cls.__name__} has no field '{name}' (value {data[name]!r}); accepted fields: {', '.join(known)}."
+                )
         try:
             return cls(**data)
         except TypeError as error:

@@ -114,7 +114,9 @@ class OwnAttention(nn.Module):
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty one-layer cache for ``rows``, in this module's dtype and device."""
         weight = self.k.weight
-        return KVCache(batch, capacity, [LayerKV(self.kv_heads, self.head_dim, self.head_dim, weight.dtype, weight.device)])
+        return KVCache(
+            batch, capacity, [LayerKV(self.kv_heads, self.head_dim, self.head_dim, weight.dtype, weight.device)]
+        )
 
     def rows(self, x: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """Decode form, x [N, d] → [N, d]: K/V go to ``rows.slot`` (≥ 0) of the one-layer ``cache`` before any row
@@ -124,8 +126,9 @@ class OwnAttention(nn.Module):
         q, k, v = self.project(x[None], torch.as_tensor(rows.pos, device=x.device))  # [1, H, N, D]
         q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)  # [N, H, D]
         writes = np.flatnonzero(rows.slot >= 0)
-        seq, slot, index = (torch.as_tensor(a.astype(np.int64), device=x.device)
-                            for a in (rows.seq[writes], rows.slot[writes], writes))
+        seq, slot, index = (
+            torch.as_tensor(a.astype(np.int64), device=x.device) for a in (rows.seq[writes], rows.slot[writes], writes)
+        )
         keys[seq, :, slot] = k[index].to(keys.dtype)
         values[seq, :, slot] = v[index].to(values.dtype)
         mixed = torch.empty_like(q)
@@ -136,8 +139,11 @@ class OwnAttention(nn.Module):
             seen = torch.as_tensor(visible_slots(rows.prefix[mine], rows.tree[mine], end), device=x.device)
             here = torch.as_tensor(mine, device=x.device)
             mixed[here] = F.scaled_dot_product_attention(
-                q[here].transpose(0, 1)[None], keys[int(one)][None, :, :end].to(q.dtype),
-                values[int(one)][None, :, :end].to(q.dtype), attn_mask=seen, enable_gqa=self.heads != self.kv_heads,
+                q[here].transpose(0, 1)[None],
+                keys[int(one)][None, :, :end].to(q.dtype),
+                values[int(one)][None, :, :end].to(q.dtype),
+                attn_mask=seen,
+                enable_gqa=self.heads != self.kv_heads,
             )[0].transpose(0, 1)
         return self.o(mixed.reshape(x.shape[0], -1))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,16 +32,28 @@ class Report:
     arla: Tensor | None = None
 
     def sums(self) -> Tensor:
-        """[K, 3 + 4·BINS] float64: rows · (1, agreement, overlap, KL), then histograms of confidence and ARLA scores,
+        """[K, 4 + 4·BINS] float64: rows · (1, agreement, overlap, KL), then histograms of confidence and ARLA scores,
         each for agreeing and disagreeing rows. Sums of batches and of processes are sums of these."""
         agree, rows = self.result.agree, self.result.agree.shape[1]
-        parts = [torch.full((len(agree),), float(rows)), agree.sum(1), self.result.overlap.cpu() * rows,
-                 self.result.kl.detach().cpu() * rows]
+        parts = [
+            torch.full((len(agree),), float(rows)),
+            agree.sum(1),
+            self.result.overlap.cpu() * rows,
+            self.result.kl.detach().cpu() * rows,
+        ]
         table = [torch.stack([p.double().cpu() for p in parts], dim=1)]
         for score in (self.result.confidence, self.arla):
             for wanted in (agree, ~agree):
-                table.append(torch.zeros(len(agree), BINS, dtype=torch.float64) if score is None else torch.stack(
-                    [torch.histc(s[w].float().cpu(), BINS, 0, 1).double() for s, w in zip(score, wanted, strict=True)]))
+                table.append(
+                    torch.zeros(len(agree), BINS, dtype=torch.float64)
+                    if score is None
+                    else torch.stack(
+                        [
+                            torch.histc(s[w].float().cpu(), BINS, 0, 1).double()
+                            for s, w in zip(score, wanted, strict=True)
+                        ]
+                    )
+                )
         return torch.cat(table, dim=1)
 
 
@@ -69,11 +80,16 @@ class Summary:
     """Reports of many batches, summed."""
 
     terms: list[Term]
-    has_arla: bool = False
-    sums: Tensor = field(default_factory=lambda: torch.zeros(0))
+    has_arla: bool
+    sums: Tensor
+
+    @staticmethod
+    def empty(terms: list[Term], has_arla: bool = False) -> Summary:
+        return Summary(terms, has_arla, torch.zeros(len(terms), 4 + 4 * BINS, dtype=torch.float64))
 
     def add(self, sums: Tensor) -> None:
-        self.sums = sums if not len(self.sums) else self.sums + sums
+        """One batch's ``Report.sums()``."""
+        self.sums = self.sums + sums
 
     def agreement(self) -> list[float]:
         """Per term: share of rows whose argmax is the full model's."""
@@ -98,18 +114,18 @@ class Summary:
         terms = []
         for term, row, n in zip(self.terms, self.sums, rows, strict=True):
             entry: dict[str, Any] = {
-                "gate": term.gate, "draft_step": term.step, "agreement": rounded(float(row[1] / n)),
-                "overlap": rounded(float(row[2] / n)), "kl": rounded(float(row[3] / n)), "confidence": scores(row, 0)}
+                "gate": term.gate,
+                "draft_step": term.step,
+                "agreement": rounded(float(row[1] / n)),
+                "overlap": rounded(float(row[2] / n)),
+                "kl": rounded(float(row[3] / n)),
+                "confidence": scores(row, 0),
+            }
             if self.has_arla:
                 entry["arla"] = scores(row, 1)
             terms.append(entry)
-        return {"rows": int(self.sums[0, 0]), "terms": terms,
-                "simulated_tokens_per_step": rounded(simulated_tokens_per_step(self.chain()))}
-
-
-def summarise(terms: Sequence[Term], reports: Sequence[Tensor], has_arla: bool) -> Summary:
-    """A summary of ``Report.sums()`` tensors."""
-    summary = Summary(list(terms), has_arla)
-    for sums in reports:
-        summary.add(sums)
-    return summary
+        return {
+            "rows": int(self.sums[0, 0]),
+            "terms": terms,
+            "simulated_tokens_per_step": rounded(simulated_tokens_per_step(self.chain())),
+        }

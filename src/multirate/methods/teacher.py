@@ -45,8 +45,12 @@ class Teacher:
         self.parts = find_parts(model)
         self.shape = BaseShape.of(model.config)
         head = self.parts.head
-        self.head = Head(head.weight, getattr(head, "bias", None), self.parts.logit_scale,  # type: ignore[arg-type]
-                         self.parts.logit_softcap)
+        self.head = Head(
+            head.weight,
+            getattr(head, "bias", None),
+            self.parts.logit_scale,  # type: ignore[arg-type]
+            self.parts.logit_softcap,
+        )
 
     def norm(self, x: Tensor) -> Tensor:
         """The base's final norm, [..., d]; differentiable in x."""
@@ -70,8 +74,9 @@ class Teacher:
                 if i in gates:
                     kept[i] = x
                 x = parts.run_layer(i, x, masks[i], position_ids, rotary, recorder if i < shared else None)
-        return SlowPass(x, parts.final_norm(x), SharedKV(recorder.keys, recorder.values), masks, position_ids, rotary,
-                        kept)
+        return SlowPass(
+            x, parts.final_norm(x), SharedKV(recorder.keys, recorder.values), masks, position_ids, rotary, kept
+        )
 
     def accelerated_layer(self, i: int, x: Tensor, slow: SlowPass, adapter: LayerAdapter | None) -> Tensor:
         """Layer i on the accelerated rows x [B, T, d], over the slow K/V; differentiable in x and the adapter."""

@@ -53,14 +53,20 @@ class M2R2Config(MethodConfig):
 
     def check(self) -> None:
         g = self.gates
-        self.require(len(g) > 0 and g[0] >= 1 and all(a < b for a, b in zip(g, g[1:], strict=False)), "gates",
-                     "increasing layer counts of at least 1")
+        self.require(
+            len(g) > 0 and g[0] >= 1 and all(a < b for a, b in zip(g, g[1:], strict=False)),
+            "gates",
+            "increasing layer counts of at least 1",
+        )
         self.require(self.preset in PRESETS, "preset", " or ".join(PRESETS))
         self.require(self.rank >= 1, "rank", "at least 1")
         self.require(self.arla_dim >= 0, "arla_dim", "0 or more")
         self.require(1 <= self.unroll_steps <= 16, "unroll_steps", "1 to 16")
-        self.require(self.unroll_steps == 1 or self.carry, "unroll_steps",
-                     "1 when carry is false (without it every step is the first)")
+        self.require(
+            self.unroll_steps == 1 or self.carry,
+            "unroll_steps",
+            "1 when carry is false (without it every step is the first)",
+        )
         self.require(self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2")
         self.require(self.norm_eps > 0, "norm_eps", "above 0")
         if self.block:
@@ -71,10 +77,14 @@ class M2R2Config(MethodConfig):
 
     def check_base(self, base: BaseShape) -> None:
         """Refuse a config that does not fit ``base``."""
-        self.require(self.gates[-1] < base.num_layers, "gates",
-                     f"layer counts below the base model's {base.num_layers} layers")
-        self.require(self.draft_vocab is None or self.draft_vocab <= base.vocab_size, "draft_vocab",
-                     f"at most the base model's {base.vocab_size} tokens")
+        self.require(
+            self.gates[-1] < base.num_layers, "gates", f"layer counts below the base model's {base.num_layers} layers"
+        )
+        self.require(
+            self.draft_vocab is None or self.draft_vocab <= base.vocab_size,
+            "draft_vocab",
+            f"at most the base model's {base.vocab_size} tokens",
+        )
         if base.is_moe:
             self.require(self.mlp_adapter != "lora", "mlp_adapter", "'parallel' or 'none' on a mixture of experts")
 
@@ -96,8 +106,13 @@ class M2R2Config(MethodConfig):
         if preset == "m2r2":
             values |= {"gates": default_paper_gates(base.num_layers)}
         else:
-            values |= {"gates": (1,), "mlp_adapter": "parallel" if base.is_moe else "lora", "carry": True,
-                       "block": True, "unroll_steps": 3}
+            values |= {
+                "gates": (1,),
+                "mlp_adapter": "parallel" if base.is_moe else "lora",
+                "carry": True,
+                "block": True,
+                "unroll_steps": 3,
+            }
         config = M2R2Config.from_json(values | options)
         config.check_base(base)
         return config

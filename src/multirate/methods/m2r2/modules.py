@@ -82,8 +82,9 @@ class GateBlock(nn.Module):
     def __init__(self, config: M2R2Config, size: int) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(size, config.norm_eps)
-        self.attn = OwnAttention(size, config.block_heads, config.block_kv_heads, config.block_head_dim,
-                                 config.rope_theta)
+        self.attn = OwnAttention(
+            size, config.block_heads, config.block_kv_heads, config.block_head_dim, config.rope_theta
+        )
         self.mlp_norm = RMSNorm(size, config.norm_eps)
         self.mlp = SwiGLU(size, config.block_intermediate)
         nn.init.zeros_(self.attn.o.weight)
@@ -126,8 +127,7 @@ class AcceleratedStream(nn.Module):
         self.blocks = nn.ModuleDict(
             {str(gate): GateBlock(config, base.hidden_size) for gate in config.gates} if config.block else {}
         )
-        self.arla = ARLA(base.hidden_size, config.arla_dim, len(config.gates)) if config.arla_dim \
-            else None
+        self.arla = ARLA(base.hidden_size, config.arla_dim, len(config.gates)) if config.arla_dim else None
         tokens = None if config.draft_vocab is None else torch.arange(config.draft_vocab)
         self.register_buffer("draft_tokens", tokens)
 

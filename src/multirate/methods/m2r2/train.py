@@ -8,8 +8,6 @@ its block sees the K/V that drafting s tokens ahead sees (``OwnAttention.forward
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,6 +32,10 @@ class M2R2Objective(nn.Module):
         super().__init__()
         self.stream, self.step_decay = stream, step_decay
         self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
+
+    @property
+    def has_arla(self) -> bool:
+        return self.stream.arla is not None
 
     @property
     def terms(self) -> list[Term]:
@@ -114,13 +116,8 @@ class M2R2Objective(nn.Module):
         return torch.stack(at_gates + later)
 
     @torch.no_grad()
-    def early_exit(self, ids: Tensor, mask: Tensor) -> Distilled:
+    def early_exit(self, ids: Tensor, mask: Tensor) -> tuple[list[Term], Distilled]:
         """The base's plain early exit at every gate: what training must beat."""
         teacher, slow = self._teacher[0], self.slow(ids)
         normed = torch.stack([teacher.norm(slow.residual[g][mask]) for g in self.stream.config.gates])
-        return distil(normed, slow.normed[mask], teacher.head)
-
-
-def build_objective(teacher: Teacher, stream: Any, step_decay: float) -> M2R2Objective:
-    """What the training loop calls."""
-    return M2R2Objective(teacher, stream, step_decay)
+        return [t for t in self.terms if t.step == 1], distil(normed, slow.normed[mask], teacher.head)

@@ -1,0 +1,65 @@
+"""Kangaroo's configuration (arXiv 2404.18911)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from multirate.methods.config import MethodConfig
+from multirate.methods.shape import BaseShape
+
+
+@dataclass(frozen=True)
+class KangarooConfig(MethodConfig):
+    """One attention adapter at a fixed shallow exit, the base's head shared."""
+
+    METHOD: ClassVar[str] = "kangaroo"
+
+    exit_layer: int
+    """Layers of the base before the adapter (the paper: 2 of 32)."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    threshold: float = 0.6
+    """Drafting stops at a token whose top-1 probability is below this (the token itself is still verified)."""
+    max_draft: int = 6
+
+    def check(self) -> None:
+        for name in ("exit_layer", "heads", "kv_heads", "head_dim", "max_draft"):
+            self.require(getattr(self, name) >= 1, name, "at least 1")
+        self.require(self.heads % self.kv_heads == 0, "kv_heads", "a divisor of heads")
+        self.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)")
+        self.require(0 <= self.threshold <= 1, "threshold", "0 to 1")
+        self.require(self.norm_eps > 0, "norm_eps", "above 0")
+
+    def check_base(self, base: BaseShape) -> None:
+        """Refuse a config that does not fit ``base``."""
+        self.require(
+            self.exit_layer < base.num_layers, "exit_layer", f"below the base model's {base.num_layers} layers"
+        )
+
+    @staticmethod
+    def for_base(base: BaseShape, match_parameters: int | None = None, **options: Any) -> KangarooConfig:
+        """Defaults for a base: exit after L/16 layers (the paper's 2 of 32), heads as the base's.
+
+        ``match_parameters``: the number of query heads is chosen so that the adapter has about this many parameters,
+        with as many K/V heads (the adapter's whole size is in its attention): a rival of equal size.
+        """
+        values: dict[str, Any] = {
+            "exit_layer": max(1, round(base.num_layers / 16)),
+            "heads": base.num_heads,
+            "kv_heads": base.num_heads,
+            "head_dim": base.head_dim,
+            "norm_eps": base.norm_eps,
+            "rope_theta": base.rope_theta,
+        }
+        values |= options
+        if match_parameters is not None:
+            per_head = 4 * base.hidden_size * values["head_dim"]  # q, k, v and o of one head
+            heads = max(1, round((match_parameters - 2 * base.hidden_size) / per_head))
+            values |= {"heads": heads, "kv_heads": heads}
+        config = KangarooConfig.from_json(values)
+        config.check_base(base)
+        return config

@@ -1,0 +1,48 @@
+"""Kangaroo's objective: the same soft loss, data and budget as M2R2's, so that the rival is a fair one.
+
+Its adapter reads true exit residuals at decode time as in training (they are slow residuals of drafted tokens), so there
+are no own-draft steps to train through.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from multirate.methods.distillation import Distilled, distil
+from multirate.methods.kangaroo.modules import KangarooAdapter
+from multirate.methods.objective import Report, Term
+from multirate.methods.teacher import Teacher
+
+
+class KangarooObjective(nn.Module):
+    """(ids [B, T], response mask [B, T]) → KL(head(h_L) ‖ adapter's distribution) over response rows, and report."""
+
+    has_arla = False
+
+    def __init__(self, teacher: Teacher, adapter: KangarooAdapter, step_decay: float = 0.8) -> None:
+        super().__init__()
+        del step_decay  # one step only
+        self.stream = adapter
+        self.exit = adapter.config.exit_layer
+        self._teacher = [teacher]
+
+    @property
+    def terms(self) -> list[Term]:
+        return [Term(self.exit, 1, 1.0)]
+
+    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Report]:
+        """ids int64 [B, T]; mask bool [B, T], true where the row's *next* token is a response token."""
+        teacher = self._teacher[0]
+        slow = teacher.slow(ids, shared=0, gates=(self.exit,))
+        students = self.stream(slow.residual[self.exit].float())[mask][None]  # [1, N, d]
+        result = distil(students, slow.normed[mask], teacher.head)
+        loss = result.kl.sum()
+        return loss, Report(self.terms, result, float(loss.detach()))
+
+    @torch.no_grad()
+    def early_exit(self, ids: Tensor, mask: Tensor) -> tuple[list[Term], Distilled]:
+        """The base's plain early exit at the same layer: what training must beat."""
+        teacher = self._teacher[0]
+        slow = teacher.slow(ids, shared=0, gates=(self.exit,))
+        return self.terms, distil(teacher.norm(slow.residual[self.exit][mask])[None], slow.normed[mask], teacher.head)

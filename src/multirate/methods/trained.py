@@ -1,0 +1,44 @@
+"""The methods that are trained: how each makes its config, its modules and its objective for a base model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from multirate.errors import UserError
+from multirate.methods.config import MethodConfig
+from multirate.methods.kangaroo.config import KangarooConfig
+from multirate.methods.kangaroo.modules import KangarooAdapter
+from multirate.methods.kangaroo.train import KangarooObjective
+from multirate.methods.m2r2.config import PRESETS, M2R2Config
+from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.methods.m2r2.train import M2R2Objective
+from multirate.methods.shape import BaseShape
+
+
+@dataclass(frozen=True)
+class TrainedMethod:
+    """``configure(base, **options)`` fills a config for a base; ``build(config, base)`` makes the modules;
+    ``objective(teacher, modules, step_decay)`` is an ``nn.Module``: (ids, mask) → (loss, Report)."""
+
+    config_type: type[MethodConfig]
+    configure: Callable[..., MethodConfig]
+    build: Callable[[Any, BaseShape], nn.Module]
+    objective: Callable[..., nn.Module]
+
+
+def trained_method(name: str) -> TrainedMethod:
+    """The method called ``name``, or UserError."""
+    if name in PRESETS:
+        return TrainedMethod(
+            M2R2Config,
+            lambda base, **options: M2R2Config.for_base(base, name, **options),
+            AcceleratedStream,
+            M2R2Objective,
+        )
+    if name == "kangaroo":
+        return TrainedMethod(KangarooConfig, KangarooConfig.for_base, KangarooAdapter, KangarooObjective)
+    raise UserError(f"Method '{name}' cannot be trained; accepted: {', '.join((*PRESETS, 'kangaroo'))}.")

@@ -1,0 +1,279 @@
+"""Train an accelerator beside a frozen base: one process, or several under ``accelerate launch``."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator as Launcher
+from torch import Tensor, nn
+
+import multirate
+from multirate.errors import UserError
+from multirate.methods.objective import Report, Summary
+from multirate.methods.teacher import Teacher
+from multirate.methods.trained import trained_method
+from multirate.training.checkpoint import Accelerator, describe_base
+from multirate.training.data import BatchPlan, Sample, load_samples
+from multirate.training.optimizers import learning_rate, optimizers
+from multirate.training.progress import TrainProgress, describe
+from multirate.training.settings import TrainSettings
+from multirate.training.state import load_state, prepare_output, remove_state, save_state
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """``finished`` is false when the run was interrupted: the same call resumes it."""
+
+    finished: bool
+    steps: int
+    directory: Path
+    results: dict[str, Any]
+
+
+def train(
+    model: str | Path | Any,
+    data_files: Sequence[str | Path],
+    out_dir: str | Path,
+    method: str = "m2r2-carry",
+    settings: TrainSettings | None = None,
+    options: dict[str, Any] | None = None,
+    tokenizer: Any = None,
+) -> TrainResult:
+    """Train ``method`` beside ``model`` (a path, a hub id, or a loaded causal LM with ``tokenizer``) into ``out_dir``.
+
+    ``options`` replace fields of the method's config (``gates``, ``rank``, …). Interrupted by Ctrl-C, SIGTERM or a kill,
+    the same call resumes and ends with the weights an uninterrupted run has. Raises UserError for anything a user can
+    mend, before any training: method, options, output folder, model, data.
+    """
+    settings = settings or TrainSettings()
+    trained_method(method)
+    out = Path(out_dir)
+    prepare_output(out, settings.overwrite)
+    launcher = Launcher(mixed_precision="no", cpu=not torch.cuda.is_available())
+    name = Path(model).name if isinstance(model, (str, Path)) and Path(model).exists() else \
+        model if isinstance(model, str) else Path(getattr(model.config, "_name_or_path", "") or "").name
+    if isinstance(model, (str, Path)):
+        model, tokenizer = load_base(model, torch.bfloat16 if settings.precision == "bf16" else torch.float32)
+    elif settings.precision == "fp32":
+        model.float()
+    run = _Run(launcher, model, tokenizer, str(name), data_files, out, method, settings, options or {})
+    return run.run()
+
+
+def load_base(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A causal LM of transformers and its tokenizer, from a folder or the hub; UserError when either cannot be had."""
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
+        return model, transformers.AutoTokenizer.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"Model {path} cannot be loaded: {reason}") from None
+
+
+class _Run:
+    def __init__(self, launcher: Launcher, model: Any, tokenizer: Any, name: str, data_files: Sequence[str | Path],
+                 out: Path, method: str, settings: TrainSettings, options: dict[str, Any]) -> None:
+        self.launcher, self.out, self.method, self.settings = launcher, out, method, settings
+        self.main = launcher.is_main_process
+        torch.manual_seed(settings.seed)
+        model.to(launcher.device)
+        self.teacher = Teacher(model)
+        trained = trained_method(method)
+        self.config = trained.configure(self.teacher.shape, **options)
+        self.samples, self.heldout = self._data(data_files, tokenizer)
+        self.stream = trained.build(self.config, self.teacher.shape)
+        self.base = describe_base(model, name)
+        self._initialise()
+        self.objective: Any = trained.objective(self.teacher, self.stream, settings.step_decay)
+        self.optimizers = optimizers(self.stream, settings)
+        self.provenance = self._provenance(data_files)
+        if settings.compile:
+            for layer in self.teacher.parts.layers:
+                layer.module.compile()
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+
+    def _data(self, files: Sequence[str | Path], tokenizer: Any) -> tuple[list[Sample], list[Sample]]:
+        limit = self.settings.max_length
+        samples = load_samples(files, tokenizer, limit)
+        if self.settings.heldout_files:
+            return samples, load_samples(self.settings.heldout_files, tokenizer, limit)[: self.settings.heldout_samples]
+        count = min(self.settings.heldout_samples, len(samples) // 10)
+        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(self.settings.seed)).tolist()
+        chosen = set(order[:count])
+        return ([s for i, s in enumerate(samples) if i not in chosen],
+                [s for i, s in enumerate(samples) if i in chosen])
+
+    def _initialise(self) -> None:
+        if hasattr(self.stream, "start_from"):
+            self.stream.start_from(self.teacher.parts.norm)
+        tokens = getattr(self.stream, "draft_tokens", None)
+        if isinstance(tokens, Tensor):
+            counts = torch.zeros(self.teacher.shape.vocab_size, dtype=torch.long)
+            for sample in self.samples:
+                ids = torch.from_numpy(sample.ids[sample.response]).long()
+                counts.scatter_add_(0, ids, torch.ones_like(ids))
+            tokens.copy_(counts.sort(descending=True, stable=True).indices[: len(tokens)].sort().values)
+        self.stream.to(device=self.launcher.device, dtype=torch.float32)
+
+    def _provenance(self, files: Sequence[str | Path]) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for sample in self.samples:
+            digest.update(sample.ids.tobytes())
+        # Absolute paths say something about the machine, not about the run: only last components are kept.
+        argv = [Path(a).name if a.startswith("/") else a for a in sys.argv]
+        return {
+            "data": [{"file": Path(f).name, "samples": len(self.samples)} for f in files][:1] if len(files) == 1
+            else [{"file": Path(f).name, "samples": None} for f in files],
+            "samples": len(self.samples), "data_sha256": digest.hexdigest(), "settings": self.settings.to_json(),
+            "processes": self.launcher.num_processes, "argv": argv, "multirate": multirate.__version__,
+            "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
+
+    def _identity(self) -> dict[str, Any]:
+        return {"method": self.method, "config": self.config.to_json(), "base fingerprint": self.base["fingerprint"],
+                "training data": self.provenance["data_sha256"], "process count": self.launcher.num_processes,
+                **{f"setting {k}": list(v) if isinstance(v, tuple) else v
+                   for k, v in self.settings.decides_result().items()}}
+
+    def _autocast(self) -> Any:
+        return torch.autocast(self.launcher.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
+
+    def run(self) -> TrainResult:
+        """Train to the last step or an interruption, then evaluate and save."""
+        state = load_state(self.out, self._identity())
+        if state is not None:
+            self.stream.load_state_dict(state["stream"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.launcher.wait_for_everyone()
+        with _stop_requests() as stop_asked:
+            if not self._steps(stop_asked):
+                return TrainResult(False, self.step, self.out, {})
+        results = self.evaluate()
+        if self.main:
+            training = {**self.provenance, "steps": self.step, "tokens": self.tokens, "seconds": round(self.seconds)}
+            Accelerator(self.method, self.config, self.stream, self.base, training, results).save_pretrained(self.out)
+            remove_state(self.out)
+        self.launcher.wait_for_everyone()
+        return TrainResult(True, self.step, self.out, results)
+
+    def _steps(self, stop_asked: Callable[[], bool]) -> bool:
+        """All remaining steps; False when interrupted (a checkpoint is then on disk)."""
+        s, world, rank = self.settings, self.launcher.num_processes, self.launcher.process_index
+        forward = self.launcher.prepare(self.objective) if world > 1 else self.objective
+        plan = BatchPlan(self.samples, s.tokens_per_batch, s.seed)
+        batches = plan.batches(self.step * s.gradient_accumulation * world + rank, world)
+        summary, losses = Summary.empty(self.objective.terms, self.objective.has_arla), []
+        saved_at, clock = time.monotonic(), time.monotonic()
+        with TrainProgress(s.steps, self.step, self.main) as progress:
+            while self.step < s.steps:
+                seen = 0
+                for micro in range(s.gradient_accumulation):
+                    batch = next(batches)
+                    sync = micro == s.gradient_accumulation - 1 or world == 1
+                    with _nothing() if sync else forward.no_sync():
+                        with self._autocast():
+                            loss, report = forward(*(t.to(self.launcher.device) for t in (batch.ids, batch.mask)))
+                        (loss / s.gradient_accumulation).backward()
+                    summary.add(report.sums())
+                    losses.append(report.loss)
+                    seen += batch.ids.numel()
+                nn.utils.clip_grad_norm_(self.stream.parameters(), s.grad_clip)
+                for optimizer in self.optimizers:
+                    for group in optimizer.param_groups:
+                        group["lr"] = learning_rate(self.step, s)
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                self.step += 1
+                self.tokens += seen * world
+                now = time.monotonic()
+                self.seconds, clock = self.seconds + now - clock, now
+                progress.advance(self.step, seen * world)
+                if self.step % s.log_every == 0:
+                    progress.report(self.step, describe(summary, sum(losses) / len(losses)))
+                    summary, losses = Summary.empty(self.objective.terms, self.objective.has_arla), []
+                stop = self._anyone(stop_asked()) and self.step < s.steps
+                due = s.checkpoint_steps is not None and self.step % s.checkpoint_steps == 0
+                if self.main and (stop or due or now - saved_at > s.checkpoint_seconds):
+                    self._save()
+                    saved_at = time.monotonic()
+                if stop:
+                    return False
+        return True
+
+    def _anyone(self, asked: bool) -> bool:
+        """Whether any process was asked to stop: all leave after the same step."""
+        if self.launcher.num_processes == 1:
+            return asked
+        return bool(self.launcher.reduce(torch.tensor(float(asked), device=self.launcher.device)).item())
+
+    def _save(self) -> None:
+        save_state(self.out, {
+            "identity": self._identity(), "stream": self.stream.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers], "step": self.step, "tokens": self.tokens,
+            "seconds": self.seconds})
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Any]:
+        """Held-out agreement, overlap, KL, AUC and calibration per gate and draft step, and the base's early exit."""
+        if not self.heldout:
+            return {}
+        world, rank = self.launcher.num_processes, self.launcher.process_index
+        plan = BatchPlan(self.heldout, self.settings.tokens_per_batch, 0)
+        trained = Summary.empty(self.objective.terms, self.objective.has_arla)
+        exits: Summary | None = None
+        self.stream.eval()
+        mine = range(rank, len(plan.epoch(0)), world)
+        for _, batch in zip(mine, plan.batches(rank, world), strict=False):
+            ids, mask = batch.ids.to(self.launcher.device), batch.mask.to(self.launcher.device)
+            with self._autocast():
+                _, report = self.objective(ids, mask)
+                terms, exit_ = self.objective.early_exit(ids, mask)
+            trained.add(report.sums())
+            exits = exits or Summary.empty(terms)
+            exits.add(Report(terms, exit_, 0.0).sums())
+        self.stream.train()
+        exits = exits or Summary.empty([t for t in self.objective.terms if t.step == 1])
+        if world > 1:
+            for summary in (trained, exits):
+                summary.sums = self.launcher.reduce(summary.sums.to(self.launcher.device)).cpu()
+        plain = exits.to_json()
+        return {**trained.to_json(), "early_exit": {
+            "terms": plain["terms"], "simulated_tokens_per_step": plain["simulated_tokens_per_step"]}}
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _stop_requests() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM end the run after the current step instead of in the middle of it."""
+    asked = False
+
+    def ask(*_: object) -> None:
+        nonlocal asked
+        asked = True
+
+    try:
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: signals stay the caller's
+        yield lambda: False
+        return
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

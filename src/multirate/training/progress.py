@@ -1,0 +1,55 @@
+"""What a person sees while training: a progress bar on a terminal, a line now and then in a log file."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from multirate.methods.distillation import simulated_tokens_per_step
+from multirate.methods.objective import Summary
+
+
+def describe(summary: Summary, loss: float) -> str:
+    """loss, agreement of every gate and draft step, simulated tokens per verify step."""
+    parts = [f"g{t.gate}{f'·s{t.step}' if t.step > 1 else ''} {a:.3f}"
+             for t, a in zip(summary.terms, summary.agreement(), strict=True)]
+    return f"loss {loss:.3f}  agreement {' '.join(parts)}  " \
+           f"tokens/step {simulated_tokens_per_step(summary.chain()):.2f}"
+
+
+class TrainProgress:
+    """Context manager; ``update`` after each report. Silent when ``shown`` is false (other processes)."""
+
+    def __init__(self, total: int, start: int, shown: bool, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self.shown, self.total, self.start, self.began, self.tokens = shown, total, start, time.monotonic(), 0
+        self.bar = Progress(TextColumn("training"), BarColumn(bar_width=20), MofNCompleteColumn(),
+                            TimeRemainingColumn(), TextColumn("{task.description}"), console=self.console)
+        self.task = self.bar.add_task("", total=total, completed=start)
+
+    def __enter__(self) -> TrainProgress:
+        if self.shown and self.console.is_terminal:
+            self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.shown and self.console.is_terminal:
+            self.bar.stop()
+
+    def advance(self, step: int, tokens: int) -> None:
+        """``step`` optimizer steps are done; ``tokens`` more went through the base."""
+        self.tokens += tokens
+        self.bar.update(self.task, completed=step)
+
+    def report(self, step: int, text: str) -> None:
+        """New figures: beside the bar, or as a line of a log."""
+        text = f"{text}  {self.tokens / max(1e-9, time.monotonic() - self.began):.0f} tok/s"
+        if not self.shown:
+            return
+        if self.console.is_terminal:
+            self.bar.update(self.task, description=text)
+        else:
+            self.console.print(f"step {step}/{self.total}  {text}", soft_wrap=True, highlight=False)

@@ -1,0 +1,65 @@
+"""Settings of a training run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from multirate.methods.config import MethodConfig
+
+
+@dataclass(frozen=True)
+class TrainSettings(MethodConfig):
+    """What decides a run besides model, data and method. Invalid values raise UserError."""
+
+    steps: int = 2000
+    """Optimizer steps."""
+    tokens_per_batch: int = 4096
+    """Padded tokens of one forward pass of one process."""
+    max_length: int = 512
+    """Samples are cut to this many tokens."""
+    gradient_accumulation: int = 1
+    optimizer: Literal["muon", "adamw"] = "muon"
+    """muon: torch.optim.Muon on matrices, AdamW on the rest."""
+    lr: float = 4e-3
+    """Peak rate (Muon's is matched to AdamW's update size)."""
+    final_lr: float = 0.05
+    """Share of ``lr`` at the end of the cosine."""
+    warmup_steps: int = 50
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    step_decay: float = 0.8
+    """Loss weight of draft step s is step_decay^(s − 1)."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    seed: int = 0
+    heldout_files: tuple[str, ...] = ()
+    """Evaluated at the end; empty: ``heldout_samples`` of the training data are set aside."""
+    heldout_samples: int = 256
+    """At most this many samples are evaluated; at most a tenth of the data is set aside."""
+    checkpoint_seconds: float = 120.0
+    checkpoint_steps: int | None = None
+    """Also write a checkpoint every this many steps."""
+    log_every: int = 20
+    compile: bool = False
+    """Compile the base's layers (pays on long runs)."""
+    overwrite: bool = False
+    """Replace a finished accelerator in the output folder."""
+
+    def check(self) -> None:
+        for name in ("steps", "gradient_accumulation", "log_every", "heldout_samples"):
+            self.require(getattr(self, name) >= 1, name, "at least 1")
+        self.require(self.max_length >= 2, "max_length", "at least 2")
+        self.require(self.tokens_per_batch >= self.max_length, "tokens_per_batch", f"at least max_length "
+                     f"({self.max_length})")
+        for name in ("lr", "grad_clip", "step_decay", "checkpoint_seconds"):
+            self.require(getattr(self, name) > 0, name, "above 0")
+        self.require(self.warmup_steps >= 0, "warmup_steps", "0 or more")
+        self.require(self.weight_decay >= 0, "weight_decay", "0 or more")
+        self.require(0 <= self.final_lr <= 1, "final_lr", "0 to 1")
+        self.require(self.checkpoint_steps is None or self.checkpoint_steps >= 1, "checkpoint_steps",
+                     "null or at least 1")
+
+    def decides_result(self) -> dict[str, Any]:
+        """The settings a resumed run must share with the interrupted one."""
+        free = {"heldout_files", "checkpoint_seconds", "checkpoint_steps", "log_every", "compile", "overwrite"}
+        return {k: v for k, v in asdict(self).items() if k not in free}

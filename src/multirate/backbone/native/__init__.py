@@ -1,0 +1,5 @@
+"""The native bf16 kernel for Llama-like models on CPU: packed weights, bit-identical rows, one call per pass."""
+
+from multirate.backbone.native.decoder import NativeDecoder
+
+__all__ = ["NativeDecoder"]

@@ -1,0 +1,80 @@
+"""Keys and values in the kernel's layout, with the interface of KVCache."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.backbone.kv_cache import KVCache, LayerKV
+from multirate.backbone.native import library
+
+
+def to_native(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, H, capacity, D] each → K [B, H, capacity/16, D/2, 16, 2], V [B, H, capacity/2, D, 2]."""
+    return keys.unflatten(-1, (-1, 2)).unflatten(2, (-1, 16)).transpose(3, 4), values.unflatten(2, (-1, 2)).transpose(3, 4)
+
+
+def from_native(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    return keys.transpose(3, 4).flatten(2, 3).flatten(-2), values.transpose(3, 4).flatten(2, 3)
+
+
+class NativeKVCache(KVCache):
+    """bf16 K/V that the kernel reads at full width; `standard(i)` gives layer i in the usual layout.
+
+    Positions equal slots for committed tokens, so the kernel needs no position table; the base class's
+    `positions` stays unused.
+    """
+
+    def __init__(self, batch: int, capacity: int, layers: Sequence[LayerKV]) -> None:
+        self._pointers: ctypes.Array[library.LayerCache] | None = None
+        self._moves: np.ndarray = np.zeros(0, np.int32)
+        super().__init__(batch, capacity, layers)
+
+    def reserve(self, capacity: int) -> None:
+        if capacity <= self.capacity:
+            return
+        capacity = -(-capacity // 16) * 16
+        old = [from_native(k, v) for k, v in zip(self.keys, self.values, strict=True)] if self.capacity else None
+        self.keys, self.values = [], []
+        for i, layer in enumerate(self.layout):
+            shape = (self.batch, layer.heads, capacity, layer.key_dim)
+            # Zeros: a masked slot enters the weighted sum with weight 0, and 0 · NaN is NaN.
+            keys, values = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape, dtype=torch.bfloat16)
+            if old is not None:
+                keys[:, :, : self.capacity], values[:, :, : self.capacity] = old[i]
+            keys, values = to_native(keys, values)
+            self.keys.append(keys.contiguous())
+            self.values.append(values.contiguous())
+        self.capacity = capacity
+        self.version += 1
+        self._pointers = (library.LayerCache * len(self.layout))(
+            *(library.LayerCache(k.data_ptr(), v.data_ptr()) for k, v in zip(self.keys, self.values, strict=True))
+        )
+
+    @property
+    def address(self) -> int:
+        assert self._pointers is not None
+        return ctypes.addressof(self._pointers)
+
+    def standard(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Layer's keys and values as [B, H_kv, capacity, D]."""
+        return from_native(self.keys[layer], self.values[layer])
+
+    def keep(self, seq: int, slots: Sequence[int]) -> None:
+        start = self.lengths[seq]
+        wanted = np.asarray(slots, dtype=np.int32)
+        if len(wanted):
+            if wanted[0] < start or wanted[-1] >= self.capacity or (np.diff(wanted) <= 0).any():
+                raise ValueError(f"slots {list(slots)} to keep must be increasing, >= {start} and in the cache")
+            to = np.arange(start, start + len(wanted), dtype=np.int32)
+            if wanted[-1] != to[-1]:
+                layer = self.layout[0]
+                library.kernel().mr_move(
+                    self.address, len(self.layout), layer.heads, layer.key_dim, self.capacity, seq,
+                    wanted.ctypes.data, to.ctypes.data, len(wanted),
+                )
+        self.lengths[seq] += len(wanted)

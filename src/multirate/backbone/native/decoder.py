@@ -1,0 +1,204 @@
+"""NativeDecoder: a Llama-like model on CPU through the packed bf16 kernel.
+
+The residual stream stays fp32 between layers (a model run in bf16 by transformers rounds it after every
+layer); products take bf16 inputs and bf16 weights. A row's result does not depend on which other rows share
+its call, so drafting and verifying give bit-identical logits: speculation in bf16 is exact, not nearly so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from multirate.backbone.decoder import Decoder, DecoderFacts, LayerAdapter
+from multirate.backbone.inspect import find_parts
+from multirate.backbone.kv_cache import LayerKV
+from multirate.backbone.native import library
+from multirate.backbone.native.adapters import AdapterPack
+from multirate.backbone.native.cache import NativeKVCache
+from multirate.backbone.native.packing import Owner, array_of, interleave_gate_up
+from multirate.backbone.rows import Rows
+from multirate.errors import UserError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+LONGEST_TABLE = 32768  # rotary tables are computed for this many positions at most
+
+
+class NativeDecoder(Decoder):
+    """Runs `model` (bf16, CPU, Llama-like) with packed copies of its weights. Inputs and outputs are fp32 [N, d]."""
+
+    facts: DecoderFacts
+
+    @staticmethod
+    def supports(model: nn.Module) -> str | None:
+        """None when the model can be run here, else the reason."""
+        config: Any = getattr(model, "config", None)
+        kind = getattr(config, "model_type", "unknown")
+        if kind not in FAMILIES:
+            return f"the native kernel knows {', '.join(FAMILIES)}, not {kind}"
+        parameter = next(model.parameters())
+        if parameter.device.type != "cpu" or parameter.dtype != torch.bfloat16:
+            return f"the native kernel runs bfloat16 on CPU, not {parameter.dtype} on {parameter.device}"
+        d, dim = config.hidden_size, _head_dim(config)
+        if d % 64 or config.intermediate_size % 32 or dim % 16 or dim > 256:
+            return f"hidden size {d}, intermediate size {config.intermediate_size} or head size {dim} does not tile"
+        if config.hidden_act not in ("silu", "swish"):
+            return f"the native kernel has SiLU, not {config.hidden_act}"
+        if (config.num_attention_heads * dim) % 64 or (2 * config.num_key_value_heads * dim) % 64:
+            return "the query, key and value widths do not tile"
+        if getattr(config, "mlp_bias", False) or (kind == "llama" and getattr(config, "attention_bias", False)):
+            return "biases in the output or MLP projections are not supported by the native kernel"
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
+            return f"rotary type {rope.get('rope_type')} changes with the length"
+        try:
+            library.kernel()
+        except library.NativeUnavailable as reason:
+            return str(reason)
+        return None
+
+    def __init__(self, model: nn.Module) -> None:
+        reason = self.supports(model)
+        if reason is not None:
+            raise UserError(f"backend='native' cannot run this model: {reason}")
+        self._library = library.kernel()
+        self._library.mr_set_threads(torch.get_num_threads())
+        parts = find_parts(model)
+        config: Any = parts.config
+        self.facts = DecoderFacts(
+            architecture=type(model).__name__,
+            num_layers=len(parts.layers),
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_positions=parts.max_positions,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            windows=tuple(layer.window for layer in parts.layers),
+            tied_head=parts.tied_head,
+        )
+        self._owner = Owner()
+        self.eps = float(config.rms_norm_eps)
+        self.head_dim = _head_dim(config)
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._table = parts.embed_tokens.weight.detach().contiguous()
+        self._norm = self._owner.floats(parts.norm.weight)
+        self._norm_weight = parts.norm.weight.detach().float()
+        self._head = self._owner.linear(parts.head.weight, getattr(parts.head, "bias", None))
+        self._shape = self.shape(config.intermediate_size, self._rotary(parts, config))
+        self._layers = array_of(library.Layer, [self._pack(layer.module, layer.window) for layer in parts.layers])
+        self._adapter_key: Any = None
+
+    def shape(self, intermediate: int, tables: tuple[int | None, int | None, int], heads: int | None = None,
+              kv_heads: int | None = None) -> library.Shape:
+        cos, sin, positions = tables
+        self.rotary_tables = tables
+        return library.Shape(
+            hidden=self.facts.hidden_size, heads=heads or self.heads, kv_heads=kv_heads or self.kv_heads,
+            head_dim=self.head_dim, intermediate=intermediate, vocab=self.facts.vocab_size, max_positions=positions,
+            eps=self.eps, attention_scale=self.head_dim**-0.5, cos=cos, sin=sin,
+        )
+
+    def _rotary(self, parts: Any, config: Any) -> tuple[int | None, int | None, int]:
+        count = min(parts.max_positions or LONGEST_TABLE, LONGEST_TABLE)
+        self.facts = DecoderFacts(**{**vars(self.facts), "max_positions": count})
+        like = torch.zeros(1, 1, config.hidden_size, dtype=torch.float32)
+        cos, sin = parts.rotary_module(like, torch.arange(count)[None])
+        half = self.head_dim // 2
+        return self._owner.floats(cos[0, :, :half]), self._owner.floats(sin[0, :, :half]), count
+
+    def _pack(self, layer: Any, window: int | None) -> library.Layer:
+        attention, mlp, owner = layer.self_attn, layer.mlp, self._owner
+        queries = (attention.q_proj, attention.k_proj, attention.v_proj)
+        bias = None if queries[0].bias is None else torch.cat([p.bias for p in queries])
+        return library.Layer(
+            qkv=owner.linear(torch.cat([p.weight for p in queries]), bias),
+            o=owner.linear(attention.o_proj.weight, attention.o_proj.bias),
+            gate_up=owner.linear(interleave_gate_up(mlp.gate_proj.weight, mlp.up_proj.weight)),
+            down=owner.linear(mlp.down_proj.weight),
+            norm_attention=owner.floats(layer.input_layernorm.weight),
+            norm_mlp=owner.floats(layer.post_attention_layernorm.weight),
+            q_norm=owner.floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
+            k_norm=owner.floats(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
+            window=window or 0,
+        )
+
+    # -- Decoder ------------------------------------------------------------------------------------
+
+    def new_cache(self, batch: int, capacity: int) -> NativeKVCache:
+        return self.cache_of(self.facts.num_layers, batch, capacity, self.kv_heads)
+
+    def cache_of(self, layers: int, batch: int, capacity: int, kv_heads: int) -> NativeKVCache:
+        """A cache for other layers run by this kernel (an accelerated block's own keys and values)."""
+        kv = LayerKV(kv_heads, self.head_dim, self.head_dim, torch.bfloat16, self.facts.device)
+        return NativeKVCache(batch, capacity, [kv] * layers)
+
+    def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
+        ids = ids.to(torch.int64).contiguous()
+        x = torch.empty(len(ids), self.facts.hidden_size)
+        self._library.mr_embed(self._table.data_ptr(), ids.data_ptr(), len(ids), x.shape[1], 1.0, x.data_ptr())
+        return x
+
+    def layers(
+        self,
+        x: Tensor,
+        rows: Rows,
+        start: int,
+        stop: int,
+        cache: Any,
+        adapters: Mapping[int, LayerAdapter] | None = None,
+    ) -> Tensor:
+        if start >= stop:
+            return x
+        x = x.float().clone(memory_format=torch.contiguous_format)
+        self.run(self._shape, self._layers, x, rows, start, stop, cache, self._packed(adapters))
+        return x
+
+    def run(
+        self, shape: library.Shape, layers: Any, x: Tensor, rows: Rows, start: int, stop: int, cache: NativeKVCache,
+        adapters: int | None = None,
+    ) -> None:
+        """One kernel call: `layers[start:stop]` on x [N, d] fp32, in place."""
+        last = int(rows.slot.max(initial=-1))
+        if last >= cache.capacity:
+            cache.reserve(max(last + 1, 2 * cache.capacity))
+        accelerated = rows.accelerated
+        self._library.mr_layers(
+            ctypes.addressof(shape), ctypes.addressof(layers), cache.address, adapters, x.data_ptr(), len(rows.seq),
+            rows.seq.ctypes.data, rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data,
+            rows.tree.ctypes.data, None if accelerated is None else accelerated.ctypes.data, cache.capacity, start, stop,
+        )
+
+    def norm(self, x: Tensor) -> Tensor:
+        x = x.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self._norm_weight
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.product(self._head, x, self._norm)[:, : self.facts.vocab_size]
+
+    def product(self, linear: library.Linear, x: Tensor, norm: int | None, into: Tensor | None = None) -> Tensor:
+        """W · (RMSNorm(x) or x): x fp32 [N, in] → [N, out], added to `into` when given."""
+        x = x.float().contiguous()
+        y = torch.empty(len(x), linear.outputs) if into is None else into
+        self._library.mr_linear(
+            ctypes.addressof(linear), x.data_ptr(), norm, self.eps, len(x), y.data_ptr(), int(into is not None)
+        )
+        return y
+
+    def _packed(self, adapters: Mapping[int, LayerAdapter] | None) -> int | None:
+        """The adapters in the kernel's form, packed on first use and again when other modules are given."""
+        if not adapters:
+            return None
+        key = tuple(sorted((i, id(a)) for i, a in adapters.items()))
+        if key != self._adapter_key:
+            self._adapter_pack = AdapterPack(adapters, self.facts.num_layers)
+            self._adapter_key = key
+        return self._adapter_pack.address
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -1,0 +1,316 @@
+// Decoder layers of a Llama-like model for a handful of rows, bf16 weights, fp32 residual stream.
+//
+// One call runs layers [start, stop) on up to MAX_ROWS rows. Rows of the accelerated residual stream go
+// through the same matrix products as the slow ones, so every weight is read once for both (M2R2's
+// "nearly free" second stream); low-rank adapters touch the accelerated rows only.
+#include "kernel.h"
+#include "threads.h"
+#include "matmul.h"
+#include "attention.h"
+
+#define MAX_ROWS 48
+
+typedef struct {
+    const Shape *shape;
+    const Layer *layers;
+    const LayerCache *caches;
+    const Adapter *const *adapters;  // per layer, or NULL
+    Rows rows;
+    float *x;  // [rows, d] residual, updated in place
+    int start, stop;
+} Call;
+
+// Shared activations; grown on demand, never shrunk.
+static struct {
+    size_t qkv_size, heads_size, act_size, low_size;
+    float *qkv, *low;
+    bf16 *heads, *activation, *low_in;
+} work;
+
+static __thread struct {
+    bf16 *normed;
+    size_t normed_size, scores_size;
+    AttentionScratch *attention;
+} mine;
+
+static void *grown(void *old, size_t *have, size_t want) {
+    if (*have >= want) return old;
+    free(old);
+    *have = want;
+    void *p = NULL;
+    if (posix_memalign(&p, 64, want)) abort();
+    memset(p, 0, want);
+    return p;
+}
+
+// RMSNorm (epsilon inside the root), fp32, rounded to bf16 as the next product reads it.
+static void rms_norm(const float *x, const float *weight, int d, float eps, bf16 *out) {
+    f16 sum = splat(0.0f);
+    for (int i = 0; i < d; i += 16) { f16 v = load(x + i); sum += v * v; }
+    float total = 0.0f;
+    for (int i = 0; i < 16; i++) total += sum[i];
+    f16 scale = splat(1.0f / sqrtf(total / d + eps));
+    for (int i = 0; i < d; i += 16) {
+        store_bf16(out + i, load(x + i) * scale * load(weight + i));
+    }
+}
+
+static void head_norm(float *x, const float *weight, int d, float eps) {
+    float total = 0.0f;
+    for (int i = 0; i < d; i++) total += x[i] * x[i];
+    float scale = 1.0f / sqrtf(total / d + eps);
+    for (int i = 0; i < d; i++) x[i] *= scale * weight[i];
+}
+
+// transformers' Llama convention: the halves of a head are rotated against each other.
+static void rotate(float *x, const float *cos, const float *sin, int d) {
+    int i = 0, h = d / 2;
+    for (; i + 16 <= h; i += 16) {
+        f16 a = load(x + i), b = load(x + i + h), c = load(cos + i), s = load(sin + i);
+        store(x + i, a * c - b * s);
+        store(x + i + h, b * c + a * s);
+    }
+    for (; i < h; i++) {
+        float a = x[i], b = x[i + h];
+        x[i] = a * cos[i] - b * sin[i];
+        x[i + h] = b * cos[i] + a * sin[i];
+    }
+}
+
+static const bf16 **row_pointers(const bf16 *base, int stride, const int *index, int count, const bf16 **to) {
+    for (int n = 0; n < count; n++) to[n] = base + (size_t)(index ? index[n] : n) * stride;
+    return to;
+}
+
+// First half of a low-rank site: work.low_in [count, rank] = bf16(A x) for the listed rows. Ends in a barrier.
+static void low_rank_in(const LowRank *site, const bf16 *base, int stride, const int *index, int count, int id, int threads) {
+    const bf16 *from[MAX_ROWS];
+    int width = site->a.out;
+    matmul(&site->a, row_pointers(base, stride, index, count, from), count, NULL, STORE, (Output){.y = work.low, .stride = width}, id, threads);
+    barrier(threads);
+    for (int i = id * 16; i < count * width; i += 16 * threads) {
+        f16 v = load(work.low + i);
+        if (site->silu) v = silu_vector(v);
+        store_bf16(work.low_in + i, v);
+    }
+    barrier(threads);
+}
+
+// Second half: y[index[n]] += B low_in[n]; every thread writes the outputs it owns.
+static void low_rank_out(const LowRank *site, float *y, int stride, const int *index, int count, int id, int threads) {
+    const bf16 *from[MAX_ROWS];
+    matmul(&site->b, row_pointers(work.low_in, site->a.out, NULL, count, from), count, index, ADD, (Output){.y = y, .stride = stride}, id, threads);
+}
+
+static void attention_of_heads(const Call *call, const Layer *layer, const LayerCache *cache, int id, int threads) {
+    const Shape *s = call->shape;
+    const Rows *rows = &call->rows;
+    int dim = s->head_dim, group = s->heads / s->kv_heads, width = (s->heads + 2 * s->kv_heads) * dim;
+    size_t per_head = (size_t)rows->capacity * dim;
+    for (int h = id; h < s->kv_heads; h += threads) {
+        for (int n = 0; n < rows->count; n++) {
+            float *row = work.qkv + (size_t)n * width;
+            const float *cos = s->cos + (size_t)rows->pos[n] * (dim / 2), *sin = s->sin + (size_t)rows->pos[n] * (dim / 2);
+            for (int q = h * group; q < (h + 1) * group; q++) {
+                if (layer->q_norm) head_norm(row + q * dim, layer->q_norm, dim, s->eps);
+                rotate(row + q * dim, cos, sin, dim);
+            }
+            if (rows->slot[n] < 0) continue;  // an accelerated row reads the slow stream's keys and values
+            float *k = row + (s->heads + h) * dim, *v = row + (s->heads + s->kv_heads + h) * dim;
+            if (layer->k_norm) head_norm(k, layer->k_norm, dim, s->eps);
+            rotate(k, cos, sin, dim);
+            size_t at = ((size_t)rows->seq[n] * s->kv_heads + h) * per_head;
+            write_k(cache->k + at, rows->slot[n], dim, k);
+            write_v(cache->v + at, rows->slot[n], dim, v);
+        }
+        for (int n = 0; n < rows->count; n++) {
+            size_t at = ((size_t)rows->seq[n] * s->kv_heads + h) * per_head;
+            const bf16 *k = cache->k + at, *v = cache->v + at;
+            int visible = gather_path(&mine.attention->path, k, v, dim, rows->prefix[n], (uint64_t)rows->tree[n]);
+            int low = layer->window && rows->pos[n] - layer->window + 1 > 0 ? rows->pos[n] - layer->window + 1 : 0;
+            for (int q = h * group; q < (h + 1) * group; q++) {
+                bf16 query[256];
+                const float *from = work.qkv + (size_t)n * width + q * dim;
+                for (int i = 0; i < dim; i += 16) store_bf16(query + i, load(from + i) * splat(s->attention_scale));
+                attend((const uint32_t *)query, k, v, &mine.attention->path, dim, low, visible, mine.attention,
+                       work.heads + ((size_t)n * s->heads + q) * dim);
+            }
+        }
+    }
+}
+
+static void run_layers(void *context, int id, int threads) {
+    const Call *call = context;
+    const Shape *s = call->shape;
+    int d = s->hidden, count = call->rows.count, dim = s->head_dim, heads = s->heads * dim;
+    int width = (s->heads + 2 * s->kv_heads) * dim;
+    mine.normed = grown(mine.normed, &mine.normed_size, (size_t)MAX_ROWS * d * sizeof(bf16));
+    if (!mine.attention) { mine.attention = calloc(1, sizeof *mine.attention); if (!mine.attention) abort(); }
+    size_t scores = (size_t)call->rows.capacity + MAX_TREE + 32;
+    if (mine.scores_size < scores) {
+        size_t none = 0, none_too = 0;
+        free(mine.attention->scores); free(mine.attention->weights);
+        mine.attention->scores = grown(NULL, &none, scores * sizeof(float));
+        mine.attention->weights = grown(NULL, &none_too, scores * sizeof(bf16));
+        mine.scores_size = scores;
+    }
+    int fast[MAX_ROWS], fast_count = 0;  // the accelerated rows
+    if (call->adapters && call->rows.accelerated)
+        for (int n = 0; n < count; n++) if (call->rows.accelerated[n]) fast[fast_count++] = n;
+    const bf16 *from[MAX_ROWS];
+
+    for (int l = call->start; l < call->stop; l++) {
+        const Layer *layer = &call->layers[l];
+        const Adapter *adapter = fast_count ? call->adapters[l] : NULL;
+        // Norms are recomputed by every thread: cheaper than a barrier for a few rows.
+        for (int n = 0; n < count; n++) rms_norm(call->x + (size_t)n * d, layer->norm_attention, d, s->eps, mine.normed + (size_t)n * d);
+        if (adapter && adapter->q.rank) low_rank_in(&adapter->q, mine.normed, d, fast, fast_count, id, threads);
+        matmul(&layer->qkv, row_pointers(mine.normed, d, NULL, count, from), count, NULL, STORE, (Output){.y = work.qkv, .stride = width}, id, threads);
+        barrier(threads);
+        if (adapter && adapter->q.rank) {
+            low_rank_out(&adapter->q, work.qkv, width, fast, fast_count, id, threads);
+            barrier(threads);
+        }
+        attention_of_heads(call, layer, &call->caches[l], id, threads);
+        barrier(threads);
+        if (adapter && adapter->o.rank) low_rank_in(&adapter->o, work.heads, heads, fast, fast_count, id, threads);
+        matmul(&layer->o, row_pointers(work.heads, heads, NULL, count, from), count, NULL, ADD, (Output){.y = call->x, .stride = d}, id, threads);
+        if (adapter && adapter->o.rank) low_rank_out(&adapter->o, call->x, d, fast, fast_count, id, threads);
+        barrier(threads);
+        for (int n = 0; n < count; n++) rms_norm(call->x + (size_t)n * d, layer->norm_mlp, d, s->eps, mine.normed + (size_t)n * d);
+        int inner = s->intermediate;
+        if (adapter && adapter->gate_up.rank) {
+            // LoRA on gate and up needs their sums before SiLU, so this pass keeps raw sums for all rows.
+            low_rank_in(&adapter->gate_up, mine.normed, d, fast, fast_count, id, threads);
+            const bf16 *low[MAX_ROWS];
+            row_pointers(work.low_in, adapter->gate_up.a.out, NULL, fast_count, low);
+            Output raw = {.y = work.qkv, .stride = 2 * inner};
+            matmul(&layer->gate_up, row_pointers(mine.normed, d, NULL, count, from), count, NULL, STORE, raw, id, threads);
+            matmul(&adapter->gate_up.b, low, fast_count, fast, ADD, raw, id, threads);
+            int groups = 2 * inner / 64, first = groups * id / threads, last = groups * (id + 1) / threads;
+            for (int n = 0; n < count; n++)
+                for (int g = first; g < last; g++)
+                    for (int m = 0; m < 2; m++) {
+                        const float *y = work.qkv + (size_t)n * 2 * inner + g * 64 + m * 16;
+                        store_bf16(work.activation + (size_t)n * inner + g * 32 + m * 16, silu_vector(load(y)) * load(y + 32));
+                    }
+        } else {
+            matmul(&layer->gate_up, row_pointers(mine.normed, d, NULL, count, from), count, NULL, SILU_GATE, (Output){.activation = work.activation, .stride = inner}, id, threads);
+        }
+        barrier(threads);
+        if (adapter && adapter->down.rank) low_rank_in(&adapter->down, work.activation, inner, fast, fast_count, id, threads);
+        if (adapter && adapter->mlp.rank && !adapter->down.rank) low_rank_in(&adapter->mlp, mine.normed, d, fast, fast_count, id, threads);
+        matmul(&layer->down, row_pointers(work.activation, inner, NULL, count, from), count, NULL, ADD, (Output){.y = call->x, .stride = d}, id, threads);
+        if (adapter && adapter->down.rank) low_rank_out(&adapter->down, call->x, d, fast, fast_count, id, threads);
+        else if (adapter && adapter->mlp.rank) low_rank_out(&adapter->mlp, call->x, d, fast, fast_count, id, threads);
+        barrier(threads);
+    }
+}
+
+// ---- entry points -------------------------------------------------------------------------------
+
+// Rows must be ordered so that none sees a slot written by a later one; longer calls run in chunks.
+int mr_layers(const Shape *shape, const Layer *layers, const LayerCache *caches, const Adapter *const *adapters,
+              float *x, int count, const int32_t *seq, const int32_t *slot, const int32_t *pos, const int32_t *prefix,
+              const int64_t *tree, const uint8_t *accelerated, int capacity, int start, int stop) {
+    int width = (shape->heads + 2 * shape->kv_heads) * shape->head_dim, inner = 2 * shape->intermediate;
+    size_t wide = (size_t)(width > inner ? width : inner);
+    work.qkv = grown(work.qkv, &work.qkv_size, MAX_ROWS * wide * sizeof(float));
+    work.heads = grown(work.heads, &work.heads_size, MAX_ROWS * (size_t)shape->heads * shape->head_dim * sizeof(bf16));
+    work.activation = grown(work.activation, &work.act_size, MAX_ROWS * (size_t)shape->intermediate * sizeof(bf16));
+    if (adapters && !work.low) {
+        size_t none = 0;
+        work.low = grown(NULL, &work.low_size, MAX_ROWS * 4096 * sizeof(float));
+        work.low_in = grown(NULL, &none, MAX_ROWS * 4096 * sizeof(bf16));
+    }
+    for (int n = 0; n < count; n += MAX_ROWS) {
+        int take = count - n < MAX_ROWS ? count - n : MAX_ROWS;
+        Call call = {shape, layers, caches, adapters,
+                     {seq + n, slot + n, pos + n, prefix + n, tree + n, accelerated ? accelerated + n : NULL, take, capacity},
+                     x + (size_t)n * shape->hidden, start, stop};
+        run_parallel(run_layers, &call);
+    }
+    return 0;
+}
+
+typedef struct {
+    const Linear *linear;
+    const float *x, *norm;
+    float *y;
+    const bf16 *ready;
+    int count, mode;
+    float eps;
+} Product;
+
+static void run_product(void *context, int id, int threads) {
+    const Product *p = context;
+    int in = p->linear->in;
+    mine.normed = grown(mine.normed, &mine.normed_size, (size_t)MAX_ROWS * in * sizeof(bf16));
+    for (int n = 0; n < p->count; n++) {
+        if (p->norm) rms_norm(p->x + (size_t)n * in, p->norm, in, p->eps, mine.normed + (size_t)n * in);
+        else for (int i = 0; i < in; i += 16) store_bf16(mine.normed + (size_t)n * in + i, load(p->x + (size_t)n * in + i));
+    }
+    const bf16 *from[MAX_ROWS];
+    matmul(p->linear, row_pointers(mine.normed, in, NULL, p->count, from), p->count, NULL, p->mode, (Output){.y = p->y, .stride = p->linear->out}, id, threads);
+}
+
+// y [count, out] (=, or += when add) W · (RMSNorm(x) or x): the LM head, and the carry projection.
+void mr_linear(const Linear *linear, const float *x, const float *norm, float eps, int count, float *y, int add) {
+    for (int n = 0; n < count; n += MAX_ROWS) {
+        int take = count - n < MAX_ROWS ? count - n : MAX_ROWS;
+        Product p = {linear, x + (size_t)n * linear->in, norm, y + (size_t)n * linear->out, NULL, take, add ? ADD : STORE, eps};
+        run_parallel(run_product, &p);
+    }
+}
+
+void mr_embed(const bf16 *table, const int64_t *ids, int count, int d, float scale, float *x) {
+    for (int n = 0; n < count; n++)
+        for (int i = 0; i < d; i++) x[(size_t)n * d + i] = from_bf16(table[(size_t)ids[n] * d + i]) * scale;
+}
+
+// Best `k` of each row, highest first (ties: lower id), and their probabilities under softmax.
+void mr_top(const float *logits, int count, int vocab, int stride, int k, int64_t *ids, float *probabilities) {
+    for (int n = 0; n < count; n++) {
+        const float *row = logits + (size_t)n * stride;
+        int64_t *id = ids + (size_t)n * k;
+        float *best = probabilities + (size_t)n * k;
+        for (int j = 0; j < k; j++) { best[j] = -INFINITY; id[j] = 0; }
+        for (int i0 = 0; i0 < vocab; i0 += 16) {
+            if (i0 + 16 <= vocab) {  // skip blocks with nothing better than the k-th best
+                i16 better = load(row + i0) > splat(best[k - 1]);
+                int any = 0;
+                for (int i = 0; i < 16; i++) any |= better[i];
+                if (!any) continue;
+            }
+            for (int i = i0; i < i0 + 16 && i < vocab; i++) {
+                if (!(row[i] > best[k - 1])) continue;
+                int j = k - 1;
+                for (; j > 0 && row[i] > best[j - 1]; j--) { best[j] = best[j - 1]; id[j] = id[j - 1]; }
+                best[j] = row[i];
+                id[j] = i;
+            }
+        }
+        f16 sum = splat(0.0f);
+        float top = best[0], total = 0.0f;
+        int i = 0;
+        for (; i + 16 <= vocab; i += 16) sum += exp_vector(load(row + i) - splat(top));
+        for (int j = 0; j < 16; j++) total += sum[j];
+        for (; i < vocab; i++) total += expf(row[i] - top);
+        for (int j = 0; j < k; j++) best[j] = expf(best[j] - top) / total;
+    }
+}
+
+// Moves cached tokens: slot from[i] → slot to[i] of sequence `seq`, in order (an accepted tree path).
+void mr_move(const LayerCache *caches, int layers, int kv_heads, int dim, int capacity, int seq, const int32_t *from,
+             const int32_t *to, int count) {
+    for (int l = 0; l < layers; l++)
+        for (int h = 0; h < kv_heads; h++) {
+            size_t at = ((size_t)seq * kv_heads + h) * capacity * dim;
+            bf16 *k = caches[l].k + at, *v = caches[l].v + at;
+            for (int i = 0; i < count; i++)
+                if (from[i] != to[i]) copy_slot(k, v, to[i], k, v, from[i], dim);
+        }
+}
+
+int mr_has_dot_product(void) { return HAVE_DPBF16; }
+int mr_max_rank(void) { return 4096; }

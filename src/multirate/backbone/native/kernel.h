@@ -1,0 +1,130 @@
+// Shared types of the native decoding kernel. See kernel.c for the layouts.
+#ifndef MULTIRATE_KERNEL_H
+#define MULTIRATE_KERNEL_H
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#include <immintrin.h>
+#define HAVE_DPBF16 1
+#else
+#define HAVE_DPBF16 0
+#endif
+
+typedef float f16 __attribute__((vector_size(64)));      // 16 fp32 lanes
+typedef int32_t i16 __attribute__((vector_size(64)));    // 16 int32 lanes
+typedef uint32_t u16 __attribute__((vector_size(64)));   // 16 pairs of bf16
+typedef uint16_t bf16;
+
+#define INLINE static inline __attribute__((always_inline))
+
+// A linear layer: packed weights [groups][in/2][4][16][2] (64 outputs a group), optional bias [out].
+typedef struct {
+    const uint32_t *weight;
+    const float *bias;
+    int32_t in, out;  // out is padded to a multiple of 64 by the packer
+} Linear;
+
+// Low-rank update B(A x) of one site; rank 0 means none. `silu` puts SiLU between A and B.
+typedef struct {
+    Linear a, b;
+    int32_t rank, silu;
+} LowRank;
+
+typedef struct {
+    LowRank q, o, gate_up, down, mlp;  // gate_up: A stacks gate's and up's, B is block-diagonal
+} Adapter;
+
+typedef struct {
+    Linear qkv, o, gate_up, down;
+    const float *norm_attention, *norm_mlp;  // [d]
+    const float *q_norm, *k_norm;            // [head_dim] or NULL
+    int32_t window;                          // 0: full attention
+    int32_t pad;
+} Layer;
+
+typedef struct {
+    int32_t hidden, heads, kv_heads, head_dim, intermediate, vocab, max_positions, pad;
+    float eps, attention_scale;
+    const float *cos, *sin;  // [max_positions, head_dim / 2]
+} Shape;
+
+// One layer's cache: K [B][kv_heads][cap/16][D/2][16][2], V [B][kv_heads][cap/2][D][2], both bf16.
+typedef struct {
+    bf16 *k, *v;
+} LayerCache;
+
+typedef struct {
+    const int32_t *seq, *slot, *pos, *prefix;
+    const int64_t *tree;
+    const uint8_t *accelerated;  // or NULL
+    int32_t count, capacity;
+} Rows;
+
+INLINE float from_bf16(bf16 b) {
+    union { uint32_t u; float f; } c = {.u = (uint32_t)b << 16};
+    return c.f;
+}
+INLINE bf16 to_bf16(float f) {  // round to nearest even
+    union { float f; uint32_t u; } c = {.f = f};
+    return (bf16)((c.u + 0x7fffu + ((c.u >> 16) & 1)) >> 16);
+}
+INLINE f16 splat(float f) { return (f16){f, f, f, f, f, f, f, f, f, f, f, f, f, f, f, f}; }
+INLINE f16 load(const float *p) { f16 v; memcpy(&v, p, 64); return v; }
+INLINE u16 load_pairs(const uint32_t *p) { u16 v; memcpy(&v, p, 64); return v; }
+INLINE void store(float *p, f16 v) { memcpy(p, &v, 64); }
+
+// 16 fp32 → 16 bf16, round to nearest even.
+INLINE void store_bf16(bf16 *to, f16 v) {
+#if HAVE_DPBF16
+    __m256bh low = _mm512_cvtneps_pbh((__m512)v);
+    memcpy(to, &low, 32);
+#else
+    typedef uint16_t u16x16 __attribute__((vector_size(32)));
+    u16 bits = (u16)v;
+    bits = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+    u16x16 low = __builtin_convertvector(bits, u16x16);
+    memcpy(to, &low, 32);
+#endif
+}
+
+// acc[16] += w[16][2] · (x0, x1), x given as one 32-bit pair of bf16.
+INLINE f16 dot_pairs(f16 acc, u16 w, uint32_t pair) {
+#if HAVE_DPBF16
+    return (f16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)pair));
+#else
+    union { uint32_t u; float f; } lo = {.u = pair << 16}, hi = {.u = pair & 0xffff0000u};
+    f16 even = (f16)(w << 16), odd = (f16)(w & 0xffff0000u);
+    return (acc + odd * splat(hi.f)) + even * splat(lo.f);
+#endif
+}
+
+// exp for x <= 0 (softmax): 2^n · polynomial of the remainder; relative error below 2e-7.
+INLINE f16 exp_vector(f16 x) {
+    f16 lowest = splat(-87.0f);
+    i16 below = x < lowest;
+    x = (f16)(((i16)x & ~below) | ((i16)lowest & below));
+    f16 t = x * splat(1.44269504f) + splat(12582912.0f);  // round to an integer
+    f16 n = t - splat(12582912.0f);
+    f16 r = x - n * splat(0.693145752f) - n * splat(1.42860677e-6f);
+    f16 p = splat(1.9875691500e-4f);
+    p = p * r + splat(1.3981999507e-3f);
+    p = p * r + splat(8.3334519073e-3f);
+    p = p * r + splat(4.1665795894e-2f);
+    p = p * r + splat(1.6666665459e-1f);
+    p = p * r + splat(5.0000001201e-1f);
+    p = p * r * r + r + splat(1.0f);
+    i16 exponent = ((i16)t - (i16)splat(12582912.0f)) << 23;
+    return (f16)((i16)p + exponent);
+}
+INLINE f16 silu_vector(f16 g) {
+    // x·sigmoid(x) through exp(-|x|), so that the exponent never overflows
+    i16 negative = g < splat(0.0f);
+    f16 e = exp_vector((f16)((i16)g | (i16)splat(-0.0f)));
+    f16 s = splat(1.0f) / (splat(1.0f) + e);  // sigmoid(|x|)
+    f16 n = e * s;                            // sigmoid(-|x|)
+    return g * (f16)(((i16)n & negative) | ((i16)s & ~negative));
+}
+#endif

@@ -1,0 +1,118 @@
+"""Build the kernel once per machine with the system's C compiler, and call it through ctypes.
+
+Contract: `kernel()` returns the loaded library or raises `NativeUnavailable` with the reason; callers fall
+back to the generic decoder. The build is cached under the user's cache folder, keyed by source, flags and
+processor, and is written atomically.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = ("kernel.c", "kernel.h", "threads.h", "matmul.h", "attention.h")
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
+MAX_ROWS = 48  # rows the kernel takes through all layers at once; longer calls run in chunks
+
+pointer = ctypes.c_void_p
+int32 = ctypes.c_int32
+
+
+class NativeUnavailable(RuntimeError):
+    """Why the native kernel cannot be used here."""
+
+
+class Linear(ctypes.Structure):
+    _fields_ = [("weight", pointer), ("bias", pointer), ("inputs", int32), ("outputs", int32)]
+
+
+class LowRank(ctypes.Structure):
+    _fields_ = [("a", Linear), ("b", Linear), ("rank", int32), ("silu", int32)]
+
+
+class Adapter(ctypes.Structure):
+    _fields_ = [(site, LowRank) for site in ("q", "o", "gate_up", "down", "mlp")]
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, pointer) for name in ("norm_attention", "norm_mlp", "q_norm", "k_norm")),
+        ("window", int32),
+        ("pad", int32),
+    ]
+
+
+class Shape(ctypes.Structure):
+    _fields_ = [
+        *((name, int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")),
+        *((name, int32) for name in ("max_positions", "pad")),
+        *((name, ctypes.c_float) for name in ("eps", "attention_scale")),
+        *((name, pointer) for name in ("cos", "sin")),
+    ]
+
+
+class LayerCache(ctypes.Structure):
+    _fields_ = [("k", pointer), ("v", pointer)]
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("MULTIRATE_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "multirate"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    except OSError:
+        return platform.processor() + platform.machine()
+
+
+def _build(compiler: str, target: Path) -> None:
+    folder = Path(__file__).parent
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / "kernel.so"
+        command = [compiler, *FLAGS, str(folder / "kernel.c"), "-o", str(built), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        if done.returncode:
+            raise NativeUnavailable(f"{compiler} could not build the kernel: {done.stderr.strip().splitlines()[-1:]}")
+        os.replace(built, target)
+
+
+@functools.lru_cache(maxsize=1)
+def kernel() -> ctypes.CDLL:
+    """The kernel, built on first use (about two seconds)."""
+    if os.environ.get("MULTIRATE_NATIVE") == "0":
+        raise NativeUnavailable("MULTIRATE_NATIVE=0 is set")
+    if os.name != "posix":
+        raise NativeUnavailable("the native kernel needs a POSIX system")
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    folder = Path(__file__).parent
+    digest = hashlib.sha256(b"".join((folder / name).read_bytes() for name in SOURCES))
+    digest.update(" ".join((*FLAGS, _processor(), platform.machine(), str(compiler))).encode())
+    target = _cache_folder() / f"kernel-{digest.hexdigest()[:16]}.so"
+    try:
+        if not target.exists():
+            if compiler is None:
+                raise NativeUnavailable("no C compiler (cc, gcc or clang) was found")
+            _build(compiler, target)
+        library = ctypes.CDLL(str(target))
+    except (OSError, subprocess.SubprocessError) as problem:
+        raise NativeUnavailable(f"the native kernel could not be built or loaded: {problem}") from problem
+    integers, floats = ctypes.c_int, ctypes.c_float
+    library.mr_layers.argtypes = [pointer] * 5 + [integers] + [pointer] * 6 + [integers] * 3
+    library.mr_linear.argtypes = [pointer, pointer, pointer, floats, integers, pointer, integers]
+    library.mr_embed.argtypes = [pointer, pointer, integers, integers, floats, pointer]
+    library.mr_top.argtypes = [pointer, integers, integers, integers, integers, pointer, pointer]
+    library.mr_move.argtypes = [pointer, integers, integers, integers, integers, integers, pointer, pointer, integers]
+    library.mr_set_threads.argtypes = [integers]
+    return library

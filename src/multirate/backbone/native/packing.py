@@ -1,0 +1,67 @@
+"""Weights laid out once for the kernel: groups of 64 outputs, input pairs interleaved."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from multirate.backbone.native import library
+
+GROUP = 64
+
+
+def padded(count: int) -> int:
+    return -(-count // GROUP) * GROUP
+
+
+@dataclass
+class Owner:
+    """Keeps alive every tensor whose address a C structure holds."""
+
+    tensors: list[object] = field(default_factory=list)
+
+    def address(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        self.tensors.append(tensor)
+        return tensor.data_ptr()
+
+    def floats(self, tensor: Tensor | None) -> int | None:
+        return None if tensor is None else self.address(tensor.detach().float().cpu().contiguous().clone())
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> library.Linear:
+        """weight [out, in], bias [out] → packed bf16 [groups, in/2, 4, 16, 2], outputs padded with zeros."""
+        outputs, inputs = weight.shape
+        if inputs % 2:
+            raise library.NativeUnavailable(f"a linear layer with an odd number of inputs ({inputs})")
+        full = torch.zeros(padded(outputs), inputs, dtype=torch.bfloat16)
+        full[:outputs] = weight.detach().to(device="cpu", dtype=torch.bfloat16)
+        packed = full.view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 2, 4).contiguous()
+        if bias is not None:
+            wide = torch.zeros(padded(outputs))
+            wide[:outputs] = bias.detach().float()
+            bias = wide
+        return library.Linear(self.address(packed), self.address(bias), inputs, padded(outputs))
+
+    def low_rank(self, a: Tensor | None, b: Tensor | None, silu: bool = False) -> library.LowRank:
+        """a [rank, in], b [out, rank] → B(A x); the rank is padded to whole groups."""
+        if a is None or b is None:
+            return library.LowRank()
+        rank = a.shape[0]
+        wide = torch.zeros(b.shape[0], padded(rank), dtype=b.dtype)
+        wide[:, :rank] = b.detach()
+        return library.LowRank(self.linear(a), self.linear(wide), rank, int(silu))
+
+
+def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
+    """[I, …] twice → [2I, …]: 32 rows of gate, the same 32 rows of up, and so on (one group each)."""
+    pieces: Sequence[Tensor] = [gate.unflatten(0, (-1, 32)), up.unflatten(0, (-1, 32))]
+    return torch.stack(list(pieces), dim=1).flatten(0, 2)
+
+
+def array_of(kind: type[ctypes.Structure], items: Sequence[ctypes.Structure]) -> ctypes.Array:
+    return (kind * len(items))(*items)

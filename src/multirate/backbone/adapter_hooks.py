@@ -53,7 +53,8 @@ def _hook(site: Site, delta: nn.Module, index: Tensor | None) -> Callable[[nn.Mo
             extra = delta(x).to(y.dtype)
             if site.start is None:
                 return y + extra
-            return torch.cat([y[..., : site.start], y[..., site.start : site.stop] + extra, y[..., site.stop :]], dim=-1)
+            before, part, after = y[..., : site.start], y[..., site.start : site.stop], y[..., site.stop :]
+            return torch.cat([before, part + extra, after], dim=-1)
         flat = y.reshape(-1, y.shape[-1])
         extra = delta(x.reshape(-1, x.shape[-1])[index]).to(y.dtype)
         if site.start is not None:

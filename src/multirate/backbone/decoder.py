@@ -63,7 +63,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
-        """Token ids [N] at positions pos [N] → residuals entering layer 0, [N, d] (scaling and learned positions in)."""
+        """Token ids [N] at positions pos [N] → [N, d] as they enter layer 0 (scaled, learned positions added)."""
 
     @abstractmethod
     def layers(

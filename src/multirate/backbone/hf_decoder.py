@@ -26,7 +26,7 @@ class HFDecoder(Decoder):
     """Runs rows through the layers of `model` (method.md: the base is frozen; nothing of it is changed).
 
     Building it runs a four-token probe through the model's own forward and through the located parts; a model whose
-    logits differ is refused with a UserError, so an architecture with an unforeseen part cannot give wrong text silently.
+    logits differ is refused with a UserError: an architecture with an unforeseen part cannot give wrong text silently.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,7 +37,7 @@ class HFDecoder(Decoder):
             architecture=str(parts.config.model_type),
             num_layers=len(parts.layers),
             hidden_size=int(parts.config.hidden_size),
-            vocab_size=int(parts.head.weight.shape[0]),  # type: ignore[union-attr, arg-type]
+            vocab_size=int(parts.config.vocab_size),
             max_positions=parts.max_positions,
             dtype=parts.dtype,
             device=parts.device,

@@ -39,9 +39,7 @@ def find_parts(model: nn.Module) -> ModelParts:
     if head is None:
         _refuse(model, "it has no language-model head; load it with AutoModelForCausalLM")
     config = full_config.get_text_config(decoder=True)
-    if getattr(config, "use_bidirectional_attention", None) or (getattr(config, "is_decoder", None) is False and (
-        "bert" in str(config.model_type)
-    )):
+    if getattr(config, "use_bidirectional_attention", None):
         _refuse(model, "its attention is bidirectional; only causal attention is supported")
 
     base = model.get_decoder()  # type: ignore[operator]
@@ -174,7 +172,7 @@ def _window(base: nn.Module, config: Any, layer_type: str | None) -> int | None:
 def _features(linear: nn.Module) -> tuple[int, int]:
     if hasattr(linear, "in_features"):
         return int(linear.in_features), int(linear.out_features)  # type: ignore[arg-type]
-    nx, nf = linear.weight.shape  # type: ignore[union-attr, misc]
+    nx, nf = linear.weight.shape  # type: ignore[misc]
     return int(nx), int(nf)  # transformers' Conv1D stores [in, out]
 
 
@@ -227,10 +225,8 @@ def _moe(block: nn.Module | None, config: Any) -> MoEParts | None:
     router = _first(block, ("gate", "router"))
     if router is None:
         return None
-    count = next(
-        (int(n) for n in (getattr(config, k, None) for k in ("num_experts", "num_local_experts", "n_routed_experts")) if n),
-        0,
-    )
+    counts = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    count = next((int(n) for n in counts if n), 0)
     return MoEParts(block, router, experts, count, int(getattr(config, "num_experts_per_tok", 0) or 0))
 
 

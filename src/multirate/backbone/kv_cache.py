@@ -61,9 +61,14 @@ class KVCache:
         self.version += 1
 
     def note_positions(self, rows: Rows) -> None:
-        """Records the positions of the slots `rows` write; grows the cache (doubling) when they do not fit."""
+        """Records the positions of the slots `rows` write; grows the cache (doubling) when they do not fit.
+
+        Every decoder calls it before writing. Raises ValueError for a sequence that the cache does not have.
+        """
         if not len(rows):
             return
+        if rows.seq.min() < 0 or rows.seq.max() >= self.batch:
+            raise ValueError(f"rows name sequence {rows.seq.max()} of {self.batch}")
         last = int(rows.slot.max())
         if last >= self.capacity:
             self.reserve(max(last + 1, 2 * self.capacity))
@@ -92,7 +97,8 @@ class KVCache:
         """
         start = self.lengths[seq]
         wanted = list(slots)
-        if any(b <= a for a, b in zip([start - 1, *wanted], wanted, strict=False)) or start + len(wanted) > self.capacity:
+        increasing = all(a < b for a, b in zip([start - 1, *wanted], wanted, strict=False))
+        if not increasing or (wanted and wanted[-1] >= self.capacity):
             raise ValueError(f"slots {wanted} to keep must be increasing, uncommitted (>= {start}) and in the cache")
         # Leading slots that already sit in place (a chain: all of them) need no copy.
         done = 0

@@ -40,8 +40,8 @@ class MoEParts:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """One decoder layer. `sites` has what exists of "q", "o", "gate", "up", "down", "mlp"; `window` None: full attention;
-    `linears`: the located q/k/v/o or fused projections by their role ("q", "k", "v", "o", "qkv")."""
+    """One decoder layer. `sites` has what exists of "q", "o", "gate", "up", "down", "mlp"; `linears` the located
+    projections by role ("q", "k", "v", "o", or fused "qkv"); `window` None: full attention."""
 
     index: int
     module: nn.Module
@@ -58,8 +58,8 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class Trace:
-    """The slow stream of a batch: `hidden[i]` [B, T, d] enters layer i (`hidden[L]`: the last residual, before the final
-    norm); `keys[i]`, `values[i]` [B, H_kv, T, D] are layer i's, unlimited by any window."""
+    """The slow stream of a batch: `hidden[i]` [B, T, d] enters layer i (`hidden[L]`: the last residual, before the
+    final norm); `keys[i]`, `values[i]` [B, H_kv, T, D] are layer i's, unlimited by any window."""
 
     hidden: list[Tensor]
     keys: dict[int, Tensor]
@@ -196,8 +196,8 @@ class ModelParts:
     ) -> list[Tensor | None]:
         """Each layer's additive mask [B or 1, 1, T, T] for a whole sequence of T = `length` tokens.
 
-        token_mask [B, T]: 0 for padding, which nobody sees. Layers with the same window share a tensor. None (sdpa only):
-        plain causal, the fused kernel's own.
+        token_mask [B, T]: 0 for padding, which nobody sees. Layers with the same window share a tensor.
+        None (sdpa only): plain causal, the fused kernel's own.
         """
         dtype = dtype or self.dtype
         slots = torch.arange(length, device=self.device)
@@ -217,7 +217,7 @@ class ModelParts:
 
     @torch.no_grad()
     def trace(self, ids: Tensor, token_mask: Tensor | None = None) -> Trace:
-        """Runs the frozen model on ids [B, T] and keeps every residual and all K/V: what training a second stream needs.
+        """Runs the frozen model on ids [B, T], keeping every residual and all K/V: what training a second stream needs.
 
         token_mask [B, T]: 0 for padding; positions count the real tokens. Modules stay in the mode they are in.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -16,21 +17,23 @@ from multirate.backbone.rows import MAX_TREE_BIT, Rows
 class RowPlan:
     """How the N rows of one call become a batch [B', T]; built once per call, reused while the cache is unchanged.
 
-    B' are the sequences between the smallest and the largest of the call (so that K/V are plain views of the cache), or
-    only those that occur when most of that range does not. T is the largest number of rows of one sequence; gaps are padding
-    rows that write nothing and see nothing.
+    B' are the sequences between the smallest and the largest of the call (so that K/V are plain views of the cache),
+    or only those that occur when most of that range does not. T is the largest number of rows of one sequence; gaps
+    are padding rows that write nothing and see nothing.
     """
 
-    def __init__(self, rows: Rows, cache: KVCache, device: torch.device, dtype: torch.dtype, fused_causal: bool) -> None:
+    def __init__(
+        self, rows: Rows, cache: KVCache, device: torch.device, dtype: torch.dtype, fused_causal: bool
+    ) -> None:
         cache.note_positions(rows)
-        self.rows, self.cache, self.version = rows, cache, cache.version
+        # Weak: a plan kept for reuse must not keep a dropped cache's memory.
+        self.rows, self._cache, self.version = rows, weakref.ref(cache), cache.version
         self.device, self.dtype, self.fused_causal = device, dtype, fused_causal
         n = len(rows)
         first, last = int(rows.seq.min()), int(rows.seq.max())
-        if last >= cache.batch or first < 0:
-            raise ValueError(f"rows name sequence {last if last >= cache.batch else first} of {cache.batch}")
         self.end = max(int(rows.visible_end().max()), 1)
-        self.batch_at: Any
+        if self.end > cache.capacity:
+            raise ValueError(f"rows look at {self.end} slots; the cache has {cache.capacity}")
         if first == last:
             # [0] * N and 0..N-1: the usual case costs no sorting.
             b, t = np.zeros(n, np.int64), np.arange(n)
@@ -53,7 +56,13 @@ class RowPlan:
             self.accelerated = torch.from_numpy(flat).to(device)
 
     def current(self, rows: Rows, cache: KVCache) -> bool:
-        return self.rows is rows and self.cache is cache and self.version == cache.version
+        return self.rows is rows and self._cache() is cache and self.version == cache.version
+
+    @property
+    def cache(self) -> KVCache:
+        cache = self._cache()
+        assert cache is not None  # the caller of `layers` holds it
+        return cache
 
     def _scatter(self, rows: Rows, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         present, b, counts = np.unique(rows.seq, return_inverse=True, return_counts=True)
@@ -70,15 +79,16 @@ class RowPlan:
         t = np.empty(len(rows), np.int64)
         t[order] = np.arange(len(rows)) - np.repeat(starts, counts)
         self.shape = (span, int(counts.max()))
-        self.in_order = span * self.shape[1] == len(rows) and bool((b * self.shape[1] + t == np.arange(len(rows))).all())
+        full = span * self.shape[1] == len(rows)
+        self.in_order = full and bool((b * self.shape[1] + t == np.arange(len(rows))).all())
         return b, t
 
-    def _padded(self, values: np.ndarray, dtype: Any) -> Tensor:
+    def _padded(self, values: np.ndarray, dtype: type) -> Tensor:
         """[N] → [B', T] on the device, 0 in padding."""
         if self.in_order:
-            grid = values.astype(dtype).reshape(self.shape)
+            grid: np.ndarray = values.astype(dtype).reshape(self.shape)
         else:
-            grid = np.zeros(self.shape, dtype)
+            grid = np.zeros(self.shape, dtype=dtype)
             grid[self.b, self.t] = values
         return torch.from_numpy(grid).to(self.device)
 
@@ -95,7 +105,7 @@ class RowPlan:
             where = slice(int(slots[0]), int(slots[0]) + count)
             self.block = (self.sequences.start, slice(int(writing[0]), int(writing[-1]) + 1), where)
             return
-        index = [self.b[writing], self.t[writing], rows.seq[writing], slots]
+        index: list[np.ndarray] = [self.b[writing], self.t[writing], rows.seq[writing], slots]
         self.write_index = [torch.from_numpy(a.astype(np.int64)).to(self.device) for a in index]
 
     # -- what the layers call ---------------------------------------------------------------------------------------
@@ -119,7 +129,7 @@ class RowPlan:
     def pad(self, x: Tensor) -> Tensor:
         """[N, d] → [B', T, d]."""
         if self.in_order:
-            return x.view(*self.shape, x.shape[-1])
+            return x.reshape(*self.shape, x.shape[-1])
         grid = x.new_zeros(self.shape[0] * self.shape[1], x.shape[-1])
         return grid.index_copy_(0, self.at, x).view(*self.shape, x.shape[-1])
 
@@ -155,7 +165,7 @@ class RowPlan:
             seen = seen | (bit.bool() & (k >= 0) & (k <= MAX_TREE_BIT))
         if window is not None:
             stored = self.cache.positions[:, : self.end]
-            chosen = stored[self.sequences if isinstance(self.sequences, slice) else self.sequences.numpy()]
+            chosen: np.ndarray = stored[self.sequences if isinstance(self.sequences, slice) else self.sequences.numpy()]
             positions = torch.from_numpy(chosen.astype(np.int64)).to(self.device)[:, None, :]
             seen = seen & (positions > self.position_ids[:, :, None] - window)
         return additive(seen[:, None], self.dtype)

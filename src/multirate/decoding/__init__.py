@@ -1,0 +1,1 @@
+"""The decoding loops and what they share: sampling, acceptance, stopping, draft length, costs."""

@@ -1,0 +1,45 @@
+"""Plain decoding, one token per pass: the baseline that every speedup is quoted against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from multirate.backbone.decoder import Decoder
+from multirate.backbone.rows import Rows
+from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.results import GenerationOutput, OnTokens
+from multirate.decoding.session import Session
+from multirate.decoding.stopping import StopSettings
+
+
+@torch.no_grad()
+def generate_autoregressive(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingSettings | None = None,
+    stop: StopSettings | None = None,
+    on_tokens: OnTokens | None = None,
+) -> GenerationOutput:
+    """Continues every prompt (token ids); see SamplingSettings and StopSettings for the defaults.
+
+    on_tokens(b, tokens): called with the new tokens of sequence b as they are emitted.
+    Raises UserError for prompts that cannot be used.
+    """
+    session = Session(decoder, prompts, sampling, stop, on_tokens)
+    if session.active:
+        session.first_tokens(session.prefill())
+    cache, sampler, stats = session.cache, session.sampler, session.stats
+    while session.active:
+        seqs = session.active
+        rows = Rows.concat([Rows.causal(b, cache.lengths[b], 1) for b in seqs])
+        hidden = session.forward([sampler.tokens[b][-1] for b in seqs], rows)
+        tokens = sampler.choose(decoder.logits(hidden), seqs)
+        stats.target_passes += 1
+        stats.sequence_steps += len(seqs)
+        for b, token in zip(seqs, tokens, strict=True):
+            cache.commit(b, 1)
+            session.emit(b, [token])
+        session.drop_finished()
+    return session.output()

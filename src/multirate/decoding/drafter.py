@@ -1,0 +1,128 @@
+"""What a method hands the speculative loop: drafts, and the interface of those who make them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from multirate.backbone.kv_cache import KVCache
+from multirate.backbone.rows import MAX_TREE_BIT
+from multirate.decoding.sampler import Sampler
+
+MAX_TREE_NODES = MAX_TREE_BIT + 1
+
+
+@dataclass
+class Draft:
+    """Proposed continuations of one sequence: a chain or a tree of n nodes below the root.
+
+    Node 0 is the root, the last emitted token, which is not in the cache yet. Node i goes to slot
+    `length + i`, at position `length + depth(i)`.
+
+    tokens: the tokens of nodes 1..n (n may be 0: the round is then a plain step).
+    parents: parents[i-1] < i is the parent node of node i; a chain is [0, 1, 2, …].
+    hidden: [n+1, d], the slow residual entering layer `start` for root and nodes, whose K/V of the layers
+        below `start` the drafter has written; or None: the loop embeds and runs these layers itself.
+    probs: [n, V], the distribution each node's token was drawn from, when tokens were *drawn* (a chain); None when
+        they were not drawn at random (argmax, look-up, a tree's top-k). Both are verified losslessly. A drawn token
+        must be proposed whatever it is: to stop drafting, look at the distribution, never at the token drawn (a token
+        withheld because it was unlikely would leave the others over-represented).
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    hidden: Tensor | None = None
+    probs: Tensor | None = None
+
+    @classmethod
+    def chain(cls, tokens: list[int], hidden: Tensor | None = None, probs: Tensor | None = None) -> Draft:
+        """A draft whose every node continues the one before."""
+        return cls(tokens, list(range(len(tokens))), hidden, probs)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every node continues the one before."""
+        return self.parents == list(range(len(self.tokens)))
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """The depth of nodes 0..n: [n+1], the root's is 0."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    def path_tokens(self) -> list[list[int]]:
+        """For nodes 0..n the drafted tokens from below the root down to the node itself."""
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            paths.append([*paths[parent], token])
+        return paths
+
+    def cut(self, depth: int, nodes: int) -> Draft:
+        """This draft up to its first node deeper than `depth`, and at most `nodes` nodes. Keeps node numbers."""
+        count = min(len(self.tokens), nodes)
+        if self.is_chain:
+            count = min(count, depth)
+        else:
+            too_deep = (i for i, d in enumerate(self.depths[1 : count + 1]) if d > depth)
+            count = next(too_deep, count)
+        if count == len(self.tokens):
+            return self
+        return Draft(
+            self.tokens[:count],
+            self.parents[:count],
+            None if self.hidden is None else self.hidden[: count + 1],
+            None if self.probs is None else self.probs[:count],
+        )
+
+    def check(self) -> None:
+        """Raise ValueError when the draft breaks the contract (a drafter's defect, not a user's)."""
+        n = len(self.tokens)
+        if len(self.parents) != n or any(not 0 <= p <= i for i, p in enumerate(self.parents)):
+            raise ValueError("every node of a draft needs one parent that comes before it")
+        if not self.is_chain and n > MAX_TREE_NODES:
+            raise ValueError(f"a tree draft has {n} nodes; at most {MAX_TREE_NODES} are possible")
+        if self.hidden is not None and self.hidden.shape[0] != n + 1:
+            raise ValueError(f"a draft of {n} nodes needs {n + 1} rows of hidden, got {self.hidden.shape[0]}")
+        if self.probs is not None and self.probs.shape[0] != n:
+            raise ValueError(f"a draft of {n} nodes needs {n} rows of probs, got {self.probs.shape[0]}")
+
+
+class Drafter(ABC):
+    """Proposes tokens that the slow stream then verifies.
+
+    start: verification runs layers [start, L) on `Draft.hidden`; 0 for drafts from outside the model.
+    max_nodes: no draft has more nodes; the loop reserves that many cache slots before each `draft`.
+    lossless: whether the loop's output is the base model's (it is for every drafter that keeps this contract).
+    """
+
+    start: int = 0
+    max_nodes: int = MAX_TREE_NODES
+    lossless: bool = True
+
+    def begin(self, cache: KVCache, sampler: Sampler) -> None:  # noqa: B027 - a drafter without state needs none
+        """A generation begins on an empty `cache`. Forget the one before, which may have been interrupted."""
+
+    def prefill(  # noqa: B027 - optional
+        self, seqs: Sequence[int], prompts: Sequence[Sequence[int]], hidden_final: Sequence[Tensor]
+    ) -> None:
+        """The slow stream has read the prompts. hidden_final[i]: [T_i, d] = h_L of every prompt token of seqs[i]."""
+
+    @abstractmethod
+    def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
+        """One draft for each of the unfinished sequences `seqs`.
+
+        roots[i]: the last emitted token of seqs[i], to be written at slot `cache.lengths[seqs[i]]`.
+        limits[i] ≥ 0: the deepest level of use to seqs[i] (tokens it may still emit, less the one that verification
+        adds). The loop drops deeper nodes.
+        """
+
+    def accept(self, seq: int, path: list[int], hidden_final: Tensor) -> None:  # noqa: B027 - optional
+        """Sequence `seq` goes on. path: accepted nodes of its draft, the root 0 first; hidden_final: [len(path), d],
+        their final slow residuals h_L. The cache is committed already; `sampler.tokens[seq]` ends in the next root.
+        Not called for a sequence that has just finished."""

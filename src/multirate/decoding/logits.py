@@ -1,0 +1,153 @@
+"""From logits to the distribution a token is drawn from: one pipeline for draft and target alike.
+
+Order and semantics are those of transformers' logits processors: repetition penalty, temperature, top-k,
+top-p, min-p. A method that used another pipeline for its drafts would still be lossless (rejection sampling
+does not care where a draft came from) but would be accepted less often.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.errors import UserError
+
+_NUCLEUS_CANDIDATES = 512  # sorting these first spares sorting the whole vocabulary for almost every row
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How the next token is chosen. The default is greedy.
+
+    temperature: 0 is greedy; otherwise logits are divided by it.
+    top_k: keep the k largest logits (ties of the k-th included); 0 keeps all.
+    top_p: keep the smallest set of tokens with at least this probability, in (0, 1]; 1 keeps all.
+    min_p: drop tokens less probable than min_p times the most probable one, in [0, 1]; 0 keeps all.
+    repetition_penalty: logits of tokens already in prompt or output are divided by it where positive,
+        multiplied by it where negative; 1 changes nothing. Applies to greedy decoding too.
+    seed: same seed, same tokens (per sequence: its place in the batch is part of the seed); None takes a
+        seed from torch's global generator, so `torch.manual_seed` governs it.
+
+    Raises UserError naming the field, the value and what is accepted.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_number("temperature", self.temperature, lambda v: v >= 0, "a number of at least 0 (0 is greedy)")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise UserError(f"top_k is {self.top_k!r}; accepted is a whole number of at least 0 (0 keeps all tokens)")
+        _require_number("top_p", self.top_p, lambda v: 0 < v <= 1, "a number above 0 and at most 1")
+        _require_number("min_p", self.min_p, lambda v: 0 <= v <= 1, "a number from 0 to 1")
+        _require_number("repetition_penalty", self.repetition_penalty, lambda v: v > 0, "a number above 0")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
+            raise UserError(f"seed is {self.seed!r}; accepted is a whole number of at least 0, or none")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken instead of one drawn."""
+        return self.temperature == 0
+
+    @property
+    def uses_context(self) -> bool:
+        """Whether the distribution depends on the tokens so far other than through the model."""
+        return self.repetition_penalty != 1
+
+
+def _require_number(name: str, value: object, accepts: object, accepted: str) -> None:
+    number = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+    if not number or not accepts(value):  # type: ignore[operator]
+        raise UserError(f"{name} is {value!r}; accepted is {accepted}")
+
+
+def penalise(logits: Tensor, penalty: float, contexts: Sequence[Sequence[int]]) -> Tensor:
+    """Repetition penalty: logits [n, V] and, for each row, the token ids that have occurred → [n, V] (a copy)."""
+    vocab = logits.shape[-1]
+    counts = [len(context) for context in contexts]
+    row = np.repeat(np.arange(len(counts)), counts)
+    token = np.fromiter((t for context in contexts for t in context), dtype=np.int64, count=int(sum(counts)))
+    inside = token < vocab  # an embedding may be larger than the head: such ids can never be generated
+    seen = torch.zeros(logits.shape, dtype=torch.bool)
+    seen[torch.from_numpy(row[inside]), torch.from_numpy(token[inside])] = True
+    seen = seen.to(logits.device)
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def greedy_tokens(
+    logits: Tensor, settings: SamplingSettings, contexts: Sequence[Sequence[int]] | None = None
+) -> list[int]:
+    """The most probable token of each row of logits [n, V]; a bare argmax unless there is a repetition penalty."""
+    if settings.uses_context:
+        logits = penalise(logits, settings.repetition_penalty, _needed(contexts, logits))
+    return logits.argmax(dim=-1).tolist()
+
+
+def distribution(logits: Tensor, settings: SamplingSettings, contexts: Sequence[Sequence[int]] | None = None) -> Tensor:
+    """Probabilities [n, V] (float32) that tokens are drawn from, for logits [n, V].
+
+    contexts: the token ids (prompt, output, drafted path) before each row; needed with a repetition penalty
+    only. Greedy settings give the one-hot distribution of the argmax.
+    """
+    scores = logits.float()
+    if settings.uses_context:
+        scores = penalise(scores, settings.repetition_penalty, _needed(contexts, scores))
+    if settings.greedy:
+        return torch.zeros_like(scores).scatter_(-1, scores.argmax(dim=-1, keepdim=True), 1.0)
+    if settings.temperature != 1:
+        scores = scores / settings.temperature
+    if 0 < settings.top_k < scores.shape[-1]:
+        least_kept = torch.topk(scores, settings.top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < least_kept, -torch.inf)
+    if settings.top_p < 1:
+        scores = _nucleus(scores, settings.top_p)
+    probs = torch.softmax(scores, dim=-1)
+    if settings.min_p > 0:
+        # the most probable token always passes, since min_p is at most 1
+        too_small = probs < settings.min_p * probs.amax(dim=-1, keepdim=True)
+        probs = torch.softmax(scores.masked_fill(too_small, -torch.inf), dim=-1)
+    return probs
+
+
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """top-p: a token stays iff those ranked above it hold less than top_p. scores [n, V] → [n, V]."""
+    vocab = scores.shape[-1]
+    total = torch.logsumexp(scores, dim=-1, keepdim=True)
+    ranked, order = torch.topk(scores, min(_NUCLEUS_CANDIDATES, vocab), dim=-1)
+    above = torch.cumsum(torch.exp(ranked - total), dim=-1)
+    if ranked.shape[-1] < vocab and bool((above[:, -1] < top_p).any()):
+        ranked, order = torch.sort(scores, dim=-1, descending=True)
+        above = torch.cumsum(torch.exp(ranked - total), dim=-1)
+    keep = torch.ones_like(ranked, dtype=torch.bool)
+    keep[:, 1:] = above[:, :-1] < top_p
+    kept_scores = ranked.masked_fill(~keep, -torch.inf)
+    return torch.full_like(scores, -torch.inf).scatter_(-1, order, kept_scores)
+
+
+def _needed(contexts: Sequence[Sequence[int]] | None, logits: Tensor) -> Sequence[Sequence[int]]:
+    if contexts is None or len(contexts) != logits.shape[0]:
+        raise ValueError("a repetition penalty needs the context of every row of logits")
+    return contexts
+
+
+def draw(probs: Tensor, uniforms: Sequence[float]) -> list[int]:
+    """One token per row of probs [n, V] by inverting its cumulative distribution at uniforms [n] in [0, 1).
+
+    The sum runs in float64 and the comparison is strict, so a token of probability 0 is never drawn.
+    Raises UserError when a row is not a distribution (a model whose logits overflowed).
+    """
+    cumulative = torch.cumsum(probs, dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    if not bool((torch.isfinite(total) & (total > 0)).all()):
+        raise UserError("the model's logits are not finite numbers; accepted are models that run in the chosen dtype")
+    target = torch.as_tensor(uniforms, dtype=torch.float64, device=probs.device) * total
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp_(max=probs.shape[-1] - 1).tolist()

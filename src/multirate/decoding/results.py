@@ -1,0 +1,55 @@
+"""What a generation returns: tokens, why each sequence ended, and counts to quote speed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["eos", "stop_string", "length", "context"]
+OnTokens = Callable[[int, list[int]], None]  # (sequence, newly emitted tokens), for streaming
+
+
+@dataclass
+class DecodeStats:
+    """Counts of one `generate` call, summed over its sequences.
+
+    tokens: emitted tokens, the first ones (which the prefill yields) included.
+    target_passes: forward calls of the base model after the prefill, each for all unfinished sequences.
+    sequence_steps: the same counted once per sequence taking part (equal to target_passes at batch 1).
+    drafted, drafted_levels: nodes proposed, and depths of the drafts (equal for chains).
+    accepted: drafted tokens emitted.
+    seconds: wall-clock of the whole call; prefill_seconds: the part of it up to the first tokens.
+    """
+
+    tokens: int = 0
+    target_passes: int = 0
+    sequence_steps: int = 0
+    drafted: int = 0
+    drafted_levels: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    first_tokens: int = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens emitted per target pass and sequence, the verification's own token included; plain decoding has 1."""
+        return (self.tokens - self.first_tokens) / self.sequence_steps if self.sequence_steps else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted tokens / drafted levels (for chains: / drafted tokens); 0 when nothing was drafted."""
+        return self.accepted / self.drafted_levels if self.drafted_levels else 0.0
+
+
+@dataclass
+class GenerationOutput:
+    """sequences[b]: new tokens only, the token that ended it (EOS, end of a stop string) included.
+
+    finish_reasons[b]: "eos", "stop_string", "length" (max_new_tokens) or "context" (the model's positions are used up).
+    """
+
+    sequences: list[list[int]]
+    finish_reasons: list[FinishReason]
+    stats: DecodeStats = field(default_factory=DecodeStats)

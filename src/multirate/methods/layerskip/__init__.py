@@ -1,0 +1,1 @@
+"""LayerSkip-style self-speculation: the first layers with the shared head draft, the others verify."""

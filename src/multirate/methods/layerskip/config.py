@@ -1,0 +1,38 @@
+"""Settings of early-exit self-speculation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from multirate.errors import UserError
+
+
+@dataclass(frozen=True)
+class LayerSkipConfig:
+    """Settings.
+
+    exit_layer: the first `exit_layer` layers draft; 0: a quarter of the model's layers, at least one.
+    tokens: longest draft.
+    confidence: stop drafting before a token whose top-1 probability at the exit is below this; 0 never stops.
+    adaptive: instead of `confidence`, stop where another token is not worth its measured time.
+    """
+
+    exit_layer: int = 0
+    tokens: int = 6
+    confidence: float = 0.4
+    adaptive: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("exit_layer", 0), ("tokens", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UserError(f"layerskip's {name} is {value!r}; accepted is a whole number of at least {least}")
+        if not isinstance(self.confidence, (int, float)) or not 0 <= self.confidence <= 1:
+            raise UserError(f"layerskip's confidence is {self.confidence!r}; accepted is a number from 0 to 1")
+
+    def exit_of(self, num_layers: int) -> int:
+        """The exit layer in a model of `num_layers`. Raises UserError when it has no deeper layer to verify with."""
+        exit_layer = self.exit_layer or max(1, num_layers // 4)
+        if exit_layer >= num_layers:
+            raise UserError(f"layerskip's exit_layer is {exit_layer}; accepted are 1..{num_layers - 1} for this model")
+        return exit_layer

@@ -1,0 +1,123 @@
+"""Plain early exit as a drafter [Elhoushi et al. 2024]: layers [0, E) and the shared head draft, [E, L) verify.
+
+Shallow K/V are written once, while drafting, and are the verified ones: the residual entering layer E is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.backbone.decoder import Decoder
+from multirate.backbone.kv_cache import KVCache
+from multirate.backbone.rows import Rows
+from multirate.decoding.cost_model import measure_costs
+from multirate.decoding.draft_length import DraftLengthController
+from multirate.decoding.drafter import Draft, Drafter
+from multirate.decoding.sampler import Sampler
+from multirate.methods.layerskip.config import LayerSkipConfig
+from multirate.methods.registry import register
+
+
+class LayerSkipDrafter(Drafter):
+    """Drafts chains level by level, all sequences in one call; a sequence drops out when its confidence is low."""
+
+    def __init__(self, decoder: Decoder, config: LayerSkipConfig) -> None:
+        self.decoder = decoder
+        self.config = config
+        self.start = config.exit_of(decoder.facts.num_layers)
+        self.max_nodes = config.tokens
+        self.controller: DraftLengthController | None = None
+        if config.adaptive:
+            self.controller = DraftLengthController(measure_costs(decoder, self.start).costs, config.tokens)
+        self._cache: KVCache | None = None
+        self._confidences: dict[int, list[float]] = {}
+
+    def begin(self, cache: KVCache, sampler: Sampler) -> None:
+        """Takes the cache that shallow K/V are written to."""
+        self._cache = cache
+        self._confidences = {}
+
+    def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
+        """See Drafter. Whether to go on is decided before a token is drawn, as `Draft.probs` demands."""
+        depths = [min(limit, self.config.tokens) for limit in limits]
+        if self.controller is not None:
+            depths = [self.controller.length(depth, len(seqs)) for depth in depths]
+        count = len(seqs)
+        tokens: list[list[int]] = [[] for _ in seqs]
+        hidden: list[list[Tensor]] = [[] for _ in seqs]
+        probs: list[list[Tensor]] = [[] for _ in seqs]
+        trust: list[list[float]] = [[] for _ in seqs]
+        reached = [1.0] * count
+        live, entering = list(range(count)), list(roots)
+        for depth in range(1, max(depths) + 2):
+            x = self._shallow([seqs[i] for i in live], entering, depth - 1)  # [n, d] at the exit
+            for row, i in enumerate(live):
+                hidden[i].append(x[row : row + 1])
+            wanting = [row for row, i in enumerate(live) if depth <= depths[i]]
+            if not wanting:
+                break
+            logits = self.decoder.logits(x if len(wanting) == len(live) else x[wanting])
+            sure = self._confidence(logits)
+            keep = []
+            for k, row in enumerate(wanting):
+                i = live[row]
+                reached[i] *= self.controller.calibrated(sure[k]) if self.controller is not None else 1.0
+                if self._goes_on(depth, sure[k], reached[i], count):
+                    keep.append(k)
+                    trust[i].append(sure[k])
+            if not keep:
+                break
+            live = [live[wanting[k]] for k in keep]
+            if len(keep) < len(wanting):
+                logits = logits[keep]
+            live_seqs, paths = [seqs[i] for i in live], [tokens[i] for i in live]
+            if sampler.greedy:
+                entering = sampler.choose(logits, live_seqs, paths)
+            else:
+                q = sampler.distribution(logits, live_seqs, paths)
+                entering = sampler.draw(q, live_seqs)
+                for row, i in enumerate(live):
+                    probs[i].append(q[row : row + 1])
+            for token, i in zip(entering, live, strict=True):
+                tokens[i].append(token)
+        self._confidences = dict(zip(seqs, trust, strict=True))
+        return [
+            Draft.chain(tokens[i], torch.cat(hidden[i]), torch.cat(probs[i]) if probs[i] else None)
+            for i in range(count)
+        ]
+
+    def accept(self, seq: int, path: list[int], hidden_final: Tensor) -> None:
+        """Feeds the controller; there is no other state to bring up to date."""
+        if self.controller is not None:
+            trust = self._confidences[seq]
+            self.controller.observe(len(trust), len(path) - 1, trust)
+
+    def _shallow(self, seqs: list[int], tokens: list[int], depth: int) -> Tensor:
+        """Layers [0, E) on one row per sequence, `depth` slots after its committed ones → [n, d]."""
+        assert self._cache is not None
+        slot = np.array([self._cache.lengths[b] + depth for b in seqs], dtype=np.int32)
+        rows = Rows(np.array(seqs, dtype=np.int32), slot, slot, slot + 1, np.zeros(len(seqs), dtype=np.int64))
+        x = self.decoder.embed(torch.tensor(tokens, device=self.decoder.facts.device), slot)
+        return self.decoder.layers(x, rows, 0, self.start, self._cache)
+
+    def _confidence(self, logits: Tensor) -> list[float]:
+        """Top-1 probability of each row of logits [n, V]; not computed where nothing depends on it."""
+        if self.controller is None and self.config.confidence == 0:
+            return [1.0] * len(logits)
+        return torch.exp(logits.amax(dim=-1) - torch.logsumexp(logits, dim=-1)).tolist()
+
+    def _goes_on(self, depth: int, confidence: float, reached: float, sequences: int) -> bool:
+        if self.controller is None:
+            return confidence >= self.config.confidence
+        # the first level is always tried: without it the controller would learn nothing from this round
+        return depth == 1 or self.controller.worth_node(depth, reached, sequences)
+
+
+@register("layerskip", "drafts with the first layers and the shared head, verifies with the others", LayerSkipConfig)
+def _layerskip(decoder: Decoder, accelerator: Any, config: LayerSkipConfig) -> Drafter:
+    return LayerSkipDrafter(decoder, config)

@@ -1,0 +1,48 @@
+"""What a user can mend becomes one sentence on stderr and an exit code; everything else keeps its traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from multirate.errors import UserError
+
+MENDABLE = 2
+INTERRUPTED = 130
+
+
+class Group(TyperGroup):
+    """Commands whose mendable errors end with code 2, and Ctrl-C with 130, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command."""
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            fail(str(error))
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:  # the reader of our output went away (`| head`): nothing left to say
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+        except OSError as error:
+            if error.errno is None:
+                raise
+            name = f" {error.filename}" if error.filename else ""
+            fail(f"cannot use{name}: {(error.strerror or str(error)).lower()}")
+        except Exception as error:
+            # Libraries wrap a full disk into errors of their own, which carry only its text.
+            if "No space left on device" not in str(error):
+                raise
+            fail("cannot write the output: no space left on the device")
+
+
+def fail(sentence: str) -> None:
+    """Prints `error: sentence` to stderr, on one line, and ends the command with code 2."""
+    typer.echo(f"error: {' '.join(sentence.split())}", err=True)
+    raise typer.Exit(MENDABLE) from None

@@ -1,0 +1,218 @@
+"""A model made ready to decode, plainly or with an accelerator: `attach`, then `Engine.generate`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from multirate.backbone.decoder import Decoder, load_decoder
+from multirate.decoding.autoregressive import generate_autoregressive
+from multirate.decoding.cost_model import CostModel, measure_costs
+from multirate.decoding.drafter import Drafter
+from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
+from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.stopping import StopSettings
+from multirate.errors import UserError
+from multirate.hub import load_model, resolve_accelerator
+from multirate.methods import registry
+from multirate.methods.m2r2.config import PRESETS
+from multirate.training.checkpoint import Accelerator
+
+PLAIN = "autoregressive"
+TRAINED = (*PRESETS, "kangaroo")
+SPECULATE = ("auto", "always", "never")
+_ENOUGH_LEVELS = 64  # drafted levels after which observed acceptance outweighs what the accelerator's card says
+
+
+def attach(
+    model: Any,
+    accelerator: str | os.PathLike[str] | Accelerator | None = None,
+    backend: str = "auto",
+    tokenizer: Any = None,
+) -> Engine:
+    """An engine for a causal LM of transformers (or its folder / hub id), whose weights are never changed.
+
+    accelerator: a trained one, its folder or hub id, or the name of an embedded one; None: plain decoding and the
+    methods that need no training. backend: "auto", "hf" (the model's own layers) or "native" (packed bf16 weights).
+    tokenizer: needed with stop strings only. Raises UserError with the reason for what cannot be used.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        loaded = load_model(os.fspath(model))
+        model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
+    engine = Engine(model, load_decoder(model, backend), tokenizer)
+    if accelerator is not None:
+        engine.add(accelerator)
+    return engine
+
+
+@dataclass
+class _Speculation:
+    """A drafter, what it costs here (measured on first use) and how well its drafts have been accepted so far."""
+
+    drafter: Drafter
+    prior: list[float]
+    costs: CostModel | None = None
+    accepted: int = 0
+    levels: int = 0
+    rounds: int = 0
+
+    def observe(self, stats: DecodeStats) -> None:
+        self.accepted += stats.accepted
+        self.levels += stats.drafted_levels
+        self.rounds += stats.sequence_steps
+
+    def rates(self) -> list[float] | float | None:
+        """Acceptance per depth as the accelerator's card says, or per token as observed; None: nothing is known yet."""
+        if self.levels >= _ENOUGH_LEVELS:
+            return per_token_rate(self.accepted / self.rounds, self.levels / self.rounds)
+        return self.prior or None
+
+
+class Engine:
+    """One model, its decoder, and any number of accelerators by name.
+
+    notice: what the user should know about the last call (that speculation does not pay here, with the numbers), else
+    None. default: the method that `generate` uses when none is named.
+    """
+
+    def __init__(self, model: Any, decoder: Decoder, tokenizer: Any = None) -> None:
+        self.model = model
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.accelerators: dict[str, Accelerator] = {}
+        self.default = PLAIN
+        self.notice: str | None = None
+        self._speculations: dict[str, _Speculation] = {}
+
+    @property
+    def backend(self) -> str:
+        """"native" or "hf"."""
+        return "hf" if type(self.decoder).__name__ == "HFDecoder" else "native"
+
+    def add(self, accelerator: str | os.PathLike[str] | Accelerator, name: str | None = None) -> str:
+        """Adds an accelerator under `name` (default: its method's) → that name. The first one becomes the default."""
+        if not isinstance(accelerator, Accelerator):
+            accelerator = Accelerator.from_pretrained(resolve_accelerator(accelerator), self.model)
+        name = name or accelerator.method
+        if name in (PLAIN, "generate"):
+            raise UserError(f"an accelerator cannot be named {name!r}: that is the name of a baseline")
+        self.accelerators[name] = accelerator
+        self._speculations.pop(name, None)
+        if self.default == PLAIN:
+            self.default = name
+        return name
+
+    def methods(self) -> list[str]:
+        """The method names that `generate` accepts: the attached accelerators' and those that need no training."""
+        trained = set(TRAINED)
+        return [*self.accelerators, *(m for m in registry.methods() if m not in trained and m not in self.accelerators)]
+
+    def lossless(self, method: str) -> bool:
+        """Whether a method's output is the base model's own."""
+        return registry.method(self._registered(method)).lossless
+
+    def stopping(self, max_new_tokens: int | None = 256, stop_strings: Sequence[str] = ()) -> StopSettings:
+        """Stop settings with the model's EOS ids, and the tokenizer for stop strings."""
+        return StopSettings(
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=eos_token_ids(self.model, self.tokenizer),
+            stop_strings=tuple(stop_strings),
+            decode=None if self.tokenizer is None else self.tokenizer.decode,
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingSettings | None = None,
+        stop: StopSettings | None = None,
+        method: str | None = None,
+        on_tokens: OnTokens | None = None,
+        speculate: str = "auto",
+    ) -> GenerationOutput:
+        """Continues every prompt (token ids). Defaults: greedy, 256 new tokens or the model's EOS, the first
+        accelerator's method.
+
+        speculate: "auto" decodes plainly, and says so in `notice`, where measured costs and acceptance show that
+        drafts do not pay on this machine; "always" drafts all the same; "never" decodes plainly.
+        on_tokens(b, tokens) is called with the new tokens of prompt b as they are emitted.
+        Raises UserError for an unknown method, an empty prompt, one longer than the context, or an id out of range.
+        """
+        if speculate not in SPECULATE:
+            raise UserError(f"speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
+        self.notice = None
+        stop = stop or self.stopping()
+        speculation = self._speculation(method or self.default) if speculate != "never" else None
+        if speculation is not None and speculate == "auto" and not self._pays(speculation):
+            speculation = None
+        if speculation is None:
+            return generate_autoregressive(self.decoder, prompts, sampling, stop, on_tokens)
+        output = generate_speculative(self.decoder, speculation.drafter, prompts, sampling, stop, on_tokens)
+        speculation.observe(output.stats)
+        return output
+
+    def _registered(self, name: str) -> str:
+        """The registry's name for a method of this engine."""
+        if name in self.accelerators:
+            return self.accelerators[name].method
+        if name not in self.methods():
+            known = ", ".join(self.methods())
+            hint = " (it needs a trained accelerator, and none is attached)" if name in TRAINED else ""
+            raise UserError(f"method {name!r} cannot be used{hint}; accepted: {known}")
+        return name
+
+    def _speculation(self, name: str) -> _Speculation | None:
+        if name not in self._speculations:
+            accelerator = self.accelerators.get(name)
+            drafter = registry.method(self._registered(name)).drafter(self.decoder, accelerator)
+            if drafter is None:
+                return None
+            self._speculations[name] = _Speculation(drafter, _card_rates(accelerator))
+        return self._speculations[name]
+
+    def _pays(self, speculation: _Speculation) -> bool:
+        rates = speculation.rates()
+        if rates is None:
+            return True
+        if speculation.costs is None:
+            speculation.costs = measure_costs(self.decoder, speculation.drafter.start)
+        verdict = speculation.costs.verdict(rates)
+        if not verdict.pays:
+            self.notice = verdict.message
+        return verdict.pays
+
+
+def per_token_rate(accepted: float, length: float) -> float:
+    """The acceptance a per drafted token at which chains of `length` have `accepted` tokens accepted on average.
+
+    Solves a + a² + … + a^length = accepted (tokens after the first rejection are never accepted); 1 at most.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        whole, rest = int(length), length - int(length)
+        expected = sum(middle**depth for depth in range(1, whole + 1)) + rest * middle ** (whole + 1)
+        low, high = (middle, high) if expected < accepted else (low, middle)
+    return high
+
+
+def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
+    """The ids that end a text: the model's generation config, else its config, else the tokenizer's."""
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return tuple(int(token) for token in (ids if isinstance(ids, (list, tuple)) else [ids]))
+    return ()
+
+
+def _card_rates(accelerator: Accelerator | None) -> list[float]:
+    """Top-1 agreement by draft step at the first gate, as measured in training; the last value stands for deeper steps.
+
+    A step's agreement is of drafts whose predecessors need not agree, so it is the conditional acceptance of a depth.
+    """
+    terms = (accelerator.results.get("terms") or []) if accelerator is not None else []
+    gates = [term["gate"] for term in terms]
+    rates = [float(t["agreement"]) for t in sorted(terms, key=lambda t: t["draft_step"]) if t["gate"] == min(gates)]
+    return [*rates, *[rates[-1]] * (8 - len(rates))] if rates else []

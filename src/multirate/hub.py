@@ -1,0 +1,155 @@
+"""Models and accelerators by local folder, hub id, or from the package; what is missing is said in a sentence."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from multirate.errors import UserError
+
+DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ACCELERATOR_FILES = ("accelerator.json", "accelerator.safetensors")
+_REFERENCE = Path(__file__).parent / "reference"
+
+
+@dataclass
+class LoadedModel:
+    """A causal LM in evaluation mode with its tokenizer; `name` is what the user called it."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+
+
+def reference_model() -> Path:
+    """The folder of the embedded reference model. UserError when this installation was built without it."""
+    folder = _REFERENCE / "model"
+    if not (folder / "config.json").is_file():
+        raise UserError(f"this installation carries no reference model ({folder}): name a model's folder or hub id")
+    return folder
+
+
+def reference_accelerators() -> dict[str, Path]:
+    """The embedded accelerators of the reference model, by preset name."""
+    folder = _REFERENCE / "accelerators"
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {path.name: path for path in found if (path / ACCELERATOR_FILES[0]).is_file()}
+
+
+def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+    """A model and tokenizer by local folder or hub id; None is the embedded reference model.
+
+    `dtype` is a key of DTYPES ("auto": as saved); `device` is "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1" …
+    Raises UserError for an unknown, gated, unreachable, corrupt or unsupported model.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is unknown: accepted are {', '.join(DTYPES)}")
+    source = str(reference_model()) if name is None else name
+    place = _device(device)
+    _check_name(source, "model", "config.json")
+    with _explained(f"model {source}"):
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
+        model = model.to(place).eval()
+    with _explained(f"tokenizer of {source}"):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    return LoadedModel(model, tokenizer, name or "reference")
+
+
+def load_config(name: str | None = None) -> Any:
+    """Only the configuration of a model (see load_model for names and errors)."""
+    source = str(reference_model()) if name is None else name
+    _check_name(source, "model", "config.json")
+    with _explained(f"model {source}"):
+        return AutoConfig.from_pretrained(source)
+
+
+def resolve_accelerator(name: str | os.PathLike[str]) -> Path:
+    """The local folder of an accelerator: a folder, the name of an embedded one, or a hub id (which is downloaded)."""
+    text = os.fspath(name)
+    if not Path(text).exists() and text in reference_accelerators():
+        return reference_accelerators()[text]
+    _check_name(text, "accelerator", ACCELERATOR_FILES[0])
+    if Path(text).is_dir():
+        return Path(text)
+    with _explained(f"accelerator {text}"):
+        folder = Path(snapshot_download(text, allow_patterns=["*.json", "*.safetensors"]))
+    if not (folder / ACCELERATOR_FILES[0]).is_file():
+        raise UserError(f"{text} is not an accelerator: it has no {ACCELERATOR_FILES[0]}")
+    return folder
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise UserError(f"device {name!r} cannot be used here: accepted are auto, cpu, or cuda with a GPU") from None
+    return device
+
+
+def _check_name(name: str, kind: str, needed: str) -> None:
+    """A path that is no folder, or a folder without the file `needed`, is said before the hub is asked for it."""
+    path = Path(name)
+    if path.is_dir():
+        if not (path / needed).is_file():
+            raise UserError(f"{name} is not {'an' if kind[0] in 'aeiou' else 'a'} {kind}: it has no {needed}")
+    elif path.exists():
+        raise UserError(f"{name} is a file: a {kind} is a folder or a hub id such as owner/name")
+    elif not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or os.sep == "\\" in name:
+        raise UserError(f"there is no folder {name!r}: a {kind} is a local folder or a hub id such as owner/name")
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns what loading may raise into one sentence. Defects of our own are let through."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise UserError(_sentence(what, error)) from error
+
+
+def _sentence(what: str, error: BaseException) -> str:
+    causes = list(_chain(error))
+
+    def any_is(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(cause, kinds) for cause in causes)
+
+    if any_is(GatedRepoError):
+        return f"{what} is gated: ask for access on its page at huggingface.co, then log in with `hf auth login`"
+    if any_is(RepositoryNotFoundError):
+        return f"{what} was not found: check the name, or log in with `hf auth login` if it is private"
+    if any_is(HFValidationError):
+        return f"{what} was not found: neither a local folder nor a valid hub id such as owner/name"
+    if any_is(LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
+        return f"{what} is not on this machine and the hub cannot be reached: check the name and the connection"
+    if isinstance(error, OSError) and error.errno is not None:
+        place = f" ({error.filename})" if error.filename else ""
+        return f"{what} cannot be loaded: {(error.strerror or str(error)).lower()}{place}"
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"{what} cannot be loaded: {first[:300].rstrip('.')}"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

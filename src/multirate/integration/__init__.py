@@ -1,0 +1,6 @@
+"""`model.generate(..., custom_generate=...)` of transformers, by a callable or by a saved accelerator's folder."""
+
+from multirate.integration.custom_generate import CustomGenerate, custom_generate
+from multirate.integration.folder import generate_from_folder, write_custom_generate
+
+__all__ = ["CustomGenerate", "custom_generate", "generate_from_folder", "write_custom_generate"]

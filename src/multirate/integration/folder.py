@@ -1,0 +1,77 @@
+"""A saved accelerator's own folder as `custom_generate`: the loader that transformers expects in it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+
+from multirate.errors import UserError
+from multirate.integration.caller import argument_of_generate
+from multirate.integration.custom_generate import custom_generate
+
+_LOADER = '''"""Lossless speed-up of this accelerator's base model: the text is the model's own, sooner.
+
+model.generate(**inputs, custom_generate="<this folder or its hub id>", trust_remote_code=True)
+Further arguments: backend="auto" | "hf" | "native", speculate="auto" | "always" | "never".
+"""
+
+
+def generate(model, **arguments):
+    from multirate.integration import generate_from_folder
+
+    return generate_from_folder(model, **arguments)
+'''
+_REQUIREMENTS = "multirate>=0.1.0\n"
+_OURS = ("method", "backend", "speculate")
+
+
+def write_custom_generate(folder: str | Path) -> None:
+    """Adds `custom_generate/generate.py` and `requirements.txt` to an accelerator's folder, existing ones replaced."""
+    place = Path(folder) / "custom_generate"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "generate.py").write_text(_LOADER, encoding="utf-8")
+        (place / "requirements.txt").write_text(_REQUIREMENTS, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {place}: {(error.strerror or str(error)).lower()}") from None
+
+
+def generate_from_folder(model: Any, accelerator: str | None = None, **arguments: Any) -> Any:
+    """What the folder's loader calls, with the arguments of `model.generate`.
+
+    `accelerator` is the folder or hub id; when it is None, it is the one that `generate` was given.
+    """
+    source = accelerator or argument_of_generate("custom_generate", str)
+    if source is None:
+        raise UserError(
+            "which accelerator to use is not known here: call "
+            'model.generate(..., custom_generate="<folder or hub id>", trust_remote_code=True)'
+        )
+    streamer = arguments.pop("streamer", None)
+    tokenizer = arguments.pop("tokenizer", None)
+    ours = {name: arguments.pop(name) for name in _OURS if name in arguments}
+    _stop_strings_as_criterion(arguments, tokenizer)
+    return model.generate(
+        streamer=streamer,
+        custom_generate=custom_generate(source, tokenizer=tokenizer, streamer=streamer, **ours),
+        **arguments,
+    )
+
+
+def _stop_strings_as_criterion(arguments: dict[str, Any], tokenizer: Any) -> None:
+    """transformers takes the tokenizer away from a callable and then misses it; a ready criterion needs none."""
+    strings = arguments.pop("stop_strings", None)
+    config = arguments.get("generation_config")
+    if strings is None and config is not None and config.stop_strings is not None:
+        strings = config.stop_strings
+        arguments["generation_config"] = config = copy.deepcopy(config)
+        config.stop_strings = None
+    if strings is None:
+        return
+    if tokenizer is None:
+        raise UserError("stop_strings need the model's tokenizer: pass tokenizer=... to generate")
+    given = list(arguments.get("stopping_criteria") or [])
+    arguments["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])

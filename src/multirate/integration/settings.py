@@ -1,0 +1,163 @@
+"""Reads what transformers prepared for a generation: our settings, or the reason why we cannot honour it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation import logits_process as processors
+from transformers.generation import stopping_criteria as criteria
+from transformers.generation.configuration_utils import GenerationMode
+
+from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.stopping import StopSettings
+
+# Arguments that describe the same generation to the model's own loop; what they hold is read elsewhere or is no matter.
+_KNOWN_ARGUMENTS = {
+    "attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache", "logits_to_keep", "synced_gpus",
+    "streamer", "cache_implementation",
+}  # fmt: skip
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# The order in which both pipelines apply them; another order would be another distribution.
+_ORDER = (
+    processors.RepetitionPenaltyLogitsProcessor,
+    processors.TemperatureLogitsWarper,
+    processors.TopKLogitsWarper,
+    processors.TopPLogitsWarper,
+    processors.MinPLogitsWarper,
+)
+
+
+class Unsupported(Exception):
+    """Something this generation asks for that only the model's own loop does; the message names it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One `generate` call in our terms. prompts: token ids without padding."""
+
+    prompts: list[list[int]]
+    sampling: SamplingSettings
+    stop: StopSettings
+    pad_token_id: int
+
+
+def read_request(
+    input_ids: torch.Tensor,
+    generation_config: Any,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    arguments: dict[str, Any],
+    tokenizer: Any = None,
+) -> Request:
+    """input_ids [B, T] and what came with them → Request. Raises Unsupported."""
+    mode = generation_config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise Unsupported(str(mode.value).replace("_", " "))
+    for name in _OUTPUTS:
+        if getattr(generation_config, name, None):
+            raise Unsupported(name)
+    for name, value in arguments.items():
+        if name not in _KNOWN_ARGUMENTS and value is not None and value is not False:
+            raise Unsupported(f"the argument {name}")
+    if arguments.get("synced_gpus"):
+        raise Unsupported("synced_gpus")
+    cache = arguments.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise Unsupported("a filled past_key_values")
+    mask = _mask(input_ids, arguments.get("attention_mask"), arguments.get("position_ids"))
+    prompts = [row[keep].tolist() for row, keep in zip(input_ids.cpu(), mask, strict=True)]
+    eos = generation_config._eos_token_tensor
+    pad = generation_config._pad_token_tensor
+    eos_ids = () if eos is None else tuple(int(token) for token in eos.reshape(-1))
+    return Request(
+        prompts=prompts,
+        sampling=_sampling(generation_config, logits_processor, mask),
+        stop=_stop(stopping_criteria, input_ids.shape[1], eos_ids, tokenizer),
+        pad_token_id=int(pad) if pad is not None else (eos_ids[0] if eos_ids else 0),
+    )
+
+
+def _mask(input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> torch.Tensor:
+    """[B, T] bool on the CPU: which ids are prompt. Padding must be on the left and positions count from its end."""
+    if attention_mask is None:
+        mask = torch.ones(input_ids.shape, dtype=torch.bool)
+    else:
+        mask = attention_mask.to("cpu", torch.bool)
+        if mask.shape != input_ids.shape:
+            raise Unsupported("an attention_mask of another shape than input_ids")
+    if bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise Unsupported("an attention_mask other than left padding")
+    if position_ids is not None:
+        expected = mask.long().cumsum(-1) - 1
+        given = position_ids.to("cpu")
+        if given.shape[-1] != mask.shape[1] or bool((given.expand_as(mask)[mask] != expected[mask]).any()):
+            raise Unsupported("position_ids of your own")
+    return mask
+
+
+def _sampling(config: Any, logits_processor: Any, mask: torch.Tensor) -> SamplingSettings:
+    values: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
+    last = -1
+    for processor in logits_processor:
+        kind = type(processor)
+        if kind not in _ORDER:
+            raise Unsupported(f"the logits processor {kind.__name__}")
+        if _ORDER.index(kind) <= last:
+            raise Unsupported(f"{kind.__name__} in this place among the logits processors")
+        last = _ORDER.index(kind)
+        if getattr(processor, "min_tokens_to_keep", 1) > 1:
+            raise Unsupported("min_tokens_to_keep")
+        if kind is processors.RepetitionPenaltyLogitsProcessor:
+            _check_penalised_prompt(processor.prompt_ignore_length, mask)
+            values["repetition_penalty"] = float(processor.penalty)
+        elif kind is processors.TemperatureLogitsWarper:
+            values["temperature"] = float(processor.temperature)
+        elif kind is processors.TopKLogitsWarper:
+            values["top_k"] = int(processor.top_k)
+        elif kind is processors.TopPLogitsWarper:
+            values["top_p"] = float(processor.top_p)
+        else:
+            values["min_p"] = float(processor.min_p)
+    if not config.do_sample:
+        # Warpers that a caller passes himself do not move the most probable token (temperature, top-k, top-p, min-p).
+        values = {"temperature": 0.0, "repetition_penalty": values.get("repetition_penalty", 1.0)}
+    return SamplingSettings(**values)
+
+
+def _check_penalised_prompt(ignored: Any, mask: torch.Tensor) -> None:
+    """Our penalty counts the whole prompt and no padding; anything else would give other text."""
+    if ignored is None:
+        padded = bool((~mask).any())
+        if padded:
+            raise Unsupported("a repetition penalty that counts padding")
+    elif isinstance(ignored, int):
+        if ignored:
+            raise Unsupported("a repetition penalty that ignores the prompt")
+    elif bool((ignored.to("cpu") != (~mask).sum(-1)).any()):
+        raise Unsupported("a repetition penalty that ignores part of the prompt")
+
+
+def _stop(stopping_criteria: Any, padded_length: int, eos_ids: tuple[int, ...], tokenizer: Any) -> StopSettings:
+    limit: int | None = None
+    strings: tuple[str, ...] = ()
+    ends = set(eos_ids)
+    for criterion in stopping_criteria:
+        if type(criterion) is criteria.MaxLengthCriteria:
+            room = max(0, int(criterion.max_length) - padded_length)
+            limit = room if limit is None else min(limit, room)
+        elif type(criterion) is criteria.EosTokenCriteria:
+            ends.update(int(token) for token in criterion.eos_token_id.reshape(-1))
+        elif type(criterion) is criteria.StopStringCriteria and tokenizer is not None:
+            strings = (*strings, *criterion.stop_strings)
+        elif type(criterion) is criteria.StopStringCriteria:
+            raise Unsupported("stop strings without a tokenizer (give custom_generate one)")
+        else:
+            raise Unsupported(f"the stopping criterion {type(criterion).__name__}")
+    return StopSettings(
+        max_new_tokens=limit,
+        eos_token_ids=tuple(sorted(ends)),
+        stop_strings=strings,
+        decode=None if tokenizer is None else tokenizer.decode,
+    )

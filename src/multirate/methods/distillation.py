@@ -101,7 +101,7 @@ class _ChunkedKL(torch.autograd.Function):
         return kl / max(rows, 1), agree, confidence, overlap / max(rows, 1)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
         (grad,) = ctx.saved_tensors
         return (grad * upstream[:, None, None]).to(ctx.dtype), None, None, None
 

@@ -58,7 +58,7 @@ class Report:
 
 
 def auc(hits: Tensor, misses: Tensor) -> float | None:
-    """Area under the ROC curve from score histograms [BINS] (ties within a bin count one half); None if one is empty."""
+    """Area under the ROC curve from score histograms [BINS] (ties in a bin count one half); None if one is empty."""
     total = float(hits.sum() * misses.sum())
     if total == 0:
         return None

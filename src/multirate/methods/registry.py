@@ -13,6 +13,7 @@ from multirate.errors import UserError
 
 # modules whose import registers their methods
 _MODULES = [
+    "multirate.methods.kangaroo.decode",
     "multirate.methods.layerskip.decode",
     "multirate.methods.prompt_lookup.decode",
 ]

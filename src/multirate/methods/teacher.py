@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,9 +46,9 @@ class Teacher:
         self.shape = BaseShape.of(model.config)
         head = self.parts.head
         self.head = Head(
-            head.weight,
+            cast(Tensor, head.weight),
             getattr(head, "bias", None),
-            self.parts.logit_scale,  # type: ignore[arg-type]
+            self.parts.logit_scale,
             self.parts.logit_softcap,
         )
 

@@ -100,7 +100,7 @@ class Accelerator:
         _check_base(directory, description["base"], model)
         weights = _read(directory / WEIGHTS)
         if hashlib.sha256(weights).hexdigest() != description["weights_sha256"]:
-            raise UserError(f"{directory / WEIGHTS} is not the file that {DESCRIPTION} describes (its checksum differs: "
+            raise UserError(f"{directory / WEIGHTS} is not the file that {DESCRIPTION} describes (another checksum: "
                             "truncated, damaged or from another save); fetch or train it again.")
         try:
             tensors = load(weights)

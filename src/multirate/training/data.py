@@ -1,8 +1,8 @@
 """Training samples from JSON and JSONL files: token ids, a response mask, and batches of a token budget.
 
-One sample is one row of a batch: truncated to ``max_length`` from the right, padded on the right. Samples are not packed
-into shared windows, so no document ever sees another and causality alone masks the padding: the base runs on its fast,
-mask-free path whatever its architecture. Batches hold samples of similar length, so little of them is padding.
+One sample is one row of a batch: truncated to ``max_length`` from the right, padded on the right. Samples are not
+packed into shared windows, so no document ever sees another and causality alone masks the padding: the base runs on its
+fast, mask-free path whatever its architecture. Batches hold samples of similar length, so little of them is padding.
 """
 
 from __future__ import annotations

@@ -52,23 +52,28 @@ def train(
 ) -> TrainResult:
     """Train ``method`` beside ``model`` (a path, a hub id, or a loaded causal LM with ``tokenizer``) into ``out_dir``.
 
-    ``options`` replace fields of the method's config (``gates``, ``rank``, …). Interrupted by Ctrl-C, SIGTERM or a kill,
-    the same call resumes and ends with the weights an uninterrupted run has. Raises UserError for anything a user can
-    mend, before any training: method, options, output folder, model, data.
+    ``options`` replace fields of the method's config (``gates``, ``rank``, …). Interrupted by Ctrl-C, SIGTERM or kill,
+    the same call resumes and ends with the weights an uninterrupted run has. Raises UserError for anything a user
+    can mend, before any training: method, options, output folder, model, data.
     """
     settings = settings or TrainSettings()
     trained_method(method)
     out = Path(out_dir)
     prepare_output(out, settings.overwrite)
     launcher = Launcher(mixed_precision="no", cpu=not torch.cuda.is_available())
-    name = Path(model).name if isinstance(model, (str, Path)) and Path(model).exists() else \
-        model if isinstance(model, str) else Path(getattr(model.config, "_name_or_path", "") or "").name
+    name = _name(model)
     if isinstance(model, (str, Path)):
         model, tokenizer = load_base(model, torch.bfloat16 if settings.precision == "bf16" else torch.float32)
     elif settings.precision == "fp32":
         model.float()
-    run = _Run(launcher, model, tokenizer, str(name), data_files, out, method, settings, options or {})
+    run = _Run(launcher, model, tokenizer, name, data_files, out, method, settings, options or {})
     return run.run()
+
+
+def _name(model: Any) -> str:
+    """A hub id, or a folder's last component: absolute paths are nobody's business."""
+    source = str(model) if isinstance(model, (str, Path)) else str(getattr(model.config, "_name_or_path", "") or "")
+    return Path(source).name if Path(source).exists() else source
 
 
 def load_base(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -115,8 +120,7 @@ class _Run:
                 [s for i, s in enumerate(samples) if i in chosen])
 
     def _initialise(self) -> None:
-        if hasattr(self.stream, "start_from"):
-            self.stream.start_from(self.teacher.parts.norm)
+        """A reduced draft head takes the tokens that responses use most."""
         tokens = getattr(self.stream, "draft_tokens", None)
         if isinstance(tokens, Tensor):
             counts = torch.zeros(self.teacher.shape.vocab_size, dtype=torch.long)
@@ -133,8 +137,7 @@ class _Run:
         # Absolute paths say something about the machine, not about the run: only last components are kept.
         argv = [Path(a).name if a.startswith("/") else a for a in sys.argv]
         return {
-            "data": [{"file": Path(f).name, "samples": len(self.samples)} for f in files][:1] if len(files) == 1
-            else [{"file": Path(f).name, "samples": None} for f in files],
+            "data": [Path(f).name for f in files],
             "samples": len(self.samples), "data_sha256": digest.hexdigest(), "settings": self.settings.to_json(),
             "processes": self.launcher.num_processes, "argv": argv, "multirate": multirate.__version__,
             "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}

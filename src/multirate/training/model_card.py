@@ -11,13 +11,16 @@ KIND = {
 }
 
 
+def _figures(term: dict[str, Any]) -> str:
+    return f"{term['agreement']} | {term['overlap']} | {term['kl']}"
+
+
 def _table(results: dict[str, Any]) -> list[str]:
     lines = ["| gate after layer | draft step | agreement | overlap Σ min(p, q) | KL (nats) |", "|---|---|---|---|---|"]
     for term in results.get("terms", []):
-        lines.append(f"| {term['gate']} | {term['draft_step']} | {term['agreement']} | {term['overlap']} | {term['kl']} |")
+        lines.append(f"| {term['gate']} | {term['draft_step']} | {_figures(term)} |")
     for exit_ in results.get("early_exit", {}).get("terms", []):
-        lines.append(f"| {exit_['gate']} (the base's plain early exit) | – | {exit_['agreement']} | {exit_['overlap']} "
-                     f"| {exit_['kl']} |")
+        lines.append(f"| {exit_['gate']} (the base's plain early exit) | – | {_figures(exit_)} |")
     return lines
 
 
@@ -29,22 +32,23 @@ def model_card(description: dict[str, Any]) -> str:
         "---", "library_name: multirate", "tags: [multirate, speculative-decoding, m2r2]", "---", "",
         f"# Accelerator for {name}", "",
         f"Method `{description['method']}`: {KIND.get(description['method'], description['method'])}. "
-        f"{description['parameters'] / 1e6:.2f}M parameters beside the frozen base; greedy output stays the base's own.", "",
+        f"{description['parameters'] / 1e6:.2f}M parameters beside the frozen base; "
+        "greedy output stays the base's own.", "",
         "```python", "import multirate", f'engine = multirate.attach(model, "this folder")  # model: {name}', "```", "",
         f"Fits one base only: {base['architecture']}, {base['num_layers']} layers, width {base['hidden_size']}, "
         f"vocabulary {base['vocab_size']}, weights fingerprint `{base['fingerprint']}` (checked on load).", "",
     ]
     if results.get("terms"):
         lines += ["## Measured on held-out text", "",
-                  f"{results['rows']} response tokens, teacher-forced; agreement is top-1 with the full model. Simulated "
-                  f"tokens per verify step (chain of 5, bonus token included): "
+                  f"{results['rows']} response tokens, teacher-forced; agreement is top-1 with the full model. "
+                  f"Simulated tokens per verify step (chain of 5, bonus token included): "
                   f"**{results['simulated_tokens_per_step']}**.", "", *_table(results), ""]
     if training:
         lines += ["## Training", ""]
         lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in training.items()
                   if not isinstance(value, (dict, list)) and value is not None]
-        for entry in training.get("data", []):
-            lines.append(f"- data: {entry['file']} ({entry['samples']} samples)")
+        if training.get("data"):
+            lines.append(f"- data files: {', '.join(training['data'])}")
         if training.get("argv"):
             lines += ["", "```", " ".join(training["argv"]), "```"]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """Kangaroo's objective: the same soft loss, data and budget as M2R2's, so that the rival is a fair one.
 
-Its adapter reads true exit residuals at decode time as in training (they are slow residuals of drafted tokens), so there
-are no own-draft steps to train through.
+Its adapter reads true exit residuals at decode time as in training (they are slow residuals of drafted tokens), so
+there are no own-draft steps to train through.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class KangarooObjective(nn.Module):
         """ids int64 [B, T]; mask bool [B, T], true where the row's *next* token is a response token."""
         teacher = self._teacher[0]
         slow = teacher.slow(ids, shared=0, gates=(self.exit,))
-        students = self.stream(slow.residual[self.exit].float())[mask][None]  # [1, N, d]
+        students = teacher.norm(self.stream(slow.residual[self.exit].float())[mask])[None]  # [1, N, d]
         result = distil(students, slow.normed[mask], teacher.head)
         loss = result.kl.sum()
         return loss, Report(self.terms, result, float(loss.detach()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 from multirate.errors import UserError
@@ -54,7 +55,7 @@ class M2R2Config(MethodConfig):
     def check(self) -> None:
         g = self.gates
         self.require(
-            len(g) > 0 and g[0] >= 1 and all(a < b for a, b in zip(g, g[1:], strict=False)),
+            len(g) > 0 and g[0] >= 1 and all(a < b for a, b in pairwise(g)),
             "gates",
             "increasing layer counts of at least 1",
         )

@@ -1,8 +1,8 @@
 """M2R2's objective: every gate and every own-draft step towards the full model's distribution, in one pass.
 
-Frozen base, online teacher. Loss = Σ w · KL(head(h_L) ‖ head(p)) / Σ w over response rows, where the terms are every gate
-at draft step 1 (weight 1 each; re-initialisation makes the gates independent: paper) and, with carry, the first gate
-at draft steps s = 2..S (weight decay^(s−1)) [ours]. Step s carries the stream's own output of step s − 1 at t − 1, and
+Frozen base, online teacher. Loss = Σ w · KL(head(h_L) ‖ head(p)) / Σ w over response rows, where the terms are every
+gate at draft step 1 (weight 1 each; re-initialisation makes the gates independent: paper) and, with carry, the
+first gate at draft steps s = 2..S (weight decay^(s−1)) [ours]. Step s carries the stream's own output of step s − 1 at t − 1, and
 its block sees the K/V that drafting s tokens ahead sees (``OwnAttention.forward``): what happens at decode time.
 """
 
@@ -42,7 +42,8 @@ class M2R2Objective(nn.Module):
         """Every (gate, draft step) that enters the loss, in the order of the report."""
         config = self.stream.config
         first = [Term(gate, 1, 1.0) for gate in config.gates]
-        return first + [Term(config.gates[0], s, self.step_decay ** (s - 1)) for s in range(2, config.unroll_steps + 1)]
+        later = range(2, config.unroll_steps + 1)
+        return first + [Term(config.gates[0], s, self.step_decay ** (s - 1)) for s in later]
 
     def slow(self, ids: Tensor) -> SlowPass:
         """The teacher's pass with all that the stream reads."""
@@ -50,7 +51,7 @@ class M2R2Objective(nn.Module):
         return self._teacher[0].slow(ids, shared=gates[-1], gates=gates)
 
     def first_step(self, slow: SlowPass) -> tuple[list[Tensor], KeysValues | None]:
-        """Draft step 1 with the true carried residual: the stream at every gate [B, T, d], and the first block's K/V."""
+        """Draft step 1, true carried residual: the stream at every gate [B, T, d], and the first block's K/V."""
         config, stream = self.stream.config, self.stream
         x = stream.start(slow.residual[0].float(), shift(slow.final.float()))
         outputs: list[Tensor] = []
@@ -66,7 +67,7 @@ class M2R2Objective(nn.Module):
         return outputs, keys_values
 
     def next_step(self, slow: SlowPass, own: Tensor, earlier: list[KeysValues]) -> tuple[Tensor, KeysValues | None]:
-        """One more draft step to the first gate, carrying the stream's own output ``own`` [B, T, d] of the last step."""
+        """One more draft step to the first gate, carrying the stream's own output ``own`` [B, T, d] of the last."""
         x = self.stream.start(slow.residual[0].float(), shift(own))
         return self._interval(x, slow, 0, self.stream.config.gates[0], earlier)
 

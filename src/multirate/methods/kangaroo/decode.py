@@ -1,0 +1,156 @@
+"""Kangaroo as a drafter: chains from the exit layer and its adapter, stopped by low confidence; the rest verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.backbone.decoder import Decoder
+from multirate.backbone.kv_cache import KVCache
+from multirate.backbone.rows import Rows
+from multirate.decoding.drafter import Draft, Drafter
+from multirate.decoding.sampler import Sampler
+from multirate.errors import UserError
+from multirate.methods.config import MethodConfig
+from multirate.methods.kangaroo.modules import KangarooAdapter
+from multirate.methods.registry import register
+
+_PREFILL_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class KangarooDecodeConfig(MethodConfig):
+    """Overrides of the accelerator's own settings; null keeps them."""
+
+    threshold: float | None = None
+    """Stop after a token whose top-1 probability is below this."""
+    max_draft: int | None = None
+
+    def check(self) -> None:
+        self.require(self.threshold is None or 0 <= self.threshold <= 1, "threshold", "null or 0 to 1")
+        self.require(self.max_draft is None or self.max_draft >= 1, "max_draft", "null or at least 1")
+
+
+class KangarooDrafter(Drafter):
+    """Layers [0, E) and the adapter draft; layers [E, L) verify the exact residuals that drafting left behind.
+
+    The adapter's cache has the K/V of every token it was queried at. A draft's last token is never queried; when it is
+    accepted its K/V are back-filled together with the next root's row.
+    """
+
+    def __init__(self, decoder: Decoder, adapter: KangarooAdapter, config: KangarooDecodeConfig) -> None:
+        self.decoder, self.adapter = decoder, adapter
+        self.start = adapter.config.exit_layer
+        self.threshold = adapter.config.threshold if config.threshold is None else config.threshold
+        self.max_nodes = config.max_draft or adapter.config.max_draft
+        self._cache: KVCache | None = None
+        self._own: KVCache | None = None
+        self._filled: dict[int, int] = {}  # slots of the adapter's cache that are in place
+        self._exits: dict[int, Tensor] = {}  # h_E of the last draft's rows [n + 1, d], root first
+        self._missing: dict[int, Tensor] = {}  # h_E of accepted tokens whose adapter K/V are not in place
+
+    def begin(self, cache: KVCache, sampler: Sampler) -> None:
+        """Takes the slow cache; a fresh adapter cache."""
+        self._cache, self._own = cache, self.adapter.new_cache(cache.batch, cache.capacity)
+        self._filled, self._exits, self._missing = {}, {}, {}
+
+    def prefill(
+        self, seqs: Sequence[int], prompts: Sequence[Sequence[int]], hidden_final: Sequence[Tensor]
+    ) -> None:
+        """The prompts' adapter K/V, from their exit residuals: layers [0, E) again, over the K/V already written."""
+        assert self._cache is not None and self._own is not None
+        for b, prompt in zip(seqs, prompts, strict=True):
+            for begin in range(0, len(prompt), _PREFILL_ROWS):
+                part = list(prompt[begin : begin + _PREFILL_ROWS])
+                rows = Rows.causal(b, begin, len(part))
+                reads = Rows(rows.seq, np.full(len(part), -1, np.int32), rows.pos, rows.prefix, rows.tree)
+                x = self.decoder.embed(torch.tensor(part, device=self.decoder.facts.device), rows.pos)
+                self.adapter.rows(self.decoder.layers(x, reads, 0, self.start, self._cache), rows, self._own)
+            self._filled[b] = len(prompt)
+
+    def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
+        """See Drafter. The stopping rule reads the distribution, before the token is drawn, and keeps that token."""
+        count = len(seqs)
+        depths = [min(limit, self.max_nodes) for limit in limits]
+        tokens: list[list[int]] = [[] for _ in seqs]
+        hidden: list[list[Tensor]] = [[] for _ in seqs]
+        probs: list[list[Tensor]] = [[] for _ in seqs]
+        stopped = [False] * count
+        live, entering = list(range(count)), list(roots)
+        for depth in range(1, max(depths, default=0) + 2):
+            x = self._shallow([seqs[i] for i in live], entering, depth - 1)
+            for row, i in enumerate(live):
+                hidden[i].append(x[row : row + 1])
+            on = [row for row, i in enumerate(live) if depth <= depths[i] and not stopped[i]]
+            if not on:
+                break
+            live = [live[row] for row in on]
+            chosen, paths = [seqs[i] for i in live], [tokens[i] for i in live]
+            logits = self.decoder.logits(self._query(chosen, x[on], depth - 1))
+            if sampler.greedy:
+                confidence = torch.exp(logits.amax(-1) - logits.logsumexp(-1))
+                entering = sampler.choose(logits, chosen, paths)
+            else:
+                q = sampler.distribution(logits, chosen, paths)
+                confidence = q.amax(-1)
+                entering = sampler.draw(q, chosen)
+                for row, i in enumerate(live):
+                    probs[i].append(q[row : row + 1])
+            for token, sure, i in zip(entering, confidence.tolist(), live, strict=True):
+                tokens[i].append(token)
+                stopped[i] = sure < self.threshold
+        for i, b in enumerate(seqs):
+            self._exits[b] = torch.cat(hidden[i])
+        return [Draft.chain(tokens[i], self._exits[b], torch.cat(probs[i]) if probs[i] else None)
+                for i, b in enumerate(seqs)]
+
+    def accept(self, seq: int, path: list[int], hidden_final: Tensor) -> None:
+        """Accepted rows are a prefix of the chain; the tail the adapter was not queried at is kept for back-filling."""
+        assert self._cache is not None
+        length = self._cache.lengths[seq]  # committed: it includes this path
+        before = length - len(path)
+        self._filled[seq] = min(self._filled[seq], length)
+        first = max(self._filled[seq], before)
+        if first < length:
+            late = self._exits[seq][first - before : length - before]
+            earlier = self._missing.get(seq)  # still there when this round queried nothing
+            self._missing[seq] = late if earlier is None else torch.cat([earlier, late])
+
+    def _shallow(self, seqs: list[int], tokens: list[int], depth: int) -> Tensor:
+        """Layers [0, E) on one row per sequence, ``depth`` slots after its committed ones → h_E [n, d]."""
+        assert self._cache is not None
+        rows = _after(self._cache, seqs, depth)
+        x = self.decoder.embed(torch.tensor(tokens, device=self.decoder.facts.device), rows.pos)
+        return self.decoder.layers(x, rows, 0, self.start, self._cache)
+
+    def _query(self, seqs: list[int], exits: Tensor, depth: int) -> Tensor:
+        """The adapter at each sequence's row [n, d] → [n, d], after back-filling what is missing before it."""
+        assert self._cache is not None and self._own is not None
+        parts, inputs = [], []
+        for b in seqs:
+            if (late := self._missing.pop(b, None)) is not None:
+                parts.append(Rows.causal(b, self._filled[b], len(late)))
+                inputs.append(late)
+            self._filled[b] = self._cache.lengths[b] + depth + 1
+        back = sum(len(p) for p in parts)
+        rows = Rows.concat([*parts, _after(self._cache, seqs, depth)])
+        return self.adapter.rows(torch.cat([*inputs, exits]), rows, self._own)[back:]
+
+
+def _after(cache: KVCache, seqs: Sequence[int], depth: int) -> Rows:
+    slot = np.array([cache.lengths[b] + depth for b in seqs], np.int32)
+    return Rows(np.array(seqs, np.int32), slot, slot, slot + np.int32(1), np.zeros(len(seqs), np.int64))
+
+
+@register("kangaroo", "drafts with the first layers and a trained attention adapter", KangarooDecodeConfig)
+def _kangaroo(decoder: Decoder, accelerator: Any, config: KangarooDecodeConfig) -> Drafter:
+    module = getattr(accelerator, "module", None)
+    if not isinstance(module, KangarooAdapter):
+        raise UserError("method kangaroo needs an accelerator trained with --method kangaroo; "
+                        f"given: {getattr(accelerator, 'method', 'none')}")
+    return KangarooDrafter(decoder, module, config)

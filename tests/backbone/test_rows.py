@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multirate.backbone.kv_cache import KVCache, LayerKV
@@ -20,6 +20,7 @@ def visible(rows: Rows, n: int) -> set[int]:
     return set(range(rows.prefix[n])) | {int(rows.prefix[n]) + k for k in bits}
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_causal_rows_see_themselves_and_all_before(start: int, count: int) -> None:
     rows = Rows.causal(2, start, count)
@@ -29,6 +30,7 @@ def test_causal_rows_see_themselves_and_all_before(start: int, count: int) -> No
     assert (rows.visible_end() == rows.slot + 1).all()
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.integers(0, 20), st.data())
 def test_tree_rows_see_their_ancestors(length: int, data: st.DataObject) -> None:
     parents = [data.draw(st.integers(0, i)) for i in range(data.draw(st.integers(0, 63)))]
@@ -69,6 +71,7 @@ def filled(batch: int, capacity: int) -> KVCache:
     return cache
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.data())
 def test_keep_makes_the_listed_slots_contiguous(data: st.DataObject) -> None:
     length = data.draw(st.integers(0, 5))

@@ -152,9 +152,9 @@ def test_mask_follows_a_reused_rows_object() -> None:
     first = forward(decoder, ids[11:].tolist(), step, cache)
     shifted = Rows.causal(0, 0, 11)
     far = Rows(shifted.seq, shifted.slot, shifted.pos + 40, shifted.prefix, shifted.tree)
-    forward(decoder, ids[:11].tolist(), far, cache)  # same slots, other positions: the window now hides nothing
+    cache.note_positions(far)  # same slots and K/V, other positions: the window now hides nothing
     assert not torch.allclose(forward(decoder, ids[11:].tolist(), step, cache), first, atol=1e-3)
-    forward(decoder, ids[:11].tolist(), shifted, cache)
+    cache.note_positions(shifted)
     torch.testing.assert_close(forward(decoder, ids[11:].tolist(), step, cache), first, **CLOSE)
 
 

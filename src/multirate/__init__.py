@@ -1,3 +1,59 @@
-"""M2R2 (Mixture of Multi-rate Residuals) for Hugging Face language models."""
+"""M2R2 (Mixture of Multi-rate Residuals) for Hugging Face language models: the same text, sooner.
+
+engine = multirate.attach(model, "path/to/accelerator")
+output = engine.generate([prompt_ids])
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from multirate.decoding.logits import SamplingSettings
+    from multirate.decoding.results import DecodeStats, GenerationOutput
+    from multirate.decoding.stopping import StopSettings
+    from multirate.engine import Engine, attach
+    from multirate.errors import UserError
+    from multirate.integration.custom_generate import custom_generate
+    from multirate.training.checkpoint import Accelerator
+    from multirate.training.loop import train
+    from multirate.training.settings import TrainSettings
+
+_HOMES = {
+    "Accelerator": "multirate.training.checkpoint",
+    "DecodeStats": "multirate.decoding.results",
+    "Engine": "multirate.engine",
+    "GenerationOutput": "multirate.decoding.results",
+    "SamplingSettings": "multirate.decoding.logits",
+    "StopSettings": "multirate.decoding.stopping",
+    "TrainSettings": "multirate.training.settings",
+    "UserError": "multirate.errors",
+    "attach": "multirate.engine",
+    "custom_generate": "multirate.integration.custom_generate",
+    "train": "multirate.training.loop",
+}
+
+__all__ = [
+    "Accelerator",
+    "DecodeStats",
+    "Engine",
+    "GenerationOutput",
+    "SamplingSettings",
+    "StopSettings",
+    "TrainSettings",
+    "UserError",
+    "__version__",
+    "attach",
+    "custom_generate",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: `multirate --help` must not wait seconds for torch and transformers.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'multirate' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -36,10 +36,12 @@ def truth(model: torch.nn.Module) -> dict[tuple[int, ...], list[int]]:
 def recorded(answers: dict[str, list[list[int]]], seconds: dict[str, list[float]]) -> Measurements:
     """Measurements with the given answers in every repeat and the given seconds per prompt of each repeat."""
     repeats = len(next(iter(seconds.values())))
-    samples = [
-        [{name: Sample(Answer(a[i], 2, 4, 3), seconds[name][r]) for name, a in answers.items()} for i in range(4)]
-        for r in range(repeats)
-    ]
+
+    def sample(name: str, repeat: int, index: int) -> Sample:
+        tokens = answers[name][index]
+        return Sample(Answer(tokens, stepped=len(tokens), steps=2, drafted=4, accepted=3), seconds[name][repeat])
+
+    samples = [[{name: sample(name, r, i) for name in answers} for i in range(4)] for r in range(repeats)]
     return Measurements(list(answers), PROMPTS, samples)
 
 

@@ -48,7 +48,7 @@ def build_prompts(
     tokenizer: Any,
     answer: Answer,
     *,
-    max_positions: int,
+    max_positions: int | None,
     max_new_tokens: int,
     truncate: bool = False,
     on_question: Callable[[], None] | None = None,
@@ -56,12 +56,12 @@ def build_prompts(
     """Every turn of every question as token ids, the same for all methods that are compared.
 
     `answer(prompt ids) -> new ids` is the base model's plain decoding; it is called for all turns but a question's
-    last, because the next turn is asked after that answer. A prompt longer than `max_positions - max_new_tokens` is
-    cut from the left with `truncate`, else it is skipped together with its later turns, which would follow an answer
-    that was never given. UserError when no prompt is left.
+    last, because the next turn is asked after that answer. A prompt longer than `max_positions - max_new_tokens`
+    (None: there is no limit) is cut from the left with `truncate`, else it is skipped together with its later turns,
+    which would follow an answer that was never given. UserError when no prompt is left.
     """
-    room = max_positions - max_new_tokens
-    if room < 1:
+    room = None if max_positions is None else max_positions - max_new_tokens
+    if max_positions is not None and room is not None and room < 1:
         raise UserError(
             f"max_new_tokens is {max_new_tokens}, but the model's context is {max_positions} tokens: "
             f"at most {max_positions - 1} leaves room for a prompt"
@@ -73,7 +73,7 @@ def build_prompts(
             name = question.id if len(question.turns) == 1 else f"{question.id}#{turn + 1}"
             messages.append({"role": "user", "content": text})
             tokens = encode_chat(tokenizer, messages)
-            if len(tokens) > room:
+            if room is not None and len(tokens) > room:
                 if not truncate:
                     result.skipped.extend(f"{question.id}#{t + 1}" for t in range(turn, len(question.turns)))
                     break

@@ -16,10 +16,14 @@ BASELINES = (REFERENCE, "generate")
 
 @dataclass(frozen=True)
 class Answer:
-    """New tokens of one prompt and what they took. `target_passes` is None where nobody counts it."""
+    """New tokens of one prompt and what they took: `stepped` of them came from `steps` passes after the prefill.
+
+    `drafted` counts drafted levels (of a chain: tokens), `accepted` the drafted tokens that were emitted.
+    """
 
     tokens: list[int]
-    target_passes: int | None = None
+    stepped: int = 0
+    steps: int = 0
     drafted: int = 0
     accepted: int = 0
 
@@ -62,8 +66,8 @@ class Row:
 
     The repeat with the (lower) median rate gives `tokens`, `seconds` and `tokens_per_second`; `spread` is (max − min) /
     median of the rates; `speedup` is against the faster baseline and None when answers are missing, shortened or
-    wrong. `tokens_per_step` counts emitted tokens per target pass, bonus token included; `acceptance` is accepted over
-    drafted tokens. `identical + near_ties + diverged` is the number of prompts of a lossless method.
+    wrong. `tokens_per_step` counts emitted tokens per target pass after the prefill, bonus token included; `acceptance`
+    is accepted over drafted tokens. `identical + near_ties + diverged` is the number of prompts of a lossless method.
     """
 
     method: str
@@ -154,8 +158,7 @@ def _row(
     rates = [count / time for count, time in zip(tokens, seconds, strict=True)]
     middle = sorted(range(len(rates)), key=lambda index: rates[index])[(len(rates) - 1) // 2]
     answers = [taken[name].answer for repeat in repeats for taken in repeat]
-    passes = [answer.target_passes for answer in answers if answer.target_passes is not None]
-    counted = sum(passes) if len(passes) == len(answers) else 0
+    steps = sum(answer.steps for answer in answers)
     drafted = sum(answer.drafted for answer in answers)
     found = _divergences(name, repeats, prompts, judge)
     differing = {index for index, _ in found}
@@ -173,7 +176,7 @@ def _row(
         tokens_per_second=rates[middle],
         speedup=None,
         spread=(max(rates) - min(rates)) / rates[middle] if rates[middle] > 0 else 0.0,
-        tokens_per_step=sum(len(answer.tokens) for answer in answers) / counted if counted else None,
+        tokens_per_step=sum(answer.stepped for answer in answers) / steps if steps else None,
         acceptance=sum(answer.accepted for answer in answers) / drafted if drafted else None,
         identical=len(repeats[0]) - len(differing),
         near_ties=len(differing - wrong) if lossless else 0,

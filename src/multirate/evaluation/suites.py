@@ -43,7 +43,7 @@ def _self_instruct(record: dict[str, Any]) -> list[tuple[str, ...]]:
     instances = record.get("instances", [{}])
     if not isinstance(instances, list) or not instances or not all(isinstance(i, dict) for i in instances):
         raise _Field("needs 'instances' to be a non-empty list of objects with an 'input'")
-    prompts = []
+    prompts: list[tuple[str, ...]] = []
     for instance in instances:
         given = instance.get("input") or ""
         if not isinstance(given, str):

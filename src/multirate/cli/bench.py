@@ -1,0 +1,214 @@
+"""`multirate bench`: methods side by side on the prompts of a suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from multirate.cli import options
+from multirate.cli.errors import INTERRUPTED
+from multirate.errors import UserError
+
+if TYPE_CHECKING:
+    from multirate.engine import Engine
+    from multirate.evaluation.prompts import PromptSet
+    from multirate.evaluation.runner import Row
+    from multirate.evaluation.suites import Question
+
+WRONG_ANSWERS = 1
+
+
+def command(
+    model: options.Model = None,
+    suite: Annotated[
+        str, typer.Option(help="mt_bench, spec_bench, self_instruct, koala, wizardlm, gsm8k or text.")
+    ] = "mt_bench",
+    data: Annotated[Path, typer.Option(help="The suite's JSONL file.", show_default=False)] = ...,  # type: ignore[assignment]
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated (default: generate, autoregressive, and every accelerator).", show_default=False
+        ),
+    ] = None,
+    accelerator: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--accelerator", "-a", help="NAME=FOLDER, or a folder or hub id (repeatable).", show_default=False
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many questions.", show_default=False)] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most so many per answer.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Measured rounds over all prompts.")] = 3,
+    warmup: Annotated[int, typer.Option(help="Prompts answered before measuring.")] = 1,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Cut long prompts from the left (default: skip and count them).")
+    ] = False,
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "auto",
+    backend: options.Backend = "auto",
+    threads: options.Threads = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the results here.", show_default=False)] = None,
+) -> None:
+    """Measure methods side by side: interleaved repeats, total tokens over total time, identical answers or no speedup.
+
+    Ends with code 1 when a lossless method gave an answer that is missing, shortened or wrong.
+    """
+    for name, value, least in (
+        ("--repeats", repeats, 1),
+        ("--warmup", warmup, 0),
+        ("--max-new-tokens", max_new_tokens, 1),
+    ):
+        if value < least:
+            raise UserError(f"{name} is {value}: at least {least} is needed")
+
+    from multirate.evaluation.suites import load_suite
+
+    questions = load_suite(suite, data, limit)
+
+    from multirate.evaluation.report import check_writable, write_json
+
+    if json is not None:
+        check_writable(json)
+    options.set_threads(threads)
+
+    from multirate.engine import attach
+    from multirate.hub import reference_accelerators
+
+    loaded = options.load(model, dtype, device)
+    engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
+    wanted = method_names(methods) if methods else list(reference_accelerators()) if model is None else []
+    options.add_accelerators(engine, accelerator or [], wanted, embedded=model is None)
+    names = wanted if methods else ["generate", "autoregressive", *engine.accelerators]
+    if "autoregressive" not in names:
+        options.note("note: autoregressive is added, answers are compared with its answers")
+        names = ["autoregressive", *names]
+    content, rows, interrupted = run(
+        engine,
+        questions,
+        names,
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        warmup=warmup,
+        truncate=truncate,
+        title=f"{suite}, {loaded.name}, {dtype}, batch 1, greedy",
+        settings={"dtype": str(loaded.model.dtype).removeprefix("torch."), "model": loaded.name, "suite": suite,
+                  "data": str(data), "seed": None},
+    )  # fmt: skip
+    if json is not None:
+        write_json(json, content)
+    if any(row.diverged for row in rows):
+        raise typer.Exit(WRONG_ANSWERS)
+    if interrupted:
+        options.note("interrupted: the figures are of what was complete")
+        raise typer.Exit(INTERRUPTED)
+
+
+def method_names(text: str) -> list[str]:
+    """A comma-separated list, without repetitions."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise UserError("--methods names no method: try generate,autoregressive,m2r2-carry")
+    return names
+
+
+def run(
+    engine: Engine,
+    questions: list[Question],
+    names: list[str],
+    *,
+    max_new_tokens: int,
+    repeats: int,
+    warmup: int,
+    truncate: bool,
+    title: str,
+    settings: dict[str, Any],
+) -> tuple[dict[str, Any], list[Row], bool]:
+    """Measures, prints the table → (the run's JSON, its rows, whether Ctrl-C ended it early)."""
+    import torch
+
+    from multirate.cli.contenders import contender
+    from multirate.evaluation import provenance, report
+    from multirate.evaluation.divergence import Judge
+    from multirate.evaluation.runner import measure, summarise
+
+    contenders = [contender(engine, name, max_new_tokens) for name in names]
+    prompts = _prompts(engine, questions, max_new_tokens, truncate)
+    total = (repeats * len(prompts.prompts) + min(warmup, len(prompts.prompts))) * len(contenders)
+    device = engine.decoder.facts.device
+    with _progress("measuring", total) as advance:
+        measurements = measure(
+            contenders,
+            prompts.prompts,
+            repeats=repeats,
+            warmup=warmup,
+            synchronize=(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None,
+            on_answer=lambda name: advance(),
+        )
+    rows = summarise(measurements, Judge(engine.model), [c.name for c in contenders if not c.lossless])
+    usable = measurements.usable()
+    console = options.console()
+    if rows:
+        console.print(report.table(rows, title))
+    else:
+        console.print("Nothing was measured: the run ended before every method had answered a prompt.")
+    content = report.document(
+        provenance.collect(device, backend=engine.backend),
+        rows,
+        **settings,
+        prompts=len(usable[0]) if usable else 0,
+        max_new_tokens=max_new_tokens,
+        repeats=len(usable),
+        warmup=warmup,
+        skipped=prompts.skipped,
+        truncated=prompts.truncated,
+        interrupted=measurements.interrupted,
+    )
+    return content, rows, measurements.interrupted
+
+
+def _prompts(engine: Engine, questions: list[Question], max_new_tokens: int, truncate: bool) -> PromptSet:
+    from multirate.evaluation.prompts import build_prompts
+
+    stop = engine.stopping(max_new_tokens)
+    with _progress("preparing prompts", len(questions)) as advance:
+        prompts = build_prompts(
+            questions,
+            engine.tokenizer,
+            lambda ids: engine.generate([ids], stop=stop, method="autoregressive").sequences[0],
+            max_positions=engine.decoder.facts.max_positions,
+            max_new_tokens=max_new_tokens,
+            truncate=truncate,
+            on_question=advance,
+        )
+    if prompts.skipped:
+        options.note(
+            f"note: {len(prompts.skipped)} prompts are skipped, they do not fit the context with "
+            f"{max_new_tokens} new tokens (--truncate cuts them): {_some(prompts.skipped)}"
+        )
+    if prompts.truncated:
+        options.note(f"note: {len(prompts.truncated)} prompts are cut from the left: {_some(prompts.truncated)}")
+    return prompts
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
+
+
+class _progress:
+    """A progress bar on stderr that is gone when it is full; `with` gives the function that moves it by one."""
+
+    def __init__(self, text: str, total: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=options.console(stderr=True), transient=True)
+        self._task = self._progress.add_task(text, total=total)
+
+    def __enter__(self) -> Any:
+        self._progress.start()
+        return lambda: self._progress.advance(self._task)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

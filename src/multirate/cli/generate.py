@@ -1,0 +1,111 @@
+"""`multirate generate`: a model's answer to one prompt."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from multirate.cli import options
+from multirate.errors import UserError
+
+
+def command(
+    model: options.Model = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.", show_default=False)] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A UTF-8 file that holds the prompt (default: stdin).", show_default=False)
+    ] = None,
+    accelerator: Annotated[
+        str | None, typer.Option("--accelerator", "-a", help="An accelerator's folder or hub id.", show_default=False)
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Decoding method (default: the accelerator's).", show_default=False)
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most so many tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the smallest set with this probability; 1 keeps all.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best one's probability.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens that occurred become less likely.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text (repeatable).", show_default=False)] = None,
+    stream: Annotated[bool, typer.Option(help="Print the text while it is written.")] = True,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt without the chat template.")
+    ] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print speed and acceptance to stderr.")] = False,
+    speculate: options.Speculate = "auto",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    backend: options.Backend = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Write a model's answer to a prompt, given by --prompt, --prompt-file or stdin."""
+    text = _prompt(prompt, prompt_file)
+    options.set_threads(threads)
+
+    from multirate.decoding.logits import SamplingSettings
+    from multirate.engine import attach
+    from multirate.evaluation.prompts import encode_chat
+
+    sampling = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    loaded = options.load(model, dtype, device)
+    engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
+    wanted = [method] if method else ["m2r2-carry", "m2r2"] if model is None else []
+    options.add_accelerators(engine, [accelerator] if accelerator else [], wanted, embedded=model is None)
+    if method is None and accelerator is None and "m2r2-carry" in engine.accelerators:
+        method = "m2r2-carry"
+    tokenizer = loaded.tokenizer
+    ids = tokenizer(text)["input_ids"] if raw else encode_chat(tokenizer, [{"role": "user", "content": text}])
+    if not ids:
+        raise UserError("the prompt has no tokens: give some text")
+
+    from multirate.cli.stream import TextStream
+
+    printer = TextStream(tokenizer, lambda piece: typer.echo(piece, nl=False))
+    try:
+        output = engine.generate(
+            [list(ids)],
+            sampling,
+            engine.stopping(max_new_tokens, stop or ()),
+            method=method,
+            on_tokens=(lambda _, tokens: printer.push(tokens)) if stream else None,
+            speculate=speculate,
+        )
+    finally:
+        if stream:
+            printer.end()
+            typer.echo("")
+    if not stream:
+        typer.echo(tokenizer.decode(output.sequences[0], skip_special_tokens=True))
+    if engine.notice:
+        options.note(f"note: {engine.notice}")
+    if stats:
+        seen = output.stats
+        options.note(
+            f"{seen.tokens} tokens in {seen.seconds:.2f} s, {seen.tokens / max(seen.seconds, 1e-9):.1f} tokens/s, "
+            f"{seen.tokens_per_step:.2f} tokens per step, acceptance {seen.acceptance:.2f}, "
+            f"ended by {output.finish_reasons[0]}, backend {engine.backend}"
+        )
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise UserError("give either --prompt or --prompt-file, not both")
+    if file is not None:
+        try:
+            prompt = file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {(error.strerror or str(error)).lower()}") from None
+        except UnicodeDecodeError:
+            raise UserError(f"cannot read {file}: it is not UTF-8 text") from None
+    elif prompt is None:
+        if sys.stdin.isatty():
+            raise UserError("there is no prompt: give --prompt TEXT, --prompt-file FILE, or text on stdin")
+        prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise UserError("the prompt is empty: give some text")
+    return prompt

@@ -1,0 +1,75 @@
+"""`multirate info`: what a model is, whether it can be run and by what, and the accelerators at hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from multirate.cli import options
+
+
+def command(
+    model: options.Model = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Say what a model is, whether and how it is run here, and which accelerators there are."""
+    options.set_threads(threads)
+
+    from rich.table import Table
+
+    from multirate.backbone.decoder import load_decoder
+    from multirate.engine import attach
+    from multirate.errors import UserError
+    from multirate.evaluation import provenance
+    from multirate.hub import reference_accelerators
+
+    loaded = options.load(model, dtype, device)
+    here = provenance.collect(loaded.model.device)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+
+    def row(name: str, value: Any) -> None:
+        table.add_row(name, str(value))
+
+    config = loaded.model.config
+    row("model", loaded.name)
+    row("architecture", (getattr(config, "architectures", None) or [type(loaded.model).__name__])[0])
+    row("parameters", f"{sum(p.numel() for p in loaded.model.parameters()) / 1e6:.1f}M")
+    row("dtype", str(loaded.model.dtype).removeprefix("torch."))
+    row("device", here["device"])
+    row("processor", f"{here['cpu']}, {here['threads']} threads")
+    row("versions", f"multirate {here['version']}, torch {here['torch']}, transformers {here['transformers']}")
+    try:
+        engine = attach(loaded.model, backend="hf", tokenizer=loaded.tokenizer)
+    except UserError as reason:
+        row("supported", f"no: {reason}")
+        options.console().print(table)
+        return
+    facts = engine.decoder.facts
+    row("layers", f"{facts.num_layers} of width {facts.hidden_size}")
+    row("vocabulary", facts.vocab_size)
+    row("context", "unlimited" if facts.max_positions is None else f"{facts.max_positions} tokens")
+    windows = sorted({window for window in facts.windows if window is not None})
+    if windows:
+        sliding = sum(window is not None for window in facts.windows)
+        row("sliding window", f"{', '.join(map(str, windows))} tokens in {sliding} layers")
+    if facts.num_experts:
+        row("experts", f"{facts.num_experts}, {facts.experts_per_token} per token")
+    row("supported", "yes")
+    try:
+        load_decoder(loaded.model, "native")
+        row("backend", "native (packed bf16 weights)")
+    except UserError as reason:
+        row("backend", f"hf (the model's own layers); {reason}")
+    row("methods", ", ".join(engine.methods()))
+    options.console().print(table)
+    found = reference_accelerators() if model is None else {}
+    for name, folder in found.items():
+        typer.echo(f"\naccelerator {name} ({folder})")
+        card = folder / "README.md"
+        if card.is_file():
+            typer.echo(card.read_text(encoding="utf-8").partition("\n# ")[2].partition("\n")[2].strip())

@@ -1,0 +1,50 @@
+"""`multirate`: the commands, and `run`, the entry point."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from multirate import __version__
+from multirate.cli import bench, demo, generate, info, train
+from multirate.cli.errors import Group
+
+app = typer.Typer(
+    name="multirate",
+    cls=Group,
+    help="The same text from a Hugging Face language model, sooner: M2R2 self-speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("generate")(generate.command)
+app.command("train")(train.command)
+app.command("bench")(bench.command)
+app.command("demo")(demo.command)
+app.command("info")(info.command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"multirate {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def run() -> None:
+    """What the installed command calls."""
+    app()
+
+
+if __name__ == "__main__":
+    run()

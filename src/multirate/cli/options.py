@@ -1,0 +1,74 @@
+"""Arguments that several commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from multirate.errors import UserError
+
+if TYPE_CHECKING:
+    from multirate.engine import Engine
+    from multirate.hub import LoadedModel
+
+Model = Annotated[
+    str | None,
+    typer.Argument(help="A model's folder or hub id; omitted: the embedded reference model.", show_default=False),
+]
+Dtype = Annotated[str, typer.Option(help="auto (as saved), bfloat16, float16 or float32.")]
+Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, cuda:1 …")]
+Backend = Annotated[str, typer.Option(help="auto, hf (the model's own layers) or native (packed bf16 weights).")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads (default: torch's).", show_default=False)]
+Speculate = Annotated[
+    str, typer.Option(help="auto (plain decoding where drafts do not pay on this machine), always or never.")
+]
+
+
+def set_threads(threads: int | None) -> None:
+    """Before any weights are packed: the packed decoder takes its threads from torch."""
+    if threads is None:
+        return
+    if threads < 1:
+        raise UserError(f"--threads is {threads}: at least 1 is needed")
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def load(model: str | None, dtype: str, device: str) -> LoadedModel:
+    """The model, with transformers kept from printing beside our own lines."""
+    from transformers.utils import logging
+
+    from multirate.hub import load_model
+
+    logging.disable_progress_bar()
+    return load_model(model, dtype, device)
+
+
+def add_accelerators(engine: Engine, given: Sequence[str], methods: Sequence[str], embedded: bool) -> None:
+    """`NAME=PATH` or `PATH` each; on the embedded model also its own accelerators that `methods` name."""
+    from multirate.hub import reference_accelerators
+
+    for text in given:
+        name, separator, path = text.partition("=")
+        engine.add(path if separator else text, name if separator else None)
+    if embedded:
+        for name, folder in reference_accelerators().items():
+            if name in methods and name not in engine.accelerators:
+                engine.add(folder, name)
+
+
+def note(text: str) -> None:
+    """A line for the user that is not the output."""
+    typer.echo(text, err=True)
+
+
+def console(stderr: bool = False) -> Any:
+    """A rich console, 80 columns wide when nobody says how wide the terminal is."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 80)

@@ -1,0 +1,297 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evaluation import tiny_model
+from typer.testing import CliRunner, Result
+
+import multirate
+from multirate.cli.main import app
+from multirate.engine import attach
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model.save(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "question.jsonl"
+    path.write_text(
+        json.dumps({"question_id": 1, "category": "c", "turns": ["hello there", "and then?"]})
+        + "\n"
+        + json.dumps({"question_id": 2, "category": "c", "turns": ["what"]})
+        + "\n"
+    )
+    return str(path)
+
+
+def run(*arguments: str, text: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=text)
+
+
+def refused(result: Result, *parts: str) -> None:
+    """One sentence on stderr, code 2, nothing on stdout, no traceback."""
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert "Traceback" not in result.output
+    for part in parts:
+        assert part in result.stderr, result.stderr
+
+
+def plain_answer(count: int = 12, prompt: str = "hi") -> str:
+    network, words = tiny_model.model(), tiny_model.tokenizer()
+    ids = words.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    new = network.generate(**ids, do_sample=False, max_new_tokens=count)[0, ids["input_ids"].shape[1] :]
+    return words.decode(new, skip_special_tokens=True)
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout.strip() == f"multirate {multirate.__version__}"
+    for command in ("generate", "train", "bench", "demo", "info"):
+        assert run(command, "--help").exit_code == 0
+    assert run("generate", "--no-such-option").exit_code == 2
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, multirate.cli.main; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "layerskip", "prompt_lookup"])
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_generate_writes_what_transformers_writes(model: str, method: str, stream: str) -> None:
+    result = run("generate", model, "-p", "hi", "-n", "12", "--method", method, stream, "--speculate", "always")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == plain_answer() + "\n"
+
+
+def test_generate_reads_files_and_stdin_and_prints_statistics(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("hi", encoding="utf-8")
+    assert run("generate", model, "--prompt-file", str(file), "-n", "12").stdout == plain_answer() + "\n"
+    result = run("generate", model, "-n", "12", "--stats", text="hi")
+    assert result.stdout == plain_answer() + "\n"
+    assert "12 tokens" in result.stderr and "tokens per step" in result.stderr and "ended by length" in result.stderr
+
+
+def test_raw_prompts_and_stop_strings(model: str) -> None:
+    words, network = tiny_model.tokenizer(), tiny_model.model()
+    ids = words("hi", return_tensors="pt")["input_ids"]
+    expected = words.decode(network.generate(ids, do_sample=False, max_new_tokens=12)[0, 2:], skip_special_tokens=True)
+    assert run("generate", model, "--raw", "-p", "hi", "-n", "12").stdout == expected + "\n"
+    stop = next(c for c in plain_answer(60)[3:] if c.isascii() and c.isprintable())
+    stopped = run("generate", model, "-p", "hi", "-n", "60", "--stop", stop).stdout.removesuffix("\n")
+    assert stopped.endswith(stop) and stopped.count(stop) == 1 and plain_answer(60).startswith(stopped)
+
+
+def test_sampling_is_seeded(model: str) -> None:
+    arguments = ["generate", model, "-p", "hi", "-n", "20", "--temperature", "1.0", "--seed"]
+    first, again, other = (run(*arguments, seed).stdout for seed in ("3", "3", "4"))
+    assert first == again != other
+
+
+def test_what_generate_refuses(model: str, tmp_path: Path) -> None:
+    refused(run("generate", model, "-p", " "), "the prompt is empty")
+    refused(run("generate", model, text=""), "the prompt is empty")
+    refused(run("generate", model, "--raw", "-p", "x" * 600), "600 tokens", "512")
+    refused(run("generate", model, "-p", "hi", "--prompt-file", "x"), "not both")
+    refused(run("generate", model, "--prompt-file", str(tmp_path / "none")), "cannot read", "no such file")
+    refused(run("generate", model, "-p", "hi", "--temperature", "-1"), "temperature", "-1")
+    refused(run("generate", model, "-p", "hi", "--method", "magic"), "magic", "autoregressive")
+    refused(run("generate", model, "-p", "hi", "--method", "m2r2"), "m2r2", "needs a trained accelerator")
+    refused(run("generate", model, "-p", "hi", "--speculate", "maybe"), "maybe")
+    refused(run("generate", model, "-p", "hi", "--backend", "gpu"), "gpu", "native")
+    refused(run("generate", model, "-p", "hi", "--dtype", "int3"), "int3", "bfloat16")
+    refused(run("generate", model, "-p", "hi", "--device", "warp"), "warp")
+    refused(run("generate", model, "-p", "hi", "--threads", "0"), "--threads is 0")
+    refused(run("generate", model, "-p", "hi", "-n", "-1"), "max_new_tokens", "-1")
+    refused(run("generate", model, "-p", "hi", "-a", str(tmp_path)), "accelerator.json")
+
+
+def test_unusable_models(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(run("generate", "./nowhere", "-p", "hi"), "./nowhere", "local folder or a hub id")
+    refused(run("generate", str(tmp_path), "-p", "hi"), "config.json")
+    refused(run("generate", __file__, "-p", "hi"), "is a file")
+    refused(run("generate", "bad name!", "-p", "hi"), "bad name!")
+
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "no_such_model"}')
+    refused(run("generate", str(unknown), "-p", "hi"), "no_such_model")
+
+    broken = tmp_path / "broken"
+    tiny_model.save(broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    refused(run("generate", str(broken), "-p", "hi"), "cannot be loaded")
+
+
+def test_no_connection_is_said(tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "multirate.cli.main", "info", "someone/some-model"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "hub cannot be reached" in done.stderr, done.stderr
+
+
+def test_bench_reports_and_writes(model: str, data: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run(
+        "bench", model, "--suite", "mt_bench", "--data", data, "--methods", "generate,autoregressive,layerskip",
+        "-n", "8", "--repeats", "2", "--dtype", "float32", "--json", str(out),
+    )  # fmt: skip
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert result.stdout.count("yes") == 3
+    read = json.loads(out.read_text())
+    assert [row["method"] for row in read["rows"]] == ["generate", "autoregressive", "layerskip"]
+    assert read["prompts"] == 3 and read["max_new_tokens"] == 8 and read["dtype"] == "float32"
+    for row in read["rows"]:
+        assert row["lossless"] and row["tokens"] == 24 and row["identical"] == 3 and row["diverged"] == 0
+        assert row["speedup"] > 0 and len(row["seconds_per_repeat"]) == 2
+    assert max(r["tokens_per_second"] for r in read["rows"] if r["method"] == read["baseline"]) > 0
+    assert read["rows"][1]["tokens_per_step"] == 1
+
+
+def test_bench_skips_what_does_not_fit_and_says_so(model: str, tmp_path: Path) -> None:
+    data = tmp_path / "long.jsonl"
+    data.write_text("\n".join(json.dumps({"text": text}) for text in ("x" * 600, "short")))
+    arguments = ["bench", model, "--suite", "text", "--data", str(data), "--methods", "autoregressive", "-n", "4"]
+    arguments += ["--repeats", "1", "--dtype", "float32", "--json", str(tmp_path / "o.json")]
+    result = run(*arguments)
+    assert result.exit_code == 0 and "1 prompts are skipped" in result.stderr
+    assert json.loads((tmp_path / "o.json").read_text())["skipped"] == ["1#1"]
+    result = run(*arguments, "--truncate")
+    assert result.exit_code == 0 and "1 prompts are cut from the left" in result.stderr
+
+
+def test_bench_ends_with_1_and_no_speedup_on_wrong_answers(
+    model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect put into verification on purpose: the last accepted token is replaced."""
+    from multirate.decoding import speculative
+
+    right = speculative.accept_greedy
+
+    def wrong(*arguments):  # type: ignore[no-untyped-def]
+        path, bonus = right(*arguments)
+        return path, (bonus + 1) % 261
+
+    monkeypatch.setattr(speculative, "accept_greedy", wrong)
+    out = tmp_path / "out.json"
+    result = run(
+        "bench", model, "--data", data, "--methods", "autoregressive,layerskip", "-n", "8", "--repeats", "1",
+        "--dtype", "float32", "--json", str(out),
+    )  # fmt: skip
+    assert result.exit_code == 1, result.output
+    assert "refused" in result.stdout and "WRONG" in result.stdout
+    row = json.loads(out.read_text())["rows"][1]
+    assert row["speedup"] is None and row["diverged"] == 3
+
+
+def test_what_bench_refuses(model: str, data: str, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"turns": ["a"]}\n{"turns": []}\n')
+    refused(run("bench", model, "--data", str(bad)), f"{bad}, line 2")
+    refused(run("bench", model, "--data", data, "--suite", "glue"), "glue", "mt_bench")
+    refused(run("bench", model, "--data", str(tmp_path / "none.jsonl")), "none.jsonl", "no such file")
+    refused(run("bench", model, "--data", data, "--json", str(tmp_path / "no" / "o.json")), "cannot write")
+    refused(run("bench", model, "--data", data, "--methods", ","), "--methods")
+    refused(run("bench", model, "--data", data, "--methods", "m2r2"), "m2r2")
+    refused(run("bench", model, "--data", data, "--repeats", "0"), "--repeats is 0")
+    refused(run("bench", model, "--data", data, "-n", "512"), "at most 511")
+    refused(run("bench", model, "--data", data, "--accelerator", "autoregressive=x"), "x")
+    assert run("bench", model).exit_code == 2  # no --data
+    assert list(tmp_path.iterdir()) == [bad]
+
+
+def test_info_says_what_is_supported_and_what_is_not(model: str, tmp_path: Path) -> None:
+    result = run("info", model)
+    assert result.exit_code == 0, result.output
+    for part in ("LlamaForCausalLM", "4 of width 64", "512 tokens", "supported", "yes", "layerskip"):
+        assert part in result.stdout, result.stdout
+
+    from transformers import BloomConfig, BloomForCausalLM
+
+    BloomForCausalLM(BloomConfig(vocab_size=261, hidden_size=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
+    tiny_model.tokenizer().save_pretrained(tmp_path)
+    result = run("info", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "supported" in result.stdout and "no: " in result.stdout
+
+
+def test_ctrl_c_ends_with_130_and_keeps_what_is_complete(
+    model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGINT arrives in the second repeat: two turns' preparation, two warm-up answers, six of the first repeat, one."""
+    from multirate.engine import Engine
+
+    right, calls = Engine.generate, 0
+
+    def interrupted(self: Engine, *arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1 + 2 + 6 + 2:
+            signal.raise_signal(signal.SIGINT)
+        return right(self, *arguments, **named)
+
+    monkeypatch.setattr(Engine, "generate", interrupted)
+    out = tmp_path / "out.json"
+    result = run(
+        "bench", model, "--data", data, "--methods", "autoregressive,layerskip", "-n", "4", "--repeats", "5",
+        "--dtype", "float32", "--json", str(out),
+    )  # fmt: skip
+    assert result.exit_code == 130, (result.output, result.exception)
+    assert "interrupted" in result.stderr
+    read = json.loads(out.read_text())
+    assert read["interrupted"] and read["repeats"] == 1 and read["prompts"] == 3
+
+    calls = 10  # and while nothing can be kept
+    result = run("generate", model, "-p", "hi")
+    assert result.exit_code == 130 and "interrupted" in result.stderr
+
+
+def test_train_has_every_setting_and_refuses_in_one_sentence(model: str, data: str, tmp_path: Path) -> None:
+    from dataclasses import fields
+
+    from multirate.training.settings import TrainSettings
+
+    text = run("train", "--help").stdout
+    for field in fields(TrainSettings):
+        assert f"--{field.name.replace('_', '-')}" in text
+    out = str(tmp_path / "out")
+    refused(run("train", model, "--data", data, "--out", out, "--steps", "0"), "steps")
+    refused(run("train", model, "--data", data, "--out", out, "--method", "magic"), "magic")
+    refused(run("train", model, "--data", data, "--out", out, "--option", "rank"), "NAME=VALUE")
+    refused(run("train", model, "--data", data, "--out", out, "--option", "rank=0"), "rank")
+    refused(run("train", model, "--data", str(tmp_path / "no.jsonl"), "--out", out), "no.jsonl")
+    refused(run("train", "./nowhere", "--data", data, "--out", out), "nowhere")
+
+
+def test_no_space_is_one_sentence(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    done = subprocess.run(
+        f"{sys.executable} -m multirate.cli.main generate {model} -p hi -n 4 > /dev/full",
+        shell=True, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done
+    assert "no space left on device" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_public_names() -> None:
+    assert multirate.attach is attach
+    assert all(getattr(multirate, name) is not None for name in multirate.__all__)
+    with pytest.raises(AttributeError):
+        _ = multirate.nothing

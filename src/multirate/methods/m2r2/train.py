@@ -1,9 +1,9 @@
 """M2R2's objective: every gate and every own-draft step towards the full model's distribution, in one pass.
 
-Frozen base, online teacher. Loss = Σ w · KL(head(h_L) ‖ head(p)) / Σ w over response rows, where the terms are every
-gate at draft step 1 (weight 1 each; re-initialisation makes the gates independent: paper) and, with carry, the
-first gate at draft steps s = 2..S (weight decay^(s−1)) [ours]. Step s carries the stream's own output of step s − 1 at t − 1, and
-its block sees the K/V that drafting s tokens ahead sees (``OwnAttention.forward``): what happens at decode time.
+Frozen base, online teacher. Loss = Σ w · KL(head(h_L) ‖ head(p)) / Σ w over response rows. Its terms are every gate at
+draft step 1 (weight 1 each; re-initialisation makes the gates independent: paper) and, with carry, the first gate at
+draft steps s = 2..S (weight decay^(s−1)) [ours]. Step s carries the stream's own output of step s − 1 at t − 1, and its
+block sees the K/V that drafting s tokens ahead sees (``OwnAttention.forward``): what happens at decode time.
 """
 
 from __future__ import annotations

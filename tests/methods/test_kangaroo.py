@@ -1,0 +1,121 @@
+"""Kangaroo: training computes what drafting computes; drafting loses nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from multirate.backbone.decoder import load_decoder
+from multirate.decoding.autoregressive import generate_autoregressive
+from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.sampler import Sampler
+from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.stopping import StopSettings
+from multirate.methods.kangaroo.config import KangarooConfig
+from multirate.methods.kangaroo.decode import KangarooDecodeConfig, KangarooDrafter
+from multirate.methods.kangaroo.modules import KangarooAdapter
+from multirate.methods.kangaroo.train import KangarooObjective
+from multirate.methods.teacher import Teacher
+
+from .tiny import base, disturb, ids
+
+
+def build(exit_layer: int = 2) -> tuple[Teacher, KangarooAdapter]:
+    teacher = Teacher(base())
+    return teacher, KangarooAdapter(KangarooConfig.for_base(teacher.shape, exit_layer=exit_layer), teacher.shape)
+
+
+def test_untrained_adapter_is_the_early_exit() -> None:
+    teacher, adapter = build()
+    hidden = teacher.parts.trace(ids(2, 9)).hidden[2]
+    torch.testing.assert_close(teacher.norm(adapter(hidden)), teacher.norm(hidden), atol=1e-3, rtol=1e-3)
+
+
+def test_rows_equal_the_training_pass() -> None:
+    teacher, adapter = build()
+    disturb(adapter)
+    x = teacher.parts.trace(ids(1, 9)).hidden[2]
+    from multirate.backbone.rows import Rows
+
+    with torch.no_grad():
+        cache = adapter.new_cache(1, 2)
+        got = torch.cat([adapter.rows(x[0, :5], Rows.causal(0, 0, 5), cache),
+                         *(adapter.rows(x[0, i : i + 1], Rows.causal(0, i, 1), cache) for i in range(5, 9))])
+        torch.testing.assert_close(got, adapter(x)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_loss_falls_to_zero_when_the_exit_is_the_end() -> None:
+    """A KL that is zero exactly when the adapter's distribution is the model's: layer norms alone cannot hide it."""
+    teacher, adapter = build(exit_layer=3)
+    objective = KangarooObjective(teacher, adapter)
+    tokens = ids(2, 8)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    slow = teacher.slow(tokens, 0, (3,))
+    loss, report = objective(tokens, mask)
+    p = teacher.head.logits(slow.normed).log_softmax(-1)
+    q = teacher.head.logits(teacher.norm(adapter(slow.residual[3]))).log_softmax(-1)
+    torch.testing.assert_close(loss, (p.exp() * (p - q)).sum(-1).mean(), atol=1e-4, rtol=1e-4)
+    assert report.result.agree.shape == (1, tokens.numel())
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 1.0])
+def test_greedy_equals_plain_decoding_and_the_adapter_cache_has_no_holes(threshold: float) -> None:
+    teacher, adapter = build()
+    disturb(adapter, 0.02)
+    decoder = load_decoder(teacher.parts.model, "hf")
+    drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=threshold, max_draft=4))
+    prompts = [ids(1, n, seed=n)[0].tolist() for n in (3, 7, 5)]
+    stop = StopSettings(max_new_tokens=23)
+    accepted = 0
+
+    def check(cache: object, sampler: Sampler) -> None:
+        """Every adapter slot in place holds what one pass over the true tokens gives."""
+        nonlocal accepted
+        assert drafter._own is not None
+        for b, filled in drafter._filled.items():
+            length = drafter._cache.lengths[b]  # type: ignore[union-attr]
+            filled = min(filled, length)
+            missing = drafter._missing.get(b)
+            assert missing is None or filled + len(missing) == length
+            accepted += missing is not None
+            tokens = torch.tensor([sampler.tokens[b][:length]])
+            hidden = teacher.parts.trace(tokens).hidden[2]
+            _, k, v = adapter.attn.project(adapter.norm(hidden), torch.arange(length))
+            torch.testing.assert_close(drafter._own.keys[0][b, :, :filled], k[0, :, :filled], atol=1e-4, rtol=1e-3)
+            torch.testing.assert_close(drafter._own.values[0][b, :, :filled], v[0, :, :filled], atol=1e-4, rtol=1e-3)
+
+    got = generate_speculative(decoder, drafter, prompts, stop=stop, after_round=check)
+    plain = generate_autoregressive(decoder, prompts, stop=stop)
+    assert got.sequences == plain.sequences
+    assert got.stats.drafted > 0
+    if threshold == 1.0:
+        assert got.stats.drafted <= got.stats.target_passes * len(prompts)  # every draft stops after its first token
+
+
+def test_full_acceptance_is_back_filled() -> None:
+    """With deeper layers silenced the exit equals the model, so whole drafts are accepted and back-filling must work."""
+    model = base()
+    with torch.no_grad():
+        for layer in model.model.layers[2:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    teacher = Teacher(model)
+    adapter = KangarooAdapter(KangarooConfig.for_base(teacher.shape, exit_layer=2), teacher.shape)
+    decoder = load_decoder(model, "hf")
+    drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.0, max_draft=3))
+    seen: list[bool] = []
+    out = generate_speculative(decoder, drafter, [ids(1, 4)[0].tolist()], stop=StopSettings(max_new_tokens=25),
+                               after_round=lambda cache, sampler: seen.append(bool(drafter._missing)))
+    assert any(seen)
+    assert out.stats.tokens_per_step > 3.5
+    assert out.sequences == generate_autoregressive(
+        decoder, [ids(1, 4)[0].tolist()], stop=StopSettings(max_new_tokens=25)).sequences
+
+
+def test_sampling_runs_to_its_limit() -> None:
+    teacher, adapter = build()
+    decoder = load_decoder(teacher.parts.model, "hf")
+    drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.05, max_draft=4))
+    out = generate_speculative(decoder, drafter, [[3, 4, 5], [6]], SamplingSettings(temperature=1.0, seed=4),
+                               StopSettings(max_new_tokens=12))
+    assert [len(s) for s in out.sequences] == [12, 12]

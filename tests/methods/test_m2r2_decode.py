@@ -1,0 +1,189 @@
+"""M2R2 drafting: lossless whatever the stream's weights, and the same drafts from torch modules and from the kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OlmoeConfig
+
+from multirate.backbone.hf_decoder import HFDecoder
+from multirate.backbone.native import NativeDecoder
+from multirate.backbone.rows import Rows
+from multirate.decoding.autoregressive import generate_autoregressive
+from multirate.decoding.invariants import check_invariants
+from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.stopping import StopSettings
+from multirate.errors import UserError
+from multirate.methods.m2r2.config import M2R2Config
+from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter
+from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.methods.m2r2.native_runner import NativeStreamRunner
+from multirate.methods.m2r2.runner import StreamRunner
+from multirate.methods.registry import method
+from multirate.methods.shape import BaseShape
+
+LLAMA = LlamaConfig(vocab_size=61, hidden_size=128, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=32, max_position_embeddings=160)
+OTHERS = {
+    "gpt2": GPT2Config(n_layer=3, n_embd=48, n_head=4, vocab_size=61, n_positions=160),
+    "olmoe": OlmoeConfig(vocab_size=61, hidden_size=48, intermediate_size=32, num_hidden_layers=3,
+                         num_attention_heads=4, num_key_value_heads=4, num_experts=4, num_experts_per_tok=2,
+                         max_position_embeddings=160),
+}
+EAGER_TREE = M2R2DecodeConfig(depth=5, width=3, nodes=20, expand=0.0, keep=0.0)  # every tree is as large as can be
+PROMPTS = [[5, 9, 2, 44, 17], [3], [8] * 11]
+
+
+def model_of(config, dtype=torch.float32):
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3.0)  # spread logits: a random model's argmax must not be a coin toss
+    return model.to(dtype)
+
+
+def stream_of(config, preset, seed=0, scale=0.05, **options):
+    torch.manual_seed(seed)
+    base = BaseShape.of(config)
+    stream = AcceleratedStream(M2R2Config.for_base(base, preset, **options), base)
+    with torch.no_grad():
+        for parameter in stream.parameters():
+            parameter.add_(torch.randn_like(parameter) * scale)
+    return stream
+
+
+@pytest.fixture(scope="module")
+def decoders():
+    made = {"hf": HFDecoder(model_of(LLAMA))}
+    low = model_of(LLAMA, torch.bfloat16)
+    if NativeDecoder.supports(low) is None:
+        made["native"] = NativeDecoder(low)
+    return made
+
+
+@pytest.mark.parametrize("backend", ["hf", "native"])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 99), preset=st.sampled_from(["m2r2", "m2r2-carry"]), gate=st.integers(1, 3),
+       depth=st.integers(1, 7), width=st.integers(1, 4), nodes=st.integers(1, 24), keep=st.sampled_from([0, 0.02, 0.3]),
+       reduced=st.sampled_from([None, 20]))
+def test_greedy_is_the_base_token_for_token(decoders, backend, seed, preset, gate, depth, width, nodes, keep, reduced):
+    if backend not in decoders:
+        pytest.skip("no native kernel here")
+    decoder = decoders[backend]
+    stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced)
+    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth, width, nodes, keep, keep))
+    stop = StopSettings(max_new_tokens=24)
+    plain = generate_autoregressive(decoder, PROMPTS, stop=stop)
+    fast = generate_speculative(decoder, drafter, PROMPTS, stop=stop)
+    assert fast.sequences == plain.sequences
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_greedy_is_the_base_on_other_architectures(name):
+    decoder = HFDecoder(model_of(OTHERS[name]))
+    stream = stream_of(OTHERS[name], "m2r2-carry", rank=8)
+    stop = StopSettings(max_new_tokens=16)
+    plain = generate_autoregressive(decoder, PROMPTS, stop=stop)
+    fast = generate_speculative(decoder, M2R2Drafter(decoder, stream, EAGER_TREE), PROMPTS, stop=stop)
+    assert fast.sequences == plain.sequences and fast.stats.drafted > 0
+
+
+def test_cache_after_every_round_is_a_fresh_prefill(decoders):
+    decoder = decoders["hf"]
+    rounds = []
+
+    def after(cache, sampler):
+        rounds.append(1)
+        check_invariants(decoder, cache, sampler)
+
+    stream = stream_of(LLAMA, "m2r2-carry", gates=(2,), rank=8)
+    generate_speculative(decoder, M2R2Drafter(decoder, stream, EAGER_TREE), PROMPTS,
+                         stop=StopSettings(max_new_tokens=20), after_round=after)
+    assert rounds
+
+
+def test_a_perfect_stream_is_accepted_whole(decoders):
+    """Layers beyond the gate that add nothing make the plain early exit exact: every draft must be accepted."""
+    model = model_of(LLAMA)
+    with torch.no_grad():
+        for layer in model.model.layers[1:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    decoder = HFDecoder(model)
+    base = BaseShape.of(LLAMA)
+    stream = AcceleratedStream(M2R2Config.for_base(base, "m2r2-carry"), base)
+    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth=4, width=1, nodes=4, expand=0, keep=0))
+    out = generate_speculative(decoder, drafter, PROMPTS[:1], stop=StopSettings(max_new_tokens=21))
+    assert out.stats.target_passes == 4  # one token from the prefill, then 4 rounds of 5
+    assert out.stats.accepted == out.stats.drafted
+
+
+@pytest.mark.parametrize("repetition", [1.0, 1.3])
+def test_sampled_tokens_do_not_depend_on_the_batch(decoders, repetition):
+    stream = stream_of(LLAMA, "m2r2-carry", rank=8)
+    drafter = M2R2Drafter(decoders["hf"], stream, M2R2DecodeConfig(keep=0.0))
+    sampling = SamplingSettings(temperature=0.9, top_p=0.9, seed=4, repetition_penalty=repetition)
+    out = generate_speculative(decoders["hf"], drafter, PROMPTS, sampling, StopSettings(max_new_tokens=12))
+    one = generate_speculative(decoders["hf"], drafter, PROMPTS[:1], sampling, StopSettings(max_new_tokens=12))
+    assert out.sequences[0] == one.sequences[0]
+
+
+def test_sampling_keeps_the_base_distribution(decoders):
+    """χ² of the second and third token over many seeds against the base's own probabilities."""
+    from scipy import stats
+
+    decoder = decoders["hf"]
+    stream = stream_of(LLAMA, "m2r2-carry", rank=8, scale=0.3)  # a poor drafter: most drafts are rejected
+    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth=3, keep=0.0))
+    settings_ = dict(temperature=1.5, top_k=6)
+    draws = 1500
+    out = generate_speculative(decoder, drafter, [PROMPTS[0]] * draws, SamplingSettings(**settings_, seed=11),
+                               StopSettings(max_new_tokens=3))
+    for position in (1, 2):
+        groups: dict[tuple, list[int]] = {}
+        for sequence in out.sequences:
+            groups.setdefault(tuple(sequence[:position]), []).append(sequence[position])
+        history, seen = max(groups.items(), key=lambda item: len(item[1]))
+        tokens = PROMPTS[0] + list(history)
+        rows = Rows.causal(0, 0, len(tokens))
+        x = decoder.embed(torch.tensor(tokens), rows.pos)
+        logits = decoder.logits(decoder.layers(x, rows, 0, 4, decoder.new_cache(1, 16))[-1:])
+        values, ids = (logits[0] / 1.5).topk(6)
+        expected = values.softmax(0).double().numpy() * len(seen)
+        observed = np.array([seen.count(int(i)) for i in ids])
+        assert observed.sum() == len(seen)
+        assert stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-5
+
+
+def test_kernel_and_torch_modules_draft_alike(decoders):
+    if "native" not in decoders:
+        pytest.skip("no native kernel here")
+    low, exact = decoders["native"], HFDecoder(model_of(LLAMA))
+    for preset in ("m2r2", "m2r2-carry"):
+        streams = [stream_of(LLAMA, preset, gates=(2,), rank=8) for _ in range(2)]
+        runners = [NativeStreamRunner(low, streams[0], 2), StreamRunner(exact, streams[1], 2)]
+        found = []
+        for runner in runners:
+            cache = runner.decoder.new_cache(1, 32)
+            runner.begin(cache)
+            torch.manual_seed(1)
+            rows = Rows.causal(0, 0, 9)
+            carried = torch.randn(9, 128)
+            runner.slow(list(range(7)), Rows.causal(0, 0, 7))
+            h, p = runner.step(list(range(9)), rows, carried, fresh=2)
+            found.append((h, p, runner.logits(p)))
+        for ours, theirs in zip(*found, strict=True):
+            assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_settings_out_of_range_are_named():
+    with pytest.raises(UserError, match="depth=0"):
+        M2R2DecodeConfig(depth=0)
+    with pytest.raises(UserError, match="needs an accelerator"):
+        method("m2r2").drafter(None, None)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from multirate.decoding.stopping import StopSettings
     from multirate.engine import Engine, attach
     from multirate.errors import UserError
-    from multirate.integration.custom_generate import custom_generate
+    from multirate.integration.callable import custom_generate
     from multirate.training.checkpoint import Accelerator
     from multirate.training.loop import train
     from multirate.training.settings import TrainSettings
@@ -32,7 +32,7 @@ _HOMES = {
     "TrainSettings": "multirate.training.settings",
     "UserError": "multirate.errors",
     "attach": "multirate.engine",
-    "custom_generate": "multirate.integration.custom_generate",
+    "custom_generate": "multirate.integration.callable",
     "train": "multirate.training.loop",
 }
 

@@ -89,7 +89,7 @@ class Engine:
 
     @property
     def backend(self) -> str:
-        """"native" or "hf"."""
+        """ "native" or "hf"."""
         return "hf" if type(self.decoder).__name__ == "HFDecoder" else "native"
 
     def add(self, accelerator: str | os.PathLike[str] | Accelerator, name: str | None = None) -> str:

@@ -234,7 +234,7 @@ def test_info_says_what_is_supported_and_what_is_not(model: str, tmp_path: Path)
 def test_ctrl_c_ends_with_130_and_keeps_what_is_complete(
     model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGINT arrives in the second repeat: two turns' preparation, two warm-up answers, six of the first repeat, one."""
+    """SIGINT comes in the second repeat, after one call of preparation, two of warm-up, and six of the first repeat."""
     from multirate.engine import Engine
 
     right, calls = Engine.generate, 0

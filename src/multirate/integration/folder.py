@@ -1,42 +1,17 @@
-"""A saved accelerator's own folder as `custom_generate`: the loader that transformers expects in it."""
+"""A saved accelerator's own folder, or its hub id, as `custom_generate`: what its loader calls."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from multirate.errors import UserError
+from multirate.integration.callable import custom_generate
 from multirate.integration.caller import argument_of_generate
-from multirate.integration.custom_generate import custom_generate
 
-_LOADER = '''"""Lossless speed-up of this accelerator's base model: the text is the model's own, sooner.
-
-model.generate(**inputs, custom_generate="<this folder or its hub id>", trust_remote_code=True)
-Further arguments: backend="auto" | "hf" | "native", speculate="auto" | "always" | "never".
-"""
-
-
-def generate(model, **arguments):
-    from multirate.integration import generate_from_folder
-
-    return generate_from_folder(model, **arguments)
-'''
-_REQUIREMENTS = "multirate>=0.1.0\n"
 _OURS = ("method", "backend", "speculate")
-
-
-def write_custom_generate(folder: str | Path) -> None:
-    """Adds `custom_generate/generate.py` and `requirements.txt` to an accelerator's folder, existing ones replaced."""
-    place = Path(folder) / "custom_generate"
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "generate.py").write_text(_LOADER, encoding="utf-8")
-        (place / "requirements.txt").write_text(_REQUIREMENTS, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {place}: {(error.strerror or str(error)).lower()}") from None
 
 
 def generate_from_folder(model: Any, accelerator: str | None = None, **arguments: Any) -> Any:

@@ -1,0 +1,32 @@
+"""The small loader that transformers expects in a folder given as `custom_generate`. Imports nothing of the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from multirate.errors import UserError
+
+_LOADER = '''"""Lossless speed-up of this accelerator's base model: the text is the model's own, sooner.
+
+model.generate(**inputs, custom_generate="<this folder or its hub id>", trust_remote_code=True)
+Further arguments: backend="auto" | "hf" | "native", speculate="auto" | "always" | "never".
+"""
+
+
+def generate(model, **arguments):
+    from multirate.integration import generate_from_folder
+
+    return generate_from_folder(model, **arguments)
+'''
+_REQUIREMENTS = "multirate>=0.1.0\n"
+
+
+def write_custom_generate(folder: str | Path) -> None:
+    """Adds `custom_generate/generate.py` and `requirements.txt` to an accelerator's folder, existing ones replaced."""
+    place = Path(folder) / "custom_generate"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "generate.py").write_text(_LOADER, encoding="utf-8")
+        (place / "requirements.txt").write_text(_REQUIREMENTS, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {place}: {(error.strerror or str(error)).lower()}") from None

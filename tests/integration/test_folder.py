@@ -1,0 +1,119 @@
+"""A saved accelerator's folder as `custom_generate`. The accelerators are untrained: their drafts are mostly wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from evaluation import tiny_model
+from transformers import TextStreamer
+
+import multirate
+from multirate.integration import write_custom_generate
+from multirate.methods.shape import BaseShape
+from multirate.methods.trained import trained_method
+from multirate.training.checkpoint import Accelerator, describe_base
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model.model()
+
+
+def make(model: Any, method: str, folder: Path) -> Path:
+    torch.manual_seed(0)
+    kind = trained_method(method)
+    shape = BaseShape.of(model.config)
+    config = kind.configure(shape)
+    accelerator = Accelerator(method, config, kind.build(config, shape), describe_base(model))
+    accelerator.save_pretrained(folder)
+    write_custom_generate(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(model, "m2r2-carry", tmp_path_factory.mktemp("accelerator"))
+
+
+def prompt() -> torch.Tensor:
+    return torch.tensor([[100, 7, 45, 230]])
+
+
+def test_the_folder_alone_speeds_up_generate(model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from multirate.engine import Engine
+
+    used = []
+    right = Engine.generate
+
+    def seen(self: Engine, *arguments: Any, **named: Any) -> Any:
+        output = right(self, *arguments, **named)
+        used.append(output.stats.drafted)
+        return output
+
+    monkeypatch.setattr(Engine, "generate", seen)
+    options = {"do_sample": False, "max_new_tokens": 16}
+    expected = model.generate(prompt(), **options)
+    named = {"custom_generate": str(folder), "trust_remote_code": True, "speculate": "always", "backend": "hf"}
+    assert torch.equal(model.generate(prompt(), **options, **named), expected)
+    ids, mask = torch.tensor([[0, 0, 9, 8], [5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1], [1] * 4])
+    batch = {"input_ids": ids, "attention_mask": mask}
+    assert torch.equal(model.generate(**batch, **options, **named), model.generate(**batch, **options))
+    assert len(used) == 2 and all(used)  # the accelerator drafted
+    monkeypatch.chdir(folder.parent)
+    named["custom_generate"] = f"./{folder.name}"
+    assert torch.equal(model.generate(prompt(), **options, **named), expected)
+
+
+def test_streamer_and_stop_strings_through_the_folder(model: Any, folder: Path, capsys: Any) -> None:
+    words = tiny_model.tokenizer()
+    options = {"do_sample": False, "max_new_tokens": 40}
+    named = {"custom_generate": str(folder), "trust_remote_code": True, "speculate": "always", "backend": "hf"}
+    printed = []
+    for extra in ({}, named):
+        model.generate(prompt(), **options, streamer=TextStreamer(words, skip_prompt=True), **extra)
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and printed[0].strip()
+    letters = [words.decode([t]) for t in model.generate(prompt(), **options)[0, 8:]]
+    stop = next(letter for letter in letters if letter.isascii() and letter.isprintable())
+    expected = model.generate(prompt(), **options, stop_strings=[stop], tokenizer=words)
+    got = model.generate(prompt(), **options, stop_strings=[stop], tokenizer=words, **named)
+    assert torch.equal(got, expected) and got.shape[1] < 44
+    with pytest.raises(multirate.UserError, match="stop_strings need"):
+        model.generate(prompt(), stop_strings=[stop], **named)
+
+
+def test_trust_and_the_right_base_are_needed(model: Any, folder: Path) -> None:
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        model.generate(prompt(), custom_generate=str(folder), trust_remote_code=False)
+    other = tiny_model.model(seed=9)
+    with pytest.raises(multirate.UserError, match="other weights"):
+        other.generate(prompt(), custom_generate=str(folder), trust_remote_code=True)
+
+
+@pytest.mark.parametrize("method", ["m2r2", "m2r2-carry", "kangaroo"])
+def test_attach_by_folder_and_by_object(model: Any, method: str, tmp_path: Path) -> None:
+    folder = make(model, method, tmp_path)
+    expected = model.generate(prompt(), do_sample=False, max_new_tokens=12)[0, 4:].tolist()
+    for accelerator in (folder, str(folder), Accelerator.from_pretrained(folder, model)):
+        engine = multirate.attach(model, accelerator, backend="hf")
+        assert engine.default == method and method in engine.methods() and engine.lossless(method)
+        output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(12), speculate="always")
+        assert output.sequences == [expected] and output.stats.drafted > 0
+        plain = engine.generate([prompt()[0].tolist()], stop=engine.stopping(12), speculate="never")
+        assert plain.sequences == [expected] and plain.stats.drafted == 0
+    assert engine.add(folder, "mine") == "mine" and engine.default == method
+    with pytest.raises(multirate.UserError, match="name of a baseline"):
+        engine.add(folder, "generate")
+
+
+def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(model: Any, folder: Path) -> None:
+    accelerator = Accelerator.from_pretrained(folder, model)
+    accelerator.results["terms"] = [{"gate": 1, "draft_step": step, "agreement": 0.0} for step in (1, 2, 3)]
+    engine = multirate.attach(model, accelerator, backend="hf")
+    output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(6))
+    assert output.stats.drafted == 0
+    assert engine.notice is not None and "speculation does not pay here" in engine.notice
+    assert output.sequences[0] == model.generate(prompt(), do_sample=False, max_new_tokens=6)[0, 4:].tolist()
+    engine.generate([prompt()[0].tolist()], stop=engine.stopping(6), speculate="always")
+    assert engine.notice is None

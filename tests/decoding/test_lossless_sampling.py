@@ -1,0 +1,216 @@
+"""Sampling: what is emitted has the base model's distribution, whoever drafts; and the test would notice if not.
+
+Seeds are fixed; a test fails below p = 1e-6, so a false alarm (all cases together) has a chance below 1e-4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from scipy.stats import chi2
+
+import multirate.decoding.speculative as speculative
+from multirate.decoding.acceptance import accept_greedy, accept_sampled
+from multirate.decoding.autoregressive import generate_autoregressive
+from multirate.decoding.drafter import Draft, Drafter
+from multirate.decoding.logits import SamplingSettings, draw
+from multirate.decoding.stopping import StopSettings
+from multirate.methods.registry import method
+
+from .helpers import random_tree, tiny
+
+ALARM = 1e-6
+VOCAB, NEW = 6, 3
+PROMPT = [3, 1, 2, 3]
+
+
+def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
+    """Pearson's χ² of counts against probabilities; cells expecting fewer than 5 are pooled. Impossible seen: 0."""
+    counts, probs = counts.ravel(), probs.ravel()
+    if counts[probs < 1e-9].sum():
+        return 0.0
+    expected = probs * counts.sum()
+    big = expected >= 5
+    seen = np.append(counts[big], counts[~big].sum())
+    expected = np.append(expected[big], expected[~big].sum())
+    seen, expected = seen[expected > 0], expected[expected > 0]
+    return float(chi2.sf(((seen - expected) ** 2 / expected).sum(), len(seen) - 1))
+
+
+def analytic(sampling: SamplingSettings, seed: int) -> np.ndarray:
+    """P(t1, t2, t3) [V, V, V] by transformers alone: its forward pass and its logits processors."""
+    model, _ = tiny(seed, vocab=VOCAB)
+    config = tf.GenerationConfig(
+        do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+        min_p=sampling.min_p or None, repetition_penalty=sampling.repetition_penalty,
+    )  # fmt: skip
+    processors = model._get_logits_processor(generation_config=config, device="cpu", model_kwargs={})
+    joint = np.ones([VOCAB] * NEW)
+    for depth in range(NEW):
+        grid = np.array(list(np.ndindex(*[VOCAB] * depth)), dtype=np.int64).reshape(-1, depth)
+        ids = torch.tensor(np.concatenate([np.tile(PROMPT, (len(grid), 1)), grid], axis=1))
+        with torch.no_grad():
+            scores = processors(ids, model(ids).logits[:, -1].clone())
+        probs = torch.softmax(scores, -1).double().numpy().reshape([VOCAB] * (depth + 1))
+        joint *= probs.reshape([VOCAB] * (depth + 1) + [1] * (NEW - depth - 1))
+    return joint
+
+
+def counted(sequences: list[list[int]]) -> np.ndarray:
+    counts = np.zeros([VOCAB] * NEW)
+    for sequence in sequences:
+        counts[tuple(sequence)] += 1
+    return counts
+
+
+class Adversary(Drafter):
+    """Draws chains from a distribution that has nothing to do with the model's, or is its worst enemy."""
+
+    def __init__(self, kind: str, withhold: bool = False) -> None:
+        self.kind, self.withhold = kind, withhold
+        self.rng = np.random.default_rng(11)
+
+    def q(self, tokens: list[int]) -> np.ndarray:
+        q = np.full(VOCAB, 1.0)
+        if self.kind == "spike":  # nearly always the same token
+            q[tokens[-1]] = 1e4
+        elif self.kind == "skewed":  # exponentially decaying, different after each token
+            q = np.exp(-1.5 * ((np.arange(VOCAB) + tokens[-1]) % VOCAB))
+        elif self.kind == "holes":  # never proposes half of the vocabulary
+            q[(np.arange(VOCAB) + tokens[-1]) % 2 == 0] = 0
+        return q / q.sum()
+
+    def draft(self, seqs, roots, limits, sampler):  # type: ignore[no-untyped-def]
+        drafts = []
+        for b in seqs:
+            if self.kind == "tree":  # not drawn from any q at all
+                drafts.append(Draft(*random_tree(self.rng, 7, VOCAB)))
+                continue
+            if self.kind == "one_hot":  # always the same, without probs
+                drafts.append(Draft.chain([2, 2, 2]))
+                continue
+            tokens, rows = list(sampler.tokens[b]), []
+            for _ in range(2):
+                q = self.q(tokens)
+                token = int(self.rng.choice(VOCAB, p=q))
+                if self.withhold and q[token] < 0.3:
+                    break
+                tokens.append(token)
+                rows.append(q)
+            drafted = tokens[len(sampler.tokens[b]) :]
+            probs = torch.tensor(np.array(rows).reshape(-1, VOCAB), dtype=torch.float32)
+            drafts.append(Draft.chain(drafted, probs=probs))
+        return drafts
+
+
+SETTINGS = {
+    "plain": SamplingSettings(1.0, seed=1),
+    "hot": SamplingSettings(2.5, seed=2),
+    "top_k": SamplingSettings(1.3, top_k=3, seed=3),
+    "top_p": SamplingSettings(1.2, top_p=0.8, seed=4),
+    "min_p": SamplingSettings(1.2, min_p=0.25, seed=5),
+    "penalty": SamplingSettings(1.0, repetition_penalty=2.0, seed=6),
+    "all": SamplingSettings(1.5, top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.4, seed=7),
+}
+KINDS = ["uniform", "spike", "skewed", "holes", "tree", "one_hot"]
+CASES = [(s, k) for i, s in enumerate(SETTINGS) for k in (KINDS if s in ("plain", "all") else KINDS[i % 2 :: 3])]
+
+
+def sampled(settings: SamplingSettings, drafter: Drafter, count: int = 700) -> np.ndarray:
+    _, decoder = tiny(5, vocab=VOCAB)
+    out = speculative.generate_speculative(
+        decoder, drafter, [PROMPT] * count, settings, StopSettings(max_new_tokens=NEW)
+    )
+    return counted(out.sequences)
+
+
+@pytest.mark.parametrize(("setting", "kind"), CASES)
+def test_distribution_is_kept(setting: str, kind: str) -> None:
+    assert p_value(sampled(SETTINGS[setting], Adversary(kind)), analytic(SETTINGS[setting], 5)) > ALARM
+
+
+@pytest.mark.parametrize("setting", ["plain", "all"])
+def test_autoregressive_has_it_too(setting: str) -> None:
+    _, decoder = tiny(5, vocab=VOCAB)
+    out = generate_autoregressive(decoder, [PROMPT] * 700, SETTINGS[setting], StopSettings(max_new_tokens=NEW))
+    assert p_value(counted(out.sequences), analytic(SETTINGS[setting], 5)) > ALARM
+
+
+@pytest.mark.parametrize("setting", ["plain", "top_p", "all"])
+@pytest.mark.parametrize("name,config", [("layerskip", {"exit_layer": 1, "confidence": 0.3}), ("prompt_lookup", {})])
+def test_real_drafters_keep_it(setting: str, name: str, config: dict) -> None:  # type: ignore[type-arg]
+    _, decoder = tiny(5, vocab=VOCAB)
+    drafter = method(name).drafter(decoder, config=config)
+    assert drafter is not None
+    assert p_value(sampled(SETTINGS[setting], drafter), analytic(SETTINGS[setting], 5)) > ALARM
+
+
+def _always(draft, p, q, generator):  # type: ignore[no-untyped-def]
+    n = len(draft.tokens)
+    return list(range(n + 1)), draw(p[n : n + 1], [generator.random()])[0]
+
+
+def _no_residual(draft, p, q, generator):  # type: ignore[no-untyped-def]
+    path, bonus = accept_sampled(draft, p, q, generator)
+    return path, draw(p[path[-1]][None], [generator.random()])[0]
+
+
+def _by_target_only(draft, p, q, generator):  # type: ignore[no-untyped-def]
+    return accept_sampled(draft, p, torch.ones_like(q), generator)
+
+
+@pytest.mark.parametrize("rule", [_always, _no_residual, _by_target_only])
+@pytest.mark.parametrize("kind", ["spike", "skewed", "holes"])
+def test_a_wrong_rule_is_noticed(rule: Callable, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[type-arg]
+    monkeypatch.setattr(speculative, "accept_sampled", rule)
+    assert p_value(sampled(SETTINGS["plain"], Adversary(kind)), analytic(SETTINGS["plain"], 5)) < ALARM
+
+
+def test_withholding_drawn_tokens_is_noticed() -> None:
+    """Why `Draft.probs` forbids to drop a drawn token for being unlikely."""
+    drafter = Adversary("skewed", withhold=True)
+    assert p_value(sampled(SETTINGS["plain"], drafter), analytic(SETTINGS["plain"], 5)) < ALARM
+
+
+def test_settings_on_the_draft_only_are_noticed() -> None:
+    counts = sampled(SamplingSettings(1.0, seed=1), Adversary("uniform"))
+    assert p_value(counts, analytic(SETTINGS["hot"], 5)) < ALARM
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_acceptance_rate_is_the_overlap(seed: int) -> None:
+    """P(accept) = Σ min(p, q), and each position's emission has p: the rule alone, without a model."""
+    rng = np.random.default_rng(seed)
+    p = torch.tensor(rng.dirichlet(np.full(8, 0.4), 3), dtype=torch.float32)
+    q = torch.tensor(rng.dirichlet(np.full(8, 0.4), 2), dtype=torch.float32)
+    trials, firsts, accepted = 4000, np.zeros(8), 0
+    for _ in range(trials):
+        draft = Draft.chain([draw(q[i : i + 1], [rng.random()])[0] for i in range(2)], probs=q)
+        path, bonus = accept_sampled(draft, p, q, rng)
+        accepted += len(path) > 1
+        firsts[draft.tokens[0] if len(path) > 1 else bonus] += 1
+    overlap = torch.minimum(p[0], q[0]).sum().item()
+    assert p_value(firsts, p[0].double().numpy()) > ALARM
+    assert p_value(np.array([accepted, trials - accepted]), np.array([overlap, 1 - overlap])) > ALARM
+
+
+def test_identical_distributions_accept_everything() -> None:
+    rng = np.random.default_rng(0)
+    p = torch.tensor(rng.dirichlet(np.ones(9), 4), dtype=torch.float32)
+    for _ in range(300):
+        draft = Draft.chain([draw(p[i : i + 1], [rng.random()])[0] for i in range(3)], probs=p[:3])
+        assert accept_sampled(draft, p, p[:3], rng)[0] == [0, 1, 2, 3]
+
+
+def test_greedy_walk() -> None:
+    assert accept_greedy(Draft.chain([4, 5, 6]), [4, 5, 9, 1]) == ([0, 1, 2], 9)
+    assert accept_greedy(Draft.chain([]), [7]) == ([0], 7)
+    #        root → 1:4 → 3:6 → 5:8 ; root → 2:5 → 4:7
+    tree = Draft([4, 5, 6, 7, 8], [0, 0, 1, 2, 3])
+    assert accept_greedy(tree, [5, 0, 7, 0, 3, 0]) == ([0, 2, 4], 3)
+    assert accept_greedy(tree, [4, 6, 0, 8, 0, 2]) == ([0, 1, 3, 5], 2)
+    assert accept_greedy(tree, [9, 6, 0, 8, 0, 2]) == ([0], 9)

@@ -208,10 +208,10 @@ def test_what_bench_refuses(model: str, data: str, tmp_path: Path) -> None:
     refused(run("bench", model, "--data", str(tmp_path / "none.jsonl")), "none.jsonl", "no such file")
     refused(run("bench", model, "--data", data, "--json", str(tmp_path / "no" / "o.json")), "cannot write")
     refused(run("bench", model, "--data", data, "--methods", ","), "--methods")
-    refused(run("bench", model, "--data", data, "--methods", "m2r2"), "m2r2")
+    refused(run("bench", model, "--data", data, "--methods", "autoregressive,m2r2"), "m2r2")
     refused(run("bench", model, "--data", data, "--repeats", "0"), "--repeats is 0")
     refused(run("bench", model, "--data", data, "-n", "512"), "at most 511")
-    refused(run("bench", model, "--data", data, "--accelerator", "autoregressive=x"), "x")
+    refused(run("bench", model, "--data", data, "--accelerator", "mine=./x"), "./x")
     assert run("bench", model).exit_code == 2  # no --data
     assert list(tmp_path.iterdir()) == [bad]
 

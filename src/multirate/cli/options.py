@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,7 +55,8 @@ def add_accelerators(engine: Engine, given: Sequence[str], methods: Sequence[str
 
     for text in given:
         name, separator, path = text.partition("=")
-        engine.add(path if separator else text, name if separator else None)
+        named = bool(separator) and not Path(text).exists()
+        engine.add(path if named else text, name if named else None)
     if embedded:
         for name, folder in reference_accelerators().items():
             if name in methods and name not in engine.accelerators:

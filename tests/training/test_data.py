@@ -1,0 +1,101 @@
+"""Training data: every accepted form, response masks, batches, and sentences for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from multirate.errors import UserError
+from multirate.training.data import BatchPlan, Conversation, Sample, collate, encode, load_samples, read_conversations
+
+from .tiny import tokenizer
+
+
+def responses(sample: Sample, tok: object) -> str:
+    return tok.decode(sample.ids[sample.response])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("record,user,answer", [
+    ({"instruction": "ab", "input": "cd", "output": "ef"}, "ab\ncd", "ef"),
+    ({"instruction": "ab", "input": "", "response": "ef"}, "ab", "ef"),
+    ({"prompt": "ab", "completion": "ef"}, "ab", "ef"),
+    ({"question": "ab", "answer": "ef", "id": 7}, "ab", "ef"),
+    ({"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ef"}]}, "ab", "ef"),
+])
+@pytest.mark.parametrize("array", [False, True])
+def test_forms(tmp_path: Path, record: dict[str, object], user: str, answer: str, array: bool) -> None:
+    path = tmp_path / ("d.json" if array else "d.jsonl")
+    path.write_text(json.dumps([record]) if array else json.dumps(record) + "\n\n")
+    assert read_conversations(path) == [Conversation((("user", user), ("assistant", answer)))]
+    tok = tokenizer()
+    sample = encode(read_conversations(path)[0], tok, 100)
+    assert tok.decode(sample.ids) == f"<|user|>{user}<|end|>\n<|assistant|>{answer}<|end|>"
+    assert responses(sample, tok) == f"{answer}<|end|>"
+
+
+def test_several_turns_and_plain_format_and_text() -> None:
+    turns = (("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "gh"))
+    tok = tokenizer()
+    assert responses(encode(Conversation(turns), tok, 100), tok) == "cd<|end|>gh<|end|>"
+    plain = tokenizer(template=False)
+    sample = encode(Conversation(turns[:2]), plain, 100)
+    assert plain.decode(sample.ids) == "User: ab\n\nAssistant: cd<|end|>"
+    assert responses(sample, plain) == " cd<|end|>"
+    text = encode(Conversation(text="abc"), tok, 100)
+    assert text.response.all() and tok.decode(text.ids) == "abc<|end|>"
+    assert len(encode(Conversation(turns), tok, 7).ids) == 7
+
+
+@pytest.mark.parametrize("content,words", [
+    ("", ["is empty"]),
+    ('{"text": "a"}\n{"text": "b"\n', ["line 2", "not valid JSON"]),
+    ('{"text": "a"}\n[1]\n', ["line 2", "list"]),
+    ('{"txt": "a"}\n', ["line 1", "txt", "accepted"]),
+    ('{"prompt": 3, "completion": "x"}\n', ["line 1", "'prompt'", "int"]),
+    ('{"messages": [{"role": "user", "content": "x"}]}\n', ["line 1", "assistant"]),
+    ('{"messages": [{"role": "user"}]}\n', ["line 1", "message 1"]),
+])
+def test_malformed_lines_are_named(tmp_path: Path, content: str, words: list[str]) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError) as caught:
+        load_samples([path], tokenizer(), 50)
+    assert "bad.jsonl" in str(caught.value) and all(w in str(caught.value) for w in words), caught.value
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing.jsonl cannot be read"):
+        read_conversations(tmp_path / "nothing.jsonl")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xe9"}')
+    with pytest.raises(UserError, match="not UTF-8"):
+        read_conversations(tmp_path / "latin.jsonl")
+    (tmp_path / "long.jsonl").write_text('{"prompt": "abcdefgh", "completion": "x"}')
+    with pytest.raises(UserError, match="max_length=5"):
+        load_samples([tmp_path / "long.jsonl"], tokenizer(), 5)
+
+
+def test_mask_marks_rows_whose_next_token_is_a_response() -> None:
+    sample = Sample(np.array([5, 6, 7, 8], np.int32), np.array([False, False, True, True]))
+    short = Sample(np.array([5, 9], np.int32), np.array([False, True]))
+    batch = collate([sample, short])
+    assert batch.mask.tolist() == [[False, True, True, False], [True, False, False, False]]
+    assert batch.ids[1].tolist() == [5, 9, 0, 0]
+
+
+def test_batches_cover_every_sample_once_within_the_budget() -> None:
+    rng = np.random.default_rng(0)
+    samples = [Sample(np.full(n, i, np.int32), np.ones(n, np.bool_)) for i, n in enumerate(rng.integers(2, 60, 200))]
+    plan = BatchPlan(samples, 128, seed=4)
+    for number in (0, 1):
+        batches = plan.epoch(number)
+        assert sorted(i for b in batches for i in b) == list(range(200))
+        assert all(len(b) * max(len(samples[i].ids) for i in b) <= 128 for b in batches)
+    assert plan.epoch(0) != plan.epoch(1)
+    padded = sum(len(b) * max(len(samples[i].ids) for i in b) for b in plan.epoch(0))
+    assert padded < 1.25 * sum(len(s.ids) for s in samples)
+    whole = [b.ids for _, b in zip(range(2 * len(plan.epoch(0)) + 5), plan.batches(), strict=False)]
+    odd = [b.ids for _, b in zip(range(len(whole) // 2), plan.batches(1, 2), strict=False)]
+    assert all((a == b).all() for a, b in zip(whole[1::2], odd, strict=True))

@@ -9,6 +9,8 @@ from evaluation import tiny_model
 from transformers import TextStreamer
 
 import multirate
+from multirate.decoding.cost_model import CostModel
+from multirate.decoding.draft_length import RoundCosts
 from multirate.integration import write_custom_generate
 from multirate.methods.shape import BaseShape
 from multirate.methods.trained import trained_method
@@ -107,13 +109,34 @@ def test_attach_by_folder_and_by_object(model: Any, method: str, tmp_path: Path)
         engine.add(folder, "generate")
 
 
-def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(model: Any, folder: Path) -> None:
+@pytest.mark.parametrize(("draft_step", "pays"), [(0.02, False), (0.0001, True)])
+def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
+    model: Any, folder: Path, draft_step: float, pays: bool
+) -> None:
+    """With costs given instead of measured: on a busy machine measured ones would decide by chance."""
     accelerator = Accelerator.from_pretrained(folder, model)
-    accelerator.results["terms"] = [{"gate": 1, "draft_step": step, "agreement": 0.0} for step in (1, 2, 3)]
+    accelerator.results["terms"] = [{"gate": 1, "draft_step": step, "agreement": 0.6} for step in (1, 2, 3)]
     engine = multirate.attach(model, accelerator, backend="hf")
+    speculation = engine._speculation("m2r2-carry")
+    assert speculation is not None and speculation.prior[:3] == [0.6] * 3
+    speculation.costs = CostModel(RoundCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step))
+    expected = model.generate(prompt(), do_sample=False, max_new_tokens=6)[0, 4:].tolist()
     output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(6))
-    assert output.stats.drafted == 0
-    assert engine.notice is not None and "speculation does not pay here" in engine.notice
-    assert output.sequences[0] == model.generate(prompt(), do_sample=False, max_new_tokens=6)[0, 4:].tolist()
-    engine.generate([prompt()[0].tolist()], stop=engine.stopping(6), speculate="always")
-    assert engine.notice is None
+    assert output.sequences == [expected]
+    if pays:
+        assert output.stats.drafted > 0 and engine.notice is None
+    else:
+        assert output.stats.drafted == 0
+        assert engine.notice is not None and "speculation does not pay here" in engine.notice
+        forced = engine.generate([prompt()[0].tolist()], stop=engine.stopping(6), speculate="always")
+        assert forced.stats.drafted > 0 and engine.notice is None
+
+
+def test_costs_are_measured_on_first_use(model: Any, folder: Path) -> None:
+    accelerator = Accelerator.from_pretrained(folder, model)
+    accelerator.results["terms"] = [{"gate": 1, "draft_step": 1, "agreement": 0.5}]
+    engine = multirate.attach(model, accelerator, backend="hf")
+    engine.generate([prompt()[0].tolist()], stop=engine.stopping(2))
+    speculation = engine._speculation("m2r2-carry")
+    assert speculation is not None and speculation.costs is not None
+    assert speculation.costs.costs.plain_step > 0

@@ -76,9 +76,7 @@ class ScriptedDrafter(Drafter):
             assert hidden.shape[0] == len(prompt)
             self.finals[b] = [hidden]
 
-    def draft(
-        self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler
-    ) -> list[Draft]:
+    def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
         drafts = []
         for b, root, limit in zip(seqs, roots, limits, strict=True):
             assert root == sampler.tokens[b][-1]

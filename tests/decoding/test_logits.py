@@ -13,7 +13,12 @@ from multirate.decoding.logits import SamplingSettings, distribution, draw, gree
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 
-MODEL, VOCAB = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)), 700  # noqa: E501
+MODEL, VOCAB = (
+    tf.LlamaForCausalLM(
+        tf.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    ),
+    700,
+)
 
 
 def theirs(logits: torch.Tensor, contexts: list[list[int]], s: SamplingSettings) -> torch.Tensor:

@@ -51,7 +51,7 @@ def analytic(sampling: SamplingSettings, seed: int) -> np.ndarray:
     processors = model._get_logits_processor(generation_config=config, device="cpu", model_kwargs={})
     joint = np.ones([VOCAB] * NEW)
     for depth in range(NEW):
-        grid = np.array(list(np.ndindex(*[VOCAB] * depth)), dtype=np.int64).reshape(-1, depth)
+        grid = np.array(list(np.ndindex(*[VOCAB] * depth)), dtype=np.int64).reshape(VOCAB**depth, depth)
         ids = torch.tensor(np.concatenate([np.tile(PROMPT, (len(grid), 1)), grid], axis=1))
         with torch.no_grad():
             scores = processors(ids, model(ids).logits[:, -1].clone())
@@ -155,7 +155,7 @@ def _always(draft, p, q, generator):  # type: ignore[no-untyped-def]
 
 
 def _no_residual(draft, p, q, generator):  # type: ignore[no-untyped-def]
-    path, bonus = accept_sampled(draft, p, q, generator)
+    path, _ = accept_sampled(draft, p, q, generator)
     return path, draw(p[path[-1]][None], [generator.random()])[0]
 
 
@@ -181,13 +181,13 @@ def test_settings_on_the_draft_only_are_noticed() -> None:
     assert p_value(counts, analytic(SETTINGS["hot"], 5)) < ALARM
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_acceptance_rate_is_the_overlap(seed: int) -> None:
     """P(accept) = Σ min(p, q), and each position's emission has p: the rule alone, without a model."""
     rng = np.random.default_rng(seed)
     p = torch.tensor(rng.dirichlet(np.full(8, 0.4), 3), dtype=torch.float32)
     q = torch.tensor(rng.dirichlet(np.full(8, 0.4), 2), dtype=torch.float32)
-    trials, firsts, accepted = 4000, np.zeros(8), 0
+    trials, firsts, accepted = 1500, np.zeros(8), 0
     for _ in range(trials):
         draft = Draft.chain([draw(q[i : i + 1], [rng.random()])[0] for i in range(2)], probs=q)
         path, bonus = accept_sampled(draft, p, q, rng)

@@ -1,0 +1,126 @@
+"""Prompt lookup, layerskip and the registry, on a real tiny model against transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from multirate.backbone.decoder import load_decoder
+from multirate.decoding.invariants import check_invariants
+from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.sampler import Sampler
+from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.stopping import StopSettings
+from multirate.errors import UserError
+from multirate.methods.prompt_lookup.config import PromptLookupConfig
+from multirate.methods.prompt_lookup.decode import PromptLookupDrafter
+from multirate.methods.registry import method, methods
+
+PROMPTS = [[3, 7, 1, 9, 3, 7, 1], [5], [2, 2, 8, 4, 2, 2, 8, 4, 2]]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    torch.manual_seed(3)
+    config = tf.LlamaConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
+        max_position_embeddings=64, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    model = tf.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+    return model, load_decoder(model, "hf")
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("prompt_lookup", {}), ("prompt_lookup", {"max_ngram": 1, "tokens": 3}), ("layerskip", {}),
+        ("layerskip", {"exit_layer": 3, "confidence": 0.0}), ("layerskip", {"exit_layer": 2, "confidence": 0.9}),
+        ("layerskip", {"exit_layer": 2, "adaptive": True}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+def test_greedy_is_generate(tiny: Any, name: str, config: dict[str, Any], batch: int, penalty: float) -> None:
+    model, decoder = tiny
+    drafter = method(name).drafter(decoder, config=config)
+    assert drafter is not None
+    out = generate_speculative(
+        decoder, drafter, PROMPTS[:batch], SamplingSettings(repetition_penalty=penalty),
+        StopSettings(max_new_tokens=30),
+        after_round=lambda cache, sampler: check_invariants(decoder, cache, sampler.tokens),
+    )  # fmt: skip
+    for prompt, sequence in zip(PROMPTS, out.sequences, strict=False):
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, repetition_penalty=penalty
+        )
+        assert sequence == expected[0, len(prompt) :].tolist()
+    if config.get("exit_layer") == 3:  # three of four layers agree with all four often enough to be seen
+        assert out.stats.accepted > 0
+        assert out.stats.tokens_per_step > 1
+
+
+def test_early_exit_with_all_the_information_is_always_accepted(tiny: Any) -> None:
+    """Deeper layers that change nothing: every draft is accepted, so hidden states and K/V are handed over exactly."""
+    model, _ = tiny
+    with torch.no_grad():
+        saved = [p.clone() for p in model.model.layers[2:].parameters()]
+        for layer in model.model.layers[2:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        decoder = load_decoder(model, "hf")
+        drafter = method("layerskip").drafter(decoder, config={"exit_layer": 2, "confidence": 0.0, "tokens": 4})
+        assert drafter is not None
+        for sampling in (SamplingSettings(), SamplingSettings(1.0, seed=1)):
+            stats = generate_speculative(decoder, drafter, PROMPTS, sampling, StopSettings(max_new_tokens=26)).stats
+            assert stats.acceptance == 1
+            assert stats.tokens_per_step == 5
+        for parameter, old in zip(model.model.layers[2:].parameters(), saved, strict=True):
+            parameter.copy_(old)
+
+
+def test_prompt_lookup_proposes_what_followed_last() -> None:
+    def draft(tokens: list[int], limit: int = 9, **config: int) -> list[int]:
+        sampler = Sampler(SamplingSettings(), [tokens[:-1]])
+        drafter = PromptLookupDrafter(PromptLookupConfig(**config))
+        drafter.begin(None, sampler)  # type: ignore[arg-type]
+        drafter.draft([0], [tokens[-2]], [limit], sampler)
+        sampler.tokens[0].append(tokens[-1])  # the index grows between rounds
+        return drafter.draft([0], [tokens[-1]], [limit], sampler)[0].tokens
+
+    assert draft([1, 2, 3, 4, 5, 9, 2, 3]) == [4, 5, 9, 2, 3]
+    assert draft([1, 2, 3, 4, 5, 9, 2, 3], limit=2) == [4, 5]
+    assert draft([1, 2, 3, 4, 5, 9, 2, 3], tokens=1) == [4]
+    assert draft([7, 1, 2, 8, 1, 2, 9, 1, 2]) == [9, 1, 2]  # the latest occurrence
+    assert draft([5, 1, 2, 8, 6, 1, 2, 9, 5, 1, 2]) == [8, 6, 1, 2, 9, 5, 1, 2]  # the longer match wins
+    assert draft([5, 1, 2, 8, 6, 1, 2, 9, 5, 1, 2], max_ngram=2) == [9, 5, 1, 2]
+    assert draft([1, 2, 3, 4]) == []
+
+
+def test_registry() -> None:
+    assert {"autoregressive", "prompt_lookup", "layerskip"} <= set(methods())
+    assert all(m.description and m.lossless for m in methods().values() if m.name in ("autoregressive", "layerskip"))
+    with pytest.raises(UserError, match=r"'medusae' is unknown; accepted: .*autoregressive.*layerskip.*prompt_lookup"):
+        method("medusae")
+
+
+def test_settings_refuse(tiny: Any) -> None:
+    _, decoder = tiny
+    assert method("autoregressive").drafter(decoder) is None
+    for name, config, message in [
+        ("layerskip", {"exit_layer": 4}, r"exit_layer is 4; accepted are 1\.\.3"),
+        ("layerskip", {"exit": 1}, "no setting 'exit'; accepted: exit_layer"),
+        ("layerskip", {"confidence": 2}, "confidence is 2"),
+        ("layerskip", [1], "mapping of exit_layer"),
+        ("prompt_lookup", {"tokens": 0}, "tokens is 0"),
+        ("autoregressive", {"x": 1}, "has no settings"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            method(name).drafter(decoder, config=config)

@@ -87,7 +87,7 @@ def test_greedy_is_the_base_token_for_token(decoders, backend, seed, preset, gat
 @pytest.mark.parametrize("name", OTHERS)
 def test_greedy_is_the_base_on_other_architectures(name):
     decoder = HFDecoder(model_of(OTHERS[name]))
-    stream = stream_of(OTHERS[name], "m2r2-carry", rank=8)
+    stream = stream_of(OTHERS[name], "m2r2-carry", rank=8, mlp_adapter="parallel")
     stop = StopSettings(max_new_tokens=16)
     plain = generate_autoregressive(decoder, PROMPTS, stop=stop)
     fast = generate_speculative(decoder, M2R2Drafter(decoder, stream, EAGER_TREE), PROMPTS, stop=stop)
@@ -100,7 +100,7 @@ def test_cache_after_every_round_is_a_fresh_prefill(decoders):
 
     def after(cache, sampler):
         rounds.append(1)
-        check_invariants(decoder, cache, sampler)
+        check_invariants(decoder, cache, sampler.tokens)
 
     stream = stream_of(LLAMA, "m2r2-carry", gates=(2,), rank=8)
     generate_speculative(decoder, M2R2Drafter(decoder, stream, EAGER_TREE), PROMPTS,

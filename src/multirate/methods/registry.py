@@ -15,6 +15,7 @@ from multirate.errors import UserError
 _MODULES = [
     "multirate.methods.kangaroo.decode",
     "multirate.methods.layerskip.decode",
+    "multirate.methods.m2r2.decode",
     "multirate.methods.prompt_lookup.decode",
 ]
 

@@ -41,7 +41,8 @@ class AdapterPack:
                 raise UserError(f"adapter site '{site}' is not a low-rank down/up pair; use backend='hf'")
             a, b = module.down.weight.detach(), module.up.weight.detach()
             if padded(a.shape[0]) > KERNEL_RANK // 2:
-                raise UserError(f"adapter site '{site}' has rank {a.shape[0]}; the kernel takes at most {KERNEL_RANK // 2}")
+                most = KERNEL_RANK // 2
+                raise UserError(f"adapter site '{site}' has rank {a.shape[0]}; the kernel takes at most {most}")
             return a, b
 
         packed = {site: self._owner.low_rank(*halves(site)) for site in ("q", "o", "down", "mlp")}

@@ -15,7 +15,8 @@ from multirate.backbone.native import library
 
 def to_native(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """[B, H, capacity, D] each → K [B, H, capacity/16, D/2, 16, 2], V [B, H, capacity/2, D, 2]."""
-    return keys.unflatten(-1, (-1, 2)).unflatten(2, (-1, 16)).transpose(3, 4), values.unflatten(2, (-1, 2)).transpose(3, 4)
+    blocks = keys.unflatten(-1, (-1, 2)).unflatten(2, (-1, 16))
+    return blocks.transpose(3, 4), values.unflatten(2, (-1, 2)).transpose(3, 4)
 
 
 def from_native(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ class NativeDecoder(Decoder):
             raise UserError(f"backend='native' cannot run this model: {reason}")
         self._library = library.kernel()
         self._library.mr_set_threads(torch.get_num_threads())
-        parts = find_parts(model)
+        parts: Any = find_parts(model)
         config: Any = parts.config
         self.facts = DecoderFacts(
             architecture=type(model).__name__,
@@ -85,22 +85,21 @@ class NativeDecoder(Decoder):
         self.eps = float(config.rms_norm_eps)
         self.head_dim = _head_dim(config)
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._table = parts.embed_tokens.weight.detach().contiguous()
-        self._norm = self._owner.floats(parts.norm.weight)
+        self.table = parts.embed_tokens.weight.detach().contiguous()
+        self.norm_address = self._owner.floats(parts.norm.weight)
         self._norm_weight = parts.norm.weight.detach().float()
-        self._head = self._owner.linear(parts.head.weight, getattr(parts.head, "bias", None))
-        self._shape = self.shape(config.intermediate_size, self._rotary(parts, config))
-        self._layers = array_of(library.Layer, [self._pack(layer.module, layer.window) for layer in parts.layers])
-        self._adapter_key: Any = None
+        self.head_weight, self.head_bias = parts.head.weight.detach(), getattr(parts.head, "bias", None)
+        self.head = self._owner.linear(self.head_weight, self.head_bias)
+        self.shape = self._shape(config.intermediate_size, self._rotary(parts, config))
+        self.packed_layers = array_of(library.Layer, [self._pack(layer.module, layer.window) for layer in parts.layers])
+        self._adapted: list[tuple[int, LayerAdapter]] = []
 
-    def shape(self, intermediate: int, tables: tuple[int | None, int | None, int], heads: int | None = None,
-              kv_heads: int | None = None) -> library.Shape:
+    def _shape(self, intermediate: int, tables: tuple[int | None, int | None, int]) -> library.Shape:
         cos, sin, positions = tables
-        self.rotary_tables = tables
         return library.Shape(
-            hidden=self.facts.hidden_size, heads=heads or self.heads, kv_heads=kv_heads or self.kv_heads,
-            head_dim=self.head_dim, intermediate=intermediate, vocab=self.facts.vocab_size, max_positions=positions,
-            eps=self.eps, attention_scale=self.head_dim**-0.5, cos=cos, sin=sin,
+            hidden=self.facts.hidden_size, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
+            intermediate=intermediate, vocab=self.facts.vocab_size, max_positions=positions, eps=self.eps,
+            attention_scale=self.head_dim**-0.5, cos=cos, sin=sin,
         )
 
     def _rotary(self, parts: Any, config: Any) -> tuple[int | None, int | None, int]:
@@ -140,7 +139,7 @@ class NativeDecoder(Decoder):
     def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
         ids = ids.to(torch.int64).contiguous()
         x = torch.empty(len(ids), self.facts.hidden_size)
-        self._library.mr_embed(self._table.data_ptr(), ids.data_ptr(), len(ids), x.shape[1], 1.0, x.data_ptr())
+        self._library.mr_embed(self.table.data_ptr(), ids.data_ptr(), len(ids), x.shape[1], 1.0, x.data_ptr())
         return x
 
     def layers(
@@ -155,22 +154,19 @@ class NativeDecoder(Decoder):
         if start >= stop:
             return x
         x = x.float().clone(memory_format=torch.contiguous_format)
-        self.run(self._shape, self._layers, x, rows, start, stop, cache, self._packed(adapters))
+        self._run(x, rows, start, stop, cache, self.packed_adapters(adapters))
         return x
 
-    def run(
-        self, shape: library.Shape, layers: Any, x: Tensor, rows: Rows, start: int, stop: int, cache: NativeKVCache,
-        adapters: int | None = None,
-    ) -> None:
-        """One kernel call: `layers[start:stop]` on x [N, d] fp32, in place."""
+    def _run(self, x: Tensor, rows: Rows, start: int, stop: int, cache: NativeKVCache, adapters: int | None) -> None:
         last = int(rows.slot.max(initial=-1))
         if last >= cache.capacity:
             cache.reserve(max(last + 1, 2 * cache.capacity))
         accelerated = rows.accelerated
         self._library.mr_layers(
-            ctypes.addressof(shape), ctypes.addressof(layers), cache.address, adapters, x.data_ptr(), len(rows.seq),
-            rows.seq.ctypes.data, rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data,
-            rows.tree.ctypes.data, None if accelerated is None else accelerated.ctypes.data, cache.capacity, start, stop,
+            ctypes.addressof(self.shape), ctypes.addressof(self.packed_layers), cache.address, adapters,
+            x.data_ptr(), len(rows.seq), rows.seq.ctypes.data, rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data,
+            rows.tree.ctypes.data, None if accelerated is None else accelerated.ctypes.data, cache.capacity,
+            start, stop,
         )
 
     def norm(self, x: Tensor) -> Tensor:
@@ -178,7 +174,7 @@ class NativeDecoder(Decoder):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self._norm_weight
 
     def logits(self, x: Tensor) -> Tensor:
-        return self.product(self._head, x, self._norm)[:, : self.facts.vocab_size]
+        return self.product(self.head, x, self.norm_address)[:, : self.facts.vocab_size]
 
     def product(self, linear: library.Linear, x: Tensor, norm: int | None, into: Tensor | None = None) -> Tensor:
         """W · (RMSNorm(x) or x): x fp32 [N, in] → [N, out], added to `into` when given."""
@@ -189,14 +185,14 @@ class NativeDecoder(Decoder):
         )
         return y
 
-    def _packed(self, adapters: Mapping[int, LayerAdapter] | None) -> int | None:
+    def packed_adapters(self, adapters: Mapping[int, LayerAdapter] | None) -> int | None:
         """The adapters in the kernel's form, packed on first use and again when other modules are given."""
         if not adapters:
             return None
-        key = tuple(sorted((i, id(a)) for i, a in adapters.items()))
-        if key != self._adapter_key:
+        modules = sorted(adapters.items())
+        if modules != self._adapted:  # compared by identity: modules have no other equality
             self._adapter_pack = AdapterPack(adapters, self.facts.num_layers)
-            self._adapter_key = key
+            self._adapted = modules
         return self._adapter_pack.address
 
 

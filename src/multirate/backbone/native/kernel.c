@@ -314,3 +314,5 @@ void mr_move(const LayerCache *caches, int layers, int kv_heads, int dim, int ca
 
 int mr_has_dot_product(void) { return HAVE_DPBF16; }
 int mr_max_rank(void) { return 4096; }
+
+#include "stream.h"

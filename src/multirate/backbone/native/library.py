@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCES = ("kernel.c", "kernel.h", "threads.h", "matmul.h", "attention.h")
+SOURCES = ("kernel.c", "kernel.h", "threads.h", "matmul.h", "attention.h", "stream.h")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 MAX_ROWS = 48  # rows the kernel takes through all layers at once; longer calls run in chunks
 
@@ -61,6 +61,16 @@ class Shape(ctypes.Structure):
 
 class LayerCache(ctypes.Structure):
     _fields_ = [("k", pointer), ("v", pointer)]
+
+
+class Stream(ctypes.Structure):
+    _fields_ = [
+        *((name, pointer) for name in ("shape", "layers", "adapters", "table")),
+        ("carry", Linear),
+        *((name, pointer) for name in ("carry_norm", "block_shape", "block")),
+        ("carry_eps", ctypes.c_float),
+        ("gate", int32),
+    ]
 
 
 def _cache_folder() -> Path:
@@ -114,5 +124,9 @@ def kernel() -> ctypes.CDLL:
     library.mr_embed.argtypes = [pointer, pointer, integers, integers, floats, pointer]
     library.mr_top.argtypes = [pointer, integers, integers, integers, integers, pointer, pointer]
     library.mr_move.argtypes = [pointer, integers, integers, integers, integers, integers, pointer, pointer, integers]
+    library.mr_stream_step.argtypes = [
+        pointer, pointer, integers, pointer, integers, pointer, integers, integers, *[pointer] * 7,
+    ]
+    library.mr_head_top.argtypes = [pointer, pointer, floats, pointer, *[integers] * 3, *[pointer] * 3]
     library.mr_set_threads.argtypes = [integers]
     return library

@@ -1,0 +1,251 @@
+"""M2R2 self-speculative decoding: draft trees from the accelerated stream at the first gate, lossless by verification.
+
+A round: the accelerated rows of the root and of the tokens accepted since the last draft run with their *true*
+carried residuals (the latter only refresh the block's K/V); every further level runs the new nodes with the
+stream's own output as carried residual. The slow rows of all nodes go through the layers below the gate in the
+same calls, so verification starts at the gate (method.md §1.7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.backbone.decoder import Decoder
+from multirate.backbone.kv_cache import KVCache
+from multirate.backbone.rows import MAX_TREE_BIT, Rows
+from multirate.decoding.drafter import Draft, Drafter
+from multirate.decoding.sampler import Sampler
+from multirate.errors import UserError
+from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.methods.m2r2.runner import StreamRunner
+from multirate.methods.m2r2.tree import DraftTree
+from multirate.methods.registry import register
+
+
+@dataclass(frozen=True)
+class M2R2DecodeConfig:
+    """How drafts grow. Greedy drafts are trees, sampled ones chains.
+
+    depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified at once.
+    expand, keep: least reach (see tree.py) of a node to draft from, and of a leaf to verify.
+    """
+
+    depth: int = 8
+    width: int = 2
+    nodes: int = 12
+    expand: float = 0.35
+    keep: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("depth", 1, 32), ("width", 1, 16), ("nodes", 1, MAX_TREE_BIT)):
+            if not low <= getattr(self, name) <= high:
+                raise UserError(f"m2r2 setting {name}={getattr(self, name)} is out of range; accepted: {low} to {high}")
+        for name in ("expand", "keep"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"m2r2 setting {name}={getattr(self, name)} is out of range; accepted: 0 to 1")
+
+
+@dataclass
+class _Waiting:
+    """What the next draft of a sequence must know: accepted tokens to refresh, and the root's carried residual."""
+
+    ids: list[int]
+    carried: list[Tensor]  # one [d] per id: h_L of the token before it
+    last: Tensor  # [d]: h_L of the last committed token
+
+
+class M2R2Drafter(Drafter):
+    """Drafts with an AcceleratedStream on any decoder; on the native decoder each level is one kernel call."""
+
+    def __init__(self, decoder: Decoder, stream: AcceleratedStream, config: M2R2DecodeConfig | None = None) -> None:
+        self.decoder, self.stream = decoder, stream
+        self.config = config or M2R2DecodeConfig()
+        self.start = stream.config.gates[0]
+        self.max_nodes = self.config.nodes
+        self._refresh = bool(stream.blocks)
+        self._carry = stream.carry is not None
+        self.runner = make_runner(decoder, stream, self.start)
+        self._waiting: dict[int, _Waiting] = {}
+
+    def begin(self, cache: KVCache, sampler: Sampler) -> None:
+        self._cache, self._waiting = cache, {}
+        self._sampler = sampler
+        self.runner.begin(cache)
+
+    def prefill(
+        self, seqs: Sequence[int], prompts: Sequence[Sequence[int]], hidden_final: Sequence[Tensor]
+    ) -> None:
+        for seq, prompt, hidden in zip(seqs, prompts, hidden_final, strict=True):
+            self._waiting[seq] = _Waiting([], [], hidden[-1])
+            if self._refresh:
+                carried = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
+                self.runner.step(list(prompt), Rows.causal(seq, 0, len(prompt)), carried, fresh=0)
+
+    def accept(self, seq: int, path: list[int], hidden_final: Tensor) -> None:
+        waiting = self._waiting[seq]
+        if self._refresh and len(path) > 1:
+            tokens = self._sampler.tokens[seq]
+            # tokens end in the next root; before it come the accepted nodes, whose carried residuals are now known
+            waiting.ids = tokens[-len(path) : -1]
+            waiting.carried = list(hidden_final[:-1])
+        else:
+            waiting.ids, waiting.carried = [], []
+        waiting.last = hidden_final[-1]
+
+    def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
+        plain = sampler.greedy and not sampler.settings.uses_context
+        c = self.config
+        limit = min(c.depth, c.nodes)
+        trees = [DraftTree(min(limit, wanted)) for wanted in limits]
+        h_gate, p = self._first_pass(seqs, roots)
+        hidden: list[list[Tensor]] = [[row] for row in h_gate.split(1)]
+        outputs: list[dict[int, Tensor]] = [{0: row} for row in p.split(1)]  # node → its p [1, d]
+        probs: list[list[Tensor]] = [[] for _ in seqs]
+        frontier: list[list[int]] = [[0] for _ in seqs]
+        live = [i for i, tree in enumerate(trees) if tree.depth_limit > 0]
+        while live:
+            p = torch.cat([outputs[i][node] for i in live for node in frontier[i]])
+            if plain:
+                self._grow_best(trees, live, frontier, p)
+            else:
+                self._grow_drawn(trees, live, frontier, p, seqs, sampler, probs)
+            live = [i for i in live if frontier[i]]
+            if live:
+                self._next_pass(trees, live, frontier, seqs, hidden, outputs)
+        return self._finish(trees, seqs, hidden, probs, plain)
+
+    # -- the passes ---------------------------------------------------------------------------------
+
+    def _first_pass(self, seqs: Sequence[int], roots: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Refreshed rows of all sequences, then their roots → (h_G, p), [len(seqs), d] each, of the roots."""
+        lengths = self._cache.lengths
+        parts, ids, carried = [], [], []
+        for seq in seqs:
+            waiting = self._waiting[seq]
+            if waiting.ids:
+                parts.append(Rows.causal(seq, lengths[seq] - len(waiting.ids), len(waiting.ids)))
+                ids += waiting.ids
+                carried += waiting.carried
+        for seq, root in zip(seqs, roots, strict=True):
+            parts.append(Rows.causal(seq, lengths[seq], 1))
+            ids.append(root)
+            carried.append(self._waiting[seq].last)
+        h_gate, p = self.runner.step(
+            ids, Rows.concat(parts), torch.stack(carried) if self._carry else None, fresh=len(seqs)
+        )
+        return h_gate, p[len(ids) - len(seqs) :]
+
+    def _next_pass(
+        self, trees: list[DraftTree], live: list[int], frontier: list[list[int]], seqs: Sequence[int],
+        hidden: list[list[Tensor]], outputs: list[dict[int, Tensor]],
+    ) -> None:
+        """Runs the frontier nodes of the live sequences; adds their h_G to `hidden` and their p to `outputs`."""
+        nodes = [(i, node) for i in live for node in frontier[i]]
+        rows = self._rows_of(trees, nodes, seqs)
+        carried = torch.cat([outputs[i][trees[i].parents[node - 1]] for i, node in nodes]) if self._carry else None
+        h_gate, p = self.runner.step([trees[i].tokens[node - 1] for i, node in nodes], rows, carried, fresh=len(nodes))
+        for k, (i, node) in enumerate(nodes):
+            hidden[i].append(h_gate[k : k + 1])
+            outputs[i][node] = p[k : k + 1]
+
+    def _rows_of(self, trees: list[DraftTree], nodes: list[tuple[int, int]], seqs: Sequence[int]) -> Rows:
+        lengths = self._cache.lengths
+        seq = [seqs[i] for i, _ in nodes]
+        length = np.array([lengths[b] for b in seq], dtype=np.int32)
+        return Rows(
+            np.array(seq, dtype=np.int32),
+            length + np.array([node for _, node in nodes], dtype=np.int32),
+            length + np.array([trees[i].depth[node] for i, node in nodes], dtype=np.int32),
+            length + np.int32(1),
+            np.array([trees[i].bits[node] for i, node in nodes], dtype=np.int64),
+        )
+
+    # -- growing ------------------------------------------------------------------------------------
+
+    def _grow_best(self, trees: list[DraftTree], live: list[int], frontier: list[list[int]], p: Tensor) -> None:
+        c = self.config
+        # two leaves beyond the width are worth a look; more are never kept at the default thresholds
+        ids, best = self.runner.top(p, c.width + 1 if c.width > 1 or c.nodes > c.depth else 1)
+        at = 0
+        for i in live:
+            count = len(frontier[i])
+            room = c.nodes - len(trees[i].tokens)
+            frontier[i] = trees[i].grow(
+                frontier[i], ids[at : at + count], best[at : at + count], min(c.width, room), c.expand, c.keep
+            )
+            at += count
+
+    def _grow_drawn(
+        self, trees: list[DraftTree], live: list[int], frontier: list[list[int]], p: Tensor, seqs: Sequence[int],
+        sampler: Sampler, probs: list[list[Tensor]],
+    ) -> None:
+        """Chains for sampling: whether to go on is decided before a token is drawn, as Draft.probs demands."""
+        logits = self.runner.logits(p)
+        rows_seqs = [seqs[i] for i in live]
+        paths = [trees[i].tokens for i in live]
+        q = sampler.distribution(logits, rows_seqs, paths)
+        sure = q.amax(-1).tolist()
+        tokens = sampler.choose(logits, rows_seqs, paths) if sampler.greedy else sampler.draw(q, rows_seqs)
+        for k, i in enumerate(live):
+            tree, node = trees[i], frontier[i][0]
+            if tree.depth[node] >= tree.depth_limit or (node and tree.reach[node] < self.config.keep):
+                frontier[i] = []
+                continue
+            frontier[i] = [tree.add(node, tokens[k], tree.reach[node] * sure[k])]
+            if not sampler.greedy:
+                probs[i].append(q[k : k + 1])
+
+    def _finish(
+        self, trees: list[DraftTree], seqs: Sequence[int], hidden: list[list[Tensor]], probs: list[list[Tensor]],
+        plain: bool,
+    ) -> list[Draft]:
+        """Adds the leaves; their slow rows (and those of nodes not run yet) go through the layers below the gate."""
+        missing: list[tuple[int, int]] = []
+        for i, tree in enumerate(trees):
+            if plain:
+                tree.finish(self.config.nodes)
+            missing += [(i, node) for node in range(len(hidden[i]), len(tree.tokens) + 1)]
+        if missing:
+            rows = self._rows_of(trees, missing, seqs)
+            h_gate = self.runner.slow([trees[i].tokens[node - 1] for i, node in missing], rows)
+            for k, (i, _) in enumerate(missing):
+                hidden[i].append(h_gate[k : k + 1])
+        return [
+            Draft(tree.tokens, tree.parents, torch.cat(hidden[i]), torch.cat(probs[i]) if probs[i] else None)
+            for i, tree in enumerate(trees)
+        ]
+
+
+def make_runner(decoder: Decoder, stream: AcceleratedStream, gate: int) -> StreamRunner:
+    """The fastest runner for `decoder`."""
+    from multirate.backbone.native import NativeDecoder
+    from multirate.methods.m2r2.native_runner import NativeStreamRunner
+
+    if isinstance(decoder, NativeDecoder) and NativeStreamRunner.supports(decoder, stream):
+        return NativeStreamRunner(decoder, stream, gate)
+    return StreamRunner(decoder, stream, gate)
+
+
+def _drafter(decoder: Decoder, accelerator: Any, config: M2R2DecodeConfig) -> Drafter:
+    if accelerator is None:
+        raise UserError("method m2r2 needs an accelerator (multirate train MODEL --data FILE --out DIR makes one)")
+    stream = getattr(accelerator, "module", accelerator)
+    if not isinstance(stream, AcceleratedStream):
+        raise UserError(f"method m2r2 needs an M2R2 accelerator; this one is for {type(stream).__name__}")
+    return M2R2Drafter(decoder, stream, config)
+
+
+@register("m2r2", "accelerated residual stream drafts, the remaining layers verify (the paper)", M2R2DecodeConfig)
+def _m2r2(decoder: Decoder, accelerator: Any, config: M2R2DecodeConfig) -> Drafter:
+    return _drafter(decoder, accelerator, config)
+
+
+@register("m2r2-carry", "m2r2 with a carried final residual and a block at a shallow gate (ours)", M2R2DecodeConfig)
+def _m2r2_carry(decoder: Decoder, accelerator: Any, config: M2R2DecodeConfig) -> Drafter:
+    return _drafter(decoder, accelerator, config)

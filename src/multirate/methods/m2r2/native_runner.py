@@ -1,0 +1,127 @@
+"""The accelerated stream on the native kernel: embed, carry, both streams' shallow layers and block in one call."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.backbone.kv_cache import KVCache
+from multirate.backbone.native import NativeDecoder, library
+from multirate.backbone.native.adapters import AdapterPack
+from multirate.backbone.native.cache import NativeKVCache
+from multirate.backbone.native.packing import Owner, array_of, interleave_gate_up
+from multirate.backbone.rows import Rows
+from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
+from multirate.methods.m2r2.runner import StreamRunner
+
+
+class NativeStreamRunner(StreamRunner):
+    """Same contract as StreamRunner, with packed copies of the stream's weights. Residuals are fp32."""
+
+    decoder: NativeDecoder
+
+    @staticmethod
+    def supports(decoder: NativeDecoder, stream: AcceleratedStream) -> bool:
+        """Whether the block's shape tiles; its heads must be as long as the base's (one cache layout)."""
+        config = stream.config
+        widths = (config.block_heads * config.block_head_dim, 2 * config.block_kv_heads * config.block_head_dim)
+        return not config.block or (
+            config.block_head_dim == decoder.head_dim
+            and all(width % 64 == 0 for width in widths)
+            and config.block_intermediate % 32 == 0
+        )
+
+    def __init__(self, decoder: NativeDecoder, stream: AcceleratedStream, gate: int) -> None:
+        super().__init__(decoder, stream, gate)
+        self._library = library.kernel()
+        self._owner = owner = Owner()
+        self._d = decoder.facts.hidden_size
+        config, carry = stream.config, stream.carry
+        self._head, self._vocab = decoder.head, decoder.facts.vocab_size
+        self._token_list: list[int] | None = None
+        if stream.draft_tokens is not None:
+            chosen = stream.draft_tokens.cpu()
+            bias = None if decoder.head_bias is None else decoder.head_bias[chosen]
+            self._head, self._vocab = owner.linear(decoder.head_weight[chosen], bias), len(chosen)
+            self._token_list = chosen.tolist()
+        self._adapters = AdapterPack(self.adapters, decoder.facts.num_layers) if self.adapters else None
+        self._packed = library.Stream(
+            shape=ctypes.addressof(decoder.shape),
+            layers=ctypes.addressof(decoder.packed_layers),
+            adapters=None if self._adapters is None else self._adapters.address,
+            table=decoder.table.data_ptr(),
+            carry=library.Linear() if carry is None else owner.linear(carry.proj.weight),
+            carry_norm=None if carry is None else owner.floats(carry.norm.weight),
+            carry_eps=config.norm_eps,
+            gate=gate,
+        )
+        if self._block is not None:
+            half = torch.arange(config.block_head_dim // 2) / (config.block_head_dim // 2)
+            positions = torch.arange(decoder.shape.max_positions)[:, None]
+            angle = positions * config.rope_theta**-half
+            self._block_shape = library.Shape(
+                hidden=self._d, heads=config.block_heads, kv_heads=config.block_kv_heads,
+                head_dim=config.block_head_dim, intermediate=config.block_intermediate, vocab=0,
+                max_positions=decoder.shape.max_positions, eps=config.norm_eps,
+                attention_scale=config.block_head_dim**-0.5, cos=owner.floats(angle.cos()),
+                sin=owner.floats(angle.sin()),
+            )
+            self._block_layer = array_of(library.Layer, [pack_block(owner, self._block)])
+            self._packed.block_shape = ctypes.addressof(self._block_shape)
+            self._packed.block = ctypes.addressof(self._block_layer)
+        self._stream = ctypes.addressof(self._packed)
+        self._head_address = ctypes.addressof(self._head)
+
+    def begin(self, cache: KVCache) -> None:
+        assert isinstance(cache, NativeKVCache)
+        self._native_cache = cache
+        self._cache = cache
+        self._own: NativeKVCache | None = None
+        if self._block is not None:
+            self._own = self.decoder.cache_of(1, cache.batch, cache.capacity, self.stream.config.block_kv_heads)
+
+    def step(self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int) -> tuple[Tensor, Tensor]:
+        n, cache, own = len(ids), self._native_cache, self._own
+        last = int(rows.slot.max())
+        for store in (cache, own):
+            if store is not None and last >= store.capacity:
+                store.reserve(max(last + 1, 2 * store.capacity))
+        tokens = np.array(ids, dtype=np.int64)
+        x = torch.empty(n + fresh, self._d)
+        carried = None if carried is None else carried.float().contiguous()
+        self._library.mr_stream_step(
+            self._stream, cache.address, cache.capacity, None if own is None else own.address,
+            0 if own is None else own.capacity, tokens.ctypes.data, n, fresh, rows.seq.ctypes.data,
+            rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data, rows.tree.ctypes.data,
+            None if carried is None else carried.data_ptr(), x.data_ptr(),
+        )
+        return x[:fresh], x[fresh:]
+
+    def top(self, p: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+        p = p.contiguous()
+        n, count = len(p), min(count, self._vocab)
+        logits = torch.empty(n, self._head.outputs)
+        ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
+        self._library.mr_head_top(
+            self._head_address, self.decoder.norm_address, self.decoder.eps, p.data_ptr(), n, self._vocab, count,
+            logits.data_ptr(), ids.ctypes.data, probs.ctypes.data,
+        )
+        if self._token_list is None:
+            return ids.tolist(), probs.tolist()
+        return [[self._token_list[i] for i in row] for row in ids.tolist()], probs.tolist()
+
+
+def pack_block(owner: Owner, block: GateBlock) -> library.Layer:
+    """A gate's block as one more layer of the kernel."""
+    attention, mlp = block.attn, block.mlp
+    return library.Layer(
+        qkv=owner.linear(torch.cat([attention.q.weight, attention.k.weight, attention.v.weight])),
+        o=owner.linear(attention.o.weight),
+        gate_up=owner.linear(interleave_gate_up(mlp.gate.weight, mlp.up.weight)),
+        down=owner.linear(mlp.down.weight),
+        norm_attention=owner.floats(block.attn_norm.weight),
+        norm_mlp=owner.floats(block.mlp_norm.weight),
+    )

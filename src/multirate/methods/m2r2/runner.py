@@ -1,0 +1,80 @@
+"""One drafting step of the accelerated stream: both streams through the shallow layers in one pass.
+
+`StreamRunner` runs it on any Decoder with the stream's torch modules; `NativeStreamRunner`
+(native_runner.py) does the same in one kernel call. The drafter does not know which it drives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.backbone.decoder import Decoder
+from multirate.backbone.kv_cache import KVCache
+from multirate.backbone.rows import Rows
+from multirate.methods.m2r2.modules import AcceleratedStream
+
+
+class StreamRunner:
+    """Runs gate `gate` of `stream` beside `decoder`. Owns the block's keys and values."""
+
+    def __init__(self, decoder: Decoder, stream: AcceleratedStream, gate: int) -> None:
+        self.decoder, self.gate = decoder, gate
+        self.stream = stream.to(device=decoder.facts.device, dtype=decoder.facts.dtype).eval()
+        self.adapters = {i: a for i, a in stream.layer_adapters().items() if i < gate} or None
+        self._block = stream.block(gate)
+        self._block_cache: KVCache | None = None
+        self._tokens = None if stream.draft_tokens is None else stream.draft_tokens.to(decoder.facts.device)
+
+    def begin(self, cache: KVCache) -> None:
+        """A new generation over the slow stream's `cache`."""
+        self._cache = cache
+        self._block_cache = None if self._block is None else self._block.new_cache(cache.batch, cache.capacity)
+
+    def step(self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int) -> tuple[Tensor, Tensor]:
+        """Accelerated rows of tokens ids [N] at `rows` (slots as the slow stream's), carried residuals [N, d].
+
+        The last `fresh` rows are new to the slow stream as well: it runs beside them and writes its K/V. Rows before
+        them refresh the block's K/V of tokens that are committed already.
+        → (slow residuals h_G of the fresh rows [fresh, d], the stream's outputs p [N, d])
+        """
+        h0 = self.decoder.embed(torch.tensor(ids, device=self.decoder.facts.device), rows.pos)
+        n = len(ids)
+        p = self.stream.start(h0.to(self.decoder.facts.dtype), None if carried is None else
+                              carried.to(self.decoder.facts.dtype)).to(h0.dtype)
+        reading = replace(rows, slot=np.full(n, -1, np.int32), accelerated=np.ones(n, np.bool_))
+        if fresh:
+            new = slice(n - fresh, n)
+            slow = Rows(rows.seq[new], rows.slot[new], rows.pos[new], rows.prefix[new], rows.tree[new])
+            both = Rows.concat([slow, reading])
+            x = self.decoder.layers(torch.cat([h0[new], p]), both, 0, self.gate, self._cache, self.adapters)
+            h_gate, p = x[:fresh], x[fresh:]
+        else:
+            p = self.decoder.layers(p, reading, 0, self.gate, self._cache, self.adapters)
+            h_gate = p[:0]
+        if self._block is not None and self._block_cache is not None:
+            p = self._block.rows(p.to(self.decoder.facts.dtype), rows, self._block_cache).to(p.dtype)
+        return h_gate, p
+
+    def slow(self, ids: list[int], rows: Rows) -> Tensor:
+        """The slow stream alone through layers < gate → h_G [N, d]."""
+        x = self.decoder.embed(torch.tensor(ids, device=self.decoder.facts.device), rows.pos)
+        return self.decoder.layers(x, rows, 0, self.gate, self._cache)
+
+    def logits(self, p: Tensor) -> Tensor:
+        """float32 [n, V]; tokens outside a reduced draft vocabulary get −inf."""
+        full = self.decoder.logits(p)
+        if self._tokens is None:
+            return full
+        limited = torch.full_like(full, -torch.inf)
+        limited[:, self._tokens] = full[:, self._tokens]
+        return limited
+
+    def top(self, p: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+        """The `count` likeliest tokens of each row and their probabilities, best first."""
+        logits = self.logits(p)
+        best, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
+        return ids.tolist(), torch.exp(best - logits.logsumexp(-1, keepdim=True)).tolist()

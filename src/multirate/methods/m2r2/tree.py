@@ -1,0 +1,69 @@
+"""The draft tree of one sequence while it grows from the accelerated stream, best-first within each level. [ours]
+
+A node's *reach* is the stream's own estimate that verification arrives there: the product of the draft
+probabilities on its path. A node pays while its reach exceeds what it costs relative to a token:
+`expand` for a node that is itself drafted from (one more level), `keep` for a leaf (one more verified row).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DraftTree:
+    """Nodes 1..n below the root 0, in the order they were drafted from; leaves are added by `finish`."""
+
+    depth_limit: int
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    reach: list[float] = field(default_factory=lambda: [1.0])
+    depth: list[int] = field(default_factory=lambda: [0])
+    bits: list[int] = field(default_factory=lambda: [0])
+    _leaves: list[tuple[float, int, int]] = field(default_factory=list)  # (reach, parent, token)
+
+    def add(self, parent: int, token: int, reach: float) -> int:
+        """Appends a node and returns its number. Its ancestors' bits include itself (Rows.tree)."""
+        node = len(self.tokens) + 1
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.reach.append(reach)
+        self.depth.append(self.depth[parent] + 1)
+        self.bits.append(self.bits[parent] | 1 << (node - 1))
+        return node
+
+    def grow(
+        self, frontier: Sequence[int], ids: Sequence[Sequence[int]], probs: Sequence[Sequence[float]],
+        width: int, expand: float, keep: float,
+    ) -> list[int]:
+        """Candidates below the frontier nodes, given their top tokens and probabilities → the nodes to draft from next.
+
+        At most `width` candidates with reach ≥ expand become nodes; the others with reach ≥ keep wait as leaves.
+        """
+        candidates: list[tuple[float, int, int]] = []
+        for node, node_ids, node_probs in zip(frontier, ids, probs, strict=True):
+            if self.depth[node] >= self.depth_limit:
+                continue
+            here = self.reach[node]
+            for token, prob in zip(node_ids, node_probs, strict=True):
+                if here * prob < keep:
+                    break  # tokens come best first
+                candidates.append((here * prob, node, token))
+        candidates.sort(key=lambda c: -c[0])
+        chosen: list[int] = []
+        for reach, parent, token in candidates:
+            deeper = self.depth[parent] + 1 < self.depth_limit
+            if len(chosen) < width and reach >= expand and deeper:
+                chosen.append(self.add(parent, token, reach))
+            else:
+                self._leaves.append((reach, parent, token))
+        return chosen
+
+    def finish(self, max_nodes: int) -> int:
+        """Adds the best leaves up to `max_nodes` nodes in all; returns how many were added."""
+        self._leaves.sort(key=lambda c: -c[0])
+        room = max(0, max_nodes - len(self.tokens))
+        for reach, parent, token in self._leaves[:room]:
+            self.add(parent, token, reach)
+        return min(room, len(self._leaves))

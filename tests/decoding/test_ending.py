@@ -99,10 +99,12 @@ def test_the_models_own_context_ends_a_sequence() -> None:
 def test_stop_strings_across_token_borders() -> None:
     model, _ = tiny(1)
     texts = [decode(future[len(p) :]) for future, p in zip(oracle(model, PROMPTS), PROMPTS, strict=True)]
-    stop_string = texts[0][5:9]
+    richest = max(range(3), key=lambda b: len(texts[b]))
+    stop_string = texts[richest][3:7]
+    assert len(stop_string) == 4, "longer than any token's text: it lies across a border"
     for kind in ("right", "half_right", "tree"):
         out = both(StopSettings(max_new_tokens=25, stop_strings=(stop_string, "never"), decode=decode), kind)
-        assert out.finish_reasons[0] == "stop_string"
+        assert out.finish_reasons[richest] == "stop_string"
         for sequence, reason in zip(out.sequences, out.finish_reasons, strict=True):
             assert (stop_string in decode(sequence)) == (reason == "stop_string")
             assert stop_string not in decode(sequence[:-1])

@@ -29,6 +29,19 @@ PROMPT = [3, 1, 2, 3]
 
 
 def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
+    """χ² of the joint counts and of the first and last one or two tokens' marginals, Bonferroni-corrected.
+
+    The joint has many cells, hence little power against a fault in one token; the marginals make up for it.
+    """
+    tests = [pearson(counts, probs)]
+    for drop in range(1, counts.ndim):
+        axes = tuple(range(counts.ndim - drop, counts.ndim))
+        tests.append(pearson(counts.sum(axes), probs.sum(axes)))
+        tests.append(pearson(counts.sum(tuple(range(drop))), probs.sum(tuple(range(drop)))))
+    return min(1.0, min(tests) * len(tests))
+
+
+def pearson(counts: np.ndarray, probs: np.ndarray) -> float:
     """Pearson's χ² of counts against probabilities; cells expecting fewer than 5 are pooled. Impossible seen: 0."""
     counts, probs = counts.ravel(), probs.ravel()
     if counts[probs < 1e-9].sum():
@@ -97,7 +110,7 @@ class Adversary(Drafter):
             for _ in range(2):
                 q = self.q(tokens)
                 token = int(self.rng.choice(VOCAB, p=q))
-                if self.withhold and q[token] < 0.3:
+                if self.withhold and token >= VOCAB // 2:
                     break
                 tokens.append(token)
                 rows.append(q)
@@ -120,7 +133,7 @@ KINDS = ["uniform", "spike", "skewed", "holes", "tree", "one_hot"]
 CASES = [(s, k) for i, s in enumerate(SETTINGS) for k in (KINDS if s in ("plain", "all") else KINDS[i % 2 :: 3])]
 
 
-def sampled(settings: SamplingSettings, drafter: Drafter, count: int = 700) -> np.ndarray:
+def sampled(settings: SamplingSettings, drafter: Drafter, count: int = 1200) -> np.ndarray:
     _, decoder = tiny(5, vocab=VOCAB)
     out = speculative.generate_speculative(
         decoder, drafter, [PROMPT] * count, settings, StopSettings(max_new_tokens=NEW)
@@ -136,7 +149,7 @@ def test_distribution_is_kept(setting: str, kind: str) -> None:
 @pytest.mark.parametrize("setting", ["plain", "all"])
 def test_autoregressive_has_it_too(setting: str) -> None:
     _, decoder = tiny(5, vocab=VOCAB)
-    out = generate_autoregressive(decoder, [PROMPT] * 700, SETTINGS[setting], StopSettings(max_new_tokens=NEW))
+    out = generate_autoregressive(decoder, [PROMPT] * 1200, SETTINGS[setting], StopSettings(max_new_tokens=NEW))
     assert p_value(counted(out.sequences), analytic(SETTINGS[setting], 5)) > ALARM
 
 
@@ -164,15 +177,16 @@ def _by_target_only(draft, p, q, generator):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("rule", [_always, _no_residual, _by_target_only])
-@pytest.mark.parametrize("kind", ["spike", "skewed", "holes"])
-def test_a_wrong_rule_is_noticed(rule: Callable, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[type-arg]
+def test_a_wrong_rule_is_noticed(rule: Callable, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[type-arg]
+    """By at least one of the adversaries, all of which `test_distribution_is_kept` runs."""
     monkeypatch.setattr(speculative, "accept_sampled", rule)
-    assert p_value(sampled(SETTINGS["plain"], Adversary(kind)), analytic(SETTINGS["plain"], 5)) < ALARM
+    kinds = ("spike", "skewed", "holes")
+    assert any(p_value(sampled(SETTINGS["plain"], Adversary(k)), analytic(SETTINGS["plain"], 5)) < ALARM for k in kinds)
 
 
 def test_withholding_drawn_tokens_is_noticed() -> None:
-    """Why `Draft.probs` forbids to drop a drawn token for being unlikely."""
-    drafter = Adversary("skewed", withhold=True)
+    """Why `Draft.probs` forbids to drop a drawn token for what it is."""
+    drafter = Adversary("uniform", withhold=True)
     assert p_value(sampled(SETTINGS["plain"], drafter), analytic(SETTINGS["plain"], 5)) < ALARM
 
 

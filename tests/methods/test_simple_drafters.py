@@ -87,13 +87,13 @@ def test_early_exit_with_all_the_information_is_always_accepted(tiny: Any) -> No
 
 
 def test_prompt_lookup_proposes_what_followed_last() -> None:
-    def draft(tokens: list[int], limit: int = 9, **config: int) -> list[int]:
-        sampler = Sampler(SamplingSettings(), [tokens[:-1]])
+    def draft(text: list[int], limit: int = 9, **config: int) -> list[int]:
+        sampler = Sampler(SamplingSettings(), [text[:-1]])
         drafter = PromptLookupDrafter(PromptLookupConfig(**config))
         drafter.begin(None, sampler)  # type: ignore[arg-type]
-        drafter.draft([0], [tokens[-2]], [limit], sampler)
-        sampler.tokens[0].append(tokens[-1])  # the index grows between rounds
-        return drafter.draft([0], [tokens[-1]], [limit], sampler)[0].tokens
+        drafter.draft([0], [text[-2]], [limit], sampler)
+        sampler.tokens[0].append(text[-1])  # the index grows between rounds
+        return drafter.draft([0], [text[-1]], [limit], sampler)[0].tokens
 
     assert draft([1, 2, 3, 4, 5, 9, 2, 3]) == [4, 5, 9, 2, 3]
     assert draft([1, 2, 3, 4, 5, 9, 2, 3], limit=2) == [4, 5]

@@ -30,7 +30,7 @@ def both(
     stop: StopSettings, kind: str = "right", start: int = 0, prompts: list[list[int]] = PROMPTS
 ) -> GenerationOutput:
     """Speculative output after checking that plain decoding and the stream agree with it."""
-    model, decoder = tiny(1)
+    model, decoder = tiny(3)
     futures = oracle(model, prompts)
     drafter = ScriptedDrafter(scripts(kind, futures, 13, 4), decoder if start else None, start)
     streamed: list[list[int]] = [[] for _ in prompts]
@@ -47,18 +47,20 @@ def both(
 @pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize("kind", ["right", "tree"])
 def test_eos_inside_an_accepted_draft(kind: str, start: int) -> None:
-    model, _ = tiny(1)
+    model, _ = tiny(3)
     futures = oracle(model, PROMPTS)
-    eos = futures[0][len(PROMPTS[0]) + 3]  # the fourth new token: in the middle of the first draft of four
+    new = futures[0][len(PROMPTS[0]) :]
+    eos = new[2]  # the prefill yields the first token; this is the second of the first draft of four
+    assert new.index(eos) == 2, "it must not end the sequence earlier"
     out = both(StopSettings(max_new_tokens=20, eos_token_ids=(eos,)), kind, start)
     for b, sequence in enumerate(out.sequences):
         assert sequence == reference(model, PROMPTS[b], 20, eos_token_id=eos)
         assert sequence.index(eos) == len(sequence) - 1 if eos in sequence else len(sequence) == 20
-    assert out.finish_reasons[0] == "eos"
+    assert (len(out.sequences[0]), out.finish_reasons[0]) == (3, "eos")
 
 
 def test_rows_end_at_different_steps_and_any_eos_counts() -> None:
-    model, _ = tiny(1)
+    model, _ = tiny(3)
     futures = oracle(model, PROMPTS)
     ends = tuple({futures[0][len(PROMPTS[0]) + 6], futures[2][len(PROMPTS[2]) + 1]})
     out = both(StopSettings(max_new_tokens=25, eos_token_ids=ends), "half_right", 1)
@@ -89,7 +91,7 @@ def test_the_models_own_context_ends_a_sequence() -> None:
     prompts = [[1 + i % 9 for i in range(MAX_POSITIONS - 6)], [4] * MAX_POSITIONS]
     out = both(StopSettings(max_new_tokens=50), "random", 1, prompts[:1])
     assert (len(out.sequences[0]), out.finish_reasons) == (6, ["context"])
-    _, decoder = tiny(1)
+    _, decoder = tiny(3)
     full = generate_autoregressive(decoder, prompts, stop=StopSettings(max_new_tokens=50))
     assert (full.sequences[1], full.finish_reasons[1]) == ([], "context")
     with pytest.raises(UserError, match=f"{MAX_POSITIONS + 1} tokens"):
@@ -97,7 +99,7 @@ def test_the_models_own_context_ends_a_sequence() -> None:
 
 
 def test_stop_strings_across_token_borders() -> None:
-    model, _ = tiny(1)
+    model, _ = tiny(3)
     texts = [decode(future[len(p) :]) for future, p in zip(oracle(model, PROMPTS), PROMPTS, strict=True)]
     richest = max(range(3), key=lambda b: len(texts[b]))
     stop_string = texts[richest][3:7]
@@ -142,7 +144,7 @@ def test_blocks_end_where_single_tokens_do(
 
 
 def test_an_interrupt_leaves_nothing_broken() -> None:
-    model, decoder = tiny(1)
+    model, decoder = tiny(3)
     drafter = ScriptedDrafter(scripts("right", oracle(model, PROMPTS), 13, 0), decoder, 1)
     calls = 0
 
@@ -175,11 +177,11 @@ def test_drafts_that_break_the_contract(draft: Draft) -> None:
 )
 def test_prompts_are_refused(prompts: list[list[int]], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        generate_autoregressive(tiny(1)[1], prompts)
+        generate_autoregressive(tiny(3)[1], prompts)
 
 
 def test_no_prompts() -> None:
-    assert generate_autoregressive(tiny(1)[1], []).sequences == []
+    assert generate_autoregressive(tiny(3)[1], []).sequences == []
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_settings_refuse(values: dict) -> None:  # type: ignore[type-arg]
 
 
 def test_same_seed_same_text() -> None:
-    _, decoder = tiny(1)
+    _, decoder = tiny(3)
     s, stop = SamplingSettings(1.0, seed=5), StopSettings(max_new_tokens=12)
     assert (
         generate_autoregressive(decoder, PROMPTS, s, stop).sequences

@@ -168,8 +168,9 @@ def main() -> None:
 
     def save() -> None:
         save_atomically(
-            {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optims], "rng": rng.bit_generator.state,
-             "layers": model.config.num_hidden_layers, "progress": (step, phase_index, phase_step, tokens_seen)},
+            {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optims],
+             "rng": rng.bit_generator.state, "layers": model.config.num_hidden_layers,
+             "progress": (step, phase_index, phase_step, tokens_seen)},
             checkpoint,
         )
 

@@ -182,6 +182,39 @@ def test_kernel_and_torch_modules_draft_alike(decoders):
             assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 99), preset=st.sampled_from(["m2r2", "m2r2-carry"]), depth=st.integers(1, 7),
+       width=st.integers(1, 4), nodes=st.integers(1, 20), keep=st.sampled_from([0.0, 0.02, 0.1]),
+       reduced=st.sampled_from([None, 20]))
+def test_a_draft_in_one_kernel_call_is_the_draft_level_by_level(decoders, seed, preset, depth, width, nodes, keep,
+                                                                reduced):
+    if "native" not in decoders:
+        pytest.skip("no native kernel here")
+    decoder = decoders["native"]
+    stream = stream_of(LLAMA, preset, seed, gates=(2,), rank=8, draft_vocab=reduced)
+    config = M2R2DecodeConfig(depth, width, nodes, keep, keep)
+    seen = []
+    for whole in (True, False):
+        drafter = M2R2Drafter(decoder, stream, config)
+        drafts = []
+
+        def recording(seqs, roots, limits, sampler, drafter=drafter, drafts=drafts, whole=whole):
+            if whole:
+                made = M2R2Drafter.draft(drafter, seqs, roots, limits, sampler)
+            else:
+                made = M2R2Drafter.draft_by_levels(drafter, seqs, roots, limits, sampler)
+            drafts += made
+            return made
+
+        drafter.draft = recording
+        generate_speculative(decoder, drafter, PROMPTS[:1], stop=StopSettings(max_new_tokens=14))
+        seen.append(drafts)
+    assert len(seen[0]) == len(seen[1])
+    for one, other in zip(*seen, strict=True):
+        assert (one.tokens, one.parents) == (other.tokens, other.parents)
+        assert torch.equal(one.hidden, other.hidden)
+
+
 def test_settings_out_of_range_are_named():
     with pytest.raises(UserError, match="depth=0"):
         M2R2DecodeConfig(depth=0)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from multirate import __version__
-from multirate.cli import bench, demo, generate, info, train
+from multirate.cli import answers, bench, demo, generate, info, train
 from multirate.cli.errors import Group
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("generate")(generate.command)
+app.command("answers")(answers.command)
 app.command("train")(train.command)
 app.command("bench")(bench.command)
 app.command("demo")(demo.command)

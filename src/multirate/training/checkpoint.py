@@ -16,6 +16,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 from multirate.errors import UserError
+from multirate.integration.loader_files import write_custom_generate
 from multirate.methods.config import MethodConfig
 from multirate.methods.shape import BaseShape
 from multirate.methods.trained import trained_method
@@ -84,6 +85,7 @@ class Accelerator:
             "training": self.training, "results": self.results}
         write_atomically(directory / WEIGHTS, weights)
         write_atomically(directory / CARD, model_card(description).encode())
+        write_custom_generate(directory)
         write_atomically(directory / DESCRIPTION, (json.dumps(description, indent=2) + "\n").encode())
 
     @staticmethod

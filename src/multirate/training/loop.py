@@ -1,4 +1,8 @@
-"""Train an accelerator beside a frozen base: one process, or several under ``accelerate launch``."""
+"""Train an accelerator beside a frozen base: one process, or several under ``accelerate launch``.
+
+On CPU, several processes need ``accelerate launch --multi_gpu --num_processes N`` (without a GPU it uses gloo) or
+``torchrun``: with ``--cpu`` accelerate starts a single process unless mpirun starts the others.
+"""
 
 from __future__ import annotations
 
@@ -199,14 +203,15 @@ class _Run:
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
                 self.step += 1
-                self.tokens += seen * world
+                stop, seen = self._together(stop_asked(), seen)
+                self.tokens += seen
+                progress.advance(self.step, seen)
                 now = time.monotonic()
                 self.seconds, clock = self.seconds + now - clock, now
-                progress.advance(self.step, seen * world)
                 if self.step % s.log_every == 0:
                     progress.report(self.step, describe(summary, sum(losses) / len(losses)))
                     summary, losses = Summary.empty(self.objective.terms, self.objective.has_arla), []
-                stop = self._anyone(stop_asked()) and self.step < s.steps
+                stop = stop and self.step < s.steps
                 due = s.checkpoint_steps is not None and self.step % s.checkpoint_steps == 0
                 if self.main and (stop or due or now - saved_at > s.checkpoint_seconds):
                     self._save()
@@ -215,11 +220,13 @@ class _Run:
                     return False
         return True
 
-    def _anyone(self, asked: bool) -> bool:
-        """Whether any process was asked to stop: all leave after the same step."""
+    def _together(self, asked: bool, seen: int) -> tuple[bool, int]:
+        """Whether any process was asked to stop (all leave after the same step), and the tokens of all of them."""
         if self.launcher.num_processes == 1:
-            return asked
-        return bool(self.launcher.reduce(torch.tensor(float(asked), device=self.launcher.device)).item())
+            return asked, seen
+        both = torch.tensor([float(asked), float(seen)], device=self.launcher.device)
+        stops, tokens = self.launcher.reduce(both).tolist()
+        return stops > 0, int(tokens)
 
     def _save(self) -> None:
         save_state(self.out, {

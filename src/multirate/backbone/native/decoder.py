@@ -164,9 +164,9 @@ class NativeDecoder(Decoder):
         accelerated = rows.accelerated
         self._library.mr_layers(
             ctypes.addressof(self.shape), ctypes.addressof(self.packed_layers), cache.address, adapters,
-            x.data_ptr(), len(rows.seq), rows.seq.ctypes.data, rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data,
-            rows.tree.ctypes.data, None if accelerated is None else accelerated.ctypes.data, cache.capacity,
-            start, stop,
+            x.data_ptr(), len(rows.seq), rows.seq.ctypes.data, rows.slot.ctypes.data, rows.pos.ctypes.data,
+            rows.prefix.ctypes.data, rows.tree.ctypes.data, None if accelerated is None else accelerated.ctypes.data,
+            cache.capacity, start, stop,
         )
 
     def norm(self, x: Tensor) -> Tensor:

@@ -73,6 +73,13 @@ class Stream(ctypes.Structure):
     ]
 
 
+class TreeLimits(ctypes.Structure):
+    _fields_ = [
+        *((name, int32) for name in ("depth", "width", "nodes", "top")),
+        *((name, ctypes.c_double) for name in ("expand", "keep")),
+    ]
+
+
 def _cache_folder() -> Path:
     root = os.environ.get("MULTIRATE_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "multirate"
@@ -128,5 +135,9 @@ def kernel() -> ctypes.CDLL:
         pointer, pointer, integers, pointer, integers, pointer, integers, integers, *[pointer] * 7,
     ]
     library.mr_head_top.argtypes = [pointer, pointer, floats, pointer, *[integers] * 3, *[pointer] * 3]
+    library.mr_draft_tree.argtypes = [
+        pointer, pointer, integers, pointer, integers, pointer, pointer, floats, integers, pointer, *[integers] * 3,
+        *[pointer] * 7,
+    ]
     library.mr_set_threads.argtypes = [integers]
     return library

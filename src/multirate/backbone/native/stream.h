@@ -53,4 +53,141 @@ void mr_head_top(const Linear *head, const float *norm, float eps, const float *
     mr_linear(head, p, norm, eps, n, logits, 0);
     mr_top(logits, n, vocab, head->out, k, ids, probabilities);
 }
+
+#define MAX_NODES 63
+
+typedef struct {
+    double reach;
+    int32_t parent;
+    int64_t token;
+} Candidate;
+
+typedef struct {
+    int32_t depth, width, nodes, top;
+    double expand, keep;
+} TreeLimits;
+
+// Best first; equal reaches keep their order (as Python's sort does).
+static void sort_candidates(Candidate *c, int count) {
+    for (int i = 1; i < count; i++) {
+        Candidate one = c[i];
+        int j = i;
+        for (; j > 0 && c[j - 1].reach < one.reach; j--) c[j] = c[j - 1];
+        c[j] = one;
+    }
+}
+
+// A whole greedy draft tree of one sequence (methods/m2r2/tree.py states the rules; a test holds the two together).
+// ids, carried: `refresh` committed tokens to refresh, then the root, which goes to slot `length`.
+// token_map: id of each head output, or NULL. Fills tokens, parents [nodes] and hidden [nodes + 1, d]; returns the
+// number of nodes. scratch: (refresh + 2 + (3 * (nodes + 1) + 1)) * d + width * head->out floats.
+int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, const LayerCache *block_cache,
+                  int block_capacity, const Linear *head, const float *head_norm, float head_eps, int vocab,
+                  const int64_t *token_map, int sequence, int length, int refresh, const int64_t *ids,
+                  const float *carried, const TreeLimits *limits, int64_t *tokens, int32_t *parents, float *hidden,
+                  float *scratch) {
+    int d = stream->shape->hidden, n = 0, rows = refresh + 1;
+    size_t row_bytes = (size_t)d * sizeof(float);
+    int32_t seq[MAX_NODES + 1], slot[MAX_NODES + 1], pos[MAX_NODES + 1], prefix[MAX_NODES + 1];
+    int64_t bits[MAX_NODES + 1], tree[MAX_NODES + 1], row_ids[MAX_NODES + 1];
+    double reach[MAX_NODES + 1];
+    int32_t depth[MAX_NODES + 1], frontier[MAX_NODES + 1], count = 1, ran = 1;
+    Candidate leaves[MAX_NODES * 17], found[17 * 17];
+    int leaf_count = 0;
+    float *p_nodes = scratch;                              // [nodes + 1, d]
+    float *x = p_nodes + (size_t)(limits->nodes + 1) * d;  // [2 * (nodes + 1) or refresh + 2, d]
+    float *carry = x + (size_t)(2 * (limits->nodes + 1) + refresh + 2) * d;
+    float *logits = carry + (size_t)(limits->nodes + 1) * d;
+
+    for (int r = 0; r < rows; r++) {
+        seq[r] = sequence;
+        slot[r] = pos[r] = length - refresh + r;
+        prefix[r] = slot[r] + 1;
+        tree[r] = 0;
+    }
+    mr_stream_step(stream, caches, capacity, block_cache, block_capacity, ids, rows, 1, seq, slot, pos, prefix, tree,
+                   carried, x);
+    memcpy(hidden, x, row_bytes);
+    memcpy(p_nodes, x + (size_t)rows * d, row_bytes);
+    reach[0] = 1.0; depth[0] = 0; bits[0] = 0; frontier[0] = 0;
+
+    while (count && limits->depth > 0) {
+        int64_t best[17 * 17];
+        float probs[17 * 17];
+        int k = limits->top < vocab ? limits->top : vocab, candidates = 0;
+        for (int f = 0; f < count; f++) memcpy(x + (size_t)f * d, p_nodes + (size_t)frontier[f] * d, row_bytes);
+        mr_head_top(head, head_norm, head_eps, x, count, vocab, k, logits, best, probs);
+        for (int f = 0; f < count; f++) {
+            int node = frontier[f];
+            if (depth[node] >= limits->depth) continue;
+            for (int j = 0; j < k; j++) {
+                double here = reach[node] * (double)probs[f * k + j];
+                if (here < limits->keep) break;
+                int64_t token = best[f * k + j];
+                found[candidates++] = (Candidate){here, node, token_map ? token_map[token] : token};
+            }
+        }
+        sort_candidates(found, candidates);
+        int room = limits->nodes - n, width = limits->width < room ? limits->width : room;
+        count = 0;
+        for (int c = 0; c < candidates; c++) {
+            int parent = found[c].parent;
+            if (count < width && found[c].reach >= limits->expand && depth[parent] + 1 < limits->depth) {
+                int node = ++n;
+                tokens[node - 1] = found[c].token;
+                parents[node - 1] = parent;
+                reach[node] = found[c].reach;
+                depth[node] = depth[parent] + 1;
+                bits[node] = bits[parent] | (int64_t)1 << (node - 1);
+                frontier[count++] = node;
+            } else if (leaf_count < MAX_NODES * 17) {
+                leaves[leaf_count++] = found[c];
+            }
+        }
+        if (!count) break;
+        for (int f = 0; f < count; f++) {
+            int node = frontier[f];
+            seq[f] = sequence;
+            slot[f] = length + node;
+            pos[f] = length + depth[node];
+            prefix[f] = length + 1;
+            tree[f] = bits[node];
+            row_ids[f] = tokens[node - 1];
+            memcpy(carry + (size_t)f * d, p_nodes + (size_t)parents[node - 1] * d, row_bytes);
+        }
+        mr_stream_step(stream, caches, capacity, block_cache, block_capacity, row_ids, count, count, seq, slot, pos,
+                       prefix, tree, carry, x);
+        for (int f = 0; f < count; f++) {
+            memcpy(hidden + (size_t)frontier[f] * d, x + (size_t)f * d, row_bytes);
+            memcpy(p_nodes + (size_t)frontier[f] * d, x + (size_t)(count + f) * d, row_bytes);
+        }
+        ran = n + 1;
+    }
+
+    sort_candidates(leaves, leaf_count);
+    for (int c = 0; c < leaf_count && n < limits->nodes; c++) {
+        int node = ++n, parent = leaves[c].parent;
+        tokens[node - 1] = leaves[c].token;
+        parents[node - 1] = parent;
+        depth[node] = depth[parent] + 1;
+        bits[node] = bits[parent] | (int64_t)1 << (node - 1);
+    }
+    int added = n + 1 - ran;
+    if (added > 0) {  // leaves: the slow stream alone, up to the gate
+        for (int f = 0; f < added; f++) {
+            int node = ran + f;
+            seq[f] = sequence;
+            slot[f] = length + node;
+            pos[f] = length + depth[node];
+            prefix[f] = length + 1;
+            tree[f] = bits[node];
+            row_ids[f] = tokens[node - 1];
+        }
+        float *h = hidden + (size_t)ran * d;
+        mr_embed(stream->table, row_ids, added, d, 1.0f, h);
+        mr_layers(stream->shape, stream->layers, caches, NULL, h, added, seq, slot, pos, prefix, tree, NULL, capacity, 0,
+                  stream->gate);
+    }
+    return n;
+}
 #endif

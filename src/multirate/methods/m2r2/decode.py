@@ -18,11 +18,13 @@ from torch import Tensor
 
 from multirate.backbone.decoder import Decoder
 from multirate.backbone.kv_cache import KVCache
+from multirate.backbone.native import NativeDecoder, library
 from multirate.backbone.rows import MAX_TREE_BIT, Rows
 from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.m2r2.tree import DraftTree
 from multirate.methods.registry import register
@@ -56,7 +58,7 @@ class _Waiting:
     """What the next draft of a sequence must know: accepted tokens to refresh, and the root's carried residual."""
 
     ids: list[int]
-    carried: list[Tensor]  # one [d] per id: h_L of the token before it
+    carried: Tensor  # [len(ids), d]: h_L of the token before each
     last: Tensor  # [d]: h_L of the last committed token
 
 
@@ -82,7 +84,7 @@ class M2R2Drafter(Drafter):
         self, seqs: Sequence[int], prompts: Sequence[Sequence[int]], hidden_final: Sequence[Tensor]
     ) -> None:
         for seq, prompt, hidden in zip(seqs, prompts, hidden_final, strict=True):
-            self._waiting[seq] = _Waiting([], [], hidden[-1])
+            self._waiting[seq] = _Waiting([], hidden[:0], hidden[-1])
             if self._refresh:
                 carried = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
                 self.runner.step(list(prompt), Rows.causal(seq, 0, len(prompt)), carried, fresh=0)
@@ -93,15 +95,26 @@ class M2R2Drafter(Drafter):
             tokens = self._sampler.tokens[seq]
             # tokens end in the next root; before it come the accepted nodes, whose carried residuals are now known
             waiting.ids = tokens[-len(path) : -1]
-            waiting.carried = list(hidden_final[:-1])
+            waiting.carried = hidden_final[:-1]
         else:
-            waiting.ids, waiting.carried = [], []
+            waiting.ids, waiting.carried = [], hidden_final[:0]
         waiting.last = hidden_final[-1]
 
     def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
         plain = sampler.greedy and not sampler.settings.uses_context
         c = self.config
         limit = min(c.depth, c.nodes)
+        if plain and len(seqs) == 1 and isinstance(self.runner, NativeStreamRunner):
+            # the common case, a whole draft in one kernel call; the levels below are the same by test
+            return [self._draft_in_kernel(self.runner, seqs[0], roots[0], min(limit, limits[0]))]
+        return self.draft_by_levels(seqs, roots, limits, sampler)
+
+    def draft_by_levels(
+        self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler
+    ) -> list[Draft]:
+        """`draft` for any batch, sampling and decoder: one pass of both streams per level, all sequences in it."""
+        plain = sampler.greedy and not sampler.settings.uses_context
+        limit = min(self.config.depth, self.config.nodes)
         trees = [DraftTree(min(limit, wanted)) for wanted in limits]
         h_gate, p = self._first_pass(seqs, roots)
         hidden: list[list[Tensor]] = [[row] for row in h_gate.split(1)]
@@ -120,6 +133,18 @@ class M2R2Drafter(Drafter):
                 self._next_pass(trees, live, frontier, seqs, hidden, outputs)
         return self._finish(trees, seqs, hidden, probs, plain)
 
+    def _draft_in_kernel(self, runner: NativeStreamRunner, seq: int, root: int, depth: int) -> Draft:
+        waiting, c = self._waiting[seq], self.config
+        carried = torch.cat([waiting.carried, waiting.last[None]]) if self._carry else None
+        limits = library.TreeLimits(depth, c.width, c.nodes, self._candidates, c.expand, c.keep)
+        return runner.draft_tree(seq, self._cache.lengths[seq], [*waiting.ids, root], carried, limits)
+
+    @property
+    def _candidates(self) -> int:
+        """Tokens looked at below a node: one more than the width may become a leaf."""
+        c = self.config
+        return c.width + 1 if c.width > 1 or c.nodes > c.depth else 1
+
     # -- the passes ---------------------------------------------------------------------------------
 
     def _first_pass(self, seqs: Sequence[int], roots: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -131,13 +156,13 @@ class M2R2Drafter(Drafter):
             if waiting.ids:
                 parts.append(Rows.causal(seq, lengths[seq] - len(waiting.ids), len(waiting.ids)))
                 ids += waiting.ids
-                carried += waiting.carried
+                carried.append(waiting.carried)
         for seq, root in zip(seqs, roots, strict=True):
             parts.append(Rows.causal(seq, lengths[seq], 1))
             ids.append(root)
-            carried.append(self._waiting[seq].last)
+            carried.append(self._waiting[seq].last[None])
         h_gate, p = self.runner.step(
-            ids, Rows.concat(parts), torch.stack(carried) if self._carry else None, fresh=len(seqs)
+            ids, Rows.concat(parts), torch.cat(carried) if self._carry else None, fresh=len(seqs)
         )
         return h_gate, p[len(ids) - len(seqs) :]
 
@@ -170,8 +195,7 @@ class M2R2Drafter(Drafter):
 
     def _grow_best(self, trees: list[DraftTree], live: list[int], frontier: list[list[int]], p: Tensor) -> None:
         c = self.config
-        # two leaves beyond the width are worth a look; more are never kept at the default thresholds
-        ids, best = self.runner.top(p, c.width + 1 if c.width > 1 or c.nodes > c.depth else 1)
+        ids, best = self.runner.top(p, self._candidates)
         at = 0
         for i in live:
             count = len(frontier[i])
@@ -224,9 +248,6 @@ class M2R2Drafter(Drafter):
 
 def make_runner(decoder: Decoder, stream: AcceleratedStream, gate: int) -> StreamRunner:
     """The fastest runner for `decoder`."""
-    from multirate.backbone.native import NativeDecoder
-    from multirate.methods.m2r2.native_runner import NativeStreamRunner
-
     if isinstance(decoder, NativeDecoder) and NativeStreamRunner.supports(decoder, stream):
         return NativeStreamRunner(decoder, stream, gate)
     return StreamRunner(decoder, stream, gate)

@@ -14,6 +14,7 @@ from multirate.backbone.native.adapters import AdapterPack
 from multirate.backbone.native.cache import NativeKVCache
 from multirate.backbone.native.packing import Owner, array_of, interleave_gate_up
 from multirate.backbone.rows import Rows
+from multirate.decoding.drafter import MAX_TREE_NODES, Draft
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
 from multirate.methods.m2r2.runner import StreamRunner
 
@@ -42,11 +43,14 @@ class NativeStreamRunner(StreamRunner):
         config, carry = stream.config, stream.carry
         self._head, self._vocab = decoder.head, decoder.facts.vocab_size
         self._token_list: list[int] | None = None
+        self._token_map: int | None = None
+        self._scratch = torch.empty(0)
+        self._tree_tokens, self._tree_parents = np.empty(MAX_TREE_NODES, np.int64), np.empty(MAX_TREE_NODES, np.int32)
         if stream.draft_tokens is not None:
             chosen = stream.draft_tokens.cpu()
             bias = None if decoder.head_bias is None else decoder.head_bias[chosen]
             self._head, self._vocab = owner.linear(decoder.head_weight[chosen], bias), len(chosen)
-            self._token_list = chosen.tolist()
+            self._token_list, self._token_map = chosen.tolist(), owner.address(chosen.to(torch.int64).contiguous())
         self._adapters = AdapterPack(self.adapters, decoder.facts.num_layers) if self.adapters else None
         self._packed = library.Stream(
             shape=ctypes.addressof(decoder.shape),
@@ -99,6 +103,33 @@ class NativeStreamRunner(StreamRunner):
             None if carried is None else carried.data_ptr(), x.data_ptr(),
         )
         return x[:fresh], x[fresh:]
+
+    def draft_tree(
+        self, seq: int, length: int, ids: list[int], carried: Tensor | None, limits: library.TreeLimits
+    ) -> Draft:
+        """A whole greedy draft of one sequence in one kernel call: `step`, `top`, DraftTree and `slow` together.
+
+        ids, carried: the tokens to refresh, then the root (slot `length`), as for `step`. Reserves cache slots.
+        """
+        cache, own, nodes, d = self._native_cache, self._own, limits.nodes, self._d
+        for store in (cache, own):
+            if store is not None and length + nodes >= store.capacity:
+                store.reserve(max(length + nodes + 1, 2 * store.capacity))
+        refresh = len(ids) - 1
+        scratch = (4 * (nodes + 1) + refresh + 2) * d + limits.width * self._head.outputs
+        if self._scratch.numel() < scratch:
+            self._scratch = torch.empty(scratch)
+        tokens, parents = self._tree_tokens, self._tree_parents
+        hidden = torch.empty(nodes + 1, d)
+        entering = np.array(ids, dtype=np.int64)
+        count = self._library.mr_draft_tree(
+            self._stream, cache.address, cache.capacity, None if own is None else own.address,
+            0 if own is None else own.capacity, self._head_address, self.decoder.norm_address, self.decoder.eps,
+            self._vocab, self._token_map, seq, length, refresh, entering.ctypes.data,
+            None if carried is None else carried.data_ptr(), ctypes.addressof(limits), tokens.ctypes.data,
+            parents.ctypes.data, hidden.data_ptr(), self._scratch.data_ptr(),
+        )
+        return Draft(tokens[:count].tolist(), parents[:count].tolist(), hidden[: count + 1])
 
     def top(self, p: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
         p = p.contiguous()

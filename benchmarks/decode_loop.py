@@ -1,0 +1,139 @@
+"""The decoding loop by itself: our loop against transformers' `generate`, the bandwidth roof, and what rows cost.
+
+    python benchmarks/decode_loop.py --shape 110M --json benchmarks/results/decode_loop_110M.json
+
+Random weights of a Llama shape in bf16. Everything is interleaved in one process; medians over repeats.
+Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from multirate.backbone.decoder import load_decoder
+from multirate.backbone.rows import Rows
+from multirate.decoding.autoregressive import generate_autoregressive
+from multirate.decoding.stopping import StopSettings
+from multirate.evaluation.provenance import collect
+
+SHAPES = {  # hidden, intermediate, layers, heads, kv heads, vocabulary
+    "16M": (256, 704, 20, 4, 2, 4096),
+    "110M": (768, 2048, 12, 12, 12, 32000),
+    "340M": (1024, 2816, 24, 16, 16, 32000),
+    "1.1B": (2048, 5632, 22, 32, 4, 32000),
+}
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+def build(shape: str) -> LlamaForCausalLM:
+    d, inner, layers, heads, kv_heads, vocab = SHAPES[shape]
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(
+            hidden_size=d, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=kv_heads, vocab_size=vocab, max_position_embeddings=1024, tie_word_embeddings=True,
+            head_dim=64, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+        ))
+    fresh = LlamaForCausalLM(model.config) if shape != "1.1B" else LlamaForCausalLM(model.config).to(torch.bfloat16)
+    return fresh.to(torch.bfloat16).eval()
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def read_bandwidth() -> float:
+    """GB/s of summing 512 MB with all threads: what reading memory once can give."""
+    block = torch.ones(1 << 26, dtype=torch.int64)
+    block.sum()
+    return block.nbytes / min(seconds(block.sum) for _ in range(5)) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="110M")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    model = build(args.shape)
+    decoder = load_decoder(model)
+    prompt = torch.randint(0, model.config.vocab_size, (1, 32), generator=torch.Generator().manual_seed(1))
+    stop = StopSettings(max_new_tokens=args.tokens)
+
+    def ours() -> list[int]:
+        return generate_autoregressive(decoder, [prompt[0].tolist()], stop=stop).sequences[0]
+
+    @torch.no_grad()
+    def theirs() -> torch.Tensor:
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=args.tokens,
+                              do_sample=False)
+
+    layers, d = decoder.facts.num_layers, decoder.facts.hidden_size
+    cache = decoder.new_cache(1, 256)
+
+    def step(rows: Rows) -> None:
+        x = torch.zeros(len(rows), d)
+        decoder.logits(decoder.layers(x, rows, 0, layers, cache))
+
+    def second_stream() -> None:
+        """A slow row and an accelerated row of the same token in every layer."""
+        both = Rows.concat([Rows.causal(0, 100, 1), Rows.accelerated_at(0, np.array([100]))])
+        decoder.layers(torch.zeros(2, d), both, 0, layers, cache)
+
+    def one_stream() -> None:
+        decoder.layers(torch.zeros(1, d), Rows.causal(0, 100, 1), 0, layers, cache)
+
+    ours(), theirs()
+    runs: dict[str, list[float]] = {"generate": [], "ours": [], "roof": []}
+    for _ in range(args.repeats):
+        runs["ours"].append(args.tokens / seconds(ours))
+        runs["generate"].append(args.tokens / seconds(theirs))
+        runs["roof"].append(read_bandwidth())
+    row_runs: dict[str, list[float]] = {str(n): [] for n in ROWS} | {"one stream": [], "two streams": []}
+    for _ in range(4 * args.repeats):
+        for n in ROWS:
+            row_runs[str(n)].append(seconds(lambda n=n: step(Rows.causal(0, 100, n))))  # type: ignore[misc]
+        row_runs["one stream"].append(seconds(one_stream))
+        row_runs["two streams"].append(seconds(second_stream))
+    medians = {name: statistics.median(values) for name, values in row_runs.items()}
+    weight_bytes = sum(p.numel() for p in model.parameters()) * 2
+    ours_rate, theirs_rate = statistics.median(runs["ours"]), statistics.median(runs["generate"])
+    roof = statistics.median(runs["roof"])
+    result = {
+        **collect(torch.device("cpu")),
+        "shape": args.shape,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "backend": type(decoder).__name__,
+        "tokens": args.tokens,
+        "generate_tokens_per_second": theirs_rate,
+        "our_tokens_per_second": ours_rate,
+        "speedup_over_generate": ours_rate / theirs_rate,
+        "read_roof_gb_per_second": roof,
+        "weights_gb_per_second": weight_bytes * ours_rate / 1e9,
+        "share_of_roof": weight_bytes * ours_rate / 1e9 / roof,
+        "step_milliseconds_by_rows": {str(n): 1e3 * medians[str(n)] for n in ROWS},
+        "rows_cost": {str(n): medians[str(n)] / medians["1"] for n in ROWS},
+        "second_stream_cost": medians["two streams"] / medians["one stream"],
+        "repeats": args.repeats,
+        "command": f"python benchmarks/decode_loop.py --shape {args.shape}",
+    }
+    print(json.dumps({k: v for k, v in result.items() if k not in ("command",)}, indent=2, default=str))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

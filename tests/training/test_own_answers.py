@@ -1,0 +1,70 @@
+"""The model's own answers as training data: what it would say, resumable, refused when made from other questions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from multirate.backbone.decoder import load_decoder
+from multirate.errors import UserError
+from multirate.training.own_answers import answer_questions
+
+WORDS = ["what", "is", "a", "the", "cat", "dog", "sun", "red", "blue", ".", "?", "User", "Assistant", ":"]
+
+
+@pytest.fixture(scope="module")
+def setup():
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<unk>", *WORDS])}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS) + 1, hidden_size=32, intermediate_size=32,
+                                         num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64))
+    return model.eval(), tokenizer
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data.jsonl"
+    rows = [{"instruction": f"what is a {w} ?", "output": "the sun"} for w in WORDS[4:9]]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def test_answers_are_the_models_greedy_text(setup, data, tmp_path):
+    model, tokenizer = setup
+    out = tmp_path / "own.jsonl"
+    assert answer_questions(load_decoder(model), tokenizer, [data], out, (), max_new_tokens=6, batch=2) == 5
+    for line in out.read_text().splitlines():
+        record = json.loads(line)
+        ids = tokenizer(f"User: {record['instruction']}\n\nAssistant:", return_tensors="pt",
+                        add_special_tokens=False)["input_ids"]
+        expected = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, ids.shape[1]:]
+        assert record["output"] == (tokenizer.decode(expected, skip_special_tokens=True).strip() or " ")
+
+
+def test_interrupted_work_is_continued_and_foreign_files_are_refused(setup, data, tmp_path):
+    model, tokenizer = setup
+    decoder, out = load_decoder(model), tmp_path / "own.jsonl"
+    answer_questions(decoder, tokenizer, [data], out, (), max_new_tokens=4)
+    whole = out.read_text()
+    lines = whole.splitlines(keepends=True)
+    out.write_text("".join(lines[:2]) + lines[2][:7])  # killed in the middle of a line
+    assert answer_questions(decoder, tokenizer, [data], out, (), max_new_tokens=4) == 5
+    assert out.read_text() == whole
+    out.write_text(lines[1] + lines[0])
+    with pytest.raises(UserError, match="line 1: made from other questions"):
+        answer_questions(decoder, tokenizer, [data], out, (), max_new_tokens=4)
+
+
+def test_limit_spreads_over_the_data(setup, data, tmp_path):
+    model, tokenizer = setup
+    out = tmp_path / "own.jsonl"
+    assert answer_questions(load_decoder(model), tokenizer, [data], out, (), max_new_tokens=2, limit=2) == 2
+    asked = [json.loads(line)["instruction"] for line in out.read_text().splitlines()]
+    every = [json.loads(line)["instruction"] for line in data.read_text().splitlines()]
+    assert asked == [every[0], every[2]]

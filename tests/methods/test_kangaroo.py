@@ -93,7 +93,7 @@ def test_greedy_equals_plain_decoding_and_the_adapter_cache_has_no_holes(thresho
 
 
 def test_full_acceptance_is_back_filled() -> None:
-    """With deeper layers silenced the exit equals the model, so whole drafts are accepted and back-filling must work."""
+    """With deeper layers silenced the exit equals the model, so whole drafts are accepted: back-filling must work."""
     model = base()
     with torch.no_grad():
         for layer in model.model.layers[2:]:

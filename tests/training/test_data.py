@@ -67,7 +67,7 @@ def test_malformed_lines_are_named(tmp_path: Path, content: str, words: list[str
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nothing.jsonl cannot be read"):
+    with pytest.raises(UserError, match=r"nothing\.jsonl cannot be read"):
         read_conversations(tmp_path / "nothing.jsonl")
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xe9"}')
     with pytest.raises(UserError, match="not UTF-8"):

@@ -63,7 +63,7 @@ def test_ctrl_c_then_resume_gives_the_uninterrupted_weights(
 
     def interrupting(self: loop.TrainProgress, step: int, tokens: int) -> None:
         advance(self, step, tokens)
-        if step == 7:
+        if step == 6:  # the request is honoured at the end of the step that follows
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
@@ -104,7 +104,7 @@ def test_reduced_head_takes_the_frequent_tokens(tmp_path: Path, model_dir: Path,
     assert Accelerator.from_pretrained(tmp_path, model).module.draft_tokens.tolist() == chosen
 
 
-def test_refusals_come_before_work(tmp_path: Path, model_dir: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_come_before_work(tmp_path: Path, model_dir: Path, data: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match=r"Output folder .*file"):
         train("no/such/model", [data], tmp_path / "file", settings=settings())
@@ -131,8 +131,9 @@ def test_two_processes_equal_one_with_accumulation(tmp_path: Path, model_dir: Pa
     """Two processes take the batches that one process takes as two micro-batches, so the weights agree."""
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-               "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", str(script),
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+               "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
+               str(script),
                str(model_dir), str(data), str(tmp_path / "two")]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=300, check=False)
@@ -141,7 +142,7 @@ def test_two_processes_equal_one_with_accumulation(tmp_path: Path, model_dir: Pa
         steps=4, tokens_per_batch=256, warmup_steps=2, optimizer="adamw", gradient_accumulation=2), options=OPTIONS)
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     for name in one:
-        torch.testing.assert_close(one[name], two[name], atol=2e-3, rtol=2e-2, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-2, msg=lambda m, n=name: f"{n}: {m}")
     import json
 
     described = [json.loads((tmp_path / n / "accelerator.json").read_text()) for n in ("one", "two")]

@@ -10,7 +10,7 @@ set -euo pipefail
 MODEL=$1 DATA=$2 OUT=$3
 STEPS=${STEPS:-450}
 mkdir -p "$OUT"
-multirate answers "$MODEL" --data "$DATA/chat.jsonl" --out "$OUT/own_answers.jsonl" --limit 4500 --max-new-tokens 140
+multirate answers "$MODEL" --data "$DATA/chat.jsonl" --out "$OUT/own_answers.jsonl" --limit 2000 --max-new-tokens 140
 for method in ${METHODS:-m2r2-carry kangaroo m2r2}; do
     options=()
     [ "$method" = kangaroo ] && options=(--option exit_layer=1 --option match_parameters="${KANGAROO_SIZE:-1240000}")

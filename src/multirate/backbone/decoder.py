@@ -98,6 +98,13 @@ def _native_class() -> Any:
         raise
 
 
+def _hf_class(device: torch.device) -> Any:
+    """The decoder that calls the model's own layers; on CUDA the one that records and replays them."""
+    if device.type == "cuda":
+        return importlib.import_module("multirate.backbone.cuda_graphs").GraphedDecoder
+    return importlib.import_module("multirate.backbone.hf_decoder").HFDecoder
+
+
 def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
     """The decoder that runs `model`: "native" (packed weights, our kernel), "hf" (the model's own layers) or "auto".
 
@@ -114,6 +121,6 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
             return decoder
         if backend == "native":
             raise UserError(f"backend='native' cannot run this model: {reason}; use backend='hf' or 'auto'")
-    from multirate.backbone.hf_decoder import HFDecoder
-
-    return HFDecoder(model)
+    parameter = next(model.parameters(), None)
+    made: Decoder = _hf_class(torch.device("cpu") if parameter is None else parameter.device)(model)
+    return made

@@ -11,11 +11,13 @@ MODEL=$1 DATA=$2 OUT=$3
 STEPS=${STEPS:-450}
 mkdir -p "$OUT"
 multirate answers "$MODEL" --data "$DATA/chat.jsonl" --out "$OUT/own_answers.jsonl" --limit 2000 --max-new-tokens 140
+own=()  # six times: about a third of what is seen
+for _ in 1 2 3 4 5 6; do own+=(--data "$OUT/own_answers.jsonl"); done
 for method in ${METHODS:-m2r2-carry kangaroo m2r2}; do
     options=()
     [ "$method" = kangaroo ] && options=(--option exit_layer=1 --option match_parameters="${KANGAROO_SIZE:-1240000}")
     [ -f "$OUT/$method/accelerator.json" ] && continue
-    multirate train "$MODEL" --data "$OUT/own_answers.jsonl" --data "$DATA/chat.jsonl" \
+    multirate train "$MODEL" --data "$DATA/chat.jsonl" "${own[@]}" \
         --heldout-files "$DATA/heldout_chat.jsonl" --heldout-samples 96 \
         --out "$OUT/$method" --method "$method" --steps "$STEPS" --seed 1 "${options[@]}"
 done

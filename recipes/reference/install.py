@@ -21,9 +21,9 @@ pipeline_tag: text-generation
 ---
 # multirate reference model
 
-A {parameters:.1f}M-parameter Llama ({layers} layers, width {width}, vocabulary {vocab}) that exists so that `multirate demo`
-and the benchmarks run offline on a model whose origin is known. It writes mostly grammatical English; it knows almost
-nothing, repeats itself, and must not be used for advice, least of all medical.
+A {parameters:.1f}M-parameter Llama ({layers} layers, width {width}, vocabulary {vocab}) that exists so that
+`multirate demo` and the benchmarks run offline on a model whose origin is known. It writes mostly grammatical English;
+it knows almost nothing, repeats itself, and must not be used for advice, least of all medical.
 
 | | |
 |---|---|

@@ -9,7 +9,6 @@ from typing import Any
 
 from multirate.backbone.decoder import Decoder, load_decoder
 from multirate.decoding.autoregressive import generate_autoregressive
-from multirate.decoding.cost_model import CostModel, measure_costs
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
@@ -50,11 +49,10 @@ def attach(
 
 @dataclass
 class _Speculation:
-    """A drafter, what it costs here (measured on first use) and how well its drafts have been accepted so far."""
+    """A drafter and how well its drafts have been accepted so far."""
 
     drafter: Drafter
     prior: list[float]
-    costs: CostModel | None = None
     accepted: int = 0
     levels: int = 0
     rounds: int = 0
@@ -176,9 +174,7 @@ class Engine:
         rates = speculation.rates()
         if rates is None:
             return True
-        if speculation.costs is None:
-            speculation.costs = measure_costs(self.decoder, speculation.drafter.start)
-        verdict = speculation.costs.verdict(rates)
+        verdict = speculation.drafter.costs(self.decoder).verdict(rates)
         if not verdict.pays:
             self.notice = verdict.message
         return verdict.pays

@@ -94,6 +94,14 @@ def test_greedy_is_the_base_on_other_architectures(name):
     assert fast.sequences == plain.sequences and fast.stats.drafted > 0
 
 
+def test_presets_fit_a_model_without_gated_mlp():
+    from multirate.methods.teacher import Teacher
+
+    shape = Teacher(model_of(OTHERS["gpt2"])).shape
+    assert M2R2Config.for_base(shape, "m2r2-carry").mlp_adapter == "parallel"
+    assert M2R2Config.for_base(Teacher(model_of(LLAMA)).shape, "m2r2-carry").mlp_adapter == "lora"
+
+
 def test_cache_after_every_round_is_a_fresh_prefill(decoders):
     decoder = decoders["hf"]
     rounds = []

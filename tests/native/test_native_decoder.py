@@ -129,7 +129,7 @@ def test_batch_rows_equal_single_sequences():
     decoder = NativeDecoder(make("qwen3-norms"))
     prompts = [list(range(3)), list(range(40, 59)), [7]]
     rows = Rows.concat([Rows.causal(b, 0, len(p)) for b, p in enumerate(prompts)])
-    x = decoder.embed(torch.tensor(sum(prompts, [])), rows.pos)
+    x = decoder.embed(torch.tensor([token for prompt in prompts for token in prompt]), rows.pos)
     together = decoder.logits(decoder.layers(x, rows, 0, 3, decoder.new_cache(3, 32)))
     parts = torch.cat([run(decoder, p, 0, decoder.new_cache(1, 32)) for p in prompts])
     assert torch.equal(together, parts)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
+from multirate.backbone.decoder import Decoder
 from multirate.backbone.kv_cache import KVCache
 from multirate.backbone.rows import MAX_TREE_BIT
+from multirate.decoding.cost_model import CostModel, measure_costs
 from multirate.decoding.sampler import Sampler
 
 MAX_TREE_NODES = MAX_TREE_BIT + 1
@@ -104,6 +106,21 @@ class Drafter(ABC):
     start: int = 0
     max_nodes: int = MAX_TREE_NODES
     lossless: bool = True
+
+    _costs: CostModel | None = None
+
+    def costs(self, decoder: Decoder) -> CostModel:
+        """What a draft step, a verification and a plain step take on this machine; measured once (under half a second).
+
+        Not during a generation: the trial step may use the drafter's state.
+        """
+        if self._costs is None:
+            self._costs = measure_costs(decoder, self.start, self.trial_step())
+        return self._costs
+
+    def trial_step(self) -> Callable[[], object] | None:
+        """What drafts one more token for one sequence, to be timed; None: what `measure_costs` assumes."""
+        return None
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:  # noqa: B027 - a drafter without state needs none
         """A generation begins on an empty `cache`. Forget the one before, which may have been interrupted."""

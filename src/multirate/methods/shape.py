@@ -21,6 +21,12 @@ class BaseShape:
     norm_eps: float
     rope_theta: float
     is_moe: bool
+    sites: frozenset[str] | None = None
+    """Adapter sites that every layer has (backbone's LayerParts.sites); None: unknown, taken as all."""
+
+    def has_sites(self, *names: str) -> bool:
+        """Whether adapters can sit at all of ``names`` ("q", "o", "gate", "up", "down", "mlp")."""
+        return self.sites is None or self.sites.issuperset(names)
 
     @staticmethod
     def of(config: Any) -> BaseShape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -43,7 +43,8 @@ class Teacher:
     def __init__(self, model: Any) -> None:
         model.requires_grad_(False).eval()
         self.parts = find_parts(model)
-        self.shape = BaseShape.of(model.config)
+        sites = frozenset.intersection(*(frozenset(layer.sites) for layer in self.parts.layers))
+        self.shape = replace(BaseShape.of(model.config), sites=sites)
         head = self.parts.head
         self.head = Head(
             cast(Tensor, head.weight),

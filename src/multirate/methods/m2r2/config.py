@@ -104,12 +104,15 @@ class M2R2Config(MethodConfig):
             # a multiple of 64 keeps packed kernels on whole tiles
             "block_intermediate": max(64, round(base.intermediate_size / 64) * 64),
         }
+        gated = base.has_sites("gate", "up", "down") and not base.is_moe
+        if not base.has_sites("q", "o"):
+            values |= {"attention_adapter": False}
         if preset == "m2r2":
             values |= {"gates": default_paper_gates(base.num_layers)}
         else:
             values |= {
                 "gates": (1,),
-                "mlp_adapter": "parallel" if base.is_moe else "lora",
+                "mlp_adapter": "lora" if gated else "parallel",
                 "carry": True,
                 "block": True,
                 "unroll_steps": 3,

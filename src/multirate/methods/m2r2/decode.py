@@ -8,7 +8,7 @@ same calls, so verification starts at the gate (method.md §1.7).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
+from multirate.methods.m2r2.prices import Prices
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.m2r2.tree import DraftTree
 from multirate.methods.registry import register
@@ -35,22 +36,24 @@ class M2R2DecodeConfig:
     """How drafts grow. Greedy drafts are trees, sampled ones chains.
 
     depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified at once.
-    expand, keep: least reach (see tree.py) of a node to draft from, and of a leaf to verify.
+    expand, keep: least reach (see tree.py) of a node to draft from, and of a leaf to verify; None: from measured
+    costs, so that a node is added exactly when it raises the expected tokens per second.
     """
 
     depth: int = 8
     width: int = 2
     nodes: int = 12
-    expand: float = 0.35
-    keep: float = 0.2
+    expand: float | None = None
+    keep: float | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in (("depth", 1, 32), ("width", 1, 16), ("nodes", 1, MAX_TREE_BIT)):
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"m2r2 setting {name}={getattr(self, name)} is out of range; accepted: {low} to {high}")
         for name in ("expand", "keep"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"m2r2 setting {name}={getattr(self, name)} is out of range; accepted: 0 to 1")
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise UserError(f"m2r2 setting {name}={value} is out of range; accepted: 0 to 1, or None")
 
 
 @dataclass
@@ -74,8 +77,26 @@ class M2R2Drafter(Drafter):
         self._carry = stream.carry is not None
         self.runner = make_runner(decoder, stream, self.start)
         self._waiting: dict[int, _Waiting] = {}
+        self._prices: Prices | None = None
+        self._expand, self._keep = self.config.expand or 0.0, self.config.keep or 0.0
+
+    def trial_step(self) -> Callable[[], object]:
+        """One level of one node on a cache of its own."""
+        self.runner.begin(self.decoder.new_cache(1, 64))
+        rows = Rows.causal(0, 40, 1)
+        carried = torch.zeros(1, self.decoder.facts.hidden_size, device=self.decoder.facts.device)
+
+        def level() -> object:
+            _, p = self.runner.step([0], rows, carried if self._carry else None, fresh=1)
+            return self.runner.top(p, self._candidates)
+
+        return level
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
+        if self._prices is None and (self.config.expand is None or self.config.keep is None):
+            self._prices = Prices.of(self.costs(self.decoder).costs)
+        if self._prices is not None:
+            self._prices.pause()
         self._cache, self._waiting = cache, {}
         self._sampler = sampler
         self.runner.begin(cache)
@@ -90,6 +111,8 @@ class M2R2Drafter(Drafter):
                 self.runner.step(list(prompt), Rows.causal(seq, 0, len(prompt)), carried, fresh=0)
 
     def accept(self, seq: int, path: list[int], hidden_final: Tensor) -> None:
+        if self._prices is not None:
+            self._prices.emitted(len(path))
         waiting = self._waiting[seq]
         if self._refresh and len(path) > 1:
             tokens = self._sampler.tokens[seq]
@@ -104,6 +127,10 @@ class M2R2Drafter(Drafter):
         plain = sampler.greedy and not sampler.settings.uses_context
         c = self.config
         limit = min(c.depth, c.nodes)
+        if self._prices is not None:
+            expand, keep = self._prices.thresholds(len(seqs))
+            self._expand = expand if c.expand is None else c.expand
+            self._keep = keep if c.keep is None else c.keep
         if plain and len(seqs) == 1 and isinstance(self.runner, NativeStreamRunner):
             # the common case, a whole draft in one kernel call; the levels below are the same by test
             return [self._draft_in_kernel(self.runner, seqs[0], roots[0], min(limit, limits[0]))]
@@ -136,7 +163,7 @@ class M2R2Drafter(Drafter):
     def _draft_in_kernel(self, runner: NativeStreamRunner, seq: int, root: int, depth: int) -> Draft:
         waiting, c = self._waiting[seq], self.config
         carried = torch.cat([waiting.carried, waiting.last[None]]) if self._carry else None
-        limits = library.TreeLimits(depth, c.width, c.nodes, self._candidates, c.expand, c.keep)
+        limits = library.TreeLimits(depth, c.width, c.nodes, self._candidates, self._expand, self._keep)
         return runner.draft_tree(seq, self._cache.lengths[seq], [*waiting.ids, root], carried, limits)
 
     @property
@@ -201,7 +228,7 @@ class M2R2Drafter(Drafter):
             count = len(frontier[i])
             room = c.nodes - len(trees[i].tokens)
             frontier[i] = trees[i].grow(
-                frontier[i], ids[at : at + count], best[at : at + count], min(c.width, room), c.expand, c.keep
+                frontier[i], ids[at : at + count], best[at : at + count], min(c.width, room), self._expand, self._keep
             )
             at += count
 
@@ -218,7 +245,7 @@ class M2R2Drafter(Drafter):
         tokens = sampler.choose(logits, rows_seqs, paths) if sampler.greedy else sampler.draw(q, rows_seqs)
         for k, i in enumerate(live):
             tree, node = trees[i], frontier[i][0]
-            if tree.depth[node] >= tree.depth_limit or (node and tree.reach[node] < self.config.keep):
+            if tree.depth[node] >= tree.depth_limit or (node and tree.reach[node] < self._expand):
                 frontier[i] = []
                 continue
             frontier[i] = [tree.add(node, tokens[k], tree.reach[node] * sure[k])]

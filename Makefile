@@ -24,7 +24,7 @@ demo: $(READY)
 	$(BIN)/multirate demo
 
 lint: $(READY)
-	$(BIN)/ruff check src tests recipes
+	$(BIN)/ruff check src tests recipes benchmarks
 	$(BIN)/mypy
 
 test: lint

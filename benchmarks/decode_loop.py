@@ -20,11 +20,16 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from multirate.backbone.decoder import load_decoder
+from multirate.backbone.decoder import Decoder, load_decoder
 from multirate.backbone.rows import Rows
 from multirate.decoding.autoregressive import generate_autoregressive
+from multirate.decoding.cost_model import CostModel, measure_costs
 from multirate.decoding.stopping import StopSettings
 from multirate.evaluation.provenance import collect
+from multirate.methods.m2r2.config import M2R2Config
+from multirate.methods.m2r2.decode import M2R2Drafter
+from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.methods.shape import BaseShape
 
 SHAPES = {  # hidden, intermediate, layers, heads, kv heads, vocabulary
     "16M": (256, 704, 20, 4, 2, 4096),
@@ -59,6 +64,13 @@ def read_bandwidth() -> float:
     block = torch.ones(1 << 26, dtype=torch.int64)
     block.sum()
     return block.nbytes / min(seconds(block.sum) for _ in range(5)) / 1e9
+
+
+def round_costs(decoder: Decoder, model: LlamaForCausalLM) -> CostModel:
+    """What a round of m2r2-carry costs on this shape: a level of its stream (random weights), and verification."""
+    base = BaseShape.of(model.config)
+    drafter = M2R2Drafter(decoder, AcceleratedStream(M2R2Config.for_base(base, "m2r2-carry"), base))
+    return measure_costs(decoder, drafter.start, drafter.trial_step(), budget_seconds=20.0, repeats=9)
 
 
 def main() -> None:
@@ -108,6 +120,7 @@ def main() -> None:
             row_runs[str(n)].append(seconds(lambda n=n: step(Rows.causal(0, 100, n))))  # type: ignore[misc]
         row_runs["one stream"].append(seconds(one_stream))
         row_runs["two streams"].append(seconds(second_stream))
+    costs = round_costs(decoder, model)
     medians = {name: statistics.median(values) for name, values in row_runs.items()}
     weight_bytes = sum(p.numel() for p in model.parameters()) * 2
     ours_rate, theirs_rate = statistics.median(runs["ours"]), statistics.median(runs["generate"])
@@ -127,6 +140,15 @@ def main() -> None:
         "step_milliseconds_by_rows": {str(n): 1e3 * medians[str(n)] for n in ROWS},
         "rows_cost": {str(n): medians[str(n)] / medians["1"] for n in ROWS},
         "second_stream_cost": medians["two streams"] / medians["one stream"],
+        "m2r2_carry_round": {
+            "plain_step_ms": 1e3 * costs.costs.plain_step,
+            "draft_level_ms": 1e3 * costs.costs.draft_step,
+            "verify_ms_by_rows": {str(n): 1e3 * t for n, t in costs.costs.verify.items()},
+        },
+        "projected_speedup_by_acceptance (not measured: these weights are random)": {
+            str(rate): dict(zip(("chain_length", "speedup"), costs.speedup(rate), strict=True))
+            for rate in (0.6, 0.7, 0.8, 0.9)
+        },
         "repeats": args.repeats,
         "command": f"python benchmarks/decode_loop.py --shape {args.shape}",
     }

@@ -1,0 +1,95 @@
+"""The README's results section, written from the committed result files alone.
+
+    python benchmarks/readme_table.py          # rewrite README.md
+    python benchmarks/readme_table.py --check  # exit 1 when README.md and the results differ
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- results: benchmarks/readme_table.py -->", "<!-- /results -->"
+NAMES = {
+    "generate": "`transformers` generate",
+    "autoregressive": "**our plain loop (the baseline)**",
+    "layerskip": "early exit (LayerSkip-style, no training)",
+    "prompt_lookup": "prompt lookup (no training)",
+    "kangaroo": "Kangaroo, adapter of m2r2-carry's size at its layer",
+    "m2r2": "`m2r2`: the paper's ideas, gate after layer 5",
+    "m2r2-carry": "`m2r2-carry`: ours, gate after layer 1",
+}
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def method_table(data: dict[str, Any]) -> str:
+    lines = ["| method | tokens/s | speedup | tokens per step | identical |", "|---|---|---|---|---|"]
+    for row in data["rows"]:
+        speedup = "–" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+        steps = "–" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}"
+        same = f"{row['identical']} of {data['prompts']}"
+        for kind in ("near_ties", "diverged"):
+            if row[kind]:
+                same += f", {row[kind]} {kind.replace('_', '-')}"
+        name = NAMES.get(row["method"], row["method"])
+        lines.append(f"| {name} | {row['tokens_per_second']:.0f} | {speedup} | {steps} | {same} |")
+    return "\n".join(lines)
+
+
+def loop_table(shapes: list[dict[str, Any]]) -> str:
+    heads = ("shape (random weights)", "generate", "our plain loop", "share of read bandwidth", "8 rows cost",
+             "second stream")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for s in shapes:
+        lines.append(
+            f"| {s['shape']} | {s['generate_tokens_per_second']:.0f} tok/s | {s['our_tokens_per_second']:.0f} tok/s "
+            f"({s['speedup_over_generate']:.1f}x) | {100 * s['share_of_roof']:.0f}% | {s['rows_cost']['8']:.2f} steps "
+            f"| +{100 * (s['second_stream_cost'] - 1):.0f}% |"
+        )
+    return "\n".join(lines)
+
+
+def section() -> str:
+    bench = load("mt_bench_reference.json")
+    shapes = [load(f"decode_loop_{name}.json") for name in ("110M", "340M", "1.1B")
+              if (RESULTS / f"decode_loop_{name}.json").exists()]
+    date = str(bench.get("date", ""))[:10]
+    return "\n\n".join([
+        BEGIN,
+        f"MT-Bench questions, embedded 16M reference model, {bench['dtype']}, batch 1, greedy, "
+        f"{bench['max_new_tokens']} new tokens at most, {bench['prompts']} prompts, {bench['threads']} threads of a "
+        f"{bench.get('cpu', bench['device'])}, {date}:",
+        method_table(bench),
+        "Every accelerator saw the same data for the same number of steps. The reference model is small and repeats "
+        "itself, which makes drafting easier than on a model you would use: train and run `multirate bench` on yours. "
+        "Reproduce with `multirate bench --suite mt_bench --data question.jsonl --methods "
+        f"{','.join(r['method'] for r in bench['rows'])} --json out.json`.",
+        "The plain loop by itself, batch 1, bf16, same machine:",
+        loop_table(shapes),
+        "*8 rows cost*: verifying eight drafted rows against one plain step. *Second stream*: both residual streams "
+        "against one. Reproduce with `python benchmarks/decode_loop.py --shape 110M`.",
+        END,
+    ])
+
+
+def main() -> None:
+    path = ROOT / "README.md"
+    text = path.read_text()
+    wanted = re.sub(re.escape(BEGIN) + r".*" + re.escape(END), lambda _: section(), text, flags=re.DOTALL)
+    if BEGIN not in text:
+        raise SystemExit(f"README.md has no {BEGIN} … {END} section")
+    if "--check" in sys.argv:
+        raise SystemExit(0 if wanted == text else "README.md differs from benchmarks/results: run readme_table.py")
+    path.write_text(wanted)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The README states what the committed results say, and its commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from multirate.cli.main import app
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_figures_are_the_committed_results():
+    if not (ROOT / "benchmarks/results/mt_bench_reference.json").exists():
+        pytest.fail("benchmarks/results/mt_bench_reference.json is missing: the README's figures have no source")
+    done = subprocess.run([sys.executable, "benchmarks/readme_table.py", "--check"], cwd=ROOT, capture_output=True,
+                          text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_multirate_command_of_the_readme_exists():
+    used = set(re.findall(r"^multirate (\w+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE))
+    assert used
+    for command in used:
+        assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+
+
+def test_files_stay_short():
+    long = [str(p.relative_to(ROOT)) for p in (ROOT / "src").rglob("*.py") if len(p.read_text().splitlines()) > 420]
+    assert not long

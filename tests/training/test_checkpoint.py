@@ -49,7 +49,7 @@ def test_round_trip(tmp_path: Path, method: str, options: dict[str, Any]) -> Non
         assert torch.equal(got, expected), name
     assert not any(p.requires_grad for p in loaded.module.parameters())
     assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == [
-        "README.md", "accelerator.json", "accelerator.safetensors"]
+        "README.md", "accelerator.json", "accelerator.safetensors", "custom_generate"]
     card = (tmp_path / "a" / "b" / "README.md").read_text()
     assert method in card and made.base["fingerprint"] in card
     half = Accelerator.from_pretrained(tmp_path / "a" / "b", small().bfloat16())

@@ -77,7 +77,7 @@ def test_greedy_is_the_base_token_for_token(decoders, backend, seed, preset, gat
         pytest.skip("no native kernel here")
     decoder = decoders[backend]
     stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced)
-    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth, width, nodes, keep, keep))
+    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep))
     stop = StopSettings(max_new_tokens=24)
     plain = generate_autoregressive(decoder, PROMPTS, stop=stop)
     fast = generate_speculative(decoder, drafter, PROMPTS, stop=stop)
@@ -200,7 +200,7 @@ def test_a_draft_in_one_kernel_call_is_the_draft_level_by_level(decoders, seed, 
         pytest.skip("no native kernel here")
     decoder = decoders["native"]
     stream = stream_of(LLAMA, preset, seed, gates=(2,), rank=8, draft_vocab=reduced)
-    config = M2R2DecodeConfig(depth, width, nodes, keep, keep)
+    config = M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep)
     seen = []
     for whole in (True, False):
         drafter = M2R2Drafter(decoder, stream, config)

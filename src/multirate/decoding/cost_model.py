@@ -12,10 +12,12 @@ import torch
 from multirate.backbone.decoder import Decoder
 from multirate.backbone.rows import Rows
 from multirate.decoding.draft_length import RoundCosts, expected_tokens
+from multirate.decoding.logits import SamplingSettings, greedy_tokens
 
 VERIFY_ROWS = (1, 2, 4, 8, 16)
 _MEASURE_ORDER = (4, 16, 1, 8, 2)  # most telling first: a slow model's time may not allow all of them
 _CONTEXT = 32
+GREEDY = SamplingSettings()
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def measure_costs(
         x = decoder.embed(ids[:rows_count], rows.pos) if first == 0 else hidden[:rows_count]
         x = decoder.layers(x, rows, first, last, cache)
         if head:
-            decoder.logits(x).argmax(dim=-1).tolist()
+            greedy_tokens(decoder.logits(x), GREEDY)
 
     def seconds(piece: Callable[[], object], essential: bool) -> float | None:
         if not essential and time.perf_counter() > deadline:

@@ -268,8 +268,9 @@ void mr_embed(const bf16 *table, const int64_t *ids, int count, int d, float sca
         for (int i = 0; i < d; i++) x[(size_t)n * d + i] = from_bf16(table[(size_t)ids[n] * d + i]) * scale;
 }
 
-// Best `k` of each row, highest first (ties: lower id), and their probabilities under softmax.
-void mr_top(const float *logits, int count, int vocab, int stride, int k, int64_t *ids, float *probabilities) {
+// Best `k` of each row, highest first (ties: lower id), and their probabilities under softmax(sharpness · logits).
+void mr_top(const float *logits, int count, int vocab, int stride, int k, float sharpness, int64_t *ids,
+            float *probabilities) {
     for (int n = 0; n < count; n++) {
         const float *row = logits + (size_t)n * stride;
         int64_t *id = ids + (size_t)n * k;
@@ -293,10 +294,10 @@ void mr_top(const float *logits, int count, int vocab, int stride, int k, int64_
         f16 sum = splat(0.0f);
         float top = best[0], total = 0.0f;
         int i = 0;
-        for (; i + 16 <= vocab; i += 16) sum += exp_vector(load(row + i) - splat(top));
+        for (; i + 16 <= vocab; i += 16) sum += exp_vector((load(row + i) - splat(top)) * splat(sharpness));
         for (int j = 0; j < 16; j++) total += sum[j];
-        for (; i < vocab; i++) total += expf(row[i] - top);
-        for (int j = 0; j < k; j++) best[j] = expf(best[j] - top) / total;
+        for (; i < vocab; i++) total += expf(sharpness * (row[i] - top));
+        for (int j = 0; j < k; j++) best[j] = expf(sharpness * (best[j] - top)) / total;
     }
 }
 

@@ -76,7 +76,7 @@ class Stream(ctypes.Structure):
 class TreeLimits(ctypes.Structure):
     _fields_ = [
         *((name, int32) for name in ("depth", "width", "nodes", "top")),
-        *((name, ctypes.c_double) for name in ("expand", "keep")),
+        *((name, ctypes.c_double) for name in ("expand", "keep", "sharpness")),
     ]
 
 
@@ -98,9 +98,13 @@ def _build(compiler: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / "kernel.so"
-        command = [compiler, *FLAGS, str(folder / "kernel.c"), "-o", str(built), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        if done.returncode:
+        # OpenMP shares torch's threads; a compiler without it gets the kernel's own pool
+        for openmp in (["-fopenmp"], []):
+            command = [compiler, *FLAGS, *openmp, str(folder / "kernel.c"), "-o", str(built), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            if not done.returncode:
+                break
+        else:
             raise NativeUnavailable(f"{compiler} could not build the kernel: {done.stderr.strip().splitlines()[-1:]}")
         os.replace(built, target)
 
@@ -129,12 +133,12 @@ def kernel() -> ctypes.CDLL:
     library.mr_layers.argtypes = [pointer] * 5 + [integers] + [pointer] * 6 + [integers] * 3
     library.mr_linear.argtypes = [pointer, pointer, pointer, floats, integers, pointer, integers]
     library.mr_embed.argtypes = [pointer, pointer, integers, integers, floats, pointer]
-    library.mr_top.argtypes = [pointer, integers, integers, integers, integers, pointer, pointer]
+    library.mr_top.argtypes = [pointer, integers, integers, integers, integers, floats, pointer, pointer]
     library.mr_move.argtypes = [pointer, integers, integers, integers, integers, integers, pointer, pointer, integers]
     library.mr_stream_step.argtypes = [
         pointer, pointer, integers, pointer, integers, pointer, integers, integers, *[pointer] * 7,
     ]
-    library.mr_head_top.argtypes = [pointer, pointer, floats, pointer, *[integers] * 3, *[pointer] * 3]
+    library.mr_head_top.argtypes = [pointer, pointer, floats, pointer, *[integers] * 3, floats, *[pointer] * 3]
     library.mr_draft_tree.argtypes = [
         pointer, pointer, integers, pointer, integers, pointer, pointer, floats, integers, pointer, *[integers] * 3,
         *[pointer] * 7,

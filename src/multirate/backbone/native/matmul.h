@@ -15,79 +15,46 @@ typedef struct {
     const f16 *unused;
 } Output;
 
-// Tiles of (vectors of 16 outputs) × rows whose accumulators all stay in registers: 4 × up to 6 rows, or half a
-// group, 2 × up to 12, so that verifying a dozen rows passes over the weights once. Named accumulators instead of an
-// array: compilers otherwise spill the array to the stack on every step.
-#define ZERO_FULL(n) f16 a##n##0 = splat(0.0f), a##n##1 = a##n##0, a##n##2 = a##n##0, a##n##3 = a##n##0;
-#define STEP_FULL(n) { uint32_t pair = x[n][k]; \
+// A tile is a group of 64 outputs (4 vectors) × up to 6 rows: 24 accumulators, all in registers. They have names
+// instead of an array: compilers otherwise spill the array to the stack on every step. Half-groups × 12 rows, which
+// would pass over the weights once for a dozen rows, measured slower (docs/experiments.md).
+#define ZERO_ROW(n) f16 a##n##0 = splat(0.0f), a##n##1 = a##n##0, a##n##2 = a##n##0, a##n##3 = a##n##0;
+#define STEP_ROW(n) { uint32_t pair = x[n][k]; \
     a##n##0 = dot_pairs(a##n##0, w0, pair); a##n##1 = dot_pairs(a##n##1, w1, pair); \
     a##n##2 = dot_pairs(a##n##2, w2, pair); a##n##3 = dot_pairs(a##n##3, w3, pair); }
-#define KEEP_FULL(n) acc[n][0] = a##n##0; acc[n][1] = a##n##1; acc[n][2] = a##n##2; acc[n][3] = a##n##3;
-#define ZERO_HALF(n) f16 a##n##0 = splat(0.0f), a##n##1 = a##n##0;
-#define STEP_HALF(n) { uint32_t pair = x[n][k]; \
-    a##n##0 = dot_pairs(a##n##0, w0, pair); a##n##1 = dot_pairs(a##n##1, w1, pair); }
-#define KEEP_HALF(n) acc[n][half * 2] = a##n##0; acc[n][half * 2 + 1] = a##n##1;
+#define KEEP_ROW(n) acc[n][0] = a##n##0; acc[n][1] = a##n##1; acc[n][2] = a##n##2; acc[n][3] = a##n##3;
 #define EACH_1(F) F(0)
 #define EACH_2(F) EACH_1(F) F(1)
 #define EACH_3(F) EACH_2(F) F(2)
 #define EACH_4(F) EACH_3(F) F(3)
 #define EACH_5(F) EACH_4(F) F(4)
 #define EACH_6(F) EACH_5(F) F(5)
-#define EACH_7(F) EACH_6(F) F(6)
-#define EACH_8(F) EACH_7(F) F(7)
-#define EACH_9(F) EACH_8(F) F(8)
-#define EACH_10(F) EACH_9(F) F(9)
-#define EACH_11(F) EACH_10(F) F(10)
-#define EACH_12(F) EACH_11(F) F(11)
-#define TILE_ROWS 12
+#define TILE_ROWS 6
 #define PREFETCH_STEPS 12  // steps of 256 bytes ahead
-#define FULL_GROUP(ROWS) \
+#define GROUP_ROWS(ROWS) \
     static void group_##ROWS(const uint32_t *weight, const uint32_t *const *rows, int pairs, f16 acc[TILE_ROWS][4]) { \
         const uint32_t *x[ROWS]; \
         for (int n = 0; n < ROWS; n++) x[n] = rows[n]; \
-        EACH_##ROWS(ZERO_FULL) \
+        EACH_##ROWS(ZERO_ROW) \
         for (int k = 0; k < pairs; k++, weight += 64) { \
             const uint32_t *ahead = weight + 64 * PREFETCH_STEPS; \
             __builtin_prefetch(ahead); __builtin_prefetch(ahead + 16); \
             __builtin_prefetch(ahead + 32); __builtin_prefetch(ahead + 48); \
             u16 w0 = load_pairs(weight), w1 = load_pairs(weight + 16); \
             u16 w2 = load_pairs(weight + 32), w3 = load_pairs(weight + 48); \
-            EACH_##ROWS(STEP_FULL) \
+            EACH_##ROWS(STEP_ROW) \
         } \
-        EACH_##ROWS(KEEP_FULL) \
+        EACH_##ROWS(KEEP_ROW) \
     }
-#define HALF_GROUPS(ROWS) \
-    static void group_##ROWS(const uint32_t *group, const uint32_t *const *rows, int pairs, f16 acc[TILE_ROWS][4]) { \
-        const uint32_t *x[ROWS]; \
-        for (int n = 0; n < ROWS; n++) x[n] = rows[n]; \
-        for (int half = 0; half < 2; half++) { \
-            const uint32_t *weight = group + half * 32; \
-            EACH_##ROWS(ZERO_HALF) \
-            for (int k = 0; k < pairs; k++, weight += 64) { \
-                __builtin_prefetch(weight + 64 * PREFETCH_STEPS); \
-                __builtin_prefetch(weight + 64 * PREFETCH_STEPS + 16); \
-                u16 w0 = load_pairs(weight), w1 = load_pairs(weight + 16); \
-                EACH_##ROWS(STEP_HALF) \
-            } \
-            EACH_##ROWS(KEEP_HALF) \
-        } \
-    }
-FULL_GROUP(1)
-FULL_GROUP(2)
-FULL_GROUP(3)
-FULL_GROUP(4)
-FULL_GROUP(5)
-FULL_GROUP(6)
-HALF_GROUPS(7)
-HALF_GROUPS(8)
-HALF_GROUPS(9)
-HALF_GROUPS(10)
-HALF_GROUPS(11)
-HALF_GROUPS(12)
+GROUP_ROWS(1)
+GROUP_ROWS(2)
+GROUP_ROWS(3)
+GROUP_ROWS(4)
+GROUP_ROWS(5)
+GROUP_ROWS(6)
 
 typedef void (*GroupRows)(const uint32_t *, const uint32_t *const *, int, f16[TILE_ROWS][4]);
-static const GroupRows group_of[TILE_ROWS + 1] = {NULL,    group_1, group_2, group_3,  group_4,  group_5, group_6,
-                                                  group_7, group_8, group_9, group_10, group_11, group_12};
+static const GroupRows group_of[TILE_ROWS + 1] = {NULL, group_1, group_2, group_3, group_4, group_5, group_6};
 
 // Thread `thread` of `threads` computes its groups. x[n]: bf16 rows of length linear->in; row r of the
 // result goes to output row `target[r]` (or r itself when target is NULL).
@@ -98,8 +65,9 @@ static void matmul(const Linear *linear, const bf16 *const *x, int rows, const i
     for (int g = first; g < last; g++) {
         const uint32_t *weight = linear->weight + (size_t)g * pairs * 64;
         for (int r0 = 0, take; r0 < rows; r0 += take) {
-            int left = rows - r0;  // 13 rows go as 7 + 6, not 12 + 1: later parts find the weights in cache
-            take = left <= TILE_ROWS ? left : left < 2 * TILE_ROWS ? (left + 1) / 2 : TILE_ROWS;
+            // even parts, 8 rows as 4 + 4: the later ones find the group's weights in the core's own cache
+            int left = rows - r0, parts = (left + TILE_ROWS - 1) / TILE_ROWS;
+            take = (left + parts - 1) / parts;
             f16 acc[TILE_ROWS][4];
             group_of[take](weight, (const uint32_t *const *)(x + r0), pairs, acc);
             for (int r = 0; r < take; r++) {

@@ -48,10 +48,10 @@ void mr_stream_step(const Stream *stream, const LayerCache *caches, int capacity
 }
 
 // The head's `k` likeliest outputs for each row of p and their probabilities. logits: scratch [n, head->out].
-void mr_head_top(const Linear *head, const float *norm, float eps, const float *p, int n, int vocab, int k, float *logits,
-                 int64_t *ids, float *probabilities) {
+void mr_head_top(const Linear *head, const float *norm, float eps, const float *p, int n, int vocab, int k, float sharpness,
+                 float *logits, int64_t *ids, float *probabilities) {
     mr_linear(head, p, norm, eps, n, logits, 0);
-    mr_top(logits, n, vocab, head->out, k, ids, probabilities);
+    mr_top(logits, n, vocab, head->out, k, sharpness, ids, probabilities);
 }
 
 #define MAX_NODES 63
@@ -64,7 +64,7 @@ typedef struct {
 
 typedef struct {
     int32_t depth, width, nodes, top;
-    double expand, keep;
+    double expand, keep, sharpness;
 } TreeLimits;
 
 // Best first; equal reaches keep their order (as Python's sort does).
@@ -116,7 +116,7 @@ int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, 
         float probs[17 * 17];
         int k = limits->top < vocab ? limits->top : vocab, candidates = 0;
         for (int f = 0; f < count; f++) memcpy(x + (size_t)f * d, p_nodes + (size_t)frontier[f] * d, row_bytes);
-        mr_head_top(head, head_norm, head_eps, x, count, vocab, k, logits, best, probs);
+        mr_head_top(head, head_norm, head_eps, x, count, vocab, k, (float)limits->sharpness, logits, best, probs);
         for (int f = 0; f < count; f++) {
             int node = frontier[f];
             if (depth[node] >= limits->depth) continue;

@@ -1,4 +1,6 @@
-// A small pool that spins briefly between calls: a decode step is far shorter than a thread wake-up.
+// Threads of a call. With OpenMP they are torch's own (one runtime per process: its workers spin for a while after
+// every parallel torch operation, and a second pool would fight them for the cores). Without it, a small pool that
+// spins briefly between calls: a decode step is far shorter than a thread wake-up.
 #ifndef MULTIRATE_THREADS_H
 #define MULTIRATE_THREADS_H
 #include <pthread.h>
@@ -6,6 +8,8 @@
 #include <stdatomic.h>
 
 #define MAX_THREADS 64
+typedef void (*Job)(void *context, int thread, int threads);
+
 #define SPINS_BEFORE_YIELD 20000  // about 0.3 ms: longer than the Python between two calls
 #define YIELDS_BEFORE_SLEEP 1000
 
@@ -14,8 +18,6 @@
 #else
 #define RELAX() ((void)0)
 #endif
-
-typedef void (*Job)(void *context, int thread, int threads);
 
 typedef struct {
     int threads, started;
@@ -43,6 +45,19 @@ static inline void barrier(int threads) {
         if (spins < SPINS_BEFORE_YIELD) RELAX(); else sched_yield();
     }
 }
+
+#ifdef _OPENMP
+#include <omp.h>
+
+static void run_parallel(Job job, void *context) {
+#pragma omp parallel num_threads(pool.threads)
+    job(context, omp_get_thread_num(), omp_get_num_threads());
+}
+
+int mr_set_threads(int threads) {
+    return pool.threads = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;
+}
+#else
 
 static void *worker(void *argument) {
     int id = (int)(intptr_t)argument;
@@ -107,4 +122,5 @@ int mr_set_threads(int threads) {
     pool.threads = threads < pool.started ? threads : pool.started;
     return pool.threads;
 }
+#endif  // _OPENMP
 #endif

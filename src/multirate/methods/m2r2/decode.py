@@ -36,13 +36,16 @@ class M2R2DecodeConfig:
     """How drafts grow. Greedy drafts are trees, sampled ones chains.
 
     depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified at once.
+    sharpness: reach multiplies softmax(sharpness · logits) of the stream: the chance that a token is the argmax of the
+    full model is larger than the probability that a draw from its distribution would be that token.
     expand, keep: least reach (see tree.py) of a node to draft from, and of a leaf to verify; None: from measured
     costs, so that a node is added exactly when it raises the expected tokens per second.
     """
 
-    depth: int = 8
-    width: int = 2
-    nodes: int = 12
+    depth: int = 6
+    width: int = 1
+    nodes: int = 8
+    sharpness: float = 2.0
     expand: float | None = None
     keep: float | None = None
 
@@ -50,6 +53,8 @@ class M2R2DecodeConfig:
         for name, low, high in (("depth", 1, 32), ("width", 1, 16), ("nodes", 1, MAX_TREE_BIT)):
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"m2r2 setting {name}={getattr(self, name)} is out of range; accepted: {low} to {high}")
+        if not self.sharpness > 0:
+            raise UserError(f"m2r2 setting sharpness={self.sharpness} is out of range; accepted: above 0")
         for name in ("expand", "keep"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
@@ -163,7 +168,7 @@ class M2R2Drafter(Drafter):
     def _draft_in_kernel(self, runner: NativeStreamRunner, seq: int, root: int, depth: int) -> Draft:
         waiting, c = self._waiting[seq], self.config
         carried = torch.cat([waiting.carried, waiting.last[None]]) if self._carry else None
-        limits = library.TreeLimits(depth, c.width, c.nodes, self._candidates, self._expand, self._keep)
+        limits = library.TreeLimits(depth, c.width, c.nodes, self._candidates, self._expand, self._keep, c.sharpness)
         return runner.draft_tree(seq, self._cache.lengths[seq], [*waiting.ids, root], carried, limits)
 
     @property
@@ -222,7 +227,7 @@ class M2R2Drafter(Drafter):
 
     def _grow_best(self, trees: list[DraftTree], live: list[int], frontier: list[list[int]], p: Tensor) -> None:
         c = self.config
-        ids, best = self.runner.top(p, self._candidates)
+        ids, best = self.runner.top(p, self._candidates, c.sharpness)
         at = 0
         for i in live:
             count = len(frontier[i])

@@ -131,14 +131,14 @@ class NativeStreamRunner(StreamRunner):
         )
         return Draft(tokens[:count].tolist(), parents[:count].tolist(), hidden[: count + 1])
 
-    def top(self, p: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+    def top(self, p: Tensor, count: int, sharpness: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
         p = p.contiguous()
         n, count = len(p), min(count, self._vocab)
         logits = torch.empty(n, self._head.outputs)
         ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
         self._library.mr_head_top(
             self._head_address, self.decoder.norm_address, self.decoder.eps, p.data_ptr(), n, self._vocab, count,
-            logits.data_ptr(), ids.ctypes.data, probs.ctypes.data,
+            sharpness, logits.data_ptr(), ids.ctypes.data, probs.ctypes.data,
         )
         if self._token_list is None:
             return ids.tolist(), probs.tolist()

@@ -73,8 +73,8 @@ class StreamRunner:
         limited[:, self._tokens] = full[:, self._tokens]
         return limited
 
-    def top(self, p: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
-        """The `count` likeliest tokens of each row and their probabilities, best first."""
-        logits = self.logits(p)
+    def top(self, p: Tensor, count: int, sharpness: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
+        """The `count` likeliest tokens of each row and their probabilities under softmax(sharpness · logits)."""
+        logits = sharpness * self.logits(p)
         best, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
         return ids.tolist(), torch.exp(best - logits.logsumexp(-1, keepdim=True)).tolist()

@@ -5,7 +5,7 @@
 #
 # First the model answers the training questions itself (a draft must agree with what the model says), then every
 # method trains on these answers and the original ones. Interrupted, the same command resumes.
-# KANGAROO_OPTIONS widen Kangaroo's adapter to the size of m2r2-carry, at the same layer.
+# KANGAROO_SIZE widens Kangaroo's adapter to the size of m2r2-carry, at the same layer.
 set -euo pipefail
 MODEL=$1 DATA=$2 OUT=$3
 STEPS=${STEPS:-450}
@@ -15,6 +15,8 @@ own=()  # six times: about a third of what is seen
 for _ in 1 2 3 4 5 6; do own+=(--data "$OUT/own_answers.jsonl"); done
 for method in ${METHODS:-m2r2-carry kangaroo m2r2}; do
     options=()
+    # the gate that drafts; re-initialisation makes deeper gates independent of it
+    [ "$method" = m2r2 ] && options=(--option "gates=[5]")
     [ "$method" = kangaroo ] && options=(--option exit_layer=1 --option match_parameters="${KANGAROO_SIZE:-1240000}")
     [ -f "$OUT/$method/accelerator.json" ] && continue
     multirate train "$MODEL" --data "$DATA/chat.jsonl" "${own[@]}" \

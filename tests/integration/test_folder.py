@@ -119,7 +119,7 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
     engine = multirate.attach(model, accelerator, backend="hf")
     speculation = engine._speculation("m2r2-carry")
     assert speculation is not None and speculation.prior[:3] == [0.6] * 3
-    speculation.costs = CostModel(RoundCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step))
+    speculation.drafter._costs = CostModel(RoundCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step))
     expected = model.generate(prompt(), do_sample=False, max_new_tokens=6)[0, 4:].tolist()
     output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(6))
     assert output.sequences == [expected]
@@ -138,5 +138,6 @@ def test_costs_are_measured_on_first_use(model: Any, folder: Path) -> None:
     engine = multirate.attach(model, accelerator, backend="hf")
     engine.generate([prompt()[0].tolist()], stop=engine.stopping(2))
     speculation = engine._speculation("m2r2-carry")
-    assert speculation is not None and speculation.costs is not None
-    assert speculation.costs.costs.plain_step > 0
+    assert speculation is not None and speculation.drafter._costs is not None
+    measured = speculation.drafter._costs.costs
+    assert measured.plain_step > 0 and measured.draft_step > 0

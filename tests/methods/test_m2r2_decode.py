@@ -68,7 +68,7 @@ def decoders():
 
 
 @pytest.mark.parametrize("backend", ["hf", "native"])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 99), preset=st.sampled_from(["m2r2", "m2r2-carry"]), gate=st.integers(1, 3),
        depth=st.integers(1, 7), width=st.integers(1, 4), nodes=st.integers(1, 24), keep=st.sampled_from([0, 0.02, 0.3]),
        reduced=st.sampled_from([None, 20]))

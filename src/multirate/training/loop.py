@@ -138,11 +138,12 @@ class _Run:
         digest = hashlib.sha256()
         for sample in self.samples:
             digest.update(sample.ids.tobytes())
+        settings = {**self.settings.to_json(), "heldout_files": [Path(f).name for f in self.settings.heldout_files]}
         # Absolute paths say something about the machine, not about the run: only last components are kept.
         argv = [Path(a).name if a.startswith("/") else a for a in sys.argv]
         return {
             "data": [Path(f).name for f in files],
-            "samples": len(self.samples), "data_sha256": digest.hexdigest(), "settings": self.settings.to_json(),
+            "samples": len(self.samples), "data_sha256": digest.hexdigest(), "settings": settings,
             "processes": self.launcher.num_processes, "argv": argv, "multirate": multirate.__version__,
             "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
 

@@ -119,3 +119,25 @@ def test_sampling_runs_to_its_limit() -> None:
     out = generate_speculative(decoder, drafter, [[3, 4, 5], [6]], SamplingSettings(temperature=1.0, seed=4),
                                StopSettings(max_new_tokens=12))
     assert [len(s) for s in out.sequences] == [12, 12]
+
+
+def test_runs_on_the_native_decoder_in_bf16() -> None:
+    """The kernel's residuals are fp32 while the adapter is loaded in the model's bf16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from multirate.backbone.native import NativeDecoder
+    from multirate.decoding.autoregressive import generate_autoregressive
+    from multirate.methods.shape import BaseShape
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=128, intermediate_size=96, num_hidden_layers=3,
+                                         num_attention_heads=4, num_key_value_heads=2, head_dim=32)).bfloat16()
+    if NativeDecoder.supports(model) is not None:
+        pytest.skip("no native kernel here")
+    shape = BaseShape.of(model.config)
+    adapter = KangarooAdapter(KangarooConfig.for_base(shape), shape).bfloat16()
+    decoder = NativeDecoder(model)
+    drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.0))
+    stop = StopSettings(max_new_tokens=20)
+    plain = generate_autoregressive(decoder, [[3, 4, 5], [9]], stop=stop)
+    assert generate_speculative(decoder, drafter, [[3, 4, 5], [9]], stop=stop).sequences == plain.sequences

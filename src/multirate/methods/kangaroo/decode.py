@@ -44,7 +44,9 @@ class KangarooDrafter(Drafter):
     """
 
     def __init__(self, decoder: Decoder, adapter: KangarooAdapter, config: KangarooDecodeConfig) -> None:
-        self.decoder, self.adapter = decoder, adapter
+        # the decoder's residuals decide the dtype: the native kernel keeps them in fp32 whatever the weights are
+        probe = decoder.embed(torch.zeros(1, dtype=torch.int64, device=decoder.facts.device), np.zeros(1, np.int32))
+        self.decoder, self.adapter = decoder, adapter.to(dtype=probe.dtype)
         self.start = adapter.config.exit_layer
         self.threshold = adapter.config.threshold if config.threshold is None else config.threshold
         self.max_nodes = config.max_draft or adapter.config.max_draft

@@ -135,7 +135,7 @@ def test_a_perfect_stream_is_accepted_whole(decoders):
 @pytest.mark.parametrize("repetition", [1.0, 1.3])
 def test_sampled_tokens_do_not_depend_on_the_batch(decoders, repetition):
     stream = stream_of(LLAMA, "m2r2-carry", rank=8)
-    drafter = M2R2Drafter(decoders["hf"], stream, M2R2DecodeConfig(keep=0.0))
+    drafter = M2R2Drafter(decoders["hf"], stream, M2R2DecodeConfig(expand=0.0, keep=0.0))
     sampling = SamplingSettings(temperature=0.9, top_p=0.9, seed=4, repetition_penalty=repetition)
     out = generate_speculative(decoders["hf"], drafter, PROMPTS, sampling, StopSettings(max_new_tokens=12))
     one = generate_speculative(decoders["hf"], drafter, PROMPTS[:1], sampling, StopSettings(max_new_tokens=12))
@@ -148,7 +148,7 @@ def test_sampling_keeps_the_base_distribution(decoders):
 
     decoder = decoders["hf"]
     stream = stream_of(LLAMA, "m2r2-carry", rank=8, scale=0.3)  # a poor drafter: most drafts are rejected
-    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth=3, keep=0.0))
+    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth=3, expand=0.0, keep=0.0))
     settings_ = dict(temperature=1.5, top_k=6)
     draws = 1500
     out = generate_speculative(decoder, drafter, [PROMPTS[0]] * draws, SamplingSettings(**settings_, seed=11),

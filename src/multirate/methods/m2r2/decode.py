@@ -42,12 +42,12 @@ class M2R2DecodeConfig:
     costs, so that a node is added exactly when it raises the expected tokens per second.
     """
 
-    depth: int = 6
+    depth: int = 5
     width: int = 1
-    nodes: int = 8
+    nodes: int = 5
     sharpness: float = 2.0
-    expand: float | None = None
-    keep: float | None = None
+    expand: float | None = 0.6
+    keep: float | None = 0.1
 
     def __post_init__(self) -> None:
         for name, low, high in (("depth", 1, 32), ("width", 1, 16), ("nodes", 1, MAX_TREE_BIT)):

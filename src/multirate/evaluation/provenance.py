@@ -68,6 +68,6 @@ def collect(device: torch.device | str = "cpu", **more: Any) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "argv": sys.argv,
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         **more,
     }

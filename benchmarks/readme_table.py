@@ -73,7 +73,8 @@ def section() -> str:
         "`m2r2-carry` and Kangaroo have the same size, gate layer, data and 400 training steps; `m2r2` has had 60 "
         "steps so far, so its row says little. Kangaroo's adapter runs in PyTorch while ours runs in the kernel: "
         "compare their tokens per step, not their speed. Our goal is 2.0x and then 2.8x over our own plain loop: "
-        "**not reached yet**. The reference model is small and repeats itself: train and run `multirate bench` on yours. "
+        "**not reached yet**. The reference model is small and repeats itself: train and run `multirate bench` on "
+        "yours. "
         "Reproduce with `multirate bench --suite mt_bench --data question.jsonl --methods "
         f"{','.join(r['method'] for r in bench['rows'])} {limit} --json out.json`.",
         "The plain loop by itself, batch 1, bf16, same machine:",

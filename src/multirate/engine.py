@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multirate.backbone.decoder import Decoder, load_decoder
+from multirate.backbone.hf_decoder import HFDecoder
 from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.logits import SamplingSettings
@@ -88,7 +89,7 @@ class Engine:
     @property
     def backend(self) -> str:
         """ "native" or "hf"."""
-        return "hf" if type(self.decoder).__name__ == "HFDecoder" else "native"
+        return "hf" if isinstance(self.decoder, HFDecoder) else "native"
 
     def add(self, accelerator: str | os.PathLike[str] | Accelerator, name: str | None = None) -> str:
         """Adds an accelerator under `name` (default: its method's) → that name. The first one becomes the default."""

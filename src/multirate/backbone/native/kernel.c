@@ -237,7 +237,6 @@ typedef struct {
     const Linear *linear;
     const float *x, *norm;
     float *y;
-    const bf16 *ready;
     int count, mode;
     float eps;
 } Product;
@@ -258,7 +257,7 @@ static void run_product(void *context, int id, int threads) {
 void mr_linear(const Linear *linear, const float *x, const float *norm, float eps, int count, float *y, int add) {
     for (int n = 0; n < count; n += MAX_ROWS) {
         int take = count - n < MAX_ROWS ? count - n : MAX_ROWS;
-        Product p = {linear, x + (size_t)n * linear->in, norm, y + (size_t)n * linear->out, NULL, take, add ? ADD : STORE, eps};
+        Product p = {linear, x + (size_t)n * linear->in, norm, y + (size_t)n * linear->out, take, add ? ADD : STORE, eps};
         run_parallel(run_product, &p);
     }
 }
@@ -314,6 +313,5 @@ void mr_move(const LayerCache *caches, int layers, int kv_heads, int dim, int ca
 }
 
 int mr_has_dot_product(void) { return HAVE_DPBF16; }
-int mr_max_rank(void) { return 4096; }
 
 #include "stream.h"

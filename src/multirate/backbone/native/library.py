@@ -19,7 +19,6 @@ from pathlib import Path
 
 SOURCES = ("kernel.c", "kernel.h", "threads.h", "matmul.h", "attention.h", "stream.h")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
-MAX_ROWS = 48  # rows the kernel takes through all layers at once; longer calls run in chunks
 
 pointer = ctypes.c_void_p
 int32 = ctypes.c_int32

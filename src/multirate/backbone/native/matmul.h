@@ -12,7 +12,6 @@ typedef struct {
     float *y;          // STORE, ADD: [rows, stride]
     bf16 *activation;  // SILU_GATE: [rows, stride]: silu(gate)·up, 32 of each per group
     int stride;
-    const f16 *unused;
 } Output;
 
 // A tile is a group of 64 outputs (4 vectors) × up to 6 rows: 24 accumulators, all in registers. They have names

@@ -77,6 +77,11 @@ static void sort_candidates(Candidate *c, int count) {
     }
 }
 
+// Row r of the next pass is tree node `node`: Rows.draft_tree's columns, and the node's token.
+#define NODE_ROW(r, node) \
+    (seq[r] = sequence, slot[r] = length + (node), pos[r] = length + depth[node], prefix[r] = length + 1, \
+     tree[r] = bits[node], row_ids[r] = tokens[(node) - 1])
+
 // A whole greedy draft tree of one sequence (methods/m2r2/tree.py states the rules; a test holds the two together).
 // ids, carried: `refresh` committed tokens to refresh, then the root, which goes to slot `length`.
 // token_map: id of each head output, or NULL. Fills tokens, parents [nodes] and hidden [nodes + 1, d]; returns the
@@ -147,12 +152,7 @@ int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, 
         if (!count) break;
         for (int f = 0; f < count; f++) {
             int node = frontier[f];
-            seq[f] = sequence;
-            slot[f] = length + node;
-            pos[f] = length + depth[node];
-            prefix[f] = length + 1;
-            tree[f] = bits[node];
-            row_ids[f] = tokens[node - 1];
+            NODE_ROW(f, node);
             memcpy(carry + (size_t)f * d, p_nodes + (size_t)parents[node - 1] * d, row_bytes);
         }
         mr_stream_step(stream, caches, capacity, block_cache, block_capacity, row_ids, count, count, seq, slot, pos,
@@ -174,15 +174,7 @@ int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, 
     }
     int added = n + 1 - ran;
     if (added > 0) {  // leaves: the slow stream alone, up to the gate
-        for (int f = 0; f < added; f++) {
-            int node = ran + f;
-            seq[f] = sequence;
-            slot[f] = length + node;
-            pos[f] = length + depth[node];
-            prefix[f] = length + 1;
-            tree[f] = bits[node];
-            row_ids[f] = tokens[node - 1];
-        }
+        for (int f = 0; f < added; f++) NODE_ROW(f, ran + f);
         float *h = hidden + (size_t)ran * d;
         mr_embed(stream->table, row_ids, added, d, 1.0f, h);
         mr_layers(stream->shape, stream->layers, caches, NULL, h, added, seq, slot, pos, prefix, tree, NULL, capacity, 0,

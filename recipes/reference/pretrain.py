@@ -23,6 +23,11 @@ import torch.nn.functional as F
 import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from multirate.training.muon import Muon
+from multirate.training.precision import low_precision
+
+PRODUCTS = low_precision(torch.device("cpu"))  # bf16 where the processor multiplies it, fp32 elsewhere
+
 
 class TokenSource:
     """Random windows of one token file. State is the generator alone, so a resume is exact."""
@@ -47,7 +52,7 @@ class TiedHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         n = hidden.shape[0]
-        low_weight, low_hidden = weight.to(torch.bfloat16), hidden.to(torch.bfloat16)
+        low_weight, low_hidden = weight.to(PRODUCTS), hidden.to(PRODUCTS)
         grad_hidden = torch.empty_like(low_hidden)
         grad_weight = torch.zeros_like(weight)
         total = torch.zeros((), dtype=torch.float32)
@@ -59,7 +64,7 @@ class TiedHeadLoss(torch.autograd.Function):
             total += (normaliser - logits.gather(1, target)).sum()
             grad = logits.sub_(normaliser).exp_()
             grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float32))
-            low_grad = grad.mul_(1 / n).to(torch.bfloat16)
+            low_grad = grad.mul_(1 / n).to(PRODUCTS)
             grad_hidden[part] = low_grad @ low_weight
             grad_weight += low_grad.T @ low_hidden[part]
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -104,13 +109,40 @@ def stack(small: LlamaForCausalLM, config: dict[str, Any], layers: int, seed: in
     return big
 
 
+def deepen(small: LlamaForCausalLM, config: dict[str, Any], layers: int, seed: int) -> LlamaForCausalLM:
+    """Depth growth by identity: copies of evenly spaced layers follow their originals, their residual writers zero.
+
+    The grown model computes what the small one did; training then puts the new layers to use.
+    """
+    big = build_model(config, layers, seed)
+    depth = small.config.num_hidden_layers
+    after = {round((j + 1) * depth / (layers - depth)) - 1 for j in range(layers - depth)}
+    origin = [(i, copy) for i in range(depth) for copy in ((False, True) if i in after else (False,))]
+    assert len(origin) == layers, "identity growth doubles each layer at most once"
+    source = small.state_dict()
+    grown = {}
+    for name in big.state_dict():
+        parts = name.split(".")
+        copied = False
+        if parts[:2] == ["model", "layers"]:
+            index, copied = origin[int(parts[2])]
+            parts[2] = str(index)
+        grown[name] = source[".".join(parts)]
+        if copied and parts[-2] in ("o_proj", "down_proj"):
+            grown[name] = torch.zeros_like(grown[name])
+    big.load_state_dict(grown)
+    return big
+
+
+GROWTH = {"stack": stack, "identity": deepen}
+
+
 def optimizers(model: LlamaForCausalLM, config: dict[str, Any]) -> list[torch.optim.Optimizer]:
     o = config["optimizer"]
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
-        torch.optim.Muon(matrices, lr=o["muon_lr"], weight_decay=o["weight_decay"], momentum=0.95,
-                         adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=o["muon_lr"], weight_decay=o["weight_decay"]),
         torch.optim.AdamW(others, lr=o["adamw_lr"], betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
@@ -120,7 +152,7 @@ def heldout_loss(model: LlamaForCausalLM, data: Path, name: str, windows: int = 
     tokens = np.fromfile(data / f"heldout_{name}.bin", dtype=np.uint16).astype(np.int64)
     starts = np.linspace(0, len(tokens) - length - 2, windows).astype(int)
     ids = torch.from_numpy(np.stack([tokens[s : s + length + 1] for s in starts]))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=PRODUCTS == torch.bfloat16):
         logits = model(ids[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()).item()
 
@@ -136,6 +168,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--start-from", type=Path, help="a finished model in place of all phases but the last")
     args = parser.parse_args()
     config = yaml.safe_load(args.config.read_text())
     args.out.mkdir(parents=True, exist_ok=True)
@@ -165,6 +198,13 @@ def main() -> None:
         rng.bit_generator.state = saved["rng"]
         step, phase_index, phase_step, tokens_seen = saved["progress"]
         print(f"resumed at step {step}", flush=True)
+    elif args.start_from:
+        trained = LlamaForCausalLM.from_pretrained(args.start_from, dtype=torch.float32)
+        model = build_model(config, trained.config.num_hidden_layers, config["seed"])
+        model.load_state_dict(trained.state_dict())
+        phase_index = len(phases) - 1
+        step = sum(phase["steps"] for phase in phases[:-1])
+        tokens_seen = sum(phase["steps"] * phase["batch"] * phase["window"] for phase in phases[:-1])
 
     def save() -> None:
         save_atomically(
@@ -178,7 +218,7 @@ def main() -> None:
     while phase_index < len(phases) and not stop:
         phase = phases[phase_index]
         if phase["layers"] != model.config.num_hidden_layers:
-            model = stack(model, config, phase["layers"], config["seed"])
+            model = GROWTH[phase.get("growth", "stack")](model, config, phase["layers"], config["seed"])
             optims = optimizers(model, config)
         names, weights = list(phase["mix"]), np.array(list(phase["mix"].values()))
         base_lrs = [config["optimizer"]["muon_lr"], config["optimizer"]["adamw_lr"]]
@@ -192,7 +232,7 @@ def main() -> None:
                     group["lr"] = lr * factor
             picks = rng.choice(len(names), size=phase["batch"], p=weights / weights.sum())
             batch = torch.from_numpy(np.stack([sources[names[i]].window(phase["window"], rng) for i in picks]))
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=PRODUCTS == torch.bfloat16):
                 hidden = model.model(batch[:, :-1], use_cache=False).last_hidden_state
             loss = TiedHeadLoss.apply(hidden.flatten(0, 1), model.lm_head.weight, batch[:, 1:].flatten())
             loss.backward()

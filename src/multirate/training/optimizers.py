@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 
+from multirate.training.muon import Muon
 from multirate.training.settings import TrainSettings
 
 
@@ -16,8 +17,7 @@ def optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.optim.O
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     out: list[torch.optim.Optimizer] = []
     if settings.optimizer == "muon":
-        out.append(torch.optim.Muon(matrices, lr=settings.lr, weight_decay=settings.weight_decay, momentum=0.95,
-                                    adjust_lr_fn="match_rms_adamw"))
+        out.append(Muon(matrices, lr=settings.lr, weight_decay=settings.weight_decay))
     elif matrices:
         out.append(torch.optim.AdamW(matrices, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay))
     if vectors:

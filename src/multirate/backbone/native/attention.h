@@ -1,25 +1,21 @@
-// Attention of one query row over one cached K/V head, in a fixed order over virtual positions.
+// Attention of a few query rows over one cached K/V head, each in a fixed order over virtual positions.
 //
 // A row's visible slots, in path order, get virtual positions 0, 1, 2, …; scores and the weighted sum run
 // over virtual positions, so a token reached through a draft tree gets the same bits as in plain decoding.
 #ifndef MULTIRATE_ATTENTION_H
 #define MULTIRATE_ATTENTION_H
 #include "kernel.h"
+#include "matmul.h"
 
 #define MAX_TREE 63
 #define PATH_SLOTS (16 * 6)
+#define MAX_HEAD_DIM 256
 
 // The part of a path that is not contiguous in the cache, copied into cache layout.
 typedef struct {
     int from;  // virtual position (a multiple of 16) from which the copy replaces the cache; -1: none
-    bf16 k[PATH_SLOTS * 256], v[PATH_SLOTS * 256];
+    bf16 k[PATH_SLOTS * MAX_HEAD_DIM], v[PATH_SLOTS * MAX_HEAD_DIM];
 } PathCopy;
-
-typedef struct {
-    float *scores;      // [capacity + 64]
-    bf16 *weights;      // [capacity + 64]
-    PathCopy path;
-} AttentionScratch;
 
 INLINE void write_k(bf16 *k, int slot, int dim, const float *value) {
     bf16 *block = k + (size_t)(slot / 16) * dim * 16 + (slot % 16) * 2;
@@ -56,64 +52,120 @@ static int gather_path(PathCopy *path, const bf16 *k, const bf16 *v, int dim, in
     return prefix + extra;
 }
 
-// out[dim] (bf16) = softmax(q·K) V over virtual positions [low, visible). q: bf16 pairs, already scaled.
-static void attend(const uint32_t *q, const bf16 *k, const bf16 *v, const PathCopy *path, int dim, int low, int visible,
-                   AttentionScratch *scratch, bf16 *out) {
-    float *scores = scratch->scores;
-    int start = low / 16 * 16;
-    f16 highest = splat(-INFINITY);
+// One query row of a tile. Virtual positions [low, visible) count.
+typedef struct {
+    const element *query;  // [dim], already scaled
+    element *out;          // [dim]
+    const PathCopy *path;
+    int low, visible;
+} Query;
+
+typedef struct {
+    float *scores;     // [TILE_ROWS, capacity]
+    element *weights;  // [TILE_ROWS, capacity]
+    element *queries;  // [TILE_ROWS, MAX_HEAD_DIM]
+    int capacity;
+    PathCopy paths[TILE_ROWS];
+} AttentionScratch;
+
+INLINE int whole_blocks(int positions) { return (positions + 15) / 16 * 16; }
+
+// Scores [first, last) of `count` queries; `k` is where virtual position 0 would be.
+static void score_blocks(const Query *query, int count, const bf16 *k, int dim, int first, int last, float *const *scores) {
+    const element *x[TILE_ROWS];
+    for (int i = 0; i < count; i++) x[i] = query[i].query;
+    for (int s = first; s < last; s += 16) {
+        const uint32_t *block = (const uint32_t *)(k + (size_t)s * dim);
+        f16 acc[TILE_ROWS][4];
+        for (int i = 0; i < count; i++) acc[i][0] = splat(0.0f);
+        tile(block, 16, x, count, dim / 2, 1, (const char *)(block + dim * 8), acc);
+        for (int i = 0; i < count; i++) store(scores[i] + s, acc[i][0]);
+    }
+}
+
+// Scores → softmax numerators (weights) over [start, end); returns one over their sum.
+static float softmax_row(float *scores, element *weights, int start, int end, int low, int visible) {
+    f16 highest = splat(-INFINITY), sum = splat(0.0f);
     i16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int s = start; s < visible; s += 16) {
-        const bf16 *block = path->from >= 0 && s >= path->from ? path->k + (size_t)(s - path->from) * dim
-                                                               : k + (size_t)s * dim;
-        const uint32_t *words = (const uint32_t *)block;
-        f16 even = splat(0.0f), odd = splat(0.0f);
-        for (int i = 0; i < dim / 2; i += 2) {
-            u16 a, b;
-            memcpy(&a, words + i * 16, 64);
-            memcpy(&b, words + i * 16 + 16, 64);
-            even = dot_pairs(even, a, q[i]);
-            odd = dot_pairs(odd, b, q[i + 1]);
-        }
-        f16 score = even + odd;
+    for (int s = start; s < end; s += 16) {
+        f16 score = load(scores + s);
         if (s < low || s + 16 > visible) {
             i16 position = lane + s;
             i16 hidden = (position < low) | (position >= visible);
             score = (f16)(((i16)score & ~hidden) | ((i16)splat(-INFINITY) & hidden));
+            store(scores + s, score);
         }
         i16 greater = score > highest;
         highest = (f16)(((i16)score & greater) | ((i16)highest & ~greater));
-        store(scores + s, score);
     }
-    float top = highest[0];
+    float top = highest[0], total = 0.0f;
     for (int i = 1; i < 16; i++) top = highest[i] > top ? highest[i] : top;
-    f16 sum = splat(0.0f);
-    for (int s = start; s < visible; s += 16) {
+    for (int s = start; s < end; s += 16) {
         f16 score = load(scores + s);
         i16 hidden = score == splat(-INFINITY);
         f16 e = (f16)((i16)exp_vector(score - splat(top)) & ~hidden);
         sum += e;
-        store_bf16(scratch->weights + s, e);
+        store_elements(weights + s, e);
     }
-    float total = 0.0f;
     for (int i = 0; i < 16; i++) total += sum[i];
-    float scale = 1.0f / total;
-    const uint32_t *pair = (const uint32_t *)scratch->weights;
+    return 1.0f / total;
+}
+
+// acc[i] += weights[i] V over [first, last), first even; `v` is where virtual position 0 would be.
+static void add_values(int count, element *const *weights, const bf16 *v, int dim, int d0, int vectors, int first, int last,
+                       f16 (*acc)[4]) {
+    if (first >= last) return;
+    const element *x[TILE_ROWS];
+    for (int i = 0; i < count; i++) x[i] = weights[i] + first;
+    const uint32_t *words = (const uint32_t *)(v + (size_t)first * dim) + d0;
+    tile(words, dim, x, count, (last - first + 1) / 2, vectors, (const char *)words, acc);
+}
+
+// out = softmax(q·K) V of up to TILE_ROWS queries of one sequence over one K/V head, [.., dim] each.
+//
+// Every K/V block is read once for all of them. A query's own sums run over its virtual positions in order, and what
+// the others make it pass over has weight zero: its bits do not depend on its neighbours.
+static void attend(const Query *query, int count, const bf16 *k, const bf16 *v, int dim, AttentionScratch *scratch) {
+    int start = query[0].low, longest = 0, common = 0;
+    for (int i = 0; i < count; i++) {
+        if (query[i].low < start) start = query[i].low;
+        if (query[i].visible > longest) longest = query[i].visible;
+    }
+    start = start / 16 * 16;
+    common = whole_blocks(longest);
+    for (int i = 0; i < count; i++)
+        if (query[i].path->from >= 0 && query[i].path->from < common) common = query[i].path->from;
+    if (common < start) common = start;
+    float *scores[TILE_ROWS], scale[TILE_ROWS];
+    element *weights[TILE_ROWS];
+    for (int i = 0; i < count; i++) {
+        scores[i] = scratch->scores + (size_t)i * scratch->capacity;
+        weights[i] = scratch->weights + (size_t)i * scratch->capacity;
+    }
+    score_blocks(query, count, k, dim, start, common, scores);
+    for (int i = 0; i < count; i++) {
+        const PathCopy *path = query[i].path;
+        int end = whole_blocks(query[i].visible), split = path->from >= 0 && path->from < end ? path->from : end;
+        if (split < common) split = common;
+        score_blocks(query + i, 1, k, dim, common, split, scores + i);
+        if (split < end) score_blocks(query + i, 1, path->k - (size_t)path->from * dim, dim, split, end, scores + i);
+        scale[i] = softmax_row(scores[i], weights[i], start, end, query[i].low, query[i].visible);
+        for (int s = end; s < common; s += 16) store_elements(weights[i] + s, splat(0.0f));
+    }
     for (int d0 = 0; d0 < dim; d0 += 64) {
         int vectors = dim - d0 >= 64 ? 4 : (dim - d0) / 16;
-        f16 acc[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
-        for (int s = start; s < visible; s += 2) {
-            const bf16 *base = path->from >= 0 && s >= path->from ? path->v + (size_t)(s - path->from) * dim
-                                                                  : v + (size_t)s * dim;
-            const uint32_t *words = (const uint32_t *)base + d0;
-            for (int m = 0; m < 4; m++) {
-                if (m >= vectors) break;
-                u16 w;
-                memcpy(&w, words + m * 16, 64);
-                acc[m] = dot_pairs(acc[m], w, pair[s / 2]);
-            }
+        f16 acc[TILE_ROWS][4];
+        memset(acc, 0, sizeof acc);
+        add_values(count, weights, v, dim, d0, vectors, start, common < longest ? common : longest, acc);
+        for (int i = 0; i < count; i++) {
+            const PathCopy *path = query[i].path;
+            int visible = query[i].visible, split = path->from >= 0 && path->from < visible ? path->from : visible;
+            if (split < common) split = common;
+            add_values(1, weights + i, v, dim, d0, vectors, common, split < visible ? split : visible, acc + i);
+            if (split < visible)
+                add_values(1, weights + i, path->v - (size_t)path->from * dim, dim, d0, vectors, split, visible, acc + i);
+            for (int m = 0; m < vectors; m++) store_elements(query[i].out + d0 + m * 16, acc[i][m] * splat(scale[i]));
         }
-        for (int m = 0; m < vectors; m++) store_bf16(out + d0 + m * 16, acc[m] * splat(scale));
     }
 }
 #endif

@@ -8,7 +8,7 @@
 #include "matmul.h"
 #include "attention.h"
 
-#define MAX_ROWS 48
+#define MAX_ROWS 48  // at most 64 (fixed_point.h)
 
 typedef struct {
     const Shape *shape;
@@ -24,12 +24,12 @@ typedef struct {
 static struct {
     size_t qkv_size, heads_size, act_size, low_size;
     float *qkv, *low;
-    bf16 *heads, *activation, *low_in;
+    element *heads, *activation, *low_in;
 } work;
 
 static __thread struct {
-    bf16 *normed;
-    size_t normed_size, scores_size;
+    element *normed;
+    size_t normed_size;
     AttentionScratch *attention;
 } mine;
 
@@ -43,15 +43,15 @@ static void *grown(void *old, size_t *have, size_t want) {
     return p;
 }
 
-// RMSNorm (epsilon inside the root), fp32, rounded to bf16 as the next product reads it.
-static void rms_norm(const float *x, const float *weight, int d, float eps, bf16 *out) {
+// RMSNorm (epsilon inside the root), fp32, as the next product reads it.
+static void rms_norm(const float *x, const float *weight, int d, float eps, element *out) {
     f16 sum = splat(0.0f);
     for (int i = 0; i < d; i += 16) { f16 v = load(x + i); sum += v * v; }
     float total = 0.0f;
     for (int i = 0; i < 16; i++) total += sum[i];
     f16 scale = splat(1.0f / sqrtf(total / d + eps));
     for (int i = 0; i < d; i += 16) {
-        store_bf16(out + i, load(x + i) * scale * load(weight + i));
+        store_elements(out + i, load(x + i) * scale * load(weight + i));
     }
 }
 
@@ -77,32 +77,33 @@ static void rotate(float *x, const float *cos, const float *sin, int d) {
     }
 }
 
-static const bf16 **row_pointers(const bf16 *base, int stride, const int *index, int count, const bf16 **to) {
+static const element **row_pointers(const element *base, int stride, const int *index, int count, const element **to) {
     for (int n = 0; n < count; n++) to[n] = base + (size_t)(index ? index[n] : n) * stride;
     return to;
 }
 
-// First half of a low-rank site: work.low_in [count, rank] = bf16(A x) for the listed rows. Ends in a barrier.
-static void low_rank_in(const LowRank *site, const bf16 *base, int stride, const int *index, int count, int id, int threads) {
-    const bf16 *from[MAX_ROWS];
+// First half of a low-rank site: work.low_in [count, rank] = A x for the listed rows. Ends in a barrier.
+static void low_rank_in(const LowRank *site, const element *base, int stride, const int *index, int count, int id, int threads) {
+    const element *from[MAX_ROWS];
     int width = site->a.out;
-    matmul(&site->a, row_pointers(base, stride, index, count, from), count, NULL, STORE, (Output){.y = work.low, .stride = width}, id, threads);
+    matmul(&site->a, row_pointers(base, stride, index, count, from), count, NULL, STORE, (Output){.y = work.low, .stride = width}, NULL, id, threads);
     barrier(threads);
     for (int i = id * 16; i < count * width; i += 16 * threads) {
         f16 v = load(work.low + i);
         if (site->silu) v = silu_vector(v);
-        store_bf16(work.low_in + i, v);
+        store_elements(work.low_in + i, v);
     }
     barrier(threads);
 }
 
 // Second half: y[index[n]] += B low_in[n]; every thread writes the outputs it owns.
 static void low_rank_out(const LowRank *site, float *y, int stride, const int *index, int count, int id, int threads) {
-    const bf16 *from[MAX_ROWS];
-    matmul(&site->b, row_pointers(work.low_in, site->a.out, NULL, count, from), count, index, ADD, (Output){.y = y, .stride = stride}, id, threads);
+    const element *from[MAX_ROWS];
+    matmul(&site->b, row_pointers(work.low_in, site->a.out, NULL, count, from), count, index, ADD, (Output){.y = y, .stride = stride}, NULL, id, threads);
 }
 
-static void attention_of_heads(const Call *call, const Layer *layer, const LayerCache *cache, int id, int threads) {
+static void attention_of_heads(const Call *call, const Layer *layer, const LayerCache *cache, AttentionScratch *scratch, int id,
+                               int threads) {
     const Shape *s = call->shape;
     const Rows *rows = &call->rows;
     int dim = s->head_dim, group = s->heads / s->kv_heads, width = (s->heads + 2 * s->kv_heads) * dim;
@@ -123,20 +124,52 @@ static void attention_of_heads(const Call *call, const Layer *layer, const Layer
             write_k(cache->k + at, rows->slot[n], dim, k);
             write_v(cache->v + at, rows->slot[n], dim, v);
         }
-        for (int n = 0; n < rows->count; n++) {
-            size_t at = ((size_t)rows->seq[n] * s->kv_heads + h) * per_head;
+        int total = rows->count * group;  // query i: row i / group, head i % group of this K/V head
+        for (int i = 0, take; i < total; i += take) {
+            int seq = rows->seq[i / group], same = i;
+            while (same < total && rows->seq[same / group] == seq) same++;
+            take = tile_share(same - i);
+            size_t at = ((size_t)seq * s->kv_heads + h) * per_head;
             const bf16 *k = cache->k + at, *v = cache->v + at;
-            int visible = gather_path(&mine.attention->path, k, v, dim, rows->prefix[n], (uint64_t)rows->tree[n]);
-            int low = layer->window && rows->pos[n] - layer->window + 1 > 0 ? rows->pos[n] - layer->window + 1 : 0;
-            for (int q = h * group; q < (h + 1) * group; q++) {
-                bf16 query[256];
+            Query tile_of[TILE_ROWS];
+            int gathered = -1;  // the row whose path was gathered last
+            for (int j = 0; j < take; j++) {
+                int n = (i + j) / group, q = h * group + (i + j) % group;
+                Query *one = &tile_of[j];
+                if (n == gathered) {
+                    *one = tile_of[j - 1];
+                } else {
+                    PathCopy *path = &scratch->paths[j];
+                    one->visible = gather_path(path, k, v, dim, rows->prefix[n], (uint64_t)rows->tree[n]);
+                    one->path = path;
+                    one->low = layer->window && rows->pos[n] - layer->window + 1 > 0 ? rows->pos[n] - layer->window + 1 : 0;
+                    gathered = n;
+                }
+                element *query = scratch->queries + j * MAX_HEAD_DIM;
                 const float *from = work.qkv + (size_t)n * width + q * dim;
-                for (int i = 0; i < dim; i += 16) store_bf16(query + i, load(from + i) * splat(s->attention_scale));
-                attend((const uint32_t *)query, k, v, &mine.attention->path, dim, low, visible, mine.attention,
-                       work.heads + ((size_t)n * s->heads + q) * dim);
+                for (int d = 0; d < dim; d += 16) store_elements(query + d, load(from + d) * splat(s->attention_scale));
+                one->query = query;
+                one->out = work.heads + ((size_t)n * s->heads + q) * dim;
             }
+            attend(tile_of, take, k, v, dim, scratch);
         }
     }
+}
+
+// The thread's attention scratch, large enough for `capacity` cached positions and a tree.
+static AttentionScratch *attention_scratch(int capacity) {
+    AttentionScratch *scratch = mine.attention;
+    if (!scratch && !(scratch = mine.attention = calloc(1, sizeof *scratch))) abort();
+    int want = whole_blocks(capacity + MAX_TREE + 16);
+    if (scratch->capacity < want) {
+        free(scratch->scores); free(scratch->weights); free(scratch->queries);
+        size_t none = 0, zero = 0, nothing = 0;
+        scratch->scores = grown(NULL, &none, (size_t)TILE_ROWS * want * sizeof(float));
+        scratch->weights = grown(NULL, &zero, (size_t)TILE_ROWS * want * sizeof(element));
+        scratch->queries = grown(NULL, &nothing, (size_t)TILE_ROWS * MAX_HEAD_DIM * sizeof(element));
+        scratch->capacity = want;
+    }
+    return scratch;
 }
 
 static void run_layers(void *context, int id, int threads) {
@@ -144,20 +177,12 @@ static void run_layers(void *context, int id, int threads) {
     const Shape *s = call->shape;
     int d = s->hidden, count = call->rows.count, dim = s->head_dim, heads = s->heads * dim;
     int width = (s->heads + 2 * s->kv_heads) * dim;
-    mine.normed = grown(mine.normed, &mine.normed_size, (size_t)MAX_ROWS * d * sizeof(bf16));
-    if (!mine.attention) { mine.attention = calloc(1, sizeof *mine.attention); if (!mine.attention) abort(); }
-    size_t scores = (size_t)call->rows.capacity + MAX_TREE + 32;
-    if (mine.scores_size < scores) {
-        size_t none = 0, none_too = 0;
-        free(mine.attention->scores); free(mine.attention->weights);
-        mine.attention->scores = grown(NULL, &none, scores * sizeof(float));
-        mine.attention->weights = grown(NULL, &none_too, scores * sizeof(bf16));
-        mine.scores_size = scores;
-    }
+    mine.normed = grown(mine.normed, &mine.normed_size, (size_t)MAX_ROWS * d * sizeof(element));
+    AttentionScratch *scratch = attention_scratch(call->rows.capacity);
     int fast[MAX_ROWS], fast_count = 0;  // the accelerated rows
     if (call->adapters && call->rows.accelerated)
         for (int n = 0; n < count; n++) if (call->rows.accelerated[n]) fast[fast_count++] = n;
-    const bf16 *from[MAX_ROWS];
+    const element *from[MAX_ROWS];
 
     for (int l = call->start; l < call->stop; l++) {
         const Layer *layer = &call->layers[l];
@@ -165,16 +190,16 @@ static void run_layers(void *context, int id, int threads) {
         // Norms are recomputed by every thread: cheaper than a barrier for a few rows.
         for (int n = 0; n < count; n++) rms_norm(call->x + (size_t)n * d, layer->norm_attention, d, s->eps, mine.normed + (size_t)n * d);
         if (adapter && adapter->q.rank) low_rank_in(&adapter->q, mine.normed, d, fast, fast_count, id, threads);
-        matmul(&layer->qkv, row_pointers(mine.normed, d, NULL, count, from), count, NULL, STORE, (Output){.y = work.qkv, .stride = width}, id, threads);
+        matmul(&layer->qkv, row_pointers(mine.normed, d, NULL, count, from), count, NULL, STORE, (Output){.y = work.qkv, .stride = width}, &layer->o, id, threads);
         barrier(threads);
         if (adapter && adapter->q.rank) {
             low_rank_out(&adapter->q, work.qkv, width, fast, fast_count, id, threads);
             barrier(threads);
         }
-        attention_of_heads(call, layer, &call->caches[l], id, threads);
+        attention_of_heads(call, layer, &call->caches[l], scratch, id, threads);
         barrier(threads);
         if (adapter && adapter->o.rank) low_rank_in(&adapter->o, work.heads, heads, fast, fast_count, id, threads);
-        matmul(&layer->o, row_pointers(work.heads, heads, NULL, count, from), count, NULL, ADD, (Output){.y = call->x, .stride = d}, id, threads);
+        matmul(&layer->o, row_pointers(work.heads, heads, NULL, count, from), count, NULL, ADD, (Output){.y = call->x, .stride = d}, &layer->gate_up, id, threads);
         if (adapter && adapter->o.rank) low_rank_out(&adapter->o, call->x, d, fast, fast_count, id, threads);
         barrier(threads);
         for (int n = 0; n < count; n++) rms_norm(call->x + (size_t)n * d, layer->norm_mlp, d, s->eps, mine.normed + (size_t)n * d);
@@ -182,25 +207,25 @@ static void run_layers(void *context, int id, int threads) {
         if (adapter && adapter->gate_up.rank) {
             // LoRA on gate and up needs their sums before SiLU, so this pass keeps raw sums for all rows.
             low_rank_in(&adapter->gate_up, mine.normed, d, fast, fast_count, id, threads);
-            const bf16 *low[MAX_ROWS];
+            const element *low[MAX_ROWS];
             row_pointers(work.low_in, adapter->gate_up.a.out, NULL, fast_count, low);
             Output raw = {.y = work.qkv, .stride = 2 * inner};
-            matmul(&layer->gate_up, row_pointers(mine.normed, d, NULL, count, from), count, NULL, STORE, raw, id, threads);
-            matmul(&adapter->gate_up.b, low, fast_count, fast, ADD, raw, id, threads);
+            matmul(&layer->gate_up, row_pointers(mine.normed, d, NULL, count, from), count, NULL, STORE, raw, &layer->down, id, threads);
+            matmul(&adapter->gate_up.b, low, fast_count, fast, ADD, raw, NULL, id, threads);
             int groups = 2 * inner / 64, first = groups * id / threads, last = groups * (id + 1) / threads;
             for (int n = 0; n < count; n++)
                 for (int g = first; g < last; g++)
                     for (int m = 0; m < 2; m++) {
                         const float *y = work.qkv + (size_t)n * 2 * inner + g * 64 + m * 16;
-                        store_bf16(work.activation + (size_t)n * inner + g * 32 + m * 16, silu_vector(load(y)) * load(y + 32));
+                        store_elements(work.activation + (size_t)n * inner + g * 32 + m * 16, silu_vector(load(y)) * load(y + 32));
                     }
         } else {
-            matmul(&layer->gate_up, row_pointers(mine.normed, d, NULL, count, from), count, NULL, SILU_GATE, (Output){.activation = work.activation, .stride = inner}, id, threads);
+            matmul(&layer->gate_up, row_pointers(mine.normed, d, NULL, count, from), count, NULL, SILU_GATE, (Output){.activation = work.activation, .stride = inner}, &layer->down, id, threads);
         }
         barrier(threads);
         if (adapter && adapter->down.rank) low_rank_in(&adapter->down, work.activation, inner, fast, fast_count, id, threads);
         if (adapter && adapter->mlp.rank && !adapter->down.rank) low_rank_in(&adapter->mlp, mine.normed, d, fast, fast_count, id, threads);
-        matmul(&layer->down, row_pointers(work.activation, inner, NULL, count, from), count, NULL, ADD, (Output){.y = call->x, .stride = d}, id, threads);
+        matmul(&layer->down, row_pointers(work.activation, inner, NULL, count, from), count, NULL, ADD, (Output){.y = call->x, .stride = d}, l + 1 < call->stop ? &layer[1].qkv : NULL, id, threads);
         if (adapter && adapter->down.rank) low_rank_out(&adapter->down, call->x, d, fast, fast_count, id, threads);
         else if (adapter && adapter->mlp.rank) low_rank_out(&adapter->mlp, call->x, d, fast, fast_count, id, threads);
         barrier(threads);
@@ -216,12 +241,12 @@ int mr_layers(const Shape *shape, const Layer *layers, const LayerCache *caches,
     int width = (shape->heads + 2 * shape->kv_heads) * shape->head_dim, inner = 2 * shape->intermediate;
     size_t wide = (size_t)(width > inner ? width : inner);
     work.qkv = grown(work.qkv, &work.qkv_size, MAX_ROWS * wide * sizeof(float));
-    work.heads = grown(work.heads, &work.heads_size, MAX_ROWS * (size_t)shape->heads * shape->head_dim * sizeof(bf16));
-    work.activation = grown(work.activation, &work.act_size, MAX_ROWS * (size_t)shape->intermediate * sizeof(bf16));
+    work.heads = grown(work.heads, &work.heads_size, MAX_ROWS * (size_t)shape->heads * shape->head_dim * sizeof(element));
+    work.activation = grown(work.activation, &work.act_size, MAX_ROWS * (size_t)shape->intermediate * sizeof(element));
     if (adapters && !work.low) {
         size_t none = 0;
         work.low = grown(NULL, &work.low_size, MAX_ROWS * 4096 * sizeof(float));
-        work.low_in = grown(NULL, &none, MAX_ROWS * 4096 * sizeof(bf16));
+        work.low_in = grown(NULL, &none, MAX_ROWS * 4096 * sizeof(element));
     }
     for (int n = 0; n < count; n += MAX_ROWS) {
         int take = count - n < MAX_ROWS ? count - n : MAX_ROWS;
@@ -244,13 +269,13 @@ typedef struct {
 static void run_product(void *context, int id, int threads) {
     const Product *p = context;
     int in = p->linear->in;
-    mine.normed = grown(mine.normed, &mine.normed_size, (size_t)MAX_ROWS * in * sizeof(bf16));
+    mine.normed = grown(mine.normed, &mine.normed_size, (size_t)MAX_ROWS * in * sizeof(element));
     for (int n = 0; n < p->count; n++) {
         if (p->norm) rms_norm(p->x + (size_t)n * in, p->norm, in, p->eps, mine.normed + (size_t)n * in);
-        else for (int i = 0; i < in; i += 16) store_bf16(mine.normed + (size_t)n * in + i, load(p->x + (size_t)n * in + i));
+        else for (int i = 0; i < in; i += 16) store_elements(mine.normed + (size_t)n * in + i, load(p->x + (size_t)n * in + i));
     }
-    const bf16 *from[MAX_ROWS];
-    matmul(p->linear, row_pointers(mine.normed, in, NULL, p->count, from), p->count, NULL, p->mode, (Output){.y = p->y, .stride = p->linear->out}, id, threads);
+    const element *from[MAX_ROWS];
+    matmul(p->linear, row_pointers(mine.normed, in, NULL, p->count, from), p->count, NULL, p->mode, (Output){.y = p->y, .stride = p->linear->out}, NULL, id, threads);
 }
 
 // y [count, out] (=, or += when add) W · (RMSNorm(x) or x): the LM head, and the carry projection.
@@ -313,5 +338,6 @@ void mr_move(const LayerCache *caches, int layers, int kv_heads, int dim, int ca
 }
 
 int mr_has_dot_product(void) { return HAVE_DPBF16; }
+int mr_fixed_point(void) { return FIXED_POINT; }
 
 #include "stream.h"

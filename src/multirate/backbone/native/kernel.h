@@ -20,12 +20,17 @@ typedef uint16_t bf16;
 
 #define INLINE static inline __attribute__((always_inline))
 
-// A linear layer: packed weights [groups][in/2][4][16][2] (64 outputs a group), optional bias [out].
+// A linear layer: packed weights [groups][in/2][4][16][2] (64 outputs a group), optional bias [out]. They are bf16, or
+// where mr_fixed_point() says so, int16 in units of scale [out].
 typedef struct {
     const uint32_t *weight;
-    const float *bias;
+    const float *bias, *scale;
     int32_t in, out;  // out is padded to a multiple of 64 by the packer
 } Linear;
+
+static inline const uint32_t *group_of(const Linear *linear, int group) {
+    return linear->weight + (size_t)group * (linear->in / 2) * 64;
+}
 
 // Low-rank update B(A x) of one site; rank 0 means none. `silu` puts SiLU between A and B.
 typedef struct {

@@ -17,7 +17,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCES = ("kernel.c", "kernel.h", "threads.h", "matmul.h", "attention.h", "stream.h")
+SOURCES = ("kernel.c", "kernel.h", "threads.h", "matmul.h", "tile_avx2.h", "tile_wide.h", "fixed_point.h",
+           "attention.h", "stream.h")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 
 pointer = ctypes.c_void_p
@@ -29,7 +30,7 @@ class NativeUnavailable(RuntimeError):
 
 
 class Linear(ctypes.Structure):
-    _fields_ = [("weight", pointer), ("bias", pointer), ("inputs", int32), ("outputs", int32)]
+    _fields_ = [("weight", pointer), ("bias", pointer), ("scale", pointer), ("inputs", int32), ("outputs", int32)]
 
 
 class LowRank(ctypes.Structure):

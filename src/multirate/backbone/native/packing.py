@@ -18,6 +18,18 @@ def padded(count: int) -> int:
     return -(-count // GROUP) * GROUP
 
 
+WEIGHT_NORM = 65000.0
+"""Largest norm of an output's int16 weights: with fixed_point.h's ROW_NORM no sum leaves int32."""
+
+
+def fixed_point(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] → int16 [out, in] and float32 units [out] with weight ≈ unit · integers (see fixed_point.h)."""
+    norm, largest = weight.norm(dim=1), weight.abs().amax(dim=1)
+    steps = torch.minimum(WEIGHT_NORM / norm.clamp(min=1e-30), 32767 / largest.clamp(min=1e-30))
+    steps = torch.where(largest > 0, steps, torch.ones_like(steps))
+    return (weight * steps[:, None]).round().to(torch.int16), 1 / steps
+
+
 @dataclass
 class Owner:
     """Keeps alive every tensor whose address a C structure holds."""
@@ -34,18 +46,23 @@ class Owner:
         return None if tensor is None else self.address(tensor.detach().float().cpu().contiguous().clone())
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> library.Linear:
-        """weight [out, in], bias [out] → packed bf16 [groups, in/2, 4, 16, 2], outputs padded with zeros."""
+        """weight [out, in], bias [out] → packed [groups, in/2, 4, 16, 2] (bf16 or int16), outputs padded with zeros."""
         outputs, inputs = weight.shape
         if inputs % 2:
             raise library.NativeUnavailable(f"a linear layer with an odd number of inputs ({inputs})")
-        full = torch.zeros(padded(outputs), inputs, dtype=torch.bfloat16)
-        full[:outputs] = weight.detach().to(device="cpu", dtype=torch.bfloat16)
+        full = torch.zeros(padded(outputs), inputs)
+        full[:outputs] = weight.detach().to(device="cpu", dtype=torch.float32)
+        scale = None
+        if library.kernel().mr_fixed_point():
+            full, scale = fixed_point(full)
+        else:
+            full = full.to(torch.bfloat16)
         packed = full.view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 2, 4).contiguous()
         if bias is not None:
             wide = torch.zeros(padded(outputs))
             wide[:outputs] = bias.detach().float()
             bias = wide
-        return library.Linear(self.address(packed), self.address(bias), inputs, padded(outputs))
+        return library.Linear(self.address(packed), self.address(bias), self.address(scale), inputs, padded(outputs))
 
     def low_rank(self, a: Tensor | None, b: Tensor | None, silu: bool = False) -> library.LowRank:
         """a [rank, in], b [out, rank] → B(A x); the rank is padded to whole groups."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,6 +87,26 @@ class Decoder(ABC):
     @abstractmethod
     def logits(self, x: Tensor) -> Tensor:
         """Final norm, LM head, scaling and soft-cap: [N, d] → float32 [N, V]."""
+
+    def greedy(
+        self, rows: Rows, cache: KVCache, ids: Sequence[int] | None = None, x: Tensor | None = None, start: int = 0
+    ) -> tuple[Tensor, list[int]]:
+        """One pass of greedy decoding: the rows' ``ids``, or residuals ``x`` [N, d] entering layer ``start`` → h_L
+        [N, d] and each row's argmax. What ``embed``, ``layers`` and ``logits`` give, in one call where that pays."""
+        if x is None:
+            x = self.embed(torch.as_tensor(ids, device=self.facts.device), rows.pos)
+        hidden = self.layers(x, rows, start, self.facts.num_layers, cache)
+        return hidden, argmax_rows(self.logits(hidden))
+
+
+def argmax_rows(logits: Tensor) -> list[int]:
+    """The argmax of each row of logits [n, V]."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        # torch would wake its thread pool for a dozen rows, whose waiting threads then starve the native kernel's
+        tokens: list[int] = logits.numpy().argmax(axis=-1).tolist()
+        return tokens
+    chosen: list[int] = logits.argmax(dim=-1).tolist()
+    return chosen
 
 
 def _native_class() -> Any:

@@ -34,8 +34,11 @@ def generate_autoregressive(
     while session.active:
         seqs = session.active
         rows = Rows.concat([Rows.causal(b, cache.lengths[b], 1) for b in seqs])
-        hidden = session.forward([sampler.tokens[b][-1] for b in seqs], rows)
-        tokens = sampler.choose(decoder.logits(hidden), seqs)
+        ids = [sampler.tokens[b][-1] for b in seqs]
+        if sampler.plain:
+            _, tokens = decoder.greedy(rows, cache, ids)
+        else:
+            tokens = sampler.choose(decoder.logits(session.forward(ids, rows)), seqs)
         stats.target_passes += 1
         stats.sequence_steps += len(seqs)
         for b, token in zip(seqs, tokens, strict=True):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multirate.backbone.decoder import argmax_rows
 from multirate.errors import UserError
 
 _NUCLEUS_CANDIDATES = 512  # sorting these first spares sorting the whole vocabulary for almost every row
@@ -89,11 +90,7 @@ def greedy_tokens(
     """The most probable token of each row of logits [n, V]; a bare argmax unless there is a repetition penalty."""
     if settings.uses_context:
         logits = penalise(logits, settings.repetition_penalty, _needed(contexts, logits))
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        # torch would wake its thread pool for a dozen rows, whose waiting threads then starve the native kernel's
-        tokens: list[int] = logits.detach().numpy().argmax(axis=-1).tolist()
-        return tokens
-    return logits.argmax(dim=-1).tolist()
+    return argmax_rows(logits.detach())
 
 
 def distribution(logits: Tensor, settings: SamplingSettings, contexts: Sequence[Sequence[int]] | None = None) -> Tensor:

@@ -21,6 +21,7 @@ class Sampler:
     def __init__(self, settings: SamplingSettings, prompts: Sequence[Sequence[int]]) -> None:
         self.settings = settings
         self.greedy = settings.greedy
+        self.plain = settings.greedy and not settings.uses_context  # the bare argmax
         self.tokens = [list(prompt) for prompt in prompts]
         if not self.greedy:
             seed = settings.seed if settings.seed is not None else int(torch.randint(2**62, ()).item())

@@ -18,6 +18,8 @@ from multirate.decoding.sampler import Sampler
 from multirate.decoding.session import Session
 from multirate.decoding.stopping import StopSettings
 
+Verdict = tuple[list[int], int]
+"""Accepted path and bonus token (see acceptance.py)."""
 AfterRound = Callable[[KVCache, Sampler], None]
 
 
@@ -55,8 +57,7 @@ def generate_speculative(
         limits = [stops.remaining(b) - 1 for b in seqs]
         drafts = drafter.draft(seqs, roots, limits, sampler)
         drafts = [draft.cut(limit, drafter.max_nodes) for draft, limit in zip(drafts, limits, strict=True)]
-        hidden = _verify(session, drafter.start, seqs, roots, drafts)  # [N, d] = h_L of all roots and nodes
-        verdicts = _judge(session, seqs, drafts, decoder.logits(hidden))
+        hidden, verdicts = _verify(session, drafter.start, seqs, roots, drafts)
         offset = 0
         for b, draft, (path, bonus) in zip(seqs, drafts, verdicts, strict=True):
             kept = session.emit(b, [*(draft.tokens[node - 1] for node in path[1:]), bonus])
@@ -81,8 +82,24 @@ def _rows_for(length: int, seq: int, draft: Draft) -> Rows:
     return Rows.draft_tree(seq, length, draft.parents)
 
 
-def _verify(session: Session, start: int, seqs: list[int], roots: list[int], drafts: list[Draft]) -> Tensor:
-    """Final residuals h_L [N, d] of the roots and nodes of all drafts, sequence after sequence."""
+def _verify(
+    session: Session, start: int, seqs: list[int], roots: list[int], drafts: list[Draft]
+) -> tuple[Tensor, list[Verdict]]:
+    """h_L [N, d] of the roots and nodes of all drafts, sequence after sequence, and what is accepted of each draft."""
+    x, rows = _entering(session, start, seqs, roots, drafts)
+    decoder = session.decoder
+    if session.sampler.plain:
+        hidden, target = decoder.greedy(rows, session.cache, x=x, start=start)
+        targets = _split(target, [len(draft.tokens) + 1 for draft in drafts])
+        return hidden, [accept_greedy(draft, part) for draft, part in zip(drafts, targets, strict=True)]
+    hidden = decoder.layers(x, rows, start, decoder.facts.num_layers, session.cache)
+    return hidden, _judge(session, seqs, drafts, decoder.logits(hidden))
+
+
+def _entering(
+    session: Session, start: int, seqs: list[int], roots: list[int], drafts: list[Draft]
+) -> tuple[Tensor, Rows]:
+    """Residuals [N, d] of all roots and nodes as they enter layer ``start``, and their rows."""
     lengths = session.cache.lengths
     parts = [_rows_for(lengths[b], b, draft) for b, draft in zip(seqs, drafts, strict=True)]
     rows = Rows.concat(parts)
@@ -94,16 +111,15 @@ def _verify(session: Session, start: int, seqs: list[int], roots: list[int], dra
         bare_rows = rows if len(bare) == len(drafts) else Rows.concat([parts[i] for i in bare])
         x = session.forward(ids, bare_rows, stop=start)
         if len(bare) == len(drafts):
-            return session.decoder.layers(x, rows, start, session.decoder.facts.num_layers, session.cache)
+            return x, rows
         for i, part in zip(bare, x.split([len(parts[i]) for i in bare]), strict=True):
             entering[i] = part
     hidden = [part for part in entering if part is not None]
-    x = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
-    return session.decoder.layers(x, rows, start, session.decoder.facts.num_layers, session.cache)
+    return hidden[0] if len(hidden) == 1 else torch.cat(hidden), rows
 
 
-def _judge(session: Session, seqs: list[int], drafts: list[Draft], logits: Tensor) -> list[tuple[list[int], int]]:
-    """(path, bonus) of every draft; logits [N, V] as `_verify`'s rows. All rows go through one call per step."""
+def _judge(session: Session, seqs: list[int], drafts: list[Draft], logits: Tensor) -> list[Verdict]:
+    """The verdict on every draft; logits [N, V] as `_verify`'s rows. All rows go through one call per step."""
     sampler = session.sampler
     counts = [len(draft.tokens) + 1 for draft in drafts]
     row_seqs = [b for b, count in zip(seqs, counts, strict=True) for _ in range(count)]

@@ -58,12 +58,16 @@ class Teacher:
         return self.parts.final_norm(x)
 
     @torch.no_grad()
-    def slow(self, ids: Tensor, shared: int, gates: tuple[int, ...] = ()) -> SlowPass:
+    def slow(
+        self, ids: Tensor, shared: int, gates: tuple[int, ...] = (), final: Tensor | None = None
+    ) -> SlowPass:
         """Run the base on ids [B, T] (padding on the right, so causality alone masks it).
 
-        Keeps K/V of layers < ``shared``, and the residuals h_0 and h_G for G in ``gates``.
+        Keeps K/V of layers < ``shared``, and the residuals h_0 and h_G for G in ``gates``. With a known ``final``
+        (h_L [B, T, d]) only the layers these need are run.
         """
         parts = self.parts
+        depth = len(parts.layers) if final is None else max((shared, *gates))
         position_ids = parts.position_ids(ids)
         recorder = RecordingKV()
         with parts.attention():
@@ -71,10 +75,14 @@ class Teacher:
             masks = parts.causal_masks(ids.shape[1], dtype=x.dtype)
             rotary = parts.position_embeddings(x, position_ids)
             kept = {0: x}
-            for i in range(len(parts.layers)):
+            for i in range(depth):
                 if i in gates:
                     kept[i] = x
                 x = parts.run_layer(i, x, masks[i], position_ids, rotary, recorder if i < shared else None)
+        if depth in gates:
+            kept[depth] = x
+        if final is not None:
+            x = final.to(x.dtype)
         return SlowPass(
             x, parts.final_norm(x), SharedKV(recorder.keys, recorder.values), masks, position_ids, rotary, kept
         )

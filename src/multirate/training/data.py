@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +173,14 @@ def load_samples(paths: Sequence[str | Path], tokenizer: Any, max_length: int) -
 
 @dataclass(frozen=True)
 class Batch:
-    """ids int64 [B, T] padded on the right; mask bool [B, T]: the *next* token is a response token."""
+    """ids int64 [B, T] padded on the right; mask bool [B, T]: the *next* token is a response token.
+
+    ``indices``: which samples of the plan these are.
+    """
 
     ids: Tensor
     mask: Tensor
+    indices: tuple[int, ...] = ()
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
@@ -224,5 +228,6 @@ class BatchPlan:
                 offset += len(epoch)
                 number += 1
                 epoch = self.epoch(number)
-            yield collate([self.samples[i] for i in epoch[index - offset]])
+            chosen = epoch[index - offset]
+            yield replace(collate([self.samples[i] for i in chosen]), indices=tuple(chosen))
             index += stride

@@ -23,16 +23,19 @@ from accelerate import Accelerator as Launcher
 from torch import Tensor, nn
 
 import multirate
+from multirate.backbone.decoder import load_decoder
 from multirate.errors import UserError
 from multirate.methods.objective import Report, Summary
 from multirate.methods.teacher import Teacher
 from multirate.methods.trained import trained_method
 from multirate.training.checkpoint import Accelerator, describe_base
-from multirate.training.data import BatchPlan, Sample, load_samples
+from multirate.training.data import Batch, BatchPlan, Sample, load_samples
 from multirate.training.optimizers import learning_rate, optimizers
+from multirate.training.precision import low_precision
 from multirate.training.progress import TrainProgress, describe
 from multirate.training.settings import TrainSettings
 from multirate.training.state import load_state, prepare_output, remove_state, save_state
+from multirate.training.teacher_states import TeacherStates, report_to_terminal
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def train(
     launcher = Launcher(mixed_precision="no", cpu=not torch.cuda.is_available())
     name = _name(model)
     if isinstance(model, (str, Path)):
-        model, tokenizer = load_base(model, torch.bfloat16 if settings.precision == "bf16" else torch.float32)
+        model, tokenizer = load_base(model, torch.float32 if settings.precision == "fp32" else torch.bfloat16)
     elif settings.precision == "fp32":
         model.float()
     run = _Run(launcher, model, tokenizer, name, data_files, out, method, settings, options or {})
@@ -101,8 +104,13 @@ class _Run:
         trained = trained_method(method)
         self.config = trained.configure(self.teacher.shape, **options)
         self.samples, self.heldout = self._data(data_files, tokenizer)
-        self.stream = trained.build(self.config, self.teacher.shape)
         self.base = describe_base(model, name)
+        self.states = self._teacher_states(model)
+        fast = low_precision(launcher.device) == torch.bfloat16
+        self.bf16 = settings.precision == "bf16" or (settings.precision == "auto" and fast)
+        if not self.bf16:
+            model.float()
+        self.stream = trained.build(self.config, self.teacher.shape)
         self._initialise()
         self.objective: Any = trained.objective(self.teacher, self.stream, settings.step_decay)
         self.optimizers = optimizers(self.stream, settings)
@@ -154,7 +162,7 @@ class _Run:
                    for k, v in self.settings.decides_result().items()}}
 
     def _autocast(self) -> Any:
-        return torch.autocast(self.launcher.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
+        return torch.autocast(self.launcher.device.type, torch.bfloat16, enabled=self.bf16)
 
     def run(self) -> TrainResult:
         """Train to the last step or an interruption, then evaluate and save."""
@@ -192,7 +200,7 @@ class _Run:
                     sync = micro == s.gradient_accumulation - 1 or world == 1
                     with _nothing() if sync else forward.no_sync():
                         with self._autocast():
-                            loss, report = forward(*(t.to(self.launcher.device) for t in (batch.ids, batch.mask)))
+                            loss, report = forward(*self._on_device(batch))
                         (loss / s.gradient_accumulation).backward()
                     summary.add(report.sums())
                     losses.append(report.loss)
@@ -220,6 +228,23 @@ class _Run:
                 if stop:
                     return False
         return True
+
+    def _teacher_states(self, model: Any) -> TeacherStates | None:
+        """The final residuals of all samples, when a folder for them was given; computed by the fastest decoder."""
+        folder = self.settings.teacher_states
+        if folder is None:
+            return None
+        if self.launcher.num_processes > 1:
+            raise UserError("teacher_states works in a single process; leave it out under accelerate launch")
+        states = TeacherStates(Path(folder), self.samples, self.teacher.shape.hidden_size, self.base["fingerprint"])
+        states.compute(load_decoder(model), report_to_terminal)
+        return states
+
+    def _on_device(self, batch: Batch) -> list[Tensor]:
+        tensors = [batch.ids, batch.mask]
+        if self.states is not None:
+            tensors.append(self.states.batch(batch.indices, batch.ids.shape[1]))
+        return [t.to(self.launcher.device) for t in tensors]
 
     def _together(self, asked: bool, seen: int) -> tuple[bool, int]:
         """Whether any process was asked to stop (all leave after the same step), and the tokens of all of them."""

@@ -38,7 +38,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError("Muon takes matrices only")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every matrix that has a gradient (Nesterov momentum)."""
         loss = None if closure is None else closure()
         for group in self.param_groups:

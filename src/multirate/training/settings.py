@@ -30,7 +30,8 @@ class TrainSettings(MethodConfig):
     grad_clip: float = 1.0
     step_decay: float = 0.8
     """Loss weight of draft step s is step_decay^(s − 1)."""
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """auto: bf16 where the hardware multiplies it, fp32 elsewhere (the base's weights stay what they are)."""
     seed: int = 0
     heldout_files: tuple[str, ...] = ()
     """Evaluated at the end; empty: ``heldout_samples`` of the training data are set aside."""
@@ -40,6 +41,8 @@ class TrainSettings(MethodConfig):
     checkpoint_steps: int | None = None
     """Also write a checkpoint every this many steps."""
     log_every: int = 20
+    teacher_states: str | None = None
+    """Folder to keep the base's final residuals in, so that each sample is run through the base once."""
     compile: bool = False
     """Compile the base's layers (pays on long runs)."""
     overwrite: bool = False
@@ -61,5 +64,6 @@ class TrainSettings(MethodConfig):
 
     def decides_result(self) -> dict[str, Any]:
         """The settings a resumed run must share with the interrupted one."""
-        free = {"heldout_files", "checkpoint_seconds", "checkpoint_steps", "log_every", "compile", "overwrite"}
+        free = {"heldout_files", "checkpoint_seconds", "checkpoint_steps", "log_every", "compile", "teacher_states",
+                "overwrite"}
         return {k: v for k, v in asdict(self).items() if k not in free}

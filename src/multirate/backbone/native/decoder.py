@@ -8,7 +8,7 @@ its call, so drafting and verifying give bit-identical logits: speculation in bf
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,9 @@ class NativeDecoder(Decoder):
         self.head = self._owner.linear(self.head_weight, self.head_bias)
         self.shape = self._shape(config.intermediate_size, self._rotary(parts, config))
         self.packed_layers = array_of(library.Layer, [self._pack(layer.module, layer.window) for layer in parts.layers])
+        self._shape_address, self._layers_address = ctypes.addressof(self.shape), ctypes.addressof(self.packed_layers)
+        self._table_address, self._head_address = self.table.data_ptr(), ctypes.addressof(self.head)
+        self._logits = torch.empty(0)
         self._adapted: list[tuple[int, LayerAdapter]] = []
 
     def _shape(self, intermediate: int, tables: tuple[int | None, int | None, int]) -> library.Shape:
@@ -168,6 +171,30 @@ class NativeDecoder(Decoder):
             rows.prefix.ctypes.data, rows.tree.ctypes.data, None if accelerated is None else accelerated.ctypes.data,
             cache.capacity, start, stop,
         )
+
+    def greedy(
+        self, rows: Rows, cache: Any, ids: Sequence[int] | None = None, x: Tensor | None = None, start: int = 0
+    ) -> tuple[Tensor, list[int]]:
+        n = len(rows.seq)
+        last = int(rows.slot.max(initial=-1))
+        if last >= cache.capacity:
+            cache.reserve(max(last + 1, 2 * cache.capacity))
+        if x is None:
+            x = torch.empty(n, self.facts.hidden_size)
+        else:
+            x = x.float().clone(memory_format=torch.contiguous_format)
+        if self._logits.numel() < n * self.head.outputs:
+            self._logits = torch.empty(n * self.head.outputs)
+        tokens = np.empty(n, np.int64)
+        entering = None if ids is None else np.array(ids, dtype=np.int64)
+        self._library.mr_greedy(
+            self._shape_address, self._layers_address, cache.address, self._table_address,
+            None if entering is None else entering.ctypes.data, x.data_ptr(), n, rows.seq.ctypes.data,
+            rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data, rows.tree.ctypes.data,
+            cache.capacity, start, self.facts.num_layers, self._head_address, self.norm_address,
+            self._logits.data_ptr(), tokens.ctypes.data,
+        )
+        return x, tokens.tolist()
 
     def norm(self, x: Tensor) -> Tensor:
         x = x.float()

@@ -325,6 +325,32 @@ void mr_top(const float *logits, int count, int vocab, int stride, int k, float 
     }
 }
 
+// One decoding pass: ids (or, where NULL, residuals x entering layer `start`) → x = h_L [count, d] and the argmax of each
+// row's logits (ties: the lowest id). logits: scratch [count, head->out].
+void mr_greedy(const Shape *shape, const Layer *layers, const LayerCache *caches, const bf16 *table, const int64_t *ids, float *x,
+               int count, const int32_t *seq, const int32_t *slot, const int32_t *pos, const int32_t *prefix,
+               const int64_t *tree, int capacity, int start, int stop, const Linear *head, const float *norm,
+               float *logits, int64_t *tokens) {
+    if (ids) mr_embed(table, ids, count, shape->hidden, 1.0f, x);
+    mr_layers(shape, layers, caches, NULL, x, count, seq, slot, pos, prefix, tree, NULL, capacity, start, stop);
+    mr_linear(head, x, norm, shape->eps, count, logits, 0);
+    for (int n = 0; n < count; n++) {
+        const float *row = logits + (size_t)n * head->out;
+        f16 highest = splat(-INFINITY);
+        int i = 0, vocab = shape->vocab;
+        for (; i + 16 <= vocab; i += 16) {
+            f16 v = load(row + i);
+            i16 greater = v > highest;
+            highest = (f16)(((i16)v & greater) | ((i16)highest & ~greater));
+        }
+        float top = -INFINITY;
+        for (int j = 0; j < 16; j++) top = highest[j] > top ? highest[j] : top;
+        for (; i < vocab; i++) top = row[i] > top ? row[i] : top;
+        for (i = 0; i < vocab - 1 && row[i] != top; i++) {}
+        tokens[n] = i;
+    }
+}
+
 // Moves cached tokens: slot from[i] → slot to[i] of sequence `seq`, in order (an accepted tree path).
 void mr_move(const LayerCache *caches, int layers, int kv_heads, int dim, int capacity, int seq, const int32_t *from,
              const int32_t *to, int count) {

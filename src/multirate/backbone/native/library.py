@@ -133,6 +133,7 @@ def kernel() -> ctypes.CDLL:
     library.mr_layers.argtypes = [pointer] * 5 + [integers] + [pointer] * 6 + [integers] * 3
     library.mr_linear.argtypes = [pointer, pointer, pointer, floats, integers, pointer, integers]
     library.mr_embed.argtypes = [pointer, pointer, integers, integers, floats, pointer]
+    library.mr_greedy.argtypes = [pointer] * 6 + [integers] + [pointer] * 5 + [integers] * 3 + [pointer] * 4
     library.mr_top.argtypes = [pointer, integers, integers, integers, integers, floats, pointer, pointer]
     library.mr_move.argtypes = [pointer, integers, integers, integers, integers, integers, pointer, pointer, integers]
     library.mr_stream_step.argtypes = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -30,11 +32,41 @@ def fixed_point(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight * steps[:, None]).round().to(torch.int16), 1 / steps
 
 
+SLAB = 32 << 20
+HUGE_PAGE = 2 << 20
+
+
+class Slabs:
+    """Memory for packed weights in large blocks that the system may back with huge pages.
+
+    A pass reads every weight once: with 4 KiB pages each 64th line starts with a page walk, a long one in a virtual
+    machine (measured: docs/experiments.md).
+    """
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy of ``tensor``, aligned to cache lines."""
+        size = tensor.numel() * tensor.element_size()
+        taken = -(-size // 64) * 64
+        if self._free.numel() < taken:
+            block = mmap.mmap(-1, max(SLAB, taken) + HUGE_PAGE)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):  # a kernel without them: small pages, as before
+                    block.madvise(mmap.MADV_HUGEPAGE)
+            self._free = torch.frombuffer(block, dtype=torch.uint8)
+            self._free = self._free[-self._free.data_ptr() % HUGE_PAGE :]
+        place, self._free = self._free[:size], self._free[taken:]
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
 @dataclass
 class Owner:
     """Keeps alive every tensor whose address a C structure holds."""
 
     tensors: list[object] = field(default_factory=list)
+    slabs: Slabs = field(default_factory=Slabs)
 
     def address(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -57,12 +89,13 @@ class Owner:
             full, scale = fixed_point(full)
         else:
             full = full.to(torch.bfloat16)
-        packed = full.view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 2, 4).contiguous()
+        packed = full.view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 2, 4)
         if bias is not None:
             wide = torch.zeros(padded(outputs))
             wide[:outputs] = bias.detach().float()
             bias = wide
-        return library.Linear(self.address(packed), self.address(bias), self.address(scale), inputs, padded(outputs))
+        weights = self.address(self.slabs.copy(packed))
+        return library.Linear(weights, self.address(bias), self.address(scale), inputs, padded(outputs))
 
     def low_rank(self, a: Tensor | None, b: Tensor | None, silu: bool = False) -> library.LowRank:
         """a [rank, in], b [out, rank] → B(A x); the rank is padded to whole groups."""

@@ -31,10 +31,11 @@ class KangarooObjective(nn.Module):
     def terms(self) -> list[Term]:
         return [Term(self.exit, 1, 1.0)]
 
-    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Report]:
-        """ids int64 [B, T]; mask bool [B, T], true where the row's *next* token is a response token."""
+    def forward(self, ids: Tensor, mask: Tensor, final: Tensor | None = None) -> tuple[Tensor, Report]:
+        """ids int64 [B, T]; mask bool [B, T], true where the row's *next* token is a response token; final: see
+        ``Teacher.slow``."""
         teacher = self._teacher[0]
-        slow = teacher.slow(ids, shared=0, gates=(self.exit,))
+        slow = teacher.slow(ids, shared=0, gates=(self.exit,), final=final)
         students = teacher.norm(self.stream(slow.residual[self.exit].float())[mask])[None]  # [1, N, d]
         result = distil(students, slow.normed[mask], teacher.head)
         loss = result.kl.sum()

@@ -45,10 +45,10 @@ class M2R2Objective(nn.Module):
         later = range(2, config.unroll_steps + 1)
         return first + [Term(config.gates[0], s, self.step_decay ** (s - 1)) for s in later]
 
-    def slow(self, ids: Tensor) -> SlowPass:
+    def slow(self, ids: Tensor, final: Tensor | None = None) -> SlowPass:
         """The teacher's pass with all that the stream reads."""
         gates = self.stream.config.gates
-        return self._teacher[0].slow(ids, shared=gates[-1], gates=gates)
+        return self._teacher[0].slow(ids, shared=gates[-1], gates=gates, final=final)
 
     def first_step(self, slow: SlowPass) -> tuple[list[Tensor], KeysValues | None]:
         """Draft step 1, true carried residual: the stream at every gate [B, T, d], and the first block's K/V."""
@@ -80,9 +80,10 @@ class M2R2Objective(nn.Module):
         block = self.stream.block(gate)
         return (x, None) if block is None else block(x, earlier)
 
-    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Report]:
-        """ids int64 [B, T]; mask bool [B, T], true where the row's *next* token is a response token."""
-        slow = self.slow(ids)
+    def forward(self, ids: Tensor, mask: Tensor, final: Tensor | None = None) -> tuple[Tensor, Report]:
+        """ids int64 [B, T]; mask bool [B, T], true where the row's *next* token is a response token; final: see
+        ``Teacher.slow``."""
+        slow = self.slow(ids, final)
         outputs, kv = self.first_step(slow)
         earlier = [] if kv is None else [kv]
         own = outputs[0]

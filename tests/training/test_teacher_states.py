@@ -1,0 +1,91 @@
+"""Kept teacher states: the same training as with the teacher in every step, continued after a stop, checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from multirate.backbone.decoder import load_decoder
+from multirate.errors import UserError
+from multirate.methods.teacher import Teacher
+from multirate.training import teacher_states
+from multirate.training.data import load_samples
+from multirate.training.loop import train
+from multirate.training.teacher_states import INDEX, TeacherStates
+
+from .test_loop import OPTIONS, settings, weights
+
+
+def test_states_are_the_teachers_for_every_sample(tmp_path: Path, model_dir: Path, data: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    samples = load_samples([data, data], AutoTokenizer.from_pretrained(model_dir), 64)  # every sample twice
+    states = TeacherStates(tmp_path, samples, 48, "base")
+    states.compute(load_decoder(model))
+    distinct = {s.ids.tobytes() for s in samples}
+    assert states.bytes == 2 * 48 * sum(len(np_bytes) // 4 for np_bytes in distinct)
+    teacher = Teacher(model)
+    for i in (0, 7, len(samples) - 1):
+        ids = torch.from_numpy(samples[i].ids).long()[None]
+        wanted = teacher.slow(ids, shared=0).final
+        found = states.batch([i], ids.shape[1] + 3)
+        assert torch.allclose(found[:, : ids.shape[1]], wanted, rtol=2**-7, atol=2e-3)
+        assert not found[:, ids.shape[1] :].any()
+
+
+@pytest.mark.parametrize("method", ["m2r2-carry", "m2r2", "kangaroo"])
+def test_training_with_them_is_training_without(tmp_path: Path, model_dir: Path, data: Path, method: str) -> None:
+    options = {} if method == "kangaroo" else {**OPTIONS, "gates": [1, 3] if method == "m2r2" else [1]}
+    online = train(model_dir, [data], tmp_path / "a", method, settings(), options)
+    kept = train(model_dir, [data], tmp_path / "b", method, settings(teacher_states=str(tmp_path / "s")), options)
+    for one, other in zip(online.results["terms"], kept.results["terms"], strict=True):
+        assert other["kl"] == pytest.approx(one["kl"], rel=0.02)
+    assert weights(tmp_path / "a").keys() == weights(tmp_path / "b").keys()
+
+
+def test_an_interrupted_computation_is_continued(
+    tmp_path: Path, model_dir: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teacher_states, "ROWS_PER_CALL", 100)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
+
+    def stop_at_30(done: int, of: int) -> None:
+        if done >= 30:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        TeacherStates(tmp_path, samples, 48, "base").compute(load_decoder(model), stop_at_30)
+    done = json.loads((tmp_path / INDEX).read_text())["done"]
+    assert 30 <= done < len(samples)
+    counted: list[int] = []
+    again = TeacherStates(tmp_path, samples, 48, "base")
+    again.compute(load_decoder(model), lambda count, of: counted.append(count))
+    assert counted[0] > done and counted[-1] == len({s.ids.tobytes() for s in samples})
+    whole = TeacherStates(tmp_path / "whole", samples, 48, "base")
+    whole.compute(load_decoder(model))
+    everything = range(len(samples))
+    assert torch.equal(again.batch(everything, 64), whole.batch(everything, 64))
+
+
+def test_states_of_another_base_or_other_data_are_refused(tmp_path: Path, model_dir: Path, data: Path) -> None:
+    samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    TeacherStates(tmp_path, samples, 48, "base").compute(load_decoder(model))
+    for changed in (lambda: TeacherStates(tmp_path, samples[1:], 48, "base"),
+                    lambda: TeacherStates(tmp_path, samples, 48, "other base")):
+        with pytest.raises(UserError, match="other samples or another base"):
+            changed()
+    (tmp_path / INDEX).write_text("{")
+    with pytest.raises(UserError, match="damaged"):
+        TeacherStates(tmp_path, samples, 48, "base")
+
+
+def test_an_unusable_folder_is_one_sentence(tmp_path: Path, model_dir: Path, data: Path) -> None:
+    (tmp_path / "file").write_text("")
+    samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
+    with pytest.raises(UserError, match=r"teacher states of .* GB cannot be kept in"):
+        TeacherStates(tmp_path / "file", samples, 48, "base")

@@ -15,14 +15,16 @@ from multirate.methods.objective import BINS, auc, expected_calibration_error
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("softcap,scale,bias", [(None, 1.0, False), (3.0, 0.7, True)])
+@pytest.mark.parametrize(
+    "softcap,scale,bias,sharpness", [(None, 1.0, False, 1.0), (3.0, 0.7, True, 1.0), (3.0, 0.7, False, 2.0)]
+)
 def test_gradient_is_that_of_the_plain_loss(
-    monkeypatch: pytest.MonkeyPatch, softcap: float | None, scale: float, bias: bool, reduced: bool
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None, scale: float, bias: bool, sharpness: float, reduced: bool
 ) -> None:
     monkeypatch.setattr(distillation, "ELEMENTS_PER_CHUNK", 16 * 37)  # 16 rows at a time: chunks and a rest
     torch.manual_seed(0)
     vocabulary, size, rows, count = 37, 12, 41, 3
-    head = Head(torch.randn(vocabulary, size), torch.randn(vocabulary) if bias else None, scale, softcap)
+    head = Head(torch.randn(vocabulary, size), torch.randn(vocabulary) if bias else None, scale, softcap, sharpness)
     teacher = torch.randn(rows, size)
     tokens = torch.randperm(vocabulary)[:20].sort().values if reduced else None
     students = torch.randn(count, rows, size, requires_grad=True)
@@ -34,7 +36,7 @@ def test_gradient_is_that_of_the_plain_loss(
     def logits(x: torch.Tensor) -> torch.Tensor:
         z = x @ head.weight.T
         z = (z if head.bias is None else z + head.bias) * scale
-        z = z if softcap is None else softcap * torch.tanh(z / softcap)
+        z = (z if softcap is None else softcap * torch.tanh(z / softcap)) * sharpness
         return z if tokens is None else z[..., tokens]
 
     log_p, log_q = logits(teacher).log_softmax(-1), logits(students).log_softmax(-1)

@@ -53,6 +53,7 @@ _HELP = {
     "checkpoint_seconds": "Time between checkpoints.",
     "checkpoint_steps": "Also write a checkpoint every this many steps.",
     "precision": "auto: bf16 where the hardware multiplies it, fp32 elsewhere.",
+    "sharpness": "Distil at softmax(sharpness x logits); above 1 favours greedy drafts.",
     "teacher_states": "Folder to keep the base's final residuals in: each sample runs through the base once.",
     "compile": "Compile the base's layers (pays on long runs).",
     "overwrite": "Replace a finished accelerator in the output folder.",

@@ -7,7 +7,7 @@ whole; the teacher's distribution of a chunk is computed once for all gates and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,18 @@ ELEMENTS_PER_CHUNK = 1 << 21
 
 @dataclass(frozen=True)
 class Head:
-    """A frozen LM head: logits = cap(scale · (x Wᵀ + bias)), cap(z) = softcap · tanh(z / softcap)."""
+    """A frozen LM head: logits = sharpness · cap(scale · (x Wᵀ + bias)), cap(z) = softcap · tanh(z / softcap).
+
+    Distilling at ``sharpness`` above 1 (a temperature below 1) [ours] weighs the likely tokens more: greedy drafts
+    live on the argmax alone.
+    """
 
     weight: Tensor
     """[V, d]"""
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    sharpness: float = 1.0
 
     def logits(self, x: Tensor) -> Tensor:
         """x [n, d] → float32 [n, V], the product in the weight's dtype."""
@@ -34,17 +39,21 @@ class Head:
             z = z + self.bias.float()
         if self.scale != 1.0:
             z = z * self.scale
-        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+        if self.softcap is not None:
+            z = self.softcap * torch.tanh(z / self.softcap)
+        return z if self.sharpness == 1.0 else z * self.sharpness
 
     def pull_back(self, grad: Tensor, logits: Tensor) -> Tensor:
         """Gradient [n, V] at ``logits`` → gradient [n, d] at x, float32."""
         if self.softcap is not None:
-            grad = grad * (1 - (logits / self.softcap).square())
-        return ((grad * self.scale if self.scale != 1.0 else grad).to(self.weight.dtype) @ self.weight).float()
+            grad = grad * (1 - (logits / (self.softcap * self.sharpness)).square())
+        scale = self.scale * self.sharpness
+        return ((grad * scale if scale != 1.0 else grad).to(self.weight.dtype) @ self.weight).float()
 
     def subset(self, tokens: Tensor) -> Head:
         """The head over ``tokens`` only [n]."""
-        return Head(self.weight[tokens], None if self.bias is None else self.bias[tokens], self.scale, self.softcap)
+        bias = None if self.bias is None else self.bias[tokens]
+        return replace(self, weight=self.weight[tokens], bias=bias)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,7 @@ class _Run:
         torch.manual_seed(settings.seed)
         model.to(launcher.device)
         self.teacher = Teacher(model)
+        self.teacher.head = replace(self.teacher.head, sharpness=settings.sharpness)
         trained = trained_method(method)
         self.config = trained.configure(self.teacher.shape, **options)
         self.samples, self.heldout = self._data(data_files, tokenizer)

@@ -41,6 +41,8 @@ class TrainSettings(MethodConfig):
     checkpoint_steps: int | None = None
     """Also write a checkpoint every this many steps."""
     log_every: int = 20
+    sharpness: float = 1.0
+    """Distil at softmax(sharpness · logits) of teacher and student; above 1 favours greedy drafts."""
     teacher_states: str | None = None
     """Folder to keep the base's final residuals in, so that each sample is run through the base once."""
     compile: bool = False
@@ -54,7 +56,7 @@ class TrainSettings(MethodConfig):
         self.require(self.max_length >= 2, "max_length", "at least 2")
         self.require(self.tokens_per_batch >= self.max_length, "tokens_per_batch", f"at least max_length "
                      f"({self.max_length})")
-        for name in ("lr", "grad_clip", "step_decay", "checkpoint_seconds"):
+        for name in ("lr", "grad_clip", "step_decay", "sharpness", "checkpoint_seconds"):
             self.require(getattr(self, name) > 0, name, "above 0")
         self.require(self.warmup_steps >= 0, "warmup_steps", "0 or more")
         self.require(self.weight_decay >= 0, "weight_decay", "0 or more")

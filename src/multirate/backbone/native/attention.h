@@ -85,29 +85,30 @@ static void score_blocks(const Query *query, int count, const bf16 *k, int dim, 
 
 // Scores → softmax numerators (weights) over [start, end); returns one over their sum.
 static float softmax_row(float *scores, element *weights, int start, int end, int low, int visible) {
-    f16 highest = splat(-INFINITY), sum = splat(0.0f);
-    i16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int s = start; s < end; s += 16) {
-        f16 score = load(scores + s);
-        if (s < low || s + 16 > visible) {
-            i16 position = lane + s;
-            i16 hidden = (position < low) | (position >= visible);
-            score = (f16)(((i16)score & ~hidden) | ((i16)splat(-INFINITY) & hidden));
-            store(scores + s, score);
+    fv highest = all(-INFINITY), sum = all(0.0f);
+    iv lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    for (int s = start; s < end; s += LANES) {
+        fv score = load_v(scores + s);
+        if (s < low || s + LANES > visible) {
+            iv position = lane + s;
+            iv hidden = (position < low) | (position >= visible);
+            score = (fv)(((iv)score & ~hidden) | ((iv)all(-INFINITY) & hidden));
+            store_v(scores + s, score);
         }
-        i16 greater = score > highest;
-        highest = (f16)(((i16)score & greater) | ((i16)highest & ~greater));
+        iv greater = score > highest;
+        highest = (fv)(((iv)score & greater) | ((iv)highest & ~greater));
     }
-    float top = highest[0], total = 0.0f;
-    for (int i = 1; i < 16; i++) top = highest[i] > top ? highest[i] : top;
-    for (int s = start; s < end; s += 16) {
-        f16 score = load(scores + s);
-        i16 hidden = score == splat(-INFINITY);
-        f16 e = (f16)((i16)exp_vector(score - splat(top)) & ~hidden);
+    float top = highest[0];
+    for (int i = 1; i < LANES; i++) top = highest[i] > top ? highest[i] : top;
+    for (int s = start; s < end; s += LANES) {
+        fv score = load_v(scores + s);
+        iv hidden = score == all(-INFINITY);
+        fv e = (fv)((iv)exp_vector(score - all(top)) & ~hidden);
         sum += e;
-        store_elements(weights + s, e);
+        store_element_v(weights + s, e);
     }
-    for (int i = 0; i < 16; i++) total += sum[i];
+    float total = sum_v(sum);
     return 1.0f / total;
 }
 

@@ -155,7 +155,8 @@ static void product(const Linear *linear, int group, const Operand *x, int first
                                 (f16 (*)[4])&acc[0][m]);
     const float *unit = linear->scale + group * 64;
     for (int r = 0; r < rows; r++) {
-        for (int m = 0; m < 4; m++) acc[r][m] = acc[r][m] * (load(unit + m * 16) * splat(x->scale[first + r]));
+        float *out = (float *)acc[r];
+        for (int i = 0; i < 64; i += LANES) store_v(out + i, load_v(out + i) * (load_v(unit + i) * all(x->scale[first + r])));
         if (x->fine_scale[first + r] == 0.0f) continue;
         f16 fine[1][4];
         fixed_1(weight, x->fine + (size_t)(first + r) * in, in, ahead, fine);

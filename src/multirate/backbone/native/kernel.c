@@ -88,10 +88,10 @@ static void low_rank_in(const LowRank *site, const element *base, int stride, co
     int width = site->a.out;
     matmul(&site->a, row_pointers(base, stride, index, count, from), count, NULL, STORE, (Output){.y = work.low, .stride = width}, NULL, id, threads);
     barrier(threads);
-    for (int i = id * 16; i < count * width; i += 16 * threads) {
-        f16 v = load(work.low + i);
+    for (int i = id * LANES; i < count * width; i += LANES * threads) {
+        fv v = load_v(work.low + i);
         if (site->silu) v = silu_vector(v);
-        store_elements(work.low_in + i, v);
+        store_element_v(work.low_in + i, v);
     }
     barrier(threads);
 }
@@ -215,9 +215,9 @@ static void run_layers(void *context, int id, int threads) {
             int groups = 2 * inner / 64, first = groups * id / threads, last = groups * (id + 1) / threads;
             for (int n = 0; n < count; n++)
                 for (int g = first; g < last; g++)
-                    for (int m = 0; m < 2; m++) {
-                        const float *y = work.qkv + (size_t)n * 2 * inner + g * 64 + m * 16;
-                        store_elements(work.activation + (size_t)n * inner + g * 32 + m * 16, silu_vector(load(y)) * load(y + 32));
+                    for (int i = 0; i < 32; i += LANES) {
+                        const float *y = work.qkv + (size_t)n * 2 * inner + g * 64 + i;
+                        store_element_v(work.activation + (size_t)n * inner + g * 32 + i, silu_vector(load_v(y)) * load_v(y + 32));
                     }
         } else {
             matmul(&layer->gate_up, row_pointers(mine.normed, d, NULL, count, from), count, NULL, SILU_GATE, (Output){.activation = work.activation, .stride = inner}, &layer->down, id, threads);
@@ -315,11 +315,11 @@ void mr_top(const float *logits, int count, int vocab, int stride, int k, float 
                 id[j] = i;
             }
         }
-        f16 sum = splat(0.0f);
-        float top = best[0], total = 0.0f;
+        fv sum = all(0.0f);
+        float top = best[0];
         int i = 0;
-        for (; i + 16 <= vocab; i += 16) sum += exp_vector((load(row + i) - splat(top)) * splat(sharpness));
-        for (int j = 0; j < 16; j++) total += sum[j];
+        for (; i + LANES <= vocab; i += LANES) sum += exp_vector((load_v(row + i) - all(top)) * all(sharpness));
+        float total = sum_v(sum);
         for (; i < vocab; i++) total += expf(sharpness * (row[i] - top));
         for (int j = 0; j < k; j++) best[j] = expf(sharpness * (best[j] - top)) / total;
     }

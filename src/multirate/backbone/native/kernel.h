@@ -106,30 +106,50 @@ INLINE f16 dot_pairs(f16 acc, u16 w, uint32_t pair) {
 #endif
 }
 
-// exp for x <= 0 (softmax): 2^n · polynomial of the remainder; relative error below 2e-7.
-INLINE f16 exp_vector(f16 x) {
-    f16 lowest = splat(-87.0f);
-    i16 below = x < lowest;
-    x = (f16)(((i16)x & ~below) | ((i16)lowest & below));
-    f16 t = x * splat(1.44269504f) + splat(12582912.0f);  // round to an integer
-    f16 n = t - splat(12582912.0f);
-    f16 r = x - n * splat(0.693145752f) - n * splat(1.42860677e-6f);
-    f16 p = splat(1.9875691500e-4f);
-    p = p * r + splat(1.3981999507e-3f);
-    p = p * r + splat(8.3334519073e-3f);
-    p = p * r + splat(4.1665795894e-2f);
-    p = p * r + splat(1.6666665459e-1f);
-    p = p * r + splat(5.0000001201e-1f);
-    p = p * r * r + r + splat(1.0f);
-    i16 exponent = ((i16)t - (i16)splat(12582912.0f)) << 23;
-    return (f16)((i16)p + exponent);
+// The processor's own width, for functions that a compiler would otherwise spill.
+#ifdef __AVX512F__
+#define LANES 16
+#else
+#define LANES 8
+#endif
+typedef float fv __attribute__((vector_size(4 * LANES)));
+typedef int32_t iv __attribute__((vector_size(4 * LANES)));
+INLINE fv all(float f) {
+    fv v;
+    for (int i = 0; i < LANES; i++) v[i] = f;
+    return v;
 }
-INLINE f16 silu_vector(f16 g) {
+INLINE fv load_v(const float *p) { fv v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store_v(float *p, fv v) { memcpy(p, &v, sizeof v); }
+INLINE float sum_v(fv v) {
+    float total = 0.0f;
+    for (int i = 0; i < LANES; i++) total += v[i];
+    return total;
+}
+
+// exp for x <= 0 (softmax): 2^n · polynomial of the remainder; relative error below 2e-7.
+INLINE fv exp_vector(fv x) {
+    iv below = x < all(-87.0f);
+    x = (fv)(((iv)x & ~below) | ((iv)all(-87.0f) & below));
+    fv t = x * all(1.44269504f) + all(12582912.0f);  // round to an integer
+    fv n = t - all(12582912.0f);
+    fv r = x - n * all(0.693145752f) - n * all(1.42860677e-6f);
+    fv p = all(1.9875691500e-4f);
+    p = p * r + all(1.3981999507e-3f);
+    p = p * r + all(8.3334519073e-3f);
+    p = p * r + all(4.1665795894e-2f);
+    p = p * r + all(1.6666665459e-1f);
+    p = p * r + all(5.0000001201e-1f);
+    p = p * r * r + r + all(1.0f);
+    iv exponent = ((iv)t - (iv)all(12582912.0f)) << 23;
+    return (fv)((iv)p + exponent);
+}
+INLINE fv silu_vector(fv g) {
     // x·sigmoid(x) through exp(-|x|), so that the exponent never overflows
-    i16 negative = g < splat(0.0f);
-    f16 e = exp_vector((f16)((i16)g | (i16)splat(-0.0f)));
-    f16 s = splat(1.0f) / (splat(1.0f) + e);  // sigmoid(|x|)
-    f16 n = e * s;                            // sigmoid(-|x|)
-    return g * (f16)(((i16)n & negative) | ((i16)s & ~negative));
+    iv negative = g < all(0.0f);
+    fv e = exp_vector((fv)((iv)g | (iv)all(-0.0f)));
+    fv s = all(1.0f) / (all(1.0f) + e);  // sigmoid(|x|)
+    fv n = e * s;                        // sigmoid(-|x|)
+    return g * (fv)(((iv)n & negative) | ((iv)s & ~negative));
 }
 #endif

@@ -65,7 +65,8 @@ static void matmul(const Linear *linear, const element *const *x, int rows, cons
                     for (int m = 0; m < 4; m++) acc[r][m] += load(linear->bias + g * 64 + m * 16);
                 if (mode == SILU_GATE) {
                     element *to = out.activation + row * out.stride + g * 32;
-                    for (int m = 0; m < 2; m++) store_elements(to + m * 16, silu_vector(acc[r][m]) * acc[r][m + 2]);
+                    const float *gate = (const float *)acc[r], *up = gate + 32;
+                    for (int i = 0; i < 32; i += LANES) store_element_v(to + i, silu_vector(load_v(gate + i)) * load_v(up + i));
                     continue;
                 }
                 float *to = out.y + row * out.stride + g * 64;

@@ -9,6 +9,7 @@
 
 typedef float element;  // of the rows of a product
 INLINE void store_elements(element *to, f16 v) { store(to, v); }
+INLINE void store_element_v(element *to, fv v) { store_v(to, v); }
 
 #define TILE_ROWS 6
 #define LOAD(n, m) __m256 a##n##m = _mm256_loadu_ps((float *)&acc[n][m]), b##n##m = _mm256_loadu_ps((float *)&acc[n][m] + 8);

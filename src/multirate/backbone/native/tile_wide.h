@@ -5,6 +5,13 @@
 
 typedef bf16 element;  // of the rows of a product
 INLINE void store_elements(element *to, f16 v) { store_bf16(to, v); }
+INLINE void store_element_v(element *to, fv v) {
+#if LANES == 16
+    store_bf16(to, (f16)v);
+#else
+    for (int i = 0; i < LANES; i++) to[i] = to_bf16(v[i]);
+#endif
+}
 
 #define TILE_ROWS 6
 // 4 vectors × 6 rows are 24 accumulators, all in registers. They have names instead of an array: compilers otherwise

@@ -152,7 +152,7 @@ def heldout_loss(model: LlamaForCausalLM, data: Path, name: str, windows: int = 
     tokens = np.fromfile(data / f"heldout_{name}.bin", dtype=np.uint16).astype(np.int64)
     starts = np.linspace(0, len(tokens) - length - 2, windows).astype(int)
     ids = torch.from_numpy(np.stack([tokens[s : s + length + 1] for s in starts]))
-    with torch.autocast("cpu", torch.bfloat16, enabled=PRODUCTS == torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=torch.bfloat16 == PRODUCTS):
         logits = model(ids[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()).item()
 
@@ -232,7 +232,7 @@ def main() -> None:
                     group["lr"] = lr * factor
             picks = rng.choice(len(names), size=phase["batch"], p=weights / weights.sum())
             batch = torch.from_numpy(np.stack([sources[names[i]].window(phase["window"], rng) for i in picks]))
-            with torch.autocast("cpu", torch.bfloat16, enabled=PRODUCTS == torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=torch.bfloat16 == PRODUCTS):
                 hidden = model.model(batch[:, :-1], use_cache=False).last_hidden_state
             loss = TiedHeadLoss.apply(hidden.flatten(0, 1), model.lm_head.weight, batch[:, 1:].flatten())
             loss.backward()

@@ -141,3 +141,37 @@ def test_runs_on_the_native_decoder_in_bf16() -> None:
     stop = StopSettings(max_new_tokens=20)
     plain = generate_autoregressive(decoder, [[3, 4, 5], [9]], stop=stop)
     assert generate_speculative(decoder, drafter, [[3, 4, 5], [9]], stop=stop).sequences == plain.sequences
+
+
+def test_the_native_adapter_is_the_adapter() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from multirate.backbone.native import NativeDecoder
+    from multirate.backbone.rows import Rows
+    from multirate.methods.kangaroo.native import NativeKangarooAdapter
+    from multirate.methods.shape import BaseShape
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=128, intermediate_size=96, num_hidden_layers=3,
+                                         num_attention_heads=4, num_key_value_heads=2, head_dim=32)).bfloat16()
+    if NativeDecoder.supports(model) is not None:
+        pytest.skip("no native kernel here")
+    shape = BaseShape.of(model.config)
+    adapter = KangarooAdapter(KangarooConfig.for_base(shape, match_parameters=100_000), shape)
+    disturb(adapter)
+    decoder = NativeDecoder(model)
+    assert NativeKangarooAdapter.supports(decoder, adapter)
+    native = NativeKangarooAdapter(decoder, adapter)
+    x = torch.randn(11, 128)
+    ours, theirs = native.new_cache(1, 4), adapter.new_cache(1, 16)
+    got, wanted = [], []
+    with torch.no_grad():
+        for begin, end in ((0, 6), (6, 7), (7, 11)):
+            rows = Rows.causal(0, begin, end - begin)
+            got.append(native.rows(x[begin:end], rows, ours))
+            wanted.append(adapter.rows(x[begin:end], rows, theirs))
+        torch.testing.assert_close(torch.cat(got), torch.cat(wanted), atol=0.03, rtol=0.02)
+        logits = decoder.logits(torch.cat(got))
+    tokens, sure = native.top(torch.cat(got))
+    assert tokens == logits.argmax(-1).tolist()
+    assert sure == pytest.approx(logits.softmax(-1).amax(-1).tolist(), rel=1e-4)

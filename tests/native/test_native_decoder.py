@@ -36,14 +36,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _needs_kernel():
-    try:
-        library.kernel()
-    except library.NativeUnavailable as reason:
-        pytest.skip(str(reason))
-
-
 def make(name: str):
     torch.manual_seed(sorted(CONFIGS).index(name))
     model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
@@ -111,8 +103,13 @@ def test_tree_nodes_equal_their_path_as_a_chain_bit_for_bit(name, seed):
     tree = decoder.logits(
         decoder.layers(decoder.embed(torch.tensor(tokens), rows.pos), rows, 0, decoder.facts.num_layers, cache)
     )
-    deepest = int(np.argmax(rows.pos))
-    path = [deepest]
+    for node in range(nodes + 1):
+        path = [node]
+        while path[0] != 0:
+            path.insert(0, parents[path[0] - 1])
+        alone = run(decoder, prompt + [tokens[i] for i in path], 0, decoder.new_cache(1, 96))[len(prompt):]
+        assert torch.equal(tree[path], alone)
+    path = [int(np.argmax(rows.pos))]
     while path[0] != 0:
         path.insert(0, parents[path[0] - 1])
     other = decoder.new_cache(1, 96)
@@ -123,6 +120,47 @@ def test_tree_nodes_equal_their_path_as_a_chain_bit_for_bit(name, seed):
     for layer in range(decoder.facts.num_layers):
         for mine, fresh in zip(cache.standard(layer), other.standard(layer), strict=True):
             assert torch.equal(mine[:, :, :total], fresh[:, :, :total])
+
+
+def test_trees_of_several_sequences_and_prompts_share_a_pass():
+    """Attention reads a K/V block once for neighbouring rows: of one sequence only, each up to its own end."""
+    rng = np.random.default_rng(0)
+    decoder = NativeDecoder(make("llama"))
+    prompts = [rng.integers(0, 133, n).tolist() for n in (30, 3, 17)]
+    cache = decoder.new_cache(3, 96)
+    alone, parts, ids = [], [], []
+    for b, prompt in enumerate(prompts):
+        own = decoder.new_cache(1, 96)
+        for seq, store in ((b, cache), (0, own)):
+            rows = Rows.causal(seq, 0, len(prompt))
+            decoder.layers(decoder.embed(torch.tensor(prompt), rows.pos), rows, 0, 3, store)
+        tree = Rows.draft_tree(b, len(prompt), [0, 0, 1, 2, 3])
+        tokens = rng.integers(0, 133, 6).tolist()
+        single = Rows.draft_tree(0, len(prompt), [0, 0, 1, 2, 3])
+        alone.append(decoder.layers(decoder.embed(torch.tensor(tokens), single.pos), single, 0, 3, own))
+        parts.append(tree)
+        ids += tokens
+    rows = Rows.concat(parts)
+    together = decoder.layers(decoder.embed(torch.tensor(ids), rows.pos), rows, 0, 3, cache)
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_greedy_pass_is_embed_layers_and_logits(start):
+    decoder = NativeDecoder(make("qwen2-bias"))
+    tokens = list(range(20, 31))
+    rows = Rows.causal(0, 0, len(tokens))
+    one, other = decoder.new_cache(1, 32), decoder.new_cache(1, 32)
+    x = decoder.embed(torch.tensor(tokens), rows.pos)
+    entering = decoder.layers(x, rows, 0, start, one)
+    decoder.layers(x, rows, 0, start, other)
+    hidden = decoder.layers(entering, rows, start, 3, one)
+    ids, residuals = (tokens, None) if start == 0 else (None, entering)
+    before = None if residuals is None else residuals.clone()
+    found, chosen = decoder.greedy(rows, other, ids, residuals, start)
+    assert torch.equal(found, hidden)
+    assert chosen == decoder.logits(hidden).argmax(-1).tolist()
+    assert before is None or torch.equal(residuals, before)
 
 
 def test_batch_rows_equal_single_sequences():

@@ -199,9 +199,10 @@ static void run_layers(void *context, int id, int threads) {
         attention_of_heads(call, layer, &call->caches[l], scratch, id, threads);
         barrier(threads);
         if (adapter && adapter->o.rank) low_rank_in(&adapter->o, work.heads, heads, fast, fast_count, id, threads);
-        matmul(&layer->o, row_pointers(work.heads, heads, NULL, count, from), count, NULL, ADD, (Output){.y = call->x, .stride = d}, &layer->gate_up, id, threads);
+        matmul(&layer->o, row_pointers(work.heads, heads, NULL, count, from), count, NULL, ADD, (Output){.y = call->x, .stride = d}, layer->gate_up.weight ? &layer->gate_up : NULL, id, threads);
         if (adapter && adapter->o.rank) low_rank_out(&adapter->o, call->x, d, fast, fast_count, id, threads);
         barrier(threads);
+        if (!layer->gate_up.weight) continue;  // attention alone
         for (int n = 0; n < count; n++) rms_norm(call->x + (size_t)n * d, layer->norm_mlp, d, s->eps, mine.normed + (size_t)n * d);
         int inner = s->intermediate;
         if (adapter && adapter->gate_up.rank) {

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from multirate.backbone.decoder import Decoder
 from multirate.backbone.kv_cache import KVCache
+from multirate.backbone.native import NativeDecoder
 from multirate.backbone.rows import Rows
 from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.methods.config import MethodConfig
 from multirate.methods.kangaroo.modules import KangarooAdapter
+from multirate.methods.kangaroo.native import NativeKangarooAdapter
 from multirate.methods.registry import register
 
 _PREFILL_ROWS = 1024
@@ -46,7 +48,12 @@ class KangarooDrafter(Drafter):
     def __init__(self, decoder: Decoder, adapter: KangarooAdapter, config: KangarooDecodeConfig) -> None:
         # the decoder's residuals decide the dtype: the native kernel keeps them in fp32 whatever the weights are
         probe = decoder.embed(torch.zeros(1, dtype=torch.int64, device=decoder.facts.device), np.zeros(1, np.int32))
-        self.decoder, self.adapter = decoder, adapter.to(dtype=probe.dtype)
+        self.decoder = decoder
+        adapter = adapter.to(dtype=probe.dtype)
+        self.adapter: KangarooAdapter | NativeKangarooAdapter = adapter
+        if NativeKangarooAdapter.supports(decoder, adapter):
+            assert isinstance(decoder, NativeDecoder)
+            self.adapter = NativeKangarooAdapter(decoder, adapter)
         self.start = adapter.config.exit_layer
         self.threshold = adapter.config.threshold if config.threshold is None else config.threshold
         self.max_nodes = config.max_draft or adapter.config.max_draft
@@ -93,17 +100,20 @@ class KangarooDrafter(Drafter):
                 break
             live = [live[row] for row in on]
             chosen, paths = [seqs[i] for i in live], [tokens[i] for i in live]
-            logits = self.decoder.logits(self._query(chosen, x[on], depth - 1))
-            if sampler.greedy:
-                confidence = torch.exp(logits.amax(-1) - logits.logsumexp(-1))
+            y = self._query(chosen, x[on], depth - 1)
+            if sampler.plain and isinstance(self.adapter, NativeKangarooAdapter):
+                entering, confidence = self.adapter.top(y)
+            elif sampler.greedy:
+                logits = self.decoder.logits(y)
+                confidence = torch.exp(logits.amax(-1) - logits.logsumexp(-1)).tolist()
                 entering = sampler.choose(logits, chosen, paths)
             else:
-                q = sampler.distribution(logits, chosen, paths)
-                confidence = q.amax(-1)
+                q = sampler.distribution(self.decoder.logits(y), chosen, paths)
+                confidence = q.amax(-1).tolist()
                 entering = sampler.draw(q, chosen)
                 for row, i in enumerate(live):
                     probs[i].append(q[row : row + 1])
-            for token, sure, i in zip(entering, confidence.tolist(), live, strict=True):
+            for token, sure, i in zip(entering, confidence, live, strict=True):
                 tokens[i].append(token)
                 stopped[i] = sure < self.threshold
         for i, b in enumerate(seqs):

@@ -12,7 +12,8 @@ from multirate.backbone.kv_cache import KVCache
 from multirate.backbone.native import NativeDecoder, library
 from multirate.backbone.native.adapters import AdapterPack
 from multirate.backbone.native.cache import NativeKVCache
-from multirate.backbone.native.packing import Owner, array_of, interleave_gate_up
+from multirate.backbone.native.own_layer import OwnLayer, tiles
+from multirate.backbone.native.packing import Owner, interleave_gate_up
 from multirate.backbone.rows import Rows
 from multirate.decoding.drafter import MAX_TREE_NODES, Draft
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
@@ -27,13 +28,8 @@ class NativeStreamRunner(StreamRunner):
     @staticmethod
     def supports(decoder: NativeDecoder, stream: AcceleratedStream) -> bool:
         """Whether the block's shape tiles; its heads must be as long as the base's (one cache layout)."""
-        config = stream.config
-        widths = (config.block_heads * config.block_head_dim, 2 * config.block_kv_heads * config.block_head_dim)
-        return not config.block or (
-            config.block_head_dim == decoder.head_dim
-            and all(width % 64 == 0 for width in widths)
-            and config.block_intermediate % 32 == 0
-        )
+        c = stream.config
+        return not c.block or tiles(decoder, c.block_heads, c.block_kv_heads, c.block_head_dim, c.block_intermediate)
 
     def __init__(self, decoder: NativeDecoder, stream: AcceleratedStream, gate: int) -> None:
         super().__init__(decoder, stream, gate)
@@ -63,19 +59,13 @@ class NativeStreamRunner(StreamRunner):
             gate=gate,
         )
         if self._block is not None:
-            half = torch.arange(config.block_head_dim // 2) / (config.block_head_dim // 2)
-            positions = torch.arange(decoder.shape.max_positions)[:, None]
-            angle = positions * config.rope_theta**-half
-            self._block_shape = library.Shape(
-                hidden=self._d, heads=config.block_heads, kv_heads=config.block_kv_heads,
-                head_dim=config.block_head_dim, intermediate=config.block_intermediate, vocab=0,
-                max_positions=decoder.shape.max_positions, eps=config.norm_eps,
-                attention_scale=config.block_head_dim**-0.5, cos=owner.floats(angle.cos()),
-                sin=owner.floats(angle.sin()),
+            self._own_layer = OwnLayer(
+                decoder, owner, pack_block(owner, self._block), heads=config.block_heads,
+                kv_heads=config.block_kv_heads, head_dim=config.block_head_dim,
+                intermediate=config.block_intermediate, theta=config.rope_theta, eps=config.norm_eps,
             )
-            self._block_layer = array_of(library.Layer, [pack_block(owner, self._block)])
-            self._packed.block_shape = ctypes.addressof(self._block_shape)
-            self._packed.block = ctypes.addressof(self._block_layer)
+            self._packed.block_shape = self._own_layer.shape_address
+            self._packed.block = self._own_layer.layer_address
         self._stream = ctypes.addressof(self._packed)
         self._head_address = ctypes.addressof(self._head)
 
@@ -85,7 +75,7 @@ class NativeStreamRunner(StreamRunner):
         self._cache = cache
         self._own: NativeKVCache | None = None
         if self._block is not None:
-            self._own = self.decoder.cache_of(1, cache.batch, cache.capacity, self.stream.config.block_kv_heads)
+            self._own = self._own_layer.new_cache(cache.batch, cache.capacity)
 
     def step(self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int) -> tuple[Tensor, Tensor]:
         n, cache, own = len(ids), self._native_cache, self._own

@@ -1,0 +1,61 @@
+"""Kangaroo's adapter on the native kernel, so that the rival is not slowed by another implementation."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.backbone.kv_cache import KVCache
+from multirate.backbone.native import NativeDecoder, library
+from multirate.backbone.native.cache import NativeKVCache
+from multirate.backbone.native.own_layer import OwnLayer, tiles
+from multirate.backbone.native.packing import Owner
+from multirate.backbone.rows import Rows
+from multirate.methods.kangaroo.modules import KangarooAdapter
+
+
+class NativeKangarooAdapter:
+    """``new_cache``, ``rows`` and ``top`` of a KangarooAdapter, with packed copies of its weights."""
+
+    @staticmethod
+    def supports(decoder: object, adapter: KangarooAdapter) -> bool:
+        c = adapter.config
+        return isinstance(decoder, NativeDecoder) and tiles(decoder, c.heads, c.kv_heads, c.head_dim)
+
+    def __init__(self, decoder: NativeDecoder, adapter: KangarooAdapter) -> None:
+        c, attention, owner = adapter.config, adapter.attn, Owner()
+        layer = library.Layer(
+            qkv=owner.linear(torch.cat([attention.q.weight, attention.k.weight, attention.v.weight])),
+            o=owner.linear(attention.o.weight), norm_attention=owner.floats(adapter.norm.weight),
+        )
+        self._layer = OwnLayer(
+            decoder, owner, layer, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, intermediate=0,
+            theta=c.rope_theta, eps=c.norm_eps,
+        )
+        self._decoder, self._norm_out = decoder, adapter.norm_out
+        self._library = library.kernel()
+
+    def new_cache(self, batch: int, capacity: int) -> NativeKVCache:
+        return self._layer.new_cache(batch, capacity)
+
+    @torch.no_grad()
+    def rows(self, x: Tensor, rows: Rows, cache: KVCache) -> Tensor:
+        """See ``KangarooAdapter.rows``."""
+        assert isinstance(cache, NativeKVCache)
+        out: Tensor = self._norm_out(self._layer.rows(x, rows, cache))
+        return out
+
+    def top(self, y: Tensor) -> tuple[list[int], list[float]]:
+        """The likeliest token after each row of y [n, d] and its probability."""
+        decoder, y = self._decoder, y.contiguous()
+        n = len(y)
+        logits = torch.empty(n, decoder.head.outputs)
+        ids, probs = np.empty(n, np.int64), np.empty(n, np.float32)
+        self._library.mr_head_top(
+            ctypes.addressof(decoder.head), decoder.norm_address, decoder.eps, y.data_ptr(), n,
+            decoder.facts.vocab_size, 1, 1.0, logits.data_ptr(), ids.ctypes.data, probs.ctypes.data,
+        )
+        return ids.tolist(), probs.tolist()

@@ -71,13 +71,15 @@ def decoders():
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 99), preset=st.sampled_from(["m2r2", "m2r2-carry"]), gate=st.integers(1, 3),
        depth=st.integers(1, 7), width=st.integers(1, 4), nodes=st.integers(1, 24), keep=st.sampled_from([0, 0.02, 0.3]),
-       reduced=st.sampled_from([None, 20]))
-def test_greedy_is_the_base_token_for_token(decoders, backend, seed, preset, gate, depth, width, nodes, keep, reduced):
+       reduced=st.sampled_from([None, 20]), trust=st.sampled_from(["confidence", "arla"]))
+def test_greedy_is_the_base_token_for_token(
+    decoders, backend, seed, preset, gate, depth, width, nodes, keep, reduced, trust
+):
     if backend not in decoders:
         pytest.skip("no native kernel here")
     decoder = decoders[backend]
     stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced)
-    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep))
+    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep, trust=trust))
     stop = StopSettings(max_new_tokens=24)
     plain = generate_autoregressive(decoder, PROMPTS, stop=stop)
     fast = generate_speculative(decoder, drafter, PROMPTS, stop=stop)
@@ -221,6 +223,36 @@ def test_a_draft_in_one_kernel_call_is_the_draft_level_by_level(decoders, seed, 
     for one, other in zip(*seen, strict=True):
         assert (one.tokens, one.parents) == (other.tokens, other.parents)
         assert torch.equal(one.hidden, other.hidden)
+
+
+@pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=1.0, seed=0)])
+@pytest.mark.parametrize("bias,levels", [(-20.0, 1), (20.0, 5)])
+def test_arla_decides_how_long_a_draft_is(decoders, bias, levels, sampling):
+    """A distrustful ARLA drafts one level (the shortest draft there is), a trustful one all of them."""
+    stream = stream_of(LLAMA, "m2r2-carry", rank=8)
+    with torch.no_grad():
+        stream.arla.out.weight.zero_()
+        stream.arla.out.bias.fill_(bias)
+    settings = M2R2DecodeConfig(depth=5, width=1, nodes=5, expand=0.5, keep=0.0, trust="arla")
+    drafter = M2R2Drafter(decoders["hf"], stream, settings)
+    drafted = []
+    original = drafter.draft
+
+    def draft(seqs, roots, limits, sampler):
+        drafts = original(seqs, roots, limits, sampler)
+        drafted.extend(len(d.tokens) for d, limit in zip(drafts, limits, strict=True) if limit >= 5)
+        return drafts
+
+    drafter.draft = draft
+    generate_speculative(decoders["hf"], drafter, PROMPTS[:1], sampling, StopSettings(max_new_tokens=20))
+    assert drafted and set(drafted) == {levels}
+
+
+def test_trust_in_an_arla_that_is_not_there_is_refused(decoders):
+    with pytest.raises(UserError, match="arla_dim=0"):
+        M2R2Drafter(decoders["hf"], stream_of(LLAMA, "m2r2", arla_dim=0), M2R2DecodeConfig(trust="arla"))
+    with pytest.raises(UserError, match="trust='belief'"):
+        M2R2DecodeConfig(trust="belief")
 
 
 def test_settings_out_of_range_are_named():

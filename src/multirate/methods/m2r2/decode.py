@@ -8,9 +8,10 @@ same calls, so verification starts at the gate (method.md §1.7).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -40,6 +41,8 @@ class M2R2DecodeConfig:
     full model is larger than the probability that a draw from its distribution would be that token.
     expand, keep: least reach (see tree.py) of a node to draft from, and of a leaf to verify; None: from measured
     costs, so that a node is added exactly when it raises the expected tokens per second.
+    trust: what a draft is judged by: confidence (the sharpened top-1 probability) or arla (the trained estimate that
+    the argmax agrees; method.md §1.5). Both were measured: docs/experiments.md.
     """
 
     depth: int = 5
@@ -48,11 +51,14 @@ class M2R2DecodeConfig:
     sharpness: float = 2.0
     expand: float | None = 0.6
     keep: float | None = 0.1
+    trust: Literal["confidence", "arla"] = "confidence"
 
     def __post_init__(self) -> None:
         for name, low, high in (("depth", 1, 32), ("width", 1, 16), ("nodes", 1, MAX_TREE_BIT)):
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"m2r2 setting {name}={getattr(self, name)} is out of range; accepted: {low} to {high}")
+        if self.trust not in ("confidence", "arla"):
+            raise UserError(f"m2r2 setting trust={self.trust!r} is unknown; accepted: confidence or arla")
         if not self.sharpness > 0:
             raise UserError(f"m2r2 setting sharpness={self.sharpness} is out of range; accepted: above 0")
         for name in ("expand", "keep"):
@@ -82,6 +88,11 @@ class M2R2Drafter(Drafter):
         self._carry = stream.carry is not None
         self.runner = make_runner(decoder, stream, self.start)
         self._waiting: dict[int, _Waiting] = {}
+        self._arla = None
+        if self.config.trust == "arla":
+            if stream.arla is None:
+                raise UserError("m2r2 setting trust='arla' needs an accelerator with ARLA; this one has arla_dim=0")
+            self._arla = copy.deepcopy(stream.arla).float()
         self._prices: Prices | None = None
         self._expand, self._keep = self.config.expand or 0.0, self.config.keep or 0.0
 
@@ -136,7 +147,7 @@ class M2R2Drafter(Drafter):
             expand, keep = self._prices.thresholds(len(seqs))
             self._expand = expand if c.expand is None else c.expand
             self._keep = keep if c.keep is None else c.keep
-        if plain and len(seqs) == 1 and isinstance(self.runner, NativeStreamRunner):
+        if plain and len(seqs) == 1 and self._arla is None and isinstance(self.runner, NativeStreamRunner):
             # the common case, a whole draft in one kernel call; the levels below are the same by test
             return [self._draft_in_kernel(self.runner, seqs[0], roots[0], min(limit, limits[0]))]
         return self.draft_by_levels(seqs, roots, limits, sampler)
@@ -228,6 +239,8 @@ class M2R2Drafter(Drafter):
     def _grow_best(self, trees: list[DraftTree], live: list[int], frontier: list[list[int]], p: Tensor) -> None:
         c = self.config
         ids, best = self.runner.top(p, self._candidates, c.sharpness)
+        if self._arla is not None:
+            best = [_with_first(row, score) for row, score in zip(best, self._agreement(p), strict=True)]
         at = 0
         for i in live:
             count = len(frontier[i])
@@ -246,7 +259,7 @@ class M2R2Drafter(Drafter):
         rows_seqs = [seqs[i] for i in live]
         paths = [trees[i].tokens for i in live]
         q = sampler.distribution(logits, rows_seqs, paths)
-        sure = q.amax(-1).tolist()
+        sure = q.amax(-1).tolist() if self._arla is None else self._agreement(p)
         tokens = sampler.choose(logits, rows_seqs, paths) if sampler.greedy else sampler.draw(q, rows_seqs)
         for k, i in enumerate(live):
             tree, node = trees[i], frontier[i][0]
@@ -256,6 +269,12 @@ class M2R2Drafter(Drafter):
             frontier[i] = [tree.add(node, tokens[k], tree.reach[node] * sure[k])]
             if not sampler.greedy:
                 probs[i].append(q[k : k + 1])
+
+    def _agreement(self, p: Tensor) -> list[float]:
+        """ARLA's probability, for each row of p [n, d], that its argmax is the full model's."""
+        assert self._arla is not None
+        scores: list[float] = self._arla(self.decoder.norm(p)[:, None].float()).sigmoid().tolist()
+        return scores
 
     def _finish(
         self, trees: list[DraftTree], seqs: Sequence[int], hidden: list[list[Tensor]], probs: list[list[Tensor]],
@@ -276,6 +295,12 @@ class M2R2Drafter(Drafter):
             Draft(tree.tokens, tree.parents, torch.cat(hidden[i]), torch.cat(probs[i]) if probs[i] else None)
             for i, tree in enumerate(trees)
         ]
+
+
+def _with_first(probs: list[float], first: float) -> list[float]:
+    """The candidates' probabilities with another one for the best: the others share what is left, as before."""
+    rest = (1 - first) / max(1 - probs[0], 1e-9)
+    return [first, *(min(prob * rest, first) for prob in probs[1:])]
 
 
 def make_runner(decoder: Decoder, stream: AcceleratedStream, gate: int) -> StreamRunner:

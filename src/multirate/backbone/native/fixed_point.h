@@ -10,7 +10,6 @@
 #include "kernel.h"
 
 #define ROW_NORM 32000.0f  // ‖x‖ in units of the row's scale; packing.py keeps ‖w‖ ≤ 65000
-#define TILE_ROWS_FIXED 6
 
 typedef struct {
     const int16_t *coarse, *fine;  // [rows, in]; fine rows are meant only where fine_scale is not zero
@@ -103,63 +102,58 @@ static Operand operand(const float *const *x, int rows, int in) {
 #define DOT_ADD \
     "vpmaddwd %[w], %[x], %[t]\n\tvpaddd %[t], %[a], %[a]\n\tvpmaddwd %[v], %[x], %[t]\n\tvpaddd %[t], %[b], %[b]"
 #endif
-#define FIXED_ZERO(n, m) __m256i a##n##m = _mm256_setzero_si256(), b##n##m = a##n##m;
-#define FIXED_DOT(n, m) { __m256i t; \
-    asm(DOT_ADD : [a] "+x"(a##n##m), [b] "+x"(b##n##m), [t] "=&x"(t) : [w] "x"(w##m), [v] "x"(v##m), [x] "x"(x)); }
-#define FIXED_KEEP(n, m) \
-    _mm256_storeu_ps((float *)&acc[n][m], _mm256_cvtepi32_ps(a##n##m)); \
-    _mm256_storeu_ps((float *)&acc[n][m] + 8, _mm256_cvtepi32_ps(b##n##m));
-#define FIXED_WEIGHT(m) \
-    __m256i w##m = _mm256_load_si256((const __m256i *)(weight + m * 16)), \
-            v##m = _mm256_load_si256((const __m256i *)(weight + m * 16 + 8));
-#define FIXED_ROW(n) const int16_t *row##n = rows + (size_t)n * in;
-#define FIXED_ZEROS_1(n) M_1(FIXED_ZERO, n)
-#define FIXED_ZEROS_2(n) M_2(FIXED_ZERO, n)
-#define FIXED_ZEROS_4(n) M_4(FIXED_ZERO, n)
-#define FIXED_PAIR(n) __m256i x = _mm256_set1_epi32(((const int *)row##n)[k]);
-#define FIXED_DOTS_1(n) { FIXED_PAIR(n) M_1(FIXED_DOT, n) }
-#define FIXED_DOTS_2(n) { FIXED_PAIR(n) M_2(FIXED_DOT, n) }
-#define FIXED_DOTS_4(n) { FIXED_PAIR(n) M_4(FIXED_DOT, n) }
-#define FIXED_KEEPS_1(n) M_1(FIXED_KEEP, n)
-#define FIXED_KEEPS_2(n) M_2(FIXED_KEEP, n)
-#define FIXED_KEEPS_4(n) M_4(FIXED_KEEP, n)
-#define FIXED_PASS(ROWS, VECTORS) \
-    static void fixed_##ROWS(const uint32_t *weight, const int16_t *rows, int in, const char *ahead, f16 (*acc)[4]) { \
-        N_##ROWS(FIXED_ROW) \
-        N_##ROWS(FIXED_ZEROS_##VECTORS) \
-        for (long k = 0, pairs = in / 2; k < pairs; k++, weight += 64) { \
-            for (int line = 0; line < VECTORS; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1); \
-            W_##VECTORS(FIXED_WEIGHT) \
-            N_##ROWS(FIXED_DOTS_##VECTORS) \
-        } \
-        N_##ROWS(FIXED_KEEPS_##VECTORS) \
-    }
-FIXED_PASS(1, 4)
-FIXED_PASS(2, 2)
-FIXED_PASS(3, 1)
-FIXED_PASS(4, 1)
-FIXED_PASS(5, 1)
-FIXED_PASS(6, 1)
+#define FIXED_ZERO(n) __m256i a##n = _mm256_setzero_si256(), b##n = a##n;
+#define FIXED_ROW(n) const int *row##n = (const int *)(rows + (size_t)n * in);
+#define FIXED_DOT(n) { __m256i t, x = _mm256_set1_epi32(row##n[k]); \
+    asm(DOT_ADD : [a] "+x"(a##n), [b] "+x"(b##n), [t] "=&x"(t) : [w] "x"(w), [v] "x"(v), [x] "x"(x)); }
+#define FIXED_KEEP(n) \
+    _mm256_storeu_ps((float *)acc[n], _mm256_cvtepi32_ps(a##n)); \
+    _mm256_storeu_ps((float *)acc[n] + 8, _mm256_cvtepi32_ps(b##n));
+// Lines of weights fetched ahead while several rows are multiplied: the processor's own prefetching falls behind there.
+// For one row, which waits for memory anyway, it does better alone.
+#define PREFETCH_LINES 64
 
-typedef void (*FixedPass)(const uint32_t *, const int16_t *, int, const char *, f16 (*)[4]);
-static const struct { FixedPass pass; int vectors; } fixed_passes[TILE_ROWS_FIXED + 1] = {
-    {NULL, 0}, {fixed_1, 4}, {fixed_2, 2}, {fixed_3, 1}, {fixed_4, 1}, {fixed_5, 1}, {fixed_6, 1},
-};
+// 16 outputs for ROWS rows: 2 · ROWS accumulators of the 16 registers. One line of weights a step, in sequence; `next`
+// is where the stream of weights goes on after these.
+#define FIXED_PASS(ROWS) \
+    static void fixed_##ROWS(const uint32_t *weight, const int16_t *rows, int in, const uint32_t *next, f16 (*acc)[4]) { \
+        N_##ROWS(FIXED_ROW) \
+        N_##ROWS(FIXED_ZERO) \
+        long pairs = in / 2, own = pairs - PREFETCH_LINES; \
+        for (long k = 0; k < pairs; k++) { \
+            if (ROWS > 1) \
+                _mm_prefetch((const char *)((k < own ? weight + PREFETCH_LINES * 16 : next - own * 16) + k * 16), _MM_HINT_T0); \
+            __m256i w = _mm256_load_si256((const __m256i *)(weight + k * 16)); \
+            __m256i v = _mm256_load_si256((const __m256i *)(weight + k * 16 + 8)); \
+            N_##ROWS(FIXED_DOT) \
+        } \
+        N_##ROWS(FIXED_KEEP) \
+    }
+FIXED_PASS(1)
+FIXED_PASS(2)
+FIXED_PASS(3)
+FIXED_PASS(4)
+FIXED_PASS(5)
+FIXED_PASS(6)
+
+typedef void (*FixedPass)(const uint32_t *, const int16_t *, int, const uint32_t *, f16 (*)[4]);
+static const FixedPass fixed_passes[] = {NULL, fixed_1, fixed_2, fixed_3, fixed_4, fixed_5, fixed_6};
 
 // acc[r] = the 64 outputs of `group` for rows first + r, without bias.
-static void product(const Linear *linear, int group, const Operand *x, int first, int rows, const char *ahead, f16 (*acc)[4]) {
-    int in = x->in, vectors = fixed_passes[rows].vectors;
+static void product(const Linear *linear, int group, const Operand *x, int first, int rows, const uint32_t *ahead, f16 (*acc)[4]) {
+    int in = x->in;
     const uint32_t *weight = group_of(linear, group);
-    for (int m = 0; m < 4; m += vectors)
-        fixed_passes[rows].pass(weight + m * 16, x->coarse + (size_t)first * in, in, ahead + (size_t)m * (in / 2) * 64,
-                                (f16 (*)[4])&acc[0][m]);
+    for (int m = 0; m < 4; m++, weight += in * 8)
+        fixed_passes[rows](weight, x->coarse + (size_t)first * in, in, m < 3 ? weight + in * 8 : ahead, (f16 (*)[4])&acc[0][m]);
+    weight -= in * 32;
     const float *unit = linear->scale + group * 64;
     for (int r = 0; r < rows; r++) {
         float *out = (float *)acc[r];
         for (int i = 0; i < 64; i += LANES) store_v(out + i, load_v(out + i) * (load_v(unit + i) * all(x->scale[first + r])));
         if (x->fine_scale[first + r] == 0.0f) continue;
         f16 fine[1][4];
-        fixed_1(weight, x->fine + (size_t)(first + r) * in, in, ahead, fine);
+        for (int m = 0; m < 4; m++)
+            fixed_1(weight + in * 8 * m, x->fine + (size_t)(first + r) * in, in, ahead, (f16 (*)[4])&fine[0][m]);
         for (int m = 0; m < 4; m++) acc[r][m] += fine[0][m] * (load(unit + m * 16) * splat(x->fine_scale[first + r]));
     }
 }

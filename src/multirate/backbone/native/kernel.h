@@ -21,7 +21,7 @@ typedef uint16_t bf16;
 #define INLINE static inline __attribute__((always_inline))
 
 // A linear layer: packed weights [groups][in/2][4][16][2] (64 outputs a group), optional bias [out]. They are bf16, or
-// where mr_fixed_point() says so, int16 in units of scale [out].
+// where mr_fixed_point() says so, int16 in units of scale [out] and [groups][4][in/2][16][2].
 typedef struct {
     const uint32_t *weight;
     const float *bias, *scale;

@@ -37,11 +37,11 @@ static Operand operand(const element *const *x, int rows, int in) {
     return (Operand){x};
 }
 // acc[r] = the 64 outputs of `group` for rows first + r, without bias.
-static void product(const Linear *linear, int group, const Operand *x, int first, int rows, const char *ahead, f16 (*acc)[4]) {
+static void product(const Linear *linear, int group, const Operand *x, int first, int rows, const uint32_t *ahead, f16 (*acc)[4]) {
     int pairs = linear->in / 2;
     const uint32_t *weight = group_of(linear, group);
     memset(acc, 0, (size_t)rows * sizeof *acc);
-    tile(weight, 64, x->rows + first, rows, pairs, 4, ahead, acc);
+    tile(weight, 64, x->rows + first, rows, pairs, 4, (const char *)ahead, acc);
 }
 #endif
 
@@ -54,7 +54,8 @@ static void matmul(const Linear *linear, const element *const *x, int rows, cons
     int begin = groups * thread / threads, end = groups * (thread + 1) / threads;
     Operand operands = operand(x, rows, linear->in);
     for (int g = begin; g < end; g++) {
-        const char *ahead = (const char *)(g + 1 < end ? group_of(linear, g + 1) : then ? group_of(then, then->out / 64 * thread / threads) : group_of(linear, g));
+        const uint32_t *ahead = g + 1 < end ? group_of(linear, g + 1)
+                                : then ? group_of(then, then->out / 64 * thread / threads) : group_of(linear, g);
         for (int r0 = 0, take; r0 < rows; r0 += take) {
             take = tile_share(rows - r0);  // the later ones find the group's weights in the core's own cache
             f16 acc[TILE_ROWS][4];

@@ -78,7 +78,7 @@ class Owner:
         return None if tensor is None else self.address(tensor.detach().float().cpu().contiguous().clone())
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> library.Linear:
-        """weight [out, in], bias [out] → packed [groups, in/2, 4, 16, 2] (bf16 or int16), outputs padded with zeros."""
+        """weight [out, in], bias [out] → bf16 [groups, in/2, 4, 16, 2] or int16 [groups, 4, in/2, 16, 2], outputs zero-padded."""
         outputs, inputs = weight.shape
         if inputs % 2:
             raise library.NativeUnavailable(f"a linear layer with an odd number of inputs ({inputs})")
@@ -87,9 +87,9 @@ class Owner:
         scale = None
         if library.kernel().mr_fixed_point():
             full, scale = fixed_point(full)
+            packed = full.view(-1, 4, 16, inputs // 2, 2).permute(0, 1, 3, 2, 4)
         else:
-            full = full.to(torch.bfloat16)
-        packed = full.view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 2, 4)
+            packed = full.to(torch.bfloat16).view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 2, 4)
         if bias is not None:
             wide = torch.zeros(padded(outputs))
             wide[:outputs] = bias.detach().float()

@@ -54,7 +54,12 @@ class Rows:
     def causal(cls, seq: int, start: int, count: int) -> Rows:
         """`count` consecutive tokens of one sequence at slots = positions `start, start + 1, ...`."""
         slot = np.arange(start, start + count, dtype=np.int32)
-        return cls(np.full(count, seq, np.int32), slot, slot, slot + np.int32(1), np.zeros(count, np.int64))
+        rows = object.__new__(cls)  # a few per decoded token: the checks of __post_init__ hold by construction
+        fields_of = rows.__dict__
+        fields_of["seq"], fields_of["slot"], fields_of["pos"] = np.full(count, seq, np.int32), slot, slot
+        fields_of["prefix"], fields_of["tree"] = slot + np.int32(1), np.zeros(count, np.int64)
+        fields_of["accelerated"] = None
+        return rows
 
     @classmethod
     def accelerated_at(cls, seq: int, slots: ArrayLike) -> Rows:

@@ -48,6 +48,22 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+DECISIVE = ("avx2", "avx_vnni", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm")
+"""Instruction sets that decide how fast a model runs; names as in /proc/cpuinfo."""
+
+
+def cpu_features() -> list[str]:
+    """Which of DECISIVE the processor has: one marketing name stands for very different machines."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith(("flags", "features")):
+                found = set(line.split(":", 1)[1].split())
+                return [name for name in DECISIVE if name in found]
+    except OSError:
+        pass
+    return []
+
+
 def device_name(device: torch.device | str) -> str:
     """`cpu`, or `cuda (<card>)`."""
     device = torch.device(device)
@@ -62,6 +78,7 @@ def collect(device: torch.device | str = "cpu", **more: Any) -> dict[str, Any]:
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "cpu": cpu_name(),
+        "cpu_features": cpu_features(),
         "cpu_count": os.cpu_count(),
         "platform": platform.platform(),
         "python": platform.python_version(),

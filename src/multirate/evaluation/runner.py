@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -106,6 +107,8 @@ def measure(
     """
     result = Measurements([c.name for c in contenders], list(prompts))
     wait = synchronize or (lambda: None)
+    gc.collect()
+    gc.freeze()  # a full collection among a model's many objects takes longer than some answers
     try:
         for prompt in prompts[:warmup]:
             for contender in contenders:
@@ -128,6 +131,8 @@ def measure(
                 result.samples[repeat].append(taken)
     except KeyboardInterrupt:
         result.interrupted = True
+    finally:
+        gc.unfreeze()
     return result
 
 

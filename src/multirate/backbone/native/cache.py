@@ -39,17 +39,17 @@ class NativeKVCache(KVCache):
         if capacity <= self.capacity:
             return
         capacity = -(-capacity // 16) * 16
-        old = [from_native(k, v) for k, v in zip(self.keys, self.values, strict=True)] if self.capacity else None
+        old = list(zip(self.keys, self.values, strict=True)) if self.capacity else None
         self.keys, self.values = [], []
         for i, layer in enumerate(self.layout):
-            shape = (self.batch, layer.heads, capacity, layer.key_dim)
+            shape, dim = (self.batch, layer.heads), layer.key_dim
             # Zeros: a masked slot enters the weighted sum with weight 0, and 0 · NaN is NaN.
-            keys, values = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape, dtype=torch.bfloat16)
-            if old is not None:
-                keys[:, :, : self.capacity], values[:, :, : self.capacity] = old[i]
-            keys, values = to_native(keys, values)
-            self.keys.append(keys.contiguous())
-            self.values.append(values.contiguous())
+            keys = torch.zeros(*shape, capacity // 16, dim // 2, 16, 2, dtype=torch.bfloat16)
+            values = torch.zeros(*shape, capacity // 2, dim, 2, dtype=torch.bfloat16)
+            if old is not None:  # both layouts are blocks of consecutive slots
+                keys[:, :, : self.capacity // 16], values[:, :, : self.capacity // 2] = old[i]
+            self.keys.append(keys)
+            self.values.append(values)
         self.capacity = capacity
         self.version += 1
         self._pointers = (library.LayerCache * len(self.layout))(
@@ -67,6 +67,9 @@ class NativeKVCache(KVCache):
 
     def keep(self, seq: int, slots: Sequence[int]) -> None:
         start = self.lengths[seq]
+        if slots and list(slots) == list(range(start, start + len(slots))) and slots[-1] < self.capacity:
+            self.lengths[seq] += len(slots)  # in place already: every chain
+            return
         wanted = np.asarray(slots, dtype=np.int32)
         if len(wanted):
             if wanted[0] < start or wanted[-1] >= self.capacity or (np.diff(wanted) <= 0).any():

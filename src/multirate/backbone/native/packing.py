@@ -78,7 +78,10 @@ class Owner:
         return None if tensor is None else self.address(tensor.detach().float().cpu().contiguous().clone())
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> library.Linear:
-        """weight [out, in], bias [out] → bf16 [groups, in/2, 4, 16, 2] or int16 [groups, 4, in/2, 16, 2], outputs zero-padded."""
+        """weight [out, in], bias [out] → bf16 [groups, in/2, 4, 16, 2] or int16 [groups, 4, in/2, 16, 2].
+
+        Outputs are padded with zeros to whole groups.
+        """
         outputs, inputs = weight.shape
         if inputs % 2:
             raise library.NativeUnavailable(f"a linear layer with an odd number of inputs ({inputs})")

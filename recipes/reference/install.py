@@ -36,7 +36,9 @@ it knows almost nothing, repeats itself, and must not be used for advice, least 
 data (Apache-2.0), Self-Instruct seed tasks (Apache-2.0), MedQuAD (CC BY 4.0; Ben Abacha and Demner-Fushman, "A
 Question-Entailment Approach to Question Answering", BMC Bioinformatics 2019).
 
-Depth was grown once by stacking: ten trained layers were repeated to twenty. Schedule:
+Depth was grown twice: ten trained layers were repeated to twenty, later five copies that began as the identity were
+inserted. The committed weights differ from the schedule in one respect: the last phase's first 121 steps followed a
+schedule of 240 steps, which was then shortened to 170. Phases one to three ran in bf16, the last in fp32. Schedule:
 
 ```yaml
 {phases}```

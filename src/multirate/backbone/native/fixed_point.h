@@ -109,9 +109,9 @@ static Operand operand(const float *const *x, int rows, int in) {
 #define FIXED_KEEP(n) \
     _mm256_storeu_ps((float *)acc[n], _mm256_cvtepi32_ps(a##n)); \
     _mm256_storeu_ps((float *)acc[n] + 8, _mm256_cvtepi32_ps(b##n));
-// Lines of weights fetched ahead while several rows are multiplied: the processor's own prefetching falls behind there.
-// For one row, which waits for memory anyway, it does better alone.
-#define PREFETCH_LINES 64
+// Lines of weights fetched ahead, by rows: with several rows to multiply the processor's own prefetching falls behind;
+// one row waits for memory anyway, and does better alone.
+#define AHEAD(rows) ((rows) == 1 ? 0 : (rows) <= 3 ? 12 : 64)
 
 // 16 outputs for ROWS rows: 2 · ROWS accumulators of the 16 registers. One line of weights a step, in sequence; `next`
 // is where the stream of weights goes on after these.
@@ -119,10 +119,10 @@ static Operand operand(const float *const *x, int rows, int in) {
     static void fixed_##ROWS(const uint32_t *weight, const int16_t *rows, int in, const uint32_t *next, f16 (*acc)[4]) { \
         N_##ROWS(FIXED_ROW) \
         N_##ROWS(FIXED_ZERO) \
-        long pairs = in / 2, own = pairs - PREFETCH_LINES; \
+        long pairs = in / 2, own = pairs - AHEAD(ROWS); \
         for (long k = 0; k < pairs; k++) { \
-            if (ROWS > 1) \
-                _mm_prefetch((const char *)((k < own ? weight + PREFETCH_LINES * 16 : next - own * 16) + k * 16), _MM_HINT_T0); \
+            if (AHEAD(ROWS)) \
+                _mm_prefetch((const char *)((k < own ? weight + AHEAD(ROWS) * 16 : next - own * 16) + k * 16), _MM_HINT_T0); \
             __m256i w = _mm256_load_si256((const __m256i *)(weight + k * 16)); \
             __m256i v = _mm256_load_si256((const __m256i *)(weight + k * 16 + 8)); \
             N_##ROWS(FIXED_DOT) \

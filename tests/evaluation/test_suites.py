@@ -39,6 +39,9 @@ def test_limit_blank_lines_and_byte_order_mark(tmp_path: Path) -> None:
     path = write(tmp_path / "q.jsonl", "\ufeff" + json.dumps({"text": "é1"}), "", {"text": "2"}, {"text": "3"})
     assert [q.turns[0] for q in load_suite("text", path, limit=2)] == ["é1", "2"]
     assert [q.id for q in load_suite("text", path)] == ["1", "3", "4"]  # line numbers of the file
+    path = write(tmp_path / "six.jsonl", *({"text": str(n)} for n in range(6)))
+    assert [q.turns[0] for q in load_suite("text", path, limit=3)] == ["0", "2", "4"]
+    assert len(load_suite("text", path, limit=9)) == 6
 
 
 @pytest.mark.parametrize("suite", list(READERS))

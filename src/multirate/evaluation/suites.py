@@ -68,21 +68,20 @@ READERS: dict[str, Callable[[dict[str, Any]], list[tuple[str, ...]]]] = {
 
 
 def load_suite(suite: str, path: str | Path, limit: int | None = None) -> list[Question]:
-    """The first `limit` questions of a JSONL file in the format of `suite` (a key of READERS).
+    """The questions of a JSONL file in the format of `suite` (a key of READERS); `limit` of them, spread evenly.
 
+    Suites are ordered by category: the first few would say little about the whole.
     Raises UserError for an unknown suite, an unreadable or empty file, or a malformed line (file and line number).
     """
     if suite not in READERS:
         raise UserError(f"unknown suite {suite!r}: accepted are {', '.join(READERS)}")
     if limit is not None and limit < 1:
         raise UserError(f"the limit of prompts is {limit}: it must be at least 1")
-    questions = []
-    for question in _read(READERS[suite], suite, Path(path)):
-        questions.append(question)
-        if limit is not None and len(questions) == limit:
-            break
+    questions = list(_read(READERS[suite], suite, Path(path)))
     if not questions:
         raise UserError(f"{path} holds no questions: a {suite} file has one JSON object per line")
+    if limit is not None and limit < len(questions):
+        questions = [questions[i * len(questions) // limit] for i in range(limit)]
     return questions
 
 

@@ -49,7 +49,7 @@ class M2R2DecodeConfig:
     width: int = 1
     nodes: int = 5
     sharpness: float = 2.0
-    expand: float | None = 0.6
+    expand: float | None = 0.5
     keep: float | None = 0.1
     trust: Literal["confidence", "arla"] = "confidence"
 

@@ -38,7 +38,9 @@ def command(
             "--accelerator", "-a", help="NAME=FOLDER, or a folder or hub id (repeatable).", show_default=False
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only so many questions, spread evenly over the file.", show_default=False)] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Only so many questions, spread evenly over the file.", show_default=False)
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most so many per answer.")] = 256,
     repeats: Annotated[int, typer.Option(help="Measured rounds over all prompts.")] = 3,
     warmup: Annotated[int, typer.Option(help="Prompts answered before measuring.")] = 1,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from multirate.backbone.decoder import load_decoder
+from multirate.backbone.native import NativeDecoder
 from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.sampler import Sampler
@@ -15,6 +17,7 @@ from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.kangaroo.decode import KangarooDecodeConfig, KangarooDrafter
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.kangaroo.train import KangarooObjective
+from multirate.methods.shape import BaseShape
 from multirate.methods.teacher import Teacher
 
 from .tiny import base, disturb, ids
@@ -121,22 +124,19 @@ def test_sampling_runs_to_its_limit() -> None:
     assert [len(s) for s in out.sequences] == [12, 12]
 
 
-def test_runs_on_the_native_decoder_in_bf16() -> None:
-    """The kernel's residuals are fp32 while the adapter is loaded in the model's bf16."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from multirate.backbone.native import NativeDecoder
-    from multirate.decoding.autoregressive import generate_autoregressive
-    from multirate.methods.shape import BaseShape
-
+def native_base() -> tuple[NativeDecoder, BaseShape]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=128, intermediate_size=96, num_hidden_layers=3,
                                          num_attention_heads=4, num_key_value_heads=2, head_dim=32)).bfloat16()
     if NativeDecoder.supports(model) is not None:
         pytest.skip("no native kernel here")
-    shape = BaseShape.of(model.config)
+    return NativeDecoder(model), BaseShape.of(model.config)
+
+
+def test_runs_on_the_native_decoder_in_bf16() -> None:
+    """The kernel's residuals are fp32 while the adapter is loaded in the model's bf16."""
+    decoder, shape = native_base()
     adapter = KangarooAdapter(KangarooConfig.for_base(shape), shape).bfloat16()
-    decoder = NativeDecoder(model)
     drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.0))
     stop = StopSettings(max_new_tokens=20)
     plain = generate_autoregressive(decoder, [[3, 4, 5], [9]], stop=stop)
@@ -144,22 +144,12 @@ def test_runs_on_the_native_decoder_in_bf16() -> None:
 
 
 def test_the_native_adapter_is_the_adapter() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from multirate.backbone.native import NativeDecoder
     from multirate.backbone.rows import Rows
     from multirate.methods.kangaroo.native import NativeKangarooAdapter
-    from multirate.methods.shape import BaseShape
 
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=128, intermediate_size=96, num_hidden_layers=3,
-                                         num_attention_heads=4, num_key_value_heads=2, head_dim=32)).bfloat16()
-    if NativeDecoder.supports(model) is not None:
-        pytest.skip("no native kernel here")
-    shape = BaseShape.of(model.config)
+    decoder, shape = native_base()
     adapter = KangarooAdapter(KangarooConfig.for_base(shape, match_parameters=100_000), shape)
     disturb(adapter)
-    decoder = NativeDecoder(model)
     assert NativeKangarooAdapter.supports(decoder, adapter)
     native = NativeKangarooAdapter(decoder, adapter)
     x = torch.randn(11, 128)

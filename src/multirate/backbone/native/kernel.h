@@ -20,6 +20,15 @@ typedef uint16_t bf16;
 
 #define INLINE static inline __attribute__((always_inline))
 
+// A tile has up to 6 rows; N_r(F) writes F(0) … F(r − 1).
+#define TILE_ROWS 6
+#define N_1(F) F(0)
+#define N_2(F) N_1(F) F(1)
+#define N_3(F) N_2(F) F(2)
+#define N_4(F) N_3(F) F(3)
+#define N_5(F) N_4(F) F(4)
+#define N_6(F) N_5(F) F(5)
+
 // A linear layer: packed weights [groups][in/2][4][16][2] (64 outputs a group), optional bias [out]. They are bf16, or
 // where mr_fixed_point() says so, int16 in units of scale [out] and [groups][4][in/2][16][2].
 typedef struct {

@@ -11,7 +11,6 @@ typedef float element;  // of the rows of a product
 INLINE void store_elements(element *to, f16 v) { store(to, v); }
 INLINE void store_element_v(element *to, fv v) { store_v(to, v); }
 
-#define TILE_ROWS 6
 #define LOAD(n, m) __m256 a##n##m = _mm256_loadu_ps((float *)&acc[n][m]), b##n##m = _mm256_loadu_ps((float *)&acc[n][m] + 8);
 #define FMA(n, m) a##n##m = _mm256_fmadd_ps(w##m, x, a##n##m); b##n##m = _mm256_fmadd_ps(v##m, x, b##n##m);
 #define KEEP(n, m) _mm256_storeu_ps((float *)&acc[n][m], a##n##m); _mm256_storeu_ps((float *)&acc[n][m] + 8, b##n##m);
@@ -27,12 +26,6 @@ INLINE void store_element_v(element *to, fv v) { store_v(to, v); }
 #define W_1(F) F(0)
 #define W_2(F) W_1(F) F(1)
 #define W_4(F) W_2(F) F(2) F(3)
-#define N_1(F) F(0)
-#define N_2(F) N_1(F) F(1)
-#define N_3(F) N_2(F) F(2)
-#define N_4(F) N_3(F) F(3)
-#define N_5(F) N_4(F) F(4)
-#define N_6(F) N_5(F) F(5)
 #define ROW(n) const float *row##n = rows[n];
 
 // VECTORS × 16 outputs for ROWS rows in 2 · VECTORS · ROWS accumulators: at most 12 of the 16 registers, and where

@@ -13,7 +13,6 @@ INLINE void store_element_v(element *to, fv v) {
 #endif
 }
 
-#define TILE_ROWS 6
 // 4 vectors × 6 rows are 24 accumulators, all in registers. They have names instead of an array: compilers otherwise
 // spill the array to the stack on every step. Half-groups × 12 rows, which would pass over the weights once for a
 // dozen rows, measured slower (docs/experiments.md).
@@ -26,12 +25,6 @@ INLINE void store_element_v(element *to, fv v) {
 #define M_4(F, n) M_1(F, n) F(n, 1) F(n, 2) F(n, 3)
 #define W_1(F) F(0)
 #define W_4(F) W_1(F) F(1) F(2) F(3)
-#define N_1(F) F(0)
-#define N_2(F) N_1(F) F(1)
-#define N_3(F) N_2(F) F(2)
-#define N_4(F) N_3(F) F(3)
-#define N_5(F) N_4(F) F(4)
-#define N_6(F) N_5(F) F(5)
 #define LOADS_1(n) M_1(LOAD, n)
 #define LOADS_4(n) M_4(LOAD, n)
 #define DOTS_1(n) { uint32_t pair = row##n[k]; M_1(DOT, n) }

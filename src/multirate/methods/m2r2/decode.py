@@ -49,8 +49,8 @@ class M2R2DecodeConfig:
     width: int = 1
     nodes: int = 5
     sharpness: float = 2.0
-    expand: float | None = 0.5
-    keep: float | None = 0.1
+    expand: float | None = None
+    keep: float | None = None
     trust: Literal["confidence", "arla"] = "confidence"
 
     def __post_init__(self) -> None:

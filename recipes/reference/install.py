@@ -22,8 +22,9 @@ pipeline_tag: text-generation
 # multirate reference model
 
 A {parameters:.1f}M-parameter Llama ({layers} layers, width {width}, vocabulary {vocab}) that exists so that
-`multirate demo` and the benchmarks run offline on a model whose origin is known. It writes mostly grammatical English;
-it knows almost nothing, repeats itself, and must not be used for advice, least of all medical.
+`multirate demo` and the benchmarks run offline on a model whose origin is known. It writes
+mostly grammatical English on medical questions; elsewhere it soon falls into repetition or into arithmetic (much of
+its chat data is GSM8K). It knows almost nothing and must not be used for advice, least of all medical.
 
 | | |
 |---|---|

@@ -12,10 +12,10 @@ from multirate.cli.errors import INTERRUPTED
 from multirate.errors import UserError
 
 QUESTIONS = (
+    "What causes high blood pressure?",
     "Write a short story about a fox who learns to share.",
     "Explain why the sky is blue to a child.",
     "Give three tips for staying healthy.",
-    "What causes high blood pressure?",
     "Describe a quiet morning by the sea.",
     "Tom has 12 apples and gives 5 to Ann. How many apples are left?",
 )

@@ -45,13 +45,13 @@ def method_table(data: dict[str, Any]) -> str:
 
 
 def loop_table(shapes: list[dict[str, Any]]) -> str:
-    heads = ("shape (random weights)", "generate", "our plain loop", "share of read bandwidth", "8 rows cost",
+    heads = ("shape (random weights)", "generate", "our plain loop", "share of read bandwidth", "6 rows", "8 rows",
              "second stream")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for s in shapes:
         lines.append(
             f"| {s['shape']} | {s['generate_tokens_per_second']:.0f} tok/s | {s['our_tokens_per_second']:.0f} tok/s "
-            f"({s['speedup_over_generate']:.1f}x) | {100 * s['share_of_roof']:.0f}% | {s['rows_cost']['8']:.2f} steps "
+            f"({s['speedup_over_generate']:.1f}x) | {100 * s['share_of_roof']:.0f}% | {s['rows_cost']['6']:.2f} | {s['rows_cost']['8']:.2f} "
             f"| {100 * (s['second_stream_cost'] - 1):+.0f}% |"
         )
     return "\n".join(lines)
@@ -83,7 +83,7 @@ def section() -> str:
     shapes = [load(f"decode_loop_{name}.json") for name in ("110M", "340M", "1.1B")
               if (RESULTS / f"decode_loop_{name}.json").exists()]
     argv = bench["argv"]
-    limit = " ".join(argv[argv.index("--limit") :][:2]) if "--limit" in argv else ""
+    limit = " ".join(" ".join(argv[argv.index(name) :][:2]) for name in ("--limit", "--repeats") if name in argv)
     date = str(bench.get("date", ""))[:10]
     return "\n\n".join([
         BEGIN,
@@ -91,13 +91,14 @@ def section() -> str:
         f"{bench['max_new_tokens']} new tokens at most, {bench['prompts']} prompts, {bench['threads']} threads of an "
         f"{machine(bench)}, {date}:",
         method_table(bench),
-        f"Training steps on the same data: {training()}. `m2r2-carry` and Kangaroo have the same size and gate layer. "
+        f"Training steps on the same data: {training()}. `m2r2-carry` and Kangaroo have the same size and gate layer; "
+        "Kangaroo drafts by its paper's threshold, ours by measured costs. "
         f"{goal(bench)} The reference model is small and repeats itself: train and run `multirate bench` on yours. "
         "Reproduce with `multirate bench --suite mt_bench --data question.jsonl --methods "
         f"{','.join(r['method'] for r in bench['rows'])} {limit} --json out.json`.",
         f"The plain loop by itself, batch 1, bf16, {machine(shapes[0])}:",
         loop_table(shapes),
-        "*8 rows cost*: verifying eight drafted rows against one plain step. *Second stream*: both residual streams "
+        "*6 rows, 8 rows*: verifying so many drafted rows against one plain step. *Second stream*: both residual streams "
         "against one. Reproduce with `python benchmarks/decode_loop.py --shape 110M`.",
         END,
     ])

@@ -49,9 +49,10 @@ def loop_table(shapes: list[dict[str, Any]]) -> str:
              "second stream")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for s in shapes:
+        rows = s["rows_cost"]
         lines.append(
             f"| {s['shape']} | {s['generate_tokens_per_second']:.0f} tok/s | {s['our_tokens_per_second']:.0f} tok/s "
-            f"({s['speedup_over_generate']:.1f}x) | {100 * s['share_of_roof']:.0f}% | {s['rows_cost']['6']:.2f} | {s['rows_cost']['8']:.2f} "
+            f"({s['speedup_over_generate']:.1f}x) | {100 * s['share_of_roof']:.0f}% | {rows['6']:.2f} | {rows['8']:.2f} "
             f"| {100 * (s['second_stream_cost'] - 1):+.0f}% |"
         )
     return "\n".join(lines)
@@ -98,8 +99,8 @@ def section() -> str:
         f"{','.join(r['method'] for r in bench['rows'])} {limit} --json out.json`.",
         f"The plain loop by itself, batch 1, bf16, {machine(shapes[0])}:",
         loop_table(shapes),
-        "*6 rows, 8 rows*: verifying so many drafted rows against one plain step. *Second stream*: both residual streams "
-        "against one. Reproduce with `python benchmarks/decode_loop.py --shape 110M`.",
+        "*6 rows, 8 rows*: verifying so many drafted rows against one plain step. *Second stream*: both residual "
+        "streams against one. Reproduce with `python benchmarks/decode_loop.py --shape 110M`.",
         END,
     ])
 

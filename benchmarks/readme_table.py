@@ -52,7 +52,8 @@ def loop_table(shapes: list[dict[str, Any]]) -> str:
         rows = s["rows_cost"]
         lines.append(
             f"| {s['shape']} | {s['generate_tokens_per_second']:.0f} tok/s | {s['our_tokens_per_second']:.0f} tok/s "
-            f"({s['speedup_over_generate']:.1f}x) | {100 * s['share_of_roof']:.0f}% | {rows['6']:.2f} | {rows['8']:.2f} "
+            f"({s['speedup_over_generate']:.1f}x) | {100 * s['share_of_roof']:.0f}% "
+            f"| {rows['6']:.2f} | {rows['8']:.2f} "
             f"| {100 * (s['second_stream_cost'] - 1):+.0f}% |"
         )
     return "\n".join(lines)

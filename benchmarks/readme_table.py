@@ -66,15 +66,6 @@ def machine(data: dict[str, Any]) -> str:
     return f"{data.get('cpu', data['device'])}" + (f" ({widest.upper().replace('_', '-')})" if widest else "")
 
 
-def emulated(data: dict[str, Any]) -> str:
-    """A caution about `generate` where bf16 is emulated."""
-    features = data.get("cpu_features") or []
-    if not features or any(name in features for name in ("amx_bf16", "avx512_bf16", "bf16")):
-        return ""
-    return ("This processor has no bf16 instructions, so `generate` in bf16 is slower here than it would be in fp32: "
-            "compare with our plain loop. ")
-
-
 def training() -> str:
     """The optimizer steps of each embedded accelerator, from their own descriptions."""
     folder = ROOT / "src" / "multirate" / "reference" / "accelerators"
@@ -104,7 +95,8 @@ def section() -> str:
         method_table(bench),
         f"Training steps on the same data: {training()}. `m2r2-carry` and Kangaroo have the same size and gate layer; "
         "Kangaroo drafts by its paper's threshold, ours by measured costs. "
-        f"{emulated(bench)}{goal(bench)} The reference model is small and repeats itself: train and run `multirate bench` on yours. "
+        f"{goal(bench)} The reference model is small and repeats itself: train and run "
+        "`multirate bench` on yours. "
         "Reproduce with `multirate bench --suite mt_bench --data question.jsonl --methods "
         f"{','.join(r['method'] for r in bench['rows'])} {limit} --json out.json`.",
         f"The plain loop by itself, batch 1, bf16, {machine(shapes[0])}:",

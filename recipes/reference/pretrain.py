@@ -94,41 +94,37 @@ def build_model(config: dict[str, Any], layers: int, seed: int) -> LlamaForCausa
     return model
 
 
-def stack(small: LlamaForCausalLM, config: dict[str, Any], layers: int, seed: int) -> LlamaForCausalLM:
+def stack(depth: int, layers: int) -> list[tuple[int, bool]]:
     """Depth growth by stacking: the trained layers, repeated in order."""
-    big = build_model(config, layers, seed)
-    source = small.state_dict()
-    depth = small.config.num_hidden_layers
-    grown = {}
-    for name in big.state_dict():
-        parts = name.split(".")
-        if parts[:2] == ["model", "layers"]:
-            parts[2] = str(int(parts[2]) % depth)
-        grown[name] = source[".".join(parts)]
-    big.load_state_dict(grown)
-    return big
+    return [(i % depth, False) for i in range(layers)]
 
 
-def deepen(small: LlamaForCausalLM, config: dict[str, Any], layers: int, seed: int) -> LlamaForCausalLM:
+def deepen(depth: int, layers: int) -> list[tuple[int, bool]]:
     """Depth growth by identity: copies of evenly spaced layers follow their originals, their residual writers zero.
 
     The grown model computes what the small one did; training then puts the new layers to use.
     """
-    big = build_model(config, layers, seed)
-    depth = small.config.num_hidden_layers
     after = {round((j + 1) * depth / (layers - depth)) - 1 for j in range(layers - depth)}
     origin = [(i, copy) for i in range(depth) for copy in ((False, True) if i in after else (False,))]
     assert len(origin) == layers, "identity growth doubles each layer at most once"
+    return origin
+
+
+def grow(
+    small: LlamaForCausalLM, config: dict[str, Any], origin: list[tuple[int, bool]], seed: int
+) -> LlamaForCausalLM:
+    """A deeper model: layer i is the small model's layer origin[i][0], its residual writers zero if origin[i][1]."""
+    big = build_model(config, len(origin), seed)
     source = small.state_dict()
     grown = {}
     for name in big.state_dict():
         parts = name.split(".")
-        copied = False
+        silent = False
         if parts[:2] == ["model", "layers"]:
-            index, copied = origin[int(parts[2])]
+            index, silent = origin[int(parts[2])]
             parts[2] = str(index)
         grown[name] = source[".".join(parts)]
-        if copied and parts[-2] in ("o_proj", "down_proj"):
+        if silent and parts[-2] in ("o_proj", "down_proj"):
             grown[name] = torch.zeros_like(grown[name])
     big.load_state_dict(grown)
     return big
@@ -218,7 +214,8 @@ def main() -> None:
     while phase_index < len(phases) and not stop:
         phase = phases[phase_index]
         if phase["layers"] != model.config.num_hidden_layers:
-            model = GROWTH[phase.get("growth", "stack")](model, config, phase["layers"], config["seed"])
+            origin = GROWTH[phase.get("growth", "stack")](model.config.num_hidden_layers, phase["layers"])
+            model = grow(model, config, origin, config["seed"])
             optims = optimizers(model, config)
         names, weights = list(phase["mix"]), np.array(list(phase["mix"].values()))
         base_lrs = [config["optimizer"]["muon_lr"], config["optimizer"]["adamw_lr"]]

@@ -238,7 +238,8 @@ class _Run:
         if self.launcher.num_processes > 1:
             raise UserError("teacher_states works in a single process; leave it out under accelerate launch")
         states = TeacherStates(Path(folder), self.samples, self.teacher.shape.hidden_size, self.base["fingerprint"])
-        states.compute(load_decoder(model), report_to_terminal)
+        if not states.complete:
+            states.compute(load_decoder(model), report_to_terminal)
         return states
 
     def _on_device(self, batch: Batch) -> list[Tensor]:

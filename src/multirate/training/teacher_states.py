@@ -8,6 +8,7 @@ The file takes 2 · hidden_size bytes per distinct token. An interrupted computa
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -90,19 +91,25 @@ class TeacherStates:
         text = json.dumps({"identity": self._identity, "done": self._done})
         write_atomically(self.folder / INDEX, text.encode())
 
+    @property
+    def complete(self) -> bool:
+        """Whether every sample's residuals are on disk."""
+        return self._done == len(self._distinct)
+
     @torch.no_grad()
     def compute(self, decoder: Decoder, progress: Callable[[int, int], None] | None = None) -> None:
         """Runs the base over what is missing. ``progress(done, of)`` counts distinct samples."""
-        if self._done == len(self._distinct):
+        if self.complete:
             return
         place = sum(len(s.ids) for s in self._distinct[: self._done])
         try:
-            while self._done < len(self._distinct):
-                part: list[Sample] = []
-                for sample in self._distinct[self._done :]:
-                    if part and sum(len(s.ids) for s in part) + len(sample.ids) > ROWS_PER_CALL:
+            while not self.complete:
+                end, count = self._done, 0
+                for sample in itertools.islice(self._distinct, self._done, None):
+                    if count and count + len(sample.ids) > ROWS_PER_CALL:
                         break
-                    part.append(sample)
+                    end, count = end + 1, count + len(sample.ids)
+                part = self._distinct[self._done : end]
                 hidden = self._forward(decoder, part)
                 self._rows[place : place + len(hidden)] = hidden.to(torch.bfloat16).view(torch.uint16).cpu().numpy()
                 place += len(hidden)

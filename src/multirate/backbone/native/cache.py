@@ -11,6 +11,7 @@ from torch import Tensor
 
 from multirate.backbone.kv_cache import KVCache, LayerKV
 from multirate.backbone.native import library
+from multirate.backbone.rows import Rows
 
 
 def to_native(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,6 +56,12 @@ class NativeKVCache(KVCache):
         self._pointers = (library.LayerCache * len(self.layout))(
             *(library.LayerCache(k.data_ptr(), v.data_ptr()) for k, v in zip(self.keys, self.values, strict=True))
         )
+
+    def make_room(self, rows: Rows) -> None:
+        """Grows (doubling) when ``rows`` write beyond the capacity."""
+        last = int(rows.slot.max(initial=-1))
+        if last >= self.capacity:
+            self.reserve(max(last + 1, 2 * self.capacity))
 
     @property
     def address(self) -> int:

@@ -161,9 +161,7 @@ class NativeDecoder(Decoder):
         return x
 
     def _run(self, x: Tensor, rows: Rows, start: int, stop: int, cache: NativeKVCache, adapters: int | None) -> None:
-        last = int(rows.slot.max(initial=-1))
-        if last >= cache.capacity:
-            cache.reserve(max(last + 1, 2 * cache.capacity))
+        cache.make_room(rows)
         accelerated = rows.accelerated
         self._library.mr_layers(
             ctypes.addressof(self.shape), ctypes.addressof(self.packed_layers), cache.address, adapters,
@@ -176,9 +174,7 @@ class NativeDecoder(Decoder):
         self, rows: Rows, cache: Any, ids: Sequence[int] | None = None, x: Tensor | None = None, start: int = 0
     ) -> tuple[Tensor, list[int]]:
         n = len(rows.seq)
-        last = int(rows.slot.max(initial=-1))
-        if last >= cache.capacity:
-            cache.reserve(max(last + 1, 2 * cache.capacity))
+        cache.make_room(rows)
         if x is None:
             x = torch.empty(n, self.facts.hidden_size)
         else:
@@ -211,6 +207,20 @@ class NativeDecoder(Decoder):
             ctypes.addressof(linear), x.data_ptr(), norm, self.eps, len(x), y.data_ptr(), int(into is not None)
         )
         return y
+
+    def top(
+        self, head: library.Linear, vocab: int, x: Tensor, count: int, sharpness: float = 1.0
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The ``count`` likeliest of ``head``'s ``vocab`` outputs for each row of x [n, d], best first, and their
+        probabilities under softmax(sharpness · logits)."""
+        x, n = x.contiguous(), len(x)
+        logits = torch.empty(n, head.outputs)
+        ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
+        self._library.mr_head_top(
+            ctypes.addressof(head), self.norm_address, self.eps, x.data_ptr(), n, vocab, count, sharpness,
+            logits.data_ptr(), ids.ctypes.data, probs.ctypes.data,
+        )
+        return ids.tolist(), probs.tolist()
 
     def packed_adapters(self, adapters: Mapping[int, LayerAdapter] | None) -> int | None:
         """The adapters in the kernel's form, packed on first use and again when other modules are given."""

@@ -45,9 +45,7 @@ class OwnLayer:
     def rows(self, x: Tensor, rows: Rows, cache: NativeKVCache) -> Tensor:
         """x [N, d] → fp32 [N, d]; writes K/V at ``rows.slot``."""
         x = x.float().clone(memory_format=torch.contiguous_format)
-        last = int(rows.slot.max(initial=-1))
-        if last >= cache.capacity:
-            cache.reserve(max(last + 1, 2 * cache.capacity))
+        cache.make_room(rows)
         library.kernel().mr_layers(
             self.shape_address, self.layer_address, cache.address, None, x.data_ptr(), len(rows.seq),
             rows.seq.ctypes.data, rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +33,6 @@ class NativeKangarooAdapter:
             theta=c.rope_theta, eps=c.norm_eps,
         )
         self._decoder, self._norm_out = decoder, adapter.norm_out
-        self._library = library.kernel()
 
     def new_cache(self, batch: int, capacity: int) -> NativeKVCache:
         return self._layer.new_cache(batch, capacity)
@@ -50,12 +46,6 @@ class NativeKangarooAdapter:
 
     def top(self, y: Tensor) -> tuple[list[int], list[float]]:
         """The likeliest token after each row of y [n, d] and its probability."""
-        decoder, y = self._decoder, y.contiguous()
-        n = len(y)
-        logits = torch.empty(n, decoder.head.outputs)
-        ids, probs = np.empty(n, np.int64), np.empty(n, np.float32)
-        self._library.mr_head_top(
-            ctypes.addressof(decoder.head), decoder.norm_address, decoder.eps, y.data_ptr(), n,
-            decoder.facts.vocab_size, 1, 1.0, logits.data_ptr(), ids.ctypes.data, probs.ctypes.data,
-        )
-        return ids.tolist(), probs.tolist()
+        decoder = self._decoder
+        ids, probs = decoder.top(decoder.head, decoder.facts.vocab_size, y, 1)
+        return [row[0] for row in ids], [row[0] for row in probs]

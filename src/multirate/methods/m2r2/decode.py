@@ -140,14 +140,13 @@ class M2R2Drafter(Drafter):
         waiting.last = hidden_final[-1]
 
     def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
-        plain = sampler.greedy and not sampler.settings.uses_context
         c = self.config
         limit = min(c.depth, c.nodes)
         if self._prices is not None:
             expand, keep = self._prices.thresholds(len(seqs))
             self._expand = expand if c.expand is None else c.expand
             self._keep = keep if c.keep is None else c.keep
-        if plain and len(seqs) == 1 and self._arla is None and isinstance(self.runner, NativeStreamRunner):
+        if sampler.plain and len(seqs) == 1 and self._arla is None and isinstance(self.runner, NativeStreamRunner):
             # the common case, a whole draft in one kernel call; the levels below are the same by test
             return [self._draft_in_kernel(self.runner, seqs[0], roots[0], min(limit, limits[0]))]
         return self.draft_by_levels(seqs, roots, limits, sampler)
@@ -156,7 +155,7 @@ class M2R2Drafter(Drafter):
         self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler
     ) -> list[Draft]:
         """`draft` for any batch, sampling and decoder: one pass of both streams per level, all sequences in it."""
-        plain = sampler.greedy and not sampler.settings.uses_context
+        plain = sampler.plain
         limit = min(self.config.depth, self.config.nodes)
         trees = [DraftTree(min(limit, wanted)) for wanted in limits]
         h_gate, p = self._first_pass(seqs, roots)
@@ -273,7 +272,7 @@ class M2R2Drafter(Drafter):
     def _agreement(self, p: Tensor) -> list[float]:
         """ARLA's probability, for each row of p [n, d], that its argmax is the full model's."""
         assert self._arla is not None
-        scores: list[float] = self._arla(self.decoder.norm(p)[:, None].float()).sigmoid().tolist()
+        scores: list[float] = self._arla.score(self.decoder.norm(p)[:, None].float()).tolist()
         return scores
 
     def _finish(

@@ -79,10 +79,9 @@ class NativeStreamRunner(StreamRunner):
 
     def step(self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int) -> tuple[Tensor, Tensor]:
         n, cache, own = len(ids), self._native_cache, self._own
-        last = int(rows.slot.max())
         for store in (cache, own):
-            if store is not None and last >= store.capacity:
-                store.reserve(max(last + 1, 2 * store.capacity))
+            if store is not None:
+                store.make_room(rows)
         tokens = np.array(ids, dtype=np.int64)
         x = torch.empty(n + fresh, self._d)
         carried = None if carried is None else carried.float().contiguous()
@@ -122,17 +121,10 @@ class NativeStreamRunner(StreamRunner):
         return Draft(tokens[:count].tolist(), parents[:count].tolist(), hidden[: count + 1])
 
     def top(self, p: Tensor, count: int, sharpness: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
-        p = p.contiguous()
-        n, count = len(p), min(count, self._vocab)
-        logits = torch.empty(n, self._head.outputs)
-        ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
-        self._library.mr_head_top(
-            self._head_address, self.decoder.norm_address, self.decoder.eps, p.data_ptr(), n, self._vocab, count,
-            sharpness, logits.data_ptr(), ids.ctypes.data, probs.ctypes.data,
-        )
+        ids, probs = self.decoder.top(self._head, self._vocab, p, min(count, self._vocab), sharpness)
         if self._token_list is None:
-            return ids.tolist(), probs.tolist()
-        return [[self._token_list[i] for i in row] for row in ids.tolist()], probs.tolist()
+            return ids, probs
+        return [[self._token_list[i] for i in row] for row in ids], probs
 
 
 def pack_block(owner: Owner, block: GateBlock) -> library.Layer:

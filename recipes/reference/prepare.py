@@ -2,8 +2,9 @@
 
     python recipes/reference/prepare.py --data ../shared/data/train --out runs/reference/data
 
-Sources (all permissive): classic_books (public domain), gsm8k train (MIT), gpteacher roleplay (MIT),
-rasbt instruction data (Apache-2.0), self_instruct seed tasks (Apache-2.0), MedQuAD (CC BY 4.0).
+Sources (all permissive): classic_books (public domain; as prose and, by stories.py, as conversations), gsm8k train
+(MIT), gpteacher roleplay (MIT), rasbt instruction data (Apache-2.0), self_instruct seed tasks (Apache-2.0), MedQuAD
+(CC BY 4.0). The three instruction sets together are the source "assistant".
 One document in 50 (by a hash of its first line's text) is held out of base and accelerators alike.
 The accelerators' training file, ``chat.jsonl``, holds the same conversations as the base saw.
 """
@@ -15,12 +16,16 @@ import json
 import random
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from stories import Subjects, Turns, conversation_of
 
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
 CHAT_TEMPLATE = (
@@ -42,7 +47,22 @@ def clean(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
-def books(root: Path) -> Iterator[str]:
+@dataclass(frozen=True)
+class Document:
+    """``key`` decides whether it is held out: a chat's first question, or the book chunk it is made of."""
+
+    source: str
+    text: str
+    key: str
+    title: str = ""
+    author: str = ""
+
+
+def conversation(turns: Turns) -> str:
+    return "".join(f"<|{role}|>\n{content}{END_OF_TURN}\n" for role, content in turns)
+
+
+def books(root: Path) -> Iterator[Document]:
     """Books cut into documents of about 6,000 characters at paragraph ends, headers and rules dropped."""
     for path in sorted((root / "classic_books").glob("*/*.md")):
         text = clean(path.read_text(encoding="utf-8"))
@@ -54,10 +74,26 @@ def books(root: Path) -> Iterator[str]:
             chunk.append(paragraph)
             size += len(paragraph)
             if size > 6000:
-                yield "\n\n".join(chunk)
+                joined = "\n\n".join(chunk)
+                yield Document("books", joined, joined, path.stem, path.parent.name)
                 chunk, size = [], 0
         if chunk:
-            yield "\n\n".join(chunk)
+            joined = "\n\n".join(chunk)
+            yield Document("books", joined, joined, path.stem, path.parent.name)
+
+
+def stories(chunks: Sequence[Document]) -> tuple[list[Document], list[dict[str, Any]]]:
+    """Conversations about the book chunks, as documents of the base and as records of the accelerators."""
+    subjects = Subjects([chunk.text for chunk in chunks])
+    documents, records = [], []
+    for chunk in chunks:
+        turns = conversation_of(chunk.text, chunk.title, chunk.author, subjects)
+        if turns is None or not all(content.strip() for _, content in turns):
+            continue
+        documents.append(Document("stories", conversation(turns), chunk.key))
+        messages = [{"role": role, "content": content} for role, content in turns]
+        records.append({"key": chunk.key, "source": "stories", "messages": messages})
+    return documents, records
 
 
 def chats(root: Path) -> Iterator[tuple[str, str, str]]:
@@ -65,16 +101,16 @@ def chats(root: Path) -> Iterator[tuple[str, str, str]]:
     for line in (root / "gsm8k/train.jsonl").read_text().splitlines():
         row = json.loads(line)
         answer = re.sub(r"<<.*?>>", "", row["answer"]).replace("#### ", "The answer is ")
-        yield "chat", row["question"], answer
+        yield "gsm8k", row["question"], answer
     for path in sorted((root / "gpteacher").glob("*.json")):
         for row in json.loads(path.read_text()):
-            yield "chat", f"{row['instruction']}\n{row.get('input', '')}".strip(), row["response"]
+            yield "assistant", f"{row['instruction']}\n{row.get('input', '')}".strip(), row["response"]
     for row in json.loads((root / "rasbt_instruct/instruction-data.json").read_text()):
-        yield "chat", f"{row['instruction']}\n{row['input']}".strip(), row["output"]
+        yield "assistant", f"{row['instruction']}\n{row['input']}".strip(), row["output"]
     for line in (root / "self_instruct_seed/seed_tasks.jsonl").read_text().splitlines():
         row = json.loads(line)
         for instance in row["instances"]:
-            yield "chat", f"{row['instruction']}\n{instance['input']}".strip(), instance["output"]
+            yield "assistant", f"{row['instruction']}\n{instance['input']}".strip(), instance["output"]
     for line in (root / "medquad/medquad.jsonl").read_text().splitlines():
         row = json.loads(line)
         answer = row["answer"].strip()
@@ -82,13 +118,6 @@ def chats(root: Path) -> Iterator[tuple[str, str, str]]:
             answer = answer[:1600].rsplit(". ", 1)[0] + "."
         if len(answer) > 40:
             yield "medquad", row["question"].replace(" ?", "?").replace("(are)", "are"), answer
-
-
-def document_key(document: str) -> str:
-    """What decides whether a document is held out: a chat's user turn, or a book chunk itself."""
-    if document.startswith(USER):
-        return document[len(USER) + 1 :].split(END_OF_TURN, 1)[0]
-    return document
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -124,38 +153,44 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(args.seed)
 
-    documents: dict[str, list[str]] = {"books": list(books(args.data)), "chat": [], "medquad": []}
-    records: list[dict[str, str]] = []
+    sources: dict[str, list[Document]] = {"books": list(books(args.data)), "chat": [], "medquad": []}
+    records: list[dict[str, Any]] = []
     for source, user, assistant in chats(args.data):
         user, assistant = clean(user), clean(assistant)
         if not user or not assistant:
             continue
-        text = f"{USER}\n{user}{END_OF_TURN}\n{ASSISTANT}\n{assistant}{END_OF_TURN}\n"
-        documents[source].append(text)
-        records.append({"source": source, "instruction": user, "output": assistant})
-    for texts in documents.values():
-        rng.shuffle(texts)
+        group = "medquad" if source == "medquad" else "chat"
+        sources[group].append(Document(source, conversation([("user", user), ("assistant", assistant)]), user))
+        records.append({"key": user, "source": source, "instruction": user, "output": assistant})
+    for group in sources.values():
+        rng.shuffle(group)
     rng.shuffle(records)
 
-    sample = documents["chat"] * 2 + documents["medquad"] + documents["books"][::3]
-    tokenizer = train_tokenizer(iter(sample), args.vocab_size)
+    sample = sources["chat"] * 2 + sources["medquad"] + sources["books"][::3]
+    tokenizer = train_tokenizer((document.text for document in sample), args.vocab_size)
     tokenizer.save_pretrained(args.out / "tokenizer")
-    for name, texts in documents.items():
-        held = [t for t in texts if held_out(document_key(t))]
-        kept = [t for t in texts if not held_out(document_key(t))]
-        for split, part in (("train", kept), ("heldout", held)):
+    told, told_records = stories(sources["books"])
+    parts = {
+        "books": sources["books"], "medquad": sources["medquad"], "stories": told,
+        **{name: [d for d in sources["chat"] if d.source == name] for name in ("assistant", "gsm8k")},
+    }
+    for name, documents in parts.items():
+        for split, keep in (("train", False), ("heldout", True)):
+            part = [d.text for d in documents if held_out(d.key) is keep]
             ids: list[int] = []
             for encoding in tokenizer.backend_tokenizer.encode_batch(part, add_special_tokens=False):
                 ids.extend(encoding.ids)
                 if name == "books":
                     ids.append(tokenizer.convert_tokens_to_ids(END_OF_TEXT))
             np.asarray(ids, dtype=np.uint16).tofile(args.out / f"{split}_{name}.bin")
-            print(f"{split:8} {name:8} {len(part):6} documents {len(ids):9} tokens")
+            print(f"{split:8} {name:9} {len(part):6} documents {len(ids):9} tokens")
+    records += told_records
+    rng.shuffle(records)
     for split, keep in (("heldout_chat", True), ("chat", False)):
         with (args.out / f"{split}.jsonl").open("w") as handle:
             for record in records:
-                if held_out(record["instruction"]) is keep:
-                    handle.write(json.dumps(record) + "\n")
+                if held_out(record["key"]) is keep:
+                    handle.write(json.dumps({k: v for k, v in record.items() if k != "key"}) + "\n")
 
 
 if __name__ == "__main__":

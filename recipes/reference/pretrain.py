@@ -164,7 +164,8 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--start-from", type=Path, help="a finished model in place of all phases but the last")
+    parser.add_argument("--start-from", type=Path, help="a finished model in place of the phases before --phase")
+    parser.add_argument("--phase", help="with --start-from: the phase to begin with (default: the last)")
     args = parser.parse_args()
     config = yaml.safe_load(args.config.read_text())
     args.out.mkdir(parents=True, exist_ok=True)
@@ -179,7 +180,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, ask_to_stop)
 
     phases = config["phases"]
-    sources = {name: TokenSource(args.data / f"train_{name}.bin") for name in phases[0]["mix"]}
+    first = 0  # the phase whose optimizer state begins empty
+    if args.start_from:
+        first = [phase["name"] for phase in phases].index(args.phase or phases[-1]["name"])
+    every_source = sorted({name for phase in phases for name in phase["mix"]})
+    sources = {name: TokenSource(args.data / f"train_{name}.bin") for name in every_source}
     rng = np.random.default_rng(config["seed"])
     step, phase_index, phase_step, tokens_seen = 0, 0, 0, 0
     model = build_model(config, phases[0]["layers"], config["seed"])
@@ -198,9 +203,9 @@ def main() -> None:
         trained = LlamaForCausalLM.from_pretrained(args.start_from, dtype=torch.float32)
         model = build_model(config, trained.config.num_hidden_layers, config["seed"])
         model.load_state_dict(trained.state_dict())
-        phase_index = len(phases) - 1
-        step = sum(phase["steps"] for phase in phases[:-1])
-        tokens_seen = sum(phase["steps"] * phase["batch"] * phase["window"] for phase in phases[:-1])
+        phase_index = first
+        step = sum(phase["steps"] for phase in phases[:phase_index])
+        tokens_seen = sum(phase["steps"] * phase["batch"] * phase["window"] for phase in phases[:phase_index])
 
     def save() -> None:
         save_atomically(
@@ -217,12 +222,15 @@ def main() -> None:
             origin = GROWTH[phase.get("growth", "stack")](model.config.num_hidden_layers, phase["layers"])
             model = grow(model, config, origin, config["seed"])
             optims = optimizers(model, config)
+        # a short window's scores fit the caches: there plain attention beats the fused one of torch's CPU build
+        model.config._attn_implementation = "eager" if phase["window"] <= 256 else "sdpa"
         names, weights = list(phase["mix"]), np.array(list(phase["mix"].values()))
         base_lrs = [config["optimizer"]["muon_lr"], config["optimizer"]["adamw_lr"]]
         while phase_step < phase["steps"] and not stop:
             start, end = phase["lr"]
             factor = start + (end - start) * phase_step / phase["steps"]
-            warm = phase_step if phase_index and phases[phase_index - 1]["layers"] != phase["layers"] else step
+            fresh = phase_index == first or phases[phase_index - 1]["layers"] != phase["layers"]
+            warm = phase_step if fresh else config["optimizer"]["warmup_steps"]
             factor *= min(1.0, (warm + 1) / config["optimizer"]["warmup_steps"])
             for optim, lr in zip(optims, base_lrs, strict=True):
                 for group in optim.param_groups:
@@ -253,7 +261,7 @@ def main() -> None:
     if stop:
         print(f"stopped at step {step}; the same command resumes", flush=True)
         return
-    losses = {n: round(heldout_loss(model, args.data, n, windows=40), 4) for n in phases[0]["mix"]}
+    losses = {n: round(heldout_loss(model, args.data, n, windows=40), 4) for n in every_source}
     model.to(torch.bfloat16).save_pretrained(args.out / "model")
     AutoTokenizer.from_pretrained(args.data / "tokenizer").save_pretrained(args.out / "model")
     facts = {"steps": step, "tokens": tokens_seen, "seed": config["seed"], "heldout_loss_nats": losses}

@@ -1,7 +1,8 @@
-"""Muon with float32 products, many matrices at once.
+"""Muon, many matrices at once, in the precision that the device multiplies fast.
 
 ``torch.optim.Muon`` (Keller Jordan's optimizer) orthogonalises each update in bfloat16, one matrix at a time; on a
-processor that emulates bfloat16 this took longer than forward and backward together. Same update, same settings.
+processor that emulates bfloat16 this took longer than forward and backward together, so it takes float32 there.
+Same update, same settings.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from multirate.training.precision import low_precision
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic Newton-Schulz iteration: steepest at zero (Jordan et al.; torch's defaults)."""
@@ -58,7 +61,9 @@ class Muon(torch.optim.Optimizer):
             buffer.lerp_(p.grad, 1 - momentum)
             update = p.grad.lerp(buffer, momentum)
             wide.append(update.T if update.shape[0] > update.shape[1] else update)
-        for p, update in zip(matrices, orthogonalised(torch.stack(wide).float()), strict=True):
+        stacked = torch.stack(wide)
+        stacked = stacked.to(low_precision(stacked.device))
+        for p, update in zip(matrices, orthogonalised(stacked), strict=True):
             p.mul_(1 - group["lr"] * group["weight_decay"])
             scale = group["lr"] * 0.2 * max(p.shape) ** 0.5
             p.add_((update.T if p.shape[0] > p.shape[1] else update).to(p.dtype), alpha=-scale)

@@ -196,8 +196,8 @@ def test_kernel_and_torch_modules_draft_alike(decoders):
 @given(seed=st.integers(0, 99), preset=st.sampled_from(["m2r2", "m2r2-carry"]), depth=st.integers(1, 7),
        width=st.integers(1, 4), nodes=st.integers(1, 20), keep=st.sampled_from([0.0, 0.02, 0.1]),
        reduced=st.sampled_from([None, 20]))
-def test_a_draft_in_one_kernel_call_is_the_draft_level_by_level(decoders, seed, preset, depth, width, nodes, keep,
-                                                                reduced):
+def test_a_round_in_one_kernel_call_is_the_round_in_parts(decoders, seed, preset, depth, width, nodes, keep, reduced):
+    """Same drafts, same tokens round by round, and the same committed keys and values, bit for bit."""
     if "native" not in decoders:
         pytest.skip("no native kernel here")
     decoder = decoders["native"]
@@ -206,23 +206,34 @@ def test_a_draft_in_one_kernel_call_is_the_draft_level_by_level(decoders, seed, 
     seen = []
     for whole in (True, False):
         drafter = M2R2Drafter(decoder, stream, config)
-        drafts = []
+        assert drafter._rounds is not None  # else this compares parts with parts
+        rounds, texts, stored = [], [], []
 
-        def recording(seqs, roots, limits, sampler, drafter=drafter, drafts=drafts, whole=whole):
-            if whole:
-                made = M2R2Drafter.draft(drafter, seqs, roots, limits, sampler)
-            else:
-                made = M2R2Drafter.draft_by_levels(drafter, seqs, roots, limits, sampler)
-            drafts += made
+        def round_(seq, root, limit, drafter=drafter, rounds=rounds, whole=whole):
+            done = M2R2Drafter.round(drafter, seq, root, limit) if whole else None
+            if done is not None:
+                rounds.append((done.drafted, done.levels))
+            return done
+
+        def draft(*args, drafter=drafter, rounds=rounds):
+            made = M2R2Drafter.draft(drafter, *args)
+            rounds.extend((len(d.tokens), max(d.depths)) for d in made)
             return made
 
-        drafter.draft = recording
-        generate_speculative(decoder, drafter, PROMPTS[:1], stop=StopSettings(max_new_tokens=14))
-        seen.append(drafts)
-    assert len(seen[0]) == len(seen[1])
-    for one, other in zip(*seen, strict=True):
-        assert (one.tokens, one.parents) == (other.tokens, other.parents)
-        assert torch.equal(one.hidden, other.hidden)
+        def after(cache, sampler, texts=texts, stored=stored):
+            texts.append(list(sampler.tokens[0]))
+            stored[:] = [t[:, :, : cache.lengths[0]].clone() for i in range(4) for t in cache.standard(i)]
+
+        drafter.round, drafter.draft = round_, draft
+        output = generate_speculative(decoder, drafter, PROMPTS[:1], stop=StopSettings(max_new_tokens=14), after_round=after)
+        seen.append((output.sequences, rounds, texts))
+        seen.append(stored)
+        s = output.stats
+        seen.append((s.drafted, s.drafted_levels, s.accepted, s.sequence_steps, s.target_passes))
+    assert seen[0] == seen[3]
+    assert seen[2] == seen[5]
+    for one, other in zip(seen[1], seen[4], strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=1.0, seed=0)])

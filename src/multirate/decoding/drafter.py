@@ -95,6 +95,16 @@ class Draft:
             raise ValueError(f"a draft of {n} nodes needs {n} rows of probs, got {self.probs.shape[0]}")
 
 
+@dataclass(frozen=True)
+class Round:
+    """A finished greedy round of one sequence. tokens: those it emits, the bonus last. drafted: nodes of its draft;
+    levels: their greatest depth."""
+
+    tokens: list[int]
+    drafted: int
+    levels: int
+
+
 class Drafter(ABC):
     """Proposes tokens that the slow stream then verifies.
 
@@ -138,6 +148,15 @@ class Drafter(ABC):
         limits[i] ≥ 0: the deepest level of use to seqs[i] (tokens it may still emit, less the one that verification
         adds). The loop drops deeper nodes.
         """
+
+    def round(self, seq: int, root: int, limit: int) -> Round | None:
+        """A whole greedy round of sequence `seq` by itself where the drafter can run it at once; None: it cannot, and
+        the loop calls `draft`, verifies and calls `accept`.
+
+        Same tokens as that way. The K/V of the root and of the accepted tokens end up in the slots after
+        `cache.lengths[seq]`, uncommitted. Once a sequence has had such a round, all its later ones are.
+        """
+        return None
 
     def accept(self, seq: int, path: list[int], hidden_final: Tensor) -> None:  # noqa: B027 - optional
         """Sequence `seq` goes on. path: accepted nodes of its draft, the root 0 first; hidden_final: [len(path), d],

@@ -52,6 +52,10 @@ def generate_speculative(
             drafter.prefill([b for b, _ in going], [prompts[b] for b, _ in going], [hidden for _, hidden in going])
         del hidden_prompts, going
     while session.active:
+        if sampler.plain and len(session.active) == 1 and _whole_round(session, drafter, session.active[0]):
+            if after_round is not None:
+                after_round(cache, sampler)
+            continue
         seqs = session.active
         roots = [sampler.tokens[b][-1] for b in seqs]
         limits = [stops.remaining(b) - 1 for b in seqs]
@@ -61,7 +65,8 @@ def generate_speculative(
         offset = 0
         for b, draft, (path, bonus) in zip(seqs, drafts, verdicts, strict=True):
             kept = session.emit(b, [*(draft.tokens[node - 1] for node in path[1:]), bonus])
-            _count(session, draft, accepted=min(kept, len(path) - 1))
+            levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
+            _count(session, len(draft.tokens), levels, accepted=min(kept, len(path) - 1))
             path = path[:kept]  # the last token emitted is the next root: it is not in the cache yet
             length = cache.lengths[b]
             cache.keep(b, [length + node for node in path])
@@ -73,6 +78,21 @@ def generate_speculative(
         if after_round is not None:
             after_round(cache, sampler)
     return session.output()
+
+
+def _whole_round(session: Session, drafter: Drafter, seq: int) -> bool:
+    """One round of the only active sequence in one piece, if the drafter can (Drafter.round)."""
+    stops = session.stops
+    done = drafter.round(seq, session.sampler.tokens[seq][-1], stops.remaining(seq) - 1)
+    if done is None:
+        return False
+    kept = session.emit(seq, done.tokens)
+    session.cache.commit(seq, kept)
+    _count(session, done.drafted, done.levels, accepted=min(kept, len(done.tokens) - 1))
+    session.stats.target_passes += 1
+    if stops.reasons[seq] is not None:
+        session.drop_finished()
+    return True
 
 
 def _rows_for(length: int, seq: int, draft: Draft) -> Rows:
@@ -154,9 +174,9 @@ def _rows_of(hidden: Tensor, offset: int, path: list[int]) -> Tensor:
     return hidden[[offset + node for node in path]]
 
 
-def _count(session: Session, draft: Draft, accepted: int) -> None:
+def _count(session: Session, drafted: int, levels: int, accepted: int) -> None:
     stats = session.stats
     stats.sequence_steps += 1
-    stats.drafted += len(draft.tokens)
-    stats.drafted_levels += len(draft.tokens) if draft.is_chain else max(draft.depths)
+    stats.drafted += drafted
+    stats.drafted_levels += levels
     stats.accepted += accepted

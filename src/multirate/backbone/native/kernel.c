@@ -368,3 +368,4 @@ int mr_has_dot_product(void) { return HAVE_DPBF16; }
 int mr_fixed_point(void) { return FIXED_POINT; }
 
 #include "stream.h"
+#include "round.h"

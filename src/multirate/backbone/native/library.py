@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 SOURCES = ("kernel.c", "kernel.h", "threads.h", "matmul.h", "tile_avx2.h", "tile_wide.h", "fixed_point.h",
-           "attention.h", "stream.h")
+           "attention.h", "stream.h", "round.h")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 
 pointer = ctypes.c_void_p
@@ -77,6 +77,15 @@ class TreeLimits(ctypes.Structure):
     _fields_ = [
         *((name, int32) for name in ("depth", "width", "nodes", "top")),
         *((name, ctypes.c_double) for name in ("expand", "keep", "sharpness")),
+    ]
+
+
+class Round(ctypes.Structure):
+    _fields_ = [
+        *((name, pointer) for name in ("stream", "caches", "block_cache", "draft_head", "head", "norm", "token_map")),
+        *((name, pointer) for name in ("ids", "carried", "tokens", "parents", "hidden", "scratch")),
+        *((name, int32) for name in ("capacity", "block_capacity", "draft_vocab", "layers", "sequence")),
+        *((name, int32) for name in ("drafted", "levels", "pad")),
     ]
 
 
@@ -140,9 +149,6 @@ def kernel() -> ctypes.CDLL:
         pointer, pointer, integers, pointer, integers, pointer, integers, integers, *[pointer] * 7,
     ]
     library.mr_head_top.argtypes = [pointer, pointer, floats, pointer, *[integers] * 3, floats, *[pointer] * 3]
-    library.mr_draft_tree.argtypes = [
-        pointer, pointer, integers, pointer, integers, pointer, pointer, floats, integers, pointer, *[integers] * 3,
-        *[pointer] * 7,
-    ]
+    library.mr_round.argtypes = [pointer, integers, integers, integers, pointer]
     library.mr_set_threads.argtypes = [integers]
     return library

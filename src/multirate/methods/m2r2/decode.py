@@ -19,12 +19,13 @@ from torch import Tensor
 
 from multirate.backbone.decoder import Decoder
 from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.native import NativeDecoder, library
+from multirate.backbone.native import NativeDecoder
 from multirate.backbone.rows import MAX_TREE_BIT, Rows
-from multirate.decoding.drafter import Draft, Drafter
+from multirate.decoding.drafter import Draft, Drafter, Round
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.methods.m2r2.native_round import NativeRounds
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.prices import Prices
 from multirate.methods.m2r2.runner import StreamRunner
@@ -77,7 +78,7 @@ class _Waiting:
 
 
 class M2R2Drafter(Drafter):
-    """Drafts with an AcceleratedStream on any decoder; on the native decoder each level is one kernel call."""
+    """Drafts with an AcceleratedStream on any decoder; on the native one a greedy round is one kernel call."""
 
     def __init__(self, decoder: Decoder, stream: AcceleratedStream, config: M2R2DecodeConfig | None = None) -> None:
         self.decoder, self.stream = decoder, stream
@@ -93,6 +94,10 @@ class M2R2Drafter(Drafter):
             if stream.arla is None:
                 raise UserError("m2r2 setting trust='arla' needs an accelerator with ARLA; this one has arla_dim=0")
             self._arla = copy.deepcopy(stream.arla).float()
+        self._rounds: NativeRounds | None = None
+        if self._arla is None and isinstance(self.runner, NativeStreamRunner):
+            c = self.config
+            self._rounds = NativeRounds(self.runner, c.nodes, c.width, self._candidates, c.sharpness)
         self._prices: Prices | None = None
         self._expand, self._keep = self.config.expand or 0.0, self.config.keep or 0.0
 
@@ -139,22 +144,28 @@ class M2R2Drafter(Drafter):
             waiting.ids, waiting.carried = [], hidden_final[:0]
         waiting.last = hidden_final[-1]
 
-    def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
-        c = self.config
-        limit = min(c.depth, c.nodes)
+    def round(self, seq: int, root: int, limit: int) -> Round | None:
+        if self._rounds is None:
+            return None
+        waiting = self._waiting.pop(seq, None)
+        if waiting is not None:  # the sequence's first round here
+            self._rounds.enter(seq, [*waiting.ids, root], torch.cat([waiting.carried, waiting.last[None]]))
+        self._price(1)
+        done = self._rounds.run(min(self.config.depth, self.config.nodes, limit), self._expand, self._keep)
         if self._prices is not None:
-            expand, keep = self._prices.thresholds(len(seqs))
-            self._expand = expand if c.expand is None else c.expand
-            self._keep = keep if c.keep is None else c.keep
-        if sampler.plain and len(seqs) == 1 and self._arla is None and isinstance(self.runner, NativeStreamRunner):
-            # the common case, a whole draft in one kernel call; the levels below are the same by test
-            return [self._draft_in_kernel(self.runner, seqs[0], roots[0], min(limit, limits[0]))]
-        return self.draft_by_levels(seqs, roots, limits, sampler)
+            self._prices.emitted(len(done.tokens))
+        return done
 
-    def draft_by_levels(
-        self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler
-    ) -> list[Draft]:
-        """`draft` for any batch, sampling and decoder: one pass of both streams per level, all sequences in it."""
+    def _price(self, sequences: int) -> None:
+        """Thresholds of the next round, from measured costs where the settings leave them open."""
+        if self._prices is not None:
+            expand, keep = self._prices.thresholds(sequences)
+            self._expand = expand if self.config.expand is None else self.config.expand
+            self._keep = keep if self.config.keep is None else self.config.keep
+
+    def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
+        """One pass of both streams per level, all sequences in it."""
+        self._price(len(seqs))
         plain = sampler.plain
         limit = min(self.config.depth, self.config.nodes)
         trees = [DraftTree(min(limit, wanted)) for wanted in limits]
@@ -174,12 +185,6 @@ class M2R2Drafter(Drafter):
             if live:
                 self._next_pass(trees, live, frontier, seqs, hidden, outputs)
         return self._finish(trees, seqs, hidden, probs, plain)
-
-    def _draft_in_kernel(self, runner: NativeStreamRunner, seq: int, root: int, depth: int) -> Draft:
-        waiting, c = self._waiting[seq], self.config
-        carried = torch.cat([waiting.carried, waiting.last[None]]) if self._carry else None
-        limits = library.TreeLimits(depth, c.width, c.nodes, self._candidates, self._expand, self._keep, c.sharpness)
-        return runner.draft_tree(seq, self._cache.lengths[seq], [*waiting.ids, root], carried, limits)
 
     @property
     def _candidates(self) -> int:

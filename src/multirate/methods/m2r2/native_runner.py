@@ -15,7 +15,6 @@ from multirate.backbone.native.cache import NativeKVCache
 from multirate.backbone.native.own_layer import OwnLayer, tiles
 from multirate.backbone.native.packing import Owner, interleave_gate_up
 from multirate.backbone.rows import Rows
-from multirate.decoding.drafter import MAX_TREE_NODES, Draft
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
 from multirate.methods.m2r2.runner import StreamRunner
 
@@ -37,16 +36,14 @@ class NativeStreamRunner(StreamRunner):
         self._owner = owner = Owner()
         self._d = decoder.facts.hidden_size
         config, carry = stream.config, stream.carry
-        self._head, self._vocab = decoder.head, decoder.facts.vocab_size
+        self.head, self.vocab = decoder.head, decoder.facts.vocab_size
         self._token_list: list[int] | None = None
-        self._token_map: int | None = None
-        self._scratch = torch.empty(0)
-        self._tree_tokens, self._tree_parents = np.empty(MAX_TREE_NODES, np.int64), np.empty(MAX_TREE_NODES, np.int32)
+        self.token_map: int | None = None
         if stream.draft_tokens is not None:
             chosen = stream.draft_tokens.cpu()
             bias = None if decoder.head_bias is None else decoder.head_bias[chosen]
-            self._head, self._vocab = owner.linear(decoder.head_weight[chosen], bias), len(chosen)
-            self._token_list, self._token_map = chosen.tolist(), owner.address(chosen.to(torch.int64).contiguous())
+            self.head, self.vocab = owner.linear(decoder.head_weight[chosen], bias), len(chosen)
+            self._token_list, self.token_map = chosen.tolist(), owner.address(chosen.to(torch.int64).contiguous())
         self._adapters = AdapterPack(self.adapters, decoder.facts.num_layers) if self.adapters else None
         self._packed = library.Stream(
             shape=ctypes.addressof(decoder.shape),
@@ -66,19 +63,18 @@ class NativeStreamRunner(StreamRunner):
             )
             self._packed.block_shape = self._own_layer.shape_address
             self._packed.block = self._own_layer.layer_address
-        self._stream = ctypes.addressof(self._packed)
-        self._head_address = ctypes.addressof(self._head)
+        self.stream_address = ctypes.addressof(self._packed)
 
     def begin(self, cache: KVCache) -> None:
         assert isinstance(cache, NativeKVCache)
-        self._native_cache = cache
+        self.native_cache = cache
         self._cache = cache
-        self._own: NativeKVCache | None = None
+        self.own_cache: NativeKVCache | None = None
         if self._block is not None:
-            self._own = self._own_layer.new_cache(cache.batch, cache.capacity)
+            self.own_cache = self._own_layer.new_cache(cache.batch, cache.capacity)
 
     def step(self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int) -> tuple[Tensor, Tensor]:
-        n, cache, own = len(ids), self._native_cache, self._own
+        n, cache, own = len(ids), self.native_cache, self.own_cache
         for store in (cache, own):
             if store is not None:
                 store.make_room(rows)
@@ -86,42 +82,15 @@ class NativeStreamRunner(StreamRunner):
         x = torch.empty(n + fresh, self._d)
         carried = None if carried is None else carried.float().contiguous()
         self._library.mr_stream_step(
-            self._stream, cache.address, cache.capacity, None if own is None else own.address,
+            self.stream_address, cache.address, cache.capacity, None if own is None else own.address,
             0 if own is None else own.capacity, tokens.ctypes.data, n, fresh, rows.seq.ctypes.data,
             rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data, rows.tree.ctypes.data,
             None if carried is None else carried.data_ptr(), x.data_ptr(),
         )
         return x[:fresh], x[fresh:]
 
-    def draft_tree(
-        self, seq: int, length: int, ids: list[int], carried: Tensor | None, limits: library.TreeLimits
-    ) -> Draft:
-        """A whole greedy draft of one sequence in one kernel call: `step`, `top`, DraftTree and `slow` together.
-
-        ids, carried: the tokens to refresh, then the root (slot `length`), as for `step`. Reserves cache slots.
-        """
-        cache, own, nodes, d = self._native_cache, self._own, limits.nodes, self._d
-        for store in (cache, own):
-            if store is not None and length + nodes >= store.capacity:
-                store.reserve(max(length + nodes + 1, 2 * store.capacity))
-        refresh = len(ids) - 1
-        scratch = (4 * (nodes + 1) + refresh + 2) * d + limits.width * self._head.outputs
-        if self._scratch.numel() < scratch:
-            self._scratch = torch.empty(scratch)
-        tokens, parents = self._tree_tokens, self._tree_parents
-        hidden = torch.empty(nodes + 1, d)
-        entering = np.array(ids, dtype=np.int64)
-        count = self._library.mr_draft_tree(
-            self._stream, cache.address, cache.capacity, None if own is None else own.address,
-            0 if own is None else own.capacity, self._head_address, self.decoder.norm_address, self.decoder.eps,
-            self._vocab, self._token_map, seq, length, refresh, entering.ctypes.data,
-            None if carried is None else carried.data_ptr(), ctypes.addressof(limits), tokens.ctypes.data,
-            parents.ctypes.data, hidden.data_ptr(), self._scratch.data_ptr(),
-        )
-        return Draft(tokens[:count].tolist(), parents[:count].tolist(), hidden[: count + 1])
-
     def top(self, p: Tensor, count: int, sharpness: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
-        ids, probs = self.decoder.top(self._head, self._vocab, p, min(count, self._vocab), sharpness)
+        ids, probs = self.decoder.top(self.head, self.vocab, p, min(count, self.vocab), sharpness)
         if self._token_list is None:
             return ids, probs
         return [[self._token_list[i] for i in row] for row in ids], probs

@@ -78,7 +78,7 @@ static void score_blocks(const Query *query, int count, const bf16 *k, int dim, 
         const uint32_t *block = (const uint32_t *)(k + (size_t)s * dim);
         f16 acc[TILE_ROWS][4];
         for (int i = 0; i < count; i++) acc[i][0] = splat(0.0f);
-        tile(block, 16, x, count, dim / 2, 1, (const char *)(block + dim * 8), acc);
+        tile(block, 16, x, count, dim / 2, 1, (const char *)(block + dim * 8), 0, acc);
         for (int i = 0; i < count; i++) store(scores[i] + s, acc[i][0]);
     }
 }
@@ -119,7 +119,7 @@ static void add_values(int count, element *const *weights, const bf16 *v, int di
     const element *x[TILE_ROWS];
     for (int i = 0; i < count; i++) x[i] = weights[i] + first;
     const uint32_t *words = (const uint32_t *)(v + (size_t)first * dim) + d0;
-    tile(words, dim, x, count, (last - first + 1) / 2, vectors, (const char *)words, acc);
+    tile(words, dim, x, count, (last - first + 1) / 2, vectors, (const char *)words, 0, acc);
 }
 
 // out = softmax(q·K) V of up to TILE_ROWS queries of one sequence over one K/V head, [.., dim] each.

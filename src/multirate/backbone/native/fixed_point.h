@@ -140,7 +140,9 @@ typedef void (*FixedPass)(const uint32_t *, const int16_t *, int, const uint32_t
 static const FixedPass fixed_passes[] = {NULL, fixed_1, fixed_2, fixed_3, fixed_4, fixed_5, fixed_6};
 
 // acc[r] = the 64 outputs of `group` for rows first + r, without bias.
-static void product(const Linear *linear, int group, const Operand *x, int first, int rows, const uint32_t *ahead, f16 (*acc)[4]) {
+static void product(const Linear *linear, int group, const Operand *x, int first, int rows, int part, int parts,
+                    const uint32_t *ahead, f16 (*acc)[4]) {
+    (void)part; (void)parts;
     int in = x->in;
     const uint32_t *weight = group_of(linear, group);
     for (int m = 0; m < 4; m++, weight += in * 8)

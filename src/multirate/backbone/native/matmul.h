@@ -36,12 +36,13 @@ static Operand operand(const element *const *x, int rows, int in) {
     (void)rows; (void)in;
     return (Operand){x};
 }
-// acc[r] = the 64 outputs of `group` for rows first + r, without bias.
-static void product(const Linear *linear, int group, const Operand *x, int first, int rows, const uint32_t *ahead, f16 (*acc)[4]) {
-    int pairs = linear->in / 2;
-    const uint32_t *weight = group_of(linear, group);
+// acc[r] = the 64 outputs of `group` for rows first + r, without bias, as tile `part` of `parts`.
+static void product(const Linear *linear, int group, const Operand *x, int first, int rows, int part, int parts,
+                    const uint32_t *ahead, f16 (*acc)[4]) {
+    int pairs = linear->in / 2, lines = parts == 1 ? 0 : parts < 4 ? 2 : 1;
+    if (lines && part >= 4 / lines) lines = 0;  // the tiles before have fetched it all
     memset(acc, 0, (size_t)rows * sizeof *acc);
-    tile(weight, 64, x->rows + first, rows, pairs, 4, (const char *)ahead, acc);
+    tile(group_of(linear, group), 64, x->rows + first, rows, pairs, 4, (const char *)(ahead + (size_t)part * pairs * 16 * lines), lines, acc);
 }
 #endif
 
@@ -52,14 +53,15 @@ static void matmul(const Linear *linear, const element *const *x, int rows, cons
                    const Linear *then, int thread, int threads) {
     int groups = linear->out / 64;
     int begin = groups * thread / threads, end = groups * (thread + 1) / threads;
+    int parts = (rows + TILE_ROWS - 1) / TILE_ROWS;
     Operand operands = operand(x, rows, linear->in);
     for (int g = begin; g < end; g++) {
         const uint32_t *ahead = g + 1 < end ? group_of(linear, g + 1)
                                 : then ? group_of(then, then->out / 64 * thread / threads) : group_of(linear, g);
-        for (int r0 = 0, take; r0 < rows; r0 += take) {
+        for (int r0 = 0, part = 0, take; r0 < rows; r0 += take, part++) {
             take = tile_share(rows - r0);  // the later ones find the group's weights in the core's own cache
             f16 acc[TILE_ROWS][4];
-            product(linear, g, &operands, r0, take, ahead, acc);
+            product(linear, g, &operands, r0, take, part, parts, ahead, acc);
             for (int r = 0; r < take; r++) {
                 size_t row = target ? target[r0 + r] : r0 + r;
                 if (linear->bias)

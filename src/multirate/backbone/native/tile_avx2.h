@@ -73,7 +73,8 @@ static const struct { Pass widest, single; int vectors; } passes[TILE_ROWS + 1] 
 // acc[n][m] += Σ_k w[k][m] · rows[n][k], for `rows` rows and `vectors` (1 to 4) vectors of 16 outputs. The words of
 // pair k are at weight + k · step. `ahead`: memory that will be read next.
 static void tile(const uint32_t *weight, int step, const element *const *x, int rows, int pairs, int vectors,
-                 const char *ahead, f16 (*acc)[4]) {
+                 const char *ahead, int lines, f16 (*acc)[4]) {
+    (void)lines;
     int wide = passes[rows].vectors;
     for (int m = 0; m < vectors;) {
         int whole = m + wide <= vectors, take = whole ? wide : 1;

@@ -32,33 +32,44 @@ INLINE void store_element_v(element *to, fv v) {
 #define KEEPS_1(n) M_1(KEEP, n)
 #define KEEPS_4(n) M_4(KEEP, n)
 #define PREFETCH_STEPS 12  // steps of 256 bytes ahead
-#define PASS(ROWS, VECTORS) \
-    static void pass_##ROWS##_##VECTORS(const uint32_t *weight, int step, const element *const *rows, int pairs, f16 (*acc)[4]) { \
+// FETCH: where step k fetches LINES lines. HINT: 3 into the core's first cache, 2 into its second.
+#define PASS(NAME, ROWS, VECTORS, FETCH, LINES, HINT) \
+    static void NAME##_##ROWS(const uint32_t *weight, int step, const element *const *rows, int pairs, \
+                              const uint32_t *next, f16 (*acc)[4]) { \
+        (void)next; \
         N_##ROWS(ROW) \
         N_##ROWS(LOADS_##VECTORS) \
         for (long k = 0; k < pairs; k++, weight += step) { \
-            const uint32_t *ahead = weight + step * PREFETCH_STEPS; \
-            for (int line = 0; line < VECTORS; line++) __builtin_prefetch(ahead + 16 * line); \
+            const uint32_t *ahead = FETCH; \
+            for (int line = 0; line < LINES; line++) __builtin_prefetch(ahead + 16 * line, 0, HINT); \
             W_##VECTORS(WEIGHT) \
             N_##ROWS(DOTS_##VECTORS) \
         } \
         N_##ROWS(KEEPS_##VECTORS) \
     }
-PASS(1, 4) PASS(2, 4) PASS(3, 4) PASS(4, 4) PASS(5, 4) PASS(6, 4)
-PASS(1, 1) PASS(2, 1) PASS(3, 1) PASS(4, 1) PASS(5, 1) PASS(6, 1)
+#define PASSES(NAME, VECTORS, FETCH, LINES, HINT) \
+    PASS(NAME, 1, VECTORS, FETCH, LINES, HINT) PASS(NAME, 2, VECTORS, FETCH, LINES, HINT) \
+    PASS(NAME, 3, VECTORS, FETCH, LINES, HINT) PASS(NAME, 4, VECTORS, FETCH, LINES, HINT) \
+    PASS(NAME, 5, VECTORS, FETCH, LINES, HINT) PASS(NAME, 6, VECTORS, FETCH, LINES, HINT)
+#define OWN_WEIGHTS weight + step * PREFETCH_STEPS
+// Where a group's rows take several tiles, each fetches a share of the next group's weights: otherwise memory would idle
+// from the second tile on. Into the second cache, as the first has no room for two groups.
+PASSES(narrow, 1, OWN_WEIGHTS, 1, 3)
+PASSES(own, 4, OWN_WEIGHTS, 4, 3)
+PASSES(half, 4, next + 32 * k, 2, 2)
+PASSES(quarter, 4, next + 16 * k, 1, 2)
 
-typedef void (*Pass)(const uint32_t *, int, const element *const *, int, f16 (*)[4]);
-static const Pass pass_of[TILE_ROWS + 1][2] = {
-    {NULL, NULL}, {pass_1_1, pass_1_4}, {pass_2_1, pass_2_4}, {pass_3_1, pass_3_4},
-    {pass_4_1, pass_4_4}, {pass_5_1, pass_5_4}, {pass_6_1, pass_6_4},
-};
+typedef void (*Pass)(const uint32_t *, int, const element *const *, int, const uint32_t *, f16 (*)[4]);
+#define OF_ROWS(NAME) {NULL, NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6}
+static const Pass narrow_pass[TILE_ROWS + 1] = OF_ROWS(narrow);
+static const Pass wide_pass[3][TILE_ROWS + 1] = {OF_ROWS(own), OF_ROWS(quarter), OF_ROWS(half)};
 
 // acc[n][m] += Σ_k w[k][m] · rows[n][k], for `rows` rows and `vectors` (1 to 4) vectors of 16 outputs. The words of
-// pair k are at weight + k · step. `ahead` (memory that will be read next) is for narrower tiles.
+// pair k are at weight + k · step. ahead: weights that will be read later, of which each step fetches `lines` (1 or 2)
+// lines; lines 0: the tile fetches its own.
 static void tile(const uint32_t *weight, int step, const element *const *x, int rows, int pairs, int vectors,
-                 const char *ahead, f16 (*acc)[4]) {
-    (void)ahead;
-    if (vectors == 4) { pass_of[rows][1](weight, step, x, pairs, acc); return; }
-    for (int m = 0; m < vectors; m++) pass_of[rows][0](weight + m * 16, step, x, pairs, (f16 (*)[4])&acc[0][m]);
+                 const char *ahead, int lines, f16 (*acc)[4]) {
+    if (vectors == 4) { wide_pass[lines][rows](weight, step, x, pairs, (const uint32_t *)ahead, acc); return; }
+    for (int m = 0; m < vectors; m++) narrow_pass[rows](weight + m * 16, step, x, pairs, NULL, (f16 (*)[4])&acc[0][m]);
 }
 #endif

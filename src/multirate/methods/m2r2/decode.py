@@ -21,6 +21,7 @@ from multirate.backbone.decoder import Decoder
 from multirate.backbone.kv_cache import KVCache
 from multirate.backbone.native import NativeDecoder
 from multirate.backbone.rows import MAX_TREE_BIT, Rows
+from multirate.decoding.cost_model import CostModel
 from multirate.decoding.drafter import Draft, Drafter, Round
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
@@ -113,9 +114,15 @@ class M2R2Drafter(Drafter):
 
         return level
 
+    def costs(self, decoder: Decoder) -> CostModel:
+        if self._costs is None:
+            plain = super().costs(decoder)
+            self._costs = plain if self._rounds is None else self._rounds.measured(plain)
+        return self._costs
+
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         if self._prices is None and (self.config.expand is None or self.config.keep is None):
-            self._prices = Prices.of(self.costs(self.decoder).costs)
+            self._prices = Prices.of(self.costs(self.decoder).costs, self.config.nodes + 1)
         if self._prices is not None:
             self._prices.pause()
         self._cache, self._waiting = cache, {}

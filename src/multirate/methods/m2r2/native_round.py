@@ -7,7 +7,10 @@ the tokens to refresh (all but the last, the next root) and their carried residu
 from __future__ import annotations
 
 import ctypes
+import statistics
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from multirate.backbone.native import library
 from multirate.backbone.native.cache import NativeKVCache
+from multirate.decoding.cost_model import CostModel
 from multirate.decoding.drafter import Round
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
 
@@ -62,6 +66,30 @@ class NativeRounds:
         assert length + emitted <= cache.capacity
         self._entered = emitted
         return Round(self._ids[:emitted].tolist(), self._round.drafted, self._round.levels)
+
+    def measured(self, plain: CostModel, repeats: int = 9) -> CostModel:
+        """``plain`` with the draft's costs as they are inside a round: the difference between rounds of many levels and
+        of one (a level alone misses that draft and verification push each other out of the caches). Uses a cache of its
+        own; not during a generation."""
+        most, length = min(self._nodes, 6), 40
+        cache = self._runner.decoder.new_cache(1, length + self._nodes + 1)
+        cache.commit(0, length)
+        self._runner.begin(cache)
+        taken: dict[int, list[float]] = {1: [], most: []}
+        for _ in range(repeats):
+            for depth in taken:
+                self.enter(0, [0], torch.zeros_like(self._carried[:1]))
+                self._limits.nodes = depth
+                begin = time.perf_counter()
+                self.run(depth, expand=0.0, keep=0.0)
+                taken[depth].append(time.perf_counter() - begin)
+        self._limits.nodes = self._nodes
+        one, many = (statistics.median(taken[depth][1:]) for depth in (1, most))
+        costs = plain.costs
+        rows = costs.verify_seconds(most + 1) - costs.verify_seconds(2)
+        level = max(many - one - rows, 0.0) / max(most - 1, 1)
+        fixed = max(one - level - costs.verify_seconds(2), 0.0)
+        return replace(plain, costs=replace(costs, draft_step=level, draft_fixed=fixed))
 
     def _make_room(self) -> int:
         """Room for a round in both caches; returns the sequence's committed length."""

@@ -27,10 +27,9 @@ class Prices:
     _last: float | None = field(default=None, repr=False)
 
     @staticmethod
-    def of(costs: RoundCosts) -> Prices:
-        rows = sorted(costs.verify)
-        first, last = rows[0], max((n for n in rows if n <= 8), default=rows[-1])
-        slope = (costs.verify[last] - costs.verify[first]) / max(1, last - first)
+    def of(costs: RoundCosts, rows: int = 8) -> Prices:
+        """rows: most rows of a verification."""
+        slope = (costs.verify_seconds(rows) - costs.verify_seconds(1)) / max(1, rows - 1)
         # before the first rounds: as if speculation halved the time of a token
         return Prices(costs.draft_step, max(slope, 0.0), costs.plain_step / 2)
 

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from stories import Subjects, Turns, conversation_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-
-from stories import Subjects, Turns, conversation_of
 
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
 CHAT_TEMPLATE = (
@@ -33,6 +32,15 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 HELD_OUT_EVERY = 50
+FOLLOW_UPS = (
+    "Rewrite your answer in fewer words.", "Explain that in simpler words.", "Give another example.",
+    "Write the same as a list.", "Why is that so?", "Can you say more about this?", "Now write it as a letter.",
+    "Take your previous answer and make it a short poem.", "What would happen if the opposite were true?",
+    "Change the answer so that a child understands it.", "Write your answer again with more detail.",
+    "Are there any exceptions?", "Summarize your answer in one sentence.", "Now describe it from another side.",
+    "How would you check whether this is correct?", "Rewrite your response without using the same words twice.",
+)
+"""Second turns, ours."""
 
 
 def held_out(text: str) -> bool:
@@ -143,6 +151,21 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
     return tokenizer
 
 
+def questions(records: Sequence[dict[str, Any]], rng: random.Random) -> Iterator[dict[str, Any]]:
+    """What the accelerators' base is asked: every instruction once alone and once with a second turn, of the other
+    sources as many as keep them a minority. Their answers are placeholders."""
+    shares = {"assistant": 1.0, "stories": 0.4, "medquad": 0.2, "gsm8k": 0.1}
+    for record in records:
+        if rng.random() >= shares[record["source"]]:
+            continue
+        turns = record.get("messages") or [{"role": "user", "content": record["instruction"]},
+                                           {"role": "assistant", "content": ""}]
+        yield {"messages": turns}
+        if record["source"] == "assistant":
+            follow_up = {"role": "user", "content": rng.choice(FOLLOW_UPS)}
+            yield {"messages": [*turns, follow_up, {"role": "assistant", "content": ""}]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
@@ -191,6 +214,9 @@ def main() -> None:
             for record in records:
                 if held_out(record["key"]) is keep:
                     handle.write(json.dumps({k: v for k, v in record.items() if k != "key"}) + "\n")
+        with (args.out / ("heldout_questions.jsonl" if keep else "questions.jsonl")).open("w") as handle:
+            for question in questions([r for r in records if held_out(r["key"]) is keep], rng):
+                handle.write(json.dumps(question) + "\n")
 
 
 if __name__ == "__main__":

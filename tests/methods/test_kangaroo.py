@@ -21,6 +21,7 @@ from multirate.methods.shape import BaseShape
 from multirate.methods.teacher import Teacher
 
 from .tiny import base, disturb, ids
+from .whole_rounds import assert_whole_rounds_are_rounds_in_parts
 
 
 def build(exit_layer: int = 2) -> tuple[Teacher, KangarooAdapter]:
@@ -165,3 +166,15 @@ def test_the_native_adapter_is_the_adapter() -> None:
     tokens, sure = native.top(torch.cat(got))
     assert tokens == logits.argmax(-1).tolist()
     assert sure == pytest.approx(logits.softmax(-1).amax(-1).tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.1, 0.6, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_round_in_one_kernel_call_is_the_round_in_parts(threshold: float, seed: int) -> None:
+    decoder, shape = native_base()
+    adapter = KangarooAdapter(KangarooConfig.for_base(shape), shape)
+    disturb(adapter, seed=seed)
+    settings = KangarooDecodeConfig(threshold=threshold, max_draft=5)
+    assert_whole_rounds_are_rounds_in_parts(
+        decoder, lambda: KangarooDrafter(decoder, adapter, settings), [3, 4, 5 + seed], new_tokens=16
+    )

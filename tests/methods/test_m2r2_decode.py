@@ -26,6 +26,8 @@ from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.registry import method
 from multirate.methods.shape import BaseShape
 
+from .whole_rounds import assert_whole_rounds_are_rounds_in_parts
+
 LLAMA = LlamaConfig(vocab_size=61, hidden_size=128, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
                     num_key_value_heads=2, head_dim=32, max_position_embeddings=160)
 OTHERS = {
@@ -203,37 +205,7 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(decoders, seed, preset
     decoder = decoders["native"]
     stream = stream_of(LLAMA, preset, seed, gates=(2,), rank=8, draft_vocab=reduced)
     config = M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep)
-    seen = []
-    for whole in (True, False):
-        drafter = M2R2Drafter(decoder, stream, config)
-        assert drafter._rounds is not None  # else this compares parts with parts
-        rounds, texts, stored = [], [], []
-
-        def round_(seq, root, limit, drafter=drafter, rounds=rounds, whole=whole):
-            done = M2R2Drafter.round(drafter, seq, root, limit) if whole else None
-            if done is not None:
-                rounds.append((done.drafted, done.levels))
-            return done
-
-        def draft(*args, drafter=drafter, rounds=rounds):
-            made = M2R2Drafter.draft(drafter, *args)
-            rounds.extend((len(d.tokens), max(d.depths)) for d in made)
-            return made
-
-        def after(cache, sampler, texts=texts, stored=stored):
-            texts.append(list(sampler.tokens[0]))
-            stored[:] = [t[:, :, : cache.lengths[0]].clone() for i in range(4) for t in cache.standard(i)]
-
-        drafter.round, drafter.draft = round_, draft
-        output = generate_speculative(decoder, drafter, PROMPTS[:1], stop=StopSettings(max_new_tokens=14), after_round=after)
-        seen.append((output.sequences, rounds, texts))
-        seen.append(stored)
-        s = output.stats
-        seen.append((s.drafted, s.drafted_levels, s.accepted, s.sequence_steps, s.target_passes))
-    assert seen[0] == seen[3]
-    assert seen[2] == seen[5]
-    for one, other in zip(seen[1], seen[4], strict=True):
-        assert torch.equal(one, other)
+    assert_whole_rounds_are_rounds_in_parts(decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0])
 
 
 @pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=1.0, seed=0)])

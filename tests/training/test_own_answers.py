@@ -61,6 +61,26 @@ def test_interrupted_work_is_continued_and_foreign_files_are_refused(setup, data
         answer_questions(decoder, tokenizer, [data], out, (), max_new_tokens=4)
 
 
+def test_later_turns_follow_the_models_own_answers(setup, tmp_path):
+    model, tokenizer = setup
+    decoder = load_decoder(model)
+    data, out = tmp_path / "chat.jsonl", tmp_path / "own.jsonl"
+    turns = [("user", "what is the cat ?"), ("assistant", "a dog"), ("user", "is the sun red ?"), ("assistant", "is")]
+    rows = [{"messages": [{"role": r, "content": c} for r, c in turns]}, {"instruction": "the dog ?", "output": "red"}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert answer_questions(decoder, tokenizer, [data], out, (), max_new_tokens=5) == 2
+    chat, single = (json.loads(line) for line in out.read_text().splitlines())
+    assert single["instruction"] == "the dog ?"
+    one, other = (m["content"] for m in chat["messages"] if m["role"] == "assistant")
+    ids = tokenizer(f"User: {turns[0][1]}\n\nAssistant: {one}\n\nUser: {turns[2][1]}\n\nAssistant:",
+                    return_tensors="pt", add_special_tokens=False)["input_ids"]
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)[0, ids.shape[1]:]
+    assert other == (tokenizer.decode(expected, skip_special_tokens=True).strip() or " ")
+    text = out.read_text()
+    assert answer_questions(decoder, tokenizer, [data], out, (), max_new_tokens=5) == 2
+    assert out.read_text() == text
+
+
 def test_limit_spreads_over_the_data(setup, data, tmp_path):
     model, tokenizer = setup
     out = tmp_path / "own.jsonl"

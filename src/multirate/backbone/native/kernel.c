@@ -55,7 +55,7 @@ static void rms_norm(const float *x, const float *weight, int d, float eps, elem
     }
 }
 
-static void head_norm(float *x, const float *weight, int d, float eps) {
+static void scale_to_rms(float *x, const float *weight, int d, float eps) {
     float total = 0.0f;
     for (int i = 0; i < d; i++) total += x[i] * x[i];
     float scale = 1.0f / sqrtf(total / d + eps);
@@ -113,12 +113,12 @@ static void attention_of_heads(const Call *call, const Layer *layer, const Layer
             float *row = work.qkv + (size_t)n * width;
             const float *cos = s->cos + (size_t)rows->pos[n] * (dim / 2), *sin = s->sin + (size_t)rows->pos[n] * (dim / 2);
             for (int q = h * group; q < (h + 1) * group; q++) {
-                if (layer->q_norm) head_norm(row + q * dim, layer->q_norm, dim, s->eps);
+                if (layer->q_norm) scale_to_rms(row + q * dim, layer->q_norm, dim, s->eps);
                 rotate(row + q * dim, cos, sin, dim);
             }
             if (rows->slot[n] < 0) continue;  // an accelerated row reads the slow stream's keys and values
             float *k = row + (s->heads + h) * dim, *v = row + (s->heads + s->kv_heads + h) * dim;
-            if (layer->k_norm) head_norm(k, layer->k_norm, dim, s->eps);
+            if (layer->k_norm) scale_to_rms(k, layer->k_norm, dim, s->eps);
             rotate(k, cos, sin, dim);
             size_t at = ((size_t)rows->seq[n] * s->kv_heads + h) * per_head;
             write_k(cache->k + at, rows->slot[n], dim, k);

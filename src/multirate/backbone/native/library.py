@@ -67,7 +67,7 @@ class Stream(ctypes.Structure):
     _fields_ = [
         *((name, pointer) for name in ("shape", "layers", "adapters", "table")),
         ("carry", Linear),
-        *((name, pointer) for name in ("carry_norm", "block_shape", "block")),
+        *((name, pointer) for name in ("carry_norm", "block_shape", "block", "norm_out")),
         ("carry_eps", ctypes.c_float),
         ("gate", int32),
     ]
@@ -76,7 +76,7 @@ class Stream(ctypes.Structure):
 class TreeLimits(ctypes.Structure):
     _fields_ = [
         *((name, int32) for name in ("depth", "width", "nodes", "top")),
-        *((name, ctypes.c_double) for name in ("expand", "keep", "sharpness")),
+        *((name, ctypes.c_double) for name in ("expand", "keep", "sharpness", "least")),
     ]
 
 

@@ -11,6 +11,7 @@ typedef struct {
     const float *carry_norm;   // [d]
     const Shape *block_shape;  // NULL: no block at the gate
     const Layer *block;
+    const float *norm_out;     // [d] an RMSNorm after the block (Kangaroo), or NULL
     float carry_eps;
     int32_t gate;
 } Stream;
@@ -45,6 +46,8 @@ void mr_stream_step(const Stream *stream, const LayerCache *caches, int capacity
     if (stream->block_shape)
         mr_layers(stream->block_shape, stream->block, block_cache, NULL, p, n, seq, slot, pos, prefix, tree, NULL,
                   block_capacity, 0, 1);
+    if (stream->norm_out)
+        for (int r = 0; r < n; r++) scale_to_rms(p + (size_t)r * d, stream->norm_out, d, stream->block_shape->eps);
 }
 
 // The head's `k` likeliest outputs for each row of p and their probabilities. logits: scratch [n, head->out].
@@ -57,7 +60,7 @@ void mr_head_top(const Linear *head, const float *norm, float eps, const float *
 #define MAX_NODES 63
 
 typedef struct {
-    double reach;
+    double reach, own;
     int32_t parent;
     int64_t token;
 } Candidate;
@@ -65,6 +68,7 @@ typedef struct {
 typedef struct {
     int32_t depth, width, nodes, top;
     double expand, keep, sharpness;
+    double least;  // a node whose own probability is lower is not drafted from (Kangaroo's stopping rule)
 } TreeLimits;
 
 // Best first; equal reaches keep their order (as Python's sort does).
@@ -129,7 +133,7 @@ int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, 
                 double here = reach[node] * (double)probs[f * k + j];
                 if (here < limits->keep) break;
                 int64_t token = best[f * k + j];
-                found[candidates++] = (Candidate){here, node, token_map ? token_map[token] : token};
+                found[candidates++] = (Candidate){here, (double)probs[f * k + j], node, token_map ? token_map[token] : token};
             }
         }
         sort_candidates(found, candidates);
@@ -137,7 +141,7 @@ int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, 
         count = 0;
         for (int c = 0; c < candidates; c++) {
             int parent = found[c].parent;
-            if (count < width && found[c].reach >= limits->expand && depth[parent] + 1 < limits->depth) {
+            if (count < width && found[c].reach >= limits->expand && found[c].own >= limits->least && depth[parent] + 1 < limits->depth) {
                 int node = ++n;
                 tokens[node - 1] = found[c].token;
                 parents[node - 1] = parent;

@@ -13,13 +13,15 @@ from torch import Tensor
 from multirate.backbone.decoder import Decoder
 from multirate.backbone.kv_cache import KVCache
 from multirate.backbone.native import NativeDecoder
+from multirate.backbone.native.cache import NativeKVCache
 from multirate.backbone.rows import Rows
-from multirate.decoding.drafter import Draft, Drafter
+from multirate.decoding.drafter import Draft, Drafter, Round
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.methods.config import MethodConfig
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.kangaroo.native import NativeKangarooAdapter
+from multirate.methods.native_rounds import NativeRounds
 from multirate.methods.registry import register
 
 _PREFILL_ROWS = 1024
@@ -57,6 +59,10 @@ class KangarooDrafter(Drafter):
         self.start = adapter.config.exit_layer
         self.threshold = adapter.config.threshold if config.threshold is None else config.threshold
         self.max_nodes = config.max_draft or adapter.config.max_draft
+        self._rounds: NativeRounds | None = None
+        if isinstance(self.adapter, NativeKangarooAdapter):
+            self._rounds = self.adapter.rounds(self.start, self.max_nodes, self.threshold)
+        self._entered: int | None = None  # the sequence whose rounds run whole
         self._cache: KVCache | None = None
         self._own: KVCache | None = None
         self._filled: dict[int, int] = {}  # slots of the adapter's cache that are in place
@@ -66,7 +72,10 @@ class KangarooDrafter(Drafter):
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         """Takes the slow cache; a fresh adapter cache."""
         self._cache, self._own = cache, self.adapter.new_cache(cache.batch, cache.capacity)
-        self._filled, self._exits, self._missing = {}, {}, {}
+        self._filled, self._exits, self._missing, self._entered = {}, {}, {}, None
+        if self._rounds is not None:
+            assert isinstance(cache, NativeKVCache) and isinstance(self._own, NativeKVCache)
+            self._rounds.begin(cache, self._own)
 
     def prefill(
         self, seqs: Sequence[int], prompts: Sequence[Sequence[int]], hidden_final: Sequence[Tensor]
@@ -81,6 +90,15 @@ class KangarooDrafter(Drafter):
                 x = self.decoder.embed(torch.tensor(part, device=self.decoder.facts.device), rows.pos)
                 self.adapter.rows(self.decoder.layers(x, reads, 0, self.start, self._cache), rows, self._own)
             self._filled[b] = len(prompt)
+
+    def round(self, seq: int, root: int, limit: int) -> Round | None:
+        """See Drafter. `draft`'s rule, with the accepted tokens' K/V computed again instead of back-filled."""
+        if self._rounds is None or self._missing.get(seq) is not None:
+            return None  # K/V owed from rounds in parts are paid there first
+        if self._entered != seq:
+            self._rounds.enter(seq, [root])
+            self._entered = seq
+        return self._rounds.run(min(limit, self.max_nodes))
 
     def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
         """See Drafter. The stopping rule reads the distribution, before the token is drawn, and keeps that token."""

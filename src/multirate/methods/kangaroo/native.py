@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from multirate.backbone.native.own_layer import OwnLayer, tiles
 from multirate.backbone.native.packing import Owner
 from multirate.backbone.rows import Rows
 from multirate.methods.kangaroo.modules import KangarooAdapter
+from multirate.methods.native_rounds import DraftHead, NativeRounds
 
 
 class NativeKangarooAdapter:
@@ -32,7 +35,19 @@ class NativeKangarooAdapter:
             decoder, owner, layer, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, intermediate=0,
             theta=c.rope_theta, eps=c.norm_eps,
         )
-        self._decoder, self._norm_out = decoder, adapter.norm_out
+        self._decoder, self._norm_out, self._owner = decoder, adapter.norm_out, owner
+
+    def rounds(self, exit_layer: int, max_draft: int, threshold: float) -> NativeRounds:
+        """Whole rounds with Kangaroo's chains: the stream is the slow one itself, with this layer at the exit."""
+        decoder = self._decoder
+        stream = library.Stream(
+            shape=ctypes.addressof(decoder.shape), layers=ctypes.addressof(decoder.packed_layers),
+            table=decoder.table.data_ptr(), block_shape=self._layer.shape_address, block=self._layer.layer_address,
+            norm_out=self._owner.floats(self._norm_out.weight), gate=exit_layer,
+        )
+        limits = library.TreeLimits(nodes=max_draft, width=1, top=1, sharpness=1.0, least=threshold)
+        head = DraftHead(decoder.head, decoder.facts.vocab_size)
+        return NativeRounds(decoder, stream, head, limits, refresh=True)
 
     def new_cache(self, batch: int, capacity: int) -> NativeKVCache:
         return self._layer.new_cache(batch, capacity)

@@ -19,18 +19,18 @@ from torch import Tensor
 
 from multirate.backbone.decoder import Decoder
 from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.native import NativeDecoder
+from multirate.backbone.native import NativeDecoder, library
 from multirate.backbone.rows import MAX_TREE_BIT, Rows
 from multirate.decoding.cost_model import CostModel
 from multirate.decoding.drafter import Draft, Drafter, Round
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.methods.m2r2.native_round import NativeRounds
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.prices import Prices
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.m2r2.tree import DraftTree
+from multirate.methods.native_rounds import NativeRounds
 from multirate.methods.registry import register
 
 
@@ -96,9 +96,10 @@ class M2R2Drafter(Drafter):
                 raise UserError("m2r2 setting trust='arla' needs an accelerator with ARLA; this one has arla_dim=0")
             self._arla = copy.deepcopy(stream.arla).float()
         self._rounds: NativeRounds | None = None
-        if self._arla is None and isinstance(self.runner, NativeStreamRunner):
+        if self._arla is None and isinstance(decoder, NativeDecoder) and isinstance(self.runner, NativeStreamRunner):
             c = self.config
-            self._rounds = NativeRounds(self.runner, c.nodes, c.width, self._candidates, c.sharpness)
+            limits = library.TreeLimits(nodes=c.nodes, width=c.width, top=self._candidates, sharpness=c.sharpness)
+            self._rounds = NativeRounds(decoder, self.runner.packed, self.runner.head, limits, refresh=self._refresh)
         self._prices: Prices | None = None
         self._expand, self._keep = self.config.expand or 0.0, self.config.keep or 0.0
 
@@ -117,7 +118,9 @@ class M2R2Drafter(Drafter):
     def costs(self, decoder: Decoder) -> CostModel:
         if self._costs is None:
             plain = super().costs(decoder)
-            self._costs = plain if self._rounds is None else self._rounds.measured(plain)
+            self._costs = plain
+            if self._rounds is not None and isinstance(self.runner, NativeStreamRunner):
+                self._costs = self._rounds.measured(plain, self.runner.own_cache_for)
         return self._costs
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
@@ -128,6 +131,8 @@ class M2R2Drafter(Drafter):
         self._cache, self._waiting = cache, {}
         self._sampler = sampler
         self.runner.begin(cache)
+        if self._rounds is not None and isinstance(self.runner, NativeStreamRunner):
+            self._rounds.begin(self.runner.native_cache, self.runner.own_cache)
 
     def prefill(
         self, seqs: Sequence[int], prompts: Sequence[Sequence[int]], hidden_final: Sequence[Tensor]

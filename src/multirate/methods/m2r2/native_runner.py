@@ -17,6 +17,7 @@ from multirate.backbone.native.packing import Owner, interleave_gate_up
 from multirate.backbone.rows import Rows
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
 from multirate.methods.m2r2.runner import StreamRunner
+from multirate.methods.native_rounds import DraftHead
 
 
 class NativeStreamRunner(StreamRunner):
@@ -36,16 +37,16 @@ class NativeStreamRunner(StreamRunner):
         self._owner = owner = Owner()
         self._d = decoder.facts.hidden_size
         config, carry = stream.config, stream.carry
-        self.head, self.vocab = decoder.head, decoder.facts.vocab_size
+        self.head = DraftHead(decoder.head, decoder.facts.vocab_size)
         self._token_list: list[int] | None = None
-        self.token_map: int | None = None
         if stream.draft_tokens is not None:
             chosen = stream.draft_tokens.cpu()
             bias = None if decoder.head_bias is None else decoder.head_bias[chosen]
-            self.head, self.vocab = owner.linear(decoder.head_weight[chosen], bias), len(chosen)
-            self._token_list, self.token_map = chosen.tolist(), owner.address(chosen.to(torch.int64).contiguous())
+            self._token_list = chosen.tolist()
+            token_map = owner.address(chosen.to(torch.int64).contiguous())
+            self.head = DraftHead(owner.linear(decoder.head_weight[chosen], bias), len(chosen), token_map)
         self._adapters = AdapterPack(self.adapters, decoder.facts.num_layers) if self.adapters else None
-        self._packed = library.Stream(
+        self.packed = library.Stream(
             shape=ctypes.addressof(decoder.shape),
             layers=ctypes.addressof(decoder.packed_layers),
             adapters=None if self._adapters is None else self._adapters.address,
@@ -61,17 +62,19 @@ class NativeStreamRunner(StreamRunner):
                 kv_heads=config.block_kv_heads, head_dim=config.block_head_dim,
                 intermediate=config.block_intermediate, theta=config.rope_theta, eps=config.norm_eps,
             )
-            self._packed.block_shape = self._own_layer.shape_address
-            self._packed.block = self._own_layer.layer_address
-        self.stream_address = ctypes.addressof(self._packed)
+            self.packed.block_shape = self._own_layer.shape_address
+            self.packed.block = self._own_layer.layer_address
+        self._address = ctypes.addressof(self.packed)
 
     def begin(self, cache: KVCache) -> None:
         assert isinstance(cache, NativeKVCache)
         self.native_cache = cache
         self._cache = cache
-        self.own_cache: NativeKVCache | None = None
-        if self._block is not None:
-            self.own_cache = self._own_layer.new_cache(cache.batch, cache.capacity)
+        self.own_cache = self.own_cache_for(cache)
+
+    def own_cache_for(self, cache: NativeKVCache) -> NativeKVCache | None:
+        """An empty cache for the block, as large as ``cache``; None without a block."""
+        return None if self._block is None else self._own_layer.new_cache(cache.batch, cache.capacity)
 
     def step(self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int) -> tuple[Tensor, Tensor]:
         n, cache, own = len(ids), self.native_cache, self.own_cache
@@ -82,7 +85,7 @@ class NativeStreamRunner(StreamRunner):
         x = torch.empty(n + fresh, self._d)
         carried = None if carried is None else carried.float().contiguous()
         self._library.mr_stream_step(
-            self.stream_address, cache.address, cache.capacity, None if own is None else own.address,
+            self._address, cache.address, cache.capacity, None if own is None else own.address,
             0 if own is None else own.capacity, tokens.ctypes.data, n, fresh, rows.seq.ctypes.data,
             rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data, rows.tree.ctypes.data,
             None if carried is None else carried.data_ptr(), x.data_ptr(),
@@ -90,7 +93,7 @@ class NativeStreamRunner(StreamRunner):
         return x[:fresh], x[fresh:]
 
     def top(self, p: Tensor, count: int, sharpness: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
-        ids, probs = self.decoder.top(self.head, self.vocab, p, min(count, self.vocab), sharpness)
+        ids, probs = self.decoder.top(self.head.linear, self.head.vocab, p, min(count, self.head.vocab), sharpness)
         if self._token_list is None:
             return ids, probs
         return [[self._token_list[i] for i in row] for row in ids], probs

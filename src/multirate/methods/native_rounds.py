@@ -9,79 +9,98 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.backbone.native import library
+from multirate.backbone.native import NativeDecoder, library
 from multirate.backbone.native.cache import NativeKVCache
 from multirate.decoding.cost_model import CostModel
 from multirate.decoding.drafter import Round
-from multirate.methods.m2r2.native_runner import NativeStreamRunner
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """What a stream's output is read with. ``token_map``: address of each output's id [vocab]; None: itself."""
+
+    linear: library.Linear
+    vocab: int
+    token_map: int | None = None
 
 
 class NativeRounds:
-    """Rounds of one sequence at a time; ``enter`` it, then ``run`` until it ends. Owns all buffers of a round."""
+    """Rounds of one sequence at a time: ``begin`` a generation, ``enter`` a sequence, ``run`` until it ends.
 
-    def __init__(self, runner: NativeStreamRunner, nodes: int, width: int, top: int, sharpness: float) -> None:
-        decoder, d = runner.decoder, runner.decoder.facts.hidden_size
+    stream: what drafts, at stream.gate. refresh: whether accepted tokens run through it again (it has own K/V).
+    limits: nodes, width, top, sharpness and least are kept; ``run`` sets the others. Owns all buffers of a round.
+    """
+
+    def __init__(
+        self, decoder: NativeDecoder, stream: library.Stream, head: DraftHead, limits: library.TreeLimits, refresh: bool
+    ) -> None:
+        nodes, d = limits.nodes, decoder.facts.hidden_size
         self._library = library.kernel()
-        self._runner, self._nodes = runner, nodes
+        self._decoder, self._nodes, self._refresh, self._entered = decoder, nodes, refresh, 0
         self._ids = np.zeros(nodes + 1, np.int64)
         self._carried = torch.zeros(nodes + 1, d)
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
         self._hidden = torch.empty(nodes + 1, d)
-        heads = width * runner.head.outputs, (nodes + 1) * decoder.head.outputs
+        heads = limits.width * head.linear.outputs, (nodes + 1) * decoder.head.outputs
         self._scratch = torch.empty((5 * (nodes + 1) + 2) * d + max(heads))
-        self._limits = library.TreeLimits(0, width, nodes, top, 0.0, 0.0, sharpness)
+        self._keep = (stream, head)  # the kernel reads them by address
+        self._limits = limits
         self._round = library.Round(
-            stream=runner.stream_address, draft_head=ctypes.addressof(runner.head),
-            head=ctypes.addressof(decoder.head), norm=decoder.norm_address, token_map=runner.token_map,
+            stream=ctypes.addressof(stream), draft_head=ctypes.addressof(head.linear),
+            head=ctypes.addressof(decoder.head), norm=decoder.norm_address, token_map=head.token_map,
             ids=self._ids.ctypes.data, carried=self._carried.data_ptr(), tokens=self._tokens.ctypes.data,
             parents=self._parents.ctypes.data, hidden=self._hidden.data_ptr(), scratch=self._scratch.data_ptr(),
-            draft_vocab=runner.vocab, layers=decoder.facts.num_layers,
+            draft_vocab=head.vocab, layers=decoder.facts.num_layers,
         )
         self._addresses = ctypes.addressof(self._round), ctypes.addressof(self._limits)
-        self._entered = 0
-        self._refresh = bool(runner.stream.blocks)
 
-    def enter(self, seq: int, ids: Sequence[int], carried: Tensor) -> None:
-        """The sequence's next round refreshes all ``ids`` but the last, its root. carried [len(ids), d]."""
+    def begin(self, cache: NativeKVCache, own: NativeKVCache | None) -> None:
+        """A generation over ``cache``, with the stream's own layer's K/V in ``own``."""
+        self._cache, self._own = cache, own
+
+    def enter(self, seq: int, ids: Sequence[int], carried: Tensor | None = None) -> None:
+        """The sequence's next round refreshes all ``ids`` but the last, its root. carried [len(ids), d], if any."""
         self._round.sequence = seq
         self._entered = len(ids)
         self._ids[: len(ids)] = ids
-        self._carried[: len(ids)] = carried
+        if carried is not None:
+            self._carried[: len(ids)] = carried
 
-    def run(self, depth: int, expand: float, keep: float) -> Round:
+    def run(self, depth: int, expand: float = 0.0, keep: float = 0.0) -> Round:
         """One round, with drafts of at most ``depth`` levels. The accepted tokens' K/V are in place, uncommitted."""
-        cache, limits, length = self._runner.native_cache, self._limits, self._make_room()
+        limits, length = self._limits, self._make_room()
         limits.depth, limits.expand, limits.keep = depth, expand, keep
         first = 0 if self._refresh else self._entered - 1
         emitted = self._library.mr_round(
             self._addresses[0], length, first, self._entered - first, self._addresses[1]
         )
-        assert length + emitted <= cache.capacity
         self._entered = emitted
         return Round(self._ids[:emitted].tolist(), self._round.drafted, self._round.levels)
 
-    def measured(self, plain: CostModel, repeats: int = 9) -> CostModel:
+    def measured(
+        self, plain: CostModel, own: Callable[[NativeKVCache], NativeKVCache | None], repeats: int = 9
+    ) -> CostModel:
         """``plain`` with the draft's costs as they are inside a round: the difference between rounds of many levels and
-        of one (a level alone misses that draft and verification push each other out of the caches). Uses a cache of its
-        own; not during a generation."""
+        of one (a level alone misses that draft and verification push each other out of the caches). Uses caches of its
+        own, the stream's made by ``own``; not during a generation."""
         most, length = min(self._nodes, 6), 40
-        cache = self._runner.decoder.new_cache(1, length + self._nodes + 1)
+        cache = self._decoder.new_cache(1, length + self._nodes + 1)
         cache.commit(0, length)
-        self._runner.begin(cache)
+        self.begin(cache, own(cache))
         taken: dict[int, list[float]] = {1: [], most: []}
         for _ in range(repeats):
             for depth in taken:
-                self.enter(0, [0], torch.zeros_like(self._carried[:1]))
+                self.enter(0, [0])
                 self._limits.nodes = depth
                 begin = time.perf_counter()
-                self.run(depth, expand=0.0, keep=0.0)
+                self.run(depth)
                 taken[depth].append(time.perf_counter() - begin)
         self._limits.nodes = self._nodes
         one, many = (statistics.median(taken[depth][1:]) for depth in (1, most))
@@ -93,12 +112,12 @@ class NativeRounds:
 
     def _make_room(self) -> int:
         """Room for a round in both caches; returns the sequence's committed length."""
-        cache, own, record = self._runner.native_cache, self._runner.own_cache, self._round
-        length: int = cache.lengths[record.sequence]
+        cache, own, record = self._cache, self._own, self._round
+        length = cache.lengths[record.sequence]
         for store in (cache, own):
             if store is not None and length + self._nodes >= store.capacity:
                 store.reserve(max(length + self._nodes + 1, 2 * store.capacity))
         record.caches, record.capacity = cache.address, cache.capacity
-        if isinstance(own, NativeKVCache):
+        if own is not None:
             record.block_cache, record.block_capacity = own.address, own.capacity
         return length

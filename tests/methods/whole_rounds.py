@@ -1,0 +1,55 @@
+"""A round in one piece against the same round in parts: drafts, tokens, statistics and committed K/V."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from multirate.backbone.decoder import Decoder
+from multirate.decoding.drafter import Drafter
+from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.stopping import StopSettings
+
+
+def assert_whole_rounds_are_rounds_in_parts(
+    decoder: Decoder, make: Callable[[], Drafter], prompt: list[int], new_tokens: int = 14
+) -> None:
+    """``make`` gives a fresh drafter whose ``round`` runs whole rounds on this decoder."""
+    facts: list[Any] = []
+    stores: list[list[torch.Tensor]] = []
+    for whole in (True, False):
+        drafter, rounds, texts = make(), [], []
+        stored: list[torch.Tensor] = []
+        in_one, in_parts = drafter.round, drafter.draft
+
+        def one(*args: Any, in_one: Any = in_one, rounds: list[Any] = rounds, whole: bool = whole) -> Any:
+            if not whole:
+                return None
+            done = in_one(*args)
+            assert done is not None, "this would compare parts with parts"
+            rounds.append((done.drafted, done.levels))
+            return done
+
+        def parts(*args: Any, in_parts: Any = in_parts, rounds: list[Any] = rounds) -> Any:
+            made = in_parts(*args)
+            rounds.extend((len(d.tokens), max(d.depths)) for d in made)
+            return made
+
+        def after(cache: Any, sampler: Any, texts: list[Any] = texts, stored: list[torch.Tensor] = stored) -> None:
+            texts.append(list(sampler.tokens[0]))
+            layers = range(decoder.facts.num_layers)
+            stored[:] = [t[:, :, : cache.lengths[0]].clone() for i in layers for t in cache.standard(i)]
+
+        drafter.round, drafter.draft = one, parts  # type: ignore[method-assign]
+        output = generate_speculative(
+            decoder, drafter, [prompt], stop=StopSettings(max_new_tokens=new_tokens), after_round=after
+        )
+        s = output.stats
+        counts = (s.drafted, s.drafted_levels, s.accepted, s.sequence_steps, s.target_passes)
+        facts.append((output.sequences, rounds, texts, counts))
+        stores.append(stored)
+    assert facts[0] == facts[1]
+    for one_store, other in zip(*stores, strict=True):
+        assert torch.equal(one_store, other)

@@ -14,8 +14,8 @@ from multirate.backbone.rows import Rows
 from multirate.decoding.draft_length import RoundCosts, expected_tokens
 from multirate.decoding.logits import SamplingSettings, greedy_tokens
 
-VERIFY_ROWS = (1, 2, 4, 8, 16)
-_MEASURE_ORDER = (4, 16, 1, 8, 2)  # most telling first: a slow model's time may not allow all of them
+VERIFY_ROWS = (1, 2, 4, 6, 8, 12, 16)
+_MEASURE_ORDER = (4, 16, 1, 8, 6, 12, 2)  # most telling first: a slow model's time may not allow all of them
 _CONTEXT = 32
 GREEDY = SamplingSettings()
 
@@ -83,7 +83,7 @@ def measure_costs(
     start: int = 0,
     draft_step: Callable[[], object] | None = None,
     budget_seconds: float = 0.4,
-    repeats: int = 5,
+    repeats: int = 7,
 ) -> CostModel:
     """Times a plain step, verifications of 1..16 rows of layers [start, L) with head, and a draft step; medians.
 
@@ -100,37 +100,38 @@ def measure_costs(
     decoder.layers(hidden, context, 0, facts.num_layers, cache)  # warms up, too
     cache.commit(0, _CONTEXT)
 
-    def run(rows_count: int, first: int, last: int, head: bool) -> None:
+    def run(rows_count: int, first: int, last: int) -> None:
         rows = Rows.causal(0, _CONTEXT, rows_count)
         x = decoder.embed(ids[:rows_count], rows.pos) if first == 0 else hidden[:rows_count]
-        x = decoder.layers(x, rows, first, last, cache)
-        if head:
+        if last < facts.num_layers:
+            x = decoder.layers(x, rows, first, last, cache)
             greedy_tokens(decoder.logits(x), GREEDY)
+        else:
+            decoder.greedy(rows, cache, x=x, start=first)
 
-    def seconds(piece: Callable[[], object], essential: bool) -> float | None:
-        if not essential and time.perf_counter() > deadline:
-            return None
-        taken: list[float] = []
-        while len(taken) < repeats + 1:
+    layers = facts.num_layers
+    draft = draft_step if draft_step is not None else (lambda: run(1, 0, start)) if start else None
+    pieces: dict[str | int, Callable[[], object]] = {"plain": lambda: run(1, 0, layers)}
+    if draft is not None:
+        pieces["draft"] = draft
+    essential = {*pieces, _MEASURE_ORDER[0]}
+    for count in _MEASURE_ORDER:
+        pieces[count] = lambda count=count: run(count, start, layers)  # type: ignore[misc]
+    taken: dict[str | int, list[float]] = {name: [] for name in pieces}
+    for repeat in range(repeats + 1):  # interleaved: a machine that changes its speed changes it for all
+        for name, piece in pieces.items():
+            late = time.perf_counter() > deadline
+            if late and (repeat or name not in essential):
+                continue
             begin = time.perf_counter()
             piece()
             if facts.device.type == "cuda":
                 torch.cuda.synchronize(facts.device)
-            taken.append(time.perf_counter() - begin)
-            if time.perf_counter() > deadline:
-                break
-        return statistics.median(taken[1:] or taken)  # the first call of a shape may pay for its set-up
-
-    layers = facts.num_layers
-    plain = seconds(lambda: run(1, 0, layers, True), essential=True)
-    draft = draft_step if draft_step is not None else (lambda: run(1, 0, start, True)) if start else None
-    draft_seconds = seconds(draft, essential=True) if draft is not None else 0.0
-    verify: dict[int, float] = {}
-    for count in _MEASURE_ORDER:
-        taken = seconds(lambda count=count: run(count, start, layers, True), essential=count == _MEASURE_ORDER[0])  # type: ignore[misc]
-        if taken is not None:
-            verify[count] = taken
-    assert plain is not None and draft_seconds is not None
+            taken[name].append(time.perf_counter() - begin)
+    # the first call of a shape may pay for its set-up
+    medians = {name: statistics.median(times[1:] or times) for name, times in taken.items() if times}
+    plain, draft_seconds = medians["plain"], medians.get("draft", 0.0)
+    verify = {count: medians[count] for count in _MEASURE_ORDER if count in medians}
     # the last drafted token has to pass the layers below `start` as well: one more draft step per round
     fixed = draft_seconds if start else 0.0
     return CostModel(RoundCosts(plain, dict(sorted(verify.items())), draft_seconds, fixed))

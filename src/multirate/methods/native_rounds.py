@@ -50,7 +50,8 @@ class NativeRounds:
         self._hidden = torch.empty(nodes + 1, d)
         heads = limits.width * head.linear.outputs, (nodes + 1) * decoder.head.outputs
         self._scratch = torch.empty((5 * (nodes + 1) + 2) * d + max(heads))
-        self._keep = (stream, head)  # the kernel reads them by address
+        self._held = (stream, head)  # the kernel reads them by address
+        self._free = np.zeros(nodes)
         self._limits = limits
         self._round = library.Round(
             stream=ctypes.addressof(stream), draft_head=ctypes.addressof(head.linear),
@@ -73,10 +74,15 @@ class NativeRounds:
         if carried is not None:
             self._carried[: len(ids)] = carried
 
-    def run(self, depth: int, expand: float = 0.0, keep: float = 0.0) -> Round:
-        """One round, with drafts of at most ``depth`` levels. The accepted tokens' K/V are in place, uncommitted."""
+    def run(self, depth: int, expand: np.ndarray | None = None, keep: np.ndarray | None = None) -> Round:
+        """One round, with drafts of at most ``depth`` levels. The accepted tokens' K/V are in place, uncommitted.
+
+        expand, keep: float64 [nodes], least reach of the n-th node to be drafted from and to be verified; None: 0.
+        """
         limits, length = self._limits, self._make_room()
-        limits.depth, limits.expand, limits.keep = depth, expand, keep
+        limits.depth = depth
+        limits.expand = (self._free if expand is None else expand).ctypes.data
+        limits.keep = (self._free if keep is None else keep).ctypes.data
         first = 0 if self._refresh else self._entered - 1
         emitted = self._library.mr_round(
             self._addresses[0], length, first, self._entered - first, self._addresses[1]

@@ -76,7 +76,8 @@ class Stream(ctypes.Structure):
 class TreeLimits(ctypes.Structure):
     _fields_ = [
         *((name, int32) for name in ("depth", "width", "nodes", "top")),
-        *((name, ctypes.c_double) for name in ("expand", "keep", "sharpness", "least")),
+        *((name, pointer) for name in ("expand", "keep")),
+        *((name, ctypes.c_double) for name in ("sharpness", "least")),
     ]
 
 

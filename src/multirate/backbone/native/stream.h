@@ -67,7 +67,8 @@ typedef struct {
 
 typedef struct {
     int32_t depth, width, nodes, top;
-    double expand, keep, sharpness;
+    const double *expand, *keep;  // [nodes] least reach of the n-th node to draft from it, and to verify it; not falling
+    double sharpness;
     double least;  // a node whose own probability is lower is not drafted from (Kangaroo's stopping rule)
 } TreeLimits;
 
@@ -131,7 +132,7 @@ int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, 
             if (depth[node] >= limits->depth) continue;
             for (int j = 0; j < k; j++) {
                 double here = reach[node] * (double)probs[f * k + j];
-                if (here < limits->keep) break;
+                if (here < limits->keep[0]) break;
                 int64_t token = best[f * k + j];
                 found[candidates++] = (Candidate){here, (double)probs[f * k + j], node, token_map ? token_map[token] : token};
             }
@@ -141,7 +142,7 @@ int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, 
         count = 0;
         for (int c = 0; c < candidates; c++) {
             int parent = found[c].parent;
-            if (count < width && found[c].reach >= limits->expand && found[c].own >= limits->least && depth[parent] + 1 < limits->depth) {
+            if (count < width && found[c].reach >= limits->expand[n] && found[c].own >= limits->least && depth[parent] + 1 < limits->depth) {
                 int node = ++n;
                 tokens[node - 1] = found[c].token;
                 parents[node - 1] = parent;
@@ -169,7 +170,7 @@ int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, 
     }
 
     sort_candidates(leaves, leaf_count);
-    for (int c = 0; c < leaf_count && n < limits->nodes; c++) {
+    for (int c = 0; c < leaf_count && n < limits->nodes && leaves[c].reach >= limits->keep[n]; c++) {
         int node = ++n, parent = leaves[c].parent;
         tokens[node - 1] = leaves[c].token;
         parents[node - 1] = parent;

@@ -101,7 +101,7 @@ class M2R2Drafter(Drafter):
             limits = library.TreeLimits(nodes=c.nodes, width=c.width, top=self._candidates, sharpness=c.sharpness)
             self._rounds = NativeRounds(decoder, self.runner.packed, self.runner.head, limits, refresh=self._refresh)
         self._prices: Prices | None = None
-        self._expand, self._keep = self.config.expand or 0.0, self.config.keep or 0.0
+        self._expand, self._keep = (np.full(self.max_nodes, c or 0.0) for c in (self.config.expand, self.config.keep))
 
     def trial_step(self) -> Callable[[], object]:
         """One level of one node on a cache of its own."""
@@ -125,7 +125,7 @@ class M2R2Drafter(Drafter):
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         if self._prices is None and (self.config.expand is None or self.config.keep is None):
-            self._prices = Prices.of(self.costs(self.decoder).costs, self.config.nodes + 1)
+            self._prices = Prices.of(self.costs(self.decoder).costs, self.config.nodes)
         if self._prices is not None:
             self._prices.pause()
         self._cache, self._waiting = cache, {}
@@ -172,8 +172,8 @@ class M2R2Drafter(Drafter):
         """Thresholds of the next round, from measured costs where the settings leave them open."""
         if self._prices is not None:
             expand, keep = self._prices.thresholds(sequences)
-            self._expand = expand if self.config.expand is None else self.config.expand
-            self._keep = keep if self.config.keep is None else self.config.keep
+            self._expand = expand if self.config.expand is None else self._expand
+            self._keep = keep if self.config.keep is None else self._keep
 
     def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
         """One pass of both streams per level, all sequences in it."""
@@ -279,7 +279,7 @@ class M2R2Drafter(Drafter):
         tokens = sampler.choose(logits, rows_seqs, paths) if sampler.greedy else sampler.draw(q, rows_seqs)
         for k, i in enumerate(live):
             tree, node = trees[i], frontier[i][0]
-            if tree.depth[node] >= tree.depth_limit or (node and tree.reach[node] < self._expand):
+            if tree.depth[node] >= tree.depth_limit or (node and tree.reach[node] < self._expand[node - 1]):
                 frontier[i] = []
                 continue
             frontier[i] = [tree.add(node, tokens[k], tree.reach[node] * sure[k])]
@@ -300,7 +300,7 @@ class M2R2Drafter(Drafter):
         missing: list[tuple[int, int]] = []
         for i, tree in enumerate(trees):
             if plain:
-                tree.finish(self.config.nodes)
+                tree.finish(self._keep)
             missing += [(i, node) for node in range(len(hidden[i]), len(tree.tokens) + 1)]
         if missing:
             rows = self._rows_of(trees, missing, seqs)

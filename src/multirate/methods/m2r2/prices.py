@@ -2,13 +2,16 @@
 
 A node verified with probability r of being reached adds r tokens and costs c seconds. It raises tokens per second
 exactly when r / c exceeds the present rate, so the least reach worth a node is c / v with v the present seconds per
-token, measured as decoding goes on.
+token, measured as decoding goes on. A row's cost c depends on how many there are already.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from multirate.decoding.draft_length import RoundCosts
 
@@ -18,20 +21,20 @@ _LEAST, _MOST = 0.02, 0.9
 
 @dataclass
 class Prices:
-    """Seconds of one more draft level and one more verified row, and the running seconds per token."""
+    """Seconds of one more draft level and of the n-th drafted row [nodes], and the running seconds per token."""
 
     level: float
-    row: float
+    rows: np.ndarray
     _seconds: float
     _tokens: float = 1.0
     _last: float | None = field(default=None, repr=False)
 
     @staticmethod
-    def of(costs: RoundCosts, rows: int = 8) -> Prices:
-        """rows: most rows of a verification."""
-        slope = (costs.verify_seconds(rows) - costs.verify_seconds(1)) / max(1, rows - 1)
+    def of(costs: RoundCosts, nodes: int = 8) -> Prices:
+        """Prices of drafts of up to ``nodes`` nodes."""
+        seconds = [costs.verify_seconds(1 + n) for n in range(nodes + 1)]
         # before the first rounds: as if speculation halved the time of a token
-        return Prices(costs.draft_step, max(slope, 0.0), costs.plain_step / 2)
+        return Prices(costs.draft_step, convex_slopes(seconds), costs.plain_step / 2)
 
     def pause(self) -> None:
         """Time until the next round is not a round's (another generation begins)."""
@@ -41,8 +44,9 @@ class Prices:
         """A sequence's round emitted so many tokens."""
         self._tokens += tokens
 
-    def thresholds(self, sequences: int = 1) -> tuple[float, float]:
-        """(expand, keep) for the next round, in which a level serves `sequences` sequences. Called once per round."""
+    def thresholds(self, sequences: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """(expand, keep), [nodes] each, for the next round, in which a level serves `sequences` sequences. Called once
+        per round."""
         now = time.perf_counter()
         if self._last is not None:
             self._seconds += now - self._last
@@ -50,6 +54,23 @@ class Prices:
             self._tokens *= _MEMORY
         self._last = now
         per_token = self._seconds / max(self._tokens, 1e-3)
-        keep = self.row / per_token
-        expand = (self.level / sequences + self.row) / per_token
-        return min(max(expand, _LEAST), _MOST), min(max(keep, _LEAST), _MOST)
+        keep = self.rows / per_token
+        expand = keep + self.level / sequences / per_token
+        return expand.clip(_LEAST, _MOST), keep.clip(_LEAST, _MOST)
+
+
+def convex_slopes(seconds: Sequence[float]) -> np.ndarray:
+    """Price of each further row under the largest convex curve below ``seconds`` [n + 1], of 1 to n + 1 rows → [n].
+
+    Verification costs rise in steps (tiles of rows): inside a step a row is free, yet who pays for its first row may
+    use the rest. The hull shares a step's cost among its rows, so that adding rows one by one finds the best number.
+    """
+    values = np.maximum.accumulate(np.asarray(seconds, dtype=np.float64))
+    slopes = np.empty(len(values) - 1)
+    begin = 0
+    while begin < len(slopes):
+        steps = (values[begin + 1 :] - values[begin]) / np.arange(1, len(values) - begin)
+        end = begin + 1 + int(steps.argmin())
+        slopes[begin:end] = steps.min()
+        begin = end
+    return slopes

@@ -2,13 +2,16 @@
 
 A node's *reach* is the stream's own estimate that verification arrives there: the product of the draft
 probabilities on its path. A node pays while its reach exceeds what it costs relative to a token:
-`expand` for a node that is itself drafted from (one more level), `keep` for a leaf (one more verified row).
+`expand` for a node that is itself drafted from (one more level), `keep` for a leaf (one more verified row); both rise
+with the number of nodes where rows do not all cost the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 
 @dataclass
@@ -35,11 +38,12 @@ class DraftTree:
 
     def grow(
         self, frontier: Sequence[int], ids: Sequence[Sequence[int]], probs: Sequence[Sequence[float]],
-        width: int, expand: float, keep: float,
+        width: int, expand: np.ndarray, keep: np.ndarray,
     ) -> list[int]:
         """Candidates below the frontier nodes, given their top tokens and probabilities → the nodes to draft from next.
 
-        At most `width` candidates with reach ≥ expand become nodes; the others with reach ≥ keep wait as leaves.
+        expand, keep [nodes]: least reach of the n-th node, not falling. At most `width` candidates that reach `expand`
+        become nodes; the others that reach the first of `keep` wait as leaves.
         """
         candidates: list[tuple[float, int, int]] = []
         for node, node_ids, node_probs in zip(frontier, ids, probs, strict=True):
@@ -47,23 +51,25 @@ class DraftTree:
                 continue
             here = self.reach[node]
             for token, prob in zip(node_ids, node_probs, strict=True):
-                if here * prob < keep:
+                if here * prob < keep[0]:
                     break  # tokens come best first
                 candidates.append((here * prob, node, token))
         candidates.sort(key=lambda c: -c[0])
         chosen: list[int] = []
         for reach, parent, token in candidates:
             deeper = self.depth[parent] + 1 < self.depth_limit
-            if len(chosen) < width and reach >= expand and deeper:
+            if len(chosen) < width and deeper and reach >= expand[len(self.tokens)]:
                 chosen.append(self.add(parent, token, reach))
             else:
                 self._leaves.append((reach, parent, token))
         return chosen
 
-    def finish(self, max_nodes: int) -> int:
-        """Adds the best leaves up to `max_nodes` nodes in all; returns how many were added."""
+    def finish(self, keep: np.ndarray) -> int:
+        """Adds the best leaves that reach `keep` [nodes], up to as many nodes in all; returns how many were added."""
         self._leaves.sort(key=lambda c: -c[0])
-        room = max(0, max_nodes - len(self.tokens))
-        for reach, parent, token in self._leaves[:room]:
+        before = len(self.tokens)
+        for reach, parent, token in self._leaves:
+            if len(self.tokens) >= len(keep) or reach < keep[len(self.tokens)]:
+                break
             self.add(parent, token, reach)
-        return min(room, len(self._leaves))
+        return len(self.tokens) - before

@@ -1,0 +1,33 @@
+"""What a draft's rows and levels are worth: the hull of stepped costs, and thresholds that follow the running rate."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multirate.decoding.draft_length import RoundCosts
+from multirate.methods.m2r2.prices import Prices, convex_slopes
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=20))
+def test_slopes_rise_and_never_charge_more_than_the_rows_cost(seconds: list[float]) -> None:
+    slopes = convex_slopes(seconds)
+    cost = np.maximum.accumulate(seconds)
+    assert (np.diff(slopes) >= -1e-12).all()
+    assert (cost[0] + slopes.cumsum() <= cost[1:] + 1e-9).all()
+    assert cost[0] + slopes.sum() == pytest.approx(cost[-1])
+
+
+def test_a_step_is_shared_by_its_rows() -> None:
+    assert convex_slopes([1.0, 1.0, 1.6, 1.6, 1.6]).tolist() == pytest.approx([0.0, 0.2, 0.2, 0.2])
+
+
+def test_thresholds_are_prices_over_the_present_seconds_per_token() -> None:
+    costs = RoundCosts(plain_step=1.0, verify={1: 1.0, 9: 1.8}, draft_step=0.1)
+    expand, keep = Prices.of(costs, nodes=4).thresholds()
+    assert keep.tolist() == pytest.approx([0.2] * 4)  # a row of 0.1 s at half a second per token
+    assert expand.tolist() == pytest.approx([0.4] * 4)
+    shared, _ = Prices.of(costs, nodes=4).thresholds(sequences=2)
+    assert shared.tolist() == pytest.approx([0.3] * 4)  # two sequences share a level

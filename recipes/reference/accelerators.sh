@@ -3,8 +3,8 @@
 #
 #   bash recipes/reference/accelerators.sh runs/reference/base/model runs/reference/data runs/reference/accelerators
 #
-# First the model answers the training questions itself (a draft must agree with what the model says), then every
-# method trains on these answers and a few of the original ones. The base reads each sample once, for all methods
+# First the model answers the training questions itself (a draft must agree with what the model says), second turns
+# included, then every method trains on these answers and a few of the original ones. The base reads each sample once, for all methods
 # (--teacher-states). Interrupted, the same command resumes.
 # KANGAROO_SIZE widens Kangaroo's adapter to the size of m2r2-carry, at the same layer.
 set -euo pipefail
@@ -12,8 +12,8 @@ MODEL=$1 DATA=$2 OUT=$3
 STEPS=${STEPS:-1000}
 mkdir -p "$OUT"
 own=$OUT/own_answers.jsonl original=$OUT/original_answers.jsonl
-multirate answers "$MODEL" --data "$DATA/chat.jsonl" --out "$own" --limit "${ANSWERS:-5000}" --max-new-tokens 192
-multirate answers "$MODEL" --data "$DATA/heldout_chat.jsonl" --out "$OUT/heldout_own.jsonl" --limit 96 --max-new-tokens 192
+multirate answers "$MODEL" --data "$DATA/questions.jsonl" --out "$own" --limit "${ANSWERS:-12000}" --max-new-tokens 192
+multirate answers "$MODEL" --data "$DATA/heldout_questions.jsonl" --out "$OUT/heldout_own.jsonl" --limit 96 --max-new-tokens 192
 [ -f "$original" ] || awk 'NR % 24 == 0' "$DATA/chat.jsonl" > "$original"
 for method in ${METHODS:-m2r2-carry kangaroo m2r2}; do
     options=()

@@ -20,14 +20,34 @@ NAMES = {
     "autoregressive": "**our plain loop (the baseline)**",
     "layerskip": "early exit (LayerSkip-style, no training)",
     "prompt_lookup": "prompt lookup (no training)",
-    "kangaroo": "Kangaroo, adapter of m2r2-carry's size at its layer",
-    "m2r2": "`m2r2`: the paper's ideas, gate after layer 6",
-    "m2r2-carry": "`m2r2-carry`: ours, gate after layer 1",
+    "kangaroo": "Kangaroo, {parameters:.1f}M parameters, exit after layer {gate}",
+    "m2r2": "`m2r2`: the paper's ideas, {parameters:.1f}M, gate after layer {gate}",
+    "m2r2-carry": "`m2r2-carry`: ours, {parameters:.1f}M, gate after layer {gate}",
 }
+REFERENCE = ROOT / "src" / "multirate" / "reference"
 
 
 def load(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text())
+
+
+def accelerators() -> dict[str, dict[str, Any]]:
+    """The descriptions of the embedded accelerators by method."""
+    paths = sorted((REFERENCE / "accelerators").glob("*/accelerator.json"))
+    return {path.parent.name: json.loads(path.read_text()) for path in paths}
+
+
+def display_name(method: str) -> str:
+    about = accelerators().get(method)
+    if about is None:
+        return NAMES.get(method, method)
+    gate = about["config"]["gates"][0] if "gates" in about["config"] else about["config"]["exit_layer"]
+    return NAMES.get(method, method).format(parameters=about["parameters"] / 1e6, gate=gate)
+
+
+def reference_size() -> str:
+    """Millions of parameters of the embedded model, from its weights' size (bf16)."""
+    return f"{(REFERENCE / 'model' / 'model.safetensors').stat().st_size / 2e6:.0f}M"
 
 
 def method_table(data: dict[str, Any]) -> str:
@@ -39,7 +59,7 @@ def method_table(data: dict[str, Any]) -> str:
         for kind in ("near_ties", "diverged"):
             if row[kind]:
                 same += f", {row[kind]} {kind.replace('_', '-')}"
-        name = NAMES.get(row["method"], row["method"])
+        name = display_name(row["method"])
         lines.append(f"| {name} | {row['tokens_per_second']:.0f} | {speedup} | {steps} | {same} |")
     return "\n".join(lines)
 
@@ -68,9 +88,7 @@ def machine(data: dict[str, Any]) -> str:
 
 def training() -> str:
     """The optimizer steps of each embedded accelerator, from their own descriptions."""
-    folder = ROOT / "src" / "multirate" / "reference" / "accelerators"
-    steps = {path.parent.name: json.loads(path.read_text())["training"]["steps"]
-             for path in sorted(folder.glob("*/accelerator.json"))}
+    steps = {name: about["training"]["steps"] for name, about in accelerators().items()}
     return ", ".join(f"`{name}` {count}" for name, count in steps.items())
 
 
@@ -89,7 +107,7 @@ def section() -> str:
     date = str(bench.get("date", ""))[:10]
     return "\n\n".join([
         BEGIN,
-        f"MT-Bench questions, embedded 20M reference model, {bench['dtype']}, batch 1, greedy, "
+        f"MT-Bench questions, embedded {reference_size()} reference model, {bench['dtype']}, batch 1, greedy, "
         f"{bench['max_new_tokens']} new tokens at most, {bench['prompts']} prompts, {bench['threads']} threads of an "
         f"{machine(bench)}, {date}:",
         method_table(bench),

@@ -74,7 +74,17 @@ INLINE int whole_blocks(int positions) { return (positions + 15) / 16 * 16; }
 static void score_blocks(const Query *query, int count, const bf16 *k, int dim, int first, int last, float *const *scores) {
     const element *x[TILE_ROWS];
     for (int i = 0; i < count; i++) x[i] = query[i].query;
-    for (int s = first; s < last; s += 16) {
+    int s = first;
+#ifdef HAVE_BLOCKS
+    for (; s + 64 <= last; s += 64) {
+        f16 acc[TILE_ROWS][4];
+        memset(acc, 0, (size_t)count * sizeof *acc);
+        blocks_pass[count]((const uint32_t *)(k + (size_t)s * dim), 16, x, dim / 2, NULL, acc);
+        for (int i = 0; i < count; i++)
+            for (int m = 0; m < 4; m++) store(scores[i] + s + 16 * m, acc[i][m]);
+    }
+#endif
+    for (; s < last; s += 16) {
         const uint32_t *block = (const uint32_t *)(k + (size_t)s * dim);
         f16 acc[TILE_ROWS][4];
         for (int i = 0; i < count; i++) acc[i][0] = splat(0.0f);

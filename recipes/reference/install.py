@@ -23,8 +23,8 @@ pipeline_tag: text-generation
 
 A {parameters:.1f}M-parameter Llama ({layers} layers, width {width}, vocabulary {vocab}) that exists so that
 `multirate demo` and the benchmarks run offline on a model whose origin is known. It writes
-mostly grammatical English, in the tone of old books or of a medical leaflet, and knows almost nothing: it must not be
-used for advice, least of all medical.
+mostly grammatical English on medical questions; elsewhere it soon falls into repetition or into arithmetic (much of
+its chat data is GSM8K). It knows almost nothing and must not be used for advice, least of all medical.
 
 | | |
 |---|---|
@@ -33,14 +33,13 @@ used for advice, least of all medical.
 | held-out loss (nats per token) | {losses} |
 | recipe | `recipes/reference/` (prepare.py, pretrain.py, reference.yaml) |
 
-**Data**, all permissive: classic books (public domain; as prose, and as conversations made from it), GSM8K train (MIT), GPTeacher roleplay (MIT), rasbt instruction
+**Data**, all permissive: classic books (public domain), GSM8K train (MIT), GPTeacher roleplay (MIT), rasbt instruction
 data (Apache-2.0), Self-Instruct seed tasks (Apache-2.0), MedQuAD (CC BY 4.0; Ben Abacha and Demner-Fushman, "A
 Question-Entailment Approach to Question Answering", BMC Bioinformatics 2019).
 
 Depth was grown twice: ten trained layers were repeated to twenty, later five copies that began as the identity were
-inserted. The committed weights differ from the schedule in two respects: phase `deepen` ran 121 steps of a schedule of
-240 steps, which was then shortened to 170, and phases `answers` and `longer` began with fresh optimizer state
-(`--start-from`, `--phase answers`). Phase `deepen` ran in fp32, the others in bf16. Schedule:
+inserted. The committed weights differ from the schedule in one respect: the last phase's first 121 steps followed a
+schedule of 240 steps, which was then shortened to 170. Phases one to three ran in bf16, the last in fp32. Schedule:
 
 ```yaml
 {phases}```

@@ -203,6 +203,7 @@ def main() -> None:
         trained = LlamaForCausalLM.from_pretrained(args.start_from, dtype=torch.float32)
         model = build_model(config, trained.config.num_hidden_layers, config["seed"])
         model.load_state_dict(trained.state_dict())
+        optims = optimizers(model, config)
         phase_index = first
         step = sum(phase["steps"] for phase in phases[:phase_index])
         tokens_seen = sum(phase["steps"] * phase["batch"] * phase["window"] for phase in phases[:phase_index])
@@ -224,6 +225,8 @@ def main() -> None:
             optims = optimizers(model, config)
         # a short window's scores fit the caches: there plain attention beats the fused one of torch's CPU build
         model.config._attn_implementation = "eager" if phase["window"] <= 256 else "sdpa"
+        trained_here = {id(p) for optim in optims for group in optim.param_groups for p in group["params"]}
+        assert trained_here == {id(p) for p in model.parameters()}, "the optimizers belong to another model"
         names, weights = list(phase["mix"]), np.array(list(phase["mix"].values()))
         base_lrs = [config["optimizer"]["muon_lr"], config["optimizer"]["adamw_lr"]]
         while phase_step < phase["steps"] and not stop:

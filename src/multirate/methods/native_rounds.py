@@ -91,17 +91,21 @@ class NativeRounds:
         return Round(self._ids[:emitted].tolist(), self._round.drafted, self._round.levels)
 
     def measured(
-        self, plain: CostModel, own: Callable[[NativeKVCache], NativeKVCache | None], repeats: int = 9
+        self, plain: CostModel, own: Callable[[NativeKVCache], NativeKVCache | None], repeats: int = 9,
+        budget_seconds: float = 0.3,
     ) -> CostModel:
         """``plain`` with the draft's costs as they are inside a round: the difference between rounds of many levels and
         of one (a level alone misses that draft and verification push each other out of the caches). Uses caches of its
-        own, the stream's made by ``own``; not during a generation."""
+        own, the stream's made by ``own``; not during a generation. At least two repeats, however long they take."""
         most, length = min(self._nodes, 6), 40
         cache = self._decoder.new_cache(1, length + self._nodes + 1)
         cache.commit(0, length)
         self.begin(cache, own(cache))
         taken: dict[int, list[float]] = {1: [], most: []}
-        for _ in range(repeats):
+        deadline = time.perf_counter() + budget_seconds
+        for repeat in range(repeats):
+            if repeat >= 2 and time.perf_counter() > deadline:
+                break
             for depth in taken:
                 self.enter(0, [0])
                 self._limits.nodes = depth

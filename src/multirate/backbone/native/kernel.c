@@ -8,7 +8,7 @@
 #include "matmul.h"
 #include "attention.h"
 
-#define MAX_ROWS 48  // at most 64 (fixed_point.h)
+#define MAX_ROWS 60  // whole tiles of 6, and at most 64 (fixed_point.h)
 
 typedef struct {
     const Shape *shape;

@@ -61,6 +61,9 @@ class Decoder(ABC):
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens (it grows when more are written)."""
 
+    def release_cache(self, cache: KVCache) -> None:  # noqa: B027 - optional
+        """Nobody reads `cache` any more: its memory may serve the next `new_cache`."""
+
     @abstractmethod
     def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
         """Token ids [N] at positions pos [N] → [N, d] as they enter layer 0 (scaled, learned positions added)."""

@@ -118,4 +118,5 @@ class Session:
         self.stats.seconds = time.perf_counter() - self._started
         reasons = [reason for reason in self.stops.reasons if reason is not None]
         assert len(reasons) == len(self.stops.reasons), "a sequence has not ended"
+        self.decoder.release_cache(self.cache)
         return GenerationOutput(self.stops.new_tokens, reasons, self.stats)

@@ -42,11 +42,15 @@ class NativeKVCache(KVCache):
         capacity = -(-capacity // 16) * 16
         old = list(zip(self.keys, self.values, strict=True)) if self.capacity else None
         self.keys, self.values = [], []
+        sizes = [self.batch * layer.heads * capacity * layer.key_dim for layer in self.layout]
+        # One block, not two per layer: its pages come and are cleared at once. Zeros: a masked slot enters the weighted
+        # sum with weight 0, and 0 · NaN is NaN.
+        self._block = torch.zeros(2 * sum(sizes), dtype=torch.bfloat16)
+        parts = iter(self._block.split([size for size in sizes for _ in range(2)]))
         for i, layer in enumerate(self.layout):
             shape, dim = (self.batch, layer.heads), layer.key_dim
-            # Zeros: a masked slot enters the weighted sum with weight 0, and 0 · NaN is NaN.
-            keys = torch.zeros(*shape, capacity // 16, dim // 2, 16, 2, dtype=torch.bfloat16)
-            values = torch.zeros(*shape, capacity // 2, dim, 2, dtype=torch.bfloat16)
+            keys = next(parts).view(*shape, capacity // 16, dim // 2, 16, 2)
+            values = next(parts).view(*shape, capacity // 2, dim, 2)
             if old is not None:  # both layouts are blocks of consecutive slots
                 keys[:, :, : self.capacity // 16], values[:, :, : self.capacity // 2] = old[i]
             self.keys.append(keys)
@@ -56,6 +60,12 @@ class NativeKVCache(KVCache):
         self._pointers = (library.LayerCache * len(self.layout))(
             *(library.LayerCache(k.data_ptr(), v.data_ptr()) for k, v in zip(self.keys, self.values, strict=True))
         )
+
+    def reset(self) -> None:
+        """As new, in the memory it has."""
+        self._block.zero_()
+        self.lengths = [0] * self.batch
+        self.version += 1
 
     def make_room(self, rows: Rows) -> None:
         """Grows (doubling) when ``rows`` write beyond the capacity."""

@@ -95,6 +95,7 @@ class NativeDecoder(Decoder):
         self._shape_address, self._layers_address = ctypes.addressof(self.shape), ctypes.addressof(self.packed_layers)
         self._table_address, self._head_address = self.table.data_ptr(), ctypes.addressof(self.head)
         self._logits = torch.empty(0)
+        self._spare: NativeKVCache | None = None
         self._adapted: list[tuple[int, LayerAdapter]] = []
 
     def _shape(self, intermediate: int, tables: tuple[int | None, int | None, int]) -> library.Shape:
@@ -132,7 +133,14 @@ class NativeDecoder(Decoder):
     # -- Decoder ------------------------------------------------------------------------------------
 
     def new_cache(self, batch: int, capacity: int) -> NativeKVCache:
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.batch == batch and capacity <= spare.capacity <= 4 * capacity + 1024:
+            spare.reset()
+            return spare
         return self.cache_of(self.facts.num_layers, batch, capacity, self.kv_heads)
+
+    def release_cache(self, cache: Any) -> None:
+        self._spare = cache
 
     def cache_of(self, layers: int, batch: int, capacity: int, kv_heads: int) -> NativeKVCache:
         """A cache for other layers run by this kernel (an accelerated block's own keys and values)."""

@@ -17,6 +17,7 @@ from multirate.decoding.draft_length import RoundCosts
 
 _MEMORY = 0.95  # of the running rate: about the last twenty rounds
 _LEAST, _MOST = 0.02, 0.9
+_CHANGE = 0.02  # of the rate, below which thresholds stay as they are
 
 
 @dataclass
@@ -28,6 +29,8 @@ class Prices:
     _seconds: float
     _tokens: float = 1.0
     _last: float | None = field(default=None, repr=False)
+    _priced_at: tuple[int, float] = (0, 1.0)
+    _thresholds: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
 
     @staticmethod
     def of(costs: RoundCosts, nodes: int = 8) -> Prices:
@@ -53,10 +56,14 @@ class Prices:
             self._seconds *= _MEMORY
             self._tokens *= _MEMORY
         self._last = now
-        per_token = self._seconds / max(self._tokens, 1e-3)
-        keep = self.rows / per_token
-        expand = keep + self.level / sequences / per_token
-        return expand.clip(_LEAST, _MOST), keep.clip(_LEAST, _MOST)
+        per_token = sequences, self._seconds / max(self._tokens, 1e-3)
+        before = self._priced_at
+        if self._thresholds is None or before[0] != sequences or abs(per_token[1] / before[1] - 1) > _CHANGE:
+            keep = self.rows / per_token[1]
+            expand = keep + self.level / sequences / per_token[1]
+            self._thresholds = expand.clip(_LEAST, _MOST), keep.clip(_LEAST, _MOST)
+            self._priced_at = per_token
+        return self._thresholds
 
 
 def convex_slopes(seconds: Sequence[float]) -> np.ndarray:

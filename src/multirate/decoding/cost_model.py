@@ -82,8 +82,8 @@ def measure_costs(
     decoder: Decoder,
     start: int = 0,
     draft_step: Callable[[], object] | None = None,
-    budget_seconds: float = 0.4,
-    repeats: int = 7,
+    budget_seconds: float = 0.3,
+    repeats: int = 30,
 ) -> CostModel:
     """Times a plain step, verifications of 1..16 rows of layers [start, L) with head, and a draft step; medians.
 

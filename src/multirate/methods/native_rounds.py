@@ -91,8 +91,8 @@ class NativeRounds:
         return Round(self._ids[:emitted].tolist(), self._round.drafted, self._round.levels)
 
     def measured(
-        self, plain: CostModel, own: Callable[[NativeKVCache], NativeKVCache | None], repeats: int = 9,
-        budget_seconds: float = 0.3,
+        self, plain: CostModel, own: Callable[[NativeKVCache], NativeKVCache | None], repeats: int = 40,
+        budget_seconds: float = 0.2,
     ) -> CostModel:
         """``plain`` with the draft's costs as they are inside a round: the difference between rounds of many levels and
         of one (a level alone misses that draft and verification push each other out of the caches). Uses caches of its

@@ -47,9 +47,9 @@ class M2R2DecodeConfig:
     the argmax agrees; method.md §1.5). Both were measured: docs/experiments.md.
     """
 
-    depth: int = 5
+    depth: int = 8
     width: int = 1
-    nodes: int = 5
+    nodes: int = 11
     sharpness: float = 2.0
     expand: float | None = None
     keep: float | None = None

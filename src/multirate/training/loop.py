@@ -148,6 +148,8 @@ class _Run:
         for sample in self.samples:
             digest.update(sample.ids.tobytes())
         settings = {**self.settings.to_json(), "heldout_files": [Path(f).name for f in self.settings.heldout_files]}
+        if self.settings.teacher_states is not None:  # a path on this machine means nothing elsewhere
+            settings["teacher_states"] = Path(self.settings.teacher_states).name
         # Absolute paths say something about the machine, not about the run: only last components are kept.
         argv = [Path(a).name if a.startswith("/") else a for a in sys.argv]
         return {

@@ -112,8 +112,8 @@ def section() -> str:
         f"{machine(bench)}, {date}:",
         method_table(bench),
         f"Training steps on the same data: {training()}. `m2r2-carry` and Kangaroo have the same size and gate layer; "
-        f"Kangaroo's threshold ({accelerators()['kangaroo']['config']['threshold']}) was tuned on held-out questions (its "
-        "paper's: 0.6); ours drafts by measured costs. "
+        f"Kangaroo's threshold ({accelerators()['kangaroo']['config']['threshold']}) was tuned on held-out questions "
+        "(its paper's: 0.6); ours drafts by measured costs. "
         f"{goal(bench)} The reference model is small and repeats itself: train and run "
         "`multirate bench` on yours. "
         "Reproduce with `multirate bench --suite mt_bench --data question.jsonl --methods "

@@ -203,6 +203,27 @@ def test_accelerated_rows_match_the_generic_decoder_and_leave_slow_rows_alone(ml
     assert (out[0] - out[1]).norm() < 0.02 * out[1].norm()
 
 
+def test_a_released_cache_comes_back_as_new():
+    """Also after a generation that left NaN behind: a hidden slot of weight 0 must not turn it into one of its own."""
+    decoder = NativeDecoder(make("llama"))
+    tokens = torch.randint(0, 133, (21,)).tolist()
+    expected = run(decoder, tokens, 0, decoder.new_cache(1, 40))
+    used = decoder.new_cache(1, 64)
+    run(decoder, tokens, 0, used)
+    used.commit(0, 21)
+    for keys, values in zip(used.keys, used.values, strict=True):
+        keys.fill_(float("nan"))
+        values.fill_(float("nan"))
+    decoder.release_cache(used)
+    again = decoder.new_cache(1, 40)
+    assert again is used
+    assert again.lengths == [0]
+    assert torch.equal(run(decoder, tokens, 0, again), expected)
+    assert decoder.new_cache(1, 40) is not again  # one owner at a time
+    decoder.release_cache(again)
+    assert decoder.new_cache(2, 40) is not again  # another batch
+
+
 def test_layout_round_trip():
     keys, values = torch.randn(2, 3, 32, 16), torch.randn(2, 3, 32, 16)
     k, v = from_native(*(t.contiguous() for t in to_native(keys, values)))

@@ -26,6 +26,7 @@ from multirate.backbone.rows import Rows
 from multirate.errors import UserError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SPARE_BYTES = 64 << 20  # the largest K/V memory kept for the next generation
 LONGEST_TABLE = 32768  # rotary tables are computed for this many positions at most
 
 
@@ -140,7 +141,7 @@ class NativeDecoder(Decoder):
         return self.cache_of(self.facts.num_layers, batch, capacity, self.kv_heads)
 
     def release_cache(self, cache: Any) -> None:
-        self._spare = cache
+        self._spare = cache if cache.nbytes() <= SPARE_BYTES else None
 
     def cache_of(self, layers: int, batch: int, capacity: int, kv_heads: int) -> NativeKVCache:
         """A cache for other layers run by this kernel (an accelerated block's own keys and values)."""

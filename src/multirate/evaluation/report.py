@@ -18,9 +18,12 @@ from multirate.evaluation.runner import Row, baseline
 def table(rows: Sequence[Row], title: str | None = None) -> Table:
     """The rows for a terminal. A row whose answers are not the base model's shows no speedup."""
     against = baseline(rows)
-    result = Table(title=title, title_justify="left", caption=_caption(rows, against), caption_justify="left")
-    result.add_column("method", overflow="fold", max_width=16)
-    for heading in ("tok/s", "speedup", "spread", "tok/step", "accepted", "identical"):
+    result = Table(
+        title=title, title_justify="left", caption=_caption(rows, against), caption_justify="left", pad_edge=False
+    )
+    longest = max((len(row.method) for row in rows), default=0)
+    result.add_column("method", overflow="fold", min_width=min(longest, 14), max_width=16)
+    for heading in ("tok/s", "speedup", "spread", "tok/step", "accept", "identical"):
         result.add_column(heading, justify="right")
     for row in rows:
         result.add_row(

@@ -4,8 +4,8 @@
 #   bash recipes/reference/accelerators.sh runs/reference/base/model runs/reference/data runs/reference/accelerators
 #
 # First the model answers the training questions itself (a draft must agree with what the model says), second turns
-# included, then every method trains on these answers and a few of the original ones. The base reads each sample once, for all methods
-# (--teacher-states). Interrupted, the same command resumes.
+# included, then every method trains on these answers and a few of the original ones. The base reads each sample once,
+# for all methods (--teacher-states). Interrupted, the same command resumes.
 # KANGAROO_SIZE widens Kangaroo's adapter to the size of m2r2-carry, at the same layer; its threshold is the fastest of
 # 0.2 to 0.6 (the paper's) on held-out questions.
 set -euo pipefail

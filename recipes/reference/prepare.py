@@ -70,6 +70,11 @@ def conversation(turns: Turns) -> str:
     return "".join(f"<|{role}|>\n{content}{END_OF_TURN}\n" for role, content in turns)
 
 
+def book_chunk(path: Path, paragraphs: list[str]) -> Document:
+    text = "\n\n".join(paragraphs)
+    return Document("books", text, text, path.stem, path.parent.name)
+
+
 def books(root: Path) -> Iterator[Document]:
     """Books cut into documents of about 6,000 characters at paragraph ends, headers and rules dropped."""
     for path in sorted((root / "classic_books").glob("*/*.md")):
@@ -82,12 +87,10 @@ def books(root: Path) -> Iterator[Document]:
             chunk.append(paragraph)
             size += len(paragraph)
             if size > 6000:
-                joined = "\n\n".join(chunk)
-                yield Document("books", joined, joined, path.stem, path.parent.name)
+                yield book_chunk(path, chunk)
                 chunk, size = [], 0
         if chunk:
-            joined = "\n\n".join(chunk)
-            yield Document("books", joined, joined, path.stem, path.parent.name)
+            yield book_chunk(path, chunk)
 
 
 def stories(chunks: Sequence[Document]) -> tuple[list[Document], list[dict[str, Any]]]:

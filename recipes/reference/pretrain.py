@@ -188,14 +188,12 @@ def main() -> None:
     rng = np.random.default_rng(config["seed"])
     step, phase_index, phase_step, tokens_seen = 0, 0, 0, 0
     model = build_model(config, phases[0]["layers"], config["seed"])
-    optims = optimizers(model, config)
+    states = None
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=False)
         model = build_model(config, saved["layers"], config["seed"])
         model.load_state_dict(saved["model"])
-        optims = optimizers(model, config)
-        for optim, state in zip(optims, saved["optimizers"], strict=True):
-            optim.load_state_dict(state)
+        states = saved["optimizers"]
         rng.bit_generator.state = saved["rng"]
         step, phase_index, phase_step, tokens_seen = saved["progress"]
         print(f"resumed at step {step}", flush=True)
@@ -203,10 +201,14 @@ def main() -> None:
         trained = LlamaForCausalLM.from_pretrained(args.start_from, dtype=torch.float32)
         model = build_model(config, trained.config.num_hidden_layers, config["seed"])
         model.load_state_dict(trained.state_dict())
-        optims = optimizers(model, config)
         phase_index = first
         step = sum(phase["steps"] for phase in phases[:phase_index])
         tokens_seen = sum(phase["steps"] * phase["batch"] * phase["window"] for phase in phases[:phase_index])
+
+    optims = optimizers(model, config)  # of the model chosen above, whichever it is
+    if states is not None:
+        for optim, state in zip(optims, states, strict=True):
+            optim.load_state_dict(state)
 
     def save() -> None:
         save_atomically(

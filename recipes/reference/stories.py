@@ -29,7 +29,6 @@ class Subjects:
     """Words that tell a passage from the others: frequent in it, rare among all chunks."""
 
     def __init__(self, chunks: Sequence[str]) -> None:
-        self.chunks = len(chunks)
         self.seen = Counter(word for chunk in chunks for word in set(self.words(chunk)))
 
     @staticmethod

@@ -125,8 +125,8 @@ class NativeRounds:
         cache, own, record = self._cache, self._own, self._round
         length = cache.lengths[record.sequence]
         for store in (cache, own):
-            if store is not None and length + self._nodes >= store.capacity:
-                store.reserve(max(length + self._nodes + 1, 2 * store.capacity))
+            if store is not None:
+                store.make_room_to(length + self._nodes)
         record.caches, record.capacity = cache.address, cache.capacity
         if own is not None:
             record.block_cache, record.block_capacity = own.address, own.capacity

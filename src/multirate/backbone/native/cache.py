@@ -69,7 +69,10 @@ class NativeKVCache(KVCache):
 
     def make_room(self, rows: Rows) -> None:
         """Grows (doubling) when ``rows`` write beyond the capacity."""
-        last = int(rows.slot.max(initial=-1))
+        self.make_room_to(int(rows.slot.max(initial=-1)))
+
+    def make_room_to(self, last: int) -> None:
+        """Grows (doubling) when slot ``last`` is beyond the capacity."""
         if last >= self.capacity:
             self.reserve(max(last + 1, 2 * self.capacity))
 

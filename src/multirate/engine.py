@@ -10,6 +10,7 @@ from typing import Any
 from multirate.backbone.decoder import Decoder, load_decoder
 from multirate.backbone.hf_decoder import HFDecoder
 from multirate.decoding.autoregressive import generate_autoregressive
+from multirate.decoding.conversation import Conversation
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
@@ -24,6 +25,7 @@ from multirate.training.checkpoint import Accelerator
 PLAIN = "autoregressive"
 TRAINED = (*PRESETS, "kangaroo")
 SPECULATE = ("auto", "always", "never")
+KEPT_BYTES = 256 << 20  # K/V of finished generations kept for a conversation's next turn, all methods together
 _ENOUGH_LEVELS = 64  # drafted levels after which observed acceptance outweighs what the accelerator's card says
 
 
@@ -75,6 +77,9 @@ class Engine:
 
     notice: what the user should know about the last call (that speculation does not pay here, with the numbers), else
     None. default: the method that `generate` uses when none is named.
+    keep_bytes: the last generation of each method stays in memory, up to so many bytes of K/V in all (newest first), so
+    that a prompt which begins with the same tokens, as a conversation's next turn does, reads only what is new. 0 keeps
+    none; `forget` drops them.
     """
 
     def __init__(self, model: Any, decoder: Decoder, tokenizer: Any = None) -> None:
@@ -84,7 +89,9 @@ class Engine:
         self.accelerators: dict[str, Accelerator] = {}
         self.default = PLAIN
         self.notice: str | None = None
+        self.keep_bytes = KEPT_BYTES
         self._speculations: dict[str, _Speculation] = {}
+        self._conversations: dict[str, Conversation] = {}  # the newest last
 
     @property
     def backend(self) -> str:
@@ -100,6 +107,7 @@ class Engine:
             raise UserError(f"an accelerator cannot be named {name!r}: that is the name of a baseline")
         self.accelerators[name] = accelerator
         self._speculations.pop(name, None)
+        self._conversations.pop(name, None)
         if self.default == PLAIN:
             self.default = name
         return name
@@ -146,11 +154,30 @@ class Engine:
         speculation = self._speculation(method or self.default) if speculate != "never" else None
         if speculation is not None and speculate == "auto" and not self._pays(speculation):
             speculation = None
+        used = PLAIN if speculation is None else (method or self.default)
+        conversation = self._conversations.pop(used, Conversation()) if len(prompts) == 1 and self.keep_bytes else None
         if speculation is None:
-            return generate_autoregressive(self.decoder, prompts, sampling, stop, on_tokens)
-        output = generate_speculative(self.decoder, speculation.drafter, prompts, sampling, stop, on_tokens)
-        speculation.observe(output.stats)
+            output = generate_autoregressive(
+                self.decoder, prompts, sampling, stop, on_tokens, conversation=conversation
+            )
+        else:
+            output = generate_speculative(
+                self.decoder, speculation.drafter, prompts, sampling, stop, on_tokens, conversation=conversation
+            )
+            speculation.observe(output.stats)
+        if conversation is not None:
+            self._keep(used, conversation)
         return output
+
+    def forget(self) -> None:
+        """Drops the kept conversations: the next prompt is read from its first token (in the memory they had)."""
+        for conversation in self._conversations.values():
+            conversation.tokens = []
+
+    def _keep(self, name: str, conversation: Conversation) -> None:
+        self._conversations[name] = conversation
+        while sum(kept.nbytes() for kept in self._conversations.values()) > self.keep_bytes:
+            self._conversations.pop(next(iter(self._conversations)))
 
     def _registered(self, name: str) -> str:
         """The registry's name for a method of this engine."""

@@ -158,6 +158,18 @@ def test_measuring_interleaves_and_rotates() -> None:
     assert [len(repeat) for repeat in runs.samples] == [3, 3] and not runs.interrupted
 
 
+def test_only_a_conversations_later_turns_may_know_what_came_before() -> None:
+    calls: list[str] = []
+
+    def run(prompt: list[int]) -> Answer:
+        calls.append(str(prompt[0]))
+        return Answer([1])
+
+    prompts = [Prompt("a#1", [1]), Prompt("a#2", [2], follows=True), Prompt("b", [3])]
+    measure([Contender("a", run, forget=lambda: calls.append("forget"))], prompts, repeats=2, warmup=1)
+    assert calls == ["forget", "1"] + 2 * ["forget", "1", "2", "forget", "3"]
+
+
 @pytest.mark.parametrize(("stop_at", "repeats", "prompts"), [(3, 0, 0), (6, 1, 1), (11, 1, 3), (14, 1, 3)])
 def test_ctrl_c_keeps_what_is_complete(stop_at: int, repeats: int, prompts: int) -> None:
     calls = 0

@@ -103,7 +103,7 @@ def test_second_turn_follows_the_models_own_answer() -> None:
     made = build_prompts(
         [Question("7", ("how?", "why?"))], words, answer, max_positions=200, max_new_tokens=10
     )
-    assert [p.id for p in made.prompts] == ["7#1", "7#2"]
+    assert [(p.id, p.follows) for p in made.prompts] == [("7#1", False), ("7#2", True)]
     assert asked == ["<|user|>how?<eos><|assistant|>"]
     assert words.decode(made.prompts[1].tokens) == (
         "<|user|>how?<eos><|assistant|>fine<eos><|user|>why?<eos><|assistant|>"

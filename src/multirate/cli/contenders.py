@@ -31,7 +31,7 @@ def contender(engine: Engine, name: str, max_new_tokens: int) -> Contender:
             accepted=seen.accepted,
         )
 
-    return Contender(name, run, engine.lossless(name))
+    return Contender(name, run, engine.lossless(name), engine.forget)
 
 
 def _transformers(model: Any, eos_token_ids: tuple[int, ...], max_new_tokens: int) -> Contender:

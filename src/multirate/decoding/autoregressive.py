@@ -8,6 +8,7 @@ import torch
 
 from multirate.backbone.decoder import Decoder
 from multirate.backbone.rows import Rows
+from multirate.decoding.conversation import Conversation
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.results import GenerationOutput, OnTokens
 from multirate.decoding.session import Session
@@ -21,13 +22,15 @@ def generate_autoregressive(
     sampling: SamplingSettings | None = None,
     stop: StopSettings | None = None,
     on_tokens: OnTokens | None = None,
+    conversation: Conversation | None = None,
 ) -> GenerationOutput:
     """Continues every prompt (token ids); see SamplingSettings and StopSettings for the defaults.
 
     on_tokens(b, tokens): called with the new tokens of sequence b as they are emitted.
+    conversation: an earlier generation that a single prompt may go on from; this one is left there (see Session).
     Raises UserError for prompts that cannot be used.
     """
-    session = Session(decoder, prompts, sampling, stop, on_tokens)
+    session = Session(decoder, prompts, sampling, stop, on_tokens, conversation=conversation)
     if session.active:
         session.first_tokens(session.prefill())
     cache, sampler, stats = session.cache, session.sampler, session.stats

@@ -135,10 +135,23 @@ class Drafter(ABC):
     def begin(self, cache: KVCache, sampler: Sampler) -> None:  # noqa: B027 - a drafter without state needs none
         """A generation begins on an empty `cache`. Forget the one before, which may have been interrupted."""
 
+    def kept(self, cache: KVCache, length: int) -> int:
+        """How many of the first `length` tokens of `cache`'s only sequence this drafter can go on from after `resume`.
+
+        The cache is as a finished generation left it. The default, 0, makes every generation begin anew.
+        """
+        return 0
+
+    def resume(self, cache: KVCache, sampler: Sampler) -> None:
+        """Instead of `begin`, when the last generation goes on: `cache` is its cache, cut to fewer tokens than `kept`
+        allowed. The token after these is read again, `prefill` then gets its and the later ones' h_L."""
+        self.begin(cache, sampler)
+
     def prefill(  # noqa: B027 - optional
         self, seqs: Sequence[int], prompts: Sequence[Sequence[int]], hidden_final: Sequence[Tensor]
     ) -> None:
-        """The slow stream has read the prompts. hidden_final[i]: [T_i, d] = h_L of every prompt token of seqs[i]."""
+        """The slow stream has read the prompts. hidden_final[i]: h_L of every prompt token of seqs[i], [T_i, d]; after
+        `resume` of those that were read."""
 
     @abstractmethod
     def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:

@@ -19,6 +19,7 @@ class DecodeStats:
     sequence_steps: the same counted once per sequence taking part (equal to target_passes at batch 1).
     drafted, drafted_levels: nodes proposed, and depths of the drafts (equal for chains).
     accepted: drafted tokens emitted.
+    resumed: prompt tokens that were not read again (see conversation.py).
     seconds: wall-clock of the whole call; prefill_seconds: the part of it up to the first tokens.
     """
 
@@ -31,6 +32,7 @@ class DecodeStats:
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     first_tokens: int = 0
+    resumed: int = 0
 
     @property
     def tokens_per_step(self) -> float:

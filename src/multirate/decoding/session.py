@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from multirate.backbone.decoder import Decoder
 from multirate.backbone.kv_cache import KVCache
 from multirate.backbone.rows import Rows
+from multirate.decoding.conversation import Conversation
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.sampler import Sampler
@@ -19,11 +20,15 @@ from multirate.errors import UserError
 
 _PREFILL_ROWS = 1024  # rows of one prefill call; bounds the memory of masks and activations
 _EAGER_SLOTS = 1024  # cache slots for new tokens allocated at once; the cache doubles when they are used up
+_NEXT_TURN_SLOTS = 512  # more of them where a conversation may go on in the same cache
 
 
 class Session:
     """State of one generation over a batch of prompts.
 
+    conversation: what an earlier generation of one sequence left. A single prompt that begins with the same tokens goes
+    on in its cache; usable(cache, n) says how many of the n tokens in common the drafter can go on from.
+    `stats.resumed` of them are not read again. The finished generation is left there in turn.
     Raises UserError for an empty prompt, a token id outside the vocabulary, a prompt longer than the context.
     """
 
@@ -35,6 +40,8 @@ class Session:
         stop: StopSettings | None,
         on_tokens: OnTokens | None = None,
         draft_slots: int = 0,
+        conversation: Conversation | None = None,
+        usable: Callable[[KVCache, int], int] | None = None,
     ) -> None:
         self._started = time.perf_counter()
         facts = decoder.facts
@@ -50,10 +57,31 @@ class Session:
         self._on_tokens = on_tokens
         self.active = [b for b in range(len(prompts)) if self.stops.remaining(b) > 0]
         slots = [len(p) + min(self.stops.total_room(b), _EAGER_SLOTS) for b, p in enumerate(prompts)]
-        self.cache: KVCache = decoder.new_cache(len(prompts), max(slots, default=0) + draft_slots)
+        self._conversation = conversation if len(prompts) == 1 else None
+        self.cache = self._cache_for(max(slots, default=0) + draft_slots, usable)
+
+    def _cache_for(self, capacity: int, usable: Callable[[KVCache, int], int] | None) -> KVCache:
+        """The conversation's cache where the prompt goes on from it, else an empty one."""
+        kept, tokens = self._conversation, self.sampler.tokens
+        if kept is not None:
+            shared = kept.shared(tokens[0])
+            cache = kept.take()
+            if cache is not None:
+                # The last token in common is read again: a drafter may need its final residual.
+                if shared and (resumed := (shared if usable is None else usable(cache, shared)) - 1) > 0:
+                    self.stats.resumed = resumed
+                    cache.truncate(0, resumed)
+                    cache.reserve(capacity)
+                    return cache
+                self.decoder.release_cache(cache)
+            capacity += _NEXT_TURN_SLOTS
+            if self.decoder.facts.max_positions is not None:
+                capacity = min(capacity, max(self.decoder.facts.max_positions, capacity - _NEXT_TURN_SLOTS))
+        return self.decoder.new_cache(len(tokens), capacity)
 
     def prefill(self) -> list[Tensor]:
-        """Reads the prompts of the active sequences into the cache → their final residuals h_L, [T_b, d] each."""
+        """Reads the prompts of the active sequences into the cache → their final residuals h_L, [T_b, d] each (of a
+        prompt that goes on from a conversation: without its first `stats.resumed` tokens)."""
         pieces: list[list[Tensor]] = []
         batch: list[tuple[Rows, list[int], list[Tensor]]] = []
         waiting = 0
@@ -73,7 +101,7 @@ class Session:
             out: list[Tensor] = []
             pieces.append(out)
             prompt = self.sampler.tokens[b]
-            for start in range(0, len(prompt), _PREFILL_ROWS):
+            for start in range(self.stats.resumed, len(prompt), _PREFILL_ROWS):
                 part = prompt[start : start + _PREFILL_ROWS]
                 if waiting + len(part) > _PREFILL_ROWS:
                     flush()
@@ -118,5 +146,8 @@ class Session:
         self.stats.seconds = time.perf_counter() - self._started
         reasons = [reason for reason in self.stops.reasons if reason is not None]
         assert len(reasons) == len(self.stops.reasons), "a sequence has not ended"
-        self.decoder.release_cache(self.cache)
+        if self._conversation is not None:
+            self._conversation.keep(self.sampler.tokens[0], self.cache)
+        else:
+            self.decoder.release_cache(self.cache)
         return GenerationOutput(self.stops.new_tokens, reasons, self.stats)

@@ -11,6 +11,7 @@ from multirate.backbone.decoder import Decoder
 from multirate.backbone.kv_cache import KVCache
 from multirate.backbone.rows import Rows
 from multirate.decoding.acceptance import accept_greedy, accept_sampled
+from multirate.decoding.conversation import Conversation
 from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.results import GenerationOutput, OnTokens
@@ -32,17 +33,24 @@ def generate_speculative(
     stop: StopSettings | None = None,
     on_tokens: OnTokens | None = None,
     after_round: AfterRound | None = None,
+    conversation: Conversation | None = None,
 ) -> GenerationOutput:
     """The base model's own continuation of every prompt (token ids), several tokens per pass where drafts are good.
 
     Greedy: the tokens of `generate_autoregressive`; sampling: tokens of the same distribution (acceptance.py).
     on_tokens(b, tokens): called with the new tokens of sequence b as they are emitted.
     after_round(cache, sampler): for tests; called when a round is committed, see invariants.py.
+    conversation: an earlier generation, by this drafter, that a single prompt may go on from; this one is left there.
     Raises UserError for prompts that cannot be used, ValueError for a draft that breaks its contract.
     """
-    session = Session(decoder, prompts, sampling, stop, on_tokens, draft_slots=drafter.max_nodes + 1)
+    session = Session(
+        decoder, prompts, sampling, stop, on_tokens, drafter.max_nodes + 1, conversation, usable=drafter.kept
+    )
     cache, sampler, stops = session.cache, session.sampler, session.stops
-    drafter.begin(cache, sampler)
+    if session.stats.resumed:
+        drafter.resume(cache, sampler)
+    else:
+        drafter.begin(cache, sampler)
     if session.active:
         seqs = session.active
         hidden_prompts = session.prefill()

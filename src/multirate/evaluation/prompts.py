@@ -14,11 +14,15 @@ Answer = Callable[[list[int]], list[int]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One turn, ready for the model. `id` is the question's, with `#turn` when it has several."""
+    """One turn, ready for the model. `id` is the question's, with `#turn` when it has several.
+
+    follows: whether it goes on from the prompt before it.
+    """
 
     id: str
     tokens: list[int]
     category: str | None = None
+    follows: bool = False
 
 
 @dataclass
@@ -79,7 +83,7 @@ def build_prompts(
                     break
                 tokens = tokens[-room:]
                 result.truncated.append(name)
-            result.prompts.append(Prompt(name, tokens, question.category))
+            result.prompts.append(Prompt(name, tokens, question.category, follows=turn > 0))
             if turn + 1 < len(question.turns):
                 reply = tokenizer.decode(answer(tokens), skip_special_tokens=True).strip()
                 messages.append({"role": "assistant", "content": reply})

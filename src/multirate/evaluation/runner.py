@@ -31,11 +31,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Contender:
-    """A method under test: `run(prompt ids) -> Answer`. Lossy ones need not give the reference's tokens."""
+    """A method under test: `run(prompt ids) -> Answer`. Lossy ones need not give the reference's tokens.
+
+    forget: called, untimed, before a prompt that does not go on from the one before: no method may know it already.
+    """
 
     name: str
     run: Callable[[list[int]], Answer]
     lossless: bool = True
+    forget: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,8 @@ def measure(
     """Times every contender on every prompt, `repeats` times, after `warmup` prompts that do not count.
 
     All methods answer a prompt before the next one comes, and their order rotates, so that a machine that slows down
-    or warms up slows all of them alike. Ctrl-C ends the run with what is complete.
+    or warms up slows all of them alike. A conversation's later turns may use what a method kept of the earlier ones;
+    every other prompt is new to it. Ctrl-C ends the run with what is complete.
     """
     result = Measurements([c.name for c in contenders], list(prompts))
     wait = synchronize or (lambda: None)
@@ -111,6 +116,7 @@ def measure(
     gc.freeze()  # a full collection among a model's many objects takes longer than some answers
     try:
         for prompt in prompts[:warmup]:
+            _forget(contenders, prompt)
             for contender in contenders:
                 contender.run(prompt.tokens)
                 if on_answer is not None:
@@ -119,6 +125,7 @@ def measure(
             result.samples.append([])
             for index, prompt in enumerate(prompts):
                 taken: dict[str, Sample] = {}
+                _forget(contenders, prompt)
                 first = (repeat + index) % len(contenders)
                 for contender in [*contenders[first:], *contenders[:first]]:
                     wait()
@@ -134,6 +141,12 @@ def measure(
     finally:
         gc.unfreeze()
     return result
+
+
+def _forget(contenders: Sequence[Contender], prompt: Prompt) -> None:
+    if not prompt.follows:
+        for contender in contenders:
+            contender.forget()
 
 
 def summarise(measurements: Measurements, judge: Judge, lossy: Sequence[str] = ()) -> list[Row]:

@@ -33,7 +33,7 @@ class NativeKVCache(KVCache):
 
     def __init__(self, batch: int, capacity: int, layers: Sequence[LayerKV]) -> None:
         self._pointers: ctypes.Array[library.LayerCache] | None = None
-        self._moves: np.ndarray = np.zeros(0, np.int32)
+        self._used = 0  # slots that may have been written since the memory was last cleared
         super().__init__(batch, capacity, layers)
 
     def reserve(self, capacity: int) -> None:
@@ -63,7 +63,10 @@ class NativeKVCache(KVCache):
 
     def reset(self) -> None:
         """As new, in the memory it has."""
-        self._block.zero_()
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[:, :, : -(-self._used // 16)].zero_()
+            values[:, :, : -(-self._used // 2)].zero_()
+        self._used = 0
         self.lengths = [0] * self.batch
         self.version += 1
 
@@ -75,6 +78,7 @@ class NativeKVCache(KVCache):
         """Grows (doubling) when slot ``last`` is beyond the capacity."""
         if last >= self.capacity:
             self.reserve(max(last + 1, 2 * self.capacity))
+        self._used = max(self._used, last + 1)
 
     @property
     def address(self) -> int:

@@ -77,13 +77,23 @@ class KangarooDrafter(Drafter):
             assert isinstance(cache, NativeKVCache) and isinstance(self._own, NativeKVCache)
             self._rounds.begin(cache, self._own)
 
+    def kept(self, cache: KVCache, length: int) -> int:
+        return min(length, self._filled.get(0, 0)) if cache is self._cache else 0
+
+    def resume(self, cache: KVCache, sampler: Sampler) -> None:
+        """Goes on in the adapter's cache."""
+        self._exits, self._missing, self._entered = {}, {}, None
+        self._filled = {0: cache.lengths[0]}
+        if self._own is not None:
+            self._own.reserve(cache.capacity)
+
     def prefill(
         self, seqs: Sequence[int], prompts: Sequence[Sequence[int]], hidden_final: Sequence[Tensor]
     ) -> None:
         """The prompts' adapter K/V, from their exit residuals: layers [0, E) again, over the K/V already written."""
         assert self._cache is not None and self._own is not None
-        for b, prompt in zip(seqs, prompts, strict=True):
-            for begin in range(0, len(prompt), _PREFILL_ROWS):
+        for b, prompt, hidden in zip(seqs, prompts, hidden_final, strict=True):
+            for begin in range(len(prompt) - len(hidden), len(prompt), _PREFILL_ROWS):
                 part = list(prompt[begin : begin + _PREFILL_ROWS])
                 rows = Rows.causal(b, begin, len(part))
                 reads = Rows(rows.seq, np.full(len(part), -1, np.int32), rows.pos, rows.prefix, rows.tree)
@@ -98,6 +108,8 @@ class KangarooDrafter(Drafter):
         if self._entered != seq:
             self._rounds.enter(seq, [root])
             self._entered = seq
+        assert self._cache is not None
+        self._filled[seq] = self._cache.lengths[seq]  # this round computes again what the last one accepted
         return self._rounds.run(min(limit, self.max_nodes))
 
     def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:

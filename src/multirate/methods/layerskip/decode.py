@@ -42,6 +42,9 @@ class LayerSkipDrafter(Drafter):
         self._cache = cache
         self._confidences = {}
 
+    def kept(self, cache: KVCache, length: int) -> int:
+        return length  # it has no state but the slow cache
+
     def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
         """See Drafter. Whether to go on is decided before a token is drawn, as `Draft.probs` demands."""
         depths = [min(limit, self.config.tokens) for limit in limits]

@@ -89,7 +89,9 @@ class M2R2Drafter(Drafter):
         self._refresh = bool(stream.blocks)
         self._carry = stream.carry is not None
         self.runner = make_runner(decoder, stream, self.start)
+        self._cache: KVCache | None = None
         self._waiting: dict[int, _Waiting] = {}
+        self._refreshed = 0  # tokens of sequence 0 whose K/V in the block are final
         self._arla = None
         if self.config.trust == "arla":
             if stream.arla is None:
@@ -128,20 +130,42 @@ class M2R2Drafter(Drafter):
             self._prices = Prices.of(self.costs(self.decoder).costs, self.config.nodes)
         if self._prices is not None:
             self._prices.pause()
-        self._cache, self._waiting = cache, {}
-        self._sampler = sampler
         self.runner.begin(cache)
+        self._enter(cache, sampler)
+
+    def _enter(self, cache: KVCache, sampler: Sampler) -> None:
+        self._cache, self._sampler = cache, sampler
+        self._waiting, self._refreshed = {}, 0
         if self._rounds is not None and isinstance(self.runner, NativeStreamRunner):
             self._rounds.begin(self.runner.native_cache, self.runner.own_cache)
+
+    def kept(self, cache: KVCache, length: int) -> int:
+        if cache is not self._cache or not self.runner.serves(cache):
+            return 0
+        return min(length, self._refreshed) if self._refresh else length
+
+    def resume(self, cache: KVCache, sampler: Sampler) -> None:
+        if self._prices is not None:
+            self._prices.pause()
+        self._enter(cache, sampler)
+        self._refreshed = cache.lengths[0]
 
     def prefill(
         self, seqs: Sequence[int], prompts: Sequence[Sequence[int]], hidden_final: Sequence[Tensor]
     ) -> None:
         for seq, prompt, hidden in zip(seqs, prompts, hidden_final, strict=True):
             self._waiting[seq] = _Waiting([], hidden[:0], hidden[-1])
-            if self._refresh:
-                carried = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
-                self.runner.step(list(prompt), Rows.causal(seq, 0, len(prompt)), carried, fresh=0)
+            first = len(prompt) - len(hidden)
+            carried = hidden[:-1]
+            if first:
+                first += 1  # the first token read again has its K/V in the block; what it gives is the next one's h_L
+            else:
+                carried = torch.cat([torch.zeros_like(hidden[:1]), carried])
+            if self._refresh and first < len(prompt):
+                rows = Rows.causal(seq, first, len(prompt) - first)
+                self.runner.step(list(prompt[first:]), rows, carried, fresh=0)
+            if seq == 0:
+                self._refreshed = len(prompt)
 
     def accept(self, seq: int, path: list[int], hidden_final: Tensor) -> None:
         if self._prices is not None:
@@ -162,11 +186,18 @@ class M2R2Drafter(Drafter):
         waiting = self._waiting.pop(seq, None)
         if waiting is not None:  # the sequence's first round here
             self._rounds.enter(seq, [*waiting.ids, root], torch.cat([waiting.carried, waiting.last[None]]))
+        self._note_refreshed(seq)
         self._price(1)
         done = self._rounds.run(min(self.config.depth, self.config.nodes, limit), self._expand, self._keep)
         if self._prices is not None:
             self._prices.emitted(len(done.tokens))
         return done
+
+    def _note_refreshed(self, seq: int) -> None:
+        """A round begins: it refreshes all of the sequence's committed tokens that were not yet."""
+        assert self._cache is not None
+        if seq == 0:
+            self._refreshed = self._cache.lengths[0]
 
     def _price(self, sequences: int) -> None:
         """Thresholds of the next round, from measured costs where the settings leave them open."""
@@ -208,9 +239,11 @@ class M2R2Drafter(Drafter):
 
     def _first_pass(self, seqs: Sequence[int], roots: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Refreshed rows of all sequences, then their roots → (h_G, p), [len(seqs), d] each, of the roots."""
+        assert self._cache is not None
         lengths = self._cache.lengths
         parts, ids, carried = [], [], []
         for seq in seqs:
+            self._note_refreshed(seq)
             waiting = self._waiting[seq]
             if waiting.ids:
                 parts.append(Rows.causal(seq, lengths[seq] - len(waiting.ids), len(waiting.ids)))
@@ -239,6 +272,7 @@ class M2R2Drafter(Drafter):
             outputs[i][node] = p[k : k + 1]
 
     def _rows_of(self, trees: list[DraftTree], nodes: list[tuple[int, int]], seqs: Sequence[int]) -> Rows:
+        assert self._cache is not None
         lengths = self._cache.lengths
         seq = [seqs[i] for i, _ in nodes]
         length = np.array([lengths[b] for b in seq], dtype=np.int32)

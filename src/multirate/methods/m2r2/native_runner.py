@@ -69,7 +69,7 @@ class NativeStreamRunner(StreamRunner):
     def begin(self, cache: KVCache) -> None:
         assert isinstance(cache, NativeKVCache)
         self.native_cache = cache
-        self._cache = cache
+        self._slow_cache = cache
         self.own_cache = self.own_cache_for(cache)
 
     def own_cache_for(self, cache: NativeKVCache) -> NativeKVCache | None:

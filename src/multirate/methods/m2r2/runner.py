@@ -26,13 +26,23 @@ class StreamRunner:
         self.stream = stream.to(device=decoder.facts.device, dtype=decoder.facts.dtype).eval()
         self.adapters = {i: a for i, a in stream.layer_adapters().items() if i < gate} or None
         self._block = stream.block(gate)
+        self._slow_cache: KVCache | None = None
         self._block_cache: KVCache | None = None
         self._tokens = None if stream.draft_tokens is None else stream.draft_tokens.to(decoder.facts.device)
 
     def begin(self, cache: KVCache) -> None:
         """A new generation over the slow stream's `cache`."""
-        self._cache = cache
+        self._slow_cache = cache
         self._block_cache = None if self._block is None else self._block.new_cache(cache.batch, cache.capacity)
+
+    @property
+    def _cache(self) -> KVCache:
+        assert self._slow_cache is not None, "begin was not called"
+        return self._slow_cache
+
+    def serves(self, cache: KVCache) -> bool:
+        """Whether the block's K/V are those of `cache`: no other generation, and no trial step, has begun since."""
+        return cache is self._slow_cache
 
     def step(self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int) -> tuple[Tensor, Tensor]:
         """Accelerated rows of tokens ids [N] at `rows` (slots as the slow stream's), carried residuals [N, d].

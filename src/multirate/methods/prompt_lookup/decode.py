@@ -32,6 +32,9 @@ class PromptLookupDrafter(Drafter):
         self._follows = [{} for _ in sampler.tokens]
         self._indexed = [0] * len(sampler.tokens)
 
+    def kept(self, cache: KVCache, length: int) -> int:
+        return length  # the index is made anew from the tokens
+
     def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
         """See Drafter. The draft is empty where not even the last token occurred before."""
         return [

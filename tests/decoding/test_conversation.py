@@ -1,0 +1,285 @@
+"""A conversation's next turn goes on in the kept cache: the same text, and the same drafts, as read from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from multirate.backbone.decoder import Decoder, load_decoder
+from multirate.backbone.native import NativeDecoder
+from multirate.backbone.native.cache import NativeKVCache
+from multirate.decoding import session
+from multirate.decoding.autoregressive import generate_autoregressive
+from multirate.decoding.conversation import MIN_SHARED, Conversation
+from multirate.decoding.drafter import Drafter
+from multirate.decoding.invariants import check_invariants
+from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.results import GenerationOutput
+from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.stopping import StopSettings
+from multirate.engine import PLAIN, attach
+from multirate.errors import UserError
+from multirate.methods.kangaroo.config import KangarooConfig
+from multirate.methods.kangaroo.decode import KangarooDecodeConfig, KangarooDrafter
+from multirate.methods.kangaroo.modules import KangarooAdapter
+from multirate.methods.m2r2.config import M2R2Config
+from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter
+from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.methods.m2r2.native_runner import NativeStreamRunner
+from multirate.methods.registry import method
+from multirate.methods.shape import BaseShape
+
+VOCAB = 61
+LLAMA = tf.LlamaConfig(
+    vocab_size=VOCAB, hidden_size=128, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=400, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+DRAFTERS = ("layerskip", "prompt_lookup", "kangaroo", "m2r2", "m2r2-carry")
+
+
+def scaled(module: Any, spread: float) -> Any:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(spread)
+    return module
+
+
+def model(dtype: torch.dtype) -> Any:
+    torch.manual_seed(3)
+    return scaled(tf.AutoModelForCausalLM.from_config(LLAMA).eval(), 3.0).to(dtype)
+
+
+@pytest.fixture(scope="module")
+def decoders() -> dict[str, Decoder]:
+    made: dict[str, Decoder] = {"hf": load_decoder(model(torch.float32), "hf")}
+    low = model(torch.bfloat16)
+    if NativeDecoder.supports(low) is None:
+        made["native"] = NativeDecoder(low)
+    return made
+
+
+def drafter_of(name: str, decoder: Decoder) -> Drafter:
+    torch.manual_seed(7)
+    shape = BaseShape.of(LLAMA)
+    if name == "kangaroo":
+        # nearly the early exit after all layers but one: some drafts are accepted
+        config = KangarooConfig.for_base(shape, exit_layer=3, threshold=0.0, max_draft=4)
+        return KangarooDrafter(decoder, KangarooAdapter(config, shape), KangarooDecodeConfig())
+    if name.startswith("m2r2"):
+        stream = AcceleratedStream(M2R2Config.for_base(shape, name, gates=(2,)), shape)
+        with torch.no_grad():
+            for parameter in stream.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        return M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth=4, width=2, nodes=9, expand=0.0, keep=0.0))
+    options = {"exit_layer": 2, "tokens": 3} if name == "layerskip" else None
+    drafter = method(name).drafter(decoder, None, options)
+    assert drafter is not None
+    return drafter
+
+
+def generator(name: str, decoder: Decoder, checked: bool = False) -> Callable[..., GenerationOutput]:
+    """generate(prompt, count, **settings) with one drafter that lives as long as the function."""
+    if name == PLAIN:
+        return lambda prompt, count, conversation=None, **more: generate_autoregressive(
+            decoder, [prompt], stop=StopSettings(max_new_tokens=count), conversation=conversation, **more
+        )
+    drafter = drafter_of(name, decoder)
+
+    def check(cache: Any, sampler: Any) -> None:
+        if checked:
+            check_invariants(decoder, cache, sampler.tokens, atol=2e-4)
+
+    return lambda prompt, count, conversation=None, **more: generate_speculative(
+        decoder, drafter, [prompt], stop=StopSettings(max_new_tokens=count), after_round=check,
+        conversation=conversation, **more,
+    )  # fmt: skip
+
+
+def counts(output: GenerationOutput) -> tuple[int, ...]:
+    s = output.stats
+    return s.drafted, s.drafted_levels, s.accepted, s.sequence_steps, s.target_passes
+
+
+@pytest.mark.parametrize("backend", ["hf", "native"])
+@pytest.mark.parametrize("name", [PLAIN, *DRAFTERS])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 999))
+def test_turns_are_as_if_read_from_the_start(
+    decoders: dict[str, Decoder], backend: str, name: str, seed: int
+) -> None:
+    if backend not in decoders:
+        pytest.skip("the native kernel cannot be built here")
+    decoder, rng = decoders[backend], np.random.default_rng(seed)
+    going_on = generator(name, decoder, checked=backend == "hf")
+    conversation, before = Conversation(), 0
+    history: list[int] = rng.integers(3, VOCAB, 40).tolist()
+    for _ in range(5):
+        count = int(rng.choice([0, 1, 2, 9, 17]))
+        output = going_on(history, count, conversation)
+        fresh = generator(name, decoder)(history, count)
+        assert output.sequences == fresh.sequences
+        assert counts(output) == counts(fresh), "drafts differ: what the drafter kept is not what it would compute"
+        assert output.stats.resumed > 0 or before < 2, "a generation that drafted leaves something to go on from"
+        before = count
+        # the next turn: the text so far, sometimes cut (an edited or regenerated answer), and something new
+        history = [*history, *output.sequences[0]]
+        cut = int(rng.integers(0, 6)) if rng.random() < 0.5 else 0
+        history = [*history[: len(history) - cut], *rng.integers(3, VOCAB, int(rng.integers(1, 7))).tolist()]
+
+
+def own_store(drafter: Drafter, length: int) -> list[torch.Tensor]:
+    """The first `length` slots of the drafter's own keys and values."""
+    assert isinstance(drafter, (KangarooDrafter, M2R2Drafter))
+    if isinstance(drafter, KangarooDrafter):
+        cache = drafter._own
+    else:
+        runner = drafter.runner
+        cache = runner.own_cache if isinstance(runner, NativeStreamRunner) else runner._block_cache
+    assert cache is not None
+    stores = cache.standard(0) if isinstance(cache, NativeKVCache) else (cache.keys[0], cache.values[0])
+    return [store[0, :, :length].clone() for store in stores]
+
+
+@pytest.mark.parametrize("backend", ["hf", "native"])
+@pytest.mark.parametrize("name", ["kangaroo", "m2r2-carry"])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 999))
+def test_what_a_drafter_says_it_kept_is_what_it_would_compute(
+    decoders: dict[str, Decoder], backend: str, name: str, seed: int
+) -> None:
+    if backend not in decoders:
+        pytest.skip("the native kernel cannot be built here")
+    decoder, rng = decoders[backend], np.random.default_rng(seed)
+    drafter, conversation = drafter_of(name, decoder), Conversation()
+    history: list[int] = rng.integers(3, VOCAB, 30).tolist()
+    for _ in range(6):
+        stop = StopSettings(max_new_tokens=int(rng.choice([1, 2, 9, 30])))
+        output = generate_speculative(decoder, drafter, [history], stop=stop, conversation=conversation)
+        assert conversation.cache is not None
+        kept = drafter.kept(conversation.cache, len(conversation.tokens))
+        if kept:
+            fresh = drafter_of(name, decoder)
+            generate_speculative(decoder, fresh, [[*conversation.tokens, 3]], stop=StopSettings(max_new_tokens=2))
+            for ours, theirs in zip(own_store(drafter, kept), own_store(fresh, kept), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if backend == "native" else 1e-4)
+        history = [*history, *output.sequences[0]]
+        history = [*history[: len(history) - int(rng.integers(0, 9))], *rng.integers(3, VOCAB, 5).tolist()]
+
+
+def test_only_what_is_new_is_read(decoders: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoders["hf"]
+    read: list[int] = []
+    layers = decoder.layers
+    monkeypatch.setattr(decoder, "layers", lambda x, *rest, **more: (read.append(len(x)), layers(x, *rest, **more))[1])
+    for name in (PLAIN, *DRAFTERS):
+        conversation, generate = Conversation(), generator(name, decoder)
+        prompt = [5, *range(3, 40)]
+        first = generate(prompt, 6, conversation)
+        assert first.stats.resumed == 0
+        after = [*prompt, *first.sequences[0], 9, 9, 9]
+        read.clear()
+        second = generate(after, 6, conversation)
+        # at most the last draft's rows, the token in common read again, the new ones, and the last emitted one
+        assert second.stats.resumed >= len(prompt) + 6 - 1 - 9, name
+        assert read[0] == len(after) - second.stats.resumed, name
+
+
+def test_other_prompts_and_batches_begin_anew(decoders: dict[str, Decoder]) -> None:
+    decoder, conversation = decoders["hf"], Conversation()
+    prompt, other = list(range(3, 30)), list(range(30, 57))
+    generate_autoregressive(decoder, [prompt], stop=StopSettings(5), conversation=conversation)
+    held = conversation.tokens
+    both = generate_autoregressive(decoder, [prompt, other], stop=StopSettings(5), conversation=conversation)
+    assert both.stats.resumed == 0 and conversation.tokens == held
+    out = generate_autoregressive(decoder, [other], stop=StopSettings(5), conversation=conversation)
+    assert out.stats.resumed == 0
+    assert out.sequences[0] == both.sequences[1]
+    assert conversation.tokens[: len(other)] == other
+    few = [*other[: MIN_SHARED - 1], 5, 5, 5]
+    assert generate_autoregressive(decoder, [few], stop=StopSettings(2), conversation=conversation).stats.resumed == 0
+
+
+def test_the_same_prompt_again_reads_one_token_or_two(decoders: dict[str, Decoder]) -> None:
+    decoder, conversation, prompt = decoders["hf"], Conversation(), list(range(3, 30))
+    first = generate_autoregressive(decoder, [prompt], stop=StopSettings(5), conversation=conversation)
+    again = generate_autoregressive(decoder, [prompt], stop=StopSettings(5), conversation=conversation)
+    assert again.sequences == first.sequences
+    assert again.stats.resumed == len(prompt) - 2
+
+
+@pytest.mark.parametrize("name", [PLAIN, *DRAFTERS])
+def test_an_interrupted_generation_leaves_nothing(decoders: dict[str, Decoder], name: str) -> None:
+    decoder, conversation, prompt = decoders["hf"], Conversation(), list(range(3, 30))
+    generate = generator(name, decoder)
+    true = generate(prompt, 12).sequences
+    generate(prompt, 12, conversation)
+    calls = []
+
+    def stop_there(seq: int, tokens: list[int]) -> None:
+        calls.append(tokens)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate([*prompt[:-2], 7, 7], 40, conversation, on_tokens=stop_there)
+    assert conversation.cache is None
+    after = generate(prompt, 12, conversation)
+    assert after.sequences == true and after.stats.resumed == 0
+
+
+def test_sampled_turns_are_the_same_draws(decoders: dict[str, Decoder]) -> None:
+    sampling = SamplingSettings(temperature=0.9, seed=5)
+    for name in (PLAIN, *DRAFTERS):
+        generate, conversation = generator(name, decoders["hf"]), Conversation()
+        prompt = list(range(3, 30))
+        first = generate(prompt, 8, conversation, sampling=sampling)
+        after = [*prompt, *first.sequences[0], 4, 4]
+        second = generate(after, 12, conversation, sampling=sampling)
+        assert second.stats.resumed > 0
+        assert second.sequences == generator(name, decoders["hf"])(after, 12, sampling=sampling).sequences
+
+
+def test_a_conversation_longer_than_its_cache(
+    decoders: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_NEXT_TURN_SLOTS", 0)
+    for backend in decoders:
+        for name in (PLAIN, "m2r2-carry", "kangaroo"):
+            decoder = load_decoder(model(torch.float32 if backend == "hf" else torch.bfloat16), backend)
+            generate, conversation = generator(name, decoder), Conversation()
+            history = list(range(3, 20))
+            generate(history, 3, conversation)
+            cache = conversation.cache
+            assert cache is not None
+            long = [*history, *(3 + i % 50 for i in range(300))]
+            assert cache.capacity < len(long)
+            output = generate(long, 40, conversation)
+            assert output.stats.resumed > 0
+            assert output.sequences == generator(name, decoder)(long, 40).sequences, (backend, name)
+
+
+def test_an_engine_keeps_one_conversation_per_method_within_its_bytes() -> None:
+    engine = attach(model(torch.float32), backend="hf")
+    prompt = list(range(3, 30))
+    for name in (PLAIN, "prompt_lookup"):
+        first = engine.generate([prompt], stop=StopSettings(5), method=name, speculate="always")
+        again = engine.generate([[*prompt, *first.sequences[0], 5]], stop=StopSettings(5), method=name,
+                                speculate="always")  # fmt: skip
+        assert again.stats.resumed >= len(prompt), name
+    engine.forget()
+    assert engine.generate([prompt], stop=StopSettings(5), method=PLAIN).stats.resumed == 0
+    engine.keep_bytes = 1
+    engine.generate([prompt], stop=StopSettings(5), method=PLAIN)
+    assert engine.generate([prompt], stop=StopSettings(5), method=PLAIN).stats.resumed == 0
+    engine.keep_bytes = 0
+    assert engine.generate([prompt], stop=StopSettings(5), method=PLAIN).stats.resumed == 0
+    with pytest.raises(UserError):
+        engine.generate([[]], stop=StopSettings(5), method=PLAIN)

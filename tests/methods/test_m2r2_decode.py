@@ -29,7 +29,7 @@ from multirate.methods.shape import BaseShape
 from .whole_rounds import assert_whole_rounds_are_rounds_in_parts
 
 LLAMA = LlamaConfig(vocab_size=61, hidden_size=128, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-                    num_key_value_heads=2, head_dim=32, max_position_embeddings=160)
+                    num_key_value_heads=2, head_dim=64, max_position_embeddings=160)
 OTHERS = {
     "gpt2": GPT2Config(n_layer=3, n_embd=48, n_head=4, vocab_size=61, n_positions=160),
     "olmoe": OlmoeConfig(vocab_size=61, hidden_size=48, intermediate_size=32, num_hidden_layers=3,
@@ -173,13 +173,15 @@ def test_sampling_keeps_the_base_distribution(decoders):
         assert stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-5
 
 
-def test_kernel_and_torch_modules_draft_alike(decoders):
+@pytest.mark.parametrize("gate", [1, 2])  # after one layer the kernel merges the adapters into its weights
+def test_kernel_and_torch_modules_draft_alike(decoders, gate):
     if "native" not in decoders:
         pytest.skip("no native kernel here")
     low, exact = decoders["native"], HFDecoder(model_of(LLAMA))
     for preset in ("m2r2", "m2r2-carry"):
-        streams = [stream_of(LLAMA, preset, gates=(2,), rank=8) for _ in range(2)]
-        runners = [NativeStreamRunner(low, streams[0], 2), StreamRunner(exact, streams[1], 2)]
+        streams = [stream_of(LLAMA, preset, gates=(gate,), rank=8) for _ in range(2)]
+        runners = [NativeStreamRunner(low, streams[0], gate), StreamRunner(exact, streams[1], gate)]
+        assert bool(runners[0].packed.merged) == (preset == "m2r2-carry" and gate == 1)
         found = []
         for runner in runners:
             cache = runner.decoder.new_cache(1, 32)
@@ -195,15 +197,17 @@ def test_kernel_and_torch_modules_draft_alike(decoders):
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 99), preset=st.sampled_from(["m2r2", "m2r2-carry"]), depth=st.integers(1, 7),
-       width=st.integers(1, 4), nodes=st.integers(1, 20), keep=st.sampled_from([0.0, 0.02, 0.1]),
-       reduced=st.sampled_from([None, 20]))
-def test_a_round_in_one_kernel_call_is_the_round_in_parts(decoders, seed, preset, depth, width, nodes, keep, reduced):
+@given(seed=st.integers(0, 99), preset=st.sampled_from(["m2r2", "m2r2-carry"]), gate=st.integers(1, 2),
+       depth=st.integers(1, 7), width=st.integers(1, 4), nodes=st.integers(1, 20),
+       keep=st.sampled_from([0.0, 0.02, 0.1]), reduced=st.sampled_from([None, 20]))
+def test_a_round_in_one_kernel_call_is_the_round_in_parts(
+    decoders, seed, preset, gate, depth, width, nodes, keep, reduced
+):
     """Same drafts, same tokens round by round, and the same committed keys and values, bit for bit."""
     if "native" not in decoders:
         pytest.skip("no native kernel here")
     decoder = decoders["native"]
-    stream = stream_of(LLAMA, preset, seed, gates=(2,), rank=8, draft_vocab=reduced)
+    stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced)
     config = M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep)
     assert_whole_rounds_are_rounds_in_parts(decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0])
 

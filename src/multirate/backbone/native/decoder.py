@@ -92,7 +92,8 @@ class NativeDecoder(Decoder):
         self.head_weight, self.head_bias = parts.head.weight.detach(), getattr(parts.head, "bias", None)
         self.head = self._owner.linear(self.head_weight, self.head_bias)
         self.shape = self._shape(config.intermediate_size, self._rotary(parts, config))
-        self.packed_layers = array_of(library.Layer, [self._pack(layer.module, layer.window) for layer in parts.layers])
+        self._layers = list(parts.layers)
+        self.packed_layers = array_of(library.Layer, [self.pack(i, self._owner) for i in range(len(self._layers))])
         self._shape_address, self._layers_address = ctypes.addressof(self.shape), ctypes.addressof(self.packed_layers)
         self._table_address, self._head_address = self.table.data_ptr(), ctypes.addressof(self.head)
         self._logits = torch.empty(0)
@@ -115,15 +116,22 @@ class NativeDecoder(Decoder):
         half = self.head_dim // 2
         return self._owner.floats(cos[0, :, :half]), self._owner.floats(sin[0, :, :half]), count
 
-    def _pack(self, layer: Any, window: int | None) -> library.Layer:
-        attention, mlp, owner = layer.self_attn, layer.mlp, self._owner
+    def pack(self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None) -> library.Layer:
+        """Layer `index` in the kernel's form. deltas: site (q, o, gate, up, down) → what is added to its weight."""
+        layer, window = self._layers[index].module, self._layers[index].window
+        attention, mlp = layer.self_attn, layer.mlp
+
+        def weight(site: str, linear: Any) -> Tensor:
+            own: Tensor = linear.weight.detach()
+            return own if not deltas or site not in deltas else own.float() + deltas[site].float()
+
         queries = (attention.q_proj, attention.k_proj, attention.v_proj)
         bias = None if queries[0].bias is None else torch.cat([p.bias for p in queries])
         return library.Layer(
-            qkv=owner.linear(torch.cat([p.weight for p in queries]), bias),
-            o=owner.linear(attention.o_proj.weight, attention.o_proj.bias),
-            gate_up=owner.linear(interleave_gate_up(mlp.gate_proj.weight, mlp.up_proj.weight)),
-            down=owner.linear(mlp.down_proj.weight),
+            qkv=owner.linear(torch.cat([weight(s, p) for s, p in zip("qkv", queries, strict=True)]), bias),
+            o=owner.linear(weight("o", attention.o_proj), attention.o_proj.bias),
+            gate_up=owner.linear(interleave_gate_up(weight("gate", mlp.gate_proj), weight("up", mlp.up_proj))),
+            down=owner.linear(weight("down", mlp.down_proj)),
             norm_attention=owner.floats(layer.input_layernorm.weight),
             norm_mlp=owner.floats(layer.post_attention_layernorm.weight),
             q_norm=owner.floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,

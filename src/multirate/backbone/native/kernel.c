@@ -18,6 +18,7 @@ typedef struct {
     Rows rows;
     float *x;  // [rows, d] residual, updated in place
     int start, stop;
+    int key_rows;  // the first rows only leave their keys and values in layer `start`, which is then the only one
 } Call;
 
 // Shared activations; grown on demand, never shrunk.
@@ -102,13 +103,31 @@ static void low_rank_out(const LowRank *site, float *y, int stride, const int *i
     matmul(&site->b, row_pointers(work.low_in, site->a.out, NULL, count, from), count, index, ADD, (Output){.y = y, .stride = stride}, NULL, id, threads);
 }
 
+// The K/V heads that thread `id` attends with, and queries grouped with them, are [first_head(id), first_head(id + 1)).
+static inline int first_head(const Shape *s, int id, int threads) { return s->kv_heads * id / threads; }
+
+// Whether a thread can compute the queries, keys and values of just its own heads: no barrier before attention then.
+static inline int heads_are_groups(const Shape *s, int threads) {
+    return s->head_dim % 64 == 0 && s->kv_heads % threads == 0;
+}
+
+static void qkv_of_heads(const Shape *s, const Layer *layer, const element *const *x, int rows, Output out, int id, int threads) {
+    Operand operands = operand(x, rows, layer->qkv.in);
+    int per_head = s->head_dim / 64, group = s->heads / s->kv_heads, first = first_head(s, id, threads), last = first_head(s, id + 1, threads);
+    int starts[3] = {first * group, s->heads + first, s->heads + s->kv_heads + first};
+    int ends[3] = {last * group, s->heads + last, s->heads + s->kv_heads + last};
+    for (int part = 0; part < 3; part++)
+        matmul_groups(&layer->qkv, &operands, rows, NULL, STORE, out, starts[part] * per_head, ends[part] * per_head,
+                      part < 2 ? group_of(&layer->qkv, starts[part + 1] * per_head) : group_of(&layer->o, first_group(&layer->o, id, threads)));
+}
+
 static void attention_of_heads(const Call *call, const Layer *layer, const LayerCache *cache, AttentionScratch *scratch, int id,
                                int threads) {
     const Shape *s = call->shape;
     const Rows *rows = &call->rows;
     int dim = s->head_dim, group = s->heads / s->kv_heads, width = (s->heads + 2 * s->kv_heads) * dim;
     size_t per_head = (size_t)rows->capacity * dim;
-    for (int h = id; h < s->kv_heads; h += threads) {
+    for (int h = first_head(s, id, threads); h < first_head(s, id + 1, threads); h++) {
         for (int n = 0; n < rows->count; n++) {
             float *row = work.qkv + (size_t)n * width;
             const float *cos = s->cos + (size_t)rows->pos[n] * (dim / 2), *sin = s->sin + (size_t)rows->pos[n] * (dim / 2);
@@ -125,7 +144,7 @@ static void attention_of_heads(const Call *call, const Layer *layer, const Layer
             write_v(cache->v + at, rows->slot[n], dim, v);
         }
         int total = rows->count * group;  // query i: row i / group, head i % group of this K/V head
-        for (int i = 0, take; i < total; i += take) {
+        for (int i = call->key_rows * group, take; i < total; i += take) {
             int seq = rows->seq[i / group], same = i;
             while (same < total && rows->seq[same / group] == seq) same++;
             take = tile_share(same - i);
@@ -190,20 +209,29 @@ static void run_layers(void *context, int id, int threads) {
         // Norms are recomputed by every thread: cheaper than a barrier for a few rows.
         for (int n = 0; n < count; n++) rms_norm(call->x + (size_t)n * d, layer->norm_attention, d, s->eps, mine.normed + (size_t)n * d);
         if (adapter && adapter->q.rank) low_rank_in(&adapter->q, mine.normed, d, fast, fast_count, id, threads);
-        matmul(&layer->qkv, row_pointers(mine.normed, d, NULL, count, from), count, NULL, STORE, (Output){.y = work.qkv, .stride = width}, &layer->o, id, threads);
-        barrier(threads);
-        if (adapter && adapter->q.rank) {
-            low_rank_out(&adapter->q, work.qkv, width, fast, fast_count, id, threads);
+        row_pointers(mine.normed, d, NULL, count, from);
+        Output qkv = {.y = work.qkv, .stride = width};
+        if (heads_are_groups(s, threads) && !(adapter && adapter->q.rank)) {
+            qkv_of_heads(s, layer, from, count, qkv, id, threads);
+        } else {
+            matmul(&layer->qkv, from, count, NULL, STORE, qkv, &layer->o, id, threads);
             barrier(threads);
+            if (adapter && adapter->q.rank) {
+                low_rank_out(&adapter->q, work.qkv, width, fast, fast_count, id, threads);
+                barrier(threads);
+            }
         }
         attention_of_heads(call, layer, &call->caches[l], scratch, id, threads);
         barrier(threads);
-        if (adapter && adapter->o.rank) low_rank_in(&adapter->o, work.heads, heads, fast, fast_count, id, threads);
-        matmul(&layer->o, row_pointers(work.heads, heads, NULL, count, from), count, NULL, ADD, (Output){.y = call->x, .stride = d}, layer->gate_up.weight ? &layer->gate_up : NULL, id, threads);
-        if (adapter && adapter->o.rank) low_rank_out(&adapter->o, call->x, d, fast, fast_count, id, threads);
+        const element *attended = work.heads + (size_t)call->key_rows * heads;
+        float *x = call->x + (size_t)call->key_rows * d;
+        count -= call->key_rows;
+        if (adapter && adapter->o.rank) low_rank_in(&adapter->o, attended, heads, fast, fast_count, id, threads);
+        matmul(&layer->o, row_pointers(attended, heads, NULL, count, from), count, NULL, ADD, (Output){.y = x, .stride = d}, layer->gate_up.weight ? &layer->gate_up : NULL, id, threads);
+        if (adapter && adapter->o.rank) low_rank_out(&adapter->o, x, d, fast, fast_count, id, threads);
         barrier(threads);
         if (!layer->gate_up.weight) continue;  // attention alone
-        for (int n = 0; n < count; n++) rms_norm(call->x + (size_t)n * d, layer->norm_mlp, d, s->eps, mine.normed + (size_t)n * d);
+        for (int n = 0; n < count; n++) rms_norm(x + (size_t)n * d, layer->norm_mlp, d, s->eps, mine.normed + (size_t)n * d);
         int inner = s->intermediate;
         if (adapter && adapter->gate_up.rank) {
             // LoRA on gate and up needs their sums before SiLU, so this pass keeps raw sums for all rows.
@@ -226,19 +254,17 @@ static void run_layers(void *context, int id, int threads) {
         barrier(threads);
         if (adapter && adapter->down.rank) low_rank_in(&adapter->down, work.activation, inner, fast, fast_count, id, threads);
         if (adapter && adapter->mlp.rank && !adapter->down.rank) low_rank_in(&adapter->mlp, mine.normed, d, fast, fast_count, id, threads);
-        matmul(&layer->down, row_pointers(work.activation, inner, NULL, count, from), count, NULL, ADD, (Output){.y = call->x, .stride = d}, l + 1 < call->stop ? &layer[1].qkv : NULL, id, threads);
-        if (adapter && adapter->down.rank) low_rank_out(&adapter->down, call->x, d, fast, fast_count, id, threads);
-        else if (adapter && adapter->mlp.rank) low_rank_out(&adapter->mlp, call->x, d, fast, fast_count, id, threads);
+        matmul(&layer->down, row_pointers(work.activation, inner, NULL, count, from), count, NULL, ADD, (Output){.y = x, .stride = d}, l + 1 < call->stop ? &layer[1].qkv : NULL, id, threads);
+        if (adapter && adapter->down.rank) low_rank_out(&adapter->down, x, d, fast, fast_count, id, threads);
+        else if (adapter && adapter->mlp.rank) low_rank_out(&adapter->mlp, x, d, fast, fast_count, id, threads);
         barrier(threads);
     }
 }
 
 // ---- entry points -------------------------------------------------------------------------------
 
-// Rows must be ordered so that none sees a slot written by a later one; longer calls run in chunks.
-int mr_layers(const Shape *shape, const Layer *layers, const LayerCache *caches, const Adapter *const *adapters,
-              float *x, int count, const int32_t *seq, const int32_t *slot, const int32_t *pos, const int32_t *prefix,
-              const int64_t *tree, const uint8_t *accelerated, int capacity, int start, int stop) {
+// The shared activations, large enough for a call of MAX_ROWS rows of this shape.
+static void make_room(const Shape *shape, int adapters) {
     int width = (shape->heads + 2 * shape->kv_heads) * shape->head_dim, inner = 2 * shape->intermediate;
     size_t wide = (size_t)(width > inner ? width : inner);
     work.qkv = grown(work.qkv, &work.qkv_size, MAX_ROWS * wide * sizeof(float));
@@ -249,11 +275,18 @@ int mr_layers(const Shape *shape, const Layer *layers, const LayerCache *caches,
         work.low = grown(NULL, &work.low_size, MAX_ROWS * 4096 * sizeof(float));
         work.low_in = grown(NULL, &none, MAX_ROWS * 4096 * sizeof(element));
     }
+}
+
+// Rows must be ordered so that none sees a slot written by a later one; longer calls run in chunks.
+int mr_layers(const Shape *shape, const Layer *layers, const LayerCache *caches, const Adapter *const *adapters,
+              float *x, int count, const int32_t *seq, const int32_t *slot, const int32_t *pos, const int32_t *prefix,
+              const int64_t *tree, const uint8_t *accelerated, int capacity, int start, int stop) {
+    make_room(shape, adapters != NULL);
     for (int n = 0; n < count; n += MAX_ROWS) {
         int take = count - n < MAX_ROWS ? count - n : MAX_ROWS;
         Call call = {shape, layers, caches, adapters,
                      {seq + n, slot + n, pos + n, prefix + n, tree + n, accelerated ? accelerated + n : NULL, take, capacity},
-                     x + (size_t)n * shape->hidden, start, stop};
+                     x + (size_t)n * shape->hidden, start, stop, 0};
         run_parallel(run_layers, &call);
     }
     return 0;

@@ -67,7 +67,7 @@ class Stream(ctypes.Structure):
     _fields_ = [
         *((name, pointer) for name in ("shape", "layers", "adapters", "table")),
         ("carry", Linear),
-        *((name, pointer) for name in ("carry_norm", "block_shape", "block", "norm_out")),
+        *((name, pointer) for name in ("carry_norm", "block_shape", "block", "norm_out", "merged")),
         ("carry_eps", ctypes.c_float),
         ("gate", int32),
     ]

@@ -46,22 +46,17 @@ static void product(const Linear *linear, int group, const Operand *x, int first
 }
 #endif
 
-// Thread `thread` of `threads` computes its groups. x[n]: rows of length linear->in; row r of the result goes to
-// output row `target[r]` (or r itself when target is NULL). `then`: the product that comes next, or NULL; its first
-// weights travel while this one's last are multiplied.
-static void matmul(const Linear *linear, const element *const *x, int rows, const int *target, int mode, Output out,
-                   const Linear *then, int thread, int threads) {
-    int groups = linear->out / 64;
-    int begin = groups * thread / threads, end = groups * (thread + 1) / threads;
+// Groups [begin, end) of the outputs. Row r of the result goes to output row `target[r]` (or r itself when target is
+// NULL). `after`: the weights that come next, or NULL; they travel while these ones' last are multiplied.
+static void matmul_groups(const Linear *linear, const Operand *x, int rows, const int *target, int mode, Output out,
+                          int begin, int end, const uint32_t *after) {
     int parts = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    Operand operands = operand(x, rows, linear->in);
     for (int g = begin; g < end; g++) {
-        const uint32_t *ahead = g + 1 < end ? group_of(linear, g + 1)
-                                : then ? group_of(then, then->out / 64 * thread / threads) : group_of(linear, g);
+        const uint32_t *ahead = g + 1 < end ? group_of(linear, g + 1) : after ? after : group_of(linear, g);
         for (int r0 = 0, part = 0, take; r0 < rows; r0 += take, part++) {
             take = tile_share(rows - r0);  // the later ones find the group's weights in the core's own cache
             f16 acc[TILE_ROWS][4];
-            product(linear, g, &operands, r0, take, part, parts, ahead, acc);
+            product(linear, g, x, r0, take, part, parts, ahead, acc);
             for (int r = 0; r < take; r++) {
                 size_t row = target ? target[r0 + r] : r0 + r;
                 if (linear->bias)
@@ -78,5 +73,17 @@ static void matmul(const Linear *linear, const element *const *x, int rows, cons
             }
         }
     }
+}
+
+// The first group that thread `thread` of `threads` computes.
+static inline int first_group(const Linear *linear, int thread, int threads) { return linear->out / 64 * thread / threads; }
+
+// Thread `thread` of `threads` computes its share. x[n]: rows of length linear->in. `then`: the product that comes next,
+// shared out the same way, or NULL.
+static void matmul(const Linear *linear, const element *const *x, int rows, const int *target, int mode, Output out,
+                   const Linear *then, int thread, int threads) {
+    Operand operands = operand(x, rows, linear->in);
+    matmul_groups(linear, &operands, rows, target, mode, out, first_group(linear, thread, threads),
+                  first_group(linear, thread + 1, threads), then ? group_of(then, first_group(then, thread, threads)) : NULL);
 }
 #endif

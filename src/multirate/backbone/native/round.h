@@ -14,7 +14,7 @@ typedef struct {
     int64_t *tokens;             // [nodes] the draft
     int32_t *parents;            // [nodes]
     float *hidden;               // [nodes + 1, d]
-    float *scratch;              // mr_draft_tree's, and (nodes + 1) * head->out floats
+    float *scratch;              // draft_tree's, and (nodes + 1) * head->out floats
     int32_t capacity, block_capacity, draft_vocab, layers, sequence;
     int32_t drafted, levels;     // out: nodes and levels of the draft
 } Round;
@@ -37,11 +37,11 @@ int mr_round(Round *round, int length, int first, int count, const TreeLimits *l
     const Stream *stream = round->stream;
     const Shape *shape = stream->shape;
     int d = shape->hidden;
-    int nodes = mr_draft_tree(stream, round->caches, round->capacity, round->block_cache, round->block_capacity,
-                              round->draft_head, round->norm, shape->eps, round->draft_vocab, round->token_map,
-                              round->sequence, length, count - 1, round->ids + first,
-                              round->carried + (size_t)first * d, limits, round->tokens,
-                              round->parents, round->hidden, round->scratch);
+    Around around = {round->caches, round->block_cache, round->capacity, round->block_capacity, round->draft_head, round->norm,
+                     NULL, shape->eps};
+    int nodes = draft_tree(stream, around, round->draft_vocab, round->token_map, round->sequence, length, count - 1,
+                           round->ids + first, round->carried + (size_t)first * d, limits, round->tokens, round->parents,
+                           round->hidden, round->scratch);
     int32_t seq[MAX_NODES + 1], slot[MAX_NODES + 1], pos[MAX_NODES + 1], prefix[MAX_NODES + 1], depth[MAX_NODES + 1];
     int64_t bits[MAX_NODES + 1], target[MAX_NODES + 1];
     int chain = 1;
@@ -62,7 +62,7 @@ int mr_round(Round *round, int length, int first, int count, const TreeLimits *l
     if (chain)  // plain causal rows: no path to gather
         for (int node = 0; node <= nodes; node++) prefix[node] = slot[node] + 1, bits[node] = 0;
     mr_greedy(shape, stream->layers, round->caches, NULL, NULL, round->hidden, nodes + 1, seq, slot, pos, prefix, bits,
-              round->capacity, stream->gate, round->layers, round->head, round->norm, round->scratch, target);
+              round->capacity, entering_layer(stream), round->layers, round->head, round->norm, round->scratch, target);
 
     int32_t path[MAX_NODES + 1], from[MAX_NODES + 1], to[MAX_NODES + 1];
     int emitted = accepted_path(round->tokens, round->parents, nodes, target, path);

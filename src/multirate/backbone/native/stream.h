@@ -12,42 +12,110 @@ typedef struct {
     const Shape *block_shape;  // NULL: no block at the gate
     const Layer *block;
     const float *norm_out;     // [d] an RMSNorm after the block (Kangaroo), or NULL
+    const Layer *merged;       // of gate 1: layer 0 with the adapters added to its weights, its keys and values the slow
+                               // stream's; then a slow row of a draft only leaves these. NULL: layers with adapters
     float carry_eps;
     int32_t gate;
 } Stream;
 
+// One level of a draft: the carry, both streams' layers below the gate, the block and the head, without returning to one
+// thread in between.
+typedef struct {
+    Product carry, head;  // linear NULL: none
+    Call layers, block;   // layers NULL: none
+    const float *norm_out;
+} Level;
+
+static void run_level(void *context, int id, int threads) {
+    Level *level = context;
+    if (level->carry.linear) {
+        run_product(&level->carry, id, threads);
+        barrier(threads);
+    }
+    run_layers(&level->layers, id, threads);
+    if (level->block.layers) run_layers(&level->block, id, threads);
+    if (level->norm_out) {
+        const Call *block = &level->block;
+        int d = block->shape->hidden;
+        if (!id)
+            for (int r = 0; r < block->rows.count; r++) scale_to_rms(block->x + (size_t)r * d, level->norm_out, d, block->shape->eps);
+        barrier(threads);
+    }
+    if (level->head.linear) run_product(&level->head, id, threads);
+}
+
+// The rows of a level, and what it reads and writes besides.
+typedef struct {
+    const LayerCache *caches, *block_cache;
+    int capacity, block_capacity;
+    const Linear *head;  // NULL: the outputs are not read
+    const float *head_norm;
+    float *logits;       // of the last rows [fresh, head->out]
+    float head_eps;
+} Around;
+
 // ids [n]: accelerated rows of these tokens, at rows (seq, slot, pos, prefix, tree). The last `fresh` of them are new
-// to the slow stream, which runs beside them: x is [fresh + n, d], slow rows first. carried [n, d] or NULL.
-// On return x holds h_gate of the slow rows, then the stream's outputs p.
-void mr_stream_step(const Stream *stream, const LayerCache *caches, int capacity, const LayerCache *block_cache,
-                    int block_capacity, const int64_t *ids, int n, int fresh, const int32_t *seq, const int32_t *slot,
-                    const int32_t *pos, const int32_t *prefix, const int64_t *tree, const float *carried, float *x) {
+// to the slow stream: x is [fresh + n, d], slow rows first, n + fresh <= MAX_ROWS. carried [n, d] or NULL.
+// On return x holds the stream's outputs p after the slow rows' residuals h_gate; of a stream with merged layers the slow
+// rows leave their keys and values and stay as they enter layer 0.
+static void level_rows(const Stream *stream, const Around *around, const int64_t *ids, int n, int fresh, const int32_t *seq,
+                       const int32_t *slot, const int32_t *pos, const int32_t *prefix, const int64_t *tree,
+                       const float *carried, float *x) {
     int d = stream->shape->hidden, total = n + fresh, old = n - fresh;
     float *p = x + (size_t)fresh * d;
+    int32_t columns[4][MAX_ROWS];
+    int64_t trees[MAX_ROWS];
+    uint8_t fast[MAX_ROWS];
     mr_embed(stream->table, ids, n, d, 1.0f, p);
     memcpy(x, p + (size_t)old * d, (size_t)fresh * d * sizeof(float));
-    if (stream->carry.weight && carried) mr_linear(&stream->carry, carried, stream->carry_norm, stream->carry_eps, n, p, 1);
-    int32_t *columns = malloc((size_t)total * 4 * sizeof(int32_t));
-    int64_t *trees = malloc((size_t)total * sizeof(int64_t));
-    uint8_t *fast = malloc(total);
-    if (!columns || !trees || !fast) abort();
     for (int r = 0; r < total; r++) {
         int from = r < fresh ? old + r : r - fresh;  // slow rows first: they write what the accelerated ones read
-        columns[r] = seq[from];
-        columns[total + r] = r < fresh ? slot[from] : -1;
-        columns[2 * total + r] = pos[from];
-        columns[3 * total + r] = prefix[from];
+        columns[0][r] = seq[from];
+        columns[1][r] = r < fresh ? slot[from] : -1;
+        columns[2][r] = pos[from];
+        columns[3][r] = prefix[from];
         trees[r] = tree[from];
         fast[r] = r >= fresh;
     }
-    mr_layers(stream->shape, stream->layers, caches, stream->adapters, x, total, columns, columns + total,
-              columns + 2 * total, columns + 3 * total, trees, fast, capacity, 0, stream->gate);
-    free(columns); free(trees); free(fast);
-    if (stream->block_shape)
-        mr_layers(stream->block_shape, stream->block, block_cache, NULL, p, n, seq, slot, pos, prefix, tree, NULL,
-                  block_capacity, 0, 1);
-    if (stream->norm_out)
-        for (int r = 0; r < n; r++) scale_to_rms(p + (size_t)r * d, stream->norm_out, d, stream->block_shape->eps);
+    make_room(stream->shape, stream->adapters != NULL);
+    Level level = {.norm_out = stream->norm_out};
+    if (stream->carry.weight && carried)
+        level.carry = (Product){&stream->carry, carried, stream->carry_norm, p, n, ADD, stream->carry_eps};
+    level.layers = (Call){stream->shape, stream->layers, around->caches, stream->adapters,
+                          {columns[0], columns[1], columns[2], columns[3], trees, fast, total, around->capacity}, x, 0, stream->gate, 0};
+    if (stream->merged) {
+        level.layers.layers = stream->merged;
+        level.layers.adapters = NULL;
+        level.layers.key_rows = fresh;
+    }
+    if (stream->block_shape) {
+        make_room(stream->block_shape, 0);
+        level.block = (Call){stream->block_shape, stream->block, around->block_cache, NULL,
+                             {seq, slot, pos, prefix, tree, NULL, n, around->block_capacity}, p, 0, 1, 0};
+    }
+    if (around->head)
+        level.head = (Product){around->head, p + (size_t)old * d, around->head_norm, around->logits, fresh, STORE, around->head_eps};
+    run_parallel(run_level, &level);
+}
+
+// The same for any number of rows, from Python: x always ends with h_gate in the slow rows.
+void mr_stream_step(const Stream *stream, const LayerCache *caches, int capacity, const LayerCache *block_cache,
+                    int block_capacity, const int64_t *ids, int n, int fresh, const int32_t *seq, const int32_t *slot,
+                    const int32_t *pos, const int32_t *prefix, const int64_t *tree, const float *carried, float *x) {
+    int d = stream->shape->hidden, old = n - fresh;
+    Around around = {caches, block_cache, capacity, block_capacity, NULL, NULL, NULL, 0.0f};
+    if (!stream->merged && n + fresh <= MAX_ROWS) {
+        level_rows(stream, &around, ids, n, fresh, seq, slot, pos, prefix, tree, carried, x);
+        return;
+    }
+    if (fresh) {
+        mr_embed(stream->table, ids + old, fresh, d, 1.0f, x);
+        mr_layers(stream->shape, stream->layers, caches, NULL, x, fresh, seq + old, slot + old, pos + old, prefix + old,
+                  tree + old, NULL, capacity, 0, stream->gate);
+    }
+    for (int r = 0; r < n; r += MAX_ROWS)
+        level_rows(stream, &around, ids + r, n - r < MAX_ROWS ? n - r : MAX_ROWS, 0, seq + r, slot + r, pos + r, prefix + r,
+                   tree + r, carried ? carried + (size_t)r * d : NULL, x + (size_t)(fresh + r) * d);
 }
 
 // The head's `k` likeliest outputs for each row of p and their probabilities. logits: scratch [n, head->out].
@@ -87,15 +155,17 @@ static void sort_candidates(Candidate *c, int count) {
     (seq[r] = sequence, slot[r] = length + (node), pos[r] = length + depth[node], prefix[r] = length + 1, \
      tree[r] = bits[node], row_ids[r] = tokens[(node) - 1])
 
+// Where the residuals that a draft leaves behind (`hidden`) go on: with merged layers the slow stream has not run yet.
+static inline int entering_layer(const Stream *stream) { return stream->merged ? 0 : stream->gate; }
+
 // A whole greedy draft tree of one sequence (methods/m2r2/tree.py states the rules; a test holds the two together).
 // ids, carried: `refresh` committed tokens to refresh, then the root, which goes to slot `length`.
-// token_map: id of each head output, or NULL. Fills tokens, parents [nodes] and hidden [nodes + 1, d]; returns the
-// number of nodes. scratch: (refresh + 2 + (3 * (nodes + 1) + 1)) * d + width * head->out floats.
-int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, const LayerCache *block_cache,
-                  int block_capacity, const Linear *head, const float *head_norm, float head_eps, int vocab,
-                  const int64_t *token_map, int sequence, int length, int refresh, const int64_t *ids,
-                  const float *carried, const TreeLimits *limits, int64_t *tokens, int32_t *parents, float *hidden,
-                  float *scratch) {
+// token_map: id of each head output, or NULL. Fills tokens, parents [nodes] and hidden [nodes + 1, d] (the slow residuals
+// entering entering_layer); returns the number of nodes. around.logits is set here. scratch: (refresh + 2 + (4 * (nodes + 1)))
+// * d + width * head->out floats.
+static int draft_tree(const Stream *stream, Around around, int vocab, const int64_t *token_map, int sequence, int length,
+                      int refresh, const int64_t *ids, const float *carried, const TreeLimits *limits, int64_t *tokens,
+                      int32_t *parents, float *hidden, float *scratch) {
     int d = stream->shape->hidden, n = 0, rows = refresh + 1;
     size_t row_bytes = (size_t)d * sizeof(float);
     int32_t seq[MAX_NODES + 1], slot[MAX_NODES + 1], pos[MAX_NODES + 1], prefix[MAX_NODES + 1];
@@ -107,7 +177,8 @@ int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, 
     float *p_nodes = scratch;                              // [nodes + 1, d]
     float *x = p_nodes + (size_t)(limits->nodes + 1) * d;  // [2 * (nodes + 1) or refresh + 2, d]
     float *carry = x + (size_t)(2 * (limits->nodes + 1) + refresh + 2) * d;
-    float *logits = carry + (size_t)(limits->nodes + 1) * d;
+    around.logits = carry + (size_t)(limits->nodes + 1) * d;
+    const Linear *head = around.head;
 
     for (int r = 0; r < rows; r++) {
         seq[r] = sequence;
@@ -115,8 +186,16 @@ int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, 
         prefix[r] = slot[r] + 1;
         tree[r] = 0;
     }
-    mr_stream_step(stream, caches, capacity, block_cache, block_capacity, ids, rows, 1, seq, slot, pos, prefix, tree,
-                   carried, x);
+    if (rows + 1 > MAX_ROWS) {  // the refreshed rows by themselves
+        Around silent = around;
+        silent.head = NULL;
+        for (int r = 0; r < refresh; r += MAX_ROWS)
+            level_rows(stream, &silent, ids + r, refresh - r < MAX_ROWS ? refresh - r : MAX_ROWS, 0, seq + r, slot + r, pos + r,
+                       prefix + r, tree + r, carried + (size_t)r * d, x);
+        ids += refresh; carried += (size_t)refresh * d; rows = 1;
+        seq[0] = seq[refresh]; slot[0] = slot[refresh]; pos[0] = pos[refresh]; prefix[0] = prefix[refresh]; tree[0] = 0;
+    }
+    level_rows(stream, &around, ids, rows, 1, seq, slot, pos, prefix, tree, carried, x);
     memcpy(hidden, x, row_bytes);
     memcpy(p_nodes, x + (size_t)rows * d, row_bytes);
     reach[0] = 1.0; depth[0] = 0; bits[0] = 0; frontier[0] = 0;
@@ -125,8 +204,7 @@ int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, 
         int64_t best[17 * 17];
         float probs[17 * 17];
         int k = limits->top < vocab ? limits->top : vocab, candidates = 0;
-        for (int f = 0; f < count; f++) memcpy(x + (size_t)f * d, p_nodes + (size_t)frontier[f] * d, row_bytes);
-        mr_head_top(head, head_norm, head_eps, x, count, vocab, k, (float)limits->sharpness, logits, best, probs);
+        mr_top(around.logits, count, vocab, head->out, k, (float)limits->sharpness, best, probs);
         for (int f = 0; f < count; f++) {
             int node = frontier[f];
             if (depth[node] >= limits->depth) continue;
@@ -160,8 +238,7 @@ int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, 
             NODE_ROW(f, node);
             memcpy(carry + (size_t)f * d, p_nodes + (size_t)parents[node - 1] * d, row_bytes);
         }
-        mr_stream_step(stream, caches, capacity, block_cache, block_capacity, row_ids, count, count, seq, slot, pos,
-                       prefix, tree, carry, x);
+        level_rows(stream, &around, row_ids, count, count, seq, slot, pos, prefix, tree, carry, x);
         for (int f = 0; f < count; f++) {
             memcpy(hidden + (size_t)frontier[f] * d, x + (size_t)f * d, row_bytes);
             memcpy(p_nodes + (size_t)frontier[f] * d, x + (size_t)(count + f) * d, row_bytes);
@@ -182,8 +259,9 @@ int mr_draft_tree(const Stream *stream, const LayerCache *caches, int capacity, 
         for (int f = 0; f < added; f++) NODE_ROW(f, ran + f);
         float *h = hidden + (size_t)ran * d;
         mr_embed(stream->table, row_ids, added, d, 1.0f, h);
-        mr_layers(stream->shape, stream->layers, caches, NULL, h, added, seq, slot, pos, prefix, tree, NULL, capacity, 0,
-                  stream->gate);
+        if (entering_layer(stream))
+            mr_layers(stream->shape, stream->layers, around.caches, NULL, h, added, seq, slot, pos, prefix, tree, NULL,
+                      around.capacity, 0, stream->gate);
     }
     return n;
 }

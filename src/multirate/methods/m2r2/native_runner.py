@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ from multirate.backbone.native import NativeDecoder, library
 from multirate.backbone.native.adapters import AdapterPack
 from multirate.backbone.native.cache import NativeKVCache
 from multirate.backbone.native.own_layer import OwnLayer, tiles
-from multirate.backbone.native.packing import Owner, interleave_gate_up
+from multirate.backbone.native.packing import Owner, array_of, interleave_gate_up
 from multirate.backbone.rows import Rows
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
 from multirate.methods.m2r2.runner import StreamRunner
@@ -56,6 +58,9 @@ class NativeStreamRunner(StreamRunner):
             carry_eps=config.norm_eps,
             gate=gate,
         )
+        if (deltas := _mergeable(self.adapters, gate)) is not None:
+            self._merged = array_of(library.Layer, [decoder.pack(0, owner, deltas)])
+            self.packed.merged = ctypes.addressof(self._merged)
         if self._block is not None:
             self._own_layer = OwnLayer(
                 decoder, owner, pack_block(owner, self._block), heads=config.block_heads,
@@ -97,6 +102,17 @@ class NativeStreamRunner(StreamRunner):
         if self._token_list is None:
             return ids, probs
         return [[self._token_list[i] for i in row] for row in ids], probs
+
+
+def _mergeable(adapters: Mapping[int, Any] | None, gate: int) -> dict[str, Tensor] | None:
+    """What the adapters add to layer 0's weights, if that is all they do and no slow layer runs while drafting: a draft
+    then reads one set of weights, and of its slow rows only their keys and values are needed before verification."""
+    if gate != 1 or not adapters:
+        return None
+    sites = dict(adapters[0].deltas())
+    if not sites.keys() <= {"q", "o", "gate", "up", "down"} or not all(hasattr(s, "up") for s in sites.values()):
+        return None
+    return {name: site.up.weight.detach().float() @ site.down.weight.detach().float() for name, site in sites.items()}
 
 
 def pack_block(owner: Owner, block: GateBlock) -> library.Layer:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -23,6 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from multirate.errors import UserError
 
+if TYPE_CHECKING:
+    from multirate.experts.model import OffloadedExperts
+
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ACCELERATOR_FILES = ("accelerator.json", "accelerator.safetensors")
 _REFERENCE = Path(__file__).parent / "reference"
@@ -35,6 +38,7 @@ class LoadedModel:
     model: Any
     tokenizer: Any
     name: str
+    experts: OffloadedExperts | None = None
 
 
 def reference_model() -> Path:
@@ -69,6 +73,35 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
     with _explained(f"tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(source)
     return LoadedModel(model, tokenizer, name or "reference")
+
+
+def model_folder(name: str) -> Path:
+    """The local folder of a model's files: a folder, or a hub id (its safetensors and JSON are downloaded)."""
+    _check_name(name, "model", "config.json")
+    if Path(name).is_dir():
+        return Path(name)
+    with _explained(f"model {name}"):
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+
+
+def load_offloaded(name: str, experts: str | os.PathLike[str], device: str = "cpu") -> LoadedModel:
+    """A mixture-of-experts model without its experts, which stay in the store `experts`; `.experts` leads to them.
+
+    In the checkpoint's dtype. Raises UserError as load_model and ExpertStore.open do.
+    """
+    from multirate.experts.model import OffloadedExperts, load_without_experts
+    from multirate.experts.shards import Shards
+    from multirate.experts.store import ExpertStore
+
+    if device not in ("auto", "cpu"):
+        raise UserError(f"experts on disk with device {device!r}: accepted is cpu (for now)")
+    folder = model_folder(name)
+    with Shards(folder) as shards:
+        store = ExpertStore.open(experts, shards.revision())
+    with _explained(f"model {name}"):
+        model = load_without_experts(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    return LoadedModel(model, tokenizer, name, OffloadedExperts(model, store))
 
 
 def load_config(name: str | None = None) -> Any:

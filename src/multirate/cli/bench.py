@@ -9,6 +9,7 @@ import typer
 
 from multirate.cli import options
 from multirate.cli.errors import INTERRUPTED
+from multirate.cli.progress import Bar
 from multirate.errors import UserError
 
 if TYPE_CHECKING:
@@ -139,14 +140,14 @@ def run(
     prompts = _prompts(engine, questions, max_new_tokens, truncate)
     total = (repeats * len(prompts.prompts) + min(warmup, len(prompts.prompts))) * len(contenders)
     device = engine.decoder.facts.device
-    with _progress("measuring", total) as advance:
+    with Bar("measuring", total) as bar:
         measurements = measure(
             contenders,
             prompts.prompts,
             repeats=repeats,
             warmup=warmup,
             synchronize=(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None,
-            on_answer=lambda name: advance(),
+            on_answer=lambda name: bar.advance(),
         )
     rows = summarise(measurements, Judge(engine.model), [c.name for c in contenders if not c.lossless])
     usable = measurements.usable()
@@ -174,7 +175,7 @@ def _prompts(engine: Engine, questions: list[Question], max_new_tokens: int, tru
     from multirate.evaluation.prompts import build_prompts
 
     stop = engine.stopping(max_new_tokens)
-    with _progress("preparing prompts", len(questions)) as advance:
+    with Bar("preparing prompts", len(questions)) as bar:
         prompts = build_prompts(
             questions,
             engine.tokenizer,
@@ -182,7 +183,7 @@ def _prompts(engine: Engine, questions: list[Question], max_new_tokens: int, tru
             max_positions=engine.decoder.facts.max_positions,
             max_new_tokens=max_new_tokens,
             truncate=truncate,
-            on_question=advance,
+            on_question=bar.advance,
         )
     if prompts.skipped:
         options.note(
@@ -196,22 +197,3 @@ def _prompts(engine: Engine, questions: list[Question], max_new_tokens: int, tru
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
-
-
-class _progress:
-    """A progress bar on stderr that is gone when it is full; `with` gives the function that moves it by one."""
-
-    def __init__(self, text: str, total: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = options.console(stderr=True)
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task(text, total=total)
-
-    def __enter__(self) -> Any:
-        self._progress.start()
-        return lambda: self._progress.advance(self._task)
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()

@@ -42,6 +42,9 @@ def command(
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
+    experts: options.Experts = None,
+    expert_memory: options.ExpertMemory = None,
+    expert_policy: options.ExpertPolicy = "aot",
 ) -> None:
     """Write a model's answer to a prompt, given by --prompt, --prompt-file or stdin."""
     text = _prompt(prompt, prompt_file)
@@ -52,7 +55,7 @@ def command(
     from multirate.evaluation.prompts import encode_chat
 
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    loaded = options.load(model, dtype, device)
+    loaded = options.load(model, dtype, device, experts, expert_memory, expert_policy)
     engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
     wanted = [method] if method else ["m2r2-carry", "m2r2"] if model is None else []
     options.add_accelerators(engine, [accelerator] if accelerator else [], wanted, embedded=model is None)
@@ -90,6 +93,8 @@ def command(
             f"{seen.tokens_per_step:.2f} tokens per step, acceptance {seen.acceptance:.2f}, "
             f"ended by {output.finish_reasons[0]}, backend {engine.backend}"
         )
+        if loaded.experts is not None and loaded.experts.runtime is not None:
+            options.note(options.expert_line(loaded.experts.runtime))
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

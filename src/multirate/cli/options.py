@@ -13,6 +13,7 @@ from multirate.errors import UserError
 
 if TYPE_CHECKING:
     from multirate.engine import Engine
+    from multirate.experts.runtime import ExpertRuntime
     from multirate.hub import LoadedModel
 
 Model = Annotated[
@@ -39,14 +40,55 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
-def load(model: str | None, dtype: str, device: str) -> LoadedModel:
-    """The model, with transformers kept from printing beside our own lines."""
+Experts = Annotated[
+    Path | None, typer.Option(help="The model's expert store (multirate pack makes one).", show_default=False)
+]
+ExpertMemory = Annotated[
+    str | None, typer.Option(help="Memory for experts, such as 2GB (default: all of them).", show_default=False)
+]
+ExpertPolicy = Annotated[
+    str, typer.Option(help="aot, on_demand, lru, least_stale, previous_token, popularity or next_layer_gate.")
+]
+
+
+def load(
+    model: str | None, dtype: str, device: str, experts: Path | None = None, expert_memory: str | None = None,
+    expert_policy: str = "aot",
+) -> LoadedModel:
+    """The model, its experts in a store if one is given; transformers is kept from printing beside our own lines."""
     from transformers.utils import logging
 
-    from multirate.hub import load_model
+    from multirate.experts.arms import arm, parse_bytes
+    from multirate.hub import load_model, load_offloaded
 
     logging.disable_progress_bar()
-    return load_model(model, dtype, device)
+    chosen, memory = arm(expert_policy), parse_bytes(expert_memory, "--expert-memory")
+    if experts is None:
+        if expert_memory is not None:
+            raise UserError("--expert-memory needs --experts DIR, the store that multirate pack made")
+        return load_model(model, dtype, device)
+    if model is None:
+        raise UserError("--experts needs the MODEL that the store was packed from")
+    if dtype != "auto":
+        raise UserError(f"--dtype {dtype} with --experts: accepted is auto, the dtype that was packed")
+
+    from multirate.experts.runtime import ExpertSettings
+
+    loaded = load_offloaded(model, experts, device)
+    assert loaded.experts is not None
+    runtime = loaded.experts.use(ExpertSettings(memory, chosen.eviction), chosen.predictor)
+    if runtime.note:
+        note(f"note: {runtime.note}")
+    return loaded
+
+
+def expert_line(runtime: ExpertRuntime) -> str:
+    """What loading experts did, on a line."""
+    seen = runtime.stats
+    return (
+        f"experts: {runtime.memory_bytes / 1e6:.0f} MB, hit rate {seen.hit_rate:.2f}, {seen.recall:.2f} of the rest "
+        f"read ahead, {seen.bytes / 1e6:.0f} MB read, waited {seen.stall_seconds:.2f} s"
+    )
 
 
 def add_accelerators(engine: Engine, given: Sequence[str], methods: Sequence[str], embedded: bool) -> None:

@@ -1,0 +1,36 @@
+"""`multirate pack`: a mixture-of-experts checkpoint's experts, as a store to read them from while generating."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from multirate.cli import options
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A model's folder or hub id.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The store's folder.", show_default=False)],
+    force: Annotated[bool, typer.Option("--force", help="Replace the store of another model or revision.")] = False,
+) -> None:
+    """Pack a model's experts into a store that generation reads them from, for models larger than memory.
+
+    Works from the checkpoint's files, one expert in memory at a time. Interrupted, the same command goes on.
+    """
+    from multirate.cli.progress import Bar
+    from multirate.experts.pack import pack
+    from multirate.hub import model_folder
+
+    folder = model_folder(model)
+    with Bar("packing experts") as bar:
+        name = folder.name if Path(model).exists() else model
+        index = pack(folder, out, name, on_expert=bar.to, force=force)
+    size = index.record.bytes
+    options.console().print(
+        f"{out}: {len(index.layers)} layers of {index.num_experts} experts, {size / 1e6:.2f} MB each, "
+        f"{index.data_bytes / 1e9:.2f} GB in all. A token needs {index.top_k} of each layer: "
+        f"{len(index.layers) * index.top_k * size / 1e6:.1f} MB. The least memory is "
+        f"{(index.top_k + 1) * size / 1e6:.2f} MB."
+    )

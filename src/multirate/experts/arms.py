@@ -1,0 +1,57 @@
+"""The ways to run with experts on disk, by the names that the command line, Python and the bench share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from multirate.errors import UserError
+
+_UNITS = {"": 1, "b": 1} | {
+    unit + suffix: base**power
+    for power, unit in enumerate("kmgt", start=1)
+    for suffix, base in (("", 1000), ("b", 1000), ("ib", 1024))
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Who is evicted, and who names experts ahead of time (policies.py, model.PREDICTORS)."""
+
+    eviction: str
+    predictor: str
+    description: str
+
+
+ARMS: Mapping[str, Arm] = {
+    "on_demand": Arm("none", "none", "every use is a read"),
+    "lru": Arm("lru", "none", "a cache, the least recently used leaves"),
+    "least_stale": Arm("least_stale", "none", "a cache, what an earlier token left leaves first"),
+    "previous_token": Arm("least_stale", "previous_token", "and the experts of the previous token are read ahead"),
+    "popularity": Arm("least_stale", "popularity", "and the most used experts are read ahead"),
+    "next_layer_gate": Arm("least_stale", "next_layer_gate", "and the next layer's router, asked now, is read ahead"),
+}
+POLICIES = (*ARMS, "aot")
+
+
+def arm(policy: str) -> Arm:
+    """The arm of a policy's name; "aot", ahead of time, is the best there is for the model: the next layer's gate.
+
+    UserError for another name.
+    """
+    if policy == "aot":
+        return ARMS["next_layer_gate"]
+    if policy not in ARMS:
+        raise UserError(f"expert policy {policy!r} is unknown; accepted: {', '.join(POLICIES)}")
+    return ARMS[policy]
+
+
+def parse_bytes(text: str | int | None, name: str = "expert memory") -> int | None:
+    """2GB, 512MiB, 1.5g or a number of bytes → bytes (GB is 10⁹, GiB 2³⁰); None stays None. UserError for the rest."""
+    if text is None or isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS:
+        raise UserError(f"{name} is {text!r}; accepted is a size such as 2GB, 512MiB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2]])

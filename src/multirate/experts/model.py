@@ -1,0 +1,176 @@
+"""A mixture-of-experts model whose experts stay on disk: everything else loaded, experts modules led to a runtime."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from multirate.backbone.inspect import find_parts
+from multirate.backbone.parts import MoEParts
+from multirate.errors import UserError
+from multirate.experts.layout import ExpertTensors
+from multirate.experts.policies import EvictionPolicy
+from multirate.experts.predictors import NextLayerGate, Popularity, Predictor, PreviousToken, SelectExperts
+from multirate.experts.runtime import IMPLEMENTATION, ExpertRuntime, ExpertSettings
+from multirate.experts.shards import Shards
+from multirate.experts.store import ExpertStore
+
+_RENAMED = (("block_sparse_moe.", "mlp."),)  # checkpoint name → module name
+PREDICTORS = ("none", "previous_token", "popularity", "next_layer_gate")
+
+
+def load_without_experts(folder: Path) -> Any:
+    """The causal LM in `folder`, in evaluation mode on the CPU, its experts' parameters on the meta device.
+
+    In the checkpoint's own dtype. Raises UserError naming a parameter that the checkpoint does not have.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    with Shards(folder) as shards:
+        experts = ExpertTensors(shards)
+        dtype = experts.format.dtype
+        with init_empty_weights(include_buffers=False):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        given = {_module_name(name): name for name in shards.names() if name not in experts.tensor_names}
+        modules = dict(model.named_modules())
+        tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
+        for name, parameter in list(model.named_parameters()):
+            path, _, leaf = name.rpartition(".")
+            if ".experts." in f".{name}":
+                continue
+            if name not in given:
+                if name in tied:
+                    continue
+                raise UserError(f"{folder} has no tensor for {name}: it is not a checkpoint of {type(model).__name__}")
+            value = shards.tensor(given[name])
+            if value.shape != parameter.shape:
+                raise UserError(f"{folder}: {given[name]} is {tuple(value.shape)}; the model's {name} is "
+                                f"{tuple(parameter.shape)}")  # fmt: skip
+            setattr(modules[path], leaf, nn.Parameter(value.to(dtype), requires_grad=False))
+    model.tie_weights()
+    if (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _module_name(name: str) -> str:
+    for old, new in _RENAMED:
+        name = name.replace(old, new)
+    return name
+
+
+def _experts_function(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: Any, **__: Any
+) -> Tensor:
+    """What transformers calls in place of an experts module's forward."""
+    offload: OffloadedExperts = self._multirate_offload
+    return offload.forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+class OffloadedExperts:
+    """Leads the experts modules of `model` to a runtime; the runtime may be exchanged between two generations.
+
+    Sees the stream before the norm of each MoE block through hooks, which `remove` takes off again.
+    """
+
+    def __init__(self, model: Any, store: ExpertStore) -> None:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        self.model, self.store = model, store
+        self.runtime: ExpertRuntime | None = None
+        blocks = [(layer.index, layer.moe, layer.module) for layer in self._layers() if layer.moe is not None]
+        found = tuple(index for index, _, _ in blocks)
+        if found != store.index.layers:
+            held = list(store.index.layers)
+            raise UserError(f"{store.folder} holds experts of layers {held}; the model's are {list(found)}")
+        self._moe: list[MoEParts] = [moe for _, moe, _ in blocks]
+        self._norms: list[nn.Module | None] = [None] * len(blocks)
+        self._seen: tuple[nn.Module, Tensor] | None = None  # the norm that ran last, and its input
+        self._handles = []
+        for row, (_, moe, layer) in enumerate(blocks):
+            experts: Any = moe.experts
+            experts._multirate_offload, experts._multirate_row = self, row
+            for child in layer.children():
+                if "norm" in type(child).__name__.lower():
+                    self._handles.append(child.register_forward_pre_hook(self._see))
+        with contextlib.suppress(ValueError):  # registered already
+            ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_function)
+        self._before = model.config._experts_implementation
+        model.set_experts_implementation(IMPLEMENTATION)
+
+    def _layers(self) -> Any:
+        return find_parts(self.model).layers
+
+    def _see(self, norm: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self._seen = (norm, arguments[0])
+
+    def use(
+        self, settings: ExpertSettings | None = None, predictor: str | Predictor = "none",
+        eviction: EvictionPolicy | None = None,
+    ) -> ExpertRuntime:
+        """A new runtime in place of the last, which is closed. predictor: a name of PREDICTORS, or one of yours."""
+        if self.runtime is not None:
+            self.runtime.close()
+        self.runtime = ExpertRuntime(self.store, settings, self.predictor(predictor), eviction)
+        return self.runtime
+
+    def predictor(self, predictor: str | Predictor) -> Predictor | None:
+        """A predictor for this model by name. UserError for another."""
+        rows, index = len(self._moe), self.store.index
+        if isinstance(predictor, Predictor):
+            return predictor
+        if predictor == "none":
+            return None
+        if predictor == "previous_token":
+            return PreviousToken(rows)
+        if predictor == "popularity":
+            return Popularity(rows, index.top_k)
+        if predictor == "next_layer_gate":
+            return NextLayerGate(self.selections())
+        raise UserError(f"expert predictor {predictor!r} is unknown; accepted: {', '.join(PREDICTORS)}")
+
+    def selections(self) -> list[SelectExperts]:
+        """For each row: the stream after attention → the experts that its norm, router and rule would choose."""
+        return [self._selection(row) for row in range(len(self._moe))]
+
+    def _selection(self, row: int) -> SelectExperts:
+        @torch.no_grad()
+        def select(residual: Tensor) -> Tensor:
+            norm = self._norms[row]
+            if norm is None:  # the layer has not run yet, so nobody knows which norm is its MoE block's
+                return torch.empty(0, dtype=torch.int64)
+            seen = self._seen
+            try:
+                routed = self._moe[row].router(norm(residual))
+            finally:
+                self._seen = seen
+            outputs = routed if isinstance(routed, tuple) else (routed,)
+            indices: Tensor = next(x for x in outputs if not x.is_floating_point())
+            return indices
+
+        return select
+
+    def forward(self, module: Any, hidden: Tensor, top_index: Tensor, top_weights: Tensor) -> Tensor:
+        """The experts module's forward: hidden [N, H] → [N, H]."""
+        if self.runtime is None:
+            raise UserError("the model's experts are on disk and no expert runtime is in use")
+        row, residual = module._multirate_row, None
+        if self._seen is not None:
+            self._norms[row], residual = self._seen[0], self._seen[1].reshape(-1, hidden.shape[-1])
+        return self.runtime.forward(module, row, hidden, top_index, top_weights, residual)
+
+    def remove(self) -> None:
+        """Takes the hooks off and ends the runtime's threads. The model needs its experts back before it can run."""
+        for handle in self._handles:
+            handle.remove()
+        if self.runtime is not None:
+            self.runtime.close()
+            self.runtime = None
+        self.model.set_experts_implementation(self._before)

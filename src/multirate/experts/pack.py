@@ -1,0 +1,144 @@
+"""Safetensors → expert store, one expert in memory at a time; interrupted, the same call goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multirate.errors import UserError
+from multirate.experts.layout import ExpertTensors
+from multirate.experts.shards import Shards
+from multirate.experts.store import DATA, INDEX, VERIFIED, ExpertStore, StoreIndex
+
+_PARTIAL, _PROGRESS = "experts.bin.partial", "packing.json"
+_CHECKPOINT_BYTES = 256 << 20  # progress is written at least so often
+
+
+def pack(
+    model: Path,
+    out: Path,
+    name: str | None = None,
+    on_expert: Callable[[int, int], None] | None = None,
+    force: bool = False,
+) -> StoreIndex:
+    """Packs the experts of the checkpoint in folder `model` into the folder `out` → what was packed.
+
+    on_expert(done, all) is called per expert. A finished store of the same revision is left as it is; one of another is
+    replaced only with `force`. Nothing half-written is ever named experts.bin. Raises UserError naming file and reason.
+    """
+    with Shards(model) as shards:
+        experts = ExpertTensors(shards)
+        revision = shards.revision()
+        if (out / INDEX).is_file() and not force:
+            store = ExpertStore.open(out)
+            if store.index.revision == revision:
+                return store.index
+            raise UserError(f"{out} holds the experts of {store.index.model}, another revision: name another folder or "
+                            "replace it with --force")  # fmt: skip
+        return _Packer(experts, out, revision, name or model.name, _top_k(model)).run(on_expert)
+
+
+def _top_k(model: Path) -> int:
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{model / 'config.json'} cannot be read: {error}") from None
+    for key in ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk"):
+        if isinstance(config.get(key), int):
+            return int(config[key])
+    raise UserError(f"{model / 'config.json'} does not say how many experts a token has (num_experts_per_tok)")
+
+
+class _Packer:
+    """State of one packing: checksums of the records written so far, and the file they are in."""
+
+    def __init__(self, experts: ExpertTensors, out: Path, revision: str, name: str, top_k: int) -> None:
+        self._experts, self._out, self._revision, self._name, self._top_k = experts, out, revision, name, top_k
+        self._keys = [(layer, expert) for layer in experts.layers for expert in range(experts.num_experts)]
+        self._checksums: list[int] = []
+        self._bytes = experts.format.bytes
+
+    def run(self, on_expert: Callable[[int, int], None] | None) -> StoreIndex:
+        out, partial = self._out, self._out / _PARTIAL
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            self._resume()
+            self._check_space()
+            with partial.open("r+b" if partial.exists() else "w+b") as file:
+                file.truncate(len(self._checksums) * self._bytes)
+                file.seek(0, os.SEEK_END)
+                self._write(file, on_expert)
+            index = StoreIndex(self._name, self._revision, tuple(self._experts.layers), self._experts.num_experts,
+                               self._top_k, self._experts.format, tuple(self._checksums))  # fmt: skip
+            (out / INDEX).unlink(missing_ok=True)  # never an index beside data that it does not describe
+            (out / VERIFIED).unlink(missing_ok=True)
+            os.replace(partial, out / DATA)
+            _write_atomically(out / INDEX, index.to_json())
+            (out / _PROGRESS).unlink(missing_ok=True)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise UserError(f"{error.filename or out} cannot be written: {reason}") from error
+        return index
+
+    def _write(self, file: Any, on_expert: Callable[[int, int], None] | None) -> None:
+        record = torch.zeros(self._bytes, dtype=torch.uint8)
+        unsaved = 0
+        try:
+            for layer, expert in self._keys[len(self._checksums) :]:
+                values = self._experts.expert(layer, expert)
+                self._check_shapes(values, layer, expert)
+                self._experts.format.write(values, record)
+                data = record.numpy()
+                file.write(data)
+                self._checksums.append(zlib.crc32(data.tobytes()))
+                unsaved += self._bytes
+                if unsaved >= _CHECKPOINT_BYTES:
+                    self._save(file)
+                    unsaved = 0
+                if on_expert is not None:
+                    on_expert(len(self._checksums), len(self._keys))
+        finally:
+            self._save(file)
+
+    def _check_shapes(self, values: dict[str, torch.Tensor], layer: int, expert: int) -> None:
+        for field in self._experts.format.fields:
+            value = values.get(field.name)
+            if value is None or tuple(value.shape) != field.shape or value.dtype != self._experts.format.dtype:
+                found = "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"
+                raise UserError(f"expert {expert} of layer {layer}: {field.name} is {found}; the first expert's is "
+                                f"{self._experts.format.dtype} {field.shape}")  # fmt: skip
+
+    def _save(self, file: Any) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        _write_atomically(self._out / _PROGRESS, {"revision": self._revision, "record_bytes": self._bytes,
+                                                  "checksums": self._checksums})  # fmt: skip
+
+    def _resume(self) -> None:
+        """Takes over the records of an interrupted packing of the same checkpoint."""
+        try:
+            saved = json.loads((self._out / _PROGRESS).read_text())
+            size = (self._out / _PARTIAL).stat().st_size
+        except (OSError, ValueError):
+            return
+        if saved.get("revision") == self._revision and saved.get("record_bytes") == self._bytes:
+            self._checksums = saved["checksums"][: size // self._bytes]
+
+    def _check_space(self) -> None:
+        needed = (len(self._keys) - len(self._checksums)) * self._bytes
+        free = shutil.disk_usage(self._out).free
+        if needed > free:
+            raise UserError(f"{self._out} has {free / 1e9:.1f} GB free; the experts take {needed / 1e9:.1f} GB")
+
+
+def _write_atomically(path: Path, content: dict[str, Any]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content))
+    os.replace(temporary, path)

@@ -1,0 +1,102 @@
+"""Reads of the store that leave the page cache alone: O_DIRECT into aligned memory, a chunk at a time."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from multirate.errors import UserError
+from multirate.experts.layout import ALIGNMENT
+
+CHUNK = 1 << 20  # a read is preempted only between chunks
+
+
+class Arena:
+    """Page-aligned memory for `count` records of `size` bytes, a multiple of ALIGNMENT. `slots[i]`: [size] uint8."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self._memory = mmap.mmap(-1, max(count * size, ALIGNMENT))
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.slots: list[Tensor] = [whole[i * size : (i + 1) * size] for i in range(count)]
+        view = memoryview(self._memory)
+        self.buffers = [view[i * size : (i + 1) * size] for i in range(count)]
+
+
+class Throttle:
+    """At most `bytes_per_second` over all readers, so that measurements repeat on any disk; None: no limit."""
+
+    def __init__(self, bytes_per_second: float | None) -> None:
+        self._rate = bytes_per_second
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def took(self, size: int, began: float) -> None:
+        """`size` bytes were read since `began` (perf_counter); sleeps until a disk of the set speed would have."""
+        if self._rate is None:
+            return
+        with self._lock:
+            self._free_at = max(self._free_at, began) + size / self._rate
+            until = self._free_at
+        if (wait := until - time.perf_counter()) > 0:
+            time.sleep(wait)
+
+
+class RecordReader:
+    """Reads of one data file. `direct`: whether the page cache is bypassed; if not, `note` says why.
+
+    Safe to use from several threads. Raises OSError when a read fails or ends early.
+    """
+
+    def __init__(self, path: Path, throttle: Throttle | None = None, direct: bool = True) -> None:
+        self.path, self._throttle = path, throttle or Throttle(None)
+        self.direct, self.note = False, "O_DIRECT was switched off" if not direct else None
+        self._fd = -1
+        if direct and hasattr(os, "O_DIRECT"):
+            try:
+                self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+                self._probe()
+                self.direct = True
+            except OSError as error:
+                self._close_fd()
+                self.note = f"{path} cannot be read with O_DIRECT ({error.strerror}): reads go through the page cache"
+        elif direct:
+            self.note = "this system has no O_DIRECT: reads go through the page cache"
+        if self._fd < 0:
+            try:
+                self._fd = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise UserError(f"{path} cannot be opened: {(error.strerror or str(error)).lower()}") from None
+
+    def _probe(self) -> None:
+        with mmap.mmap(-1, ALIGNMENT) as page:
+            os.preadv(self._fd, [page], 0)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fills `into` (aligned, at most CHUNK bytes of a record) from `offset`."""
+        began = time.perf_counter()
+        done = 0
+        while done < len(into):
+            count = os.preadv(self._fd, [into[done:]], offset + done)
+            if count <= 0:
+                raise OSError(f"{self.path} ends at byte {offset + done}: it was truncated while in use")
+            done += count
+            if done < len(into) and self.direct and done % ALIGNMENT:
+                done -= done % ALIGNMENT  # a short direct read is resumed where it may be
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
+        self._throttle.took(len(into), began)
+
+    def _close_fd(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def close(self) -> None:
+        """No reads after this."""
+        self._close_fd()

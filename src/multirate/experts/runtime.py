@@ -1,0 +1,208 @@
+"""Computes with experts that are not all in memory: the demand point of transformers' experts modules.
+
+The true router always decides; loading changes residency only. An expert's product for its tokens, and the sum over a
+token's experts, are formed in one fixed order whatever arrives first, so logits are bit-identical for every policy,
+budget and predictor.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multirate.errors import UserError
+from multirate.experts.loader import ExpertLoader
+from multirate.experts.policies import EvictionPolicy, eviction_policy
+from multirate.experts.predictors import Predictor
+from multirate.experts.reader import Arena, RecordReader, Throttle
+from multirate.experts.slot_cache import Key, Slot, SlotCache, State
+from multirate.experts.stats import ExpertStats
+from multirate.experts.store import ExpertStore
+
+IMPLEMENTATION = "multirate"
+
+
+@dataclass(frozen=True)
+class ExpertSettings:
+    """memory_bytes: for expert weights; None: all of them. eviction: see policies.py. threads: that read.
+
+    disk_bytes_per_second: slows reads down to this, for measurements that repeat; None: the real disk. direct: past the
+    page cache.
+    """
+
+    memory_bytes: int | None = None
+    eviction: str = "least_stale"
+    disk_bytes_per_second: float | None = None
+    direct: bool = True
+    threads: int = 1
+
+
+def slots_for(store: ExpertStore, memory_bytes: int | None) -> int:
+    """How many experts fit. UserError below k + 1, naming the smallest budget that works."""
+    record, everything = store.index.record.bytes, len(store.index.layers) * store.index.num_experts
+    if memory_bytes is None:
+        return everything
+    count, least = memory_bytes // record, store.index.top_k + 1
+    if count < least:
+        raise UserError(
+            f"the expert memory of {memory_bytes} bytes holds {count} experts of {record} bytes; accepted are at least "
+            f"{least} (those of one token, and one to load into): {least * record} bytes"
+        )
+    return min(count, everything)
+
+
+class ExpertRuntime:
+    """The experts of one model: slots, loader threads and the function that its experts modules call.
+
+    Owns everything it makes; `close` ends the threads. One generation at a time.
+    """
+
+    def __init__(
+        self, store: ExpertStore, settings: ExpertSettings | None = None, predictor: Predictor | None = None,
+        eviction: EvictionPolicy | None = None,
+    ) -> None:
+        self.store, self.settings = store, settings or ExpertSettings()
+        self.stats = ExpertStats()
+        self.predictor = predictor
+        self.trace: list[tuple[int, list[int]]] | None = None  # (row, experts) of each call, when recorded
+        count = slots_for(store, self.settings.memory_bytes)
+        self.cache = SlotCache(count, eviction or eviction_policy(self.settings.eviction), self._evicted)
+        self._arena = Arena(count, store.index.record.bytes)
+        self._views = [store.index.record.views(slot) for slot in self._arena.slots]
+        reader = RecordReader(store.path, Throttle(self.settings.disk_bytes_per_second), self.settings.direct)
+        self.note = reader.note
+        self.loader = ExpertLoader(store, self.cache, self._arena, reader, self.stats, self.settings.threads)
+        self._token = 0
+        self._last_row = len(store.index.layers)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the slots."""
+        return len(self.cache.slots) * self.store.index.record.bytes
+
+    def forward(
+        self, module: Any, row: int, hidden: Tensor, top_index: Tensor, top_weights: Tensor,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """hidden [N, H], top_index [N, k] experts, top_weights [N, k] → [N, H], as the experts module's own forward.
+
+        residual [N, H]: the stream after this layer's attention, before the norm: what predictors see.
+        """
+        self._enter(row)
+        n, k = top_index.shape
+        flat = top_index.reshape(-1)
+        needed: list[int] = torch.unique(flat).tolist()
+        if self.trace is not None:
+            self.trace.append((row, needed))
+        parts = torch.empty(n * k, hidden.shape[1], dtype=hidden.dtype)
+        keys = self._ask(row, needed)
+        if self.predictor is not None:
+            self.predictor.used(row, needed)
+            self._predict(row, hidden if residual is None else residual)
+        waiting = keys
+        try:
+            while waiting:  # READY ones first: what is missing is read meanwhile
+                slot = self._next(row, waiting)
+                assert slot.key is not None
+                waiting = [key for key in waiting if key != slot.key]
+                self._compute(module, slot.key, slot, hidden, flat, k, parts)
+        finally:
+            with self.cache.changed:
+                self.cache.wanted.clear()
+        weighted = parts.view(n, k, -1).float() * top_weights[..., None].float()
+        total: Tensor = weighted.sum(dim=1).to(hidden.dtype)  # over a token's k in the router's order, always
+        return total
+
+    def reset(self, events: bool = False) -> None:
+        """Statistics from zero; events: record a timeline."""
+        with self.cache.changed:
+            fresh = ExpertStats(events=[] if events else None)
+            self.stats.__dict__.update(fresh.__dict__)
+
+    def close(self) -> None:
+        """Ends the reader threads; the model cannot be run with this runtime any more."""
+        self.loader.close()
+
+    def __enter__(self) -> ExpertRuntime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- a call ---------------------------------------------------------------------------------------
+
+    def _enter(self, row: int) -> None:
+        if row <= self._last_row:
+            self._token += 1  # a new pass over the layers
+        self._last_row = row
+        self.loader.pass_row(self._token, row)
+
+    def _ask(self, row: int, needed: list[int]) -> list[Key]:
+        keys = [(row, expert) for expert in needed]
+        self.stats.calls += 1
+        self.stats.uses += len(keys)
+        missing = []
+        with self.cache.changed:
+            self.cache.wanted.update(keys)
+            for key in keys:
+                slot = self.cache.find_locked(key)
+                if slot is None or slot.state is not State.READY:
+                    missing.append(key)
+                    continue
+                self.stats.hits += 1
+                self.stats.timely += slot.fresh
+        if missing:
+            self.loader.demand(missing)
+        return keys
+
+    def _predict(self, row: int, residual: Tensor) -> None:
+        assert self.predictor is not None
+        began = time.perf_counter()
+        found = self.predictor.predict(row, residual)
+        self.stats.predictor_seconds += time.perf_counter() - began
+        self.stats.note("predict", began, row)
+        if found:
+            self.loader.speculate(found)
+
+    def _next(self, row: int, keys: list[Key]) -> Slot:
+        """Holds the first of `keys` that is READY, or waits for one."""
+        with self.cache.changed:
+            for key in keys:
+                if (slot := self.cache.hold_locked(key)) is not None:
+                    return slot
+        began = time.perf_counter()
+        slot = self.loader.wait(keys)
+        self.stats.stall_seconds += time.perf_counter() - began
+        self.stats.note("stall", began, row)
+        return slot
+
+    def _compute(
+        self, module: Any, key: Key, slot: Slot, hidden: Tensor, flat: Tensor, k: int, parts: Tensor
+    ) -> None:
+        """This expert's output for every token that chose it, to its places in parts [N·k, H]; releases the slot."""
+        began = time.perf_counter()
+        try:
+            places = (flat == key[1]).nonzero()[:, 0]
+            parts[places] = expert_forward(module, self._views[slot.index], hidden[places // k])
+        finally:
+            self.cache.release(slot)
+        self.stats.note("compute", began, *key)
+
+    def _evicted(self, slot: Slot) -> None:
+        self.stats.wasted += slot.fresh
+
+
+def expert_forward(module: Any, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    """One expert on its tokens x [n, H] → [n, H]; weights: the slices of the module's parameters for that expert."""
+    up = _linear(x, weights["gate_up_proj"], weights.get("gate_up_proj_bias"), module.is_transposed)
+    inner = module._apply_gate(up)
+    out = _linear(inner, weights["down_proj"], weights.get("down_proj_bias"), module.is_transposed)
+    return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return nn.functional.linear(x, weight.T if transposed else weight, bias)

@@ -1,0 +1,82 @@
+"""What loading did: counts and bytes by origin, waiting, and (when asked for) every event for the timeline."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Event:
+    """What happened between two moments (perf_counter): kind is compute, demand, speculative, stall or predict."""
+
+    kind: str
+    begin: float
+    end: float
+    row: int
+    expert: int = -1
+
+
+@dataclass
+class ExpertStats:
+    """Counts since the last reset.
+
+    uses: (token row, layer, expert) needs, each expert once per layer call. hits: it was READY without a demand read;
+    of these `timely` were loaded ahead of time and used for the first time. misses: a demand read, or a wait for a
+    speculative one under way (`late`). wasted: loaded ahead of time and evicted unused. predicted, predicted_needed:
+    would-be misses named ahead of time, and all would-be misses (recall); speculative loads are issued - cancelled.
+    stall_seconds: compute waited for reads. predictor_seconds: naming experts.
+    """
+
+    calls: int = 0
+    uses: int = 0
+    hits: int = 0
+    timely: int = 0
+    late: int = 0
+    wasted: int = 0
+    issued: int = 0
+    cancelled: int = 0
+    demand_bytes: int = 0
+    speculative_bytes: int = 0
+    stall_seconds: float = 0.0
+    predictor_seconds: float = 0.0
+    errors: int = 0
+    events: list[Event] | None = field(default=None, repr=False)
+
+    @property
+    def misses(self) -> int:
+        """Needs that had to wait for a read."""
+        return self.uses - self.hits
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of needs found READY and not brought by speculation: the cache's own work."""
+        return (self.hits - self.timely) / self.uses if self.uses else 0.0
+
+    @property
+    def recall(self) -> float:
+        """Share of would-be misses whose load had been issued ahead of time, in time or not."""
+        needed = self.timely + self.misses
+        return (self.timely + self.late) / needed if needed else 0.0
+
+    @property
+    def precision(self) -> float:
+        """Share of speculative loads begun that were needed before they were evicted."""
+        begun = self.issued - self.cancelled
+        return (self.timely + self.late) / begun if begun else 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read."""
+        return self.demand_bytes + self.speculative_bytes
+
+    def note(self, kind: str, begin: float, row: int, expert: int = -1) -> None:
+        """Records an event that ends now, if events are recorded."""
+        if self.events is not None:
+            self.events.append(Event(kind, begin, time.perf_counter(), row, expert))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Counts and rates, JSON-ready."""
+        content = {k: v for k, v in asdict(self).items() if k != "events"}
+        return {**content, "hit_rate": self.hit_rate, "recall": self.recall, "precision": self.precision}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from multirate.backbone.decoder import Decoder, load_decoder
 from multirate.backbone.hf_decoder import HFDecoder
@@ -17,10 +17,13 @@ from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.speculative import generate_speculative
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.hub import load_model, resolve_accelerator
+from multirate.hub import load_model, load_offloaded, resolve_accelerator
 from multirate.methods import registry
 from multirate.methods.m2r2.config import PRESETS
 from multirate.training.checkpoint import Accelerator
+
+if TYPE_CHECKING:
+    from multirate.experts.model import OffloadedExperts
 
 PLAIN = "autoregressive"
 TRAINED = (*PRESETS, "kangaroo")
@@ -34,17 +37,30 @@ def attach(
     accelerator: str | os.PathLike[str] | Accelerator | None = None,
     backend: str = "auto",
     tokenizer: Any = None,
+    experts: str | os.PathLike[str] | None = None,
+    expert_memory: str | int | None = None,
+    expert_policy: str = "aot",
 ) -> Engine:
     """An engine for a causal LM of transformers (or its folder / hub id), whose weights are never changed.
 
     accelerator: a trained one, its folder or hub id, or the name of an embedded one; None: plain decoding and the
     methods that need no training. backend: "auto", "hf" (the model's own layers) or "native" (packed bf16 weights).
-    tokenizer: needed with stop strings only. Raises UserError with the reason for what cannot be used.
+    tokenizer: needed with stop strings only.
+    experts: for a mixture of experts named by folder or hub id, the store (`multirate pack`) that its experts are read
+    from as they are needed; expert_memory: how much of them is held, such as "2GB"; expert_policy: see experts/arms.py.
+    Raises UserError with the reason for what cannot be used.
     """
+    offloaded = None
     if isinstance(model, (str, os.PathLike)):
-        loaded = load_model(os.fspath(model))
-        model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
+        name = os.fspath(model)
+        loaded = load_model(name) if experts is None else load_offloaded(name, experts)
+        model, tokenizer, offloaded = loaded.model, tokenizer or loaded.tokenizer, loaded.experts
+        if offloaded is not None:
+            offloaded.use_policy(expert_policy, expert_memory)
+    elif experts is not None:
+        raise UserError("experts=DIR needs the model's folder or hub id, not a loaded model")
     engine = Engine(model, load_decoder(model, backend), tokenizer)
+    engine.experts = offloaded
     if accelerator is not None:
         engine.add(accelerator)
     return engine
@@ -76,7 +92,7 @@ class Engine:
     """One model, its decoder, and any number of accelerators by name.
 
     notice: what the user should know about the last call (that speculation does not pay here, with the numbers), else
-    None. default: the method that `generate` uses when none is named.
+    None. default: the method that `generate` uses when none is named. experts: where they are read from, if on disk.
     keep_bytes: the last generation of each method stays in memory, up to so many bytes of K/V in all (newest first), so
     that a prompt which begins with the same tokens, as a conversation's next turn does, reads only what is new. 0 keeps
     none; `forget` drops them.
@@ -90,6 +106,7 @@ class Engine:
         self.default = PLAIN
         self.notice: str | None = None
         self.keep_bytes = KEPT_BYTES
+        self.experts: OffloadedExperts | None = None
         self._speculations: dict[str, _Speculation] = {}
         self._conversations: dict[str, Conversation] = {}  # the newest last
 

@@ -62,7 +62,8 @@ def load(
     from multirate.hub import load_model, load_offloaded
 
     logging.disable_progress_bar()
-    chosen, memory = arm(expert_policy), parse_bytes(expert_memory, "--expert-memory")
+    arm(expert_policy)  # a wrong word is said before anything is loaded
+    parse_bytes(expert_memory)
     if experts is None:
         if expert_memory is not None:
             raise UserError("--expert-memory needs --experts DIR, the store that multirate pack made")
@@ -71,12 +72,9 @@ def load(
         raise UserError("--experts needs the MODEL that the store was packed from")
     if dtype != "auto":
         raise UserError(f"--dtype {dtype} with --experts: accepted is auto, the dtype that was packed")
-
-    from multirate.experts.runtime import ExpertSettings
-
     loaded = load_offloaded(model, experts, device)
     assert loaded.experts is not None
-    runtime = loaded.experts.use(ExpertSettings(memory, chosen.eviction), chosen.predictor)
+    runtime = loaded.experts.use_policy(expert_policy, expert_memory)
     if runtime.note:
         note(f"note: {runtime.note}")
     return loaded

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from multirate.backbone.inspect import find_parts
 from multirate.backbone.parts import MoEParts
 from multirate.errors import UserError
+from multirate.experts.arms import arm, parse_bytes
 from multirate.experts.layout import ExpertTensors
 from multirate.experts.policies import EvictionPolicy
 from multirate.experts.predictors import NextLayerGate, Popularity, Predictor, PreviousToken, SelectExperts
@@ -120,6 +121,11 @@ class OffloadedExperts:
             self.runtime.close()
         self.runtime = ExpertRuntime(self.store, settings, self.predictor(predictor), eviction)
         return self.runtime
+
+    def use_policy(self, policy: str = "aot", memory: str | int | None = None) -> ExpertRuntime:
+        """A new runtime by the name of a policy (arms.py) and a size such as "2GB". UserError for what is neither."""
+        chosen = arm(policy)
+        return self.use(ExpertSettings(parse_bytes(memory), chosen.eviction), chosen.predictor)
 
     def predictor(self, predictor: str | Predictor) -> Predictor | None:
         """A predictor for this model by name. UserError for another."""

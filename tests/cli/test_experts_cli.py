@@ -1,0 +1,120 @@
+"""`pack`, then `generate --experts`: the text of the model in memory, within the memory that was given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from evaluation import tiny_model
+from transformers import OlmoeConfig, OlmoeForCausalLM
+from typer.testing import CliRunner, Result
+
+from multirate.cli.main import app
+from multirate.engine import attach
+from multirate.errors import UserError
+from multirate.experts.arms import POLICIES, parse_bytes
+from multirate.experts.store import DATA
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def refused(result: Result, *parts: str) -> None:
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    for part in parts:
+        assert part in result.stderr, result.stderr
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("olmoe")
+    torch.manual_seed(0)
+    config = OlmoeConfig(
+        vocab_size=261, hidden_size=64, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, num_experts=8, num_experts_per_tok=2, pad_token_id=0,
+        eos_token_id=1, bos_token_id=None, initializer_range=0.2,
+    )  # fmt: skip
+    OlmoeForCausalLM(config).eval().save_pretrained(folder)
+    tiny_model.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store(model: Path) -> Path:
+    result = run("pack", str(model), "--out", str(model / "store"))
+    assert result.exit_code == 0, result.output
+    assert "3 layers of 8 experts" in result.stdout
+    return model / "store"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_text_is_the_models(model: Path, store: Path, policy: str) -> None:
+    arguments = ["generate", str(model), "--prompt", "hello", "-n", "12", "--stats"]
+    whole = run(*arguments)
+    part = run(*arguments, "--experts", str(store), "--expert-memory", "100KB", "--expert-policy", policy)
+    assert whole.exit_code == part.exit_code == 0, part.output
+    assert whole.stdout == part.stdout
+    assert "experts: 0 MB" in part.stderr and "hit rate" in part.stderr
+
+
+def test_python(model: Path, store: Path) -> None:
+    engine = attach(str(model), experts=store, expert_memory=100_000)
+    assert engine.experts is not None and engine.experts.runtime is not None
+    got = engine.generate([[5, 9, 30]], stop=engine.stopping(8)).sequences
+    assert got == attach(str(model)).generate([[5, 9, 30]], stop=engine.stopping(8)).sequences
+    assert engine.experts.runtime.memory_bytes <= 100_000
+    engine.experts.remove()
+    with pytest.raises(UserError, match="folder or hub id"):
+        attach(object(), experts=store)
+
+
+def test_what_is_refused(model: Path, store: Path, tmp_path: Path) -> None:
+    generate = ["generate", str(model), "--prompt", "x", "--experts", str(store)]
+    refused(run(*generate, "--expert-memory", "30KB"), "at least 3", "bytes")
+    refused(run(*generate, "--expert-memory", "much"), "'much'", "2GB")
+    refused(run(*generate, "--expert-policy", "magic"), "magic", "next_layer_gate")
+    refused(run(*generate, "--dtype", "float32"), "--dtype")
+    refused(run(*generate[:-1], str(tmp_path)), "experts.json")
+    refused(run("generate", str(model), "--prompt", "x", "--expert-memory", "1GB"), "--experts DIR")
+    refused(run("generate", "--prompt", "x", "--experts", str(store)), "MODEL")
+    refused(run("pack", str(tmp_path / "nowhere"), "--out", str(tmp_path)), "nowhere")
+    dense = tiny_model.save(tmp_path / "dense")
+    refused(run("pack", str(dense), "--out", str(tmp_path / "s")), "no experts")
+    file = tmp_path / "file"
+    file.write_text("")
+    refused(run("pack", str(model), "--out", str(file)), "file")
+
+
+def test_a_damaged_store_is_refused_before_generating(model: Path, tmp_path: Path) -> None:
+    assert run("pack", str(model), "--out", str(tmp_path / "s")).exit_code == 0
+    with (tmp_path / "s" / DATA).open("r+b") as data:
+        data.seek(5000)
+        data.write(b"??")
+    result = run("generate", str(model), "--prompt", "x", "--experts", str(tmp_path / "s"))
+    refused(result, "checksum", "pack it again")
+    assert not result.stdout
+
+
+def test_another_revision_is_refused(model: Path, store: Path, tmp_path: Path) -> None:
+    other = OlmoeForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        other.model.norm.weight.add_(1)
+    other.save_pretrained(tmp_path)
+    tiny_model.tokenizer().save_pretrained(tmp_path)
+    refused(run("generate", str(tmp_path), "--prompt", "x", "--experts", str(store)), "another revision")
+
+
+@pytest.mark.parametrize(("text", "size"), [
+    ("2GB", 2 * 10**9), ("512MiB", 512 << 20), ("1.5 g", 1_500_000_000), ("4096", 4096), (7, 7), (None, None),
+])  # fmt: skip
+def test_sizes(text: str | int | None, size: int | None) -> None:
+    assert parse_bytes(text) == size
+
+
+def test_the_index_names_what_was_packed(store: Path) -> None:
+    index = json.loads((store / "experts.json").read_text())
+    assert (index["num_experts"], index["top_k"], index["layers"], index["dtype"]) == (8, 2, [0, 1, 2], "float32")

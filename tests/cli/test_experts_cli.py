@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from multirate.cli.main import app
 from multirate.engine import attach
 from multirate.errors import UserError
+from multirate.evaluation.expert_arms import ALL_ARMS
 from multirate.experts.arms import POLICIES, parse_bytes
 from multirate.experts.store import DATA
 
@@ -118,3 +119,26 @@ def test_sizes(text: str | int | None, size: int | None) -> None:
 def test_the_index_names_what_was_packed(store: Path) -> None:
     index = json.loads((store / "experts.json").read_text())
     assert (index["num_experts"], index["top_k"], index["layers"], index["dtype"]) == (8, 2, [0, 1, 2], "float32")
+
+
+def test_all_arms_in_one_command(model: Path, store: Path, tmp_path: Path) -> None:
+    data = tmp_path / "q.jsonl"
+    turns = [json.dumps({"question_id": i, "category": "c", "turns": ["hello there", "and then?"]}) for i in (1, 2)]
+    data.write_text("\n".join(turns) + "\n")
+    arguments = ["bench", str(model), "--data", str(data), "-n", "6", "--methods", "experts", "--experts", str(store)]
+    result = run(*arguments, "--expert-memory", "80KB,200KB", "--repeats", "2", "--disk-speed", "200MB/s",
+                 "--json", str(tmp_path / "o.json"), "--html", str(tmp_path / "o.html"))  # fmt: skip
+    assert result.exit_code == 0, result.output
+    content = json.loads((tmp_path / "o.json").read_text())
+    assert [row["method"] for row in content["rows"]] == 2 * list(ALL_ARMS)
+    for row in content["rows"]:
+        assert row["identical"] and row["tokens"] == 24 and row["seconds"] > 0
+        assert (row["bytes_per_token"] == 0) == (row["method"] == "resident")
+        assert row["hit_rate"] == 0 or row["method"] != "on_demand"
+    assert content["disk_bytes_per_second"] == 200_000_000
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+    page = (tmp_path / "o.html").read_text()
+    assert page.count("<svg") == len(ALL_ARMS) and page.count("<table>") == 2 and "belady" in page
+    refused(run(*arguments[:-2]), "--experts DIR")
+    refused(run(*arguments, "--expert-memory", "1KB"), "at least 3")
+    refused(run(*[a if a != "experts" else "experts,magic" for a in arguments]), "magic", "belady")

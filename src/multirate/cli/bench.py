@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from multirate.cli import options
+from multirate.cli import bench_experts, options
 from multirate.cli.errors import INTERRUPTED
 from multirate.cli.progress import Bar
 from multirate.errors import UserError
@@ -53,6 +53,17 @@ def command(
     backend: options.Backend = "auto",
     threads: options.Threads = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the results here.", show_default=False)] = None,
+    experts: options.Experts = None,
+    expert_memory: Annotated[
+        str | None,
+        typer.Option(help="With --methods experts: budgets such as 8MB,16MB (default: a quarter).", show_default=False),
+    ] = None,
+    disk_speed: Annotated[
+        str | None, typer.Option(help="With --methods experts: read no faster, e.g. 500MB/s.", show_default=False)
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="With --methods experts: a page with timelines.", show_default=False)
+    ] = None,
 ) -> None:
     """Measure methods side by side: interleaved repeats, total tokens over total time, identical answers or no speedup.
 
@@ -75,13 +86,26 @@ def command(
     if json is not None:
         check_writable(json)
     options.set_threads(threads)
+    chosen = method_names(methods) if methods else []
+    if experts is not None or bench_experts.EXPERTS in chosen:
+        same, interrupted = bench_experts.command(
+            model, questions, suite, data, chosen or [bench_experts.EXPERTS],
+            bench_experts.ExpertOptions(experts, expert_memory, disk_speed, page),
+            max_new_tokens=max_new_tokens, repeats=repeats, truncate=truncate, json=json,
+        )  # fmt: skip
+        if not same:
+            raise typer.Exit(WRONG_ANSWERS)
+        if interrupted:
+            options.note("interrupted: the budgets above are complete")
+            raise typer.Exit(INTERRUPTED)
+        return
 
     from multirate.engine import attach
     from multirate.hub import reference_accelerators
 
     loaded = options.load(model, dtype, device)
     engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
-    wanted = method_names(methods) if methods else list(reference_accelerators()) if model is None else []
+    wanted = chosen or (list(reference_accelerators()) if model is None else [])
     options.add_accelerators(engine, accelerator or [], wanted, embedded=model is None)
     names = wanted if methods else ["generate", "autoregressive", *engine.accelerators]
     if "autoregressive" not in names:

@@ -91,13 +91,17 @@ def check_writable(path: str | Path) -> Path:
 
 def write_json(path: str | Path, content: dict[str, Any]) -> None:
     """Writes beside the target and renames, so that a reader never sees half a file. UserError when it cannot."""
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """The same for any text."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
             with temporary.open("w", encoding="utf-8") as file:
-                json.dump(content, file, indent=2, allow_nan=False)
-                file.write("\n")
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)

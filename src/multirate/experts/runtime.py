@@ -117,6 +117,13 @@ class ExpertRuntime:
         total: Tensor = weighted.sum(dim=1).to(hidden.dtype)  # over a token's k in the router's order, always
         return total
 
+    def preload(self) -> None:
+        """Reads every expert, as far as the slots go."""
+        for number in range(len(self.cache.slots)):
+            key = divmod(number, self.store.index.num_experts)
+            self.loader.demand([key])
+            self.cache.release(self.loader.wait([key]))
+
     def reset(self, events: bool = False) -> None:
         """Statistics from zero; events: record a timeline."""
         with self.cache.changed:

@@ -1,0 +1,95 @@
+"""`multirate bench --methods experts`: every way of loading experts, on the same tokens, at one or more budgets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from multirate.cli import options
+from multirate.cli.progress import Bar
+from multirate.errors import UserError
+
+if TYPE_CHECKING:
+    from multirate.evaluation.suites import Question
+
+EXPERTS = "experts"
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """What the command line says of experts: the store, budgets and disk speed as text, and where the page goes."""
+
+    store: Path | None
+    memory: str | None
+    disk_speed: str | None
+    page: Path | None
+
+
+def command(
+    model: str | None, questions: list[Question], suite: str, data: Path, names: list[str], given: ExpertOptions, *,
+    max_new_tokens: int, repeats: int, truncate: bool, json: Path | None,
+) -> tuple[bool, bool]:
+    """Measures, prints a table per budget, writes JSON and page → (whether every token was the same, interrupted).
+
+    names: arms, or just "experts" for all of them.
+    """
+    from multirate.engine import attach
+    from multirate.evaluation import expert_report, provenance, report
+    from multirate.evaluation.expert_arms import ALL_ARMS, measure_arms
+    from multirate.evaluation.prompts import build_prompts
+    from multirate.experts.arms import parse_bytes
+    from multirate.experts.runtime import ExpertSettings, slots_for
+
+    if model is None or given.store is None:
+        raise UserError("--methods experts needs MODEL and --experts DIR, the store that multirate pack made of it")
+    arms = list(ALL_ARMS) if names == [EXPERTS] else [name for name in names if name != EXPERTS]
+    unknown = [name for name in arms if name not in ALL_ARMS]
+    if unknown:
+        raise UserError(f"expert arm {unknown[0]!r} is unknown; accepted: {', '.join(ALL_ARMS)}")
+    speed = parse_bytes(given.disk_speed.removesuffix("/s"), "--disk-speed") if given.disk_speed else None
+    for place in (json, given.page):
+        if place is not None:
+            report.check_writable(place)
+    engine = attach(model, experts=given.store)
+    assert engine.experts is not None and engine.experts.runtime is not None
+    index = engine.experts.store.index
+    everything = index.data_bytes
+    texts = [part.strip() for part in given.memory.split(",")] if given.memory else []
+    budgets = [size for text in texts if (size := parse_bytes(text)) is not None]
+    budgets = budgets or [max(everything // 4, (index.top_k + 1) * index.record.bytes)]
+    for budget in budgets:
+        slots_for(engine.experts.store, budget)
+    prompts = build_prompts(
+        questions, engine.tokenizer,
+        lambda ids: engine.generate([ids], stop=engine.stopping(max_new_tokens), method="autoregressive").sequences[0],
+        max_positions=engine.decoder.facts.max_positions, max_new_tokens=max_new_tokens, truncate=truncate,
+    )  # fmt: skip
+    total = len(budgets) * repeats * len(prompts.prompts) * len(arms)
+    with Bar("measuring", total) as bar:
+        run = measure_arms(
+            engine, prompts.prompts, arms, budgets, lambda budget: ExpertSettings(budget, disk_bytes_per_second=speed),
+            max_new_tokens=max_new_tokens, repeats=repeats, on_answer=bar.advance,
+        )  # fmt: skip
+    reads = engine.experts.runtime.note or "O_DIRECT"
+    content = {
+        **provenance.collect("cpu", backend=engine.backend), "model": Path(model).name, "suite": suite,
+        "data": str(data), "dtype": str(index.record.dtype).removeprefix("torch."), "prompts": len(prompts.prompts),
+        "max_new_tokens": max_new_tokens, "repeats": repeats, "skipped": prompts.skipped, "reads": reads,
+        "disk_bytes_per_second": speed, "experts_bytes": everything, "record_bytes": index.record.bytes,
+        "layers": len(index.layers), "num_experts": index.num_experts, "top_k": index.top_k,
+        "interrupted": run.interrupted, "rows": [row.as_dict() for row in run.rows],
+    }  # fmt: skip
+    console = options.console()
+    for budget in budgets:
+        rows = [row for row in run.rows if budget == row.expert_memory_bytes or row.method == "resident"]
+        if rows:
+            title = f"{budget / 1e6:.1f} MB for experts ({100 * budget / everything:.0f}% of them), batch 1, greedy"
+            console.print(expert_report.table(rows, title))
+    if json is not None:
+        report.write_json(json, content)
+    if given.page is not None:
+        report.write_text(given.page, expert_report.page(run, content))
+        console.print(f"page: {given.page}")
+    engine.experts.remove()
+    return all(row.identical for row in run.rows), run.interrupted

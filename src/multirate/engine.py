@@ -17,7 +17,7 @@ from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.speculative import generate_speculative
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.hub import load_model, load_offloaded, resolve_accelerator
+from multirate.hub import LoadedModel, load_model, load_offloaded, resolve_accelerator
 from multirate.methods import registry
 from multirate.methods.m2r2.config import PRESETS
 from multirate.training.checkpoint import Accelerator
@@ -41,7 +41,7 @@ def attach(
     expert_memory: str | int | None = None,
     expert_policy: str = "aot",
 ) -> Engine:
-    """An engine for a causal LM of transformers (or its folder / hub id), whose weights are never changed.
+    """An engine for a causal LM of transformers (or its folder, hub id, or what hub.load_model gave), never changed.
 
     accelerator: a trained one, its folder or hub id, or the name of an embedded one; None: plain decoding and the
     methods that need no training. backend: "auto", "hf" (the model's own layers) or "native" (packed bf16 weights).
@@ -50,17 +50,20 @@ def attach(
     from as they are needed; expert_memory: how much of them is held, such as "2GB"; expert_policy: see experts/arms.py.
     Raises UserError with the reason for what cannot be used.
     """
-    offloaded = None
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
-        loaded = load_model(name) if experts is None else load_offloaded(name, experts)
-        model, tokenizer, offloaded = loaded.model, tokenizer or loaded.tokenizer, loaded.experts
-        if offloaded is not None:
-            offloaded.use_policy(expert_policy, expert_memory)
+        model = load_model(name) if experts is None else load_offloaded(name, experts)
     elif experts is not None:
         raise UserError("experts=DIR needs the model's folder or hub id, not a loaded model")
-    engine = Engine(model, load_decoder(model, backend), tokenizer)
-    engine.experts = offloaded
+    if not isinstance(model, LoadedModel):
+        engine = Engine(model, load_decoder(model, backend), tokenizer)
+    elif model.experts is None:
+        engine = Engine(model.model, load_decoder(model.model, backend), tokenizer or model.tokenizer)
+    else:
+        model.experts.use_policy(expert_policy, expert_memory)  # building a decoder runs the model once
+        engine = Engine(model.model, model.experts.decoder(backend), tokenizer or model.tokenizer)
+        model.experts.use_policy(expert_policy, expert_memory)
+        engine.experts = model.experts
     if accelerator is not None:
         engine.add(accelerator)
     return engine

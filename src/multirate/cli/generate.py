@@ -53,10 +53,17 @@ def command(
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import attach
     from multirate.evaluation.prompts import encode_chat
+    from multirate.experts.arms import arm, parse_bytes
 
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    loaded = options.load(model, dtype, device, experts, expert_memory, expert_policy)
-    engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
+    arm(expert_policy)  # a wrong word is said before anything is loaded
+    parse_bytes(expert_memory)
+    if experts is None and expert_memory is not None:
+        raise UserError("--expert-memory needs --experts DIR, the store that multirate pack made")
+    loaded = options.load(model, dtype, device, experts)
+    engine = attach(loaded, backend=backend, expert_memory=expert_memory, expert_policy=expert_policy)
+    if engine.experts is not None and engine.experts.runtime is not None and engine.experts.runtime.note:
+        options.note(f"note: {engine.experts.runtime.note}")
     wanted = [method] if method else ["m2r2-carry", "m2r2"] if model is None else []
     options.add_accelerators(engine, [accelerator] if accelerator else [], wanted, embedded=model is None)
     if method is None and accelerator is None and "m2r2-carry" in engine.accelerators:
@@ -93,8 +100,8 @@ def command(
             f"{seen.tokens_per_step:.2f} tokens per step, acceptance {seen.acceptance:.2f}, "
             f"ended by {output.finish_reasons[0]}, backend {engine.backend}"
         )
-        if loaded.experts is not None and loaded.experts.runtime is not None:
-            options.note(options.expert_line(loaded.experts.runtime))
+        if engine.experts is not None and engine.experts.runtime is not None:
+            options.note(options.expert_line(engine.experts.runtime))
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

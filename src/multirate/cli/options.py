@@ -51,33 +51,20 @@ ExpertPolicy = Annotated[
 ]
 
 
-def load(
-    model: str | None, dtype: str, device: str, experts: Path | None = None, expert_memory: str | None = None,
-    expert_policy: str = "aot",
-) -> LoadedModel:
+def load(model: str | None, dtype: str, device: str, experts: Path | None = None) -> LoadedModel:
     """The model, its experts in a store if one is given; transformers is kept from printing beside our own lines."""
     from transformers.utils import logging
 
-    from multirate.experts.arms import arm, parse_bytes
     from multirate.hub import load_model, load_offloaded
 
     logging.disable_progress_bar()
-    arm(expert_policy)  # a wrong word is said before anything is loaded
-    parse_bytes(expert_memory)
     if experts is None:
-        if expert_memory is not None:
-            raise UserError("--expert-memory needs --experts DIR, the store that multirate pack made")
         return load_model(model, dtype, device)
     if model is None:
         raise UserError("--experts needs the MODEL that the store was packed from")
     if dtype != "auto":
         raise UserError(f"--dtype {dtype} with --experts: accepted is auto, the dtype that was packed")
-    loaded = load_offloaded(model, experts, device)
-    assert loaded.experts is not None
-    runtime = loaded.experts.use_policy(expert_policy, expert_memory)
-    if runtime.note:
-        note(f"note: {runtime.note}")
-    return loaded
+    return load_offloaded(model, experts, device)
 
 
 def expert_line(runtime: ExpertRuntime) -> str:

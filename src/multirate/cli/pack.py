@@ -13,6 +13,9 @@ from multirate.cli import options
 def command(
     model: Annotated[str, typer.Argument(help="A model's folder or hub id.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The store's folder.", show_default=False)],
+    layout: Annotated[
+        str, typer.Option(help="auto, native (as the kernel reads weights) or module (as transformers does).")
+    ] = "auto",
     force: Annotated[bool, typer.Option("--force", help="Replace the store of another model or revision.")] = False,
 ) -> None:
     """Pack a model's experts into a store that generation reads them from, for models larger than memory.
@@ -26,7 +29,7 @@ def command(
     folder = model_folder(model)
     with Bar("packing experts") as bar:
         name = folder.name if Path(model).exists() else model
-        index = pack(folder, out, name, on_expert=bar.to, force=force)
+        index = pack(folder, out, name, on_expert=bar.to, force=force, layout=layout)
     size = index.record.bytes
     options.console().print(
         f"{out}: {len(index.layers)} layers of {index.num_experts} experts, {size / 1e6:.2f} MB each, "

@@ -52,7 +52,7 @@ def arithmetic(rows: Sequence[ExpertRow], row: ExpertRow) -> Arithmetic | None:
 
 def table(rows: Sequence[ExpertRow], title: str) -> Table:
     """The rows of one budget for a terminal."""
-    made = Table(title=title, title_justify="left", caption_justify="left", pad_edge=False, box=SIMPLE_HEAD, caption=(
+    made = Table(title=title, title_justify="left", caption_justify="left", pad_edge=False, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), caption=(
         "Speedup against on_demand. hit: by the cache alone; ahead: of the other needs,\n"
         "those whose read was begun early; useful: of these reads; per new token: MB\n"
         "read, and ms that computing waited."

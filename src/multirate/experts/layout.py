@@ -18,6 +18,8 @@ from multirate.experts.shards import Shards
 
 ALIGNMENT = 4096  # what O_DIRECT asks of offsets, lengths and buffers, whatever the device
 _FIELD_ALIGNMENT = 64
+MODULE, NATIVE = "module", "native"
+"""A record's numbers as transformers' experts module has them, or as the kernel reads them (same shapes)."""
 _ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _SEPARATE = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
 _FUSED = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\.((?:gate_up_proj|down_proj)(?:_bias)?)$")

@@ -11,11 +11,13 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from multirate.backbone.decoder import BACKENDS, Decoder, load_decoder
 from multirate.backbone.inspect import find_parts
+from multirate.backbone.native.moe import NativeMoEDecoder
 from multirate.backbone.parts import MoEParts
 from multirate.errors import UserError
 from multirate.experts.arms import arm, parse_bytes
-from multirate.experts.layout import ExpertTensors
+from multirate.experts.layout import NATIVE, ExpertTensors
 from multirate.experts.policies import EvictionPolicy
 from multirate.experts.predictors import NextLayerGate, Popularity, Predictor, PreviousToken, SelectExperts
 from multirate.experts.runtime import IMPLEMENTATION, ExpertRuntime, ExpertSettings
@@ -103,6 +105,7 @@ class OffloadedExperts:
                     self._handles.append(child.register_forward_pre_hook(self._see))
         with contextlib.suppress(ValueError):  # registered already
             ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_function)
+        self.native: NativeMoEDecoder | None = None
         self._before = model.config._experts_implementation
         model.set_experts_implementation(IMPLEMENTATION)
 
@@ -111,6 +114,28 @@ class OffloadedExperts:
 
     def _see(self, norm: nn.Module, arguments: tuple[Any, ...]) -> None:
         self._seen = (norm, arguments[0])
+
+    def decoder(self, backend: str = "auto") -> Decoder:
+        """What runs the model: the native kernel where it can and the store is packed for it, else its own layers.
+
+        UserError for a backend that cannot be used.
+        """
+        if backend not in BACKENDS:
+            raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
+        reason = NativeMoEDecoder.supports(self.model)
+        if reason is None and self.store.index.layout != NATIVE:
+            reason = f"{self.store.folder} has layout {self.store.index.layout} (multirate pack --layout native)"
+        if backend == "native" and reason is not None:
+            raise UserError(f"backend='native' cannot run this model: {reason}")
+        if reason is not None or backend == "hf":
+            return load_decoder(self.model, "hf")
+        self.native = NativeMoEDecoder(self.model, self._provider)
+        return self.native
+
+    def _provider(self) -> ExpertRuntime:
+        if self.runtime is None:
+            raise UserError("the model's experts are on disk and no expert runtime is in use")
+        return self.runtime
 
     def use(
         self, settings: ExpertSettings | None = None, predictor: str | Predictor = "none",
@@ -147,6 +172,10 @@ class OffloadedExperts:
         return [self._selection(row) for row in range(len(self._moe))]
 
     def _selection(self, row: int) -> SelectExperts:
+        if self.native is not None:
+            native = self.native
+            return lambda residual: torch.from_numpy(native.select(row, residual))
+
         @torch.no_grad()
         def select(residual: Tensor) -> Tensor:
             norm = self._norms[row]
@@ -165,12 +194,13 @@ class OffloadedExperts:
 
     def forward(self, module: Any, hidden: Tensor, top_index: Tensor, top_weights: Tensor) -> Tensor:
         """The experts module's forward: hidden [N, H] → [N, H]."""
-        if self.runtime is None:
-            raise UserError("the model's experts are on disk and no expert runtime is in use")
-        row, residual = module._multirate_row, None
+        runtime = self._provider()
+        row = module._multirate_row
         if self._seen is not None:
             self._norms[row], residual = self._seen[0], self._seen[1].reshape(-1, hidden.shape[-1])
-        return self.runtime.forward(module, row, hidden, top_index, top_weights, residual)
+        else:
+            residual = hidden
+        return runtime.forward(module, row, hidden, top_index, top_weights, residual)
 
     def remove(self) -> None:
         """Takes the hooks off and ends the runtime's threads. The model needs its experts back before it can run."""

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from multirate.backbone.native.moe import MOE_FAMILIES, expert_tiles, pack_expert
 from multirate.errors import UserError
-from multirate.experts.layout import ExpertTensors
+from multirate.experts.layout import MODULE, NATIVE, ExpertTensors
 from multirate.experts.shards import Shards
 from multirate.experts.store import DATA, INDEX, VERIFIED, ExpertStore, StoreIndex
 
@@ -27,29 +28,52 @@ def pack(
     name: str | None = None,
     on_expert: Callable[[int, int], None] | None = None,
     force: bool = False,
+    layout: str = "auto",
 ) -> StoreIndex:
     """Packs the experts of the checkpoint in folder `model` into the folder `out` → what was packed.
 
     on_expert(done, all) is called per expert. A finished store of the same revision is left as it is; one of another is
-    replaced only with `force`. Nothing half-written is ever named experts.bin. Raises UserError naming file and reason.
+    replaced only with `force`. layout: "module", "native" (as the kernel reads weights: no copy while generating) or
+    "auto", which is native for the families and sizes that the kernel runs. Nothing half-written is ever named
+    experts.bin. Raises UserError naming file and reason.
     """
     with Shards(model) as shards:
         experts = ExpertTensors(shards)
         revision = shards.revision()
         if (out / INDEX).is_file() and not force:
             store = ExpertStore.open(out)
-            if store.index.revision == revision:
+            if store.index.revision == revision and layout in ("auto", store.index.layout):
                 return store.index
             raise UserError(f"{out} holds the experts of {store.index.model}, another revision: name another folder or "
                             "replace it with --force")  # fmt: skip
-        return _Packer(experts, out, revision, name or model.name, _top_k(model)).run(on_expert)
+        config = _config(model)
+        chosen = _layout(layout, config, experts)
+        return _Packer(experts, out, revision, name or model.name, _top_k(model, config), chosen).run(on_expert)
 
 
-def _top_k(model: Path) -> int:
+def _config(model: Path) -> dict[str, Any]:
     try:
-        config = json.loads((model / "config.json").read_text())
+        found: dict[str, Any] = json.loads((model / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{model / 'config.json'} cannot be read: {error}") from None
+    return found
+
+
+def _layout(wanted: str, config: dict[str, Any], experts: ExpertTensors) -> str:
+    shapes = {field.name: field.shape for field in experts.format.fields}
+    possible = (
+        config.get("model_type") in MOE_FAMILIES and shapes.keys() == {"gate_up_proj", "down_proj"}
+        and experts.format.dtype == torch.bfloat16 and expert_tiles(*shapes["down_proj"])
+    )  # fmt: skip
+    if wanted not in ("auto", MODULE, NATIVE):
+        raise UserError(f"layout {wanted!r} is unknown; accepted: auto, {MODULE} or {NATIVE}")
+    if wanted == NATIVE and not possible:
+        raise UserError(f"layout native: accepted are bfloat16 experts of {', '.join(MOE_FAMILIES)}, hidden size a multiple "
+                        "of 64, intermediate size one of 32")  # fmt: skip
+    return NATIVE if possible and wanted != MODULE else MODULE
+
+
+def _top_k(model: Path, config: dict[str, Any]) -> int:
     for key in ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk"):
         if isinstance(config.get(key), int):
             return int(config[key])
@@ -59,9 +83,12 @@ def _top_k(model: Path) -> int:
 class _Packer:
     """State of one packing: checksums of the records written so far, and the file they are in."""
 
-    def __init__(self, experts: ExpertTensors, out: Path, revision: str, name: str, top_k: int) -> None:
+    def __init__(
+        self, experts: ExpertTensors, out: Path, revision: str, name: str, top_k: int, layout: str
+    ) -> None:
         self._experts, self._out, self._revision, self._name, self._top_k = experts, out, revision, name, top_k
         self._keys = [(layer, expert) for layer in experts.layers for expert in range(experts.num_experts)]
+        self._layout = layout
         self._checksums: list[int] = []
         self._bytes = experts.format.bytes
 
@@ -76,7 +103,7 @@ class _Packer:
                 file.seek(0, os.SEEK_END)
                 self._write(file, on_expert)
             index = StoreIndex(self._name, self._revision, tuple(self._experts.layers), self._experts.num_experts,
-                               self._top_k, self._experts.format, tuple(self._checksums))  # fmt: skip
+                               self._top_k, self._experts.format, tuple(self._checksums), self._layout)  # fmt: skip
             (out / INDEX).unlink(missing_ok=True)  # never an index beside data that it does not describe
             (out / VERIFIED).unlink(missing_ok=True)
             os.replace(partial, out / DATA)
@@ -94,6 +121,8 @@ class _Packer:
             for layer, expert in self._keys[len(self._checksums) :]:
                 values = self._experts.expert(layer, expert)
                 self._check_shapes(values, layer, expert)
+                if self._layout == NATIVE:
+                    values = pack_expert(values["gate_up_proj"], values["down_proj"])
                 self._experts.format.write(values, record)
                 data = record.numpy()
                 file.write(data)
@@ -119,7 +148,7 @@ class _Packer:
         file.flush()
         os.fsync(file.fileno())
         _write_atomically(self._out / _PROGRESS, {"revision": self._revision, "record_bytes": self._bytes,
-                                                  "checksums": self._checksums})  # fmt: skip
+                                                  "layout": self._layout, "checksums": self._checksums})  # fmt: skip
 
     def _resume(self) -> None:
         """Takes over the records of an interrupted packing of the same checkpoint."""
@@ -128,7 +157,8 @@ class _Packer:
             size = (self._out / _PARTIAL).stat().st_size
         except (OSError, ValueError):
             return
-        if saved.get("revision") == self._revision and saved.get("record_bytes") == self._bytes:
+        same = {"revision": self._revision, "record_bytes": self._bytes, "layout": self._layout}
+        if same.items() <= saved.items():
             self._checksums = saved["checksums"][: size // self._bytes]
 
     def _check_space(self) -> None:

@@ -8,13 +8,16 @@ budget and predictor.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from multirate.backbone.native.moe import unpack_expert
 from multirate.errors import UserError
+from multirate.experts.layout import NATIVE
 from multirate.experts.loader import ExpertLoader
 from multirate.experts.policies import EvictionPolicy, eviction_policy
 from multirate.experts.predictors import Predictor
@@ -24,6 +27,7 @@ from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
 
 IMPLEMENTATION = "multirate"
+ComputeExpert = Callable[[int, Mapping[str, Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -84,35 +88,50 @@ class ExpertRuntime:
         """Bytes of the slots."""
         return len(self.cache.slots) * self.store.index.record.bytes
 
-    def forward(
-        self, module: Any, row: int, hidden: Tensor, top_index: Tensor, top_weights: Tensor,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """hidden [N, H], top_index [N, k] experts, top_weights [N, k] → [N, H], as the experts module's own forward.
+    def run(self, row: int, needed: list[int], compute: ComputeExpert, residual: Tensor) -> None:
+        """Calls compute(expert, weights) once for every expert in `needed`, those that are there first.
 
-        residual [N, H]: the stream after this layer's attention, before the norm: what predictors see.
+        row: of the store. weights: the record's fields, unchanged until compute returns. residual [N, d]: the stream
+        after this layer's attention, which predictors see.
         """
         self._enter(row)
-        n, k = top_index.shape
-        flat = top_index.reshape(-1)
-        needed: list[int] = torch.unique(flat).tolist()
         if self.trace is not None:
             self.trace.append((row, needed))
-        parts = torch.empty(n * k, hidden.shape[1], dtype=hidden.dtype)
-        keys = self._ask(row, needed)
+        waiting = self._ask(row, needed)
         if self.predictor is not None:
             self.predictor.used(row, needed)
-            self._predict(row, hidden if residual is None else residual)
-        waiting = keys
+            self._predict(row, residual)
         try:
-            while waiting:  # READY ones first: what is missing is read meanwhile
+            while waiting:
                 slot = self._next(row, waiting)
-                assert slot.key is not None
-                waiting = [key for key in waiting if key != slot.key]
-                self._compute(module, slot.key, slot, hidden, flat, k, parts)
+                key = slot.key
+                assert key is not None
+                waiting = [other for other in waiting if other != key]
+                began = time.perf_counter()
+                try:
+                    compute(key[1], self._views[slot.index])
+                finally:
+                    self.cache.release(slot)
+                self.stats.note("compute", began, *key)
         finally:
             with self.cache.changed:
                 self.cache.wanted.clear()
+
+    def forward(
+        self, module: Any, row: int, hidden: Tensor, top_index: Tensor, top_weights: Tensor, residual: Tensor
+    ) -> Tensor:
+        """hidden [N, H], top_index [N, k] experts, top_weights [N, k] → [N, H], as the experts module's own forward."""
+        n, k = top_index.shape
+        flat = top_index.reshape(-1)
+        parts = torch.empty(n * k, hidden.shape[1], dtype=hidden.dtype)
+        unpack = self.store.index.layout == NATIVE
+
+        def compute(expert: int, weights: Mapping[str, Tensor]) -> None:
+            places = (flat == expert).nonzero()[:, 0]
+            own = unpack_expert(weights["gate_up_proj"], weights["down_proj"]) if unpack else weights
+            parts[places] = expert_forward(module, own, hidden[places // k])
+
+        self.run(row, torch.unique(flat).tolist(), compute, residual)
         weighted = parts.view(n, k, -1).float() * top_weights[..., None].float()
         total: Tensor = weighted.sum(dim=1).to(hidden.dtype)  # over a token's k in the router's order, always
         return total
@@ -187,23 +206,11 @@ class ExpertRuntime:
         self.stats.note("stall", began, row)
         return slot
 
-    def _compute(
-        self, module: Any, key: Key, slot: Slot, hidden: Tensor, flat: Tensor, k: int, parts: Tensor
-    ) -> None:
-        """This expert's output for every token that chose it, to its places in parts [N·k, H]; releases the slot."""
-        began = time.perf_counter()
-        try:
-            places = (flat == key[1]).nonzero()[:, 0]
-            parts[places] = expert_forward(module, self._views[slot.index], hidden[places // k])
-        finally:
-            self.cache.release(slot)
-        self.stats.note("compute", began, *key)
-
     def _evicted(self, slot: Slot) -> None:
         self.stats.wasted += slot.fresh
 
 
-def expert_forward(module: Any, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+def expert_forward(module: Any, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """One expert on its tokens x [n, H] → [n, H]; weights: the slices of the module's parameters for that expert."""
     up = _linear(x, weights["gate_up_proj"], weights.get("gate_up_proj_bias"), module.is_transposed)
     inner = module._apply_gate(up)

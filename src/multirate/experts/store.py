@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from multirate.errors import UserError
-from multirate.experts.layout import Field, RecordFormat
+from multirate.experts.layout import MODULE, Field, RecordFormat
 
 DATA, INDEX, VERIFIED = "experts.bin", "experts.json", "verified.json"
 FORMAT, VERSION = "multirate-experts", 1
@@ -30,6 +30,7 @@ class StoreIndex:
     """What a store holds. `layers[i]` is the model layer of the i-th row of records; `checksums` are crc32, row by row.
 
     `revision` names the checkpoint it was made from (shards.py). `top_k`: experts per token, for the arithmetic.
+    `layout`: see layout.py.
     """
 
     model: str
@@ -39,6 +40,7 @@ class StoreIndex:
     top_k: int
     record: RecordFormat
     checksums: tuple[int, ...]
+    layout: str = MODULE
 
     @property
     def data_bytes(self) -> int:
@@ -49,7 +51,7 @@ class StoreIndex:
         """JSON with a digest of itself, so that a damaged index is noticed."""
         content = {
             "format": FORMAT, "version": VERSION, "model": self.model, "revision": self.revision,
-            "layers": list(self.layers), "num_experts": self.num_experts, "top_k": self.top_k,
+            "layout": self.layout, "layers": list(self.layers), "num_experts": self.num_experts, "top_k": self.top_k,
             "dtype": str(self.record.dtype).removeprefix("torch."), "record_bytes": self.record.bytes,
             "fields": [asdict(field) for field in self.record.fields],
             "checksums": [f"{value:08x}" for value in self.checksums],
@@ -70,7 +72,7 @@ class StoreIndex:
         return StoreIndex(
             content["model"], content["revision"], tuple(content["layers"]), content["num_experts"], content["top_k"],
             RecordFormat(getattr(torch, content["dtype"]), fields, content["record_bytes"]),
-            tuple(int(value, 16) for value in content["checksums"]),
+            tuple(int(value, 16) for value in content["checksums"]), content["layout"],
         )  # fmt: skip
 
 

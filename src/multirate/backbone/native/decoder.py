@@ -34,6 +34,8 @@ class NativeDecoder(Decoder):
     """Runs `model` (bf16, CPU, Llama-like) with packed copies of its weights. Inputs and outputs are fp32 [N, d]."""
 
     facts: DecoderFacts
+    alone = True
+    """Whether the kernel can run all layers by itself, and so drafts and whole rounds."""
 
     @staticmethod
     def supports(model: nn.Module) -> str | None:
@@ -42,6 +44,12 @@ class NativeDecoder(Decoder):
         kind = getattr(config, "model_type", "unknown")
         if kind not in FAMILIES:
             return f"the native kernel knows {', '.join(FAMILIES)}, not {kind}"
+        return NativeDecoder.cannot_run(config, model)
+
+    @staticmethod
+    def cannot_run(config: Any, model: nn.Module) -> str | None:
+        """What of a known family's configuration the kernel cannot run; None: nothing."""
+        kind = config.model_type
         parameter = next(model.parameters())
         if parameter.device.type != "cpu" or parameter.dtype != torch.bfloat16:
             return f"the native kernel runs bfloat16 on CPU, not {parameter.dtype} on {parameter.device}"
@@ -64,7 +72,7 @@ class NativeDecoder(Decoder):
         return None
 
     def __init__(self, model: nn.Module) -> None:
-        reason = self.supports(model)
+        reason = type(self).supports(model)
         if reason is not None:
             raise UserError(f"backend='native' cannot run this model: {reason}")
         self._library = library.kernel()
@@ -118,22 +126,26 @@ class NativeDecoder(Decoder):
 
     def pack(self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None) -> library.Layer:
         """Layer `index` in the kernel's form. deltas: site (q, o, gate, up, down) → what is added to its weight."""
+        layer, module = self.pack_attention(index, owner, deltas), self._layers[index].module
+        mlp = module.mlp
+        gate, up = _weight("gate", mlp.gate_proj, deltas), _weight("up", mlp.up_proj, deltas)
+        layer.gate_up = owner.linear(interleave_gate_up(gate, up))
+        layer.down = owner.linear(_weight("down", mlp.down_proj, deltas))
+        layer.norm_mlp = owner.floats(module.post_attention_layernorm.weight)
+        return layer
+
+    def pack_attention(
+        self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None
+    ) -> library.Layer:
+        """The attention of layer `index` alone."""
         layer, window = self._layers[index].module, self._layers[index].window
-        attention, mlp = layer.self_attn, layer.mlp
-
-        def weight(site: str, linear: Any) -> Tensor:
-            own: Tensor = linear.weight.detach()
-            return own if not deltas or site not in deltas else own.float() + deltas[site].float()
-
+        attention = layer.self_attn
         queries = (attention.q_proj, attention.k_proj, attention.v_proj)
         bias = None if queries[0].bias is None else torch.cat([p.bias for p in queries])
         return library.Layer(
-            qkv=owner.linear(torch.cat([weight(s, p) for s, p in zip("qkv", queries, strict=True)]), bias),
-            o=owner.linear(weight("o", attention.o_proj), attention.o_proj.bias),
-            gate_up=owner.linear(interleave_gate_up(weight("gate", mlp.gate_proj), weight("up", mlp.up_proj))),
-            down=owner.linear(weight("down", mlp.down_proj)),
+            qkv=owner.linear(torch.cat([_weight(s, p, deltas) for s, p in zip("qkv", queries, strict=True)]), bias),
+            o=owner.linear(_weight("o", attention.o_proj, deltas), attention.o_proj.bias),
             norm_attention=owner.floats(layer.input_layernorm.weight),
-            norm_mlp=owner.floats(layer.post_attention_layernorm.weight),
             q_norm=owner.floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
             k_norm=owner.floats(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
             window=window or 0,
@@ -248,6 +260,11 @@ class NativeDecoder(Decoder):
             self._adapter_pack = AdapterPack(adapters, self.facts.num_layers)
             self._adapted = modules
         return self._adapter_pack.address
+
+
+def _weight(site: str, linear: Any, deltas: Mapping[str, Tensor] | None) -> Tensor:
+    own: Tensor = linear.weight.detach()
+    return own if not deltas or site not in deltas else own.float() + deltas[site].float()
 
 
 def _head_dim(config: Any) -> int:

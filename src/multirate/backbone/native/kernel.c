@@ -400,5 +400,6 @@ void mr_move(const LayerCache *caches, int layers, int kv_heads, int dim, int ca
 int mr_has_dot_product(void) { return HAVE_DPBF16; }
 int mr_fixed_point(void) { return FIXED_POINT; }
 
+#include "experts.h"
 #include "stream.h"
 #include "round.h"

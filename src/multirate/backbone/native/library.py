@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 SOURCES = ("kernel.c", "kernel.h", "threads.h", "matmul.h", "tile_avx2.h", "tile_wide.h", "fixed_point.h",
-           "attention.h", "stream.h", "round.h")
+           "attention.h", "stream.h", "round.h", "experts.h")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 
 pointer = ctypes.c_void_p
@@ -150,6 +150,9 @@ def kernel() -> ctypes.CDLL:
         pointer, pointer, integers, pointer, integers, pointer, integers, integers, *[pointer] * 7,
     ]
     library.mr_head_top.argtypes = [pointer, pointer, floats, pointer, *[integers] * 3, floats, *[pointer] * 3]
+    library.mr_route.argtypes = [pointer, pointer, floats, pointer, *[integers] * 4, *[pointer] * 4]
+    library.mr_expert.argtypes = [*[pointer] * 4, integers, pointer]
+    library.mr_combine.argtypes = [pointer, pointer, integers, integers, integers, pointer]
     library.mr_round.argtypes = [pointer, integers, integers, integers, pointer]
     library.mr_set_threads.argtypes = [integers]
     return library

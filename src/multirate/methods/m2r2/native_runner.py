@@ -31,7 +31,8 @@ class NativeStreamRunner(StreamRunner):
     def supports(decoder: NativeDecoder, stream: AcceleratedStream) -> bool:
         """Whether the block's shape tiles; its heads must be as long as the base's (one cache layout)."""
         c = stream.config
-        return not c.block or tiles(decoder, c.block_heads, c.block_kv_heads, c.block_head_dim, c.block_intermediate)
+        sizes = c.block_heads, c.block_kv_heads, c.block_head_dim, c.block_intermediate
+        return decoder.alone and (not c.block or tiles(decoder, *sizes))
 
     def __init__(self, decoder: NativeDecoder, stream: AcceleratedStream, gate: int) -> None:
         super().__init__(decoder, stream, gate)

@@ -1,0 +1,139 @@
+"""A mixture on the native kernel: near its own forward, bit-identical over budgets, predictors and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from multirate.backbone.decoder import load_decoder
+from multirate.backbone.native.moe import NativeMoEDecoder, pack_expert, unpack_expert
+from multirate.backbone.rows import Rows
+from multirate.decoding.autoregressive import generate_autoregressive
+from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.stopping import StopSettings
+from multirate.errors import UserError
+from multirate.experts.model import PREDICTORS, OffloadedExperts, load_without_experts
+from multirate.experts.pack import pack
+from multirate.experts.runtime import ExpertSettings
+from multirate.experts.store import ExpertStore
+from multirate.methods.registry import method
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=61, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
+    max_position_embeddings=96, pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.15,
+)  # fmt: skip
+CONFIGS = {
+    "qwen3_moe": lambda: tf.Qwen3MoeConfig(
+        **SHAPE, intermediate_size=96, moe_intermediate_size=32, num_experts=6, num_experts_per_tok=2,
+        norm_topk_prob=True, mlp_only_layers=[1],
+    ),
+    "qwen3_moe_raw": lambda: tf.Qwen3MoeConfig(
+        **SHAPE, intermediate_size=96, moe_intermediate_size=64, num_experts=6, num_experts_per_tok=3,
+        norm_topk_prob=False,
+    ),
+    "mixtral": lambda: tf.MixtralConfig(**SHAPE, intermediate_size=64, num_local_experts=5, num_experts_per_tok=2),
+}  # fmt: skip
+PROMPTS = [[5, 9, 2, 44, 17, 30, 8], [3, 4, 50]]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    original = tf.AutoModelForCausalLM.from_config(CONFIGS[request.param]()).eval().to(torch.bfloat16)
+    original.save_pretrained(folder)
+    index = pack(folder, folder / "store")
+    model = load_without_experts(folder)
+    reason = NativeMoEDecoder.supports(model)
+    if reason is not None:
+        pytest.skip(reason)
+    assert index.layout == "native"
+    offload = OffloadedExperts(model, ExpertStore.open(folder / "store"))
+    offload.use()
+    decoder = offload.decoder()
+    assert isinstance(decoder, NativeMoEDecoder)
+    yield original, offload, decoder
+    offload.remove()
+
+
+def test_packing_is_undone() -> None:
+    gate_up, down = torch.randn(128, 192).bfloat16(), torch.randn(192, 64).bfloat16()
+    packed = pack_expert(gate_up, down)
+    assert packed["gate_up_proj"].shape == gate_up.shape and not torch.equal(packed["gate_up_proj"], gate_up)
+    again = unpack_expert(**{"gate_up": packed["gate_up_proj"], "down": packed["down_proj"]})
+    assert torch.equal(again["gate_up_proj"], gate_up) and torch.equal(again["down_proj"], down)
+
+
+def test_logits_are_the_models(mixture: Any) -> None:
+    """Against fp32 of the same weights, at least as near as transformers' own bf16 forward."""
+    original, offload, decoder = mixture
+    ids = torch.tensor(PROMPTS[0])
+    rows = Rows.causal(0, 0, len(ids))
+    offload.use()
+    ours = decoder.logits(decoder.layers(decoder.embed(ids, rows.pos), rows, 0, 4, decoder.new_cache(1, 32)))
+    with torch.no_grad():
+        exact = tf.AutoModelForCausalLM.from_config(original.config).eval()
+        exact.load_state_dict(original.float().state_dict())
+        true = exact(ids[None]).logits[0]
+        rounded = original.bfloat16()(ids[None]).logits[0].float()
+    assert (ours - true).norm() < max(1.5 * (rounded - true).norm(), 0.01 * true.norm())
+
+
+@pytest.mark.parametrize("predictor", PREDICTORS)
+@pytest.mark.parametrize("slots", [4, 9])
+def test_bits_do_not_depend_on_what_is_loaded_when(mixture: Any, predictor: str, slots: int) -> None:
+    _, offload, decoder = mixture
+    stop = StopSettings(max_new_tokens=14)
+    offload.use()
+    resident = generate_autoregressive(decoder, PROMPTS, stop=stop).sequences
+    alone = [generate_autoregressive(decoder, [prompt], stop=stop).sequences[0] for prompt in PROMPTS]
+    assert resident == alone, "a row depends on its neighbours"
+    for eviction in ("none", "lru", "least_stale"):
+        runtime = offload.use(ExpertSettings(slots * offload.store.index.record.bytes, eviction), predictor)
+        for slot in runtime._arena.slots:
+            slot.fill_(0xFF)
+        assert generate_autoregressive(decoder, PROMPTS, stop=stop).sequences == resident
+        if predictor == "next_layer_gate":
+            assert runtime.stats.issued > 0
+
+
+def test_self_speculation_with_experts_on_disk(mixture: Any) -> None:
+    """Verification of several rows uses the union of their experts."""
+    _, offload, decoder = mixture
+    stop = StopSettings(max_new_tokens=20)
+    offload.use(ExpertSettings(4 * offload.store.index.record.bytes), "next_layer_gate")
+    plain = generate_autoregressive(decoder, PROMPTS, stop=stop).sequences
+    for name, options in (("layerskip", {"exit_layer": 3, "confidence": 0.0}), ("prompt_lookup", None)):
+        drafter = method(name).drafter(decoder, None, options)
+        assert drafter is not None
+        output = generate_speculative(decoder, drafter, PROMPTS, stop=stop)
+        assert output.sequences == plain
+        assert name != "layerskip" or output.stats.accepted > 0
+
+
+def test_the_models_own_layers_read_the_same_store(mixture: Any) -> None:
+    original, offload, _ = mixture
+    offload.use(ExpertSettings(4 * offload.store.index.record.bytes))
+    hf = load_decoder(offload.model, "hf")
+    rows = Rows.causal(0, 0, 7)
+    ids = torch.tensor(PROMPTS[0])
+    ours = hf.logits(hf.layers(hf.embed(ids, rows.pos), rows, 0, 4, hf.new_cache(1, 16)))
+    with torch.no_grad():
+        theirs = original.bfloat16()(ids[None]).logits[0].float()
+    assert (ours - theirs).norm() < 0.03 * theirs.norm()
+
+
+def test_backends(mixture: Any, tmp_path: Path) -> None:
+    _, offload, _ = mixture
+    with pytest.raises(UserError, match="accepted: auto"):
+        offload.decoder("magic")
+    folder = offload.store.folder.parent
+    pack(folder, tmp_path / "plain", layout="module")
+    other = OffloadedExperts(offload.model, ExpertStore.open(tmp_path / "plain"))
+    with pytest.raises(UserError, match="--layout native"):
+        other.decoder("native")

@@ -180,12 +180,12 @@ def test_a_replayed_trace_gives_the_live_hits(offload: OffloadedExperts) -> None
         for row, experts in trace:
             token, last = token + (row <= last), row
             cache.token, cache.row = token, row
-            with cache.changed:
+            with cache.lock:
                 cache.wanted.update((row, e) for e in experts)
                 present = [e for e in experts if cache.find_locked((row, e)) is not None]
             replayed += len(present)
             for expert in [*present, *(e for e in experts if e not in present)]:
-                with cache.changed:
+                with cache.lock:
                     if cache.find_locked((row, expert)) is None:
                         slot = cache.reserve_locked((row, expert), False)
                         assert slot is not None
@@ -240,7 +240,7 @@ def test_the_slot_machine_under_threads() -> None:
         draw = random.Random(seed)
         for step in range(1500):
             key = (draw.randrange(3), draw.randrange(4))
-            with cache.changed:
+            with cache.lock:
                 if seed == 0 and step % 10 == 0:
                     cache.token += 1
                 slot = cache.find_locked(key)
@@ -261,7 +261,7 @@ def test_the_slot_machine_under_threads() -> None:
                 content[loading.index] = None
                 time.sleep(0)
                 content[loading.index] = key
-                with cache.changed:
+                with cache.lock:
                     if draw.random() < 0.1:
                         content[loading.index] = None
                         cache.abandon_locked(loading)

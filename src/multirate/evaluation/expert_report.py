@@ -52,11 +52,12 @@ def arithmetic(rows: Sequence[ExpertRow], row: ExpertRow) -> Arithmetic | None:
 
 def table(rows: Sequence[ExpertRow], title: str) -> Table:
     """The rows of one budget for a terminal."""
-    made = Table(title=title, title_justify="left", caption_justify="left", pad_edge=False, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), caption=(
-        "Speedup against on_demand. hit: by the cache alone; ahead: of the other needs,\n"
-        "those whose read was begun early; useful: of these reads; per new token: MB\n"
-        "read, and ms that computing waited."
-    ))  # fmt: skip
+    made = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, title_justify="left")
+    made.caption_justify, made.caption = "left", (
+        "Speedup against on_demand. hit: by the cache alone; ahead: of the other\n"
+        "needs, those whose read was begun early; useful: of these reads;\n"
+        "per new token: MB read, and ms that computing waited."
+    )
     made.add_column("method", min_width=15, no_wrap=True)
     for heading in ("tok/s", "speedup", "hit", "ahead", "useful", "MB", "ms", "same"):
         made.add_column(heading, justify="right")

@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from multirate.errors import UserError
@@ -64,18 +64,17 @@ class ExpertLoader:
         for thread in self._threads:
             thread.start()
 
-    def demand(self, keys: Iterable[Key]) -> None:
+    def demand(self, keys: Sequence[Key]) -> None:
         """These experts are needed now, in this order."""
-        with self._cache.changed:
+        with self._cache.lock:
             for key in keys:
                 self._failed.pop(key, None)
-                self._demand_locked(key)
-            self._cache.changed.notify_all()
+            self._demand_locked(keys)
 
     def wait(self, keys: list[Key]) -> Slot:
         """Holds the first of `keys` to be READY (all are demanded). Raises UserError when its read failed."""
         cache = self._cache
-        with cache.changed:
+        with cache.lock:
             while True:
                 for key in keys:
                     if (slot := cache.hold_locked(key)) is not None:
@@ -86,15 +85,15 @@ class ExpertLoader:
                             f"expert {expert} of layer {self._store.index.layers[row]} could not be read from "
                             f"{self._store.path}: {error.strerror or error}"
                         ) from error
-                    if self._closed:
-                        raise UserError("the expert loader was closed while an expert was needed")
-                    self._demand_locked(key)
-                cache.changed.notify_all()  # the readers, of what was just asked for
-                cache.changed.wait()
+                if self._closed:
+                    raise UserError("the expert loader was closed while an expert was needed")
+                self._demand_locked(keys)
+                cache.ready.wait()
 
     def speculate(self, predictions: Iterable[Prediction]) -> None:
         """These experts may be needed; ones that are there or asked for already are left alone."""
-        with self._cache.changed:
+        with self._cache.lock:
+            before = self.stats.issued
             for one in predictions:
                 if self._cache.find_locked(one.key) is None and one.key not in self._loads:
                     load = _Load(one.key, False, one.deadline, self._cache.token)
@@ -102,11 +101,12 @@ class ExpertLoader:
                     order = (load.epoch, one.deadline, -one.chance, next(self._numbers))
                     heapq.heappush(self._ahead, (order, load))
                     self.stats.issued += 1
-            self._cache.changed.notify_all()
+            if self.stats.issued > before:
+                self._cache.work.notify_all()
 
     def pass_row(self, token: int, row: int) -> None:
         """Layer `row` of `token` begins: what was predicted for earlier ones is dropped unless it is demanded."""
-        with self._cache.changed:
+        with self._cache.lock:
             self._cache.token, self._cache.row = token, row
             for load in self._loads.values():
                 if not load.demanded and (load.epoch, load.deadline) < (token, row):
@@ -114,9 +114,10 @@ class ExpertLoader:
 
     def close(self) -> None:
         """Ends the threads; queued reads are forgotten."""
-        with self._cache.changed:
+        with self._cache.lock:
             self._closed = True
-            self._cache.changed.notify_all()
+            self._cache.work.notify_all()
+            self._cache.ready.notify_all()
         for thread in self._threads:
             thread.join()
         self._reader.close()
@@ -129,19 +130,23 @@ class ExpertLoader:
 
     # -- under the lock -------------------------------------------------------------------------------
 
-    def _demand_locked(self, key: Key) -> None:
-        slot = self._cache.find_locked(key)
-        if slot is not None and slot.state is State.READY:
-            return
-        load = self._loads.get(key)
-        if load is None:
-            load = self._loads[key] = _Load(key, True)
-            self._demands.append(load)
-        elif not load.demanded:
-            load.demanded, load.dropped = True, False
-            self.stats.late += 1
-            if not load.running:  # else its thread goes on to the end
-                self._demands.append(load)  # its place in the heap is skipped when it comes up
+    def _demand_locked(self, keys: Iterable[Key]) -> None:
+        queued = len(self._demands)
+        for key in keys:
+            slot = self._cache.find_locked(key)
+            if slot is not None and slot.state is State.READY:
+                continue
+            load = self._loads.get(key)
+            if load is None:
+                load = self._loads[key] = _Load(key, True)
+                self._demands.append(load)
+            elif not load.demanded:
+                load.demanded, load.dropped = True, False
+                self.stats.late += 1
+                if not load.running:  # else its thread goes on to the end
+                    self._demands.append(load)  # its place in the heap is skipped when it comes up
+        if len(self._demands) > queued:
+            self._cache.work.notify_all()
 
     def _next_locked(self) -> _Load | None:
         """The load to go on with, its slot reserved; None when there is nothing to do now."""
@@ -152,6 +157,7 @@ class ExpertLoader:
                 continue
             if load.slot is None:
                 load.slot = self._reserve_for_demand_locked(load.key)
+                self._cache.starved = load.slot is None
                 if load.slot is None:
                     return None  # every slot is held or being filled: a release wakes us
             self._demands.popleft()
@@ -198,11 +204,11 @@ class ExpertLoader:
 
     def _work(self) -> None:
         while True:
-            with self._cache.changed:
+            with self._cache.lock:
                 while (load := self._next_locked()) is None:
                     if self._closed:
                         return
-                    self._cache.changed.wait()
+                    self._cache.work.wait()
             self._read(load)
             if self._closed:
                 return
@@ -217,7 +223,7 @@ class ExpertLoader:
                 end = min(load.done + CHUNK, size)
                 self._reader.read(offset + load.done, buffer[load.done : end])
                 demanded = load.demanded
-                with self._cache.changed:
+                with self._cache.lock:
                     self._count_locked(end - load.done, demanded)
                     load.done = end
                     if end < size and not load.demanded:
@@ -230,14 +236,14 @@ class ExpertLoader:
                             heapq.heappush(self._ahead, (order, load))
                             return
         except OSError as error:
-            with self._cache.changed:
+            with self._cache.lock:
                 self.stats.errors += 1
                 self._loads.pop(load.key, None)
                 if load.demanded:
                     self._failed[load.key] = error
                 self._cache.abandon_locked(slot)
             return
-        with self._cache.changed:
+        with self._cache.lock:
             self.stats.note("demand" if load.demanded else "speculative", began, *load.key)
             self._loads.pop(load.key, None)
             slot.fresh = not load.demanded

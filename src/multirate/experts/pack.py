@@ -68,8 +68,8 @@ def _layout(wanted: str, config: dict[str, Any], experts: ExpertTensors) -> str:
     if wanted not in ("auto", MODULE, NATIVE):
         raise UserError(f"layout {wanted!r} is unknown; accepted: auto, {MODULE} or {NATIVE}")
     if wanted == NATIVE and not possible:
-        raise UserError(f"layout native: accepted are bfloat16 experts of {', '.join(MOE_FAMILIES)}, hidden size a multiple "
-                        "of 64, intermediate size one of 32")  # fmt: skip
+        raise UserError(f"layout native: accepted are bfloat16 experts of {', '.join(MOE_FAMILIES)}, hidden size a "
+                        "multiple of 64, intermediate size one of 32")  # fmt: skip
     return NATIVE if possible and wanted != MODULE else MODULE
 
 

@@ -114,8 +114,7 @@ class ExpertRuntime:
                     self.cache.release(slot)
                 self.stats.note("compute", began, *key)
         finally:
-            with self.cache.changed:
-                self.cache.wanted.clear()
+            self.cache.want([])
 
     def forward(
         self, module: Any, row: int, hidden: Tensor, top_index: Tensor, top_weights: Tensor, residual: Tensor
@@ -145,7 +144,7 @@ class ExpertRuntime:
 
     def reset(self, events: bool = False) -> None:
         """Statistics from zero; events: record a timeline."""
-        with self.cache.changed:
+        with self.cache.lock:
             fresh = ExpertStats(events=[] if events else None)
             self.stats.__dict__.update(fresh.__dict__)
 
@@ -172,8 +171,8 @@ class ExpertRuntime:
         self.stats.calls += 1
         self.stats.uses += len(keys)
         missing = []
-        with self.cache.changed:
-            self.cache.wanted.update(keys)
+        with self.cache.lock:
+            self.cache.wanted = set(keys)
             for key in keys:
                 slot = self.cache.find_locked(key)
                 if slot is None or slot.state is not State.READY:
@@ -196,7 +195,7 @@ class ExpertRuntime:
 
     def _next(self, row: int, keys: list[Key]) -> Slot:
         """Holds the first of `keys` that is READY, or waits for one."""
-        with self.cache.changed:
+        with self.cache.lock:
             for key in keys:
                 if (slot := self.cache.hold_locked(key)) is not None:
                     return slot

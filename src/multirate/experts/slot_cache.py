@@ -43,7 +43,8 @@ class Slot:
 
 
 class SlotCache:
-    """`count` slots under one lock, `changed`, which is notified whenever a slot may have become READY or evictable.
+    """`count` slots under one `lock`. `ready` is notified when a slot has become READY or a load has failed; `work`, on
+    which readers wait, when there is something to load or, if one was `starved`, when a slot may be taken again.
 
     on_evict(slot): called, under the lock, before a READY slot loses its expert (statistics, tests).
     Methods whose name ends in `_locked` need the lock held.
@@ -51,7 +52,9 @@ class SlotCache:
 
     def __init__(self, count: int, policy: EvictionPolicy, on_evict: Callable[[Slot], None] | None = None) -> None:
         self.slots = [Slot(i) for i in range(count)]
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
+        self.ready, self.work = threading.Condition(self.lock), threading.Condition(self.lock)
+        self.starved = False
         self.token, self.row = 0, 0
         self.wanted: set[Key] = set()  # what the running layer computes with
         self._policy, self._on_evict = policy, on_evict
@@ -76,7 +79,7 @@ class SlotCache:
 
     def release(self, slot: Slot) -> None:
         """Ends one hold."""
-        with self.changed:
+        with self.lock:
             assert slot.refs > 0, "released more often than held"
             assert slot.key is not None
             slot.refs -= 1
@@ -85,7 +88,15 @@ class SlotCache:
             if not slot.refs:
                 if not self._policy.keeps:
                     self._empty(slot)
-                self.changed.notify_all()
+                if self.starved:
+                    self.work.notify_all()
+
+    def want(self, keys: list[Key]) -> None:
+        """The running layer computes with these, which are not evicted; [] when it is done."""
+        with self.lock:
+            self.wanted = set(keys)
+            if self.starved:
+                self.work.notify_all()
 
     def reserve_locked(self, key: Key, speculative: bool) -> Slot | None:
         """A slot for `key`, LOADING; None when none may be taken now."""
@@ -105,13 +116,17 @@ class SlotCache:
         """LOADING → READY."""
         assert slot.state is State.LOADING
         slot.state = State.READY
-        self.changed.notify_all()
+        self.ready.notify_all()
+        if self.starved:
+            self.work.notify_all()
 
     def abandon_locked(self, slot: Slot) -> None:
         """LOADING → FREE: the load failed or is not wanted any more."""
         assert slot.state is State.LOADING
         self._empty(slot)
-        self.changed.notify_all()
+        self.ready.notify_all()
+        if self.starved:
+            self.work.notify_all()
 
     def _evict(self, speculative: bool) -> Slot | None:
         candidates = [

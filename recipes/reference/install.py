@@ -23,8 +23,8 @@ pipeline_tag: text-generation
 
 A {parameters:.1f}M-parameter Llama ({layers} layers, width {width}, vocabulary {vocab}) that exists so that
 `multirate demo` and the benchmarks run offline on a model whose origin is known. It writes
-mostly grammatical English on medical questions; elsewhere it soon falls into repetition or into arithmetic (much of
-its chat data is GSM8K). It knows almost nothing and must not be used for advice, least of all medical.
+mostly grammatical English, but under greedy decoding soon repeats itself, and it knows almost nothing: it must not be
+used for advice, least of all medical.
 
 | | |
 |---|---|
@@ -38,8 +38,9 @@ data (Apache-2.0), Self-Instruct seed tasks (Apache-2.0), MedQuAD (CC BY 4.0; Be
 Question-Entailment Approach to Question Answering", BMC Bioinformatics 2019).
 
 Depth was grown twice: ten trained layers were repeated to twenty, later five copies that began as the identity were
-inserted. The committed weights differ from the schedule in one respect: the last phase's first 121 steps followed a
-schedule of 240 steps, which was then shortened to 170. Phases one to three ran in bf16, the last in fp32. Schedule:
+inserted. The committed weights differ from the schedule in two respects: the first 121 steps of "deepen" followed a
+schedule of 240 steps, which was then shortened to 170; and "answers" began with fresh optimizers (`--start-from`).
+Phases ran in bf16, "deepen" in fp32. Schedule:
 
 ```yaml
 {phases}```

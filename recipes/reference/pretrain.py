@@ -1,4 +1,4 @@
-"""Pretrain the reference model: a Llama of transformers, Muon + AdamW, phases with depth growth.
+"""Pretrain a reference model of transformers (Llama, or a mixture of experts), Muon + AdamW, phases with depth growth.
 
     python recipes/reference/pretrain.py --config recipes/reference/reference.yaml \
         --data runs/reference/data --out runs/reference/base
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import yaml
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from multirate.training.muon import Muon
 from multirate.training.precision import low_precision
@@ -77,21 +77,36 @@ class TiedHeadLoss(torch.autograd.Function):
         return grad_hidden.to(ctx.hidden_dtype) * upstream, grad_weight * upstream, None
 
 
-def build_model(config: dict[str, Any], layers: int, seed: int) -> LlamaForCausalLM:
+def build_model(config: dict[str, Any], layers: int, seed: int) -> Any:
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            **config["model"], num_hidden_layers=layers, bos_token_id=None, eos_token_id=3, pad_token_id=0,
-            initializer_range=0.02, attn_implementation="sdpa",
-        )
+    shape = AutoConfig.for_model(
+        config.get("architecture", "llama"), **config["model"], num_hidden_layers=layers, bos_token_id=None,
+        eos_token_id=3, pad_token_id=0, initializer_range=0.02,
     )
+    model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
     with torch.no_grad():  # residual writers start small, so depth does not blow up the stream
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.mul_(1 / (2 * layers) ** 0.5)
+    if not is_mixture(model):
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(1 / (2 * layers) ** 0.5)
-            layer.mlp.down_proj.weight.mul_(1 / (2 * layers) ** 0.5)
-    for layer in model.model.layers:
-        layer.compile()  # one graph serves every layer
+            layer.compile()  # one graph serves every layer
     return model
+
+
+def is_mixture(model: Any) -> bool:
+    return any(".experts." in name for name, _ in model.named_parameters())
+
+
+def imbalance(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tensor:
+    """Switch Transformer's auxiliary loss (eq. 4), mean over layers: experts · Σ token share · mean probability; 1 when
+    every expert has as many tokens as any other."""
+    total = torch.zeros(())
+    for logits in router_logits:
+        probabilities = logits.float().softmax(-1)
+        chosen = torch.zeros_like(probabilities).scatter_(1, probabilities.topk(top_k, dim=-1).indices, 1.0)
+        total = total + logits.shape[-1] * (chosen.mean(0) / top_k * probabilities.mean(0)).sum()
+    return total / len(router_logits)
 
 
 def stack(depth: int, layers: int) -> list[tuple[int, bool]]:
@@ -111,8 +126,8 @@ def deepen(depth: int, layers: int) -> list[tuple[int, bool]]:
 
 
 def grow(
-    small: LlamaForCausalLM, config: dict[str, Any], origin: list[tuple[int, bool]], seed: int
-) -> LlamaForCausalLM:
+    small: Any, config: dict[str, Any], origin: list[tuple[int, bool]], seed: int
+) -> Any:
     """A deeper model: layer i is the small model's layer origin[i][0], its residual writers zero if origin[i][1]."""
     big = build_model(config, len(origin), seed)
     source = small.state_dict()
@@ -133,10 +148,12 @@ def grow(
 GROWTH = {"stack": stack, "identity": deepen}
 
 
-def optimizers(model: LlamaForCausalLM, config: dict[str, Any]) -> list[torch.optim.Optimizer]:
+def optimizers(model: Any, config: dict[str, Any]) -> list[torch.optim.Optimizer]:
     o = config["optimizer"]
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    small = ("embed", "mlp.gate.")  # an embedding and a router are no maps between residuals
+    others = [p for n, p in model.named_parameters() if p.ndim < 2 or any(part in n for part in small)]
+    known = {id(p) for p in others}
+    matrices = [p for p in model.parameters() if id(p) not in known]
     return [
         Muon(matrices, lr=o["muon_lr"], weight_decay=o["weight_decay"]),
         torch.optim.AdamW(others, lr=o["adamw_lr"], betas=(0.9, 0.95), weight_decay=0.0, fused=True),
@@ -144,7 +161,7 @@ def optimizers(model: LlamaForCausalLM, config: dict[str, Any]) -> list[torch.op
 
 
 @torch.no_grad()
-def heldout_loss(model: LlamaForCausalLM, data: Path, name: str, windows: int = 12, length: int = 512) -> float:
+def heldout_loss(model: Any, data: Path, name: str, windows: int = 12, length: int = 512) -> float:
     tokens = np.fromfile(data / f"heldout_{name}.bin", dtype=np.uint16).astype(np.int64)
     starts = np.linspace(0, len(tokens) - length - 2, windows).astype(int)
     ids = torch.from_numpy(np.stack([tokens[s : s + length + 1] for s in starts]))
@@ -198,7 +215,7 @@ def main() -> None:
         step, phase_index, phase_step, tokens_seen = saved["progress"]
         print(f"resumed at step {step}", flush=True)
     elif args.start_from:
-        trained = LlamaForCausalLM.from_pretrained(args.start_from, dtype=torch.float32)
+        trained = AutoModelForCausalLM.from_pretrained(args.start_from, dtype=torch.float32)
         model = build_model(config, trained.config.num_hidden_layers, config["seed"])
         model.load_state_dict(trained.state_dict())
         phase_index = first
@@ -218,6 +235,7 @@ def main() -> None:
             checkpoint,
         )
 
+    mixture = is_mixture(model)
     began, since = time.time(), tokens_seen
     while phase_index < len(phases) and not stop:
         phase = phases[phase_index]
@@ -243,9 +261,11 @@ def main() -> None:
             picks = rng.choice(len(names), size=phase["batch"], p=weights / weights.sum())
             batch = torch.from_numpy(np.stack([sources[names[i]].window(phase["window"], rng) for i in picks]))
             with torch.autocast("cpu", torch.bfloat16, enabled=torch.bfloat16 == PRODUCTS):
-                hidden = model.model(batch[:, :-1], use_cache=False).last_hidden_state
+                out = model.model(batch[:, :-1], use_cache=False, **({"output_router_logits": True} if mixture else {}))
+            hidden = out.last_hidden_state
             loss = TiedHeadLoss.apply(hidden.flatten(0, 1), model.lm_head.weight, batch[:, 1:].flatten())
-            loss.backward()
+            balance = imbalance(out.router_logits, model.config.num_experts_per_tok) if mixture else torch.zeros(())
+            (loss + config.get("balance", 0.0) * balance).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config["optimizer"]["grad_clip"])
             for optim in optims:
                 optim.step()
@@ -253,7 +273,8 @@ def main() -> None:
             step, phase_step, tokens_seen = step + 1, phase_step + 1, tokens_seen + batch[:, 1:].numel()
             if step % config["log_every"] == 0:
                 rate = (tokens_seen - since) / (time.time() - began)
-                print(f"{phase['name']} {phase_step}/{phase['steps']} step {step} loss {loss.item():.3f} "
+                more = f"balance {balance.item():.2f} " if mixture else ""
+                print(f"{phase['name']} {phase_step}/{phase['steps']} step {step} loss {loss.item():.3f} {more}"
                       f"tokens {tokens_seen / 1e6:.2f}M {rate:.0f} tok/s", flush=True)
             if step % config["checkpoint_every"] == 0:
                 save()

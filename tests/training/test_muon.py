@@ -36,3 +36,17 @@ def test_singular_values_come_close_to_one() -> None:
     x = torch.randn(4, 12, 30, generator=torch.Generator().manual_seed(1))
     values = torch.linalg.svdvals(orthogonalised(x))
     assert values.min() > 0.5 and values.max() < 1.3
+
+
+def test_a_stack_is_its_matrices() -> None:
+    torch.manual_seed(0)
+    for shape in ((6, 20), (20, 6)):
+        stack = torch.nn.Parameter(torch.randn(3, *shape))
+        alone = [torch.nn.Parameter(matrix.detach().clone()) for matrix in stack]
+        gradient = torch.randn(3, *shape)
+        stack.grad = gradient
+        for parameter, part in zip(alone, gradient, strict=True):
+            parameter.grad = part
+        Muon([stack], lr=0.1).step()
+        Muon(alone, lr=0.1).step()
+        torch.testing.assert_close(stack.detach(), torch.stack([p.detach() for p in alone]))

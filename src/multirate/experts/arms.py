@@ -32,15 +32,17 @@ ARMS: Mapping[str, Arm] = {
     "popularity": Arm("least_stale", "popularity", "and the most used experts are read ahead"),
     "next_layer_gate": Arm("least_stale", "next_layer_gate", "and the next layer's router, asked now, is read ahead"),
 }
-POLICIES = (*ARMS, "aot")
+AHEAD_OF_TIME = "aot"
+POLICIES = (*ARMS, AHEAD_OF_TIME)
 
 
 def arm(policy: str) -> Arm:
-    """The arm of a policy's name; "aot", ahead of time, is the best there is for the model: the next layer's gate.
+    """The arm of a policy's name; "aot", ahead of time, is the best there is for the model: the next layer's gate,
+    which is switched off while it does not pay (controller.py).
 
     UserError for another name.
     """
-    if policy == "aot":
+    if policy == AHEAD_OF_TIME:
         return ARMS["next_layer_gate"]
     if policy not in ARMS:
         raise UserError(f"expert policy {policy!r} is unknown; accepted: {', '.join(POLICIES)}")

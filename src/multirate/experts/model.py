@@ -16,7 +16,8 @@ from multirate.backbone.inspect import find_parts
 from multirate.backbone.native.moe import NativeMoEDecoder
 from multirate.backbone.parts import MoEParts
 from multirate.errors import UserError
-from multirate.experts.arms import arm, parse_bytes
+from multirate.experts.arms import AHEAD_OF_TIME, arm, parse_bytes
+from multirate.experts.controller import SelfDisabling
 from multirate.experts.layout import NATIVE, ExpertTensors
 from multirate.experts.policies import EvictionPolicy
 from multirate.experts.predictors import NextLayerGate, Popularity, Predictor, PreviousToken, SelectExperts
@@ -150,7 +151,10 @@ class OffloadedExperts:
     def use_policy(self, policy: str = "aot", memory: str | int | None = None) -> ExpertRuntime:
         """A new runtime by the name of a policy (arms.py) and a size such as "2GB". UserError for what is neither."""
         chosen = arm(policy)
-        return self.use(ExpertSettings(parse_bytes(memory), chosen.eviction), chosen.predictor)
+        predictor: str | Predictor = chosen.predictor
+        if policy == AHEAD_OF_TIME and (inner := self.predictor(chosen.predictor)) is not None:
+            predictor = SelfDisabling(inner)
+        return self.use(ExpertSettings(parse_bytes(memory), chosen.eviction), predictor)
 
     def predictor(self, predictor: str | Predictor) -> Predictor | None:
         """A predictor for this model by name. UserError for another."""

@@ -31,14 +31,15 @@ def orthogonalised(matrices: Tensor, steps: int = 5, eps: float = 1e-7) -> Tenso
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices [out, in]; the step is scaled to AdamW's typical size (0.2 · √max(out, in))."""
+    """For matrices [out, in] and stacks of them [E, out, in] (experts, each a matrix of its own); the step is scaled to
+    AdamW's typical size (0.2 · √max(out, in))."""
 
     def __init__(
         self, params: Iterable[Tensor], lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-        if any(p.ndim != 2 for group in self.param_groups for p in group["params"]):
-            raise ValueError("Muon takes matrices only")
+        if any(p.ndim not in (2, 3) for group in self.param_groups for p in group["params"]):
+            raise ValueError("Muon takes matrices and stacks of matrices only")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -48,7 +49,7 @@ class Muon(torch.optim.Optimizer):
             same: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
-                    same[min(p.shape), max(p.shape)].append(p)
+                    same[min(p.shape[-2:]), max(p.shape[-2:])].append(p)
             for matrices in same.values():
                 self._update(matrices, group)
         return loss
@@ -60,10 +61,11 @@ class Muon(torch.optim.Optimizer):
             buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
             buffer.lerp_(p.grad, 1 - momentum)
             update = p.grad.lerp(buffer, momentum)
-            wide.append(update.T if update.shape[0] > update.shape[1] else update)
-        stacked = torch.stack(wide)
-        stacked = stacked.to(low_precision(stacked.device))
-        for p, update in zip(matrices, orthogonalised(stacked), strict=True):
+            update = update if update.ndim == 3 else update[None]
+            wide.append(update.mT if update.shape[-2] > update.shape[-1] else update)
+        stacked = torch.cat(wide)
+        updates = orthogonalised(stacked.to(low_precision(stacked.device))).split([len(part) for part in wide])
+        for p, update in zip(matrices, updates, strict=True):
             p.mul_(1 - group["lr"] * group["weight_decay"])
-            scale = group["lr"] * 0.2 * max(p.shape) ** 0.5
-            p.add_((update.T if p.shape[0] > p.shape[1] else update).to(p.dtype), alpha=-scale)
+            scale = group["lr"] * 0.2 * max(p.shape[-2:]) ** 0.5
+            p.add_((update.mT if p.shape[-2] > p.shape[-1] else update).reshape(p.shape).to(p.dtype), alpha=-scale)

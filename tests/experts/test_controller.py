@@ -1,0 +1,59 @@
+"""Reading ahead stays on where it makes passes faster, goes off where it does not, and is tried again."""
+
+from __future__ import annotations
+
+import torch
+
+from multirate.experts.controller import SelfDisabling
+from multirate.experts.loader import Prediction
+from multirate.experts.predictors import PreviousToken
+
+
+class Machine:
+    """A clock that a pass moves by `on` or `off` seconds, by whether anything was predicted in it."""
+
+    def __init__(self, on: float, off: float) -> None:
+        self.on, self.off, self.now = on, off, 0.0
+        inner = PreviousToken(3)
+        self.controller = SelfDisabling(inner, block=4, blocks=2, trust=50, clock=lambda: self.now)
+        self.passes: list[bool] = []
+
+    def run(self, count: int, rows: int = 1) -> None:
+        for _ in range(count):
+            found: list[Prediction] = []
+            for row in range(3):
+                self.controller.used(row, [1, 2])
+                found += self.controller.predict(row, torch.zeros(rows, 4))
+            self.passes.append(bool(found))
+            self.now += (self.on if found else self.off) * (100 if rows > 1 else 1)
+
+
+def test_it_stays_on_where_it_pays_and_goes_off_where_not() -> None:
+    for on, off in ((1.0, 1.5), (1.5, 1.0)):
+        machine = Machine(on, off)
+        machine.run(40)
+        decided = machine.passes[-1]
+        assert decided == (on < off)
+        assert ("does not pay" in machine.controller.verdict) == (on > off)
+        machine.run(15)
+        assert machine.passes[-15:] == [decided] * 15
+
+
+def test_prompts_do_not_count() -> None:
+    machine = Machine(1.0, 1.5)
+    for _ in range(30):
+        machine.run(2)
+        machine.run(1, rows=9)
+    assert machine.controller.on
+    times = [t for both in machine.controller._times.values() for t in both]
+    assert times and max(times) < 2
+
+
+def test_a_machine_that_changes_is_noticed() -> None:
+    machine = Machine(1.5, 1.0)
+    machine.run(40)
+    assert not machine.controller.on
+    machine.on, machine.off = 1.0, 1.5
+    machine.run(130)
+    assert machine.passes[-1]
+    assert SelfDisabling(PreviousToken(2)).verdict == "reading ahead has not been measured yet"

@@ -74,9 +74,8 @@ class Session:
                     cache.reserve(capacity)
                     return cache
                 self.decoder.release_cache(cache)
-            capacity += _NEXT_TURN_SLOTS
-            if self.decoder.facts.max_positions is not None:
-                capacity = min(capacity, max(self.decoder.facts.max_positions, capacity - _NEXT_TURN_SLOTS))
+            limit = self.decoder.facts.max_positions or capacity + _NEXT_TURN_SLOTS
+            capacity = max(capacity, min(capacity + _NEXT_TURN_SLOTS, limit))
         return self.decoder.new_cache(len(tokens), capacity)
 
     def prefill(self) -> list[Tensor]:

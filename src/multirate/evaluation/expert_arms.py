@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from multirate.engine import PLAIN, Engine
@@ -202,8 +201,10 @@ def _speedups(rows: Sequence[ExpertRow]) -> None:
 
 
 def _last_token(events: Sequence[Event]) -> list[Event]:
-    """The events of the last pass over the layers but one, in seconds from its beginning."""
-    starts = [e.begin for before, e in pairwise(events) if e.row == 0 and before.row > 0]
-    begin = starts[-2] if len(starts) > 1 else starts[-1] if starts else 0.0
-    end = starts[-1] if len(starts) > 1 else float("inf")
-    return [Event(e.kind, e.begin - begin, e.end - begin, e.row, e.expert) for e in events if begin <= e.begin < end]
+    """The events of the last whole pass over the layers, in seconds from its beginning."""
+    starts = [event.begin for event in events if event.kind == "token"]
+    if len(starts) < 2:
+        return []
+    begin, end = starts[-2:]
+    inside = [event for event in events if begin <= event.begin < end and event.kind != "token"]
+    return [Event(e.kind, e.begin - begin, e.end - begin, e.row, e.expert) for e in inside]

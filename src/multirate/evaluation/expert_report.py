@@ -98,7 +98,7 @@ def _size(count: int) -> str:
 
 
 def _table(rows: Sequence[ExpertRow], everything: Sequence[ExpertRow]) -> str:
-    heads = ("method", "tokens/s", "speedup", "bound", "hit rate", "read ahead", "useful", "late", "wasted", "MB/token",
+    heads = ("method", "tokens/s", "speedup", "arithmetic", "hit rate", "read ahead", "useful", "late", "wasted", "MB/token",
              "stall ms", "predictor ms", "same text")  # fmt: skip
     lines = []
     for row in rows:
@@ -137,8 +137,8 @@ _PAGE = """<!doctype html>
 body {{ font: 15px/1.5 system-ui, sans-serif; color: #1d2126; background: #fff; margin: 0 auto; max-width: 70rem;
 padding: 1rem; }}
 h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
-.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; white-space: nowrap; font-size: 0.87rem; }}
-th, td {{ text-align: right; padding: 0.3rem 0.6rem; border-bottom: 1px solid #e3e5e8; }}
+.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; white-space: nowrap; font-size: 0.82rem; }}
+th, td {{ text-align: right; padding: 0.3rem 0.45rem; border-bottom: 1px solid #e3e5e8; }}
 th:first-child, td:first-child {{ text-align: left; }}
 figure {{ margin: 1rem 0; }} figcaption {{ font-weight: 600; font-size: 0.9rem; }}
 svg {{ width: 100%; height: 5.2rem; border: 1px solid #e3e5e8; display: block; }}
@@ -147,9 +147,10 @@ svg {{ width: 100%; height: 5.2rem; border: 1px solid #e3e5e8; display: block; }
 .facts {{ color: #5a626b; font-size: 0.85rem; overflow-wrap: anywhere; }}
 </style></head><body>
 <h1>Experts loaded from disk: every way on the same tokens</h1>
-<p class="facts">{facts}</p>{tables}
+<p class="facts">{facts}</p>{tables}<p>Arithmetic: the speedup that hit rate, reads ahead and their usefulness allow, from the
+resident and on-demand rows (docs/experts.md).</p>
 <h2>One token, at the first budget</h2>
-<p>Upper lane: the compute thread; middle: reads that it waits for; lower: reads ahead of time. All pictures have the
-same scale, {scale} ms across.</p><p class="legend">{legend}</p>{pictures}
+<p>Upper lane: the compute thread (white: attention and all else); middle: reads that it waits for; lower: reads ahead
+of time. All pictures have the same scale, {scale} ms across.</p><p class="legend">{legend}</p>{pictures}
 </body></html>
 """

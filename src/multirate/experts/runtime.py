@@ -163,6 +163,7 @@ class ExpertRuntime:
     def _enter(self, row: int) -> None:
         if row <= self._last_row:
             self._token += 1  # a new pass over the layers
+            self.stats.note("token", time.perf_counter(), row)
         self._last_row = row
         self.loader.pass_row(self._token, row)
 

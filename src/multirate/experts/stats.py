@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class Event:
-    """What happened between two moments (perf_counter): kind is compute, demand, speculative, stall or predict."""
+    """What happened between two moments (perf_counter): compute, demand, speculative, stall, predict; or token: a pass."""
 
     kind: str
     begin: float

@@ -98,8 +98,8 @@ def _size(count: int) -> str:
 
 
 def _table(rows: Sequence[ExpertRow], everything: Sequence[ExpertRow]) -> str:
-    heads = ("method", "tokens/s", "speedup", "arithmetic", "hit rate", "read ahead", "useful", "late", "wasted", "MB/token",
-             "stall ms", "predictor ms", "same text")  # fmt: skip
+    heads = ("method", "tokens/s", "speedup", "arithmetic", "hit rate", "read ahead", "useful", "late", "wasted",
+             "MB/token", "stall ms", "predictor ms", "same text")  # fmt: skip
     lines = []
     for row in rows:
         at_most = arithmetic(everything, row)
@@ -147,8 +147,9 @@ svg {{ width: 100%; height: 5.2rem; border: 1px solid #e3e5e8; display: block; }
 .facts {{ color: #5a626b; font-size: 0.85rem; overflow-wrap: anywhere; }}
 </style></head><body>
 <h1>Experts loaded from disk: every way on the same tokens</h1>
-<p class="facts">{facts}</p>{tables}<p>Arithmetic: the speedup that hit rate, reads ahead and their usefulness allow, from the
-resident and on-demand rows (docs/experts.md).</p>
+<p class="facts">{facts}</p>{tables}
+<p>Arithmetic: the speedup that hit rate, reads ahead and their usefulness allow, from the resident and on-demand rows
+(docs/experts.md).</p>
 <h2>One token, at the first budget</h2>
 <p>Upper lane: the compute thread (white: attention and all else); middle: reads that it waits for; lower: reads ahead
 of time. All pictures have the same scale, {scale} ms across.</p><p class="legend">{legend}</p>{pictures}

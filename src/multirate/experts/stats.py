@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class Event:
-    """What happened between two moments (perf_counter): compute, demand, speculative, stall, predict; or token: a pass."""
+    """What happened between two moments (perf_counter). kind: compute, demand, speculative, stall, predict or token."""
 
     kind: str
     begin: float

@@ -20,6 +20,7 @@ from multirate.errors import UserError
 from multirate.hub import LoadedModel, load_model, load_offloaded, resolve_accelerator
 from multirate.methods import registry
 from multirate.methods.m2r2.config import PRESETS
+from multirate.methods.trained import EXPERTS
 from multirate.training.checkpoint import Accelerator
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def attach(
     experts: str | os.PathLike[str] | None = None,
     expert_memory: str | int | None = None,
     expert_policy: str = "aot",
+    expert_predictor: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """An engine for a causal LM of transformers (or its folder, hub id, or what hub.load_model gave), never changed.
 
@@ -47,7 +49,8 @@ def attach(
     methods that need no training. backend: "auto", "hf" (the model's own layers) or "native" (packed bf16 weights).
     tokenizer: needed with stop strings only.
     experts: for a mixture of experts named by folder or hub id, the store (`multirate pack`) that its experts are read
-    from as they are needed; expert_memory: how much of them is held, such as "2GB"; expert_policy: see experts/arms.py.
+    from as they are needed; expert_memory: how much of them is held, such as "2GB"; expert_policy: see experts/arms.py;
+    expert_predictor: what `train --objective experts` made, a folder or hub id.
     Raises UserError with the reason for what cannot be used.
     """
     if isinstance(model, (str, os.PathLike)):
@@ -60,7 +63,9 @@ def attach(
     elif model.experts is None:
         engine = Engine(model.model, load_decoder(model.model, backend), tokenizer or model.tokenizer)
     else:
-        model.experts.use_policy(expert_policy, expert_memory)  # building a decoder runs the model once
+        if expert_predictor is not None:
+            model.experts.add(expert_predictor)
+        model.experts.use_policy("on_demand", expert_memory)  # building a decoder may run the model once
         engine = Engine(model.model, model.experts.decoder(backend), tokenizer or model.tokenizer)
         model.experts.use_policy(expert_policy, expert_memory)
         engine.experts = model.experts
@@ -122,6 +127,8 @@ class Engine:
         """Adds an accelerator under `name` (default: its method's) → that name. The first one becomes the default."""
         if not isinstance(accelerator, Accelerator):
             accelerator = Accelerator.from_pretrained(resolve_accelerator(accelerator), self.model)
+        if accelerator.method == EXPERTS:
+            raise UserError("this accelerator names experts, it drafts no tokens: give it as expert_predictor")
         name = name or accelerator.method
         if name in (PLAIN, "generate"):
             raise UserError(f"an accelerator cannot be named {name!r}: that is the name of a baseline")

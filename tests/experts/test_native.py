@@ -21,7 +21,10 @@ from multirate.experts.model import PREDICTORS, OffloadedExperts, load_without_e
 from multirate.experts.pack import pack
 from multirate.experts.runtime import ExpertSettings
 from multirate.experts.store import ExpertStore
+from multirate.methods.m2r2_experts.config import ExpertForecastConfig
+from multirate.methods.m2r2_experts.modules import ExpertForecast
 from multirate.methods.registry import method
+from multirate.methods.shape import BaseShape
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=61, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
@@ -54,6 +57,11 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip(reason)
     assert index.layout == "native"
     offload = OffloadedExperts(model, ExpertStore.open(folder / "store"))
+    shape = BaseShape.of(model.config)
+    forecast = ExpertForecast(ExpertForecastConfig.for_base(shape, rank=8), shape)
+    with torch.no_grad():
+        forecast.up[0].normal_(0, 0.3)  # it names others than the gate
+    offload.forecast = forecast
     offload.use()
     decoder = offload.decoder()
     assert isinstance(decoder, NativeMoEDecoder)
@@ -98,7 +106,7 @@ def test_bits_do_not_depend_on_what_is_loaded_when(mixture: Any, predictor: str,
         for slot in runtime._arena.slots:
             slot.fill_(0xFF)
         assert generate_autoregressive(decoder, PROMPTS, stop=stop).sequences == resident
-        if predictor == "next_layer_gate":
+        if predictor in ("next_layer_gate", "accelerated"):
             assert runtime.stats.issued > 0
 
 

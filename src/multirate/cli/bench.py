@@ -61,6 +61,7 @@ def command(
     disk_speed: Annotated[
         str | None, typer.Option(help="With --methods experts: read no faster, e.g. 500MB/s.", show_default=False)
     ] = None,
+    expert_predictor: options.ExpertPredictor = None,
     page: Annotated[
         Path | None, typer.Option("--html", help="With --methods experts: a page with timelines.", show_default=False)
     ] = None,
@@ -90,7 +91,7 @@ def command(
     if experts is not None or bench_experts.EXPERTS in chosen:
         same, interrupted = bench_experts.command(
             model, questions, suite, data, chosen or [bench_experts.EXPERTS],
-            bench_experts.ExpertOptions(experts, expert_memory, disk_speed, page),
+            bench_experts.ExpertOptions(experts, expert_memory, disk_speed, page, expert_predictor),
             max_new_tokens=max_new_tokens, repeats=repeats, truncate=truncate, json=json,
         )  # fmt: skip
         if not same:

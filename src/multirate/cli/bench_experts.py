@@ -24,6 +24,7 @@ class ExpertOptions:
     memory: str | None
     disk_speed: str | None
     page: Path | None
+    predictor: Path | None
 
 
 def command(
@@ -43,7 +44,8 @@ def command(
 
     if model is None or given.store is None:
         raise UserError("--methods experts needs MODEL and --experts DIR, the store that multirate pack made of it")
-    arms = list(ALL_ARMS) if names == [EXPERTS] else [name for name in names if name != EXPERTS]
+    every = [arm for arm in ALL_ARMS if arm != "accelerated" or given.predictor is not None]
+    arms = every if names == [EXPERTS] else [name for name in names if name != EXPERTS]
     unknown = [name for name in arms if name not in ALL_ARMS]
     if unknown:
         raise UserError(f"expert arm {unknown[0]!r} is unknown; accepted: {', '.join(ALL_ARMS)}")
@@ -51,7 +53,7 @@ def command(
     for place in (json, given.page):
         if place is not None:
             report.check_writable(place)
-    engine = attach(model, experts=given.store)
+    engine = attach(model, experts=given.store, expert_predictor=given.predictor)
     assert engine.experts is not None and engine.experts.runtime is not None
     index = engine.experts.store.index
     everything = index.data_bytes

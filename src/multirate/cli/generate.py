@@ -45,6 +45,7 @@ def command(
     experts: options.Experts = None,
     expert_memory: options.ExpertMemory = None,
     expert_policy: options.ExpertPolicy = "aot",
+    expert_predictor: options.ExpertPredictor = None,
 ) -> None:
     """Write a model's answer to a prompt, given by --prompt, --prompt-file or stdin."""
     text = _prompt(prompt, prompt_file)
@@ -61,7 +62,10 @@ def command(
     if experts is None and expert_memory is not None:
         raise UserError("--expert-memory needs --experts DIR, the store that multirate pack made")
     loaded = options.load(model, dtype, device, experts)
-    engine = attach(loaded, backend=backend, expert_memory=expert_memory, expert_policy=expert_policy)
+    engine = attach(
+        loaded, backend=backend, expert_memory=expert_memory, expert_policy=expert_policy,
+        expert_predictor=expert_predictor,
+    )  # fmt: skip
     if engine.experts is not None and engine.experts.runtime is not None and engine.experts.runtime.note:
         options.note(f"note: {engine.experts.runtime.note}")
     wanted = [method] if method else ["m2r2-carry", "m2r2"] if model is None else []

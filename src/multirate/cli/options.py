@@ -47,7 +47,11 @@ ExpertMemory = Annotated[
     str | None, typer.Option(help="Memory for experts, such as 2GB (default: all of them).", show_default=False)
 ]
 ExpertPolicy = Annotated[
-    str, typer.Option(help="aot, on_demand, lru, least_stale, previous_token, popularity or next_layer_gate.")
+    str,
+    typer.Option(help="aot, on_demand, lru, least_stale, previous_token, popularity, next_layer_gate or accelerated."),
+]
+ExpertPredictor = Annotated[
+    Path | None, typer.Option(help="What train --objective experts made for this model.", show_default=False)
 ]
 
 

@@ -70,6 +70,9 @@ def command(
     data: Annotated[list[Path], typer.Option(help="JSON or JSONL to train on (repeatable).", show_default=False)],
     out: Annotated[Path, typer.Option(help="The accelerator's folder.", show_default=False)],
     method: Annotated[str, typer.Option(help="m2r2, m2r2-carry or kangaroo.")] = "m2r2-carry",
+    objective: Annotated[
+        str, typer.Option(help="tokens (drafts), or experts: name a mixture's experts ahead of time.")
+    ] = "tokens",
     option: Annotated[
         list[str] | None,
         typer.Option(help="NAME=VALUE of the method's config, such as gates=[2] (repeatable).", show_default=False),
@@ -81,6 +84,10 @@ def command(
     chosen = {name: tuple(value or ()) if name == "heldout_files" else value for name, value in settings.items()}
     checked = TrainSettings(**cast(Any, chosen))
     method_options = _method_options(option or [])
+    if objective not in ("tokens", "experts"):
+        raise UserError(f"--objective is {objective!r}; accepted: tokens or experts")
+    if objective == "experts":
+        method = "m2r2-experts"
     options.set_threads(threads)
 
     from multirate.training.loop import train

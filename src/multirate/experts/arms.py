@@ -31,14 +31,15 @@ ARMS: Mapping[str, Arm] = {
     "previous_token": Arm("least_stale", "previous_token", "and the experts of the previous token are read ahead"),
     "popularity": Arm("least_stale", "popularity", "and the most used experts are read ahead"),
     "next_layer_gate": Arm("least_stale", "next_layer_gate", "and the next layer's router, asked now, is read ahead"),
+    "accelerated": Arm("least_stale", "accelerated", "the same router, asked with the accelerated residual"),
 }
 AHEAD_OF_TIME = "aot"
 POLICIES = (*ARMS, AHEAD_OF_TIME)
 
 
 def arm(policy: str) -> Arm:
-    """The arm of a policy's name; "aot", ahead of time, is the best there is for the model: the next layer's gate,
-    which is switched off while it does not pay (controller.py).
+    """The arm of a policy; "aot", ahead of time, is the best there is for the model: the accelerated residual where
+    a trained one was added, else the next layer's gate, switched off while it does not pay (controller.py).
 
     UserError for another name.
     """

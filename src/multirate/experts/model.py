@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from multirate.backbone.inspect import find_parts
 from multirate.backbone.native.moe import NativeMoEDecoder
 from multirate.backbone.parts import MoEParts
 from multirate.errors import UserError
+from multirate.experts.accelerated import AcceleratedResidual
 from multirate.experts.arms import AHEAD_OF_TIME, arm, parse_bytes
 from multirate.experts.controller import SelfDisabling
 from multirate.experts.layout import NATIVE, ExpertTensors
@@ -24,9 +26,11 @@ from multirate.experts.predictors import NextLayerGate, Popularity, Predictor, P
 from multirate.experts.runtime import IMPLEMENTATION, ExpertRuntime, ExpertSettings
 from multirate.experts.shards import Shards
 from multirate.experts.store import ExpertStore
+from multirate.methods.m2r2_experts.modules import ExpertForecast
+from multirate.training.checkpoint import Accelerator
 
 _RENAMED = (("block_sparse_moe.", "mlp."),)  # checkpoint name → module name
-PREDICTORS = ("none", "previous_token", "popularity", "next_layer_gate")
+PREDICTORS = ("none", "previous_token", "popularity", "next_layer_gate", "accelerated")
 
 
 def load_without_experts(folder: Path) -> Any:
@@ -107,6 +111,7 @@ class OffloadedExperts:
         with contextlib.suppress(ValueError):  # registered already
             ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_function)
         self.native: NativeMoEDecoder | None = None
+        self.forecast: ExpertForecast | None = None
         self._before = model.config._experts_implementation
         model.set_experts_implementation(IMPLEMENTATION)
 
@@ -151,8 +156,9 @@ class OffloadedExperts:
     def use_policy(self, policy: str = "aot", memory: str | int | None = None) -> ExpertRuntime:
         """A new runtime by the name of a policy (arms.py) and a size such as "2GB". UserError for what is neither."""
         chosen = arm(policy)
-        predictor: str | Predictor = chosen.predictor
-        if policy == AHEAD_OF_TIME and (inner := self.predictor(chosen.predictor)) is not None:
+        ahead_of_time = policy == AHEAD_OF_TIME and self.forecast is not None
+        predictor: str | Predictor = "accelerated" if ahead_of_time else chosen.predictor
+        if policy == AHEAD_OF_TIME and (inner := self.predictor(predictor)) is not None:
             predictor = SelfDisabling(inner)
         return self.use(ExpertSettings(parse_bytes(memory), chosen.eviction), predictor)
 
@@ -169,7 +175,19 @@ class OffloadedExperts:
             return Popularity(rows, index.top_k)
         if predictor == "next_layer_gate":
             return NextLayerGate(self.selections())
+        if predictor == "accelerated":
+            if self.forecast is None:
+                raise UserError("expert policy accelerated needs a predictor: multirate train MODEL --objective "
+                                "experts --data FILE --out DIR, then --expert-predictor DIR")  # fmt: skip
+            return AcceleratedResidual(self.forecast, index.layers, self.selections())
         raise UserError(f"expert predictor {predictor!r} is unknown; accepted: {', '.join(PREDICTORS)}")
+
+    def add(self, accelerator: str | os.PathLike[str]) -> None:
+        """A trained predictor (folder or hub id) for the policies accelerated and aot. UserError if it does not fit."""
+        loaded = Accelerator.from_pretrained(os.fspath(accelerator), self.model, torch.float32)
+        if not isinstance(loaded.module, ExpertForecast):
+            raise UserError(f"{accelerator} is for drafts ({loaded.method}); accepted: of train --objective experts")
+        self.forecast = loaded.module
 
     def selections(self) -> list[SelectExperts]:
         """For each row: the stream after attention → the experts that its norm, router and rule would choose."""

@@ -16,13 +16,19 @@ from multirate.methods.kangaroo.train import KangarooObjective
 from multirate.methods.m2r2.config import PRESETS, M2R2Config
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.train import M2R2Objective
+from multirate.methods.m2r2_experts.config import ExpertForecastConfig
+from multirate.methods.m2r2_experts.modules import ExpertForecast
+from multirate.methods.m2r2_experts.train import ExpertForecastObjective
 from multirate.methods.shape import BaseShape
+
+EXPERTS = ExpertForecastConfig.METHOD
 
 
 @dataclass(frozen=True)
 class TrainedMethod:
     """``configure(base, **options)`` fills a config for a base; ``build(config, base)`` makes the modules;
-    ``objective(teacher, modules, step_decay)`` is an ``nn.Module``: (ids, mask) → (loss, Report)."""
+    ``objective(teacher, modules, step_decay)`` is an ``nn.Module``: (ids, mask) → (loss, Report), with ``terms``,
+    ``has_arla``, ``early_exit`` and ``drafts`` (whether its agreement is that of drafted tokens)."""
 
     config_type: type[MethodConfig]
     configure: Callable[..., MethodConfig]
@@ -41,4 +47,8 @@ def trained_method(name: str) -> TrainedMethod:
         )
     if name == "kangaroo":
         return TrainedMethod(KangarooConfig, KangarooConfig.for_base, KangarooAdapter, KangarooObjective)
-    raise UserError(f"Method '{name}' cannot be trained; accepted: {', '.join((*PRESETS, 'kangaroo'))}.")
+    if name == EXPERTS:
+        return TrainedMethod(
+            ExpertForecastConfig, ExpertForecastConfig.for_base, ExpertForecast, ExpertForecastObjective
+        )
+    raise UserError(f"Method '{name}' cannot be trained; accepted: {', '.join((*PRESETS, 'kangaroo', EXPERTS))}.")

@@ -221,7 +221,7 @@ class _Run:
                 now = time.monotonic()
                 self.seconds, clock = self.seconds + now - clock, now
                 if self.step % s.log_every == 0:
-                    progress.report(self.step, describe(summary, sum(losses) / len(losses)))
+                    progress.report(self.step, describe(summary, sum(losses) / len(losses), self.objective.drafts))
                     summary, losses = Summary.empty(self.objective.terms, self.objective.has_arla), []
                 stop = stop and self.step < s.steps
                 due = s.checkpoint_steps is not None and self.step % s.checkpoint_steps == 0
@@ -289,8 +289,11 @@ class _Run:
             for summary in (trained, exits):
                 summary.sums = self.launcher.reduce(summary.sums.to(self.launcher.device)).cpu()
         plain = exits.to_json()
-        return {**trained.to_json(), "early_exit": {
+        results = {**trained.to_json(), "early_exit": {
             "terms": plain["terms"], "simulated_tokens_per_step": plain["simulated_tokens_per_step"]}}
+        if not self.objective.drafts:
+            del results["simulated_tokens_per_step"], results["early_exit"]["simulated_tokens_per_step"]
+        return results
 
 
 @contextmanager

@@ -8,7 +8,9 @@ KIND = {
     "m2r2": "M2R2 as the paper describes it (arXiv 2502.02040; reconstructed from its text)",
     "m2r2-carry": "M2R2 with a carried final residual and an accelerated block at the gate (an extension of ours)",
     "kangaroo": "a Kangaroo adapter (arXiv 2404.18911)",
+    "m2r2-experts": "M2R2's accelerated residual as a predictor of experts (arXiv 2502.02040; a reconstruction)",
 }
+EXPERTS = "m2r2-experts"
 
 
 def _figures(term: dict[str, Any]) -> str:
@@ -24,25 +26,47 @@ def _table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _experts_table(results: dict[str, Any]) -> list[str]:
+    lines = ["| experts of layer | named so many layers before | recall | the gate's own | overlap | KL (nats) |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for term, gate in zip(results["terms"], results.get("early_exit", {}).get("terms", []), strict=False):
+        lines.append(f"| {term['gate']} | {term['draft_step']} | {term['agreement']} | {gate['agreement']} | "
+                     f"{term['overlap']} | {term['kl']} |")  # fmt: skip
+    return lines
+
+
+def _measured(description: dict[str, Any]) -> list[str]:
+    results = description["results"]
+    if not results.get("terms"):
+        return []
+    if description["method"] == EXPERTS:
+        return ["## Measured on held-out text", "",
+                "Recall: share of a token's experts among the k likeliest that were named; the gate's own: the later "
+                "layer's router on the current residual.", "", *_experts_table(results), ""]  # fmt: skip
+    return ["## Measured on held-out text", "",
+            f"{results['rows']} response tokens, teacher-forced; agreement is top-1 with the full model. "
+            f"Simulated tokens per verify step (chain of 5, bonus token included): "
+            f"**{results['simulated_tokens_per_step']}**.", "", *_table(results), ""]  # fmt: skip
+
+
 def model_card(description: dict[str, Any]) -> str:
     """Markdown of the card, from what accelerator.json holds. States nothing that was not measured."""
-    base, training, results = description["base"], description["training"], description["results"]
+    base, training = description["base"], description["training"]
     name = base.get("name") or base["architecture"]
+    use = f'engine = multirate.attach(model, "this folder")  # model: {name}'
+    if description["method"] == EXPERTS:
+        use = f'engine = multirate.attach("{name}", experts="its store", expert_predictor="this folder")'
     lines = [
         "---", "library_name: multirate", "tags: [multirate, speculative-decoding, m2r2]", "---", "",
         f"# Accelerator for {name}", "",
         f"Method `{description['method']}`: {KIND.get(description['method'], description['method'])}. "
         f"{description['parameters'] / 1e6:.2f}M parameters beside the frozen base; "
         "greedy output stays the base's own.", "",
-        "```python", "import multirate", f'engine = multirate.attach(model, "this folder")  # model: {name}', "```", "",
+        "```python", "import multirate", use, "```", "",
         f"Fits one base only: {base['architecture']}, {base['num_layers']} layers, width {base['hidden_size']}, "
         f"vocabulary {base['vocab_size']}, weights fingerprint `{base['fingerprint']}` (checked on load).", "",
     ]
-    if results.get("terms"):
-        lines += ["## Measured on held-out text", "",
-                  f"{results['rows']} response tokens, teacher-forced; agreement is top-1 with the full model. "
-                  f"Simulated tokens per verify step (chain of 5, bonus token included): "
-                  f"**{results['simulated_tokens_per_step']}**.", "", *_table(results), ""]
+    lines += _measured(description)
     if training:
         lines += ["## Training", ""]
         lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in training.items()

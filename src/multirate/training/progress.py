@@ -12,8 +12,15 @@ from multirate.methods.distillation import simulated_tokens_per_step
 from multirate.methods.objective import Summary
 
 
-def describe(summary: Summary, loss: float) -> str:
-    """loss, agreement of every gate and draft step, simulated tokens per verify step."""
+def describe(summary: Summary, loss: float, drafts: bool = True) -> str:
+    """loss, agreement of every gate and draft step, simulated tokens per verify step; of experts, each depth's mean
+    recall."""
+    if not drafts:
+        depths = sorted({term.step for term in summary.terms})
+        pairs = list(zip(summary.agreement(), summary.terms, strict=True))
+        means = [[a for a, t in pairs if t.step == depth] for depth in depths]
+        recall = " ".join(f"{depth} ahead {sum(m) / len(m):.3f}" for depth, m in zip(depths, means, strict=True))
+        return f"loss {loss:.3f}  recall {recall}"
     parts = [f"g{t.gate}{f'·s{t.step}' if t.step > 1 else ''} {a:.3f}"
              for t, a in zip(summary.terms, summary.agreement(), strict=True)]
     return f"loss {loss:.3f}  agreement {' '.join(parts)}  " \

@@ -19,6 +19,7 @@ class KangarooObjective(nn.Module):
     """(ids [B, T], response mask [B, T]) → KL(head(h_L) ‖ adapter's distribution) over response rows, and report."""
 
     has_arla = False
+    drafts = True
 
     def __init__(self, teacher: Teacher, adapter: KangarooAdapter, step_decay: float = 0.8) -> None:
         super().__init__()

@@ -28,6 +28,8 @@ def shift(x: Tensor) -> Tensor:
 class M2R2Objective(nn.Module):
     """(ids [B, T], response mask [B, T]) → loss and report. Only ``stream`` holds parameters."""
 
+    drafts = True
+
     def __init__(self, teacher: Teacher, stream: AcceleratedStream, step_decay: float = 0.8) -> None:
         super().__init__()
         self.stream, self.step_decay = stream, step_decay

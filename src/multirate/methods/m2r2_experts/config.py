@@ -1,0 +1,43 @@
+"""Configuration of the accelerated residual that names experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from multirate.methods.config import MethodConfig
+from multirate.methods.shape import BaseShape
+
+
+@dataclass(frozen=True)
+class ExpertForecastConfig(MethodConfig):
+    """Low-rank adapters, one per layer, that push the current residual towards that of a later layer. [ours]"""
+
+    METHOD: ClassVar[str] = "m2r2-experts"
+
+    rank: int = 64
+    ahead: int = 2
+    """Depths 1 … ahead are trained: layer i names the experts of layers i + 1 … i + ahead."""
+    membership: float = 0.5
+    """Loss weight of the binary cross-entropy on being among a token's experts, beside KL's 1."""
+    alignment: float = 0.1
+    """Loss weight of 1 − cosine between the router's input and the one that is named ahead."""
+
+    def check(self) -> None:
+        self.require(self.rank >= 1, "rank", "at least 1")
+        self.require(1 <= self.ahead <= 8, "ahead", "1 to 8")
+        for name in ("membership", "alignment"):
+            self.require(getattr(self, name) >= 0, name, "0 or more")
+
+    @staticmethod
+    def for_base(base: BaseShape, **options: Any) -> ExpertForecastConfig:
+        """Defaults for a base, with ``options`` replacing fields. UserError for a model without experts."""
+        config = ExpertForecastConfig.from_json(options)
+        config.check_base(base)
+        return config
+
+    def check_base(self, base: BaseShape) -> None:
+        """Refuse a base that has no experts or too few layers."""
+        if not base.is_moe:
+            self.refuse("METHOD", self.METHOD, "for mixtures of experts only, and this model is none")
+        self.require(self.ahead < base.num_layers, "ahead", f"below the base model's {base.num_layers} layers")

@@ -1,0 +1,163 @@
+"""Trains the accelerated residual to name experts: the base and its routers are frozen.
+
+Per mixture layer j and depth δ, q the router's distribution and S its top k for the true residual, q̂ for p_{j−δ,δ}:
+KL(q ‖ q̂) + membership · BCE(top k of q̂'s logits against S) + alignment · (1 − cos of the router's inputs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from multirate.backbone.parts import MoEParts
+from multirate.errors import UserError
+from multirate.methods.distillation import Distilled
+from multirate.methods.m2r2_experts.modules import ExpertForecast
+from multirate.methods.objective import Report, Term
+from multirate.methods.teacher import Teacher
+
+
+@dataclass
+class _Mixture:
+    """A mixture layer: the norm before its router is found while it runs."""
+
+    layer: int
+    moe: MoEParts
+    norm: nn.Module | None = None
+    residual: Tensor | None = None  # [B, T, d] of the last pass
+
+    def inputs(self, residual: Tensor) -> Tensor:
+        """What the router reads for this stream [N, d]."""
+        assert self.norm is not None
+        made: Tensor = self.norm(residual)
+        return made
+
+    def route(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Router logits float32 [N, E] and the experts chosen [N, k]."""
+        outputs = self.moe.router(inputs)
+        logits = next(x for x in outputs if x.is_floating_point() and x.shape[-1] == self.moe.num_experts)
+        chosen = next(x for x in outputs if not x.is_floating_point())
+        return logits.float(), chosen
+
+
+class ExpertForecastObjective(nn.Module):
+    """(ids [B, T], mask [B, T]) → loss, and a report whose terms are (layer whose experts are named, depth).
+
+    In the report "agreement" is recall: each of a token's k experts counts as a row, agreeing when it is among the k
+    likeliest of q̂; "overlap" is Σ min(q, q̂).
+    """
+
+    has_arla = False
+    drafts = False  # it names experts, not tokens
+
+    def __init__(self, teacher: Teacher, forecast: ExpertForecast, step_decay: float = 0.8) -> None:
+        super().__init__()
+        self.stream = forecast
+        self._decay = step_decay
+        self._teacher = [teacher]
+        self._mixtures = [
+            _Mixture(part.index, part.moe) for part in teacher.parts.layers if part.moe is not None
+        ]
+        if len(self._mixtures) <= forecast.config.ahead:
+            raise UserError(f"ahead is {forecast.config.ahead}; the model has {len(self._mixtures)} mixture layers")
+
+    @property
+    def terms(self) -> list[Term]:
+        """By depth, then by layer."""
+        depths = range(1, self.stream.config.ahead + 1)
+        return [
+            Term(target.layer, depth, self._decay ** (depth - 1))
+            for depth in depths for target in self._mixtures[depth:]
+        ]  # fmt: skip
+
+    def forward(self, ids: Tensor, mask: Tensor, final: Tensor | None = None) -> tuple[Tensor, Report]:
+        """ids int64 [B, T]; mask bool [B, T]: the rows that count; final is not used (all layers have to run)."""
+        rows = self._residuals(ids, mask)
+        state, named = None, []
+        for mixture, residual in zip(self._mixtures, rows, strict=True):
+            found = self.stream.step(mixture.layer, residual, state)
+            state = found[0]
+            named.append(found)
+        return self._judge(rows, named)
+
+    @torch.no_grad()
+    def early_exit(self, ids: Tensor, mask: Tensor) -> tuple[list[Term], Distilled]:
+        """The gate of a later layer on the slow residual: what training must beat."""
+        rows = self._residuals(ids, mask)
+        _, report = self._judge(rows, [[row] * self.stream.config.ahead for row in rows])
+        return self.terms, report.result
+
+    def _judge(self, rows: list[Tensor], named: list[list[Tensor]]) -> tuple[Tensor, Report]:
+        config, terms = self.stream.config, self.terms
+        with torch.no_grad():
+            inputs = [m.inputs(row) for m, row in zip(self._mixtures, rows, strict=True)]
+            truth = [m.route(x) for m, x in zip(self._mixtures, inputs, strict=True)]
+        losses, kls, agrees, sure, overlaps = [], [], [], [], []
+        index = {mixture.layer: i for i, mixture in enumerate(self._mixtures)}
+        for term in terms:
+            target = index[term.gate]
+            mixture = self._mixtures[target]
+            logits, chosen = truth[target]
+            guess = named[target - term.step][term.step - 1]
+            x = mixture.inputs(guess.to(rows[0].dtype))
+            guessed, _ = mixture.route(x)
+            log_q = guessed.log_softmax(-1)
+            p = logits.softmax(-1)
+            kl = (p * (logits.log_softmax(-1) - log_q)).sum(-1).mean()
+            members = torch.zeros_like(logits).scatter_(1, chosen, 1.0)
+            k = chosen.shape[1]
+            top = guessed.topk(k, dim=-1).indices
+            edge = guessed.topk(k + 1, dim=-1).values[:, k - 1 :].mean(-1, keepdim=True).detach()
+            membership = F.binary_cross_entropy_with_logits(guessed - edge, members)
+            alignment = 1 - F.cosine_similarity(x.float(), inputs[target].float(), dim=-1).mean()
+            losses.append(term.weight * (kl + config.membership * membership + config.alignment * alignment))
+            q = log_q.exp().detach()
+            hits = torch.zeros_like(members).scatter_(1, top, 1.0).gather(1, chosen) > 0
+            kls.append(kl)
+            agrees.append(hits.flatten())
+            sure.append(q.gather(1, chosen).flatten())
+            overlaps.append(torch.minimum(p, q).sum(-1).mean())
+        loss = torch.stack(losses).sum() / len(self._mixtures)
+        result = Distilled(torch.stack(kls), torch.stack(agrees), torch.stack(sure), torch.stack(overlaps))
+        return loss, Report(terms, result, float(loss.detach()))
+
+    @torch.no_grad()
+    def _residuals(self, ids: Tensor, mask: Tensor) -> list[Tensor]:
+        """The stream after attention of each mixture layer, [N, d] over the rows of ``mask``."""
+        with self._watching():
+            self._teacher[0].slow(ids, shared=0)
+        found = []
+        for mixture in self._mixtures:
+            assert mixture.residual is not None
+            found.append(mixture.residual[mask])
+            mixture.residual = None
+        return found
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Hooks that keep, for each mixture layer, the input of the norm that ran last before its router."""
+        handles = []
+        for mixture in self._mixtures:
+            last: list[Any] = [None, None]
+
+            def before(norm: nn.Module, arguments: tuple[Any, ...], last: list[Any] = last) -> None:
+                last[:] = [norm, arguments[0]]
+
+            def at_router(_: nn.Module, __: Any, mixture: _Mixture = mixture, last: list[Any] = last) -> None:
+                mixture.norm, mixture.residual = last
+
+            layer = self._teacher[0].parts.layers[mixture.layer].module
+            norms = [child for child in layer.children() if "norm" in type(child).__name__.lower()]
+            handles += [norm.register_forward_pre_hook(before) for norm in norms]
+            handles.append(mixture.moe.router.register_forward_pre_hook(at_router))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

@@ -1,0 +1,75 @@
+"""The accelerated residual names experts: untrained it is the next layer's gate, trained it is better."""
+
+from __future__ import annotations
+
+import torch
+
+from multirate.methods.m2r2_experts.config import ExpertForecastConfig
+from multirate.methods.m2r2_experts.modules import ExpertForecast
+from multirate.methods.m2r2_experts.train import ExpertForecastObjective
+from multirate.methods.teacher import Teacher
+
+from .tiny import base, disturb, ids
+
+
+def built(ahead: int = 2) -> tuple[Teacher, ExpertForecast]:
+    teacher = Teacher(base("mixtral"))
+    config = ExpertForecastConfig.for_base(teacher.shape, rank=16, ahead=ahead)
+    torch.manual_seed(0)
+    return teacher, ExpertForecast(config, teacher.shape)
+
+
+def recalls(objective: ExpertForecastObjective, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        _, report = objective(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    return report.result.agree.float().mean(1)
+
+
+def test_untrained_it_is_the_gate_of_the_later_layer() -> None:
+    teacher, forecast = built()
+    objective = ExpertForecastObjective(teacher, forecast)
+    tokens = ids(2, 20)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    terms, exit_ = objective.early_exit(tokens, mask)
+    assert terms == objective.terms
+    assert [(t.gate, t.step) for t in terms] == [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]
+    _, report = objective(tokens, mask)
+    assert torch.equal(report.result.agree, exit_.agree)
+    assert report.sums().shape[0] == len(terms)
+
+
+def test_the_truth_is_named_with_certainty() -> None:
+    """Given the true residual of the later layer, recall is 1 and KL 0: the report measures what it says."""
+    teacher, forecast = built(ahead=1)
+    objective = ExpertForecastObjective(teacher, forecast)
+    tokens = ids(2, 12)
+    rows = objective._residuals(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    _, report = objective._judge(rows, [[row] for row in [*rows[1:], rows[-1]]])
+    assert report.result.agree.all()
+    assert report.result.kl.abs().max() < 1e-5
+    torch.testing.assert_close(report.result.overlap, torch.ones(3))
+
+
+def test_training_raises_recall() -> None:
+    teacher, forecast = built(ahead=1)
+    objective = ExpertForecastObjective(teacher, forecast)
+    optimizer = torch.optim.Adam(forecast.parameters(), lr=5e-3)
+    mask = torch.ones(4, 40, dtype=torch.bool)
+    before = recalls(objective, ids(4, 40, seed=99))
+    frozen = [p.clone() for p in teacher.parts.model.parameters()]
+    for step in range(60):
+        loss, _ = objective(ids(4, 40, seed=step), mask)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    after = recalls(objective, ids(4, 40, seed=99))
+    assert after.mean() > before.mean() + 0.05, (before, after)
+    assert all(torch.equal(p, q) for p, q in zip(frozen, teacher.parts.model.parameters(), strict=True))
+
+
+def test_the_state_is_carried_from_layer_to_layer() -> None:
+    _, forecast = built()
+    disturb(forecast)
+    r = torch.randn(3, 32)
+    alone, carried = forecast.step(2, r, None), forecast.step(2, r, torch.randn(3, 32))
+    assert len(alone) == 2 and not torch.allclose(alone[0], carried[0])

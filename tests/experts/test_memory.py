@@ -62,6 +62,6 @@ def test_peak_memory(backend: str, layout: str, tmp_path: Path) -> None:
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["tokens"]
     # packed copies double the resident part on the native kernel; the rest is activations and libraries' own buffers
-    allowed = budget + 2 * resident + (48 << 20)
+    allowed = budget + 2 * resident + (72 << 20)
     grown = seen["grown"]
     assert grown < allowed < experts, f"{grown / 1e6:.0f} MB of {allowed / 1e6:.0f}, experts {experts / 1e6:.0f} MB"

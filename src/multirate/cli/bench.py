@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from multirate.cli import bench_experts, options
+from multirate.cli.bench_prompts import prepared
 from multirate.cli.errors import INTERRUPTED
 from multirate.cli.progress import Bar
 from multirate.errors import UserError
 
 if TYPE_CHECKING:
     from multirate.engine import Engine
-    from multirate.evaluation.prompts import PromptSet
     from multirate.evaluation.runner import Row
     from multirate.evaluation.suites import Question
 
@@ -162,7 +162,7 @@ def run(
     from multirate.evaluation.runner import measure, summarise
 
     contenders = [contender(engine, name, max_new_tokens) for name in names]
-    prompts = _prompts(engine, questions, max_new_tokens, truncate)
+    prompts = prepared(engine, questions, max_new_tokens, truncate)
     total = (repeats * len(prompts.prompts) + min(warmup, len(prompts.prompts))) * len(contenders)
     device = engine.decoder.facts.device
     with Bar("measuring", total) as bar:
@@ -194,31 +194,3 @@ def run(
         interrupted=measurements.interrupted,
     )
     return content, rows, measurements.interrupted
-
-
-def _prompts(engine: Engine, questions: list[Question], max_new_tokens: int, truncate: bool) -> PromptSet:
-    from multirate.evaluation.prompts import build_prompts
-
-    stop = engine.stopping(max_new_tokens)
-    with Bar("preparing prompts", len(questions)) as bar:
-        prompts = build_prompts(
-            questions,
-            engine.tokenizer,
-            lambda ids: engine.generate([ids], stop=stop, method="autoregressive").sequences[0],
-            max_positions=engine.decoder.facts.max_positions,
-            max_new_tokens=max_new_tokens,
-            truncate=truncate,
-            on_question=bar.advance,
-        )
-    if prompts.skipped:
-        options.note(
-            f"note: {len(prompts.skipped)} prompts are skipped, they do not fit the context with "
-            f"{max_new_tokens} new tokens (--truncate cuts them): {_some(prompts.skipped)}"
-        )
-    if prompts.truncated:
-        options.note(f"note: {len(prompts.truncated)} prompts are cut from the left: {_some(prompts.truncated)}")
-    return prompts
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multirate.cli import options
+from multirate.cli.bench_prompts import prepared
 from multirate.cli.progress import Bar
 from multirate.errors import UserError
 
@@ -38,7 +39,6 @@ def command(
     from multirate.engine import attach
     from multirate.evaluation import expert_report, provenance, report
     from multirate.evaluation.expert_arms import ALL_ARMS, measure_arms
-    from multirate.evaluation.prompts import build_prompts
     from multirate.experts.arms import parse_bytes
     from multirate.experts.runtime import ExpertSettings, slots_for
 
@@ -62,11 +62,7 @@ def command(
     budgets = budgets or [max(everything // 4, (index.top_k + 1) * index.record.bytes)]
     for budget in budgets:
         slots_for(engine.experts.store, budget)
-    prompts = build_prompts(
-        questions, engine.tokenizer,
-        lambda ids: engine.generate([ids], stop=engine.stopping(max_new_tokens), method="autoregressive").sequences[0],
-        max_positions=engine.decoder.facts.max_positions, max_new_tokens=max_new_tokens, truncate=truncate,
-    )  # fmt: skip
+    prompts = prepared(engine, questions, max_new_tokens, truncate)
     total = len(budgets) * repeats * len(prompts.prompts) * len(arms)
     with Bar("measuring", total) as bar:
         run = measure_arms(

@@ -86,12 +86,13 @@ def command(
     method_options = _method_options(option or [])
     if objective not in ("tokens", "experts"):
         raise UserError(f"--objective is {objective!r}; accepted: tokens or experts")
-    if objective == "experts":
-        method = "m2r2-experts"
     options.set_threads(threads)
 
+    from multirate.methods.trained import EXPERTS
     from multirate.training.loop import train
 
+    if objective == "experts":
+        method = EXPERTS
     result = train(model, [*data, *(more_data or [])], out, method, checked, method_options)
     if not result.finished:
         options.note(f"interrupted after step {result.steps}: the same command resumes")

@@ -188,7 +188,6 @@ class ExpertLoader:
             paused = next((x for x in self._loads.values() if x.slot and not x.running and not x.demanded), None)
             if paused is None:
                 return None
-            paused.dropped = True
             self._forget_locked(paused)  # a half-read prediction must not keep a demand waiting
             slot = self._cache.reserve_locked(key, speculative=False)
         return slot

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from multirate.methods.trained import EXPERTS
+
 KIND = {
     "m2r2": "M2R2 as the paper describes it (arXiv 2502.02040; reconstructed from its text)",
     "m2r2-carry": "M2R2 with a carried final residual and an accelerated block at the gate (an extension of ours)",
     "kangaroo": "a Kangaroo adapter (arXiv 2404.18911)",
-    "m2r2-experts": "M2R2's accelerated residual as a predictor of experts (arXiv 2502.02040; a reconstruction)",
+    EXPERTS: "M2R2's accelerated residual as a predictor of experts (arXiv 2502.02040; a reconstruction)",
 }
-EXPERTS = "m2r2-experts"
 
 
 def _figures(term: dict[str, Any]) -> str:

@@ -1,0 +1,42 @@
+"""A bench's questions as prompts of the model, and a word about those that do not fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from multirate.cli import options
+from multirate.cli.progress import Bar
+
+if TYPE_CHECKING:
+    from multirate.engine import Engine
+    from multirate.evaluation.prompts import PromptSet
+    from multirate.evaluation.suites import Question
+
+
+def prepared(engine: Engine, questions: list[Question], max_new_tokens: int, truncate: bool) -> PromptSet:
+    """The prompts of all questions; says which are skipped or cut."""
+    from multirate.evaluation.prompts import build_prompts
+
+    stop = engine.stopping(max_new_tokens)
+    with Bar("preparing prompts", len(questions)) as bar:
+        prompts = build_prompts(
+            questions,
+            engine.tokenizer,
+            lambda ids: engine.generate([ids], stop=stop, method="autoregressive").sequences[0],
+            max_positions=engine.decoder.facts.max_positions,
+            max_new_tokens=max_new_tokens,
+            truncate=truncate,
+            on_question=bar.advance,
+        )
+    if prompts.skipped:
+        options.note(
+            f"note: {len(prompts.skipped)} prompts are skipped, they do not fit the context with "
+            f"{max_new_tokens} new tokens (--truncate cuts them): {_some(prompts.skipped)}"
+        )
+    if prompts.truncated:
+        options.note(f"note: {len(prompts.truncated)} prompts are cut from the left: {_some(prompts.truncated)}")
+    return prompts
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")

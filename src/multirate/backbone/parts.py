@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from multirate.backbone.layer_caches import RecordingKV
 
@@ -37,6 +38,13 @@ class MoEParts:
     num_experts: int
     top_k: int
 
+    def route(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The router on its inputs [N, d] → logits [N, E] and the experts chosen by the model's own rule [N, k]."""
+        outputs = self.router(inputs)
+        logits = next(x for x in outputs if x.is_floating_point() and x.shape[-1] == self.num_experts)
+        chosen = next(x for x in outputs if not x.is_floating_point())
+        return logits, chosen
+
 
 @dataclass(frozen=True)
 class LayerParts:
@@ -54,6 +62,12 @@ class LayerParts:
     window: int | None
     cache_argument: str
     arguments: frozenset[str]
+
+    def before_norms(self, hook: Callable[[nn.Module, tuple[Any, ...]], None]) -> list[RemovableHandle]:
+        """Calls hook(norm, its arguments) before each of the layer's norms runs: the last one before a router is the
+        mixture's own, its input the stream after attention."""
+        norms = [child for child in self.module.children() if "norm" in type(child).__name__.lower()]
+        return [norm.register_forward_pre_hook(hook) for norm in norms]
 
 
 @dataclass(frozen=True)

@@ -93,30 +93,24 @@ class OffloadedExperts:
 
         self.model, self.store = model, store
         self.runtime: ExpertRuntime | None = None
-        blocks = [(layer.index, layer.moe, layer.module) for layer in self._layers() if layer.moe is not None]
-        found = tuple(index for index, _, _ in blocks)
+        blocks = [(layer, layer.moe) for layer in find_parts(model).layers if layer.moe is not None]
+        found = tuple(layer.index for layer, _ in blocks)
         if found != store.index.layers:
             held = list(store.index.layers)
             raise UserError(f"{store.folder} holds experts of layers {held}; the model's are {list(found)}")
-        self._moe: list[MoEParts] = [moe for _, moe, _ in blocks]
+        self._moe: list[MoEParts] = [moe for _, moe in blocks]
         self._norms: list[nn.Module | None] = [None] * len(blocks)
         self._seen: tuple[nn.Module, Tensor] | None = None  # the norm that ran last, and its input
-        self._handles = []
-        for row, (_, moe, layer) in enumerate(blocks):
+        self._handles = [handle for layer, _ in blocks for handle in layer.before_norms(self._see)]
+        for row, moe in enumerate(self._moe):
             experts: Any = moe.experts
             experts._multirate_offload, experts._multirate_row = self, row
-            for child in layer.children():
-                if "norm" in type(child).__name__.lower():
-                    self._handles.append(child.register_forward_pre_hook(self._see))
         with contextlib.suppress(ValueError):  # registered already
             ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_function)
         self.native: NativeMoEDecoder | None = None
         self.forecast: ExpertForecast | None = None
         self._before = model.config._experts_implementation
         model.set_experts_implementation(IMPLEMENTATION)
-
-    def _layers(self) -> Any:
-        return find_parts(self.model).layers
 
     def _see(self, norm: nn.Module, arguments: tuple[Any, ...]) -> None:
         self._seen = (norm, arguments[0])
@@ -205,12 +199,9 @@ class OffloadedExperts:
                 return torch.empty(0, dtype=torch.int64)
             seen = self._seen
             try:
-                routed = self._moe[row].router(norm(residual))
+                return self._moe[row].route(norm(residual))[1]
             finally:
                 self._seen = seen
-            outputs = routed if isinstance(routed, tuple) else (routed,)
-            indices: Tensor = next(x for x in outputs if not x.is_floating_point())
-            return indices
 
         return select
 

@@ -40,9 +40,7 @@ class _Mixture:
 
     def route(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Router logits float32 [N, E] and the experts chosen [N, k]."""
-        outputs = self.moe.router(inputs)
-        logits = next(x for x in outputs if x.is_floating_point() and x.shape[-1] == self.moe.num_experts)
-        chosen = next(x for x in outputs if not x.is_floating_point())
+        logits, chosen = self.moe.route(inputs)
         return logits.float(), chosen
 
 
@@ -152,9 +150,7 @@ class ExpertForecastObjective(nn.Module):
             def at_router(_: nn.Module, __: Any, mixture: _Mixture = mixture, last: list[Any] = last) -> None:
                 mixture.norm, mixture.residual = last
 
-            layer = self._teacher[0].parts.layers[mixture.layer].module
-            norms = [child for child in layer.children() if "norm" in type(child).__name__.lower()]
-            handles += [norm.register_forward_pre_hook(before) for norm in norms]
+            handles += self._teacher[0].parts.layers[mixture.layer].before_norms(before)
             handles.append(mixture.moe.router.register_forward_pre_hook(at_router))
         try:
             yield

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grouped_experts  # beside this file
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -88,7 +89,9 @@ def build_model(config: dict[str, Any], layers: int, seed: int) -> Any:
         for name, parameter in model.named_parameters():
             if "o_proj" in name or "down_proj" in name:
                 parameter.mul_(1 / (2 * layers) ** 0.5)
-    if not is_mixture(model):
+    if is_mixture(model):
+        grouped_experts.use(model, PRODUCTS)
+    else:
         for layer in model.model.layers:
             layer.compile()  # one graph serves every layer
     return model

@@ -192,7 +192,7 @@ def test_a_replayed_trace_gives_the_live_hits(offload: OffloadedExperts) -> None
                         cache.loaded_locked(slot)
                     held = cache.hold_locked((row, expert))
                 assert held is not None
-                cache.release(held)
+                cache.release([held])
             cache.wanted.clear()
         assert replayed == live.stats.hits, name
     assert hits["belady"] >= max(hits.values())
@@ -256,7 +256,7 @@ def test_the_slot_machine_under_threads() -> None:
                 for _ in range(3):
                     if content[held.index] != key or held.state is not State.READY or held.generation != generation:
                         problems.append("a held slot changed hands")
-                cache.release(held)
+                cache.release([held])
             if loading is not None:
                 content[loading.index] = None
                 time.sleep(0)

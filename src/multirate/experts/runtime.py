@@ -8,14 +8,14 @@ budget and predictor.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multirate.backbone.native.moe import unpack_expert
+from multirate.backbone.native.moe import ComputeExperts, unpack_expert
 from multirate.errors import UserError
 from multirate.experts.layout import NATIVE
 from multirate.experts.loader import ExpertLoader
@@ -27,7 +27,6 @@ from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
 
 IMPLEMENTATION = "multirate"
-ComputeExpert = Callable[[int, Mapping[str, Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,8 @@ class ExpertRuntime:
         """Bytes of the slots."""
         return len(self.cache.slots) * self.store.index.record.bytes
 
-    def run(self, row: int, needed: list[int], compute: ComputeExpert, residual: Tensor) -> None:
-        """Calls compute(expert, weights) once for every expert in `needed`, those that are there first.
+    def run(self, row: int, needed: list[int], compute: ComputeExperts, residual: Tensor) -> None:
+        """Hands every expert in `needed` to `compute` once, those that are there first.
 
         row: of the store. weights: the record's fields, unchanged until compute returns. residual [N, d]: the stream
         after this layer's attention, which predictors see.
@@ -103,16 +102,16 @@ class ExpertRuntime:
             self._predict(row, residual)
         try:
             while waiting:
-                slot = self._next(row, waiting)
-                key = slot.key
-                assert key is not None
-                waiting = [other for other in waiting if other != key]
+                slots = self._next(row, waiting)
                 began = time.perf_counter()
                 try:
-                    compute(key[1], self._views[slot.index])
+                    keys = [slot.key for slot in slots if slot.key is not None]  # a held slot has one
+                    pairs = zip(keys, slots, strict=True)
+                    compute([(key[1], self._views[slot.index]) for key, slot in pairs])
                 finally:
-                    self.cache.release(slot)
-                self.stats.note("compute", began, *key)
+                    self.cache.release(slots)
+                waiting = [key for key in waiting if key not in keys]
+                self.stats.note("compute", began, row, keys[0][1] if len(keys) == 1 else -1)
         finally:
             self.cache.want([])
 
@@ -125,10 +124,11 @@ class ExpertRuntime:
         parts = torch.empty(n * k, hidden.shape[1], dtype=hidden.dtype)
         unpack = self.store.index.layout == NATIVE
 
-        def compute(expert: int, weights: Mapping[str, Tensor]) -> None:
-            places = (flat == expert).nonzero()[:, 0]
-            own = unpack_expert(weights["gate_up_proj"], weights["down_proj"]) if unpack else weights
-            parts[places] = expert_forward(module, own, hidden[places // k])
+        def compute(found: Sequence[tuple[int, Mapping[str, Tensor]]]) -> None:
+            for expert, weights in found:
+                places = (flat == expert).nonzero()[:, 0]
+                own = unpack_expert(weights["gate_up_proj"], weights["down_proj"]) if unpack else weights
+                parts[places] = expert_forward(module, own, hidden[places // k])
 
         self.run(row, torch.unique(flat).tolist(), compute, residual)
         weighted = parts.view(n, k, -1).float() * top_weights[..., None].float()
@@ -140,7 +140,7 @@ class ExpertRuntime:
         for number in range(len(self.cache.slots)):
             key = divmod(number, self.store.index.num_experts)
             self.loader.demand([key])
-            self.cache.release(self.loader.wait([key]))
+            self.cache.release([self.loader.wait([key])])
 
     def reset(self, events: bool = False) -> None:
         """Statistics from zero; events: record a timeline."""
@@ -194,17 +194,17 @@ class ExpertRuntime:
         if found:
             self.loader.speculate(found)
 
-    def _next(self, row: int, keys: list[Key]) -> Slot:
-        """Holds the first of `keys` that is READY, or waits for one."""
+    def _next(self, row: int, keys: list[Key]) -> list[Slot]:
+        """Holds those of `keys` that are READY, or waits for one."""
         with self.cache.lock:
-            for key in keys:
-                if (slot := self.cache.hold_locked(key)) is not None:
-                    return slot
+            found = [slot for key in keys if (slot := self.cache.hold_locked(key)) is not None]
+        if found:
+            return found
         began = time.perf_counter()
         slot = self.loader.wait(keys)
         self.stats.stall_seconds += time.perf_counter() - began
         self.stats.note("stall", began, row)
-        return slot
+        return [slot]
 
     def _evicted(self, slot: Slot) -> None:
         self.stats.wasted += slot.fresh

@@ -10,7 +10,7 @@ FREE → LOADING → READY → FREE or LOADING (another expert). Invariants, che
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -77,19 +77,19 @@ class SlotCache:
         self._policy.used(key)
         return slot
 
-    def release(self, slot: Slot) -> None:
-        """Ends one hold."""
+    def release(self, slots: Iterable[Slot]) -> None:
+        """Ends one hold of each."""
         with self.lock:
-            assert slot.refs > 0, "released more often than held"
-            assert slot.key is not None
-            slot.refs -= 1
-            if len(self.wanted) >= len(self.slots):  # more than fit: one that is done with makes room
-                self.wanted.discard(slot.key)
-            if not slot.refs:
-                if not self._policy.keeps:
+            for slot in slots:
+                assert slot.refs > 0, "released more often than held"
+                assert slot.key is not None
+                slot.refs -= 1
+                if len(self.wanted) >= len(self.slots):  # more than fit: one that is done with makes room
+                    self.wanted.discard(slot.key)
+                if not slot.refs and not self._policy.keeps:
                     self._empty(slot)
-                if self.starved:
-                    self.work.notify_all()
+            if self.starved:
+                self.work.notify_all()
 
     def want(self, keys: list[Key]) -> None:
         """The running layer computes with these, which are not evicted; [] when it is done."""

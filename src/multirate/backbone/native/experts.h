@@ -6,6 +6,8 @@ typedef struct {
     Linear gate_up, down;  // as a layer's
 } Expert;
 
+#define FEW_ROWS 4  // a router or a low-rank product of these is done before another thread has begun
+
 // normed [n, d] = RMSNorm(x). Then the router's choice for each row: ids [n, k], the likeliest first (ties: lower id), and
 // weights [n, k]: softmax over all experts, or over the chosen ones where `normalise`. logits: scratch [n, router->out].
 void mr_route(const Linear *router, const float *norm, float eps, const float *x, int n, int experts, int k, int normalise,
@@ -15,7 +17,9 @@ void mr_route(const Linear *router, const float *norm, float eps, const float *x
         memcpy(normed + (size_t)r * d, x + (size_t)r * d, (size_t)d * sizeof(float));
         scale_to_rms(normed + (size_t)r * d, norm, d, eps);
     }
-    mr_linear(router, normed, NULL, eps, n, logits, 0);
+    Product few = {router, normed, NULL, logits, n, STORE, eps};
+    if (n > FEW_ROWS) mr_linear(router, normed, NULL, eps, n, logits, 0);
+    else run_product(&few, 0, 1);
     for (int r = 0; r < n; r++) {
         const float *row = logits + (size_t)r * router->out;
         float total = 0.0f, chosen = 0.0f, highest = row[0];
@@ -36,36 +40,107 @@ void mr_route(const Linear *router, const float *norm, float eps, const float *x
     }
 }
 
+// Some rows of one expert: of the call's uses, [begin, begin + count).
 typedef struct {
     const Expert *expert;
+    int begin, count;
+} Portion;
+
+typedef struct {
+    const Portion *portions;
+    int count, uses;  // uses <= MAX_ROWS
     const float *normed;
     const int32_t *rows, *places;
-    int count;
     float *parts;
 } ExpertCall;
 
-static void run_expert(void *context, int id, int threads) {
+static void run_experts(void *context, int id, int threads) {
     const ExpertCall *call = context;
-    const Expert *expert = call->expert;
-    int d = expert->gate_up.in, inner = expert->down.in;
+    const Portion *portions = call->portions;
+    int d = portions->expert->gate_up.in, inner = portions->expert->down.in, last = call->count - 1;
     mine.normed = grown(mine.normed, &mine.normed_size, (size_t)MAX_ROWS * d * sizeof(element));
     const element *from[MAX_ROWS];
-    for (int n = 0; n < call->count; n++)
-        for (int i = 0; i < d; i += 16) store_elements(mine.normed + (size_t)n * d + i, load(call->normed + (size_t)call->rows[n] * d + i));
-    matmul(&expert->gate_up, row_pointers(mine.normed, d, NULL, call->count, from), call->count, NULL, SILU_GATE,
-           (Output){.activation = work.activation, .stride = inner}, &expert->down, id, threads);
+    for (int u = 0; u < call->uses; u++) {
+        element *to = mine.normed + (size_t)u * d;
+        from[u] = to;
+        if (u && call->rows[u] == call->rows[u - 1]) from[u] = from[u - 1];  // a single row's experts all read it
+        else for (int i = 0; i < d; i += 16) store_elements(to + i, load(call->normed + (size_t)call->rows[u] * d + i));
+    }
+    for (int p = 0; p <= last; p++) {
+        const Portion *one = portions + p;
+        Output out = {.activation = work.activation + (size_t)one->begin * inner, .stride = inner};
+        const Linear *then = p < last ? &portions[p + 1].expert->gate_up : &portions->expert->down;
+        matmul(&one->expert->gate_up, from + one->begin, one->count, NULL, SILU_GATE, out, then, id, threads);
+    }
     barrier(threads);
-    matmul(&expert->down, row_pointers(work.activation, inner, NULL, call->count, from), call->count, call->places, STORE,
-           (Output){.y = call->parts, .stride = d}, NULL, id, threads);
+    for (int p = 0; p <= last; p++) {
+        const Portion *one = portions + p;
+        row_pointers(work.activation + (size_t)one->begin * inner, inner, NULL, one->count, from);
+        const Linear *then = p < last ? &portions[p + 1].expert->down : NULL;
+        matmul(&one->expert->down, from, one->count, call->places + one->begin, STORE, (Output){.y = call->parts, .stride = d},
+               then, id, threads);
+    }
 }
 
-// parts[places[i]] = expert(normed[rows[i]]), for count rows.
-void mr_expert(const Expert *expert, const float *normed, const int32_t *rows, const int32_t *places, int count, float *parts) {
-    size_t bytes = MAX_ROWS * (size_t)expert->down.in * sizeof(element);
-    work.activation = grown(work.activation, &work.act_size, bytes);
-    for (int n = 0; n < count; n += MAX_ROWS) {
-        ExpertCall call = {expert, normed, rows + n, places + n, count - n < MAX_ROWS ? count - n : MAX_ROWS, parts};
-        run_parallel(run_expert, &call);
+// For each expert e, its next uses[e] rows u of `rows` and `places`: parts[places[u]] = expert(normed[rows[u]]).
+void mr_experts(const Expert *const *experts, const int32_t *uses, int count, const float *normed, const int32_t *rows,
+                const int32_t *places, float *parts) {
+    work.activation = grown(work.activation, &work.act_size, MAX_ROWS * (size_t)experts[0]->down.in * sizeof(element));
+    Portion portions[MAX_ROWS];
+    ExpertCall call = {portions, 0, 0, normed, rows, places, parts};
+    for (int e = 0; e < count; e++)
+        for (int left = uses[e], take; left; left -= take) {
+            take = left < MAX_ROWS - call.uses ? left : MAX_ROWS - call.uses;
+            portions[call.count++] = (Portion){experts[e], call.uses, take};
+            call.uses += take;
+            if (call.uses < MAX_ROWS && !(e == count - 1 && take == left)) continue;
+            run_parallel(run_experts, &call);
+            call.rows += call.uses;
+            call.places += call.uses;
+            call.count = call.uses = 0;
+        }
+}
+
+typedef struct {
+    const LowRank *near, *far;
+    const float *ones, *residual, *state;
+    float *p_near, *p_far;
+    float eps;
+    int count;
+} Foresight;
+
+static void run_foresight(void *context, int id, int threads) {
+    const Foresight *f = context;
+    int d = f->near->a.in / 2;
+    mine.normed = grown(mine.normed, &mine.normed_size, (size_t)MAX_ROWS * 2 * d * sizeof(element));
+    for (int n = 0; n < f->count; n++) {
+        element *to = mine.normed + (size_t)n * 2 * d;
+        rms_norm(f->residual + (size_t)n * d, f->ones, d, f->eps, to);
+        if (f->state) rms_norm(f->state + (size_t)n * d, f->ones, d, f->eps, to + d);
+        else memset(to + d, 0, (size_t)d * sizeof(element));
+    }
+    size_t bytes = (size_t)f->count * d * sizeof(float);
+    if (!id) {
+        memcpy(f->p_near, f->residual, bytes);
+        if (f->far) memcpy(f->p_far, f->residual, bytes);
+    }
+    low_rank_in(f->near, mine.normed, 2 * d, NULL, f->count, id, threads);
+    low_rank_out(f->near, f->p_near, d, NULL, f->count, id, threads);
+    if (f->far) low_rank_out(f->far, f->p_far, d, NULL, f->count, id, threads);
+}
+
+// The accelerated residual (methods/m2r2_experts/modules.py): p = residual + U SiLU(D [n(residual); n(state)]) for the U of
+// `near` and, unless NULL, that of `far`, whose D is the same. residual, state (or NULL), p [n, d]; ones [d].
+void mr_foresee(const LowRank *near, const LowRank *far, const float *ones, float eps, const float *residual,
+                const float *state, int n, float *p_near, float *p_far) {
+    size_t d = near->a.in / 2;
+    room_for_adapters();
+    for (int r = 0; r < n; r += MAX_ROWS) {
+        size_t at = r * d;
+        Foresight f = {near, far, ones, residual + at, state ? state + at : NULL, p_near + at, far ? p_far + at : NULL, eps,
+                       n - r < MAX_ROWS ? n - r : MAX_ROWS};
+        if (n > FEW_ROWS) run_parallel(run_foresight, &f);
+        else run_foresight(&f, 0, 1);
     }
 }
 

@@ -263,6 +263,13 @@ static void run_layers(void *context, int id, int threads) {
 
 // ---- entry points -------------------------------------------------------------------------------
 
+static void room_for_adapters(void) {
+    if (work.low) return;
+    size_t none = 0;
+    work.low = grown(NULL, &work.low_size, MAX_ROWS * 4096 * sizeof(float));
+    work.low_in = grown(NULL, &none, MAX_ROWS * 4096 * sizeof(element));
+}
+
 // The shared activations, large enough for a call of MAX_ROWS rows of this shape.
 static void make_room(const Shape *shape, int adapters) {
     int width = (shape->heads + 2 * shape->kv_heads) * shape->head_dim, inner = 2 * shape->intermediate;
@@ -270,11 +277,7 @@ static void make_room(const Shape *shape, int adapters) {
     work.qkv = grown(work.qkv, &work.qkv_size, MAX_ROWS * wide * sizeof(float));
     work.heads = grown(work.heads, &work.heads_size, MAX_ROWS * (size_t)shape->heads * shape->head_dim * sizeof(element));
     work.activation = grown(work.activation, &work.act_size, MAX_ROWS * (size_t)shape->intermediate * sizeof(element));
-    if (adapters && !work.low) {
-        size_t none = 0;
-        work.low = grown(NULL, &work.low_size, MAX_ROWS * 4096 * sizeof(float));
-        work.low_in = grown(NULL, &none, MAX_ROWS * 4096 * sizeof(element));
-    }
+    if (adapters) room_for_adapters();
 }
 
 // Rows must be ordered so that none sees a slot written by a later one; longer calls run in chunks.

@@ -25,13 +25,15 @@ from multirate.backbone.rows import Rows
 MOE_FAMILIES = ("mixtral", "qwen3_moe")
 
 
+ComputeExperts = Callable[[Sequence[tuple[int, Mapping[str, Tensor]]]], None]
+"""Computes with some of the experts that were asked for: (expert, weights) of each."""
+
+
 class ExpertProvider(Protocol):
     """Has the experts of a model."""
 
-    def run(
-        self, row: int, needed: list[int], compute: Callable[[int, Mapping[str, Tensor]], None], residual: Tensor
-    ) -> None:
-        """Calls compute(expert, weights) once for every needed expert of the row-th mixture layer, in any order.
+    def run(self, row: int, needed: list[int], compute: ComputeExperts, residual: Tensor) -> None:
+        """Hands every needed expert of the row-th mixture layer to `compute` once, in any order and grouping.
 
         weights: "gate_up_proj" and "down_proj" as `pack_expert` makes them, unchanged until compute returns. residual
         [N, d]: the stream after this layer's attention.
@@ -96,7 +98,11 @@ class NativeMoEDecoder(NativeDecoder):
         self._num_experts, self._top_k = first.num_experts, first.top_k
         config: Any = model.config
         self._normalise = int(getattr(config, "norm_topk_prob", True))
-        self._routers = {i: self._owner.linear(moe[i].router.weight) for i in self._row_of}
+        self._layer_of = list(self._row_of)
+        self._router_weights = {i: self._owner.linear(moe[i].router.weight) for i in self._row_of}
+        self._routers = {i: ctypes.addressof(linear) for i, linear in self._router_weights.items()}
+        self._kept: _Routing | None = None
+        self._asked: _Routing | None = None  # of `select`, which is called between a layer's routing and its sum
         self._norms = {
             i: self._owner.floats(self._layers[i].module.post_attention_layernorm.weight) for i in self._row_of
         }
@@ -130,39 +136,45 @@ class NativeMoEDecoder(NativeDecoder):
         return Decoder.greedy(self, rows, cache, ids, x, start)
 
     def select(self, row: int, residual: Tensor) -> np.ndarray:
-        """The experts [N, k] that the row-th mixture layer would choose for the stream residual [N, d]."""
-        layer = next(i for i, r in self._row_of.items() if r == row)
-        return self._route(layer, residual.float().contiguous())[1]
+        """The experts [N, k] that the row-th mixture layer would choose for the stream residual [N, d], the likeliest
+        first; overwritten by the next call."""
+        if self._asked is None or self._asked.rows != len(residual):
+            self._asked = self._new_routing(len(residual))
+        x = residual if residual.dtype == torch.float32 and residual.is_contiguous() else residual.float().contiguous()
+        return self._route(self._layer_of[row], x, self._asked).ids
 
-    def _route(self, layer: int, x: Tensor) -> tuple[Tensor, np.ndarray, np.ndarray]:
-        n, router = len(x), self._routers[layer]
-        normed = torch.empty(n, self.facts.hidden_size)
-        logits = torch.empty(n, padded(self._num_experts))
-        ids, weights = np.empty((n, self._top_k), np.int64), np.empty((n, self._top_k), np.float32)
+    def _new_routing(self, rows: int) -> _Routing:
+        return _Routing(rows, self._top_k, self._num_experts, self.facts.hidden_size)
+
+    def _routing(self, rows: int) -> _Routing:
+        """Memory for a call of so many rows, kept for the next: layers run one after the other."""
+        if self._kept is None or self._kept.rows != rows:
+            self._kept = self._new_routing(rows)
+        return self._kept
+
+    def _route(self, layer: int, x: Tensor, into: _Routing) -> _Routing:
         self._library.mr_route(
-            ctypes.addressof(router), self._norms[layer], self.eps, x.data_ptr(), n, self._num_experts, self._top_k,
-            self._normalise, normed.data_ptr(), logits.data_ptr(), ids.ctypes.data, weights.ctypes.data,
+            self._routers[layer], self._norms[layer], self.eps, x.data_ptr(), into.rows, self._num_experts, self._top_k,
+            self._normalise, *into.addresses,
         )
-        return normed, ids, weights
+        return into
 
     def _mixture(self, layer: int, x: Tensor, rows: Rows, adapter: LayerAdapter | None) -> None:
-        normed, ids, weights = self._route(layer, x)
-        n, k = ids.shape
-        parts = torch.empty(n * k, x.shape[1])
-        flat = ids.reshape(-1)
+        routing = self._route(layer, x, self._routing(len(x)))
+        uses = _Uses(routing.ids)
+        normed, parts = routing.addresses[0], routing.parts.data_ptr()
 
-        def compute(expert: int, record: Mapping[str, Tensor]) -> None:
-            places = np.flatnonzero(flat == expert).astype(np.int32)
-            wanted = places // np.int32(k)
-            self._library.mr_expert(
-                ctypes.addressof(self._expert(record)), normed.data_ptr(), wanted.ctypes.data, places.ctypes.data,
-                len(places), parts.data_ptr(),
+        def compute(found: Sequence[tuple[int, Mapping[str, Tensor]]]) -> None:
+            counts, wanted, places = uses.of([expert for expert, _ in found])
+            records = (ctypes.c_void_p * len(found))(*[self._expert(record) for _, record in found])
+            self._library.mr_experts(
+                records, counts.ctypes.data, len(found), normed, wanted.ctypes.data, places.ctypes.data, parts
             )
 
-        self._provider().run(self._row_of[layer], np.unique(flat).tolist(), compute, x)
-        self._library.mr_combine(parts.data_ptr(), weights.ctypes.data, n, k, x.shape[1], x.data_ptr())
+        self._provider().run(self._row_of[layer], uses.experts, compute, x)
+        self._library.mr_combine(parts, routing.addresses[-1], *routing.ids.shape, x.shape[1], x.data_ptr())
         if adapter is not None and rows.accelerated is not None:
-            self._beside(adapter, normed, x, np.flatnonzero(rows.accelerated))
+            self._beside(adapter, routing.normed, x, np.flatnonzero(rows.accelerated))
 
     def _beside(self, adapter: LayerAdapter, normed: Tensor, x: Tensor, fast: np.ndarray) -> None:
         module = adapter.deltas().get("mlp")
@@ -172,8 +184,8 @@ class NativeMoEDecoder(NativeDecoder):
         dtype = next(module.parameters()).dtype
         x[index] += module(normed[index].to(dtype)).float()
 
-    def _expert(self, record: Mapping[str, Tensor]) -> _Expert:
-        """The kernel's view of a record, made once for each place in memory that records are read into."""
+    def _expert(self, record: Mapping[str, Tensor]) -> int:
+        """Address of the kernel's view of a record, made once for each place in memory that records are read into."""
         gate_up, down = record["gate_up_proj"], record["down_proj"]
         found = self._experts.get(gate_up.data_ptr())
         if found is None or found.down.weight != down.data_ptr():
@@ -182,4 +194,46 @@ class NativeMoEDecoder(NativeDecoder):
                 library.Linear(down.data_ptr(), None, None, down.shape[1], down.shape[0]),
             )
             self._experts[gate_up.data_ptr()] = found
-        return found
+        return ctypes.addressof(found)
+
+
+class _Routing:
+    """What a layer's router says of `rows` rows, and where its experts' products go."""
+
+    def __init__(self, rows: int, top_k: int, experts: int, hidden: int) -> None:
+        self.rows = rows
+        self.normed, self._logits = torch.empty(rows, hidden), torch.empty(rows, padded(experts))
+        self.ids, self.weights = np.empty((rows, top_k), np.int64), np.empty((rows, top_k), np.float32)
+        self.parts = torch.empty(rows * top_k, hidden)
+        self.addresses = (
+            self.normed.data_ptr(), self._logits.data_ptr(), self.ids.ctypes.data, self.weights.ctypes.data
+        )
+
+
+class _Uses:
+    """Which rows each expert is for. ids [N, k] → `experts`, ascending, and for some of them their rows and places (row ·
+    k + rank) as the kernel takes them."""
+
+    def __init__(self, ids: np.ndarray) -> None:
+        n, self._k = ids.shape
+        flat = ids.reshape(-1)
+        if n == 1:
+            self._order = np.argsort(flat).astype(np.int32)
+            self.experts: list[int] = flat[self._order].tolist()
+            self._starts = list(range(len(self.experts) + 1))
+        else:
+            self._order = np.argsort(flat, kind="stable").astype(np.int32)
+            experts, starts = np.unique(flat[self._order], return_index=True)
+            self.experts = experts.tolist()
+            self._starts = [*starts.tolist(), len(flat)]
+        self._index = {expert: i for i, expert in enumerate(self.experts)}
+
+    def of(self, experts: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """→ counts [E], and rows and places [Σ counts] int32, expert by expert."""
+        at = [self._index[expert] for expert in experts]
+        if len(at) == len(self.experts) and at == list(range(len(at))):
+            places = self._order
+        else:
+            places = np.concatenate([self._order[self._starts[i] : self._starts[i + 1]] for i in at])
+        counts = np.array([self._starts[i + 1] - self._starts[i] for i in at], np.int32)
+        return counts, places // np.int32(self._k), places

@@ -79,11 +79,9 @@ def command(
         "interrupted": run.interrupted, "rows": [row.as_dict() for row in run.rows],
     }  # fmt: skip
     console = options.console()
-    for budget in budgets:
-        rows = [row for row in run.rows if budget == row.expert_memory_bytes or row.method == "resident"]
-        if rows:
-            title = f"{budget / 1e6:.1f} MB for experts ({100 * budget / everything:.0f}% of them), batch 1, greedy"
-            console.print(expert_report.table(rows, title))
+    for budget, rows in run.budgets:
+        title = f"{expert_report.size(budget)} for experts ({100 * budget / everything:.0f}% of them), batch 1, greedy"
+        console.print(expert_report.table(rows, title))
     if json is not None:
         report.write_json(json, content)
     if given.page is not None:

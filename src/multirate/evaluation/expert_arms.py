@@ -10,27 +10,32 @@ from typing import Any
 
 from multirate.engine import PLAIN, Engine
 from multirate.evaluation.prompts import Prompt
-from multirate.experts.arms import ARMS, arm
+from multirate.experts.arms import AHEAD_OF_TIME, ARMS, arm
 from multirate.experts.model import OffloadedExperts
 from multirate.experts.policies import Belady, EvictionPolicy, eviction_policy
-from multirate.experts.predictors import Oracle, Predictor
+from multirate.experts.predictors import Oracle
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
 from multirate.experts.slot_cache import Key
-from multirate.experts.stats import Event
+from multirate.experts.stats import Event, ExpertStats
 
 Trace = list[tuple[int, list[int]]]
 RESIDENT = "resident"
 BOUNDS = ("oracle", "belady", RESIDENT)
-ALL_ARMS = (*ARMS, *BOUNDS)
+ALL_ARMS = (*ARMS, AHEAD_OF_TIME, *BOUNDS)
 
 
 @dataclass
 class ExpertRow:
-    """One arm at one budget. Rates are total tokens over total time, prompts included, of the median repeat.
+    """One arm at one budget.
 
-    hit_rate: needs that the cache alone served. prefetch_recall: share of the others whose read was issued ahead of
-    time; prefetch_precision: share of those reads that were needed. late: needed while its read was queued or running;
-    wasted: evicted unused. bytes_per_token, stall_ms, predictor_ms: per new token. speedup: against on_demand.
+    tokens, seconds, tokens_per_second: total tokens over total time of the median repeat, from the first token of each
+    answer to its last; first_token_ms: the prompt until then, a mean (a prompt of some length needs every expert,
+    whatever the arm); total_tokens_per_second: both together. spread: of the seconds.
+
+    The rest is of the decoding phase too. hit_rate: needs that the cache alone served. prefetch_recall: share of the
+    others whose read was issued ahead of time; prefetch_precision: share of those reads that were needed. late: needed
+    while its read was queued or running; wasted: evicted unused. bytes_per_token, stall_ms, predictor_ms: per token.
+    speedup, total_speedup: against on_demand. depth: how many layers ahead were named at the end.
     """
 
     method: str
@@ -49,7 +54,11 @@ class ExpertRow:
     stall_ms: float
     predictor_ms: float
     identical: bool
+    first_token_ms: float
+    total_tokens_per_second: float
+    depth: int | None = None
     speedup: float | None = None
+    total_speedup: float | None = None
     seconds_per_repeat: list[float] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -59,37 +68,50 @@ class ExpertRow:
 
 @dataclass
 class ExpertRun:
-    """Rows, and the timeline of one token for each arm (of the first budget measured)."""
+    """Each budget with its rows, and the timeline of one token for each arm (of the first budget measured)."""
 
-    rows: list[ExpertRow]
+    budgets: list[tuple[int, list[ExpertRow]]]
     timelines: dict[str, list[Event]]
     interrupted: bool = False
 
+    @property
+    def rows(self) -> list[ExpertRow]:
+        """Of all budgets."""
+        return [row for _, rows in self.budgets for row in rows]
+
+
+@dataclass
+class _Answer:
+    """One answer: its tokens, and the seconds to the first of them and from there to the last."""
+
+    tokens: list[int]
+    first: float
+    rest: float
+
 
 class _Contestant:
-    """An arm with a runtime of its own, whose cache lives through the whole run."""
+    """An arm with a runtime of its own, whose cache lives through the whole run. decoding: counts of all decoding."""
 
     def __init__(self, offload: OffloadedExperts, name: str, settings: ExpertSettings, traces: Sequence[Trace],
                  order: Sequence[int]) -> None:  # fmt: skip
         self.name, self._traces = name, traces
-        self.samples: list[list[tuple[list[int], float]]] = []
+        self.samples: list[list[_Answer]] = []
+        self.decoding = ExpertStats()
         eviction: EvictionPolicy | None = None
         if name == "belady":
             keys: list[Key] = [(row, e) for index in order for row, experts in traces[index] for e in experts]
             eviction = Belady(keys)
-        elif name not in ARMS:
-            eviction = eviction_policy("least_stale")
         else:
-            eviction = eviction_policy(arm(name).eviction)
-        self.predictor: Predictor | None = offload.predictor(arm(name).predictor) if name in ARMS else None
+            eviction = eviction_policy("least_stale" if name in BOUNDS else arm(name).eviction)
         if name == RESIDENT:
             settings = ExpertSettings(None, direct=settings.direct)
-        self.runtime = ExpertRuntime(offload.store, settings, self.predictor, eviction)
+        predictor = None if name in BOUNDS else offload.policy_predictor(name)
+        self.runtime = ExpertRuntime(offload.store, settings, predictor, eviction)
 
     def ready(self, index: int) -> None:
         """Before prompt `index`: the oracle opens its book at the page."""
         if self.name == "oracle":
-            self.runtime.predictor = Oracle(self._traces[index])
+            self.runtime.predict_with(Oracle(self._traces[index]))
 
 
 def measure_arms(
@@ -113,12 +135,22 @@ def measure_arms(
     stop = engine.stopping(max_new_tokens)
     advance = on_answer or (lambda: None)
 
-    def answer(runtime: ExpertRuntime, prompt: Prompt) -> tuple[list[int], float]:
+    def answer(runtime: ExpertRuntime, prompt: Prompt, decoding: ExpertStats | None = None) -> _Answer:
         offload.runtime = runtime
         engine.forget()
+        first: list[tuple[float, ExpertStats]] = []
+
+        def on_tokens(_: int, __: Sequence[int]) -> None:
+            if not first:
+                first.append((time.perf_counter(), runtime.stats.copy()))
+
         began = time.perf_counter()
-        tokens = engine.generate([prompt.tokens], stop=stop, method=PLAIN).sequences[0]
-        return tokens, time.perf_counter() - began
+        tokens = engine.generate([prompt.tokens], stop=stop, method=PLAIN, on_tokens=on_tokens).sequences[0]
+        end = time.perf_counter()
+        at, before = first[0] if first else (end, runtime.stats.copy())
+        if decoding is not None:
+            decoding.add(runtime.stats.minus(before))
+        return _Answer(tokens, at - began, end - at)
 
     result = ExpertRun([], {})
     first = offload.runtime
@@ -126,7 +158,7 @@ def measure_arms(
         truth, traces = [], []
         for prompt in prompts:
             resident.trace = []
-            truth.append(answer(resident, prompt)[0])
+            truth.append(answer(resident, prompt).tokens)
             traces.append(resident.trace)
     order = [0, *(index for _ in range(repeats) for index in range(len(prompts)))]
     try:
@@ -146,11 +178,11 @@ def measure_arms(
                         turn = (repeat + index) % len(arms)
                         for contestant in [*arms[turn:], *arms[:turn]]:
                             contestant.ready(index)
-                            contestant.samples[-1].append(answer(contestant.runtime, prompt))
+                            contestant.samples[-1].append(answer(contestant.runtime, prompt, contestant.decoding))
                             advance()
                 rows = [_row(contestant, budget, truth) for contestant in arms]
                 _speedups(rows)
-                result.rows += rows
+                result.budgets.append((budget, rows))
                 if not result.timelines:
                     for contestant in arms:
                         contestant.ready(0)
@@ -168,17 +200,21 @@ def measure_arms(
 
 
 def _row(contestant: _Contestant, budget: int, truth: Sequence[list[int]]) -> ExpertRow:
-    seconds = [sum(second for _, second in repeat) for repeat in contestant.samples]
-    tokens = sum(len(text) for text in truth)
+    repeats = contestant.samples
+    seconds = [sum(answer.rest for answer in repeat) for repeat in repeats]
+    whole = statistics.median_low([sum(answer.first + answer.rest for answer in repeat) for repeat in repeats])
+    tokens = sum(max(len(text) - 1, 0) for text in truth)  # the first of an answer is the prompt's
     middle = statistics.median_low(seconds)
-    stats, all_tokens = contestant.runtime.stats, max(tokens * len(seconds), 1)
+    stats, all_tokens = contestant.decoding, max(tokens * len(seconds), 1)
+    firsts = [answer.first for repeat in repeats for answer in repeat]
+    predictor = contestant.runtime.predictor
     return ExpertRow(
         method=contestant.name,
         expert_memory_bytes=contestant.runtime.memory_bytes if contestant.name == RESIDENT else budget,
         tokens=tokens,
         seconds=middle,
-        tokens_per_second=tokens / middle,
-        spread=(max(seconds) - min(seconds)) / middle,
+        tokens_per_second=tokens / middle if middle else 0.0,
+        spread=(max(seconds) - min(seconds)) / middle if middle else 0.0,
         hit_rate=stats.hit_rate,
         prefetch_recall=stats.recall,
         prefetch_precision=stats.precision,
@@ -188,7 +224,10 @@ def _row(contestant: _Contestant, budget: int, truth: Sequence[list[int]]) -> Ex
         demand_bytes_per_token=stats.demand_bytes / all_tokens,
         stall_ms=1e3 * stats.stall_seconds / all_tokens,
         predictor_ms=1e3 * stats.predictor_seconds / all_tokens,
-        identical=all([text for text, _ in repeat] == list(truth) for repeat in contestant.samples),
+        identical=all([answer.tokens for answer in repeat] == list(truth) for repeat in repeats),
+        first_token_ms=1e3 * statistics.fmean(firsts),
+        total_tokens_per_second=sum(map(len, truth)) / whole,
+        depth=None if predictor is None else predictor.depth,
         seconds_per_repeat=seconds,
     )
 
@@ -197,7 +236,8 @@ def _speedups(rows: Sequence[ExpertRow]) -> None:
     base = next((row for row in rows if row.method == "on_demand" and row.identical), None)
     for row in rows:
         if base is not None and row.identical:
-            row.speedup = row.tokens_per_second / base.tokens_per_second
+            row.speedup = row.tokens_per_second / base.tokens_per_second if base.tokens_per_second else None
+            row.total_speedup = row.total_tokens_per_second / base.total_tokens_per_second
 
 
 def _last_token(events: Sequence[Event]) -> list[Event]:

@@ -39,11 +39,9 @@ class Arithmetic:
 
 
 def arithmetic(rows: Sequence[ExpertRow], row: ExpertRow) -> Arithmetic | None:
-    """From the resident and on-demand rows of a run; None without them."""
+    """From the resident and on-demand rows of the same budget; None without them."""
     resident = next((r for r in rows if r.method == RESIDENT), None)
-    on_demand = next(
-        (r for r in rows if r.method == "on_demand" and r.expert_memory_bytes == row.expert_memory_bytes), None
-    )
+    on_demand = next((r for r in rows if r.method == "on_demand"), None)
     if resident is None or on_demand is None:
         return None
     x = resident.tokens_per_second / on_demand.tokens_per_second - 1
@@ -54,12 +52,13 @@ def table(rows: Sequence[ExpertRow], title: str) -> Table:
     """The rows of one budget for a terminal."""
     made = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, title_justify="left")
     made.caption_justify, made.caption = "left", (
-        "Speedup against on_demand. hit: by the cache alone; ahead: of the other\n"
-        "needs, those whose read was begun early; useful: of these reads;\n"
-        "per new token: MB read, and ms that computing waited."
+        "tok/s, speedup (against on_demand) and the rest: after the first token,\n"
+        "which came after `first` ms. hit: by the cache alone; ahead: of the other\n"
+        "needs, those asked for early; useful: of these reads. Per token: MB read\n"
+        "and ms that computing waited."
     )
     made.add_column("method", min_width=15, no_wrap=True)
-    for heading in ("tok/s", "speedup", "hit", "ahead", "useful", "MB", "ms", "same"):
+    for heading in ("tok/s", "speedup", "hit", "ahead", "useful", "MB", "ms", "first", "same"):
         made.add_column(heading, justify="right")
     for row in rows:
         read_ahead = row.prefetch_recall > 0 or row.wasted > 0
@@ -67,19 +66,14 @@ def table(rows: Sequence[ExpertRow], title: str) -> Table:
             row.method, f"{row.tokens_per_second:.1f}", "-" if row.speedup is None else f"{row.speedup:.2f}x",
             f"{100 * row.hit_rate:.0f}%", f"{100 * row.prefetch_recall:.0f}%" if read_ahead else "-",
             f"{100 * row.prefetch_precision:.0f}%" if read_ahead else "-", f"{row.bytes_per_token / 1e6:.2f}",
-            f"{row.stall_ms:.2f}", "yes" if row.identical else "WRONG",
+            f"{row.stall_ms:.2f}", f"{row.first_token_ms:.0f}", "yes" if row.identical else "WRONG",
         )  # fmt: skip
     return made
 
 
 def page(run: ExpertRun, content: Mapping[str, Any]) -> str:
     """A self-contained HTML page: a table per budget, measured speedup beside the bound, a token's timeline per arm."""
-    budgets = sorted({row.expert_memory_bytes for row in run.rows if row.method != RESIDENT})
-    resident = [row for row in run.rows if row.method == RESIDENT]
-    tables = ""
-    for budget in budgets:
-        rows = [row for row in run.rows if row.expert_memory_bytes == budget and row.method != RESIDENT]
-        tables += f"<h2>{_size(budget)} for experts</h2>{_table(rows + resident[:1], run.rows)}"
+    tables = "".join(f"<h2>{size(budget)} for experts</h2>{_table(rows)}" for budget, rows in run.budgets)
     longest = max((e.end for events in run.timelines.values() for e in events), default=0.0)
     pictures = "".join(
         f"<figure><figcaption>{html.escape(name)}</figcaption>{_picture(events, longest)}</figure>"
@@ -93,22 +87,27 @@ def page(run: ExpertRun, content: Mapping[str, Any]) -> str:
                         scale=f"{1e3 * longest:.2f}" if longest else "0")  # fmt: skip
 
 
-def _size(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
+def size(count: int) -> str:
+    """A number of bytes for people."""
+    if count < 10**6:
+        return f"{count / 1e3:.0f} kB"
+    return f"{count / 1e6:.1f} MB" if count < 10**9 else f"{count / 1e9:.2f} GB"
 
 
-def _table(rows: Sequence[ExpertRow], everything: Sequence[ExpertRow]) -> str:
-    heads = ("method", "tokens/s", "speedup", "arithmetic", "hit rate", "read ahead", "useful", "late", "wasted",
-             "MB/token", "stall ms", "predictor ms", "same text")  # fmt: skip
+def _table(rows: Sequence[ExpertRow]) -> str:
+    heads = ("method", "tokens/s", "speedup", "arithmetic", "with prompts", "hit rate", "read ahead", "useful", "depth",
+             "late", "wasted", "MB/token", "stall ms", "predictor ms", "first token ms", "same text")  # fmt: skip
     lines = []
     for row in rows:
-        at_most = arithmetic(everything, row)
+        at_most = arithmetic(rows, row)
         values = (
             row.method, f"{row.tokens_per_second:.1f}", "–" if row.speedup is None else f"{row.speedup:.2f}×",
-            "–" if at_most is None or row.method == RESIDENT else f"{at_most.bound:.2f}×", f"{100 * row.hit_rate:.0f}%",
-            f"{100 * row.prefetch_recall:.0f}%", f"{100 * row.prefetch_precision:.0f}%", str(row.late), str(row.wasted),
+            "–" if at_most is None or row.method == RESIDENT else f"{at_most.bound:.2f}×",
+            "–" if row.total_speedup is None else f"{row.total_speedup:.2f}×", f"{100 * row.hit_rate:.0f}%",
+            f"{100 * row.prefetch_recall:.0f}%", f"{100 * row.prefetch_precision:.0f}%",
+            "–" if row.depth is None else str(row.depth), str(row.late), str(row.wasted),
             f"{row.bytes_per_token / 1e6:.2f}", f"{row.stall_ms:.2f}", f"{row.predictor_ms:.2f}",
-            "yes" if row.identical else "WRONG",
+            f"{row.first_token_ms:.0f}", "yes" if row.identical else "WRONG",
         )  # fmt: skip
         lines.append("<tr>" + "".join(f"<td>{html.escape(value)}</td>" for value in values) + "</tr>")
     head = "".join(f"<th>{name}</th>" for name in heads)
@@ -148,8 +147,9 @@ svg {{ width: 100%; height: 5.2rem; border: 1px solid #e3e5e8; display: block; }
 </style></head><body>
 <h1>Experts loaded from disk: every way on the same tokens</h1>
 <p class="facts">{facts}</p>{tables}
-<p>Arithmetic: the speedup that hit rate, reads ahead and their usefulness allow, from the resident and on-demand rows
-(docs/experts.md).</p>
+<p>Of an answer's tokens after the first, but for “with prompts” and “first token ms”. Speedups are against on_demand.
+Arithmetic: the speedup that hit rate, reads ahead and their usefulness allow, from the resident and on-demand rows
+(docs/experts.md). Depth: how many layers ahead experts were named at the end.</p>
 <h2>One token, at the first budget</h2>
 <p>Upper lane: the compute thread (white: attention and all else); middle: reads that it waits for; lower: reads ahead
 of time. All pictures have the same scale, {scale} ms across.</p><p class="legend">{legend}</p>{pictures}

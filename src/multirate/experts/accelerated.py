@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from multirate.experts.loader import Prediction
-from multirate.experts.predictors import Predictor, SelectExperts
-from multirate.methods.m2r2_experts.modules import ExpertForecast
+from multirate.experts.predictors import Predictor, SelectExperts, likeliest
+
+Advance = Callable[[int, Tensor, "Tensor | None", int], list[Tensor]]
+"""(layer, residual [N, d], accelerated state or None, depths) → p of depths 1 … depths, [N, d] each (modules.py)."""
 
 
 class AcceleratedResidual(Predictor):
-    """layers[row]: the model layer of each row; select[row]: its norm, router and rule; ahead: the depth δ in use.
+    """advance: moves the accelerated residual on by a layer; layers[row]: the model layer of each row; select[row]: its
+    norm, router and rule; most_depth: the depths that were trained.
 
     The accelerated state lives for one pass over the layers.
     """
 
     def __init__(
-        self, forecast: ExpertForecast, layers: Sequence[int], select: Sequence[SelectExperts], ahead: int = 1
+        self, advance: Advance, layers: Sequence[int], select: Sequence[SelectExperts], most_depth: int
     ) -> None:
-        self._forecast = forecast.float().eval().requires_grad_(False)
-        self._layers, self._select, self._ahead = list(layers), list(select), ahead
+        self._advance, self._layers, self._select = advance, list(layers), list(select)
+        self.most_depth = most_depth
         self._state: Tensor | None = None
 
     @torch.no_grad()
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
         if row == 0 or (self._state is not None and self._state.shape != residual.shape):
             self._state = None
-        found = self._forecast.step(self._layers[row], residual.float(), self._state)
-        self._state = found[0]
-        target = row + self._ahead
-        if target >= len(self._select):
+        depth = min(self.depth, len(self._select) - 1 - row)
+        if depth < 1:  # the last layer names nothing, and its state ends with the pass
             return []
-        chosen = torch.unique(self._select[target](found[self._ahead - 1].to(residual.dtype))).tolist()
-        return [Prediction((target, expert), target, 1.0) for expert in chosen]
+        found = self._advance(self._layers[row], residual, self._state, depth)
+        self._state = found[0]
+        return [
+            one for step, seen in enumerate(found, start=1)
+            for one in likeliest(self._select[row + step](seen), row + step)
+        ]  # fmt: skip

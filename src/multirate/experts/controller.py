@@ -25,6 +25,7 @@ class SelfDisabling(Predictor):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.inner, self.on = inner, True
+        self.most_depth = inner.most_depth
         self._block, self._needed, self._trust, self._clock = block, block * blocks, trust, clock
         self._times: dict[bool, list[float]] = {True: [], False: []}
         self._began: float | None = None
@@ -48,6 +49,7 @@ class SelfDisabling(Predictor):
 
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
         self._single = self._single and len(residual) == 1
+        self.inner.depth = self.depth
         return self.inner.predict(row, residual) if self.on else []
 
     def _new_pass(self) -> None:

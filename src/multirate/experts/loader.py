@@ -90,9 +90,14 @@ class ExpertLoader:
                 self._demand_locked(keys)
                 cache.ready.wait()
 
-    def speculate(self, predictions: Iterable[Prediction]) -> None:
-        """These experts may be needed; ones that are there or asked for already are left alone."""
+    def speculate(self, predictions: Sequence[Prediction]) -> None:
+        """These experts may be needed; ones that are there or asked for already are left alone. What was predicted for
+        the same layers before and is not named again is dropped, unless its read has begun."""
         with self._cache.lock:
+            named, rows = {one.key for one in predictions}, {one.deadline for one in predictions}
+            for load in self._loads.values():
+                if not load.demanded and load.slot is None and load.deadline in rows:
+                    load.dropped = load.key not in named
             before = self.stats.issued
             for one in predictions:
                 if self._cache.find_locked(one.key) is None and one.key not in self._loads:
@@ -219,11 +224,11 @@ class ExpertLoader:
         began = time.perf_counter()
         try:
             while load.done < size:
-                end = min(load.done + CHUNK, size)
+                end, since = min(load.done + CHUNK, size), time.perf_counter()
                 self._reader.read(offset + load.done, buffer[load.done : end])
                 demanded = load.demanded
                 with self._cache.lock:
-                    self._count_locked(end - load.done, demanded)
+                    self._count_locked(end - load.done, demanded, time.perf_counter() - since)
                     load.done = end
                     if end < size and not load.demanded:
                         if load.dropped or self._closed:
@@ -248,7 +253,8 @@ class ExpertLoader:
             slot.fresh = not load.demanded
             self._cache.loaded_locked(slot)
 
-    def _count_locked(self, size: int, demanded: bool) -> None:
+    def _count_locked(self, size: int, demanded: bool, seconds: float) -> None:
+        self.stats.read_seconds += seconds
         if demanded:
             self.stats.demand_bytes += size
         else:

@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from multirate.backbone.decoder import BACKENDS, Decoder, load_decoder
 from multirate.backbone.inspect import find_parts
+from multirate.backbone.native.foresight import NativeForesight
 from multirate.backbone.native.moe import NativeMoEDecoder
 from multirate.backbone.parts import MoEParts
 from multirate.errors import UserError
-from multirate.experts.accelerated import AcceleratedResidual
+from multirate.experts.accelerated import AcceleratedResidual, Advance
 from multirate.experts.arms import AHEAD_OF_TIME, arm, parse_bytes
 from multirate.experts.controller import SelfDisabling
 from multirate.experts.layout import NATIVE, ExpertTensors
@@ -149,12 +150,15 @@ class OffloadedExperts:
 
     def use_policy(self, policy: str = "aot", memory: str | int | None = None) -> ExpertRuntime:
         """A new runtime by the name of a policy (arms.py) and a size such as "2GB". UserError for what is neither."""
-        chosen = arm(policy)
-        ahead_of_time = policy == AHEAD_OF_TIME and self.forecast is not None
-        predictor: str | Predictor = "accelerated" if ahead_of_time else chosen.predictor
-        if policy == AHEAD_OF_TIME and (inner := self.predictor(predictor)) is not None:
-            predictor = SelfDisabling(inner)
-        return self.use(ExpertSettings(parse_bytes(memory), chosen.eviction), predictor)
+        settings = ExpertSettings(parse_bytes(memory), arm(policy).eviction)
+        return self.use(settings, self.policy_predictor(policy) or "none")
+
+    def policy_predictor(self, policy: str) -> Predictor | None:
+        """Who names experts by the name of a policy (arms.py)."""
+        if policy != AHEAD_OF_TIME:
+            return self.predictor(arm(policy).predictor)
+        inner = self.predictor("accelerated" if self.forecast is not None else arm(policy).predictor)
+        return None if inner is None else SelfDisabling(inner)
 
     def predictor(self, predictor: str | Predictor) -> Predictor | None:
         """A predictor for this model by name. UserError for another."""
@@ -173,8 +177,18 @@ class OffloadedExperts:
             if self.forecast is None:
                 raise UserError("expert policy accelerated needs a predictor: multirate train MODEL --objective "
                                 "experts --data FILE --out DIR, then --expert-predictor DIR")  # fmt: skip
-            return AcceleratedResidual(self.forecast, index.layers, self.selections())
+            return AcceleratedResidual(
+                self._advance(self.forecast), index.layers, self.selections(), self.forecast.config.ahead
+            )
         raise UserError(f"expert predictor {predictor!r} is unknown; accepted: {', '.join(PREDICTORS)}")
+
+    def _advance(self, forecast: ExpertForecast) -> Advance:
+        if self.native is not None:
+            return NativeForesight(forecast.down.detach(), [up.detach() for up in forecast.up]).step
+        slow = forecast.float().eval().requires_grad_(False)
+        return lambda layer, residual, state, depths: [
+            seen.to(residual.dtype) for seen in slow.step(layer, residual.float(), state, depths)
+        ]
 
     def add(self, accelerator: str | os.PathLike[str]) -> None:
         """A trained predictor (folder or hub id) for the policies accelerated and aot. UserError if it does not fit."""
@@ -196,7 +210,7 @@ class OffloadedExperts:
         def select(residual: Tensor) -> Tensor:
             norm = self._norms[row]
             if norm is None:  # the layer has not run yet, so nobody knows which norm is its MoE block's
-                return torch.empty(0, dtype=torch.int64)
+                return torch.empty(0, 0, dtype=torch.int64)
             seen = self._seen
             try:
                 return self._moe[row].route(norm(residual))[1]

@@ -13,11 +13,17 @@ from torch import Tensor
 from multirate.experts.loader import Prediction
 
 SelectExperts = Callable[[Tensor], Tensor]
-"""A layer's own norm, router and selection rule: the stream after attention [N, H] → experts [N, k]."""
+"""A layer's own norm, router and selection rule: the stream after attention [N, H] → experts [N, k], best first."""
 
 
 class Predictor(ABC):
-    """Names experts of later layers when the experts of layer `row` are asked for."""
+    """Names experts of later layers when the experts of layer `row` are asked for.
+
+    depth: how many rows ahead are named, up to most_depth; the runtime may set it (depth.py).
+    """
+
+    depth = 1
+    most_depth = 1
 
     def used(self, row: int, experts: Sequence[int]) -> None:  # noqa: B027 - optional
         """Layer `row` needs these experts now: what there is to learn from."""
@@ -27,68 +33,75 @@ class Predictor(ABC):
         """residual [N, H]: the stream after the attention of layer `row`. → predictions for later rows of this pass."""
 
 
-class PreviousToken(Predictor):
-    """The experts that the layer `ahead` rows on had in the last pass."""
+def likeliest(chosen: Tensor, target: int) -> list[Prediction]:
+    """chosen [N, k], each row's likeliest first → the experts of row `target`: chance: Σ 1 / (1 + rank) over rows."""
+    chances: dict[int, float] = {}
+    for experts in chosen.tolist():
+        for rank, expert in enumerate(experts):
+            chances[expert] = chances.get(expert, 0.0) + 1 / (1 + rank)
+    return [Prediction((target, expert), target, chance) for expert, chance in chances.items()]
 
-    def __init__(self, rows: int, ahead: int = 1) -> None:
-        self._rows, self._ahead = rows, ahead
+
+class PreviousToken(Predictor):
+    """The experts that the next layers had in the last pass."""
+
+    def __init__(self, rows: int) -> None:
         self._last: list[list[int]] = [[] for _ in range(rows)]
+        self.most_depth = rows - 1
 
     def used(self, row: int, experts: Sequence[int]) -> None:
         self._last[row] = list(experts)
 
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
-        target = row + self._ahead
-        if target >= self._rows:
-            return []
-        return [Prediction((target, expert), target, 1.0) for expert in self._last[target]]
+        targets = range(row + 1, min(row + self.depth + 1, len(self._last)))
+        return [Prediction((target, expert), target, 1.0) for target in targets for expert in self._last[target]]
 
 
 class Popularity(Predictor):
-    """The `count` experts that the layer `ahead` rows on has had most often so far."""
+    """The `count` experts that each of the next layers has had most often so far."""
 
-    def __init__(self, rows: int, count: int, ahead: int = 1) -> None:
-        self._rows, self._count, self._ahead = rows, count, ahead
+    def __init__(self, rows: int, count: int) -> None:
+        self._count = count
         self._uses: list[Counter[int]] = [Counter() for _ in range(rows)]
+        self.most_depth = rows - 1
 
     def used(self, row: int, experts: Sequence[int]) -> None:
         self._uses[row].update(experts)
 
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
-        target = row + self._ahead
-        if target >= self._rows:
-            return []
-        best = self._uses[target].most_common(self._count)
-        return [Prediction((target, expert), target, uses) for expert, uses in best]
+        found = []
+        for target in range(row + 1, min(row + self.depth + 1, len(self._uses))):
+            best = self._uses[target].most_common(self._count)
+            found += [Prediction((target, expert), target, uses) for expert, uses in best]
+        return found
 
 
 class NextLayerGate(Predictor):
     """A later layer's own router on the current residual: the usual way, and the one to beat. select: of each row."""
 
-    def __init__(self, select: Sequence[SelectExperts], ahead: int = 1) -> None:
-        self._select, self._ahead = select, ahead
+    def __init__(self, select: Sequence[SelectExperts]) -> None:
+        self._select = select
+        self.most_depth = len(select) - 1
 
     @torch.no_grad()
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
-        target = row + self._ahead
-        if target >= len(self._select):
-            return []
-        chosen = torch.unique(self._select[target](residual)).tolist()
-        return [Prediction((target, expert), target, 1.0) for expert in chosen]
+        targets = range(row + 1, min(row + self.depth + 1, len(self._select)))
+        return [one for target in targets for one in likeliest(self._select[target](residual), target)]
 
 
 class Oracle(Predictor):
     """What a recorded run of the same tokens needed: the bound of every predictor. trace: (row, experts) of each."""
 
-    def __init__(self, trace: Sequence[tuple[int, Sequence[int]]], ahead: int = 1) -> None:
-        self._trace, self._ahead, self._at = list(trace), ahead, -1
+    def __init__(self, trace: Sequence[tuple[int, Sequence[int]]]) -> None:
+        self._trace, self._at = list(trace), -1
+        self.most_depth = max((row for row, _ in trace), default=1)
 
     def used(self, row: int, experts: Sequence[int]) -> None:
         self._at += 1
 
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
         found = []
-        for step in range(1, self._ahead + 1):
+        for step in range(1, self.depth + 1):
             if self._at + step < len(self._trace):
                 target, experts = self._trace[self._at + step]
                 if target > row:  # the next pass begins with another token, which may never come
@@ -101,12 +114,16 @@ class Shuffled(Predictor):
 
     def __init__(self, inner: Predictor, num_experts: int, seed: int = 0) -> None:
         self._inner, self._num, self._random = inner, num_experts, random.Random(seed)
+        self.most_depth = inner.most_depth
 
     def used(self, row: int, experts: Sequence[int]) -> None:
         self._inner.used(row, experts)
 
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
+        self._inner.depth = self.depth
         found = self._inner.predict(row, residual)
-        others = self._random.sample(range(self._num), min(len(found), self._num))
-        pairs = zip(found, others, strict=False)
-        return [Prediction((one.key[0], expert), one.deadline, one.chance) for one, expert in pairs]
+        others: dict[int, list[int]] = {}
+        for one in found:
+            if one.deadline not in others:
+                others[one.deadline] = self._random.sample(range(self._num), self._num)
+        return [Prediction((one.key[0], others[one.deadline].pop()), one.deadline, one.chance) for one in found]

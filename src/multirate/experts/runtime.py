@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from multirate.backbone.native.moe import ComputeExperts, unpack_expert
 from multirate.errors import UserError
+from multirate.experts.depth import MeasuredDepth
 from multirate.experts.layout import NATIVE
 from multirate.experts.loader import ExpertLoader
 from multirate.experts.policies import EvictionPolicy, eviction_policy
@@ -34,7 +35,8 @@ class ExpertSettings:
     """memory_bytes: for expert weights; None: all of them. eviction: see policies.py. threads: that read.
 
     disk_bytes_per_second: slows reads down to this, for measurements that repeat; None: the real disk. direct: past the
-    page cache.
+    page cache. depth: how many layers ahead experts are named, at most what the predictor can; None: as measured
+    compute and reads have it (depth.py).
     """
 
     memory_bytes: int | None = None
@@ -42,6 +44,7 @@ class ExpertSettings:
     disk_bytes_per_second: float | None = None
     direct: bool = True
     threads: int = 1
+    depth: int | None = None
 
 
 def slots_for(store: ExpertStore, memory_bytes: int | None) -> int:
@@ -70,15 +73,18 @@ class ExpertRuntime:
     ) -> None:
         self.store, self.settings = store, settings or ExpertSettings()
         self.stats = ExpertStats()
-        self.predictor = predictor
         self.trace: list[tuple[int, list[int]]] | None = None  # (row, experts) of each call, when recorded
         count = slots_for(store, self.settings.memory_bytes)
+        self._everything = len(store.index.layers) * store.index.num_experts
         self.cache = SlotCache(count, eviction or eviction_policy(self.settings.eviction), self._evicted)
         self._arena = Arena(count, store.index.record.bytes)
         self._views = [store.index.record.views(slot) for slot in self._arena.slots]
         reader = RecordReader(store.path, Throttle(self.settings.disk_bytes_per_second), self.settings.direct)
         self.note = reader.note
         self.loader = ExpertLoader(store, self.cache, self._arena, reader, self.stats, self.settings.threads)
+        self.predictor: Predictor | None = None
+        self._depth: MeasuredDepth | None = None
+        self.predict_with(predictor)
         self._token = 0
         self._last_row = len(store.index.layers)
 
@@ -87,19 +93,28 @@ class ExpertRuntime:
         """Bytes of the slots."""
         return len(self.cache.slots) * self.store.index.record.bytes
 
+    def predict_with(self, predictor: Predictor | None) -> None:
+        """Another predictor from now on, at the depth that the last one had."""
+        fixed, last = self.settings.depth, 1 if self.predictor is None else self.predictor.depth
+        self.predictor, self._depth = predictor, None
+        if predictor is not None:
+            predictor.depth = min(fixed or last, predictor.most_depth)
+            self._depth = MeasuredDepth(predictor, len(self.store.index.layers)) if fixed is None else None
+
     def run(self, row: int, needed: list[int], compute: ComputeExperts, residual: Tensor) -> None:
         """Hands every expert in `needed` to `compute` once, those that are there first.
 
         row: of the store. weights: the record's fields, unchanged until compute returns. residual [N, d]: the stream
         after this layer's attention, which predictors see.
         """
-        self._enter(row)
+        self._enter(row, len(residual))
         if self.trace is not None:
             self.trace.append((row, needed))
         waiting = self._ask(row, needed)
         if self.predictor is not None:
             self.predictor.used(row, needed)
-            self._predict(row, residual)
+            if self.cache.occupied < self._everything:
+                self._predict(row, residual)
         try:
             while waiting:
                 slots = self._next(row, waiting)
@@ -160,9 +175,11 @@ class ExpertRuntime:
 
     # -- a call ---------------------------------------------------------------------------------------
 
-    def _enter(self, row: int) -> None:
+    def _enter(self, row: int, rows: int) -> None:
         if row <= self._last_row:
             self._token += 1  # a new pass over the layers
+            if self._depth is not None:
+                self._depth.new_pass(self.stats, rows)
             self.stats.note("token", time.perf_counter(), row)
         self._last_row = row
         self.loader.pass_row(self._token, row)

@@ -62,6 +62,11 @@ class SlotCache:
         self._free = list(reversed(self.slots))
         self._clock = 0
 
+    @property
+    def occupied(self) -> int:
+        """How many experts are there or on their way."""
+        return len(self._slot_of)
+
     def find_locked(self, key: Key) -> Slot | None:
         """The slot that has or is getting this expert."""
         return self._slot_of.get(key)

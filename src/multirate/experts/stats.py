@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 
@@ -26,7 +26,7 @@ class ExpertStats:
     of these `timely` were loaded ahead of time and used for the first time. misses: a demand read, or a wait for a
     speculative one under way (`late`). wasted: loaded ahead of time and evicted unused. predicted, predicted_needed:
     would-be misses named ahead of time, and all would-be misses (recall); speculative loads are issued - cancelled.
-    stall_seconds: compute waited for reads. predictor_seconds: naming experts.
+    stall_seconds: compute waited for reads. predictor_seconds: naming experts. read_seconds: a reader was at work.
     """
 
     calls: int = 0
@@ -41,6 +41,7 @@ class ExpertStats:
     speculative_bytes: int = 0
     stall_seconds: float = 0.0
     predictor_seconds: float = 0.0
+    read_seconds: float = 0.0
     errors: int = 0
     events: list[Event] | None = field(default=None, repr=False)
 
@@ -76,7 +77,23 @@ class ExpertStats:
         if self.events is not None:
             self.events.append(Event(kind, begin, time.perf_counter(), row, expert))
 
+    def copy(self) -> ExpertStats:
+        """The counts as they are now, without events."""
+        return replace(self, events=None)
+
+    def minus(self, before: ExpertStats) -> ExpertStats:
+        """What was counted since `before`, a copy of these."""
+        return ExpertStats(**{name: getattr(self, name) - getattr(before, name) for name in _COUNTS})
+
+    def add(self, other: ExpertStats) -> None:
+        """Counts the other's too."""
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     def as_dict(self) -> dict[str, Any]:
         """Counts and rates, JSON-ready."""
         content = {k: v for k, v in asdict(self).items() if k != "events"}
         return {**content, "hit_rate": self.hit_rate, "recall": self.recall, "precision": self.precision}
+
+
+_COUNTS = tuple(f.name for f in fields(ExpertStats) if f.name != "events")

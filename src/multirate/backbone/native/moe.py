@@ -211,8 +211,8 @@ class _Routing:
 
 
 class _Uses:
-    """Which rows each expert is for. ids [N, k] → `experts`, ascending, and for some of them their rows and places (row ·
-    k + rank) as the kernel takes them."""
+    """Which rows each expert is for. ids [N, k] → `experts`, ascending, and for some of them their rows and places
+    (row · k + rank) as the kernel takes them."""
 
     def __init__(self, ids: np.ndarray) -> None:
         n, self._k = ids.shape

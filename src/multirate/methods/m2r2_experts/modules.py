@@ -29,13 +29,13 @@ class ExpertForecast(nn.Module):
         self.down = nn.Parameter(torch.randn(layers, config.rank, 2 * d) * (2 * d) ** -0.5)
         self.up = nn.ParameterList([nn.Parameter(torch.zeros(layers, d, config.rank)) for _ in range(config.ahead)])
 
-    def step(self, layer: int, residual: Tensor, state: Tensor | None) -> list[Tensor]:
-        """r [N, d] of layer ``layer`` and a of the mixture layer before (None: there is none) → p of depths 1 …, [N, d]
-        each; the first is the state for the next one."""
+    def step(self, layer: int, residual: Tensor, state: Tensor | None, depths: int | None = None) -> list[Tensor]:
+        """r [N, d] of layer ``layer`` and a of the mixture layer before (None: there is none) → p of depths 1 … depths
+        (None: all), [N, d] each; the first is the state for the next one."""
         r = residual.to(self.down.dtype)
         before = torch.zeros_like(r) if state is None else normalised(state)
         z = nn.functional.silu(torch.cat([normalised(r), before], dim=-1) @ self.down[layer].T)
-        return [r + z @ up[layer].T for up in self.up]
+        return [r + z @ up[layer].T for up in list(self.up)[:depths]]
 
 
 def normalised(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -1,0 +1,48 @@
+"""How far ahead to name experts: the least depth whose compute covers what is to be read, from what was measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from multirate.experts.predictors import Predictor
+from multirate.experts.stats import ExpertStats
+
+
+def depth_that_covers(compute: float, read: float, most: int) -> int:
+    """compute: seconds of a layer without waiting; read: seconds of reading what a layer lacks → 1 … most.
+
+    Where a layer's reads take longer than its compute on average, no depth hides them all; a deeper one then keeps the
+    disk busy through the layers that lack little.
+    """
+    if compute <= 0:
+        return 1
+    return max(1, min(most, math.ceil(read / compute)))
+
+
+class MeasuredDepth:
+    """Sets a predictor's depth from the passes of the last `window` tokens."""
+
+    def __init__(
+        self, predictor: Predictor, rows: int, window: int = 24, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._predictor, self._rows, self._window, self._clock = predictor, rows, window, clock
+        self._passes = 0
+        self._since: tuple[float, ExpertStats] | None = None
+
+    def new_pass(self, stats: ExpertStats, rows: int) -> None:
+        """A pass over the layers begins; rows: how many tokens it is for (a prompt's passes are left out)."""
+        now = self._clock()
+        if rows > 1 or self._since is None or stats.uses < self._since[1].uses:  # a prompt, or statistics were reset
+            self._since, self._passes = (now, stats.copy()), 0
+            return
+        self._passes += 1
+        if self._passes < self._window:
+            return
+        began, before = self._since
+        spent = stats.minus(before)
+        layers = self._passes * self._rows
+        compute = (now - began - spent.stall_seconds) / layers
+        self._predictor.depth = depth_that_covers(compute, spent.read_seconds / layers, self._predictor.most_depth)
+        self._since, self._passes = (now, stats.copy()), 0

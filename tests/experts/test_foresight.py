@@ -1,0 +1,138 @@
+"""The forecast on the kernel says what its module says; depth, and predictions that are renewed."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from multirate.backbone.native.foresight import NativeForesight
+from multirate.backbone.native.library import NativeUnavailable, kernel
+from multirate.experts.depth import MeasuredDepth, depth_that_covers
+from multirate.experts.loader import ExpertLoader, Prediction
+from multirate.experts.policies import eviction_policy
+from multirate.experts.predictors import NextLayerGate, likeliest
+from multirate.experts.slot_cache import SlotCache
+from multirate.experts.stats import ExpertStats
+from multirate.methods.m2r2_experts.config import ExpertForecastConfig
+from multirate.methods.m2r2_experts.modules import ExpertForecast
+
+SHAPE = SimpleNamespace(num_layers=5, hidden_size=128, is_moe=True)
+
+
+def forecast(ahead: int, rank: int) -> ExpertForecast:
+    torch.manual_seed(3)
+    config = ExpertForecastConfig(rank=rank, ahead=ahead)
+    base: Any = SHAPE
+    made = ExpertForecast(config, base)
+    with torch.no_grad():
+        for up in made.up:
+            up.normal_(0, 0.2)
+    return made.requires_grad_(False)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+@pytest.mark.parametrize("rank", [8, 64])
+def test_the_kernels_forecast_is_the_modules(ahead: int, rank: int) -> None:
+    try:
+        kernel()
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    module = forecast(ahead, rank)
+    native = NativeForesight(module.down, list(module.up))
+    for rows in (1, 3, 70):
+        state: torch.Tensor | None = None
+        for layer in range(SHAPE.num_layers):
+            residual = torch.randn(rows, SHAPE.hidden_size)
+            exact = module.step(layer, residual, state)
+            ours = native.step(layer, residual, state, ahead)
+            assert len(ours) == ahead
+            for a, b in zip(exact, ours, strict=True):
+                assert (a - b).norm() < 0.01 * (a - residual).norm(), "bf16 of the same update"
+            assert torch.equal(native.step(layer, residual, state, 1)[0], ours[0])
+            state = exact[0]
+
+
+def test_predictions_are_ordered_by_how_many_rows_would_choose_them() -> None:
+    found = likeliest(torch.tensor([[3, 1], [1, 2]]), 4)
+    assert {one.key: one.chance for one in found} == {(4, 3): 1.0, (4, 1): 1.5, (4, 2): 0.5}
+    assert {one.deadline for one in found} == {4}
+
+
+def test_depth() -> None:
+    assert depth_that_covers(1.0, 0.2, 4) == 1
+    assert depth_that_covers(1.0, 2.5, 4) == 3
+    assert depth_that_covers(1.0, 9.0, 4) == 4
+    assert depth_that_covers(0.0, 9.0, 4) == 1
+
+
+def test_depth_follows_what_is_measured() -> None:
+    """Layers compute a second each; what they lack takes two."""
+    predictor = NextLayerGate([lambda x: x] * 6)
+    stats, now = ExpertStats(), 0.0
+    depth = MeasuredDepth(predictor, rows=6, window=4, clock=lambda: now)
+    for _ in range(6):
+        depth.new_pass(stats, 1)
+        now += 6 + 3
+        stats.uses += 1
+        stats.stall_seconds += 3
+        stats.read_seconds += 12
+    assert predictor.depth == 2
+    depth.new_pass(stats, 30)  # a prompt
+    for _ in range(6):
+        depth.new_pass(stats, 1)
+        now += 6
+        stats.uses += 1
+    assert predictor.depth == 1
+
+
+def test_statistics_of_a_phase() -> None:
+    stats = ExpertStats(uses=5, hits=3, stall_seconds=1.0, events=[])
+    before = stats.copy()
+    stats.uses, stats.stall_seconds = 9, 1.5
+    spent = stats.minus(before)
+    assert (spent.uses, spent.hits, spent.stall_seconds, spent.events) == (4, 0, 0.5, None)
+    total = ExpertStats(uses=1)
+    total.add(spent)
+    assert total.uses == 5
+
+
+class _Gated:
+    """A reader that waits for leave before each record."""
+
+    def __init__(self) -> None:
+        self.leave, self.read_offsets = threading.Semaphore(0), list[int]()
+
+    def read(self, offset: int, into: Any) -> None:
+        self.leave.acquire()
+        self.read_offsets.append(offset)
+
+    def close(self) -> None:
+        return
+
+
+def test_what_is_not_named_again_is_not_read() -> None:
+    record = SimpleNamespace(bytes=8)
+    store: Any = SimpleNamespace(index=SimpleNamespace(record=record, layers=(0, 1, 2)), path="store",
+                                 offset=lambda row, expert: 100 * row + expert)  # fmt: skip
+    reader: Any = _Gated()
+    arena: Any = SimpleNamespace(buffers=[memoryview(bytearray(8)) for _ in range(8)])
+    cache = SlotCache(8, eviction_policy("lru"))
+    stats = ExpertStats()
+    with ExpertLoader(store, cache, arena, reader, stats) as loader:
+        loader.speculate([Prediction((2, e), 2, 1.0 - e / 10) for e in (0, 1, 2)])  # 0 is being read
+        while cache.occupied < 1:
+            pass
+        loader.speculate([Prediction((2, e), 2, 1.0) for e in (2, 3)])
+        for _ in range(8):
+            reader.leave.release()
+        cache_keys: set[Any] = set()
+        while len(cache_keys) < 3:
+            with cache.lock:
+                cache_keys = {slot.key for slot in cache.slots if slot.state.value == "ready"}
+    assert cache_keys == {(2, 0), (2, 2), (2, 3)}
+    assert 201 not in reader.read_offsets
+    assert stats.cancelled == 1

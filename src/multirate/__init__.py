@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from multirate.engine import Engine, attach
     from multirate.errors import UserError
     from multirate.integration.callable import custom_generate
+    from multirate.integration.offload import offload
     from multirate.training.checkpoint import Accelerator
     from multirate.training.loop import train
     from multirate.training.settings import TrainSettings
@@ -33,6 +34,7 @@ _HOMES = {
     "UserError": "multirate.errors",
     "attach": "multirate.engine",
     "custom_generate": "multirate.integration.callable",
+    "offload": "multirate.integration.offload",
     "train": "multirate.training.loop",
 }
 
@@ -48,6 +50,7 @@ __all__ = [
     "__version__",
     "attach",
     "custom_generate",
+    "offload",
     "train",
 ]
 

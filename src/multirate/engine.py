@@ -40,7 +40,7 @@ def attach(
     tokenizer: Any = None,
     experts: str | os.PathLike[str] | None = None,
     expert_memory: str | int | None = None,
-    expert_policy: str = "aot",
+    expert_policy: str | None = None,
     expert_predictor: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """An engine for a causal LM of transformers (or its folder, hub id, or what hub.load_model gave), never changed.
@@ -49,8 +49,9 @@ def attach(
     methods that need no training. backend: "auto", "hf" (the model's own layers) or "native" (packed bf16 weights).
     tokenizer: needed with stop strings only.
     experts: for a mixture of experts named by folder or hub id, the store (`multirate pack`) that its experts are read
-    from as they are needed; expert_memory: how much of them is held, such as "2GB"; expert_policy: see experts/arms.py;
-    expert_predictor: what `train --objective experts` made, a folder or hub id.
+    from as they are needed. For it, or a model that `offload` gave: expert_memory: how much of them is held, such as
+    "2GB" (default: all); expert_policy: see experts/arms.py (default: aot); expert_predictor: what `train --objective
+    experts` made, a folder or hub id.
     Raises UserError with the reason for what cannot be used.
     """
     if isinstance(model, (str, os.PathLike)):
@@ -58,17 +59,18 @@ def attach(
         model = load_model(name) if experts is None else load_offloaded(name, experts)
     elif experts is not None:
         raise UserError("experts=DIR needs the model's folder or hub id, not a loaded model")
-    if not isinstance(model, LoadedModel):
+    from multirate.experts.model import experts_on_disk
+
+    if isinstance(model, LoadedModel):
+        model, tokenizer = model.model, tokenizer or model.tokenizer
+    offloaded = experts_on_disk(model)
+    if offloaded is None:
         engine = Engine(model, load_decoder(model, backend), tokenizer)
-    elif model.experts is None:
-        engine = Engine(model.model, load_decoder(model.model, backend), tokenizer or model.tokenizer)
     else:
         if expert_predictor is not None:
-            model.experts.add(expert_predictor)
-        model.experts.use_policy("on_demand", expert_memory)  # building a decoder may run the model once
-        engine = Engine(model.model, model.experts.decoder(backend), tokenizer or model.tokenizer)
-        model.experts.use_policy(expert_policy, expert_memory)
-        engine.experts = model.experts
+            offloaded.add(expert_predictor)
+        engine = Engine(model, offloaded.start(backend, expert_policy, expert_memory), tokenizer)
+        engine.experts = offloaded
     if accelerator is not None:
         engine.add(accelerator)
     return engine
@@ -124,12 +126,18 @@ class Engine:
         return "hf" if isinstance(self.decoder, HFDecoder) else "native"
 
     def add(self, accelerator: str | os.PathLike[str] | Accelerator, name: str | None = None) -> str:
-        """Adds an accelerator under `name` (default: its method's) → that name. The first one becomes the default."""
+        """Adds an accelerator under `name` (default: its method's) → that name. The first that drafts becomes the
+        default; one that names experts is used by the policies accelerated and aot."""
         if not isinstance(accelerator, Accelerator):
             accelerator = Accelerator.from_pretrained(resolve_accelerator(accelerator), self.model)
-        if accelerator.method == EXPERTS:
-            raise UserError("this accelerator names experts, it drafts no tokens: give it as expert_predictor")
         name = name or accelerator.method
+        if accelerator.method == EXPERTS:
+            if self.experts is None:
+                raise UserError("this accelerator names experts, and the model's are all in memory: it is for models "
+                                "with experts on disk (experts=DIR, expert_predictor)")  # fmt: skip
+            self.experts.add(accelerator)
+            self.experts.use_policy(self.experts.policy, self.experts.memory)
+            return name
         if name in (PLAIN, "generate"):
             raise UserError(f"an accelerator cannot be named {name!r}: that is the name of a baseline")
         self.accelerators[name] = accelerator

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ACCELERATOR_FILES = ("accelerator.json", "accelerator.safetensors")
 _REFERENCE = Path(__file__).parent / "reference"
+MIXTURE = "reference-mixture"
+EMBEDDED = {"reference": _REFERENCE / "model", MIXTURE: _REFERENCE / "mixture"}
+"""Models of the package, by the name that stands for a folder wherever a model is named."""
+_PREDICTOR = "predictor"  # folder beside a mixture's files
 
 
 @dataclass
@@ -43,10 +47,18 @@ class LoadedModel:
 
 def reference_model() -> Path:
     """The folder of the embedded reference model. UserError when this installation was built without it."""
-    folder = _REFERENCE / "model"
+    return Path(_source(None))
+
+
+def _source(name: str | None) -> str:
+    """The folder of an embedded model (None: the reference model), any other name as it is."""
+    name = name or "reference"
+    if name not in EMBEDDED or Path(name).exists():
+        return name
+    folder = EMBEDDED[name]
     if not (folder / "config.json").is_file():
-        raise UserError(f"this installation carries no reference model ({folder}): name a model's folder or hub id")
-    return folder
+        raise UserError(f"this installation carries no {name} ({folder}): name a model's folder or hub id")
+    return str(folder)
 
 
 def reference_accelerators() -> dict[str, Path]:
@@ -57,14 +69,14 @@ def reference_accelerators() -> dict[str, Path]:
 
 
 def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto") -> LoadedModel:
-    """A model and tokenizer by local folder or hub id; None is the embedded reference model.
+    """A model and tokenizer by local folder, hub id or name of an embedded one; None is the embedded reference model.
 
     `dtype` is a key of DTYPES ("auto": as saved); `device` is "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1" …
     Raises UserError for an unknown, gated, unreachable, corrupt or unsupported model.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown: accepted are {', '.join(DTYPES)}")
-    source = str(reference_model()) if name is None else name
+    source = _source(name)
     place = _device(device)
     _check_name(source, "model", "config.json")
     with _explained(f"model {source}"):
@@ -76,7 +88,9 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
 
 
 def model_folder(name: str) -> Path:
-    """The local folder of a model's files: a folder, or a hub id (its safetensors and JSON are downloaded)."""
+    """The local folder of a model's files: of an embedded one, a folder, or a hub id (its safetensors and JSON are
+    downloaded)."""
+    name = _source(name)
     _check_name(name, "model", "config.json")
     if Path(name).is_dir():
         return Path(name)
@@ -87,7 +101,7 @@ def model_folder(name: str) -> Path:
 def load_offloaded(name: str, experts: str | os.PathLike[str], device: str = "cpu") -> LoadedModel:
     """A mixture-of-experts model without its experts, which stay in the store `experts`; `.experts` leads to them.
 
-    In the checkpoint's dtype. Raises UserError as load_model and ExpertStore.open do.
+    In the checkpoint's dtype. A predictor in the model's own folder `predictor` is added. Raises UserError as load_model and ExpertStore.open do.
     """
     from multirate.experts.model import OffloadedExperts, load_without_experts
     from multirate.experts.shards import Shards
@@ -101,12 +115,15 @@ def load_offloaded(name: str, experts: str | os.PathLike[str], device: str = "cp
     with _explained(f"model {name}"):
         model = load_without_experts(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    return LoadedModel(model, tokenizer, name, OffloadedExperts(model, store))
+    offloaded = OffloadedExperts(model, store)
+    if (folder / _PREDICTOR / ACCELERATOR_FILES[0]).is_file():
+        offloaded.add(folder / _PREDICTOR)
+    return LoadedModel(model, tokenizer, name, offloaded)
 
 
 def load_config(name: str | None = None) -> Any:
     """Only the configuration of a model (see load_model for names and errors)."""
-    source = str(reference_model()) if name is None else name
+    source = _source(name)
     _check_name(source, "model", "config.json")
     with _explained(f"model {source}"):
         return AutoConfig.from_pretrained(source)

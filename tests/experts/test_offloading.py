@@ -67,7 +67,7 @@ class Wrong(Predictor):
 
 
 @pytest.mark.parametrize("slots", [TOP_K + 1, TOP_K * 3 - 1, TOP_K * 3, RECORDS])
-@pytest.mark.parametrize("eviction", ["none", "lru", "lfu", "least_stale"])
+@pytest.mark.parametrize("eviction", ["none", "lru", "lfu", "lrfu", "least_stale"])
 @pytest.mark.parametrize("predictor", ["none", "previous_token", "popularity", "next_layer_gate", Wrong()])
 def test_bits_do_not_depend_on_what_is_loaded_when(offloaded: Any, slots: int, eviction: str, predictor: Any) -> None:
     """The prefill needs more experts than the smallest cache holds; the batch has two sequences."""

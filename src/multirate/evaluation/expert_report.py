@@ -54,11 +54,11 @@ def table(rows: Sequence[ExpertRow], title: str) -> Table:
     made.caption_justify, made.caption = "left", (
         "tok/s, speedup (against on_demand) and the rest: after the first token,\n"
         "which came after `first` ms. hit: by the cache alone; ahead: of the other\n"
-        "needs, those asked for early; useful: of these reads. Per token: MB read\n"
+        "needs, those asked for early; used: of these reads. Per token: MB read\n"
         "and ms that computing waited."
     )
     made.add_column("method", min_width=15, no_wrap=True)
-    for heading in ("tok/s", "speedup", "hit", "ahead", "useful", "MB", "ms", "first", "same"):
+    for heading in ("tok/s", "speedup", "hit", "ahead", "used", "MB", "ms", "first", "same"):
         made.add_column(heading, justify="right")
     for row in rows:
         read_ahead = row.prefetch_recall > 0 or row.wasted > 0

@@ -27,11 +27,19 @@ from multirate.experts.predictors import NextLayerGate, Popularity, Predictor, P
 from multirate.experts.runtime import IMPLEMENTATION, ExpertRuntime, ExpertSettings
 from multirate.experts.shards import Shards
 from multirate.experts.store import ExpertStore
+from multirate.hub import resolve_accelerator
 from multirate.methods.m2r2_experts.modules import ExpertForecast
 from multirate.training.checkpoint import Accelerator
 
 _RENAMED = (("block_sparse_moe.", "mlp."),)  # checkpoint name → module name
+_ATTRIBUTE = "_multirate_experts"  # of the model
 PREDICTORS = ("none", "previous_token", "popularity", "next_layer_gate", "accelerated")
+
+
+def experts_on_disk(model: Any) -> OffloadedExperts | None:
+    """Where the experts of this model are read from, if they are not its own parameters."""
+    found = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
+    return found if isinstance(found, OffloadedExperts) else None
 
 
 def load_without_experts(folder: Path) -> Any:
@@ -106,6 +114,8 @@ class OffloadedExperts:
         for row, moe in enumerate(self._moe):
             experts: Any = moe.experts
             experts._multirate_offload, experts._multirate_row = self, row
+        model.__dict__[_ATTRIBUTE] = self
+        self.policy, self.memory = AHEAD_OF_TIME, None  # type: str, str | int | None
         with contextlib.suppress(ValueError):  # registered already
             ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_function)
         self.native: NativeMoEDecoder | None = None
@@ -130,7 +140,8 @@ class OffloadedExperts:
             raise UserError(f"backend='native' cannot run this model: {reason}")
         if reason is not None or backend == "hf":
             return load_decoder(self.model, "hf")
-        self.native = NativeMoEDecoder(self.model, self._provider)
+        if self.native is None:
+            self.native = NativeMoEDecoder(self.model, self._provider)
         return self.native
 
     def _provider(self) -> ExpertRuntime:
@@ -150,6 +161,7 @@ class OffloadedExperts:
 
     def use_policy(self, policy: str = "aot", memory: str | int | None = None) -> ExpertRuntime:
         """A new runtime by the name of a policy (arms.py) and a size such as "2GB". UserError for what is neither."""
+        self.policy, self.memory = policy, memory
         settings = ExpertSettings(parse_bytes(memory), arm(policy).eviction)
         return self.use(settings, self.policy_predictor(policy) or "none")
 
@@ -190,9 +202,19 @@ class OffloadedExperts:
             seen.to(residual.dtype) for seen in slow.step(layer, residual.float(), state, depths)
         ]
 
-    def add(self, accelerator: str | os.PathLike[str]) -> None:
+    def start(self, backend: str = "auto", policy: str | None = None, memory: str | int | None = None) -> Decoder:
+        """A decoder, and a runtime as `use_policy` makes it; what is None is as it was last, at first aot and all."""
+        policy, memory = policy or self.policy, self.memory if memory is None else memory
+        self.use_policy("on_demand", memory)  # building a decoder may run the model once
+        decoder = self.decoder(backend)
+        self.use_policy(policy, memory)
+        return decoder
+
+    def add(self, accelerator: str | os.PathLike[str] | Accelerator) -> None:
         """A trained predictor (folder or hub id) for the policies accelerated and aot. UserError if it does not fit."""
-        loaded = Accelerator.from_pretrained(os.fspath(accelerator), self.model, torch.float32)
+        loaded = accelerator
+        if not isinstance(loaded, Accelerator):
+            loaded = Accelerator.from_pretrained(resolve_accelerator(loaded), self.model, torch.float32)
         if not isinstance(loaded.module, ExpertForecast):
             raise UserError(f"{accelerator} is for drafts ({loaded.method}); accepted: of train --objective experts")
         self.forecast = loaded.module
@@ -236,4 +258,5 @@ class OffloadedExperts:
         if self.runtime is not None:
             self.runtime.close()
             self.runtime = None
+        self.model.__dict__.pop(_ATTRIBUTE, None)
         self.model.set_experts_implementation(self._before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -17,8 +18,8 @@ class EvictionPolicy:
 
     keeps = True
 
-    def used(self, key: Key) -> None:
-        """An expert is about to be computed with."""
+    def used(self, key: Key, token: int = 0) -> None:
+        """An expert is about to be computed with, in the `token`-th pass over the layers."""
 
     def victim(self, slots: Iterable[Slot], now: tuple[int, int]) -> Slot:
         """One of `slots` (at least one)."""
@@ -47,11 +48,29 @@ class LeastFrequentlyUsed(EvictionPolicy):
     def __init__(self) -> None:
         self._uses: Counter[Key] = Counter()
 
-    def used(self, key: Key) -> None:
+    def used(self, key: Key, token: int = 0) -> None:
         self._uses[key] += 1
 
     def victim(self, slots: Iterable[Slot], now: tuple[int, int]) -> Slot:
         return min(slots, key=lambda slot: (self._uses[slot.key] if slot.key is not None else 0, slot.last_use))
+
+
+class DecayedFrequency(EvictionPolicy):
+    """The one with the least uses, each counting `decay` less with every token since: between least recently and least
+    frequently used (LRFU, Lee et al. 2001)."""
+
+    def __init__(self, decay: float = 0.97) -> None:
+        self._loss = -math.log(decay)
+        self._rank: dict[Key | None, float] = {}  # ln(score) + loss · token: all scores fade alike, so ranks stand
+
+    def used(self, key: Key, token: int = 0) -> None:
+        before = self._rank.get(key)
+        score = 1.0 if before is None else 1.0 + math.exp(before - self._loss * token)
+        self._rank[key] = math.log(score) + self._loss * token
+
+    def victim(self, slots: Iterable[Slot], now: tuple[int, int]) -> Slot:
+        rank = self._rank
+        return min(slots, key=lambda slot: rank.get(slot.key, -math.inf))
 
 
 class LeastStale(EvictionPolicy):
@@ -82,7 +101,7 @@ class Belady(EvictionPolicy):
         for at in range(len(trace) - 1, -1, -1):
             self._uses.setdefault(trace[at], []).append(at)  # the next use is the last of the list
 
-    def used(self, key: Key) -> None:
+    def used(self, key: Key, token: int = 0) -> None:
         ahead = self._uses.get(key)
         if ahead:
             ahead.pop()
@@ -96,7 +115,8 @@ class Belady(EvictionPolicy):
 
 
 EVICTION: Mapping[str, Callable[[], EvictionPolicy]] = {
-    "none": KeepNothing, "lru": LeastRecentlyUsed, "lfu": LeastFrequentlyUsed, "least_stale": LeastStale,
+    "none": KeepNothing, "lru": LeastRecentlyUsed, "lfu": LeastFrequentlyUsed, "lrfu": DecayedFrequency,
+    "least_stale": LeastStale,
 }  # fmt: skip
 
 

@@ -79,7 +79,7 @@ class SlotCache:
         slot.refs += 1
         self._clock += 1
         slot.last_use, slot.token, slot.fresh = self._clock, self.token, False
-        self._policy.used(key)
+        self._policy.used(key, self.token)
         return slot
 
     def release(self, slots: Iterable[Slot]) -> None:

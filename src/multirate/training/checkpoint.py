@@ -19,7 +19,7 @@ from multirate.errors import UserError
 from multirate.integration.loader_files import write_custom_generate
 from multirate.methods.config import MethodConfig
 from multirate.methods.shape import BaseShape
-from multirate.methods.trained import EXPERTS, trained_method
+from multirate.methods.trained import trained_method
 from multirate.training.fingerprint import fingerprint
 from multirate.training.model_card import model_card
 
@@ -85,8 +85,7 @@ class Accelerator:
             "training": self.training, "results": self.results}
         write_atomically(directory / WEIGHTS, weights)
         write_atomically(directory / CARD, model_card(description).encode())
-        if self.method != EXPERTS:  # which does not generate
-            write_custom_generate(directory)
+        write_custom_generate(directory)
         write_atomically(directory / DESCRIPTION, (json.dumps(description, indent=2) + "\n").encode())
 
     @staticmethod

@@ -98,22 +98,22 @@ def model_folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
 
 
-def load_offloaded(name: str, experts: str | os.PathLike[str], device: str = "cpu") -> LoadedModel:
-    """A mixture-of-experts model without its experts, which stay in the store `experts`; `.experts` leads to them.
+def load_offloaded(name: str, experts: str | os.PathLike[str], device: str = "auto") -> LoadedModel:
+    """A mixture-of-experts model without its experts, which stay in the store `experts`; `.experts` leads to them. On a
+    GPU the store is read into pinned RAM, and experts go from there to the GPU.
 
-    In the checkpoint's dtype. A predictor in the model's own folder `predictor` is added. Raises UserError as load_model and ExpertStore.open do.
+    In the checkpoint's dtype. A predictor in the model's own folder `predictor` is added. Raises UserError as
+    load_model and ExpertStore.open do.
     """
     from multirate.experts.model import OffloadedExperts, load_without_experts
     from multirate.experts.shards import Shards
     from multirate.experts.store import ExpertStore
 
-    if device not in ("auto", "cpu"):
-        raise UserError(f"experts on disk with device {device!r}: accepted is cpu (for now)")
-    folder = model_folder(name)
+    place, folder = _device(device), model_folder(name)
     with Shards(folder) as shards:
         store = ExpertStore.open(experts, shards.revision())
     with _explained(f"model {name}"):
-        model = load_without_experts(folder)
+        model = load_without_experts(folder, place)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     offloaded = OffloadedExperts(model, store)
     if (folder / _PREDICTOR / ACCELERATOR_FILES[0]).is_file():

@@ -55,7 +55,7 @@ def steps(offload: OffloadedExperts) -> torch.Tensor:
 
 def test_a_failed_read_is_an_error_that_names_the_expert(offload: OffloadedExperts) -> None:
     runtime = offload.use(settings(offload, 4, eviction="lru"))
-    read, calls = runtime.loader._reader.read, []
+    read, calls = runtime.memory.reader.read, []
 
     def failing(offset: int, into: memoryview) -> None:
         calls.append(offset)
@@ -63,7 +63,7 @@ def test_a_failed_read_is_an_error_that_names_the_expert(offload: OffloadedExper
             raise OSError(5, "Input/output error")
         read(offset, into)
 
-    runtime.loader._reader.read = failing  # type: ignore[method-assign]
+    runtime.memory.reader.read = failing  # type: ignore
     with pytest.raises(UserError, match=r"expert \d+ of layer \d could not be read from .*Input/output error"):
         steps(offload)
     assert runtime.stats.errors == 1
@@ -75,8 +75,8 @@ def test_a_failed_read_is_an_error_that_names_the_expert(offload: OffloadedExper
 def test_a_disk_that_goes_away(offload: OffloadedExperts) -> None:
     runtime = offload.use(settings(offload, 3, eviction="none"))
     steps(offload)
-    os.close(runtime.loader._reader._fd)
-    runtime.loader._reader._fd = os.open(os.devnull, os.O_RDONLY)  # every read ends at once
+    os.close(runtime.memory.reader._fd)
+    runtime.memory.reader._fd = os.open(os.devnull, os.O_RDONLY)  # every read ends at once
     with pytest.raises(UserError, match="truncated while in use"):
         steps(offload)
 
@@ -85,7 +85,7 @@ def test_failed_speculation_is_no_error(offload: OffloadedExperts) -> None:
     offload.use()
     right = steps(offload)
     runtime = offload.use(settings(offload, 7), "previous_token")
-    load_read, mine = runtime.loader._reader.read, threading.local()
+    load_read, mine = runtime.memory.reader.read, threading.local()
 
     def failing(offset: int, into: memoryview) -> None:
         number = offset // offload.store.index.record.bytes
@@ -95,7 +95,7 @@ def test_failed_speculation_is_no_error(offload: OffloadedExperts) -> None:
             raise OSError(5, "Input/output error")
         load_read(offset, into)
 
-    runtime.loader._reader.read = failing  # type: ignore[method-assign]
+    runtime.memory.reader.read = failing  # type: ignore
     assert torch.equal(steps(offload), right)
 
 
@@ -105,13 +105,13 @@ def test_late_and_short_reads(offload: OffloadedExperts, monkeypatch: pytest.Mon
     monkeypatch.setattr(loading, "CHUNK", 4096)  # several chunks a record, so that reads are preempted
     for threads in (1, 2):
         runtime = offload.use(settings(offload, 5, threads=threads), "next_layer_gate")
-        read = runtime.loader._reader.read
+        read = runtime.memory.reader.read
 
         def slow(offset: int, into: memoryview, read: Any = read) -> None:
             time.sleep(0.0007 * (offset // 4096 % 3))
             read(offset, into)
 
-        runtime.loader._reader.read = slow  # type: ignore[method-assign]
+        runtime.memory.reader.read = slow  # type: ignore
         assert torch.equal(steps(offload), right)
         assert runtime.stats.speculative_bytes > 0
 
@@ -147,7 +147,7 @@ def test_budgets(offload: OffloadedExperts) -> None:
 
 def test_bytes_are_what_the_system_counts(offload: OffloadedExperts) -> None:
     runtime = offload.use(settings(offload, 4, eviction="lru"))
-    if not runtime.loader._reader.direct:
+    if not runtime.memory.reader.direct:
         pytest.skip("no O_DIRECT here")
 
     def read_bytes() -> int:
@@ -216,7 +216,8 @@ def test_a_throttle_is_as_slow_as_it_says() -> None:
     throttle = Throttle(1e6)
     began = time.perf_counter()
     for _ in range(4):
-        throttle.took(5000, time.perf_counter())
+        with throttle.taking(5000):
+            pass
     assert time.perf_counter() - began >= 0.019
 
 

@@ -101,12 +101,12 @@ def test_statistics_of_a_phase() -> None:
 
 
 class _Gated:
-    """A reader that waits for leave before each record."""
+    """Memory whose fills wait for leave."""
 
     def __init__(self) -> None:
         self.leave, self.read_offsets = threading.Semaphore(0), list[int]()
 
-    def read(self, offset: int, into: Any) -> None:
+    def fill(self, slot: int, offset: int, begin: int, end: int) -> None:
         self.leave.acquire()
         self.read_offsets.append(offset)
 
@@ -119,10 +119,9 @@ def test_what_is_not_named_again_is_not_read() -> None:
     store: Any = SimpleNamespace(index=SimpleNamespace(record=record, layers=(0, 1, 2)), path="store",
                                  offset=lambda row, expert: 100 * row + expert)  # fmt: skip
     reader: Any = _Gated()
-    arena: Any = SimpleNamespace(buffers=[memoryview(bytearray(8)) for _ in range(8)])
     cache = SlotCache(8, eviction_policy("lru"))
     stats = ExpertStats()
-    with ExpertLoader(store, cache, arena, reader, stats) as loader:
+    with ExpertLoader(store, cache, reader, stats) as loader:
         loader.speculate([Prediction((2, e), 2, 1.0 - e / 10) for e in (0, 1, 2)])  # 0 is being read
         while cache.occupied < 1:
             pass

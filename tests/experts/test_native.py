@@ -103,7 +103,7 @@ def test_bits_do_not_depend_on_what_is_loaded_when(mixture: Any, predictor: str,
     assert resident == alone, "a row depends on its neighbours"
     for eviction in ("none", "lru", "least_stale"):
         runtime = offload.use(ExpertSettings(slots * offload.store.index.record.bytes, eviction), predictor)
-        for slot in runtime._arena.slots:
+        for slot in runtime.memory.slots:
             slot.fill_(0xFF)
         assert generate_autoregressive(decoder, PROMPTS, stop=stop).sequences == resident
         if predictor in ("next_layer_gate", "accelerated"):

@@ -76,7 +76,7 @@ def test_bits_do_not_depend_on_what_is_loaded_when(offloaded: Any, slots: int, e
     resident = logits(model)
     record = offload.store.index.record.bytes
     runtime = offload.use(ExpertSettings(slots * record, eviction), predictor)
-    for view in runtime._arena.slots:
+    for view in runtime.memory.slots:
         view.fill_(0xFF)  # bf16 and fp32 NaN: an unread slot would be seen
     for _ in range(2):
         assert torch.equal(logits(model), resident)

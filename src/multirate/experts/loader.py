@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from multirate.errors import UserError
-from multirate.experts.reader import CHUNK, Arena, RecordReader
+from multirate.experts.memory import SlotMemory
+from multirate.experts.reader import CHUNK
 from multirate.experts.slot_cache import Key, Slot, SlotCache, State
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
@@ -50,10 +51,9 @@ class ExpertLoader:
     """
 
     def __init__(
-        self, store: ExpertStore, cache: SlotCache, arena: Arena, reader: RecordReader, stats: ExpertStats,
-        threads: int = 1,
+        self, store: ExpertStore, cache: SlotCache, memory: SlotMemory, stats: ExpertStats, threads: int = 1
     ) -> None:
-        self._store, self._cache, self._arena, self._reader, self.stats = store, cache, arena, reader, stats
+        self._store, self._cache, self._memory, self.stats = store, cache, memory, stats
         self._demands: deque[_Load] = deque()
         self._ahead: list[tuple[tuple[int, int, float, int], _Load]] = []  # heap: epoch, deadline, −chance, number
         self._loads: dict[Key, _Load] = {}
@@ -125,7 +125,7 @@ class ExpertLoader:
             self._cache.ready.notify_all()
         for thread in self._threads:
             thread.join()
-        self._reader.close()
+        self._memory.close()
 
     def __enter__(self) -> ExpertLoader:
         return self
@@ -220,12 +220,12 @@ class ExpertLoader:
     def _read(self, load: _Load) -> None:
         slot, size = load.slot, self._store.index.record.bytes
         assert slot is not None
-        buffer, offset = self._arena.buffers[slot.index], self._store.offset(*load.key)
+        offset = self._store.offset(*load.key)
         began = time.perf_counter()
         try:
             while load.done < size:
                 end, since = min(load.done + CHUNK, size), time.perf_counter()
-                self._reader.read(offset + load.done, buffer[load.done : end])
+                self._memory.fill(slot.index, offset, load.done, end)
                 demanded = load.demanded
                 with self._cache.lock:
                     self._count_locked(end - load.done, demanded, time.perf_counter() - since)

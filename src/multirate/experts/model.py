@@ -12,7 +12,8 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from multirate.backbone.decoder import BACKENDS, Decoder, load_decoder
+from multirate.backbone.decoder import BACKENDS, Decoder
+from multirate.backbone.hf_decoder import HFDecoder
 from multirate.backbone.inspect import find_parts
 from multirate.backbone.native.foresight import NativeForesight
 from multirate.backbone.native.moe import NativeMoEDecoder
@@ -22,6 +23,7 @@ from multirate.experts.accelerated import AcceleratedResidual, Advance
 from multirate.experts.arms import AHEAD_OF_TIME, arm, parse_bytes
 from multirate.experts.controller import SelfDisabling
 from multirate.experts.layout import NATIVE, ExpertTensors
+from multirate.experts.memory import CopyStream, CudaCopies
 from multirate.experts.policies import EvictionPolicy
 from multirate.experts.predictors import NextLayerGate, Popularity, Predictor, PreviousToken, SelectExperts
 from multirate.experts.runtime import IMPLEMENTATION, ExpertRuntime, ExpertSettings
@@ -42,8 +44,8 @@ def experts_on_disk(model: Any) -> OffloadedExperts | None:
     return found if isinstance(found, OffloadedExperts) else None
 
 
-def load_without_experts(folder: Path) -> Any:
-    """The causal LM in `folder`, in evaluation mode on the CPU, its experts' parameters on the meta device.
+def load_without_experts(folder: Path, device: torch.device | str = "cpu") -> Any:
+    """The causal LM in `folder`, in evaluation mode on `device`, its experts' parameters on the meta device.
 
     In the checkpoint's own dtype. Raises UserError naming a parameter that the checkpoint does not have.
     """
@@ -74,6 +76,8 @@ def load_without_experts(folder: Path) -> Any:
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_pretrained(folder)
+    with torch.no_grad():
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     return model.eval()
 
 
@@ -101,6 +105,8 @@ class OffloadedExperts:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         self.model, self.store = model, store
+        device = next(p.device for p in model.parameters() if not p.is_meta)
+        self.copies: CopyStream | None = CudaCopies(device) if device.type == "cuda" else None
         self.runtime: ExpertRuntime | None = None
         blocks = [(layer, layer.moe) for layer in find_parts(model).layers if layer.moe is not None]
         found = tuple(layer.index for layer, _ in blocks)
@@ -139,7 +145,7 @@ class OffloadedExperts:
         if backend == "native" and reason is not None:
             raise UserError(f"backend='native' cannot run this model: {reason}")
         if reason is not None or backend == "hf":
-            return load_decoder(self.model, "hf")
+            return HFDecoder(self.model)  # on a GPU too: what waits for a copy cannot be recorded
         if self.native is None:
             self.native = NativeMoEDecoder(self.model, self._provider)
         return self.native
@@ -156,7 +162,7 @@ class OffloadedExperts:
         """A new runtime in place of the last, which is closed. predictor: a name of PREDICTORS, or one of yours."""
         if self.runtime is not None:
             self.runtime.close()
-        self.runtime = ExpertRuntime(self.store, settings, self.predictor(predictor), eviction)
+        self.runtime = ExpertRuntime(self.store, settings, self.predictor(predictor), eviction, self.copies)
         return self.runtime
 
     def use_policy(self, policy: str = "aot", memory: str | int | None = None) -> ExpertRuntime:

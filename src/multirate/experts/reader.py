@@ -6,6 +6,8 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -36,8 +38,11 @@ class Throttle:
         self._free_at = 0.0
         self._lock = threading.Lock()
 
-    def took(self, size: int, began: float) -> None:
-        """`size` bytes were read since `began` (perf_counter); sleeps until a disk of the set speed would have."""
+    @contextmanager
+    def taking(self, size: int) -> Iterator[None]:
+        """Around the reading of `size` bytes; sleeps at its end until a disk of the set speed would have read them."""
+        began = time.perf_counter()
+        yield
         if self._rate is None:
             return
         with self._lock:
@@ -79,7 +84,10 @@ class RecordReader:
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fills `into` (aligned, at most CHUNK bytes of a record) from `offset`."""
-        began = time.perf_counter()
+        with self._throttle.taking(len(into)):
+            self._fill(offset, into)
+
+    def _fill(self, offset: int, into: memoryview) -> None:
         done = 0
         while done < len(into):
             count = os.preadv(self._fd, [into[done:]], offset + done)
@@ -90,7 +98,6 @@ class RecordReader:
                 done -= done % ALIGNMENT  # a short direct read is resumed where it may be
         if not self.direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
-        self._throttle.took(len(into), began)
 
     def _close_fd(self) -> None:
         if self._fd >= 0:

@@ -20,9 +20,10 @@ from multirate.errors import UserError
 from multirate.experts.depth import MeasuredDepth
 from multirate.experts.layout import NATIVE
 from multirate.experts.loader import ExpertLoader
+from multirate.experts.memory import CopyStream, DeviceMemory, HostMemory, SlotMemory
 from multirate.experts.policies import EvictionPolicy, eviction_policy
 from multirate.experts.predictors import Predictor
-from multirate.experts.reader import Arena, RecordReader, Throttle
+from multirate.experts.reader import Throttle
 from multirate.experts.slot_cache import Key, Slot, SlotCache, State
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
@@ -64,12 +65,14 @@ def slots_for(store: ExpertStore, memory_bytes: int | None) -> int:
 class ExpertRuntime:
     """The experts of one model: slots, loader threads and the function that its experts modules call.
 
+    copies: None for slots in RAM, read from disk; a GPU's copy stream for slots there, read from pinned RAM.
+
     Owns everything it makes; `close` ends the threads. One generation at a time.
     """
 
     def __init__(
         self, store: ExpertStore, settings: ExpertSettings | None = None, predictor: Predictor | None = None,
-        eviction: EvictionPolicy | None = None,
+        eviction: EvictionPolicy | None = None, copies: CopyStream | None = None,
     ) -> None:
         self.store, self.settings = store, settings or ExpertSettings()
         self.stats = ExpertStats()
@@ -77,11 +80,14 @@ class ExpertRuntime:
         count = slots_for(store, self.settings.memory_bytes)
         self._everything = len(store.index.layers) * store.index.num_experts
         self.cache = SlotCache(count, eviction or eviction_policy(self.settings.eviction), self._evicted)
-        self._arena = Arena(count, store.index.record.bytes)
-        self._views = [store.index.record.views(slot) for slot in self._arena.slots]
-        reader = RecordReader(store.path, Throttle(self.settings.disk_bytes_per_second), self.settings.direct)
-        self.note = reader.note
-        self.loader = ExpertLoader(store, self.cache, self._arena, reader, self.stats, self.settings.threads)
+        throttle, direct = Throttle(self.settings.disk_bytes_per_second), self.settings.direct
+        if copies is None:
+            self.memory: SlotMemory = HostMemory(store, count, throttle, direct)
+        else:
+            self.memory = DeviceMemory(store, count, copies, throttle, direct)
+        self._views = [store.index.record.views(slot) for slot in self.memory.slots]
+        self.note = self.memory.note
+        self.loader = ExpertLoader(store, self.cache, self.memory, self.stats, self.settings.threads)
         self.predictor: Predictor | None = None
         self._depth: MeasuredDepth | None = None
         self.predict_with(predictor)
@@ -124,6 +130,7 @@ class ExpertRuntime:
                     pairs = zip(keys, slots, strict=True)
                     compute([(key[1], self._views[slot.index]) for key, slot in pairs])
                 finally:
+                    self.memory.used(slot.index for slot in slots)
                     self.cache.release(slots)
                 waiting = [key for key in waiting if key not in keys]
                 self.stats.note("compute", began, row, keys[0][1] if len(keys) == 1 else -1)
@@ -136,7 +143,7 @@ class ExpertRuntime:
         """hidden [N, H], top_index [N, k] experts, top_weights [N, k] → [N, H], as the experts module's own forward."""
         n, k = top_index.shape
         flat = top_index.reshape(-1)
-        parts = torch.empty(n * k, hidden.shape[1], dtype=hidden.dtype)
+        parts = torch.empty(n * k, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
         unpack = self.store.index.layout == NATIVE
 
         def compute(found: Sequence[tuple[int, Mapping[str, Tensor]]]) -> None:

@@ -1,0 +1,144 @@
+"""Where slots are and what fills them: RAM from the store's file, or a GPU's memory from pinned RAM.
+
+On a GPU: the store is read into pinned host memory once; records then go to the device on a copy stream of their own.
+A slot is READY when its copy has ended on the device, so computing need not wait for an event; it is overwritten only
+behind the event that ends the last compute with it, because that compute runs after the Python that asked for it.
+Written without a GPU at hand: the order of copies and events is tested on CPU with a recorder, its speed is unmeasured.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from multirate.errors import UserError
+from multirate.experts.reader import CHUNK, Arena, RecordReader, Throttle
+from multirate.experts.store import ExpertStore
+
+
+class SlotMemory(ABC):
+    """`slots[i]`: [record bytes] uint8 on the device that computes. note: what the user should know about it, or None.
+
+    `fill` may be called from several threads, for different slots.
+    """
+
+    slots: list[Tensor]
+    note: str | None = None
+
+    @abstractmethod
+    def fill(self, slot: int, offset: int, begin: int, end: int) -> None:
+        """Bytes [begin, end) of the record at `offset` of the data file → the slot, there on return. Raises OSError."""
+
+    def used(self, slots: Iterable[int]) -> None:  # noqa: B027 - optional
+        """Computing with these has been asked of the device, and may still be under way."""
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """No fills after this."""
+
+
+class HostMemory(SlotMemory):
+    """Aligned RAM, filled from the data file past the page cache."""
+
+    def __init__(self, store: ExpertStore, count: int, throttle: Throttle | None = None, direct: bool = True) -> None:
+        self._arena = Arena(count, store.index.record.bytes)
+        self.slots = self._arena.slots
+        self.reader = RecordReader(store.path, throttle, direct)
+        self.note = self.reader.note
+
+    def fill(self, slot: int, offset: int, begin: int, end: int) -> None:
+        self.reader.read(offset + begin, self._arena.buffers[slot][begin:end])
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+class CopyStream(Protocol):
+    """The part of a GPU's queues that copying needs; events are what `mark` gives."""
+
+    def allocate(self, size: int) -> Tensor:
+        """[size] uint8 on the device."""
+        ...
+
+    def pinned(self, size: int) -> Tensor:
+        """[size] uint8 of host memory that copies at full speed. Raises RuntimeError when there is not enough."""
+        ...
+
+    def mark(self) -> Any:
+        """An event behind everything that has been asked of the computing stream."""
+        ...
+
+    def copy(self, to: Tensor, source: Tensor, after: Any | None) -> None:
+        """Copies on the copy stream behind the event `after`; returns when it is done."""
+        ...
+
+
+class CudaCopies:
+    """A copy stream of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def allocate(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def pinned(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def mark(self) -> Any:
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def copy(self, to: Tensor, source: Tensor, after: Any | None) -> None:
+        if after is not None:
+            self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+            done = self._stream.record_event()
+        done.synchronize()  # this reader's thread waits, the computing one does not
+
+
+class DeviceMemory(SlotMemory):
+    """Slots on a device, filled from pinned host memory that holds the whole store."""
+
+    def __init__(
+        self, store: ExpertStore, count: int, copies: CopyStream, throttle: Throttle | None = None, direct: bool = True
+    ) -> None:
+        size = store.index.record.bytes
+        self._copies, self._throttle = copies, throttle or Throttle(None)
+        try:
+            self._records = copies.pinned(store.index.data_bytes)
+        except RuntimeError as error:
+            raise UserError(
+                f"{store.path} needs {store.index.data_bytes} bytes of pinned host memory, which cannot be had: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
+        self._read(store, direct)
+        whole = copies.allocate(count * size)
+        self.slots = [whole[i * size : (i + 1) * size] for i in range(count)]
+        self._last: list[Any | None] = [None] * count
+
+    def _read(self, store: ExpertStore, direct: bool) -> None:
+        reader = RecordReader(store.path, direct=direct)
+        staging, total = Arena(1, CHUNK), store.index.data_bytes
+        try:
+            for at in range(0, total, CHUNK):
+                take = min(CHUNK, total - at)
+                reader.read(at, staging.buffers[0][:take])
+                self._records[at : at + take] = staging.slots[0][:take]
+        except OSError as error:
+            raise UserError(f"{store.path} cannot be read: {error.strerror or error}") from None
+        finally:
+            reader.close()
+
+    def fill(self, slot: int, offset: int, begin: int, end: int) -> None:
+        source = self._records[offset + begin : offset + end]
+        with self._throttle.taking(end - begin):
+            self._copies.copy(self.slots[slot][begin:end], source, self._last[slot])
+
+    def used(self, slots: Iterable[int]) -> None:
+        event = self._copies.mark()
+        for slot in slots:
+            self._last[slot] = event

@@ -126,7 +126,7 @@ def test_all_arms_in_one_command(model: Path, store: Path, tmp_path: Path) -> No
     turns = [json.dumps({"question_id": i, "category": "c", "turns": ["hello there", "and then?"]}) for i in (1, 2)]
     data.write_text("\n".join(turns) + "\n")
     arguments = ["bench", str(model), "--data", str(data), "-n", "6", "--methods", "experts", "--experts", str(store)]
-    result = run(*arguments, "--expert-memory", "80KB,200KB", "--repeats", "2", "--disk-speed", "200MB/s",
+    result = run(*arguments, "--expert-memory", "80KB,70%", "--repeats", "2", "--disk-speed", "200MB/s",
                  "--json", str(tmp_path / "o.json"), "--html", str(tmp_path / "o.html"))  # fmt: skip
     assert result.exit_code == 0, result.output
     content = json.loads((tmp_path / "o.json").read_text())

@@ -62,7 +62,7 @@ def test_bits_and_order(offload: OffloadedExperts, slots: int, predictor: str) -
     size = offload.store.index.record.bytes
     runtime = offload.use(ExpertSettings(slots * size), predictor)
     computed: list[int] = []
-    held = runtime.cache.hold_locked
+    held = runtime.cache.hold
 
     def hold(key: Any) -> Any:
         if (slot := held(key)) is not None:
@@ -70,7 +70,7 @@ def test_bits_and_order(offload: OffloadedExperts, slots: int, predictor: str) -
             computed.append(slot.index)
         return slot
 
-    runtime.cache.hold_locked = hold  # type: ignore[method-assign]
+    runtime.cache.hold = hold  # type: ignore[method-assign]
     assert torch.equal(logits(offload.model), resident)
     assert len(computed) > slots, "slots are used again"
     assert runtime.stats.bytes == size * sum(1 for one in recorder.asked if one[0] == "copy")

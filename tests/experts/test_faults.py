@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-import multirate.experts.loader as loading
+import multirate.experts.memory as memory
 from multirate.errors import UserError
+from multirate.experts.loader import ExpertLoader, Prediction
 from multirate.experts.model import OffloadedExperts, load_without_experts
 from multirate.experts.pack import pack
 from multirate.experts.policies import Belady, eviction_policy
 from multirate.experts.predictors import Oracle, Shuffled
 from multirate.experts.reader import Arena, RecordReader, Throttle
+from multirate.experts.reads import Ended, Reads
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
 from multirate.experts.slot_cache import SlotCache, State
+from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
 
 from .tiny import EXPERTS, TOP_K, save
@@ -54,7 +63,7 @@ def steps(offload: OffloadedExperts) -> torch.Tensor:
 
 
 def test_a_failed_read_is_an_error_that_names_the_expert(offload: OffloadedExperts) -> None:
-    runtime = offload.use(settings(offload, 4, eviction="lru"))
+    runtime = offload.use(settings(offload, 4, eviction="lru", direct=False))
     read, calls = runtime.memory.reader.read, []
 
     def failing(offset: int, into: memoryview) -> None:
@@ -72,11 +81,13 @@ def test_a_failed_read_is_an_error_that_names_the_expert(offload: OffloadedExper
     assert torch.equal(right, steps(offload))
 
 
-def test_a_disk_that_goes_away(offload: OffloadedExperts) -> None:
-    runtime = offload.use(settings(offload, 3, eviction="none"))
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_disk_that_goes_away(offload: OffloadedExperts, direct: bool) -> None:
+    runtime = offload.use(settings(offload, 3, eviction="none", direct=direct))
     steps(offload)
-    os.close(runtime.memory.reader._fd)
-    runtime.memory.reader._fd = os.open(os.devnull, os.O_RDONLY)  # every read ends at once
+    nothing = os.open(os.devnull, os.O_RDONLY)  # every read ends at once
+    os.dup2(nothing, runtime.memory.reader.fileno)
+    os.close(nothing)
     with pytest.raises(UserError, match="truncated while in use"):
         steps(offload)
 
@@ -84,7 +95,7 @@ def test_a_disk_that_goes_away(offload: OffloadedExperts) -> None:
 def test_failed_speculation_is_no_error(offload: OffloadedExperts) -> None:
     offload.use()
     right = steps(offload)
-    runtime = offload.use(settings(offload, 7), "previous_token")
+    runtime = offload.use(settings(offload, 7, direct=False), "previous_token")
     load_read, mine = runtime.memory.reader.read, threading.local()
 
     def failing(offset: int, into: memoryview) -> None:
@@ -102,9 +113,9 @@ def test_failed_speculation_is_no_error(offload: OffloadedExperts) -> None:
 def test_late_and_short_reads(offload: OffloadedExperts, monkeypatch: pytest.MonkeyPatch) -> None:
     offload.use()
     right = steps(offload)
-    monkeypatch.setattr(loading, "CHUNK", 4096)  # several chunks a record, so that reads are preempted
-    for threads in (1, 2):
-        runtime = offload.use(settings(offload, 5, threads=threads), "next_layer_gate")
+    monkeypatch.setattr(memory, "CHUNK", 4096)  # several chunks a record, so that reads are preempted
+    for count in (1, 2):
+        runtime = offload.use(settings(offload, 5, threads=count, direct=False), "next_layer_gate")
         read = runtime.memory.reader.read
 
         def slow(offset: int, into: memoryview, read: Any = read) -> None:
@@ -180,20 +191,18 @@ def test_a_replayed_trace_gives_the_live_hits(offload: OffloadedExperts) -> None
         for row, experts in trace:
             token, last = token + (row <= last), row
             cache.token, cache.row = token, row
-            with cache.lock:
-                cache.wanted.update((row, e) for e in experts)
-                present = [e for e in experts if cache.find_locked((row, e)) is not None]
+            cache.want((row, e) for e in experts)
+            present = [e for e in experts if cache.find((row, e)) is not None]
             replayed += len(present)
             for expert in [*present, *(e for e in experts if e not in present)]:
-                with cache.lock:
-                    if cache.find_locked((row, expert)) is None:
-                        slot = cache.reserve_locked((row, expert), False)
-                        assert slot is not None
-                        cache.loaded_locked(slot)
-                    held = cache.hold_locked((row, expert))
-                assert held is not None
-                cache.release([held])
-            cache.wanted.clear()
+                if cache.find((row, expert)) is None:
+                    slot = cache.reserve((row, expert), False)
+                    assert slot is not None
+                    cache.loaded(slot)
+                found = cache.find((row, expert))
+                assert found is not None
+                cache.touch(found)
+            cache.want(())
         assert replayed == live.stats.hits, name
     assert hits["belady"] >= max(hits.values())
 
@@ -221,58 +230,97 @@ def test_a_throttle_is_as_slow_as_it_says() -> None:
     assert time.perf_counter() - began >= 0.019
 
 
-def test_closing_ends_the_threads(offload: OffloadedExperts) -> None:
-    before = threading.active_count()
-    runtime = ExpertRuntime(offload.store, settings(offload, 4, threads=2))
-    assert threading.active_count() == before + 2
+def threads() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("Threads:")).split()[1])
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_closing_ends_the_threads(offload: OffloadedExperts, direct: bool) -> None:
+    runtime = ExpertRuntime(offload.store, settings(offload, 4, threads=5, direct=direct))
+    opened = threads()
     runtime.close()
-    assert threading.active_count() == before
+    assert threads() <= opened - 5
 
 
-def test_the_slot_machine_under_threads() -> None:
-    """Random holds, loads and speculation from several threads; every invariant at every step."""
-    cache = SlotCache(5, eviction_policy("lru"))
-    content: list[Any] = [None] * 5
-    problems: list[str] = []
+class Random(Reads):
+    """Reads that end in any order, late, with errors, and are cancelled or not, as the draw has it."""
 
-    def worker(seed: int) -> None:
-        import random
+    def __init__(self, draw: random.Random) -> None:
+        self._draw, self.open, self.content = draw, dict[int, int](), dict[int, int]()
+        self._cancelled: set[int] = set()
 
-        draw = random.Random(seed)
-        for step in range(1500):
-            key = (draw.randrange(3), draw.randrange(4))
-            with cache.lock:
-                if seed == 0 and step % 10 == 0:
-                    cache.token += 1
-                slot = cache.find_locked(key)
-                held = cache.hold_locked(key)
-                loading = cache.reserve_locked(key, draw.random() < 0.5) if slot is None else None
+    def submit(self, slot: int, offset: int, order: int, demanded: bool) -> None:
+        assert slot not in self.open, "a slot is filled twice at a time"
+        self.open[slot] = offset
+        self.content.pop(slot, None)
+
+    def promote(self, slot: int) -> None:
+        assert slot in self.open
+        self._cancelled.discard(slot)
+
+    def cancel(self, slot: int) -> bool:
+        assert slot in self.open
+        if self._draw.random() < 0.5:
+            del self.open[slot]
+            return True
+        self._cancelled.add(slot)
+        return False
+
+    def ended(self, patience: float = 0.0) -> list[Ended]:
+        found = [slot for slot in list(self.open) if self._draw.random() < 0.4]
+        self._draw.shuffle(found)
+        return [self._end(slot) for slot in found]
+
+    def _end(self, slot: int) -> Ended:
+        offset, error = self.open.pop(slot), 0
+        if slot in self._cancelled and self._draw.random() < 0.8:
+            error = errno.ECANCELED
+        elif self._draw.random() < 0.03:
+            error = errno.EIO
+        self._cancelled.discard(slot)
+        if not error:
+            self.content[slot] = offset
+        return Ended(slot, error, 8, 0.0, 0.0)
+
+    def close(self) -> None:
+        return
+
+
+@given(seed=st.integers(0, 10**6), eviction=st.sampled_from(["none", "lru", "lfu", "lrfu", "least_stale"]),
+       count=st.integers(3, 9))
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_the_slot_machine(seed: int, eviction: str, count: int) -> None:
+    """Random needs and predictions over reads that end as they like: compute sees the right bytes, always."""
+    draw = random.Random(seed)
+    record: Any = SimpleNamespace(layers=(0, 1, 2), record=SimpleNamespace(bytes=8))
+    store: Any = SimpleNamespace(index=record, path="store", offset=lambda row, expert: 100 * row + expert)
+    cache, reads = SlotCache(count, eviction_policy(eviction)), Random(draw)
+    loader = ExpertLoader(store, cache, reads, ExpertStats())
+    for token in range(12):
+        for row in range(3):
+            loader.pass_row(token, row)
+            waiting = [(row, expert) for expert in draw.sample(range(8), draw.randint(1, 6))]
+            cache.want(waiting)
+            loader.forget_failures()
+            loader.demand(waiting)
+            named = [Prediction((r, e), r, draw.random()) for r in range(row + 1, 3) for e in range(8)]
+            loader.speculate(draw.sample(named, draw.randint(0, min(len(named), 6))))
+            while waiting:
+                try:
+                    slot = loader.wait(waiting)
+                except UserError as error:
+                    assert "could not be read" in str(error)
+                    continue  # asked again
+                assert slot.key in waiting and slot.state is State.READY
+                generation = slot.generation
+                loader.poll()
+                loader.demand(key for key in waiting if key != slot.key)
+                assert reads.content[slot.index] == store.offset(*slot.key) and slot.generation == generation
+                waiting.remove(slot.key)
+                cache.release([slot])
                 keys = [s.key for s in cache.slots if s.key is not None]
-                if len(set(keys)) != len(keys):
-                    problems.append("an expert is in two slots")
-                if any((s.state is State.FREE) != (s.key is None) for s in cache.slots):
-                    problems.append("a free slot has an expert")
-            if held is not None:
-                generation = held.generation
-                for _ in range(3):
-                    if content[held.index] != key or held.state is not State.READY or held.generation != generation:
-                        problems.append("a held slot changed hands")
-                cache.release([held])
-            if loading is not None:
-                content[loading.index] = None
-                time.sleep(0)
-                content[loading.index] = key
-                with cache.lock:
-                    if draw.random() < 0.1:
-                        content[loading.index] = None
-                        cache.abandon_locked(loading)
-                    else:
-                        cache.loaded_locked(loading)
-
-    threads = [threading.Thread(target=worker, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not problems and not any(thread.is_alive() for thread in threads)
-    assert all(slot.refs == 0 and slot.state is not State.LOADING for slot in cache.slots)
+                assert len(set(keys)) == len(keys), "an expert is in two slots"
+                assert all((s.state is State.FREE) == (s.key is None) for s in cache.slots)
+            cache.want(())
+    assert set(reads.open) == {s.index for s in cache.slots if s.state is State.LOADING}

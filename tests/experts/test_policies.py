@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multirate.experts.policies import DecayedFrequency, EvictionPolicy, eviction_policy
-from multirate.experts.slot_cache import Key, Slot, State
+from multirate.experts.slot_cache import Key, Slot, SlotCache, State
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=40), st.floats(0.5, 0.99))
@@ -16,32 +17,34 @@ from multirate.experts.slot_cache import Key, Slot, State
 def test_the_victim_has_the_least_decayed_uses(uses: list[tuple[int, int]], decay: float) -> None:
     policy, token = DecayedFrequency(decay), 0
     history: dict[Key, list[int]] = {}
+    slots: dict[Key, Slot] = {}
     for expert, passed in uses:
         token += passed
-        policy.used((0, expert), token)
-        history.setdefault((0, expert), []).append(token)
-    slots = [Slot(i, State.READY, key) for i, key in enumerate(history)]
+        key = (0, expert)
+        if key not in slots:
+            slots[key] = Slot(len(slots), State.READY, key)
+            policy.came(slots[key])
+        policy.used(slots[key], token)
+        history.setdefault(key, []).append(token)
     scores = {key: sum(decay ** (token - then) for then in times) for key, times in history.items()}
-    chosen = policy.victim(slots, (token, 0)).key
-    assert chosen is not None
-    assert scores[chosen] <= min(scores.values()) * (1 + 1e-9)
+    ordered = [slot.key for slot in policy.order(token, 0)]
+    assert sorted(ordered) == sorted(slots)
+    found = [scores[key] for key in ordered if key is not None]
+    assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(found))
+    assert [slot.key for slot in policy.order(token, 0)] == ordered, "looking changes nothing"
 
 
 def hit_rate(policy: EvictionPolicy, trace: list[Key], count: int) -> float:
-    from multirate.experts.slot_cache import SlotCache
-
     cache, hits = SlotCache(count, policy), 0
-    with cache.lock:
-        for token, key in enumerate(trace):
-            cache.token = token
-            hits += cache.find_locked(key) is not None
-            if cache.find_locked(key) is None:
-                slot = cache.reserve_locked(key, speculative=False)
-                assert slot is not None
-                cache.loaded_locked(slot)
-            held = cache.hold_locked(key)
-            assert held is not None
-            held.refs -= 1
+    for token, key in enumerate(trace):
+        cache.token = token
+        slot = cache.find(key)
+        hits += slot is not None
+        if slot is None:
+            slot = cache.reserve(key, speculative=False)
+            assert slot is not None
+            cache.loaded(slot)
+        cache.touch(slot)
     return hits / len(trace)
 
 
@@ -53,6 +56,36 @@ def test_it_keeps_what_is_used_often() -> None:
 
 def test_a_slot_that_was_never_used_leaves_first() -> None:
     policy = DecayedFrequency()
-    policy.used((0, 1))
     slots = [Slot(0, State.READY, (0, 1)), Slot(1, State.READY, (0, 2))]
-    assert policy.victim(slots, (5, 0)).key == (0, 2)
+    for slot in slots:
+        policy.came(slot)
+    policy.used(slots[0], 0)
+    assert [slot.key for slot in policy.order(5, 0)] == [(0, 2), (0, 1)]
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_least_stale_is_its_definition(seed: int) -> None:
+    draw = random.Random(seed)
+    policy, slots, last = eviction_policy("least_stale"), dict[Key, Slot](), dict[Key, int]()
+    token = clock = 0
+    for _ in range(draw.randint(1, 40)):
+        token += draw.random() < 0.3
+        key = (draw.randrange(4), draw.randrange(3))
+        clock += 1
+        if key not in slots:
+            slots[key] = Slot(clock, State.READY, key, token=token)
+            policy.came(slots[key])
+        elif draw.random() < 0.2:
+            policy.gone(slots.pop(key))
+            continue
+        slots[key].token, last[key] = token, clock
+        policy.used(slots[key], token)
+    row = draw.randrange(4)
+
+    def order(key: Key) -> tuple[int, int, int]:
+        if slots[key].token < token:
+            return (0, last[key], 0) if key[0] < row else (1, -key[0], last[key])
+        return (2, -last[key], 0)
+
+    assert [slot.key for slot in policy.order(token, row)] == sorted(slots, key=order)

@@ -56,7 +56,7 @@ def command(
     experts: options.Experts = None,
     expert_memory: Annotated[
         str | None,
-        typer.Option(help="With --methods experts: budgets such as 8MB,16MB (default: a quarter).", show_default=False),
+        typer.Option(help="With --methods experts: budgets such as 8MB,25% (default: 25%).", show_default=False),
     ] = None,
     disk_speed: Annotated[
         str | None, typer.Option(help="With --methods experts: read no faster, e.g. 500MB/s.", show_default=False)

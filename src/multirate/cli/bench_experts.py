@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,8 +45,7 @@ def command(
 
     if model is None or given.store is None:
         raise UserError("--methods experts needs MODEL and --experts DIR, the store that multirate pack made of it")
-    every = [arm for arm in ALL_ARMS if arm != "accelerated" or given.predictor is not None]
-    arms = every if names == [EXPERTS] else [name for name in names if name != EXPERTS]
+    arms = [name for name in names if name != EXPERTS]
     unknown = [name for name in arms if name not in ALL_ARMS]
     if unknown:
         raise UserError(f"expert arm {unknown[0]!r} is unknown; accepted: {', '.join(ALL_ARMS)}")
@@ -55,10 +55,11 @@ def command(
             report.check_writable(place)
     engine = attach(model, experts=given.store, expert_predictor=given.predictor)
     assert engine.experts is not None and engine.experts.runtime is not None
+    arms = arms or [arm for arm in ALL_ARMS if arm != "accelerated" or engine.experts.forecast is not None]
     index = engine.experts.store.index
     everything = index.data_bytes
     texts = [part.strip() for part in given.memory.split(",")] if given.memory else []
-    budgets = [size for text in texts if (size := parse_bytes(text)) is not None]
+    budgets = [size for text in texts if (size := _budget(text, everything)) is not None]
     budgets = budgets or [max(everything // 4, (index.top_k + 1) * index.record.bytes)]
     for budget in budgets:
         slots_for(engine.experts.store, budget)
@@ -89,3 +90,12 @@ def command(
         console.print(f"page: {given.page}")
     engine.experts.remove()
     return all(row.identical for row in run.rows), run.interrupted
+
+
+def _budget(text: str, everything: int) -> int | None:
+    """A size, or a share of all experts such as 50%."""
+    from multirate.experts.arms import parse_bytes
+
+    if text.endswith("%") and text[:-1].replace(".", "", 1).isdigit():
+        return math.ceil(everything * float(text[:-1]) / 100)
+    return parse_bytes(text)

@@ -1,131 +1,151 @@
-"""Reads experts into slots: demands first, then what was predicted, in the order of the layers that will need it.
+"""Loads experts into slots: demands first, then what was predicted, in the order of the layers that will need it.
 
-Two levels of priority. A speculative read gives way to a demand between two chunks and goes on afterwards; a demand for
-an expert that is being read ahead of time joins that read; what was predicted for a layer that has passed is dropped.
+All decisions are made on the thread that computes; only the reads themselves are elsewhere (reads.py). A demand for an
+expert that is being read ahead of time joins that read; what was predicted for a layer that has passed, or is not
+predicted any more, is dropped.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import threading
-import time
-from collections import deque
+import errno
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from multirate.errors import UserError
-from multirate.experts.memory import SlotMemory
-from multirate.experts.reader import CHUNK
+from multirate.experts.reads import Ended, Reads
 from multirate.experts.slot_cache import Key, Slot, SlotCache, State
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
 
+_PATIENCE = 0.1  # seconds between two looks at Ctrl-C while waiting for a read
 
-@dataclass(frozen=True)
-class Prediction:
-    """An expert that may be needed: `deadline` is the row of the layer that would, chance its probability."""
+
+class Prediction(NamedTuple):
+    """An expert that may be needed: `deadline` is the row of the layer that would, chance orders those of a layer."""
 
     key: Key
     deadline: int
     chance: float
 
 
-@dataclass
+@dataclass(eq=False)
 class _Load:
     key: Key
+    slot: Slot
     demanded: bool
     deadline: int = 0
-    epoch: int = 0
-    slot: Slot | None = None
-    done: int = 0  # bytes read so far
-    running: bool = False  # a thread is reading it
-    dropped: bool = False
+    token: int = 0
+    early: bool = False  # predicted before it was demanded
 
 
 class ExpertLoader:
-    """Owns the reader threads. All state is under the cache's lock; reads themselves run outside it.
+    """Turns needs and predictions into reads, and finished reads into READY slots.
 
-    `close` (or leaving the `with`) ends the threads. A failed read raises in the compute that needs its expert, as a
-    UserError naming the file; a failed speculative read only counts as an error.
+    `close` (or leaving the `with`) ends the reading threads. A failed read raises in the compute that needs its expert,
+    as a UserError naming the file; a failed speculative read only counts as an error.
     """
 
-    def __init__(
-        self, store: ExpertStore, cache: SlotCache, memory: SlotMemory, stats: ExpertStats, threads: int = 1
-    ) -> None:
-        self._store, self._cache, self._memory, self.stats = store, cache, memory, stats
-        self._demands: deque[_Load] = deque()
-        self._ahead: list[tuple[tuple[int, int, float, int], _Load]] = []  # heap: epoch, deadline, −chance, number
+    def __init__(self, store: ExpertStore, cache: SlotCache, reads: Reads, stats: ExpertStats) -> None:
+        self._store, self._cache, self._reads, self.stats = store, cache, reads, stats
         self._loads: dict[Key, _Load] = {}
-        self._failed: dict[Key, OSError] = {}
-        self._numbers = itertools.count()
+        self._of_slot: dict[int, _Load] = {}
+        self._failed: dict[Key, Ended] = {}
+        self._pending: list[Prediction] = []  # without a slot yet
+        self._numbers = 0
         self._closed = False
-        self._threads = [threading.Thread(target=self._work, daemon=True, name=f"experts-{i}") for i in range(threads)]
-        for thread in self._threads:
-            thread.start()
 
-    def demand(self, keys: Sequence[Key]) -> None:
+    def demand(self, keys: Iterable[Key]) -> None:
         """These experts are needed now, in this order."""
-        with self._cache.lock:
-            for key in keys:
-                self._failed.pop(key, None)
-            self._demand_locked(keys)
+        for key in keys:
+            load = self._loads.get(key)
+            if load is not None:
+                if not load.demanded:
+                    load.demanded = load.early = True
+                    self.stats.late += 1
+                    self._reads.promote(load.slot.index)
+                continue
+            if self._cache.find(key) is not None:
+                continue
+            slot = self._reserve(key)
+            if slot is None:
+                return  # every slot is held or being filled: asked again when one is free
+            self._submit(_Load(key, slot, True), 0)
 
-    def wait(self, keys: list[Key]) -> Slot:
+    def wait(self, keys: Sequence[Key]) -> Slot:
         """Holds the first of `keys` to be READY (all are demanded). Raises UserError when its read failed."""
-        cache = self._cache
-        with cache.lock:
-            while True:
-                for key in keys:
-                    if (slot := cache.hold_locked(key)) is not None:
-                        return slot
-                    if (error := self._failed.pop(key, None)) is not None:
-                        row, expert = key
-                        raise UserError(
-                            f"expert {expert} of layer {self._store.index.layers[row]} could not be read from "
-                            f"{self._store.path}: {error.strerror or error}"
-                        ) from error
-                if self._closed:
-                    raise UserError("the expert loader was closed while an expert was needed")
-                self._demand_locked(keys)
-                cache.ready.wait()
+        while True:
+            for key in keys:
+                if (slot := self._cache.hold(key)) is not None:
+                    return slot
+                if (failure := self._failed.pop(key, None)) is not None:
+                    row, expert = key
+                    raise UserError(
+                        f"expert {expert} of layer {self._store.index.layers[row]} could not be read from "
+                        f"{self._store.path}: {failure.message or os.strerror(failure.error)}"
+                    )
+            if self._closed:
+                raise UserError("the expert loader was closed while an expert was needed")
+            self.demand(keys)
+            if not self._loads:
+                raise RuntimeError("every slot is held and nothing is being read")  # a defect, never the user's
+            self.poll(_PATIENCE)
+
+    def poll(self, patience: float = 0.0) -> None:
+        """Takes note of reads that have ended, after waiting up to `patience` seconds for one."""
+        if self._loads:
+            for one in self._reads.ended(patience):
+                self._over(one)
 
     def speculate(self, predictions: Sequence[Prediction]) -> None:
         """These experts may be needed; ones that are there or asked for already are left alone. What was predicted for
         the same layers before and is not named again is dropped, unless its read has begun."""
-        with self._cache.lock:
-            named, rows = {one.key for one in predictions}, {one.deadline for one in predictions}
-            for load in self._loads.values():
-                if not load.demanded and load.slot is None and load.deadline in rows:
-                    load.dropped = load.key not in named
-            before = self.stats.issued
-            for one in predictions:
-                if self._cache.find_locked(one.key) is None and one.key not in self._loads:
-                    load = _Load(one.key, False, one.deadline, self._cache.token)
-                    self._loads[one.key] = load
-                    order = (load.epoch, one.deadline, -one.chance, next(self._numbers))
-                    heapq.heappush(self._ahead, (order, load))
-                    self.stats.issued += 1
-            if self.stats.issued > before:
-                self._cache.work.notify_all()
+        if self._loads or self._pending:
+            rows, named = {one.deadline for one in predictions}, {one.key for one in predictions}
+            for load in [x for x in self._loads.values() if not x.demanded and x.deadline in rows]:
+                if load.key not in named:
+                    self._drop(load)
+            self._pending = [one for one in self._pending if one.deadline not in rows]
+        missing = [one for one in predictions if self._cache.find(one.key) is None]
+        if missing:
+            self._pending = sorted([*self._pending, *missing], key=lambda one: (one.deadline, -one.chance))
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Slots may have become free: reads what was predicted and found none. A slot that this token has used is not
+        for predictions."""
+        while self._pending:
+            one = self._pending[0]
+            if self._cache.find(one.key) is None:
+                slot = self._cache.reserve(one.key, speculative=True)
+                if slot is None:
+                    return
+                self._numbers += 1
+                self.stats.issued += 1
+                order = (self._cache.token * len(self._store.index.layers) + one.deadline << 32) + self._numbers
+                self._submit(_Load(one.key, slot, False, one.deadline, self._cache.token), order)
+            self._pending.pop(0)
 
     def pass_row(self, token: int, row: int) -> None:
         """Layer `row` of `token` begins: what was predicted for earlier ones is dropped unless it is demanded."""
-        with self._cache.lock:
-            self._cache.token, self._cache.row = token, row
-            for load in self._loads.values():
-                if not load.demanded and (load.epoch, load.deadline) < (token, row):
-                    load.dropped = True
+        if token != self._cache.token:
+            self._pending = []
+        self._pending = [one for one in self._pending if one.deadline > row]
+        self._cache.token, self._cache.row = token, row
+        if self._loads:
+            self.poll()
+            for load in [x for x in self._loads.values() if not x.demanded and (x.token, x.deadline) < (token, row)]:
+                self._drop(load)
+
+    def forget_failures(self) -> None:
+        """A new layer asks: what failed before is tried again."""
+        self._failed.clear()
 
     def close(self) -> None:
         """Ends the threads; queued reads are forgotten."""
-        with self._cache.lock:
-            self._closed = True
-            self._cache.work.notify_all()
-            self._cache.ready.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._memory.close()
+        self._closed = True
+        self._reads.close()
 
     def __enter__(self) -> ExpertLoader:
         return self
@@ -133,129 +153,52 @@ class ExpertLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- under the lock -------------------------------------------------------------------------------
-
-    def _demand_locked(self, keys: Iterable[Key]) -> None:
-        queued = len(self._demands)
-        for key in keys:
-            slot = self._cache.find_locked(key)
-            if slot is not None and slot.state is State.READY:
-                continue
-            load = self._loads.get(key)
-            if load is None:
-                load = self._loads[key] = _Load(key, True)
-                self._demands.append(load)
-            elif not load.demanded:
-                load.demanded, load.dropped = True, False
-                self.stats.late += 1
-                if not load.running:  # else its thread goes on to the end
-                    self._demands.append(load)  # its place in the heap is skipped when it comes up
-        if len(self._demands) > queued:
-            self._cache.work.notify_all()
-
-    def _next_locked(self) -> _Load | None:
-        """The load to go on with, its slot reserved; None when there is nothing to do now."""
-        while self._demands:
-            load = self._demands[0]
-            if self._loads.get(load.key) is not load:  # finished in the meantime
-                self._demands.popleft()
-                continue
-            if load.slot is None:
-                load.slot = self._reserve_for_demand_locked(load.key)
-                self._cache.starved = load.slot is None
-                if load.slot is None:
-                    return None  # every slot is held or being filled: a release wakes us
-            self._demands.popleft()
-            load.running = True
-            return load
-        while self._ahead:
-            load = self._ahead[0][1]
-            if load.demanded or self._loads.get(load.key) is not load:
-                heapq.heappop(self._ahead)
-                continue
-            if load.dropped:
-                heapq.heappop(self._ahead)
-                self._forget_locked(load)
-                continue
-            if load.slot is None:
-                load.slot = self._cache.reserve_locked(load.key, speculative=True)
-            heapq.heappop(self._ahead)
-            if load.slot is None:  # no room that this token does not use: the prediction is given up
-                self._forget_locked(load)
-                continue
-            load.running = True
-            return load
-        return None
-
-    def _reserve_for_demand_locked(self, key: Key) -> Slot | None:
-        slot = self._cache.reserve_locked(key, speculative=False)
-        while slot is None:
-            paused = next((x for x in self._loads.values() if x.slot and not x.running and not x.demanded), None)
-            if paused is None:
-                return None
-            self._forget_locked(paused)  # a half-read prediction must not keep a demand waiting
-            slot = self._cache.reserve_locked(key, speculative=False)
+    def _reserve(self, key: Key) -> Slot | None:
+        slot = self._cache.reserve(key, speculative=False)
+        if slot is None:
+            for load in [x for x in self._loads.values() if not x.demanded]:
+                if self._drop(load):  # a prediction must not keep a demand waiting
+                    return self._cache.reserve(key, speculative=False)
         return slot
 
-    def _forget_locked(self, load: _Load) -> None:
-        self._loads.pop(load.key, None)
+    def _submit(self, load: _Load, order: int) -> None:
+        self._loads[load.key] = self._of_slot[load.slot.index] = load
+        self._reads.submit(load.slot.index, self._store.offset(*load.key), order, load.demanded)
+
+    def _drop(self, load: _Load) -> bool:
+        """Whether its slot is free now; a read that has begun is told to end with its chunk."""
+        if not self._reads.cancel(load.slot.index):
+            return False
+        self._forget(load)
         self.stats.cancelled += 1
-        if load.slot is not None:
-            self._cache.abandon_locked(load.slot)
-            load.slot = None
+        return True
 
-    # -- the threads ----------------------------------------------------------------------------------
+    def _forget(self, load: _Load) -> None:
+        del self._loads[load.key], self._of_slot[load.slot.index]
+        self._cache.abandon(load.slot)
 
-    def _work(self) -> None:
-        while True:
-            with self._cache.lock:
-                while (load := self._next_locked()) is None:
-                    if self._closed:
-                        return
-                    self._cache.work.wait()
-            self._read(load)
-            if self._closed:
-                return
-
-    def _read(self, load: _Load) -> None:
-        slot, size = load.slot, self._store.index.record.bytes
-        assert slot is not None
-        offset = self._store.offset(*load.key)
-        began = time.perf_counter()
-        try:
-            while load.done < size:
-                end, since = min(load.done + CHUNK, size), time.perf_counter()
-                self._memory.fill(slot.index, offset, load.done, end)
-                demanded = load.demanded
-                with self._cache.lock:
-                    self._count_locked(end - load.done, demanded, time.perf_counter() - since)
-                    load.done = end
-                    if end < size and not load.demanded:
-                        if load.dropped or self._closed:
-                            self._forget_locked(load)
-                            return
-                        if self._demands:  # gives way; goes on from here later
-                            order = (load.epoch, load.deadline, -1.0, next(self._numbers))
-                            load.running = False
-                            heapq.heappush(self._ahead, (order, load))
-                            return
-        except OSError as error:
-            with self._cache.lock:
-                self.stats.errors += 1
-                self._loads.pop(load.key, None)
-                if load.demanded:
-                    self._failed[load.key] = error
-                self._cache.abandon_locked(slot)
-            return
-        with self._cache.lock:
-            self.stats.note("demand" if load.demanded else "speculative", began, *load.key)
-            self._loads.pop(load.key, None)
-            slot.fresh = not load.demanded
-            self._cache.loaded_locked(slot)
-
-    def _count_locked(self, size: int, demanded: bool, seconds: float) -> None:
-        self.stats.read_seconds += seconds
-        if demanded:
-            self.stats.demand_bytes += size
+    def _over(self, one: Ended) -> None:
+        load = self._of_slot[one.slot]
+        ahead = load.early or not load.demanded
+        if ahead:
+            self.stats.speculative_bytes += one.bytes
         else:
-            self.stats.speculative_bytes += size
+            self.stats.demand_bytes += one.bytes
+        self.stats.read_seconds += one.ended - one.began
+        if self.stats.events is not None:
+            self.stats.record("speculative" if ahead else "demand", one.began, one.ended, *load.key)
+        if not one.error:
+            assert load.slot.state is State.LOADING
+            del self._loads[load.key], self._of_slot[one.slot]
+            load.slot.fresh = not load.demanded
+            self._cache.loaded(load.slot)
+            if load.demanded:
+                self._cache.touch(load.slot)
+            return
+        self._forget(load)
+        if one.error == errno.ECANCELED:
+            self.stats.cancelled += 1
+            return
+        self.stats.errors += 1
+        if load.demanded:
+            self._failed[load.key] = one

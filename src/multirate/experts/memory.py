@@ -8,6 +8,7 @@ Written without a GPU at hand: the order of copies and events is tested on CPU w
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -15,9 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from multirate.backbone.native import library
 from multirate.errors import UserError
-from multirate.experts.reader import CHUNK, Arena, RecordReader, Throttle
+from multirate.experts.layout import ALIGNMENT
+from multirate.experts.reader import Arena, RecordReader, Throttle
+from multirate.experts.reads import CHUNK, NativeReads, Reads, ThreadReads
 from multirate.experts.store import ExpertStore
+
+_SPIN = 1e-3  # longer than a layer of a small model computes
 
 
 class SlotMemory(ABC):
@@ -26,12 +32,18 @@ class SlotMemory(ABC):
     `fill` may be called from several threads, for different slots.
     """
 
+    store: ExpertStore
+
     slots: list[Tensor]
     note: str | None = None
 
     @abstractmethod
     def fill(self, slot: int, offset: int, begin: int, end: int) -> None:
         """Bytes [begin, end) of the record at `offset` of the data file → the slot, there on return. Raises OSError."""
+
+    def reads(self, threads: int) -> Reads:
+        """What fills the slots, with so many threads."""
+        return ThreadReads(self.fill, self.store.index.record.bytes, threads, CHUNK)
 
     def used(self, slots: Iterable[int]) -> None:  # noqa: B027 - optional
         """Computing with these has been asked of the device, and may still be under way."""
@@ -44,10 +56,23 @@ class HostMemory(SlotMemory):
     """Aligned RAM, filled from the data file past the page cache."""
 
     def __init__(self, store: ExpertStore, count: int, throttle: Throttle | None = None, direct: bool = True) -> None:
+        self.store = store
         self._arena = Arena(count, store.index.record.bytes)
         self.slots = self._arena.slots
         self.reader = RecordReader(store.path, throttle, direct)
         self.note = self.reader.note
+        self.native = self.reader.direct  # the kernel's threads read, where the page cache need not be told to forget
+
+    def reads(self, threads: int) -> Reads:
+        try:
+            library.kernel()
+        except library.NativeUnavailable:
+            return super().reads(threads)
+        if not self.native:
+            return super().reads(threads)
+        idle = (os.cpu_count() or 1) - torch.get_num_threads()  # cores that computing leaves
+        return NativeReads(self.reader.fileno, self.slots[0].data_ptr(), len(self.slots), self.store.index.record.bytes,
+                           self.reader.rate, threads, CHUNK, ALIGNMENT, _SPIN if idle >= threads else 0.0)  # fmt: skip
 
     def fill(self, slot: int, offset: int, begin: int, end: int) -> None:
         self.reader.read(offset + begin, self._arena.buffers[slot][begin:end])
@@ -106,7 +131,7 @@ class DeviceMemory(SlotMemory):
     def __init__(
         self, store: ExpertStore, count: int, copies: CopyStream, throttle: Throttle | None = None, direct: bool = True
     ) -> None:
-        size = store.index.record.bytes
+        self.store, size = store, store.index.record.bytes
         self._copies, self._throttle = copies, throttle or Throttle(None)
         try:
             self._records = copies.pinned(store.index.data_bytes)

@@ -16,8 +16,6 @@ from torch import Tensor
 from multirate.errors import UserError
 from multirate.experts.layout import ALIGNMENT
 
-CHUNK = 1 << 20  # a read is preempted only between chunks
-
 
 class Arena:
     """Page-aligned memory for `count` records of `size` bytes, a multiple of ALIGNMENT. `slots[i]`: [size] uint8."""
@@ -34,7 +32,7 @@ class Throttle:
     """At most `bytes_per_second` over all readers, so that measurements repeat on any disk; None: no limit."""
 
     def __init__(self, bytes_per_second: float | None) -> None:
-        self._rate = bytes_per_second
+        self.rate = bytes_per_second
         self._free_at = 0.0
         self._lock = threading.Lock()
 
@@ -43,10 +41,10 @@ class Throttle:
         """Around the reading of `size` bytes; sleeps at its end until a disk of the set speed would have read them."""
         began = time.perf_counter()
         yield
-        if self._rate is None:
+        if self.rate is None:
             return
         with self._lock:
-            self._free_at = max(self._free_at, began) + size / self._rate
+            self._free_at = max(self._free_at, began) + size / self.rate
             until = self._free_at
         if (wait := until - time.perf_counter()) > 0:
             time.sleep(wait)
@@ -83,7 +81,7 @@ class RecordReader:
             os.preadv(self._fd, [page], 0)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fills `into` (aligned, at most CHUNK bytes of a record) from `offset`."""
+        """Fills `into` (aligned) from `offset`."""
         with self._throttle.taking(len(into)):
             self._fill(offset, into)
 
@@ -98,6 +96,16 @@ class RecordReader:
                 done -= done % ALIGNMENT  # a short direct read is resumed where it may be
         if not self.direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
+
+    @property
+    def fileno(self) -> int:
+        """The open file."""
+        return self._fd
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second at most."""
+        return self._throttle.rate
 
     def _close_fd(self) -> None:
         if self._fd >= 0:

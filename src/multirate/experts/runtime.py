@@ -87,7 +87,7 @@ class ExpertRuntime:
             self.memory = DeviceMemory(store, count, copies, throttle, direct)
         self._views = [store.index.record.views(slot) for slot in self.memory.slots]
         self.note = self.memory.note
-        self.loader = ExpertLoader(store, self.cache, self.memory, self.stats, self.settings.threads)
+        self.loader = ExpertLoader(store, self.cache, self.memory.reads(self.settings.threads), self.stats)
         self.predictor: Predictor | None = None
         self._depth: MeasuredDepth | None = None
         self.predict_with(predictor)
@@ -132,10 +132,11 @@ class ExpertRuntime:
                 finally:
                     self.memory.used(slot.index for slot in slots)
                     self.cache.release(slots)
+                self.loader.go_on()
                 waiting = [key for key in waiting if key not in keys]
                 self.stats.note("compute", began, row, keys[0][1] if len(keys) == 1 else -1)
         finally:
-            self.cache.want([])
+            self.cache.want(())
 
     def forward(
         self, module: Any, row: int, hidden: Tensor, top_index: Tensor, top_weights: Tensor, residual: Tensor
@@ -166,13 +167,12 @@ class ExpertRuntime:
 
     def reset(self, events: bool = False) -> None:
         """Statistics from zero; events: record a timeline."""
-        with self.cache.lock:
-            fresh = ExpertStats(events=[] if events else None)
-            self.stats.__dict__.update(fresh.__dict__)
+        self.stats.__dict__.update(ExpertStats(events=[] if events else None).__dict__)
 
     def close(self) -> None:
         """Ends the reader threads; the model cannot be run with this runtime any more."""
         self.loader.close()
+        self.memory.close()
 
     def __enter__(self) -> ExpertRuntime:
         return self
@@ -195,16 +195,18 @@ class ExpertRuntime:
         keys = [(row, expert) for expert in needed]
         self.stats.calls += 1
         self.stats.uses += len(keys)
+        self.loader.poll()
+        self.loader.forget_failures()
+        self.cache.want(keys)
         missing = []
-        with self.cache.lock:
-            self.cache.wanted = set(keys)
-            for key in keys:
-                slot = self.cache.find_locked(key)
-                if slot is None or slot.state is not State.READY:
-                    missing.append(key)
-                    continue
-                self.stats.hits += 1
-                self.stats.timely += slot.fresh
+        for key in keys:
+            slot = self.cache.find(key)
+            if slot is None or slot.state is not State.READY:
+                missing.append(key)
+                continue
+            self.stats.hits += 1
+            self.stats.timely += slot.fresh
+            self.cache.touch(slot)
         if missing:
             self.loader.demand(missing)
         return keys
@@ -220,8 +222,8 @@ class ExpertRuntime:
 
     def _next(self, row: int, keys: list[Key]) -> list[Slot]:
         """Holds those of `keys` that are READY, or waits for one."""
-        with self.cache.lock:
-            found = [slot for key in keys if (slot := self.cache.hold_locked(key)) is not None]
+        self.loader.poll()
+        found = [slot for key in keys if (slot := self.cache.hold(key)) is not None]
         if found:
             return found
         began = time.perf_counter()

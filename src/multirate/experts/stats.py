@@ -75,7 +75,12 @@ class ExpertStats:
     def note(self, kind: str, begin: float, row: int, expert: int = -1) -> None:
         """Records an event that ends now, if events are recorded."""
         if self.events is not None:
-            self.events.append(Event(kind, begin, time.perf_counter(), row, expert))
+            self.record(kind, begin, time.perf_counter(), row, expert)
+
+    def record(self, kind: str, begin: float, end: float, row: int, expert: int = -1) -> None:
+        """Records an event, if events are recorded."""
+        if self.events is not None:
+            self.events.append(Event(kind, begin, end, row, expert))
 
     def copy(self) -> ExpertStats:
         """The counts as they are now, without events."""

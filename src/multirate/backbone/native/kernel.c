@@ -404,5 +404,6 @@ int mr_has_dot_product(void) { return HAVE_DPBF16; }
 int mr_fixed_point(void) { return FIXED_POINT; }
 
 #include "experts.h"
+#include "reads.h"
 #include "stream.h"
 #include "round.h"

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 SOURCES = ("kernel.c", "kernel.h", "threads.h", "matmul.h", "tile_avx2.h", "tile_wide.h", "fixed_point.h",
-           "attention.h", "stream.h", "round.h", "experts.h")
+           "attention.h", "stream.h", "round.h", "experts.h", "reads.h")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 
 pointer = ctypes.c_void_p
@@ -154,6 +154,13 @@ def kernel() -> ctypes.CDLL:
     library.mr_experts.argtypes = [pointer, pointer, integers, *[pointer] * 4]
     library.mr_foresee.argtypes = [*[pointer] * 3, floats, pointer, pointer, integers, pointer, pointer]
     library.mr_combine.argtypes = [pointer, pointer, integers, integers, integers, pointer]
+    long, double = ctypes.c_int64, ctypes.c_double
+    library.mr_reads_open.argtypes = [integers, pointer, integers, long, long, integers, double, integers, double]
+    library.mr_reads_open.restype = pointer
+    library.mr_reads_close.argtypes = [pointer]
+    library.mr_reads_submit.argtypes = [pointer, integers, long, long, integers]
+    library.mr_reads_promote.argtypes = library.mr_reads_cancel.argtypes = [pointer, integers]
+    library.mr_reads_ended.argtypes = [pointer, double, *[pointer] * 5]
     library.mr_round.argtypes = [pointer, integers, integers, integers, pointer]
     library.mr_set_threads.argtypes = [integers]
     return library

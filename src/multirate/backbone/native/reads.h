@@ -1,0 +1,243 @@
+// Reads of records into slots of memory by threads that need no interpreter. See experts/reads.py for the contract.
+#ifndef MULTIRATE_READS_H
+#define MULTIRATE_READS_H
+#include <errno.h>
+#include <time.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#define READS_CLOCK CLOCK_MONOTONIC
+#else
+#define READS_CLOCK CLOCK_REALTIME  // what condition variables wait by elsewhere
+#endif
+
+#define WAKING 5e-4  // seconds that the computing thread looks for a read to end before it sleeps
+
+enum { READ_NONE, READ_QUEUED, READ_RUNNING, READ_ENDED };
+
+typedef struct {
+    int64_t offset, done, order;
+    double began, ended;
+    int32_t state, demanded, unwanted, status;  // status: 0, an errno, ECANCELED; ENODATA: the file ends there
+} Read;
+
+typedef struct {
+    int fd, slots, threads, closed, alignment, queued_demands;
+    int64_t size, chunk, sequence;
+    double rate, free_at;  // bytes a second, 0: as fast as it goes
+    uint8_t *base;
+    Read *reads;
+    int32_t *queue, *ended;  // slots
+    atomic_int queue_count, ended_count;
+    double spin;  // seconds that a reader looks for work before it sleeps
+    pthread_mutex_t mutex;
+    pthread_cond_t work, finished;
+    pthread_t handles[16];
+} Reads;
+
+static double now_seconds(void) {
+    struct timespec t;
+    clock_gettime(READS_CLOCK, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// Until *count is not zero, `patience` seconds at most.
+static void look_for(atomic_int *count, double patience) {
+    double until = now_seconds() + patience;
+    while (!atomic_load_explicit(count, memory_order_relaxed) && now_seconds() < until)
+        for (int i = 0; i < 16; i++) RELAX();
+}
+
+// The next read: demands in their order, then predictions in theirs. -1: none.
+static int take_next(Reads *r) {
+    int best = -1;
+    for (int i = 0; i < r->queue_count; i++) {
+        const Read *one = &r->reads[r->queue[i]], *other = best < 0 ? NULL : &r->reads[r->queue[best]];
+        if (!other || one->demanded > other->demanded || (one->demanded == other->demanded && one->order < other->order)) best = i;
+    }
+    if (best < 0) return -1;
+    int slot = r->queue[best];
+    r->queue[best] = r->queue[--r->queue_count];
+    r->queued_demands -= r->reads[slot].demanded;
+    return slot;
+}
+
+static void enqueue(Reads *r, int slot) {
+    r->reads[slot].state = READ_QUEUED;
+    r->queued_demands += r->reads[slot].demanded;
+    r->queue[r->queue_count++] = slot;
+}
+
+// One chunk, past the mutex. Returns its bytes, or 0 with *status set.
+static int64_t read_chunk(Reads *r, int slot, int64_t offset, int64_t done, int32_t *status) {
+    int64_t want = r->size - done < r->chunk ? r->size - done : r->chunk, got = 0;
+    while (got < want) {
+        ssize_t n = pread(r->fd, r->base + (size_t)slot * r->size + done + got, (size_t)(want - got), offset + done + got);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) {
+            *status = n < 0 ? errno : ENODATA;
+            return 0;
+        }
+        got += n;
+        if (got < want) got -= got % r->alignment;  // a short direct read is resumed where it may be
+    }
+    return want;
+}
+
+static void *reading(void *argument) {
+    Reads *r = argument;
+#ifdef PR_SET_TIMERSLACK
+    prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);  // a throttled read of 0.1 ms must not oversleep by half
+#endif
+    pthread_mutex_lock(&r->mutex);
+    for (;;) {
+        int slot;
+        while (!r->closed && (slot = take_next(r)) < 0) {
+            if (r->spin > 0) {  // a thread that sleeps takes longer to wake than a small read
+                pthread_mutex_unlock(&r->mutex);
+                look_for(&r->queue_count, r->spin);
+                pthread_mutex_lock(&r->mutex);
+                if (r->queue_count) continue;
+            }
+            pthread_cond_wait(&r->work, &r->mutex);
+        }
+        if (r->closed) break;
+        Read *one = &r->reads[slot];
+        one->state = READ_RUNNING;
+        if (!one->done) one->began = now_seconds();
+        while (one->state == READ_RUNNING) {
+            int64_t offset = one->offset, done = one->done;
+            int32_t status = 0;
+            double began = now_seconds();
+            pthread_mutex_unlock(&r->mutex);
+            int64_t got = read_chunk(r, slot, offset, done, &status);
+            pthread_mutex_lock(&r->mutex);
+            if (r->rate > 0 && got) {
+                r->free_at = (r->free_at > began ? r->free_at : began) + (double)got / r->rate;
+                double wait = r->free_at - now_seconds();
+                if (wait > 0) {
+                    struct timespec t = {(time_t)wait, (long)(1e9 * (wait - (double)(time_t)wait))};
+                    pthread_mutex_unlock(&r->mutex);
+                    nanosleep(&t, NULL);
+                    pthread_mutex_lock(&r->mutex);
+                }
+            }
+            one->done = done + got;
+            if (r->closed) break;
+            int over = status || one->done >= r->size;
+            if (!over && one->unwanted) { status = ECANCELED; over = 1; }
+            if (over) {
+                one->status = status;
+                one->ended = now_seconds();
+                one->state = READ_ENDED;
+                r->ended[r->ended_count++] = slot;
+                pthread_cond_signal(&r->finished);
+            } else if (!one->demanded && r->queued_demands) {
+                enqueue(r, slot);  // gives way; goes on from here later
+                pthread_cond_signal(&r->work);
+            }
+        }
+    }
+    pthread_mutex_unlock(&r->mutex);
+    return NULL;
+}
+
+void mr_reads_close(Reads *r) {
+    pthread_mutex_lock(&r->mutex);
+    r->closed = 1;
+    pthread_cond_broadcast(&r->work);
+    pthread_mutex_unlock(&r->mutex);
+    for (int i = 0; i < r->threads; i++) pthread_join(r->handles[i], NULL);
+    pthread_mutex_destroy(&r->mutex);
+    pthread_cond_destroy(&r->work);
+    pthread_cond_destroy(&r->finished);
+    free(r->reads); free(r->queue); free(r->ended); free(r);
+}
+
+// base: `slots` slots of `size` bytes. NULL when threads or memory cannot be had.
+Reads *mr_reads_open(int fd, void *base, int slots, int64_t size, int64_t chunk, int alignment, double rate, int threads,
+                     double spin) {
+    Reads *r = calloc(1, sizeof *r);
+    if (!r) return NULL;
+    *r = (Reads){.fd = fd, .base = base, .slots = slots, .size = size, .chunk = chunk, .alignment = alignment, .rate = rate, .spin = spin};
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+#ifdef __linux__
+    pthread_condattr_setclock(&clock, READS_CLOCK);
+#endif
+    pthread_mutex_init(&r->mutex, NULL);
+    pthread_cond_init(&r->work, NULL);
+    pthread_cond_init(&r->finished, &clock);
+    pthread_condattr_destroy(&clock);
+    r->reads = calloc((size_t)slots, sizeof *r->reads);
+    r->queue = calloc((size_t)slots, sizeof *r->queue);
+    r->ended = calloc((size_t)slots, sizeof *r->ended);
+    int begun = r->reads && r->queue && r->ended;
+    for (int i = 0; begun && i < threads && i < 16; i++) {
+        if (pthread_create(&r->handles[i], NULL, reading, r)) break;
+        r->threads++;
+    }
+    if (r->threads) return r;
+    mr_reads_close(r);
+    return NULL;
+}
+
+void mr_reads_submit(Reads *r, int slot, int64_t offset, int64_t order, int demanded) {
+    pthread_mutex_lock(&r->mutex);
+    r->reads[slot] = (Read){.offset = offset, .order = demanded ? r->sequence++ : order, .demanded = demanded};
+    enqueue(r, slot);
+    pthread_mutex_unlock(&r->mutex);
+    pthread_cond_signal(&r->work);
+}
+
+// A prediction has become a demand.
+void mr_reads_promote(Reads *r, int slot) {
+    pthread_mutex_lock(&r->mutex);
+    Read *one = &r->reads[slot];
+    if (!one->demanded) {
+        one->order = r->sequence++;
+        r->queued_demands += one->state == READ_QUEUED;
+    }
+    one->demanded = 1;
+    one->unwanted = 0;
+    pthread_mutex_unlock(&r->mutex);
+}
+
+// 1: it will not be read (any more) and has left; 0: it is running or has ended, which mr_reads_ended will tell.
+int mr_reads_cancel(Reads *r, int slot) {
+    pthread_mutex_lock(&r->mutex);
+    Read *one = &r->reads[slot];
+    int waiting = one->state == READ_QUEUED;
+    one->unwanted = 1;
+    for (int i = 0; waiting && i < r->queue_count; i++)
+        if (r->queue[i] == slot) {
+            r->queue[i] = r->queue[--r->queue_count];
+            r->queued_demands -= one->demanded;
+            one->state = READ_NONE;
+            break;
+        }
+    pthread_mutex_unlock(&r->mutex);
+    return waiting;
+}
+
+// The reads that have ended since the last call, after waiting up to `patience` seconds for one. Arrays: [slots].
+int mr_reads_ended(Reads *r, double patience, int32_t *slots, int32_t *status, int64_t *bytes, double *began, double *ended) {
+    if (patience > 0) look_for(&r->ended_count, WAKING < patience ? WAKING : patience);
+    else if (!r->ended_count) return 0;
+    pthread_mutex_lock(&r->mutex);
+    if (!r->ended_count && patience > 0) {
+        double until = now_seconds() + patience;
+        struct timespec t = {(time_t)until, (long)(1e9 * (until - (double)(time_t)until))};
+        while (!r->ended_count && pthread_cond_timedwait(&r->finished, &r->mutex, &t) != ETIMEDOUT);
+    }
+    int count = r->ended_count;
+    for (int i = 0; i < count; i++) {
+        Read *one = &r->reads[slots[i] = r->ended[i]];
+        status[i] = one->status; bytes[i] = one->done; began[i] = one->began; ended[i] = one->ended;
+        one->state = READ_NONE;
+    }
+    r->ended_count = 0;
+    pthread_mutex_unlock(&r->mutex);
+    return count;
+}
+#endif

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import expert_table  # beside this file
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results: benchmarks/readme_table.py -->", "<!-- /results -->"
@@ -79,13 +81,6 @@ def loop_table(shapes: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def machine(data: dict[str, Any]) -> str:
-    """The processor and its widest instructions: one marketing name covers very different machines."""
-    features = data.get("cpu_features") or []
-    widest = next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in features), None)
-    return f"{data.get('cpu', data['device'])}" + (f" ({widest.upper().replace('_', '-')})" if widest else "")
-
-
 def training() -> str:
     """The optimizer steps of each embedded accelerator, from their own descriptions."""
     steps = {name: about["training"]["steps"] for name, about in accelerators().items()}
@@ -112,7 +107,7 @@ def section() -> str:
         BEGIN,
         f"MT-Bench questions, embedded {reference_size()} reference model, {bench['dtype']}, batch 1, greedy, "
         f"{bench['max_new_tokens']} new tokens at most, {bench['prompts']} prompts, {bench['threads']} threads of an "
-        f"{machine(bench)}, {date}:",
+        f"{expert_table.machine(bench)}, {date}:",
         method_table(bench),
         f"Training steps on the same data: {training()}. `m2r2-carry` and Kangaroo have the same size and gate layer; "
         f"Kangaroo's threshold ({accelerators()['kangaroo']['config']['threshold']}) was tuned on held-out questions "
@@ -123,7 +118,7 @@ def section() -> str:
         "([docs/experiments.md](docs/experiments.md)). Train and run `multirate bench` on yours. "
         "Reproduce with `multirate bench --suite mt_bench --data question.jsonl --methods "
         f"{','.join(r['method'] for r in bench['rows'])} {limit} --json out.json`.",
-        f"The plain loop by itself, batch 1, bf16, {machine(shapes[0])}:",
+        f"The plain loop by itself, batch 1, bf16, {expert_table.machine(shapes[0])}:",
         loop_table(shapes),
         "*6 rows, 8 rows*: verifying so many drafted rows against one plain step. *Second stream*: both residual "
         "streams against one. Reproduce with `python benchmarks/decode_loop.py --shape 110M`.",
@@ -133,10 +128,11 @@ def section() -> str:
 
 def main() -> None:
     path = ROOT / "README.md"
-    text = path.read_text()
-    wanted = re.sub(re.escape(BEGIN) + r".*" + re.escape(END), lambda _: section(), text, flags=re.DOTALL)
-    if BEGIN not in text:
-        raise SystemExit(f"README.md has no {BEGIN} … {END} section")
+    text = wanted = path.read_text()
+    for begin, end, made in ((BEGIN, END, section()), (expert_table.BEGIN, expert_table.END, expert_table.section())):
+        if begin not in text:
+            raise SystemExit(f"README.md has no {begin} … {end} section")
+        wanted = re.sub(re.escape(begin) + r".*" + re.escape(end), lambda _, made=made: made, wanted, flags=re.DOTALL)
     if "--check" in sys.argv:
         raise SystemExit(0 if wanted == text else "README.md differs from benchmarks/results: run readme_table.py")
     path.write_text(wanted)

@@ -2,7 +2,17 @@
 # The accelerated residual that names the mixture's experts ahead of time. Interrupted, the same command resumes.
 #
 #   bash recipes/mixture/predictor.sh runs/mixture/base/model runs/reference/data runs/mixture/predictor
+#
+# It trains on the model's own answers, which is what it will be asked about, and on a part of the original ones.
 set -euo pipefail
 MODEL=$1 DATA=$2 OUT=$3
-multirate train "$MODEL" --objective experts --data "$DATA/chat.jsonl" --out "$OUT" --steps "${STEPS:-800}" --seed 1 \
-    --option rank="${RANK:-64}" --option ahead=3
+mkdir -p "$OUT.data"
+own=$OUT.data/own.jsonl heldout=$OUT.data/heldout.jsonl original=$OUT.data/original.jsonl
+[ -f "$OUT.data/experts/experts.json" ] || multirate pack "$MODEL" --out "$OUT.data/experts"
+multirate answers "$MODEL" --experts "$OUT.data/experts" --data "$DATA/questions.jsonl" --out "$own" \
+    --limit "${ANSWERS:-4000}" --max-new-tokens 96
+multirate answers "$MODEL" --experts "$OUT.data/experts" --data "$DATA/heldout_questions.jsonl" --out "$heldout" \
+    --limit 96 --max-new-tokens 96
+[ -f "$original" ] || awk 'NR % 9 == 0' "$DATA/chat.jsonl" > "$original"
+multirate train "$MODEL" --objective experts --data "$own" --data "$original" --heldout-files "$heldout" --out "$OUT" \
+    --steps "${STEPS:-600}" --seed 1 --option rank="${RANK:-64}" --option ahead=3

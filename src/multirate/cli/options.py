@@ -48,7 +48,9 @@ ExpertMemory = Annotated[
 ]
 ExpertPolicy = Annotated[
     str,
-    typer.Option(help="aot, on_demand, lru, least_stale, previous_token, popularity, next_layer_gate or accelerated."),
+    typer.Option(
+        help="aot, on_demand, lru, lrfu, least_stale, previous_token, popularity, next_layer_gate or accelerated."
+    ),
 ]
 ExpertPredictor = Annotated[
     Path | None, typer.Option(help="What train --objective experts made for this model.", show_default=False)

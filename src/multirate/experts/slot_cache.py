@@ -41,7 +41,8 @@ class Slot:
 
 
 class SlotCache:
-    """`count` slots. token, row: the pass over the layers and the layer that is running; wanted: what it computes with.
+    """`count` slots. token, row: the pass over the layers and the layer that is running; wanted: what it computes with;
+    soon: predicted for the next layers, evicted for a demand only, and last.
 
     on_evict(slot): called before a READY slot loses its expert (statistics, tests).
     """
@@ -50,6 +51,7 @@ class SlotCache:
         self.slots = [Slot(i) for i in range(count)]
         self.token, self.row = 0, 0
         self.wanted: set[Key] = set()
+        self.soon: set[Key] = set()
         self._policy, self._on_evict = policy, on_evict
         self._slot_of: dict[Key, Slot] = {}
         self._free = list(reversed(self.slots))
@@ -117,12 +119,19 @@ class SlotCache:
         self._empty(slot)
 
     def _evict(self, speculative: bool) -> Slot | None:
+        spared: Slot | None = None
         for slot in self._policy.order(self.token, self.row):
             if slot.refs or slot.key in self.wanted or (speculative and slot.token >= self.token):
                 continue
+            if slot.key in self.soon:
+                spared = spared or slot
+                continue
             self._empty(slot)
             return self._free.pop()
-        return None
+        if spared is None or speculative:
+            return None
+        self._empty(spared)
+        return self._free.pop()
 
     def _empty(self, slot: Slot) -> None:
         if slot.state is State.READY:

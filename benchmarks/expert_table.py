@@ -1,0 +1,114 @@
+"""The README's section on experts, written from the committed result files alone (readme_table.py puts it there)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+BEGIN, END = "<!-- experts: benchmarks/readme_table.py -->", "<!-- /experts -->"
+NAMES = {
+    "on_demand": "`on_demand`: every use a read",
+    "lru": "`lru`: a cache",
+    "least_stale": "`least_stale`: a cache",
+    "lrfu": "`lrfu`: a cache",
+    "previous_token": "+ previous token's experts",
+    "popularity": "+ most used experts",
+    "next_layer_gate": "+ next layer's gate",
+    "accelerated": "**+ accelerated residual**",
+    "aot": "**`aot`: `lrfu` + accelerated residual, off while it does not pay**",
+    "oracle": "*oracle predictions*",
+    "belady": "*Belady's cache*",
+    "resident": "*all in memory*",
+}
+CACHES = ("lru", "least_stale")
+
+
+def machine(data: dict[str, Any]) -> str:
+    """The processor and its widest instructions: one marketing name covers very different machines."""
+    features = data.get("cpu_features") or []
+    widest = next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in features), None)
+    return f"{data.get('cpu', data['device'])}" + (f" ({widest.upper().replace('_', '-')})" if widest else "")
+
+
+def by_budget(data: dict[str, Any]) -> list[tuple[int, dict[str, dict[str, Any]]]]:
+    """(bytes, rows by method) of each budget, in the order of the run."""
+    groups: list[tuple[int, dict[str, dict[str, Any]]]] = []
+    for row in data["rows"]:
+        if not groups or row["method"] in groups[-1][1]:
+            groups.append((row["expert_memory_bytes"], {}))
+        groups[-1][1][row["method"]] = row
+    return groups
+
+
+def _table(heads: list[str], lines: list[list[str]]) -> str:
+    made = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    return "\n".join([*made, *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def rates(data: dict[str, Any]) -> str:
+    groups = by_budget(data)
+    shares = [f"{100 * size / data['experts_bytes']:.0f}% of the experts" for size, _ in groups]
+    lines = []
+    for method in groups[0][1]:
+        cells = []
+        for _, rows in groups:
+            row = rows[method]
+            hits = f", hits {100 * row['hit_rate']:.0f}%" if method not in ("on_demand", "resident") else ""
+            cells.append(f"{row['tokens_per_second']:.0f} tok/s, {row['speedup']:.2f}x{hits}")
+        lines.append([NAMES.get(method, method), *cells])
+    return _table(["experts in memory:", *shares], lines)
+
+
+def goals(data: dict[str, Any]) -> str:
+    """The comparisons that the project set itself, one line each."""
+    groups = by_budget(data)
+
+    def ratio(rows: dict[str, dict[str, Any]], one: str, others: tuple[str, ...]) -> float:
+        return rows[one]["tokens_per_second"] / max(rows[name]["tokens_per_second"] for name in others)
+
+    wanted = (
+        ("accelerated", ("on_demand",), "accelerated over `on_demand`", 2.9),
+        ("accelerated", CACHES, "accelerated over the better of `lru` and `least_stale`", 1.25),
+        ("accelerated", ("next_layer_gate",), "accelerated over the next layer's gate", 1.10),
+        ("aot", CACHES, "`aot` over the better of `lru` and `least_stale`", 1.25),
+        ("aot", (*CACHES, "lrfu"), "`aot` over the best cache", 0.97),
+    )
+    lines = []
+    for one, others, text, least in wanted:
+        found = [ratio(rows, one, others) for _, rows in groups]
+        lines.append([text, f"{least:.2f}x", *(f"{'**' * (v >= least)}{v:.2f}x{'**' * (v >= least)}" for v in found)])
+    shares = [f"{100 * size / data['experts_bytes']:.0f}%" for size, _ in groups]
+    return _table(["", "goal", *shares], lines)
+
+
+def arithmetic(data: dict[str, Any]) -> str:
+    parts = []
+    for size, rows in by_budget(data):
+        row, slow, fast = rows["accelerated"], rows["on_demand"], rows["resident"]
+        x = fast["tokens_per_second"] / slow["tokens_per_second"] - 1
+        parts.append(f"at {100 * size / data['experts_bytes']:.0f}%: x = {x:.1f}, h = {row['hit_rate']:.2f}, "
+                     f"r = {row['prefetch_recall']:.2f}, p = {row['prefetch_precision']:.2f}")  # fmt: skip
+    return "; ".join(parts)
+
+
+def part(data: dict[str, Any], how: str) -> str:
+    speed = data["disk_bytes_per_second"]
+    disk = "the machine's own disk" if speed is None else f"a disk slowed to {speed / 1e6:.0f} MB/s"
+    argv = " ".join(data["argv"])
+    same = "identical in every arm" if all(row["identical"] for row in data["rows"]) else "**NOT IDENTICAL**"
+    return "\n\n".join([
+        f"{how}: {data['prompts']} MT-Bench prompts, {data['max_new_tokens']} new tokens at most, "
+        f"{data['repeats']} repeats, {data['dtype']}, batch 1, {data['threads']} threads of an {machine(data)}, "
+        f"{disk}, {data['reads']}, {str(data['date'])[:10]}; tokens after the first; text {same}:",
+        rates(data), goals(data),
+        f"Arithmetic of the accelerated residual (docs/experts.md) {arithmetic(data)}."
+        f" Reproduce with `{argv}`.",
+    ])  # fmt: skip
+
+
+def section() -> str:
+    data = json.loads((RESULTS / "experts_mixture.json").read_text())
+    size = f"{data['experts_bytes'] / 1e6:.0f} MB of experts in {data['layers']} layers of {data['num_experts']}"
+    return "\n\n".join([BEGIN, part(data, f"Our own trained mixture ({size}, {data['top_k']} for a token)"), END])

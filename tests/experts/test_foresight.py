@@ -21,12 +21,12 @@ from multirate.experts.stats import ExpertStats
 from multirate.methods.m2r2_experts.config import ExpertForecastConfig
 from multirate.methods.m2r2_experts.modules import ExpertForecast
 
-SHAPE = SimpleNamespace(num_layers=5, hidden_size=128, is_moe=True)
+SHAPE = SimpleNamespace(num_layers=5, hidden_size=128, is_moe=True, num_experts=6)
 
 
-def forecast(ahead: int, rank: int) -> ExpertForecast:
+def forecast(ahead: int, rank: int, sketch: int) -> ExpertForecast:
     torch.manual_seed(3)
-    config = ExpertForecastConfig(rank=rank, ahead=ahead)
+    config = ExpertForecastConfig(rank=rank, ahead=ahead, sketch=sketch)
     base: Any = SHAPE
     made = ExpertForecast(config, base)
     with torch.no_grad():
@@ -36,24 +36,25 @@ def forecast(ahead: int, rank: int) -> ExpertForecast:
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])
-@pytest.mark.parametrize("rank", [8, 64])
-def test_the_kernels_forecast_is_the_modules(ahead: int, rank: int) -> None:
+@pytest.mark.parametrize(("rank", "sketch"), [(8, 0), (64, 3), (16, 8)])
+def test_the_kernels_forecast_is_the_modules(ahead: int, rank: int, sketch: int) -> None:
     try:
         kernel()
     except NativeUnavailable as reason:
         pytest.skip(str(reason))
-    module = forecast(ahead, rank)
-    native = NativeForesight(module.down, list(module.up))
+    module = forecast(ahead, rank, sketch)
+    native = NativeForesight(module.down, list(module.up), module.sketch, sketch)
     for rows in (1, 3, 70):
         state: torch.Tensor | None = None
         for layer in range(SHAPE.num_layers):
             residual = torch.randn(rows, SHAPE.hidden_size)
-            exact = module.step(layer, residual, state)
-            ours = native.step(layer, residual, state, ahead)
+            routing = torch.stack([torch.randperm(6)[:2] for _ in range(rows)]), torch.rand(rows, 2) + 0.1
+            exact = module.step(layer, residual, state, None, routing)
+            ours = native.step(layer, residual, state, ahead, routing)
             assert len(ours) == ahead
             for a, b in zip(exact, ours, strict=True):
                 assert (a - b).norm() < 0.01 * (a - residual).norm(), "bf16 of the same update"
-            assert torch.equal(native.step(layer, residual, state, 1)[0], ours[0])
+            assert torch.equal(native.step(layer, residual, state, 1, routing)[0], ours[0])
             state = exact[0]
 
 

@@ -106,7 +106,7 @@ def test_bits_do_not_depend_on_what_is_loaded_when(mixture: Any, predictor: str,
         for slot in runtime.memory.slots:
             slot.fill_(0xFF)
         assert generate_autoregressive(decoder, PROMPTS, stop=stop).sequences == resident
-        if predictor in ("next_layer_gate", "accelerated"):
+        if predictor in ("next_layer_gate", "accelerated") and (slots > 4 or eviction == "none"):
             assert runtime.stats.issued > 0
 
 

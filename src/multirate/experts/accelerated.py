@@ -10,8 +10,8 @@ from torch import Tensor
 from multirate.experts.loader import Prediction
 from multirate.experts.predictors import Predictor, SelectExperts, likeliest
 
-Advance = Callable[[int, Tensor, "Tensor | None", int], list[Tensor]]
-"""(layer, residual [N, d], accelerated state or None, depths) → p of depths 1 … depths, [N, d] each (modules.py)."""
+Advance = Callable[[int, Tensor, "Tensor | None", int, "tuple[Tensor, Tensor] | None"], list[Tensor]]
+"""(layer, residual [N, d], accelerated state or None, depths, routing) → p of each depth, [N, d] (modules.py)."""
 
 
 class AcceleratedResidual(Predictor):
@@ -27,6 +27,10 @@ class AcceleratedResidual(Predictor):
         self._advance, self._layers, self._select = advance, list(layers), list(select)
         self.most_depth = most_depth
         self._state: Tensor | None = None
+        self._routing: tuple[Tensor, Tensor] | None = None
+
+    def routed(self, experts: Tensor, weights: Tensor) -> None:
+        self._routing = experts, weights
 
     @torch.no_grad()
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
@@ -35,7 +39,7 @@ class AcceleratedResidual(Predictor):
         depth = min(self.depth, len(self._select) - 1 - row)
         if depth < 1:  # the last layer names nothing, and its state ends with the pass
             return []
-        found = self._advance(self._layers[row], residual, self._state, depth)
+        found = self._advance(self._layers[row], residual, self._state, depth, self._routing)
         self._state = found[0]
         return [
             one for step, seen in enumerate(found, start=1)

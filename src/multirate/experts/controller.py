@@ -47,6 +47,9 @@ class SelfDisabling(Predictor):
             self._new_pass()
         self._row = row
 
+    def routed(self, experts: Tensor, weights: Tensor) -> None:
+        self.inner.routed(experts, weights)
+
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
         self._single = self._single and len(residual) == 1
         self.inner.depth = self.depth

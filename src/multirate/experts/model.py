@@ -202,10 +202,12 @@ class OffloadedExperts:
 
     def _advance(self, forecast: ExpertForecast) -> Advance:
         if self.native is not None:
-            return NativeForesight(forecast.down.detach(), [up.detach() for up in forecast.up]).step
+            sketch = None if forecast.sketch is None else forecast.sketch.detach()
+            ups = [up.detach() for up in forecast.up]
+            return NativeForesight(forecast.down.detach(), ups, sketch, forecast.config.sketch).step
         slow = forecast.float().eval().requires_grad_(False)
-        return lambda layer, residual, state, depths: [
-            seen.to(residual.dtype) for seen in slow.step(layer, residual.float(), state, depths)
+        return lambda layer, residual, state, depths, routing: [
+            seen.to(residual.dtype) for seen in slow.step(layer, residual.float(), state, depths, routing)
         ]
 
     def start(self, backend: str = "auto", policy: str | None = None, memory: str | int | None = None) -> Decoder:

@@ -28,6 +28,9 @@ class Predictor(ABC):
     def used(self, row: int, experts: Sequence[int]) -> None:  # noqa: B027 - optional
         """Layer `row` needs these experts now: what there is to learn from."""
 
+    def routed(self, experts: Tensor, weights: Tensor) -> None:  # noqa: B027 - optional
+        """What the running layer's router chose, before `predict`: experts int64 [N, k], weights fp32 [N, k]."""
+
     @abstractmethod
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
         """residual [N, H]: the stream after the attention of layer `row`. → predictions for later rows of this pass."""
@@ -118,6 +121,9 @@ class Shuffled(Predictor):
 
     def used(self, row: int, experts: Sequence[int]) -> None:
         self._inner.used(row, experts)
+
+    def routed(self, experts: Tensor, weights: Tensor) -> None:
+        self._inner.routed(experts, weights)
 
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
         self._inner.depth = self.depth

@@ -107,11 +107,14 @@ class ExpertRuntime:
             predictor.depth = min(fixed or last, predictor.most_depth)
             self._depth = MeasuredDepth(predictor, len(self.store.index.layers)) if fixed is None else None
 
-    def run(self, row: int, needed: list[int], compute: ComputeExperts, residual: Tensor) -> None:
+    def run(
+        self, row: int, needed: list[int], compute: ComputeExperts, residual: Tensor,
+        routing: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         """Hands every expert in `needed` to `compute` once, those that are there first.
 
         row: of the store. weights: the record's fields, unchanged until compute returns. residual [N, d]: the stream
-        after this layer's attention, which predictors see.
+        after this layer's attention, and routing: the router's choice [N, k] with weights [N, k], for predictors.
         """
         self._enter(row, len(residual))
         if self.trace is not None:
@@ -120,6 +123,8 @@ class ExpertRuntime:
         if self.predictor is not None:
             self.predictor.used(row, needed)
             if self.cache.occupied < self._everything:
+                if routing is not None:
+                    self.predictor.routed(*routing)
                 self._predict(row, residual)
         try:
             while waiting:
@@ -132,8 +137,9 @@ class ExpertRuntime:
                 finally:
                     self.memory.used(slot.index for slot in slots)
                     self.cache.release(slots)
-                self.loader.go_on()
                 waiting = [key for key in waiting if key not in keys]
+                self.loader.demand(waiting)  # slots have become free: for these first
+                self.loader.go_on()
                 self.stats.note("compute", began, row, keys[0][1] if len(keys) == 1 else -1)
         finally:
             self.cache.want(())
@@ -153,7 +159,7 @@ class ExpertRuntime:
                 own = unpack_expert(weights["gate_up_proj"], weights["down_proj"]) if unpack else weights
                 parts[places] = expert_forward(module, own, hidden[places // k])
 
-        self.run(row, torch.unique(flat).tolist(), compute, residual)
+        self.run(row, torch.unique(flat).tolist(), compute, residual, (top_index, top_weights.float()))
         weighted = parts.view(n, k, -1).float() * top_weights[..., None].float()
         total: Tensor = weighted.sum(dim=1).to(hidden.dtype)  # over a token's k in the router's order, always
         return total

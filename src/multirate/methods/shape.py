@@ -20,9 +20,14 @@ class BaseShape:
     intermediate_size: int
     norm_eps: float
     rope_theta: float
-    is_moe: bool
+    num_experts: int
     sites: frozenset[str] | None = None
     """Adapter sites that every layer has (backbone's LayerParts.sites); None: unknown, taken as all."""
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether layers have experts."""
+        return self.num_experts > 0
 
     def has_sites(self, *names: str) -> bool:
         """Whether adapters can sit at all of ``names`` ("q", "o", "gate", "up", "down", "mlp")."""
@@ -55,5 +60,5 @@ class BaseShape:
             intermediate_size=first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
             norm_eps=float(first("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", default=1e-5)),
             rope_theta=float(rope.get("rope_theta") or first("rope_theta", default=10000.0)),
-            is_moe=first("num_experts", "num_local_experts", default=0) > 0,
+            num_experts=first("num_experts", "num_local_experts", default=0),
         )

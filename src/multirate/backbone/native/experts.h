@@ -101,13 +101,47 @@ void mr_experts(const Expert *const *experts, const int32_t *uses, int count, co
         }
 }
 
+// A few rows for each expert (methods/m2r2_experts/modules.py): down [E, rows, d], up [E, rows, d] of each depth.
+typedef struct {
+    const float *down, *near, *far;
+    int32_t rows, pad;
+} Sketch;
+
 typedef struct {
     const LowRank *near, *far;
+    const Sketch *sketch;  // or NULL
+    const int64_t *ids;    // [n, k] with weights [n, k]: the experts of the layer
+    const float *weights;
     const float *ones, *residual, *state;
     float *p_near, *p_far;
     float eps;
-    int count;
+    int count, k;
 } Foresight;
+
+// p += Σ over a row's experts of share · up SiLU(down n(residual)).
+static void add_sketches(const Foresight *f, int n, int d) {
+    const Sketch *s = f->sketch;
+    const float *x = f->residual + (size_t)n * d, *weights = f->weights + (size_t)n * f->k;
+    fv squares = all(0.0f);
+    for (int i = 0; i < d; i += LANES) { fv v = load_v(x + i); squares += v * v; }
+    float scale = 1.0f / sqrtf(sum_v(squares) / d + f->eps), total = 0.0f;
+    for (int j = 0; j < f->k; j++) total += weights[j];
+    for (int j = 0; j < f->k; j++)
+        for (int row = 0; row < s->rows; row++) {
+            size_t at = ((size_t)f->ids[(size_t)n * f->k + j] * s->rows + row) * d;
+            fv dot = all(0.0f);
+            for (int i = 0; i < d; i += LANES) dot += load_v(x + i) * load_v(s->down + at + i);
+            float inner = sum_v(dot) * scale, z = inner / (1.0f + expf(-inner)) * weights[j] / total;
+            for (int i = 0; i < d; i += LANES) {
+                float *near = f->p_near + (size_t)n * d + i;
+                store_v(near, load_v(near) + all(z) * load_v(s->near + at + i));
+            }
+            for (int i = 0; f->far && i < d; i += LANES) {
+                float *far = f->p_far + (size_t)n * d + i;
+                store_v(far, load_v(far) + all(z) * load_v(s->far + at + i));
+            }
+        }
+}
 
 static void run_foresight(void *context, int id, int threads) {
     const Foresight *f = context;
@@ -127,18 +161,25 @@ static void run_foresight(void *context, int id, int threads) {
     low_rank_in(f->near, mine.normed, 2 * d, NULL, f->count, id, threads);
     low_rank_out(f->near, f->p_near, d, NULL, f->count, id, threads);
     if (f->far) low_rank_out(f->far, f->p_far, d, NULL, f->count, id, threads);
+    if (!f->sketch) return;
+    barrier(threads);
+    for (int n = id; n < f->count; n += threads) add_sketches(f, n, d);
 }
 
 // The accelerated residual (methods/m2r2_experts/modules.py): p = residual + U SiLU(D [n(residual); n(state)]) for the U of
-// `near` and, unless NULL, that of `far`, whose D is the same. residual, state (or NULL), p [n, d]; ones [d].
-void mr_foresee(const LowRank *near, const LowRank *far, const float *ones, float eps, const float *residual,
-                const float *state, int n, float *p_near, float *p_far) {
+// `near` and, unless NULL, that of `far`, whose D is the same; and the experts' sketches, unless NULL. residual, state (or
+// NULL), p [n, d]; ones [d]; ids, weights [n, k].
+void mr_foresee(const LowRank *near, const LowRank *far, const Sketch *sketch, const int64_t *ids, const float *weights,
+                int k, const float *ones, float eps, const float *residual, const float *state, int n, float *p_near,
+                float *p_far) {
     size_t d = near->a.in / 2;
     room_for_adapters();
     for (int r = 0; r < n; r += MAX_ROWS) {
         size_t at = r * d;
-        Foresight f = {near, far, ones, residual + at, state ? state + at : NULL, p_near + at, far ? p_far + at : NULL, eps,
-                       n - r < MAX_ROWS ? n - r : MAX_ROWS};
+        size_t use = (size_t)r * (size_t)k;
+        Foresight f = {near, far, sketch, ids ? ids + use : NULL, weights ? weights + use : NULL, ones, residual + at,
+                       state ? state + at : NULL, p_near + at, far ? p_far + at : NULL, eps,
+                       n - r < MAX_ROWS ? n - r : MAX_ROWS, k};
         if (n > FEW_ROWS) run_parallel(run_foresight, &f);
         else run_foresight(&f, 0, 1);
     }

@@ -13,29 +13,47 @@ from multirate.backbone.native.packing import Owner
 
 
 class NativeForesight:
-    """down [L, rank, 2d], up[δ − 1] [L, d, rank] in the kernel's form (bf16): what is named may differ from what fp32
-    would name, which changes no token."""
+    """down [L, rank, 2d], sketch [L, E · s, d] or None, up[δ − 1] [L, d, rank + E · s] in the kernel's form (bf16, the
+    sketches fp32): what is named may differ from what fp32 would name, which changes no token."""
 
-    def __init__(self, down: Tensor, up: Sequence[Tensor], eps: float = 1e-6) -> None:
+    def __init__(
+        self, down: Tensor, up: Sequence[Tensor], sketch: Tensor | None = None, rows: int = 0, eps: float = 1e-6
+    ) -> None:
         self._library, self._owner, self._eps = library.kernel(), Owner(), eps
+        rank = down.shape[1]
         self._sites = [
-            [self._owner.low_rank(down[layer].float(), one[layer].float(), silu=True) for one in up]
+            [self._owner.low_rank(down[layer].float(), one[layer, :, :rank].float(), silu=True) for one in up]
             for layer in range(len(down))
         ]
         self._addresses = [[ctypes.addressof(site) for site in sites] for sites in self._sites]
         self._ones = torch.ones(up[0].shape[1])
+        self._sketches: list[list[library.Sketch]] = []  # by layer, for the near depth with each far one
+        if sketch is not None:
+            for layer in range(len(down)):
+                ups = [self._owner.floats(one[layer, :, rank:].T) for one in up]
+                drawn = self._owner.floats(sketch[layer])
+                self._sketches.append([library.Sketch(drawn, ups[0], far, rows, 0) for far in ups])
 
-    def step(self, layer: int, residual: Tensor, state: Tensor | None, depths: int) -> list[Tensor]:
-        """As ExpertForecast.step: residual, state fp32 [N, d] → p of depths 1 … depths."""
+    def step(
+        self, layer: int, residual: Tensor, state: Tensor | None, depths: int,
+        routing: tuple[Tensor, Tensor] | None = None,
+    ) -> list[Tensor]:
+        """As ExpertForecast.step: residual, state fp32 [N, d], routing int64 and fp32 [N, k] → p of each depth."""
         residual = residual.float().contiguous()
-        sites = self._addresses[layer][:depths]
+        sites, sketches = self._addresses[layer][:depths], None
         found = [torch.empty_like(residual) for _ in sites]
         before = None if state is None else state.data_ptr()
-        # two depths a call: they share the product with `down`
-        for i in range(1, max(len(sites), 2), 1):
+        ids = weights = None
+        k = 0
+        if self._sketches:
+            assert routing is not None
+            sketches = self._sketches[layer]
+            ids, weights, k = routing[0].data_ptr(), routing[1].data_ptr(), routing[0].shape[1]
+        for i in range(1, max(len(sites), 2)):  # two depths a call: they share the product with `down`
             far = (sites[i], found[i].data_ptr()) if i < len(sites) else (None, None)
+            drawn = None if sketches is None else ctypes.addressof(sketches[min(i, len(sketches) - 1)])
             self._library.mr_foresee(
-                sites[0], far[0], self._ones.data_ptr(), self._eps, residual.data_ptr(), before, len(residual),
-                found[0].data_ptr(), far[1],
+                sites[0], far[0], drawn, ids, weights, k, self._ones.data_ptr(), self._eps, residual.data_ptr(), before,
+                len(residual), found[0].data_ptr(), far[1],
             )
         return found

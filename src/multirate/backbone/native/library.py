@@ -73,6 +73,10 @@ class Stream(ctypes.Structure):
     ]
 
 
+class Sketch(ctypes.Structure):
+    _fields_ = [*((name, pointer) for name in ("down", "near", "far")), ("rows", int32), ("pad", int32)]
+
+
 class TreeLimits(ctypes.Structure):
     _fields_ = [
         *((name, int32) for name in ("depth", "width", "nodes", "top")),
@@ -152,7 +156,9 @@ def kernel() -> ctypes.CDLL:
     library.mr_head_top.argtypes = [pointer, pointer, floats, pointer, *[integers] * 3, floats, *[pointer] * 3]
     library.mr_route.argtypes = [pointer, pointer, floats, pointer, *[integers] * 4, *[pointer] * 4]
     library.mr_experts.argtypes = [pointer, pointer, integers, *[pointer] * 4]
-    library.mr_foresee.argtypes = [*[pointer] * 3, floats, pointer, pointer, integers, pointer, pointer]
+    library.mr_foresee.argtypes = [
+        *[pointer] * 5, integers, pointer, floats, pointer, pointer, integers, pointer, pointer
+    ]
     library.mr_combine.argtypes = [pointer, pointer, integers, integers, integers, pointer]
     long, double = ctypes.c_int64, ctypes.c_double
     library.mr_reads_open.argtypes = [integers, pointer, integers, long, long, integers, double, integers, double]

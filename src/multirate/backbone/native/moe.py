@@ -32,11 +32,14 @@ ComputeExperts = Callable[[Sequence[tuple[int, Mapping[str, Tensor]]]], None]
 class ExpertProvider(Protocol):
     """Has the experts of a model."""
 
-    def run(self, row: int, needed: list[int], compute: ComputeExperts, residual: Tensor) -> None:
+    def run(
+        self, row: int, needed: list[int], compute: ComputeExperts, residual: Tensor,
+        routing: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         """Hands every needed expert of the row-th mixture layer to `compute` once, in any order and grouping.
 
         weights: "gate_up_proj" and "down_proj" as `pack_expert` makes them, unchanged until compute returns. residual
-        [N, d]: the stream after this layer's attention.
+        [N, d]: the stream after this layer's attention; routing: experts int64 [N, k] and their weights fp32 [N, k].
         """
         ...
 
@@ -171,7 +174,7 @@ class NativeMoEDecoder(NativeDecoder):
                 records, counts.ctypes.data, len(found), normed, wanted.ctypes.data, places.ctypes.data, parts
             )
 
-        self._provider().run(self._row_of[layer], uses.experts, compute, x)
+        self._provider().run(self._row_of[layer], uses.experts, compute, x, routing.chosen)
         self._library.mr_combine(parts, routing.addresses[-1], *routing.ids.shape, x.shape[1], x.data_ptr())
         if adapter is not None and rows.accelerated is not None:
             self._beside(adapter, routing.normed, x, np.flatnonzero(rows.accelerated))
@@ -205,6 +208,7 @@ class _Routing:
         self.normed, self._logits = torch.empty(rows, hidden), torch.empty(rows, padded(experts))
         self.ids, self.weights = np.empty((rows, top_k), np.int64), np.empty((rows, top_k), np.float32)
         self.parts = torch.empty(rows * top_k, hidden)
+        self.chosen = torch.from_numpy(self.ids), torch.from_numpy(self.weights)
         self.addresses = (
             self.normed.data_ptr(), self._logits.data_ptr(), self.ids.ctypes.data, self.weights.ctypes.data
         )

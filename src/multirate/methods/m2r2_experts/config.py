@@ -16,6 +16,9 @@ class ExpertForecastConfig(MethodConfig):
     METHOD: ClassVar[str] = "m2r2-experts"
 
     rank: int = 64
+    sketch: int = 8
+    """Rank of the copy in small of each expert: it says where this layer's own experts will move the residual, which
+    they have not done yet. 0: none."""
     ahead: int = 2
     """Depths 1 … ahead are trained: layer i names the experts of layers i + 1 … i + ahead."""
     membership: float = 0.5
@@ -25,6 +28,7 @@ class ExpertForecastConfig(MethodConfig):
 
     def check(self) -> None:
         self.require(self.rank >= 1, "rank", "at least 1")
+        self.require(self.sketch >= 0, "sketch", "0 or more")
         self.require(1 <= self.ahead <= 8, "ahead", "1 to 8")
         for name in ("membership", "alignment"):
             self.require(getattr(self, name) >= 0, name, "0 or more")

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from multirate.backbone.parts import MoEParts
 from multirate.errors import UserError
 from multirate.methods.distillation import Distilled
-from multirate.methods.m2r2_experts.modules import ExpertForecast
+from multirate.methods.m2r2_experts.modules import ExpertForecast, Routing
 from multirate.methods.objective import Report, Term
 from multirate.methods.teacher import Teacher
 
@@ -37,6 +37,12 @@ class _Mixture:
         assert self.norm is not None
         made: Tensor = self.norm(residual)
         return made
+
+    @torch.no_grad()
+    def routing(self, residual: Tensor) -> Routing:
+        """The experts that run for this stream, and softmax over them of their logits."""
+        logits, chosen = self.route(self.inputs(residual))
+        return chosen, logits.gather(1, chosen).softmax(-1)
 
     def route(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Router logits float32 [N, E] and the experts chosen [N, k]."""
@@ -79,7 +85,7 @@ class ExpertForecastObjective(nn.Module):
         rows = self._residuals(ids, mask)
         state, named = None, []
         for mixture, residual in zip(self._mixtures, rows, strict=True):
-            found = self.stream.step(mixture.layer, residual, state)
+            found = self.stream.step(mixture.layer, residual, state, None, mixture.routing(residual))
             state = found[0]
             named.append(found)
         return self._judge(rows, named)

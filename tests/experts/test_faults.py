@@ -140,6 +140,16 @@ def test_a_short_read_is_gone_on_with(offload: OffloadedExperts, monkeypatch: py
     reader.close()
 
 
+def test_a_file_cut_within_a_block_is_an_error_not_a_loop(offload: OffloadedExperts, tmp_path: Path) -> None:
+    cut = tmp_path / "cut"
+    cut.write_bytes(offload.store.path.read_bytes()[:5000])
+    for direct in (True, False):
+        reader, arena = RecordReader(cut, direct=direct), Arena(1, 8192)
+        with pytest.raises(OSError, match="truncated while in use"):
+            reader.read(0, arena.buffers[0])
+        reader.close()
+
+
 def test_without_direct_reads_the_bytes_are_the_same_and_it_is_said(offload: OffloadedExperts) -> None:
     offload.use()
     right = steps(offload)
@@ -253,7 +263,7 @@ class Random(Reads):
         self._draw, self.open, self.content = draw, dict[int, int](), dict[int, int]()
         self._cancelled: set[int] = set()
 
-    def submit(self, slot: int, offset: int, order: int, demanded: bool) -> None:
+    def submit(self, slot: int, offset: int, order: int, demanded: bool, wake: bool = True) -> None:
         assert slot not in self.open, "a slot is filled twice at a time"
         self.open[slot] = offset
         self.content.pop(slot, None)

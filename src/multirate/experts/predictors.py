@@ -36,10 +36,16 @@ class Predictor(ABC):
         """residual [N, H]: the stream after the attention of layer `row`. → predictions for later rows of this pass."""
 
 
+_BY_RANK = [1 / (1 + rank) for rank in range(256)]
+
+
 def likeliest(chosen: Tensor, target: int) -> list[Prediction]:
     """chosen [N, k], each row's likeliest first → the experts of row `target`: chance: Σ 1 / (1 + rank) over rows."""
+    rows = chosen.tolist()
+    if len(rows) == 1:
+        return [Prediction((target, expert), target, _BY_RANK[rank]) for rank, expert in enumerate(rows[0])]
     chances: dict[int, float] = {}
-    for experts in chosen.tolist():
+    for experts in rows:
         for rank, expert in enumerate(experts):
             chances[expert] = chances.get(expert, 0.0) + 1 / (1 + rank)
     return [Prediction((target, expert), target, chance) for expert, chance in chances.items()]

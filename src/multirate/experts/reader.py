@@ -88,12 +88,12 @@ class RecordReader:
     def _fill(self, offset: int, into: memoryview) -> None:
         done = 0
         while done < len(into):
-            count = os.preadv(self._fd, [into[done:]], offset + done)
-            if count <= 0:
-                raise OSError(f"{self.path} ends at byte {offset + done}: it was truncated while in use")
+            count, before = os.preadv(self._fd, [into[done:]], offset + done), done
             done += count
-            if done < len(into) and self.direct and done % ALIGNMENT:
+            if count > 0 and done < len(into) and self.direct:
                 done -= done % ALIGNMENT  # a short direct read is resumed where it may be
+            if done == before:
+                raise OSError(f"{self.path} ends at byte {offset + done + count}: it was truncated while in use")
         if not self.direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
 

@@ -78,17 +78,64 @@ static int64_t read_chunk(Reads *r, int slot, int64_t offset, int64_t done, int3
             *status = n < 0 ? errno : ENODATA;
             return 0;
         }
+        int64_t before = got;
         got += n;
-        if (got < want) got -= got % r->alignment;  // a short direct read is resumed where it may be
+        if (got == want) break;
+        got -= got % r->alignment;  // a short direct read is resumed where it may be
+        if (got == before) {        // less than a block, twice over: the file ends in it
+            *status = ENODATA;
+            return 0;
+        }
     }
     return want;
 }
 
-static void *reading(void *argument) {
-    Reads *r = argument;
+// The read of `slot`, just taken from the queue, to its end or until it gives way; with the mutex, which it lets go.
+static void run_read(Reads *r, int slot) {
+    Read *one = &r->reads[slot];
+    one->state = READ_RUNNING;
+    if (!one->done) one->began = now_seconds();
+    while (one->state == READ_RUNNING && !r->closed) {
+        int64_t offset = one->offset, done = one->done;
+        int32_t status = 0;
+        double began = now_seconds();
+        pthread_mutex_unlock(&r->mutex);
+        int64_t got = read_chunk(r, slot, offset, done, &status);
+        pthread_mutex_lock(&r->mutex);
+        if (r->rate > 0 && got) {
+            r->free_at = (r->free_at > began ? r->free_at : began) + (double)got / r->rate;
+            double wait = r->free_at - now_seconds();
+            if (wait > 0) {
+                struct timespec t = {(time_t)wait, (long)(1e9 * (wait - (double)(time_t)wait))};
+                pthread_mutex_unlock(&r->mutex);
+                nanosleep(&t, NULL);
+                pthread_mutex_lock(&r->mutex);
+            }
+        }
+        one->done = done + got;
+        int over = status || one->done >= r->size;
+        if (!over && one->unwanted) { status = ECANCELED; over = 1; }
+        if (over) {
+            one->status = status;
+            one->ended = now_seconds();
+            one->state = READ_ENDED;
+            r->ended[r->ended_count++] = slot;
+        } else if (!one->demanded && r->queued_demands) {
+            enqueue(r, slot);  // gives way; goes on from here later
+            pthread_cond_signal(&r->work);
+        }
+    }
+}
+
+static void fine_timer(void) {
 #ifdef PR_SET_TIMERSLACK
     prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);  // a throttled read of 0.1 ms must not oversleep by half
 #endif
+}
+
+static void *reading(void *argument) {
+    Reads *r = argument;
+    fine_timer();
     pthread_mutex_lock(&r->mutex);
     for (;;) {
         int slot;
@@ -102,44 +149,23 @@ static void *reading(void *argument) {
             pthread_cond_wait(&r->work, &r->mutex);
         }
         if (r->closed) break;
-        Read *one = &r->reads[slot];
-        one->state = READ_RUNNING;
-        if (!one->done) one->began = now_seconds();
-        while (one->state == READ_RUNNING) {
-            int64_t offset = one->offset, done = one->done;
-            int32_t status = 0;
-            double began = now_seconds();
-            pthread_mutex_unlock(&r->mutex);
-            int64_t got = read_chunk(r, slot, offset, done, &status);
-            pthread_mutex_lock(&r->mutex);
-            if (r->rate > 0 && got) {
-                r->free_at = (r->free_at > began ? r->free_at : began) + (double)got / r->rate;
-                double wait = r->free_at - now_seconds();
-                if (wait > 0) {
-                    struct timespec t = {(time_t)wait, (long)(1e9 * (wait - (double)(time_t)wait))};
-                    pthread_mutex_unlock(&r->mutex);
-                    nanosleep(&t, NULL);
-                    pthread_mutex_lock(&r->mutex);
-                }
-            }
-            one->done = done + got;
-            if (r->closed) break;
-            int over = status || one->done >= r->size;
-            if (!over && one->unwanted) { status = ECANCELED; over = 1; }
-            if (over) {
-                one->status = status;
-                one->ended = now_seconds();
-                one->state = READ_ENDED;
-                r->ended[r->ended_count++] = slot;
-                pthread_cond_signal(&r->finished);
-            } else if (!one->demanded && r->queued_demands) {
-                enqueue(r, slot);  // gives way; goes on from here later
-                pthread_cond_signal(&r->work);
-            }
-        }
+        run_read(r, slot);
+        pthread_cond_signal(&r->finished);
     }
     pthread_mutex_unlock(&r->mutex);
     return NULL;
+}
+
+// The computing thread has nothing else to do: it takes a demand that no reader has begun. 0: there is none.
+int mr_reads_help(Reads *r) {
+    pthread_mutex_lock(&r->mutex);
+    int helped = r->queued_demands > 0 && !r->closed;
+    if (helped) {
+        if (r->rate > 0) fine_timer();
+        run_read(r, take_next(r));
+    }
+    pthread_mutex_unlock(&r->mutex);
+    return helped;
 }
 
 void mr_reads_close(Reads *r) {
@@ -182,12 +208,13 @@ Reads *mr_reads_open(int fd, void *base, int slots, int64_t size, int64_t chunk,
     return NULL;
 }
 
-void mr_reads_submit(Reads *r, int slot, int64_t offset, int64_t order, int demanded) {
+// wake: whether a reader is to begin at once; otherwise the next one that looks, or mr_reads_help.
+void mr_reads_submit(Reads *r, int slot, int64_t offset, int64_t order, int demanded, int wake) {
     pthread_mutex_lock(&r->mutex);
     r->reads[slot] = (Read){.offset = offset, .order = demanded ? r->sequence++ : order, .demanded = demanded};
     enqueue(r, slot);
     pthread_mutex_unlock(&r->mutex);
-    pthread_cond_signal(&r->work);
+    if (wake) pthread_cond_signal(&r->work);
 }
 
 // A prediction has become a demand.

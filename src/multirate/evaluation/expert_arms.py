@@ -102,7 +102,7 @@ class _Contestant:
             keys: list[Key] = [(row, e) for index in order for row, experts in traces[index] for e in experts]
             eviction = Belady(keys)
         else:
-            eviction = eviction_policy("least_stale" if name in BOUNDS else arm(name).eviction)
+            eviction = eviction_policy("lrfu" if name in BOUNDS else arm(name).eviction)
         if name == RESIDENT:
             settings = ExpertSettings(None, direct=settings.direct)
         predictor = None if name in BOUNDS else offload.policy_predictor(name)

@@ -29,10 +29,10 @@ ARMS: Mapping[str, Arm] = {
     "lru": Arm("lru", "none", "a cache, the least recently used leaves"),
     "least_stale": Arm("least_stale", "none", "a cache, what an earlier token left leaves first"),
     "lrfu": Arm("lrfu", "none", "a cache, the least used leaves, old uses counting less"),
-    "previous_token": Arm("least_stale", "previous_token", "and the experts of the previous token are read ahead"),
-    "popularity": Arm("least_stale", "popularity", "and the most used experts are read ahead"),
-    "next_layer_gate": Arm("least_stale", "next_layer_gate", "and the next layer's router, asked now, is read ahead"),
-    "accelerated": Arm("least_stale", "accelerated", "the same router, asked with the accelerated residual"),
+    "previous_token": Arm("lrfu", "previous_token", "and the experts of the previous token are read ahead"),
+    "popularity": Arm("lrfu", "popularity", "and the most used experts are read ahead"),
+    "next_layer_gate": Arm("lrfu", "next_layer_gate", "and the next layer's router, asked now, is read ahead"),
+    "accelerated": Arm("lrfu", "accelerated", "the same router, asked with the accelerated residual"),
 }
 AHEAD_OF_TIME = "aot"
 _BEST = Arm("lrfu", "next_layer_gate", "the best there is, switched off while it does not pay")

@@ -27,6 +27,7 @@ from multirate.experts.reader import Throttle
 from multirate.experts.slot_cache import Key, Slot, SlotCache, State
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
+from multirate.experts.worth import Worth
 
 IMPLEMENTATION = "multirate"
 
@@ -37,7 +38,8 @@ class ExpertSettings:
 
     disk_bytes_per_second: slows reads down to this, for measurements that repeat; None: the real disk. direct: past the
     page cache. depth: how many layers ahead experts are named, at most what the predictor can; None: as measured
-    compute and reads have it (depth.py).
+    compute and reads have it (depth.py). worth: the least share of predictions of the same rank that must have come
+    true lately for one to be read (worth.py); 0: all are.
     """
 
     memory_bytes: int | None = None
@@ -46,6 +48,7 @@ class ExpertSettings:
     direct: bool = True
     threads: int = 1
     depth: int | None = None
+    worth: float = 0.5
 
 
 def slots_for(store: ExpertStore, memory_bytes: int | None) -> int:
@@ -91,6 +94,7 @@ class ExpertRuntime:
         self.predictor: Predictor | None = None
         self._depth: MeasuredDepth | None = None
         self.predict_with(predictor)
+        self._worth = Worth(self.settings.worth) if self.settings.worth > 0 else None
         self._token = 0
         self._last_row = len(store.index.layers)
 
@@ -122,6 +126,8 @@ class ExpertRuntime:
         waiting = self._ask(row, needed)
         if self.predictor is not None:
             self.predictor.used(row, needed)
+            if self._worth is not None:
+                self._worth.outcome(row, needed)
             if self.cache.occupied < self._everything:
                 if routing is not None:
                     self.predictor.routed(*routing)
@@ -193,6 +199,8 @@ class ExpertRuntime:
             self._token += 1  # a new pass over the layers
             if self._depth is not None:
                 self._depth.new_pass(self.stats, rows)
+            if self._worth is not None:
+                self._worth.new_pass()
             self.stats.note("token", time.perf_counter(), row)
         self._last_row = row
         self.loader.pass_row(self._token, row)
@@ -223,6 +231,12 @@ class ExpertRuntime:
         found = self.predictor.predict(row, residual)
         self.stats.predictor_seconds += time.perf_counter() - began
         self.stats.note("predict", began, row)
+        if self._worth is not None:
+            keep = self._worth.keep
+            found = [
+                one for one in found
+                if self.cache.find(one.key) is not None or keep(one.key, one.deadline - row, one.chance)
+            ]  # fmt: skip
         if found:
             self.loader.speculate(found)
 

@@ -39,6 +39,12 @@ def test_it_stays_on_where_it_pays_and_goes_off_where_not() -> None:
         assert machine.passes[-15:] == [decided] * 15
 
 
+def test_a_gain_within_the_noise_is_none() -> None:
+    machine = Machine(0.99, 1.0)
+    machine.run(40)
+    assert not machine.passes[-1]
+
+
 def test_prompts_do_not_count() -> None:
     machine = Machine(1.0, 1.5)
     for _ in range(30):

@@ -16,17 +16,19 @@ class SelfDisabling(Predictor):
     """Passes a predictor's names on only while that makes passes faster.
 
     Single-token passes are timed in blocks, with and without predictions in turn, until each way has `blocks` of them;
-    then the way with the lower median goes on for `trust` passes before both are tried again. A pass is timed from its
+    then predictions stay on for `trust` passes if their median is lower by the share `margin`, which noise alone seldom
+    is, or off; and both are tried again. A pass is timed from its
     first row to the next one's; longer passes (prompts) and the first after a change do not count.
     """
 
     def __init__(
-        self, inner: Predictor, *, block: int = 12, blocks: int = 2, trust: int = 400,
+        self, inner: Predictor, *, block: int = 12, blocks: int = 2, trust: int = 400, margin: float = 0.03,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.inner, self.on = inner, True
         self.most_depth = inner.most_depth
         self._block, self._needed, self._trust, self._clock = block, block * blocks, trust, clock
+        self._margin = margin
         self._times: dict[bool, list[float]] = {True: [], False: []}
         self._began: float | None = None
         self._row = 1 << 60
@@ -38,8 +40,11 @@ class SelfDisabling(Predictor):
         on, off = (statistics.median(self._times[way]) if self._times[way] else None for way in (True, False))
         if on is None or off is None:
             return "reading ahead has not been measured yet"
-        word = "pays" if on <= off else "does not pay"
+        word = "pays" if self._pays(on, off) else "does not pay"
         return f"reading ahead {word} here: {1e3 * on:.2f} ms a token with it, {1e3 * off:.2f} without"
+
+    def _pays(self, on: float, off: float) -> bool:
+        return on <= (1 - self._margin) * off
 
     def used(self, row: int, experts: Sequence[int]) -> None:
         self.inner.used(row, experts)
@@ -76,6 +81,6 @@ class SelfDisabling(Predictor):
         self._in_block = 0
         if all(len(times) >= self._needed for times in self._times.values()):
             on, off = (statistics.median(self._times[way]) for way in (True, False))
-            self.on, self._left = on <= off, self._trust
+            self.on, self._left = self._pays(on, off), self._trust
         else:
             self.on = not self.on

@@ -83,13 +83,24 @@ def goals(data: dict[str, Any]) -> str:
     return _table(["", "goal", *shares], lines)
 
 
+def noise(data: dict[str, Any]) -> str:
+    """Where everything fits, all arms but on_demand do the same work: how far they are apart there."""
+    rates = [row["tokens_per_second"] for size, rows in by_budget(data) if size >= data["experts_bytes"]
+             for name, row in rows.items() if name != "on_demand"]  # fmt: skip
+    if not rates:
+        return ""
+    return (f"Bold: reached. At 100% every arm but `on_demand` does the same work, and they are {min(rates):.0f} to "
+            f"{max(rates):.0f} tok/s: so much of any difference is this shared machine's noise. What reading ahead "
+            "gains here, and why not more, is in [docs/experts.md](docs/experts.md).")  # fmt: skip
+
+
 def arithmetic(data: dict[str, Any]) -> str:
     parts = []
     for size, rows in by_budget(data):
         row, slow, fast = rows["accelerated"], rows["on_demand"], rows["resident"]
         x = fast["tokens_per_second"] / slow["tokens_per_second"] - 1
         parts.append(f"at {100 * size / data['experts_bytes']:.0f}%: x = {x:.1f}, h = {row['hit_rate']:.2f}, "
-                     f"r = {row['prefetch_recall']:.2f}, p = {row['prefetch_precision']:.2f}")  # fmt: skip
+                     f"r = {row['prefetch_recall']:.2f}, p = {min(1.0, row['prefetch_precision']):.2f}")  # fmt: skip
     return "; ".join(parts)
 
 
@@ -102,7 +113,7 @@ def part(data: dict[str, Any], how: str) -> str:
         f"{how}: {data['prompts']} MT-Bench prompts, {data['max_new_tokens']} new tokens at most, "
         f"{data['repeats']} repeats, {data['dtype']}, batch 1, {data['threads']} threads of an {machine(data)}, "
         f"{disk}, {data['reads']}, {str(data['date'])[:10]}; tokens after the first; text {same}:",
-        rates(data), goals(data),
+        rates(data), goals(data), noise(data),
         f"Arithmetic of the accelerated residual (docs/experts.md) {arithmetic(data)}."
         f" Reproduce with `{argv}`.",
     ])  # fmt: skip

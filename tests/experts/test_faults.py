@@ -263,7 +263,7 @@ class Random(Reads):
         self._draw, self.open, self.content = draw, dict[int, int](), dict[int, int]()
         self._cancelled: set[int] = set()
 
-    def submit(self, slot: int, offset: int, order: int, demanded: bool, wake: bool = True) -> None:
+    def submit(self, slot: int, offset: int, order: int, demanded: bool) -> None:
         assert slot not in self.open, "a slot is filled twice at a time"
         self.open[slot] = offset
         self.content.pop(slot, None)

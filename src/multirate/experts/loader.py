@@ -58,7 +58,6 @@ class ExpertLoader:
 
     def demand(self, keys: Iterable[Key]) -> None:
         """These experts are needed now, in this order."""
-        begun = 0
         for key in keys:
             load = self._loads.get(key)
             if load is not None:
@@ -72,9 +71,7 @@ class ExpertLoader:
             slot = self._reserve(key)
             if slot is None:
                 return  # every slot is held or being filled: asked again when one is free
-            # the first one is left to this thread (`wait`): waking another takes as long as computing what is there
-            self._submit(_Load(key, slot, True), 0, wake=begun > 0)
-            begun += 1
+            self._submit(_Load(key, slot, True), 0)
 
     def wait(self, keys: Sequence[Key]) -> Slot:
         """Holds the first of `keys` to be READY (all are demanded). Raises UserError when its read failed."""
@@ -93,7 +90,7 @@ class ExpertLoader:
             self.demand(keys)
             if not self._loads:
                 raise RuntimeError("every slot is held and nothing is being read")  # a defect, never the user's
-            self.poll(0.0 if self._reads.help() else _PATIENCE)
+            self.poll(_PATIENCE)
 
     def poll(self, patience: float = 0.0) -> None:
         """Takes note of reads that have ended, after waiting up to `patience` seconds for one."""
@@ -167,9 +164,9 @@ class ExpertLoader:
                     return self._cache.reserve(key, speculative=False)
         return slot
 
-    def _submit(self, load: _Load, order: int, wake: bool = True) -> None:
+    def _submit(self, load: _Load, order: int) -> None:
         self._loads[load.key] = self._of_slot[load.slot.index] = load
-        self._reads.submit(load.slot.index, self._store.offset(*load.key), order, load.demanded, wake)
+        self._reads.submit(load.slot.index, self._store.offset(*load.key), order, load.demanded)
 
     def _drop(self, load: _Load) -> bool:
         """Whether its slot is free now; a read that has begun is told to end with its chunk."""

@@ -40,12 +40,8 @@ class Reads(ABC):
     """See the module."""
 
     @abstractmethod
-    def submit(self, slot: int, offset: int, order: int, demanded: bool, wake: bool = True) -> None:
-        """The record at `offset` → the slot, which has no read. wake: False for one that `help` will be asked for."""
-
-    def help(self) -> bool:
-        """The calling thread, which would only wait, does a demanded read that no other has begun. False: none."""
-        return False
+    def submit(self, slot: int, offset: int, order: int, demanded: bool) -> None:
+        """The record at `offset` → the slot, which has no read."""
 
     @abstractmethod
     def promote(self, slot: int) -> None:
@@ -84,11 +80,8 @@ class NativeReads(Reads):
             for array in (self._slots, self._status, self._bytes, self._began, self._over)
         ]
 
-    def submit(self, slot: int, offset: int, order: int, demanded: bool, wake: bool = True) -> None:
-        self._library.mr_reads_submit(self._handle, slot, offset, order, demanded, wake)
-
-    def help(self) -> bool:
-        return bool(self._library.mr_reads_help(self._handle))
+    def submit(self, slot: int, offset: int, order: int, demanded: bool) -> None:
+        self._library.mr_reads_submit(self._handle, slot, offset, order, demanded)
 
     def promote(self, slot: int) -> None:
         self._library.mr_reads_promote(self._handle, slot)
@@ -138,7 +131,7 @@ class ThreadReads(Reads):
         for thread in self._threads:
             thread.start()
 
-    def submit(self, slot: int, offset: int, order: int, demanded: bool, wake: bool = True) -> None:
+    def submit(self, slot: int, offset: int, order: int, demanded: bool) -> None:
         with self._lock:
             self._sequence += 1
             read = self._reads[slot] = _Read(slot, offset, (not demanded, self._sequence if demanded else order))

@@ -65,7 +65,9 @@ class ExpertStats:
     def precision(self) -> float:
         """Share of speculative loads begun that were needed before they were evicted."""
         begun = self.issued - self.cancelled
-        return (self.timely + self.late) / begun if begun else 0.0
+        if begun <= 0:
+            return 0.0
+        return min(1.0, (self.timely + self.late) / begun)  # what a phase needed may have been begun before it
 
     @property
     def bytes(self) -> int:

@@ -164,8 +164,7 @@ def kernel() -> ctypes.CDLL:
     library.mr_reads_open.argtypes = [integers, pointer, integers, long, long, integers, double, integers, double]
     library.mr_reads_open.restype = pointer
     library.mr_reads_close.argtypes = [pointer]
-    library.mr_reads_submit.argtypes = [pointer, integers, long, long, integers, integers]
-    library.mr_reads_help.argtypes = [pointer]
+    library.mr_reads_submit.argtypes = [pointer, integers, long, long, integers]
     library.mr_reads_promote.argtypes = library.mr_reads_cancel.argtypes = [pointer, integers]
     library.mr_reads_ended.argtypes = [pointer, double, *[pointer] * 5]
     library.mr_round.argtypes = [pointer, integers, integers, integers, pointer]

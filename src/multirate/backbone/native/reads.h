@@ -156,18 +156,6 @@ static void *reading(void *argument) {
     return NULL;
 }
 
-// The computing thread has nothing else to do: it takes a demand that no reader has begun. 0: there is none.
-int mr_reads_help(Reads *r) {
-    pthread_mutex_lock(&r->mutex);
-    int helped = r->queued_demands > 0 && !r->closed;
-    if (helped) {
-        if (r->rate > 0) fine_timer();
-        run_read(r, take_next(r));
-    }
-    pthread_mutex_unlock(&r->mutex);
-    return helped;
-}
-
 void mr_reads_close(Reads *r) {
     pthread_mutex_lock(&r->mutex);
     r->closed = 1;
@@ -208,13 +196,12 @@ Reads *mr_reads_open(int fd, void *base, int slots, int64_t size, int64_t chunk,
     return NULL;
 }
 
-// wake: whether a reader is to begin at once; otherwise the next one that looks, or mr_reads_help.
-void mr_reads_submit(Reads *r, int slot, int64_t offset, int64_t order, int demanded, int wake) {
+void mr_reads_submit(Reads *r, int slot, int64_t offset, int64_t order, int demanded) {
     pthread_mutex_lock(&r->mutex);
     r->reads[slot] = (Read){.offset = offset, .order = demanded ? r->sequence++ : order, .demanded = demanded};
     enqueue(r, slot);
     pthread_mutex_unlock(&r->mutex);
-    if (wake) pthread_cond_signal(&r->work);
+    pthread_cond_signal(&r->work);
 }
 
 // A prediction has become a demand.

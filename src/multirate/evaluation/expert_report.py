@@ -133,11 +133,11 @@ def _picture(events: Sequence[Event], longest: float) -> str:
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Expert loading</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #1d2126; background: #fff; margin: 0 auto; max-width: 70rem;
+body {{ font: 15px/1.5 system-ui, sans-serif; color: #1d2126; background: #fff; margin: 0 auto; max-width: 84rem;
 padding: 1rem; }}
 h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
-.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; white-space: nowrap; font-size: 0.82rem; }}
-th, td {{ text-align: right; padding: 0.3rem 0.45rem; border-bottom: 1px solid #e3e5e8; }}
+.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; white-space: nowrap; font-size: 0.78rem; }}
+th, td {{ text-align: right; padding: 0.3rem 0.4rem; border-bottom: 1px solid #e3e5e8; }}
 th:first-child, td:first-child {{ text-align: left; }}
 figure {{ margin: 1rem 0; }} figcaption {{ font-weight: 600; font-size: 0.9rem; }}
 svg {{ width: 100%; height: 5.2rem; border: 1px solid #e3e5e8; display: block; }}

@@ -70,6 +70,29 @@ def test_training_raises_recall() -> None:
 def test_the_state_is_carried_from_layer_to_layer() -> None:
     _, forecast = built()
     disturb(forecast)
-    r = torch.randn(3, 32)
-    alone, carried = forecast.step(2, r, None), forecast.step(2, r, torch.randn(3, 32))
+    r, routing = torch.randn(3, 32), (torch.tensor([[0, 1], [1, 3], [2, 0]]), torch.rand(3, 2))
+    alone = forecast.step(2, r, None, None, routing)
+    carried = forecast.step(2, r, torch.randn(3, 32), None, routing)
     assert len(alone) == 2 and not torch.allclose(alone[0], carried[0])
+
+
+def test_a_sketch_is_of_the_experts_that_run() -> None:
+    """By its definition, an expert at a time; the sketches of others change nothing."""
+    _, forecast = built(ahead=1)
+    disturb(forecast)
+    assert forecast.sketch is not None
+    rows, rank = forecast.config.sketch, forecast.config.rank
+    r, experts, weights = torch.randn(1, 32), torch.tensor([[3, 1]]), torch.tensor([[0.6, 0.2]])
+    with torch.no_grad():
+        found = forecast.step(1, r, None, None, (experts, weights))[0]
+        x = r / r.square().mean().sqrt()
+        expected = r + torch.nn.functional.silu(
+            torch.cat([x, torch.zeros_like(x)], -1) @ forecast.down[1].T
+        ) @ forecast.up[0][1][:, :rank].T
+        for expert, share in ((3, 0.75), (1, 0.25)):
+            part = slice(expert * rows, (expert + 1) * rows)
+            drawn = torch.nn.functional.silu(x @ forecast.sketch[1][part].T)
+            expected = expected + share * drawn @ forecast.up[0][1][:, rank:][:, part].T
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        forecast.sketch[1][2 * rows : 3 * rows] += 5.0
+        assert torch.equal(forecast.step(1, r, None, None, (experts, weights))[0], found)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent / "results"
+from result_files import load, machine, table  # beside this file
+
 BEGIN, END = "<!-- experts: benchmarks/readme_table.py -->", "<!-- /experts -->"
 NAMES = {
     "on_demand": "`on_demand`: every use a read",
@@ -25,13 +24,6 @@ NAMES = {
 CACHES = ("lru", "least_stale")
 
 
-def machine(data: dict[str, Any]) -> str:
-    """The processor and its widest instructions: one marketing name covers very different machines."""
-    features = data.get("cpu_features") or []
-    widest = next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in features), None)
-    return f"{data.get('cpu', data['device'])}" + (f" ({widest.upper().replace('_', '-')})" if widest else "")
-
-
 def by_budget(data: dict[str, Any]) -> list[tuple[int, dict[str, dict[str, Any]]]]:
     """(bytes, rows by method) of each budget, in the order of the run."""
     groups: list[tuple[int, dict[str, dict[str, Any]]]] = []
@@ -40,11 +32,6 @@ def by_budget(data: dict[str, Any]) -> list[tuple[int, dict[str, dict[str, Any]]
             groups.append((row["expert_memory_bytes"], {}))
         groups[-1][1][row["method"]] = row
     return groups
-
-
-def _table(heads: list[str], lines: list[list[str]]) -> str:
-    made = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    return "\n".join([*made, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def rates(data: dict[str, Any]) -> str:
@@ -58,7 +45,7 @@ def rates(data: dict[str, Any]) -> str:
             hits = f", hits {100 * row['hit_rate']:.0f}%" if method not in ("on_demand", "resident") else ""
             cells.append(f"{row['tokens_per_second']:.0f} tok/s, {row['speedup']:.2f}x{hits}")
         lines.append([NAMES.get(method, method), *cells])
-    return _table(["experts in memory:", *shares], lines)
+    return table(["experts in memory:", *shares], lines)
 
 
 def goals(data: dict[str, Any]) -> str:
@@ -80,7 +67,7 @@ def goals(data: dict[str, Any]) -> str:
         found = [ratio(rows, one, others) for _, rows in groups]
         lines.append([text, f"{least:.2f}x", *(f"{'**' * (v >= least)}{v:.2f}x{'**' * (v >= least)}" for v in found)])
     shares = [f"{100 * size / data['experts_bytes']:.0f}%" for size, _ in groups]
-    return _table(["", "goal", *shares], lines)
+    return table(["", "goal", *shares], lines)
 
 
 def noise(data: dict[str, Any]) -> str:
@@ -120,6 +107,6 @@ def part(data: dict[str, Any], how: str) -> str:
 
 
 def section() -> str:
-    data = json.loads((RESULTS / "experts_mixture.json").read_text())
+    data = load("experts_mixture.json")
     size = f"{data['experts_bytes'] / 1e6:.0f} MB of experts in {data['layers']} layers of {data['num_experts']}"
     return "\n\n".join([BEGIN, part(data, f"Our own trained mixture ({size}, {data['top_k']} for a token)"), END])

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import expert_table  # beside this file
+from result_files import RESULTS, load, machine, table
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results: benchmarks/readme_table.py -->", "<!-- /results -->"
 NAMES = {
     "generate": "`transformers` generate",
@@ -27,10 +27,6 @@ NAMES = {
     "m2r2-carry": "`m2r2-carry`: ours, {parameters:.1f}M, gate after layer {gate}",
 }
 REFERENCE = ROOT / "src" / "multirate" / "reference"
-
-
-def load(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / name).read_text())
 
 
 def accelerators() -> dict[str, dict[str, Any]]:
@@ -53,7 +49,7 @@ def reference_size() -> str:
 
 
 def method_table(data: dict[str, Any]) -> str:
-    lines = ["| method | tokens/s | speedup | tokens per step | identical |", "|---|---|---|---|---|"]
+    lines = []
     for row in data["rows"]:
         speedup = "–" if row["speedup"] is None else f"{row['speedup']:.2f}x"
         steps = "–" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}"
@@ -62,23 +58,23 @@ def method_table(data: dict[str, Any]) -> str:
             if row[kind]:
                 same += f", {row[kind]} {kind.replace('_', '-')}"
         name = display_name(row["method"])
-        lines.append(f"| {name} | {row['tokens_per_second']:.0f} | {speedup} | {steps} | {same} |")
-    return "\n".join(lines)
+        lines.append((name, f"{row['tokens_per_second']:.0f}", speedup, steps, same))
+    return table(("method", "tokens/s", "speedup", "tokens per step", "identical"), lines)
 
 
 def loop_table(shapes: list[dict[str, Any]]) -> str:
     heads = ("shape (random weights)", "generate", "our plain loop", "share of read bandwidth", "6 rows", "8 rows",
              "second stream")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = []
     for s in shapes:
         rows = s["rows_cost"]
-        lines.append(
-            f"| {s['shape']} | {s['generate_tokens_per_second']:.0f} tok/s | {s['our_tokens_per_second']:.0f} tok/s "
-            f"({s['speedup_over_generate']:.1f}x) | {100 * s['share_of_roof']:.0f}% "
-            f"| {rows['6']:.2f} | {rows['8']:.2f} "
-            f"| {100 * (s['second_stream_cost'] - 1):+.0f}% |"
-        )
-    return "\n".join(lines)
+        lines.append((
+            s["shape"], f"{s['generate_tokens_per_second']:.0f} tok/s",
+            f"{s['our_tokens_per_second']:.0f} tok/s ({s['speedup_over_generate']:.1f}x)",
+            f"{100 * s['share_of_roof']:.0f}%", f"{rows['6']:.2f}", f"{rows['8']:.2f}",
+            f"{100 * (s['second_stream_cost'] - 1):+.0f}%",
+        ))  # fmt: skip
+    return table(heads, lines)
 
 
 def training() -> str:
@@ -107,7 +103,7 @@ def section() -> str:
         BEGIN,
         f"MT-Bench questions, embedded {reference_size()} reference model, {bench['dtype']}, batch 1, greedy, "
         f"{bench['max_new_tokens']} new tokens at most, {bench['prompts']} prompts, {bench['threads']} threads of an "
-        f"{expert_table.machine(bench)}, {date}:",
+        f"{machine(bench)}, {date}:",
         method_table(bench),
         f"Training steps on the same data: {training()}. `m2r2-carry` and Kangaroo have the same size and gate layer; "
         f"Kangaroo's threshold ({accelerators()['kangaroo']['config']['threshold']}) was tuned on held-out questions "
@@ -118,7 +114,7 @@ def section() -> str:
         "([docs/experiments.md](docs/experiments.md)). Train and run `multirate bench` on yours. "
         "Reproduce with `multirate bench --suite mt_bench --data question.jsonl --methods "
         f"{','.join(r['method'] for r in bench['rows'])} {limit} --json out.json`.",
-        f"The plain loop by itself, batch 1, bf16, {expert_table.machine(shapes[0])}:",
+        f"The plain loop by itself, batch 1, bf16, {machine(shapes[0])}:",
         loop_table(shapes),
         "*6 rows, 8 rows*: verifying so many drafted rows against one plain step. *Second stream*: both residual "
         "streams against one. Reproduce with `python benchmarks/decode_loop.py --shape 110M`.",

@@ -13,13 +13,19 @@ from pathlib import Path
 
 import yaml
 
-CARD = """---
+FRONT = """---
 license: apache-2.0
 language: en
 library_name: transformers
 pipeline_tag: text-generation
 ---
-# multirate reference model
+"""
+DATA = """\
+**Data**, all permissive: classic books (public domain), GSM8K train (MIT), GPTeacher roleplay (MIT), rasbt instruction
+data (Apache-2.0), Self-Instruct seed tasks (Apache-2.0), MedQuAD (CC BY 4.0; Ben Abacha and Demner-Fushman, "A
+Question-Entailment Approach to Question Answering", BMC Bioinformatics 2019).
+"""
+CARD = FRONT + """# multirate reference model
 
 A {parameters:.1f}M-parameter Llama ({layers} layers, width {width}, vocabulary {vocab}) that exists so that
 `multirate demo` and the benchmarks run offline on a model whose origin is known. It writes
@@ -33,10 +39,7 @@ used for advice, least of all medical.
 | held-out loss (nats per token) | {losses} |
 | recipe | `recipes/reference/` (prepare.py, pretrain.py, reference.yaml) |
 
-**Data**, all permissive: classic books (public domain), GSM8K train (MIT), GPTeacher roleplay (MIT), rasbt instruction
-data (Apache-2.0), Self-Instruct seed tasks (Apache-2.0), MedQuAD (CC BY 4.0; Ben Abacha and Demner-Fushman, "A
-Question-Entailment Approach to Question Answering", BMC Bioinformatics 2019).
-
+{data}
 Depth was grown twice: ten trained layers were repeated to twenty, later five copies that began as the identity were
 inserted. The committed weights differ from the schedule in two respects: the first 121 steps of "deepen" followed a
 schedule of 240 steps, which was then shortened to 170; and "answers" began with fresh optimizers (`--start-from`).
@@ -65,6 +68,7 @@ def main() -> None:
     recipe = yaml.safe_load((Path(__file__).parent / "reference.yaml").read_text())
     size = (target / "model.safetensors").stat().st_size / 2
     (target / "README.md").write_text(CARD.format(
+        data=DATA,
         parameters=size / 1e6, layers=config["num_hidden_layers"], width=config["hidden_size"],
         vocab=config["vocab_size"], steps=facts["steps"], tokens=facts["tokens"] / 1e6, seed=facts["seed"],
         losses=", ".join(f"{k} {v:.2f}" for k, v in facts["heldout_loss_nats"].items()),

@@ -45,11 +45,6 @@ class LoadedModel:
     experts: OffloadedExperts | None = None
 
 
-def reference_model() -> Path:
-    """The folder of the embedded reference model. UserError when this installation was built without it."""
-    return Path(_source(None))
-
-
 def _source(name: str | None) -> str:
     """The folder of an embedded model (None: the reference model), any other name as it is."""
     name = name or "reference"

@@ -33,7 +33,6 @@ class SlotMemory(ABC):
     """
 
     store: ExpertStore
-
     slots: list[Tensor]
     note: str | None = None
 
@@ -61,14 +60,13 @@ class HostMemory(SlotMemory):
         self.slots = self._arena.slots
         self.reader = RecordReader(store.path, throttle, direct)
         self.note = self.reader.note
-        self.native = self.reader.direct  # the kernel's threads read, where the page cache need not be told to forget
 
     def reads(self, threads: int) -> Reads:
+        if not self.reader.direct:  # the kernel's threads would not tell the page cache to forget
+            return super().reads(threads)
         try:
             library.kernel()
         except library.NativeUnavailable:
-            return super().reads(threads)
-        if not self.native:
             return super().reads(threads)
         idle = (os.cpu_count() or 1) - torch.get_num_threads()  # cores that computing leaves
         return NativeReads(self.reader.fileno, self.slots[0].data_ptr(), len(self.slots), self.store.index.record.bytes,

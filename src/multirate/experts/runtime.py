@@ -69,7 +69,6 @@ class ExpertRuntime:
     """The experts of one model: slots, loader threads and the function that its experts modules call.
 
     copies: None for slots in RAM, read from disk; a GPU's copy stream for slots there, read from pinned RAM.
-
     Owns everything it makes; `close` ends the threads. One generation at a time.
     """
 
@@ -209,7 +208,6 @@ class ExpertRuntime:
         keys = [(row, expert) for expert in needed]
         self.stats.calls += 1
         self.stats.uses += len(keys)
-        self.loader.poll()
         self.loader.forget_failures()
         self.cache.want(keys)
         missing = []

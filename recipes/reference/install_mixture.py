@@ -1,6 +1,6 @@
 """Put the trained mixture and its predictor of experts into the package, with the model's card.
 
-    python recipes/mixture/install.py --base runs/mixture/base --predictor runs/mixture/predictor \
+    python recipes/reference/install_mixture.py --base runs/mixture/base --predictor runs/mixture/predictor \
         --target src/multirate/reference/mixture
 """
 
@@ -12,14 +12,9 @@ import shutil
 from pathlib import Path
 
 import yaml
+from install import DATA, FRONT  # beside this file
 
-CARD = """---
-license: apache-2.0
-language: en
-library_name: transformers
-pipeline_tag: text-generation
----
-# multirate reference mixture of experts
+CARD = FRONT + """# multirate reference mixture of experts
 
 A {parameters:.1f}M-parameter Qwen3-MoE ({layers} layers, {experts} experts of {inner} x {width}, {top_k} for a token,
 vocabulary {vocab}) that exists so that loading experts ahead of time can be shown and measured offline on routers that
@@ -33,10 +28,7 @@ were trained. It knows almost nothing and must not be used for advice, least of 
 | load-balancing loss | {balance} x Switch Transformer's |
 | recipe | `recipes/reference/` (prepare.py, pretrain.py), `recipes/mixture/mixture.yaml` |
 
-**Data**, all permissive: classic books (public domain), GSM8K train (MIT), GPTeacher roleplay (MIT), rasbt instruction
-data (Apache-2.0), Self-Instruct seed tasks (Apache-2.0), MedQuAD (CC BY 4.0; Ben Abacha and Demner-Fushman, "A
-Question-Entailment Approach to Question Answering", BMC Bioinformatics 2019).
-
+{data}
 `predictor/` holds the accelerated residual that names its experts ahead of time, with a card of its own.
 
 ```yaml
@@ -59,9 +51,10 @@ def main() -> None:
     shutil.copytree(args.predictor, args.target / "predictor", dirs_exist_ok=True, ignore=kept)
     facts = json.loads((args.base / "facts.json").read_text())
     config = json.loads((args.target / "config.json").read_text())
-    recipe = yaml.safe_load((Path(__file__).parent / "mixture.yaml").read_text())
+    recipe = yaml.safe_load((Path(__file__).parents[1] / "mixture" / "mixture.yaml").read_text())
     size = (args.target / "model.safetensors").stat().st_size / 2
     (args.target / "README.md").write_text(CARD.format(
+        data=DATA,
         parameters=size / 1e6, layers=config["num_hidden_layers"], width=config["hidden_size"],
         experts=recipe["model"]["num_experts"], inner=config["moe_intermediate_size"],
         top_k=config["num_experts_per_tok"], vocab=config["vocab_size"], steps=facts["steps"],

@@ -29,7 +29,7 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture(params=["native", "threads"])
+@pytest.fixture(params=["native", "system", "threads"])
 def make(request: pytest.FixtureRequest, data: Path) -> Iterator[tuple[Make, Arena]]:
     """make(rate, threads) → reads of `data` into the arena."""
     opened: list[Reads] = []
@@ -39,13 +39,17 @@ def make(request: pytest.FixtureRequest, data: Path) -> Iterator[tuple[Make, Are
     def made(rate: float | None = RATE, threads: int = 1) -> Reads:
         reader = RecordReader(data, Throttle(rate), direct=False)
         readers.append(reader)
-        if request.param == "native":
+        if request.param != "threads":
             try:
                 kernel()
             except NativeUnavailable as reason:
                 pytest.skip(str(reason))
             address = arena.slots[0].data_ptr()
-            reads: Reads = NativeReads(reader.fileno, address, SLOTS, SIZE, rate, threads, CHUNK, 4096)
+            own = 0 if request.param == "system" else threads
+            try:
+                reads: Reads = NativeReads(reader.fileno, address, SLOTS, SIZE, rate, own, CHUNK, 4096)
+            except OSError as reason:
+                pytest.skip(str(reason))
         else:
 
             def fill(slot: int, at: int, begin: int, end: int) -> None:

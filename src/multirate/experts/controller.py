@@ -31,7 +31,6 @@ class SelfDisabling(Predictor):
         self._margin = margin
         self._times: dict[bool, list[float]] = {True: [], False: []}
         self._began: float | None = None
-        self._row = 1 << 60
         self._single, self._in_block, self._left = True, 0, 0
 
     @property
@@ -46,25 +45,22 @@ class SelfDisabling(Predictor):
     def _pays(self, on: float, off: float) -> bool:
         return on <= (1 - self._margin) * off
 
+    def began(self, rows: int) -> None:
+        self.inner.began(rows)
+        now = self._clock()
+        if self._began is not None and self._single:
+            self._count(now - self._began)
+        self._began, self._single = now, rows == 1
+
     def used(self, row: int, experts: Sequence[int]) -> None:
         self.inner.used(row, experts)
-        if row <= self._row:
-            self._new_pass()
-        self._row = row
 
     def routed(self, experts: Tensor, weights: Tensor) -> None:
         self.inner.routed(experts, weights)
 
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
-        self._single = self._single and len(residual) == 1
         self.inner.depth = self.depth
         return self.inner.predict(row, residual) if self.on else []
-
-    def _new_pass(self) -> None:
-        now = self._clock()
-        if self._began is not None and self._single:
-            self._count(now - self._began)
-        self._began, self._single = now, True
 
     def _count(self, seconds: float) -> None:
         if self._left:  # a decision stands

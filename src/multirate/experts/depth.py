@@ -31,18 +31,19 @@ class MeasuredDepth:
         self._passes = 0
         self._since: tuple[float, ExpertStats] | None = None
 
-    def new_pass(self, stats: ExpertStats, rows: int) -> None:
-        """A pass over the layers begins; rows: how many tokens it is for (a prompt's passes are left out)."""
-        now = self._clock()
-        if rows > 1 or self._since is None or stats.uses < self._since[1].uses:  # a prompt, or statistics were reset
-            self._since, self._passes = (now, stats.copy()), 0
-            return
+    def new_pass(self, stats: Callable[[], ExpertStats], rows: int) -> None:
+        """A pass over the layers begins; stats: the counts until now; rows: how many tokens it is for (a prompt's
+        passes are left out)."""
         self._passes += 1
-        if self._passes < self._window:
+        if rows == 1 and self._since is not None and self._passes < self._window:
+            return
+        now, counts = self._clock(), stats().copy()
+        if rows > 1 or self._since is None or counts.uses < self._since[1].uses:  # a prompt, or counts were reset
+            self._since, self._passes = (now, counts), 0
             return
         began, before = self._since
-        spent = stats.minus(before)
+        spent = counts.minus(before)
         layers = self._passes * self._rows
         compute = (now - began - spent.stall_seconds) / layers
         self._predictor.depth = depth_that_covers(compute, spent.read_seconds / layers, self._predictor.most_depth)
-        self._since, self._passes = (now, stats.copy()), 0
+        self._since, self._passes = (now, counts), 0

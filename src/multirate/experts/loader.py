@@ -8,13 +8,12 @@ predicted any more, is dropped.
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from multirate.errors import UserError
-from multirate.experts.reads import Ended, Reads
+from multirate.experts.reads import Ended, Reads, reason
 from multirate.experts.slot_cache import Key, Slot, SlotCache, State
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
@@ -40,6 +39,14 @@ class _Load:
     early: bool = False  # predicted before it was demanded
 
 
+def unreadable(store: ExpertStore, key: Key, why: str) -> UserError:
+    """What is raised in the compute that needs an expert whose read failed."""
+    row, expert = key
+    return UserError(
+        f"expert {expert} of layer {store.index.layers[row]} could not be read from {store.path}: {why}"
+    )
+
+
 class ExpertLoader:
     """Turns needs and predictions into reads, and finished reads into READY slots.
 
@@ -54,6 +61,7 @@ class ExpertLoader:
         self._failed: dict[Key, Ended] = {}
         self._pending: list[Prediction] = []  # without a slot yet
         self._numbers = 0
+        self._busy_until = 0.0
         self._closed = False
 
     def demand(self, keys: Iterable[Key]) -> None:
@@ -80,11 +88,7 @@ class ExpertLoader:
                 if (slot := self._cache.hold(key)) is not None:
                     return slot
                 if (failure := self._failed.pop(key, None)) is not None:
-                    row, expert = key
-                    raise UserError(
-                        f"expert {expert} of layer {self._store.index.layers[row]} could not be read from "
-                        f"{self._store.path}: {failure.message or os.strerror(failure.error)}"
-                    )
+                    raise unreadable(self._store, key, failure.message or reason(failure.error))
             if self._closed:
                 raise UserError("the expert loader was closed while an expert was needed")
             self.demand(keys)
@@ -187,7 +191,8 @@ class ExpertLoader:
             self.stats.speculative_bytes += one.bytes
         else:
             self.stats.demand_bytes += one.bytes
-        self.stats.read_seconds += one.ended - one.began
+        self.stats.read_seconds += max(one.ended - max(one.began, self._busy_until), 0.0)  # two at a time count once
+        self._busy_until = max(one.ended, self._busy_until)
         if self.stats.events is not None:
             self.stats.record("speculative" if ahead else "demand", one.began, one.ended, *load.key)
         if not one.error:

@@ -8,6 +8,7 @@ Written without a GPU at hand: the order of copies and events is tested on CPU w
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -40,9 +41,9 @@ class SlotMemory(ABC):
     def fill(self, slot: int, offset: int, begin: int, end: int) -> None:
         """Bytes [begin, end) of the record at `offset` of the data file → the slot, there on return. Raises OSError."""
 
-    def reads(self, threads: int) -> Reads:
-        """What fills the slots, with so many threads."""
-        return ThreadReads(self.fill, self.store.index.record.bytes, threads, CHUNK)
+    def reads(self, threads: int | None) -> Reads:
+        """What fills the slots, with so many threads; 0: the system alone, where it can; None: whatever suits."""
+        return ThreadReads(self.fill, self.store.index.record.bytes, threads or 1, CHUNK)
 
     def used(self, slots: Iterable[int]) -> None:  # noqa: B027 - optional
         """Computing with these has been asked of the device, and may still be under way."""
@@ -61,13 +62,19 @@ class HostMemory(SlotMemory):
         self.reader = RecordReader(store.path, throttle, direct)
         self.note = self.reader.note
 
-    def reads(self, threads: int) -> Reads:
+    def reads(self, threads: int | None) -> Reads:
         if not self.reader.direct:  # the kernel's threads would not tell the page cache to forget
             return super().reads(threads)
         try:
             library.kernel()
         except library.NativeUnavailable:
             return super().reads(threads)
+        if not threads and (threads == 0 or self.store.index.record.bytes <= CHUNK):
+            with contextlib.suppress(OSError):  # larger ones need somebody to go on with while a layer computes
+                return self._native(0)
+        return self._native(threads or 1)
+
+    def _native(self, threads: int) -> Reads:
         idle = (os.cpu_count() or 1) - torch.get_num_threads()  # cores that computing leaves
         return NativeReads(self.reader.fileno, self.slots[0].data_ptr(), len(self.slots), self.store.index.record.bytes,
                            self.reader.rate, threads, CHUNK, ALIGNMENT, _SPIN if idle >= threads else 0.0)  # fmt: skip

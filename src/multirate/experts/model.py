@@ -195,16 +195,21 @@ class OffloadedExperts:
             if self.forecast is None:
                 raise UserError("expert policy accelerated needs a predictor: multirate train MODEL --objective "
                                 "experts --data FILE --out DIR, then --expert-predictor DIR")  # fmt: skip
+            native = None if self.native is None else self._native_foresight(self.forecast)
+            advance = self._advance(self.forecast) if native is None else native.step
             return AcceleratedResidual(
-                self._advance(self.forecast), index.layers, self.selections(), self.forecast.config.ahead
+                advance, index.layers, self.selections(), self.forecast.config.ahead, native
             )
         raise UserError(f"expert predictor {predictor!r} is unknown; accepted: {', '.join(PREDICTORS)}")
 
-    def _advance(self, forecast: ExpertForecast) -> Advance:
-        if self.native is not None:
-            sketch = None if forecast.sketch is None else forecast.sketch.detach()
-            ups = [up.detach() for up in forecast.up]
-            return NativeForesight(forecast.down.detach(), ups, sketch, forecast.config.sketch).step
+    @staticmethod
+    def _native_foresight(forecast: ExpertForecast) -> NativeForesight:
+        sketch = None if forecast.sketch is None else forecast.sketch.detach()
+        ups = [up.detach() for up in forecast.up]
+        return NativeForesight(forecast.down.detach(), ups, sketch, forecast.config.sketch)
+
+    @staticmethod
+    def _advance(forecast: ExpertForecast) -> Advance:
         slow = forecast.float().eval().requires_grad_(False)
         return lambda layer, residual, state, depths, routing: [
             seen.to(residual.dtype) for seen in slow.step(layer, residual.float(), state, depths, routing)

@@ -173,18 +173,19 @@ class DecayedFrequency(_Ranked):
 
     def __init__(self, decay: float = 0.97) -> None:
         super().__init__()
-        self._loss = -math.log(decay)
+        self.loss = -math.log(decay)
 
     def ranked(self, before: float | None, token: int) -> float:
         """ln(score) + loss · token: all scores fade alike, so ranks stand."""
-        score = 1.0 if before is None else 1.0 + math.exp(before - self._loss * token)
-        return math.log(score) + self._loss * token
+        score = 1.0 if before is None else 1.0 + math.exp(before - self.loss * token)
+        return math.log(score) + self.loss * token
 
 
 class Belady(EvictionPolicy):
     """The one whose next use is farthest in the future: the bound that no policy beats. Needs the recorded trace."""
 
     def __init__(self, trace: Sequence[Key]) -> None:
+        self.trace = trace
         self._ready: dict[int, Slot] = {}
         self._uses: dict[Key, list[int]] = {}
         for at in range(len(trace) - 1, -1, -1):

@@ -25,6 +25,9 @@ class Predictor(ABC):
     depth = 1
     most_depth = 1
 
+    def began(self, rows: int) -> None:  # noqa: B027 - optional
+        """A pass over the layers begins, with so many rows."""
+
     def used(self, row: int, experts: Sequence[int]) -> None:  # noqa: B027 - optional
         """Layer `row` needs these experts now: what there is to learn from."""
 
@@ -70,7 +73,7 @@ class Popularity(Predictor):
     """The `count` experts that each of the next layers has had most often so far."""
 
     def __init__(self, rows: int, count: int) -> None:
-        self._count = count
+        self.count = count
         self._uses: list[Counter[int]] = [Counter() for _ in range(rows)]
         self.most_depth = rows - 1
 
@@ -80,8 +83,8 @@ class Popularity(Predictor):
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
         found = []
         for target in range(row + 1, min(row + self.depth + 1, len(self._uses))):
-            best = self._uses[target].most_common(self._count)
-            found += [Prediction((target, expert), target, uses) for expert, uses in best]
+            best = self._uses[target].most_common(self.count)
+            found += [Prediction((target, e), target, _BY_RANK[rank]) for rank, (e, _) in enumerate(best)]
         return found
 
 
@@ -102,7 +105,7 @@ class Oracle(Predictor):
     """What a recorded run of the same tokens needed: the bound of every predictor. trace: (row, experts) of each."""
 
     def __init__(self, trace: Sequence[tuple[int, Sequence[int]]]) -> None:
-        self._trace, self._at = list(trace), -1
+        self.trace, self._at = list(trace), -1
         self.most_depth = max((row for row, _ in trace), default=1)
 
     def used(self, row: int, experts: Sequence[int]) -> None:
@@ -111,8 +114,8 @@ class Oracle(Predictor):
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
         found = []
         for step in range(1, self.depth + 1):
-            if self._at + step < len(self._trace):
-                target, experts = self._trace[self._at + step]
+            if self._at + step < len(self.trace):
+                target, experts = self.trace[self._at + step]
                 if target > row:  # the next pass begins with another token, which may never come
                     found += [Prediction((target, expert), target, 1.0) for expert in experts]
         return found
@@ -124,6 +127,9 @@ class Shuffled(Predictor):
     def __init__(self, inner: Predictor, num_experts: int, seed: int = 0) -> None:
         self._inner, self._num, self._random = inner, num_experts, random.Random(seed)
         self.most_depth = inner.most_depth
+
+    def began(self, rows: int) -> None:
+        self._inner.began(rows)
 
     def used(self, row: int, experts: Sequence[int]) -> None:
         self._inner.used(row, experts)

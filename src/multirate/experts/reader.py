@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -16,12 +16,17 @@ from torch import Tensor
 from multirate.errors import UserError
 from multirate.experts.layout import ALIGNMENT
 
+_LARGE = 8 << 20  # a large page is 2 MiB: less than that much of a budget may be rounded away
+
 
 class Arena:
     """Page-aligned memory for `count` records of `size` bytes, a multiple of ALIGNMENT. `slots[i]`: [size] uint8."""
 
     def __init__(self, count: int, size: int) -> None:
         self._memory = mmap.mmap(-1, max(count * size, ALIGNMENT))
+        if count * size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a direct read names its pages one by one: of large ones it has few
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.slots: list[Tensor] = [whole[i * size : (i + 1) * size] for i in range(count)]
         view = memoryview(self._memory)

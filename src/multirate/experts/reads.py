@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -36,6 +37,11 @@ class Ended:
     message: str = ""
 
 
+def reason(error: int) -> str:
+    """Of a failed read, in words."""
+    return "it was truncated while in use" if error == errno.ENODATA else os.strerror(error)
+
+
 class Reads(ABC):
     """See the module."""
 
@@ -62,15 +68,19 @@ class Reads(ABC):
 
 
 class NativeReads(Reads):
-    """Threads of the kernel's library: no interpreter lock between a read that ends and the next one."""
+    """In the kernel's library: by its own threads (no interpreter lock between a read that ends and the next one), or
+    with threads = 0 by the system, asked from this thread (Linux, files opened with O_DIRECT)."""
 
     def __init__(self, fd: int, address: int, slots: int, size: int, rate: float | None, threads: int, chunk: int,
                  alignment: int, spin: float = 0.0) -> None:  # fmt: skip
-        """spin: seconds that a reader looks for work before it sleeps, where it has a core of its own."""
+        """spin: seconds that a reader looks for work before it sleeps, where it has a core of its own. Raises OSError
+        where threads is 0 and the system cannot read by itself."""
         self._library = library.kernel()
         self._handle: int | None = self._library.mr_reads_open(
             fd, address, slots, size, chunk, alignment, rate or 0.0, threads, spin
         )
+        if not self._handle and not threads:
+            raise OSError(errno.ENOSYS, "the system has no asynchronous reads, or no more of them")
         if not self._handle:
             raise UserError(f"{threads} reader threads cannot be started: the system has no more of them, or no memory")
         self._slots, self._status = np.empty(slots, np.int32), np.empty(slots, np.int32)
@@ -79,6 +89,13 @@ class NativeReads(Reads):
             ctypes.c_void_p(array.ctypes.data)
             for array in (self._slots, self._status, self._bytes, self._began, self._over)
         ]
+
+    @property
+    def handle(self) -> int:
+        """The kernel's own. Raises ValueError after `close`."""
+        if self._handle is None:
+            raise ValueError("the reads are closed")
+        return self._handle
 
     def submit(self, slot: int, offset: int, order: int, demanded: bool) -> None:
         self._library.mr_reads_submit(self._handle, slot, offset, order, demanded)
@@ -97,7 +114,7 @@ class NativeReads(Reads):
             self._slots[:count].tolist(), self._status[:count].tolist(), self._bytes[:count].tolist(),
             self._began[:count].tolist(), self._over[:count].tolist(), strict=True,
         )  # fmt: skip
-        return [Ended(*row, message="it was truncated while in use" if row[1] == errno.ENODATA else "") for row in rows]
+        return [Ended(*row, message=reason(row[1]) if row[1] else "") for row in rows]
 
     def close(self) -> None:
         if self._handle is not None:

@@ -8,22 +8,25 @@ budget and predictor.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multirate.backbone.native.moe import ComputeExperts, unpack_expert
+from multirate.backbone.native.moe import ComputeExperts, KernelPasses, NativeMoEDecoder, unpack_expert
 from multirate.errors import UserError
+from multirate.experts.controller import SelfDisabling
 from multirate.experts.depth import MeasuredDepth
+from multirate.experts.kernel import Failure, KernelExperts, knows, plan_of
 from multirate.experts.layout import NATIVE
-from multirate.experts.loader import ExpertLoader
+from multirate.experts.loader import ExpertLoader, unreadable
 from multirate.experts.memory import CopyStream, DeviceMemory, HostMemory, SlotMemory
 from multirate.experts.policies import EvictionPolicy, eviction_policy
 from multirate.experts.predictors import Predictor
 from multirate.experts.reader import Throttle
+from multirate.experts.reads import NativeReads, reason
 from multirate.experts.slot_cache import Key, Slot, SlotCache, State
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
@@ -34,21 +37,24 @@ IMPLEMENTATION = "multirate"
 
 @dataclass(frozen=True)
 class ExpertSettings:
-    """memory_bytes: for expert weights; None: all of them. eviction: see policies.py. threads: that read.
+    """memory_bytes: for expert weights; None: all of them. eviction: see policies.py. threads: that read;
+    0: none, the system is asked from the computing thread; None: as suits the size of an expert.
 
     disk_bytes_per_second: slows reads down to this, for measurements that repeat; None: the real disk. direct: past the
     page cache. depth: how many layers ahead experts are named, at most what the predictor can; None: as measured
     compute and reads have it (depth.py). worth: the least share of predictions of the same rank that must have come
-    true lately for one to be read (worth.py); 0: all are.
+    true lately for one to be read (worth.py); 0: all are. kernel: passes are the native kernel's where it can
+    (kernel.py).
     """
 
     memory_bytes: int | None = None
     eviction: str = "least_stale"
     disk_bytes_per_second: float | None = None
     direct: bool = True
-    threads: int = 1
+    threads: int | None = None
     depth: int | None = None
     worth: float = 0.5
+    kernel: bool = True
 
 
 def slots_for(store: ExpertStore, memory_bytes: int | None) -> int:
@@ -77,11 +83,12 @@ class ExpertRuntime:
         eviction: EvictionPolicy | None = None, copies: CopyStream | None = None,
     ) -> None:
         self.store, self.settings = store, settings or ExpertSettings()
-        self.stats = ExpertStats()
+        self._stats = ExpertStats()
         self.trace: list[tuple[int, list[int]]] | None = None  # (row, experts) of each call, when recorded
         count = slots_for(store, self.settings.memory_bytes)
         self._everything = len(store.index.layers) * store.index.num_experts
-        self.cache = SlotCache(count, eviction or eviction_policy(self.settings.eviction), self._evicted)
+        self._eviction = eviction or eviction_policy(self.settings.eviction)
+        self.cache = SlotCache(count, self._eviction, self._evicted)
         throttle, direct = Throttle(self.settings.disk_bytes_per_second), self.settings.direct
         if copies is None:
             self.memory: SlotMemory = HostMemory(store, count, throttle, direct)
@@ -89,13 +96,20 @@ class ExpertRuntime:
             self.memory = DeviceMemory(store, count, copies, throttle, direct)
         self._views = [store.index.record.views(slot) for slot in self.memory.slots]
         self.note = self.memory.note
-        self.loader = ExpertLoader(store, self.cache, self.memory.reads(self.settings.threads), self.stats)
+        self._kernel: KernelExperts | None = None
+        self._reads = self.memory.reads(self.settings.threads)
+        self.loader = ExpertLoader(store, self.cache, self._reads, self._stats)
         self.predictor: Predictor | None = None
         self._depth: MeasuredDepth | None = None
         self.predict_with(predictor)
         self._worth = Worth(self.settings.worth) if self.settings.worth > 0 else None
         self._token = 0
         self._last_row = len(store.index.layers)
+
+    @property
+    def stats(self) -> ExpertStats:
+        """What happened since the last `reset`; of passes by the kernel a copy."""
+        return self._stats if self._kernel is None else self._kernel.stats()
 
     @property
     def memory_bytes(self) -> int:
@@ -109,6 +123,50 @@ class ExpertRuntime:
         if predictor is not None:
             predictor.depth = min(fixed or last, predictor.most_depth)
             self._depth = MeasuredDepth(predictor, len(self.store.index.layers)) if fixed is None else None
+        if self._kernel is not None:
+            plan = plan_of(predictor, self.settings.worth)
+            if plan is None:
+                self._leave_kernel()
+            else:
+                self._kernel.predict_with(plan)
+
+    def kernel(self, decoder: NativeMoEDecoder) -> KernelPasses | None:
+        """Runs passes of `decoder` from now on; None where Python has to (kernel.py), or has begun to."""
+        if self._kernel is None and self.settings.kernel and not self.cache.occupied and self.trace is None:
+            plan = plan_of(self.predictor, self.settings.worth)
+            if plan is not None and knows(self._eviction) and isinstance(self._reads, NativeReads):
+                self._kernel = KernelExperts(
+                    decoder, self.store, self.memory.slots, self._reads, self._eviction, plan
+                )
+        return self._pass if self._kernel is not None and self.trace is None else None
+
+    def _pass(self, call: Sequence[Any], row: int, rows: int) -> None:
+        """As KernelPasses."""
+        assert self._kernel is not None
+        controls = self._kernel.controls
+        if row <= controls.last_row:
+            self._new_pass(rows)
+        if self.predictor is not None:
+            controls.depth = self.predictor.depth
+            controls.active = not isinstance(self.predictor, SelfDisabling) or self.predictor.on
+        self._running(lambda kernel: kernel.run(call))
+
+    def _running(self, work: Callable[[KernelExperts], None]) -> None:
+        assert self._kernel is not None
+        try:
+            work(self._kernel)
+        except Failure as failed:
+            raise unreadable(self.store, (failed.row, failed.expert), reason(failed.error)) from None
+
+    def _leave_kernel(self) -> None:
+        """Python goes on with no expert in memory: of what the kernel loads it knows nothing."""
+        assert self._kernel is not None
+        self._stats = self._kernel.stats()
+        self.loader.close()
+        self._kernel.close()
+        self._kernel = None
+        self._reads = self.memory.reads(self.settings.threads)
+        self.loader = ExpertLoader(self.store, self.cache, self._reads, self._stats)
 
     def run(
         self, row: int, needed: list[int], compute: ComputeExperts, residual: Tensor,
@@ -119,6 +177,8 @@ class ExpertRuntime:
         row: of the store. weights: the record's fields, unchanged until compute returns. residual [N, d]: the stream
         after this layer's attention, and routing: the router's choice [N, k] with weights [N, k], for predictors.
         """
+        if self._kernel is not None:
+            self._leave_kernel()
         self._enter(row, len(residual))
         if self.trace is not None:
             self.trace.append((row, needed))
@@ -145,7 +205,7 @@ class ExpertRuntime:
                 waiting = [key for key in waiting if key not in keys]
                 self.loader.demand(waiting)  # slots have become free: for these first
                 self.loader.go_on()
-                self.stats.note("compute", began, row, keys[0][1] if len(keys) == 1 else -1)
+                self._stats.note("compute", began, row, keys[0][1] if len(keys) == 1 else -1)
         finally:
             self.cache.want(())
 
@@ -171,6 +231,9 @@ class ExpertRuntime:
 
     def preload(self) -> None:
         """Reads every expert, as far as the slots go."""
+        if self._kernel is not None:
+            self._running(lambda kernel: kernel.load(len(self.cache.slots)))
+            return
         for number in range(len(self.cache.slots)):
             key = divmod(number, self.store.index.num_experts)
             self.loader.demand([key])
@@ -178,12 +241,16 @@ class ExpertRuntime:
 
     def reset(self, events: bool = False) -> None:
         """Statistics from zero; events: record a timeline."""
-        self.stats.__dict__.update(ExpertStats(events=[] if events else None).__dict__)
+        self._stats.__dict__.update(ExpertStats(events=[] if events else None).__dict__)
+        if self._kernel is not None:
+            self._kernel.reset(events)
 
     def close(self) -> None:
         """Ends the reader threads; the model cannot be run with this runtime any more."""
         self.loader.close()
         self.memory.close()
+        if self._kernel is not None:
+            self._kernel.close()
 
     def __enter__(self) -> ExpertRuntime:
         return self
@@ -195,19 +262,24 @@ class ExpertRuntime:
 
     def _enter(self, row: int, rows: int) -> None:
         if row <= self._last_row:
-            self._token += 1  # a new pass over the layers
-            if self._depth is not None:
-                self._depth.new_pass(self.stats, rows)
+            self._token += 1
+            self._new_pass(rows)
             if self._worth is not None:
                 self._worth.new_pass()
-            self.stats.note("token", time.perf_counter(), row)
+            self._stats.note("token", time.perf_counter(), row)
         self._last_row = row
         self.loader.pass_row(self._token, row)
 
+    def _new_pass(self, rows: int) -> None:
+        if self._depth is not None:
+            self._depth.new_pass(lambda: self.stats, rows)
+        if self.predictor is not None:
+            self.predictor.began(rows)
+
     def _ask(self, row: int, needed: list[int]) -> list[Key]:
         keys = [(row, expert) for expert in needed]
-        self.stats.calls += 1
-        self.stats.uses += len(keys)
+        self._stats.calls += 1
+        self._stats.uses += len(keys)
         self.loader.forget_failures()
         self.cache.want(keys)
         missing = []
@@ -216,8 +288,8 @@ class ExpertRuntime:
             if slot is None or slot.state is not State.READY:
                 missing.append(key)
                 continue
-            self.stats.hits += 1
-            self.stats.timely += slot.fresh
+            self._stats.hits += 1
+            self._stats.timely += slot.fresh
             self.cache.touch(slot)
         if missing:
             self.loader.demand(missing)
@@ -227,8 +299,8 @@ class ExpertRuntime:
         assert self.predictor is not None
         began = time.perf_counter()
         found = self.predictor.predict(row, residual)
-        self.stats.predictor_seconds += time.perf_counter() - began
-        self.stats.note("predict", began, row)
+        self._stats.predictor_seconds += time.perf_counter() - began
+        self._stats.note("predict", began, row)
         if self._worth is not None:
             keep = self._worth.keep
             found = [
@@ -246,12 +318,12 @@ class ExpertRuntime:
             return found
         began = time.perf_counter()
         slot = self.loader.wait(keys)
-        self.stats.stall_seconds += time.perf_counter() - began
-        self.stats.note("stall", began, row)
+        self._stats.stall_seconds += time.perf_counter() - began
+        self._stats.note("stall", began, row)
         return [slot]
 
     def _evicted(self, slot: Slot) -> None:
-        self.stats.wasted += slot.fresh
+        self._stats.wasted += slot.fresh
 
 
 def expert_forward(module: Any, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:

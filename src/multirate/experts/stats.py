@@ -26,7 +26,7 @@ class ExpertStats:
     of these `timely` were loaded ahead of time and used for the first time. misses: a demand read, or a wait for a
     speculative one under way (`late`). wasted: loaded ahead of time and evicted unused. predicted, predicted_needed:
     would-be misses named ahead of time, and all would-be misses (recall); speculative loads are issued - cancelled.
-    stall_seconds: compute waited for reads. predictor_seconds: naming experts. read_seconds: a reader was at work.
+    stall_seconds: compute waited for reads. predictor_seconds: naming experts. read_seconds: something was being read.
     """
 
     calls: int = 0

@@ -19,7 +19,7 @@ class NativeForesight:
     def __init__(
         self, down: Tensor, up: Sequence[Tensor], sketch: Tensor | None = None, rows: int = 0, eps: float = 1e-6
     ) -> None:
-        self._library, self._owner, self._eps = library.kernel(), Owner(), eps
+        self._library, self._owner = library.kernel(), Owner()
         rank = down.shape[1]
         self._sites = [
             [self._owner.low_rank(down[layer].float(), one[layer, :, :rank].float(), silu=True) for one in up]
@@ -27,12 +27,21 @@ class NativeForesight:
         ]
         self._addresses = [[ctypes.addressof(site) for site in sites] for sites in self._sites]
         self._ones = torch.ones(up[0].shape[1])
+        self.most_depth, self.eps, self.ones = len(up), eps, self._ones.data_ptr()
         self._sketches: list[list[library.Sketch]] = []  # by layer, for the near depth with each far one
         if sketch is not None:
             for layer in range(len(down)):
                 ups = [self._owner.floats(one[layer, :, rank:].T) for one in up]
                 drawn = self._owner.floats(sketch[layer])
                 self._sketches.append([library.Sketch(drawn, ups[0], far, rows, 0) for far in ups])
+
+    def sites(self, depths: int) -> list[int]:
+        """Addresses [L · depths] of the adapters, layer by layer."""
+        return [address for sites in self._addresses for address in sites[:depths]]
+
+    def sketches(self, depths: int) -> list[int]:
+        """Addresses [L · depths] of the sketches as the near depth goes with each; empty: there are none."""
+        return [ctypes.addressof(one) for layer in self._sketches for one in layer[:depths]]
 
     def step(
         self, layer: int, residual: Tensor, state: Tensor | None, depths: int,
@@ -53,7 +62,7 @@ class NativeForesight:
             far = (sites[i], found[i].data_ptr()) if i < len(sites) else (None, None)
             drawn = None if sketches is None else ctypes.addressof(sketches[min(i, len(sketches) - 1)])
             self._library.mr_foresee(
-                sites[0], far[0], drawn, ids, weights, k, self._ones.data_ptr(), self._eps, residual.data_ptr(), before,
+                sites[0], far[0], drawn, ids, weights, k, self.ones, self.eps, residual.data_ptr(), before,
                 len(residual), found[0].data_ptr(), far[1],
             )
         return found

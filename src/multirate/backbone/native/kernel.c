@@ -405,5 +405,9 @@ int mr_fixed_point(void) { return FIXED_POINT; }
 
 #include "experts.h"
 #include "reads.h"
+#include "residency.h"
+#include "loads.h"
+#include "forecasts.h"
+#include "mixture.h"
 #include "stream.h"
 #include "round.h"

@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 
 SOURCES = ("kernel.c", "kernel.h", "threads.h", "matmul.h", "tile_avx2.h", "tile_wide.h", "fixed_point.h",
-           "attention.h", "stream.h", "round.h", "experts.h", "reads.h")
+           "attention.h", "stream.h", "round.h", "experts.h", "reads.h", "async_reads.h", "residency.h", "loads.h",
+           "forecasts.h", "mixture.h")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 
 pointer = ctypes.c_void_p
@@ -167,6 +168,11 @@ def kernel() -> ctypes.CDLL:
     library.mr_reads_submit.argtypes = [pointer, integers, long, long, integers]
     library.mr_reads_promote.argtypes = library.mr_reads_cancel.argtypes = [pointer, integers]
     library.mr_reads_ended.argtypes = [pointer, double, *[pointer] * 5]
+    library.mr_residency_open.argtypes = library.mr_residency_close.argtypes = [pointer]
+    library.mr_residency_open.restype = pointer
+    library.mr_residency_predict.argtypes = [pointer, pointer]
+    library.mr_residency_load.argtypes = [pointer, pointer, integers]
+    library.mr_mixture.argtypes = [*[pointer] * 5, integers, *[pointer] * 6, integers, integers, integers, pointer]
     library.mr_round.argtypes = [pointer, integers, integers, integers, pointer]
     library.mr_set_threads.argtypes = [integers]
     return library

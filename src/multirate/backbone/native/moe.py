@@ -20,6 +20,7 @@ from multirate.backbone.kv_cache import KVCache
 from multirate.backbone.native import library
 from multirate.backbone.native.decoder import NativeDecoder
 from multirate.backbone.native.packing import Owner, interleave_gate_up, padded
+from multirate.backbone.native.residency import Mixture, RoutedRows, Routers
 from multirate.backbone.rows import Rows
 
 MOE_FAMILIES = ("mixtral", "qwen3_moe")
@@ -29,8 +30,17 @@ ComputeExperts = Callable[[Sequence[tuple[int, Mapping[str, Tensor]]]], None]
 """Computes with some of the experts that were asked for: (expert, weights) of each."""
 
 
+KernelPasses = Callable[[Sequence[Any], int, int], None]
+"""(mr_mixture's arguments after the first two, row of its first mixture layer, rows of the call): runs layers, loading
+what they need. Raises UserError when a read failed."""
+
+
 class ExpertProvider(Protocol):
     """Has the experts of a model."""
+
+    def kernel(self, decoder: NativeMoEDecoder) -> KernelPasses | None:
+        """Runs whole passes of `decoder`; None: `run` is to be asked layer by layer."""
+        ...
 
     def run(
         self, row: int, needed: list[int], compute: ComputeExperts, residual: Tensor,
@@ -96,18 +106,18 @@ class NativeMoEDecoder(NativeDecoder):
         self._experts: dict[int, _Expert] = {}
         super().__init__(model)
         moe = [layer.moe for layer in self._layers]
-        self._row_of = {i: row for row, i in enumerate(i for i, block in enumerate(moe) if block is not None)}
+        self.row_of = {i: row for row, i in enumerate(i for i, block in enumerate(moe) if block is not None)}
         first: Any = next(block for block in moe if block is not None)
-        self._num_experts, self._top_k = first.num_experts, first.top_k
+        self.num_experts, self.top_k = first.num_experts, first.top_k
         config: Any = model.config
-        self._normalise = int(getattr(config, "norm_topk_prob", True))
-        self._layer_of = list(self._row_of)
-        self._router_weights = {i: self._owner.linear(moe[i].router.weight) for i in self._row_of}
-        self._routers = {i: ctypes.addressof(linear) for i, linear in self._router_weights.items()}
+        self.normalise = int(getattr(config, "norm_topk_prob", True))
+        self._layer_of = list(self.row_of)
+        self._router_weights = {i: self._owner.linear(moe[i].router.weight) for i in self.row_of}
+        self.routers = {i: ctypes.addressof(linear) for i, linear in self._router_weights.items()}
         self._kept: _Routing | None = None
         self._asked: _Routing | None = None  # of `select`, which is called between a layer's routing and its sum
-        self._norms = {
-            i: self._owner.floats(self._layers[i].module.post_attention_layernorm.weight) for i in self._row_of
+        self.norms = {
+            i: self._owner.floats(self._layers[i].module.post_attention_layernorm.weight) for i in self.row_of
         }
 
     def pack(self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None) -> library.Layer:
@@ -123,15 +133,45 @@ class NativeMoEDecoder(NativeDecoder):
             return x
         x = x.float().clone(memory_format=torch.contiguous_format)
         packed = self.packed_adapters(adapters)
+        kernel = self._provider().kernel(self)
+        if kernel is not None:
+            self._passes(kernel, x, rows, start, stop, cache, packed, adapters)
+            return x
         begin = start
         for i in range(start, stop):
-            if i in self._row_of:
+            if i in self.row_of:
                 self._run(x, rows, begin, i + 1, cache, packed)
                 begin = i + 1
                 self._mixture(i, x, rows, None if adapters is None else adapters.get(i))
         if begin < stop:
             self._run(x, rows, begin, stop, cache, packed)
         return x
+
+    def _passes(
+        self, kernel: KernelPasses, x: Tensor, rows: Rows, start: int, stop: int, cache: Any, packed: int | None,
+        adapters: Mapping[int, LayerAdapter] | None,
+    ) -> None:
+        """Layers [start, stop) by the kernel, in one call but for adapters beside experts."""
+        routing, fast, begin = self._routing(len(x)), rows.accelerated, start
+        beside = {} if fast is None or not adapters else {i: a for i, a in adapters.items() if "mlp" in a.deltas()}
+        cache.make_room(rows)
+        for i in range(start, stop):
+            if i + 1 < stop and not (i in beside and i in self.row_of):
+                continue
+            row = next((self.row_of[j] for j in range(begin, i + 1) if j in self.row_of), 1 << 30)
+            call = (
+                cache.address, packed, x.data_ptr(), len(x), rows.seq.ctypes.data, rows.slot.ctypes.data,
+                rows.pos.ctypes.data, rows.prefix.ctypes.data, rows.tree.ctypes.data,
+                None if fast is None else fast.ctypes.data, cache.capacity, begin, i + 1, routing.address,
+            )  # fmt: skip
+            kernel(call, row, len(x))
+            if fast is not None and i in beside and i in self.row_of:
+                self._beside(beside[i], routing.normed, x, np.flatnonzero(fast))
+            begin = i + 1
+
+    def mixture(self, experts: Sequence[Mapping[str, Tensor]]) -> KernelMixture:
+        """What the kernel's passes need of this model. experts: of each slot, its record's fields."""
+        return KernelMixture(self, [self._expert(record) for record in experts])
 
     def greedy(
         self, rows: Rows, cache: KVCache, ids: Sequence[int] | None = None, x: Tensor | None = None, start: int = 0
@@ -147,7 +187,7 @@ class NativeMoEDecoder(NativeDecoder):
         return self._route(self._layer_of[row], x, self._asked).ids
 
     def _new_routing(self, rows: int) -> _Routing:
-        return _Routing(rows, self._top_k, self._num_experts, self.facts.hidden_size)
+        return _Routing(rows, self.top_k, self.num_experts, self.facts.hidden_size)
 
     def _routing(self, rows: int) -> _Routing:
         """Memory for a call of so many rows, kept for the next: layers run one after the other."""
@@ -157,8 +197,8 @@ class NativeMoEDecoder(NativeDecoder):
 
     def _route(self, layer: int, x: Tensor, into: _Routing) -> _Routing:
         self._library.mr_route(
-            self._routers[layer], self._norms[layer], self.eps, x.data_ptr(), into.rows, self._num_experts, self._top_k,
-            self._normalise, *into.addresses,
+            self.routers[layer], self.norms[layer], self.eps, x.data_ptr(), into.rows, self.num_experts, self.top_k,
+            self.normalise, *into.addresses,
         )
         return into
 
@@ -174,7 +214,7 @@ class NativeMoEDecoder(NativeDecoder):
                 records, counts.ctypes.data, len(found), normed, wanted.ctypes.data, places.ctypes.data, parts
             )
 
-        self._provider().run(self._row_of[layer], uses.experts, compute, x, routing.chosen)
+        self._provider().run(self.row_of[layer], uses.experts, compute, x, routing.chosen)
         self._library.mr_combine(parts, routing.addresses[-1], *routing.ids.shape, x.shape[1], x.data_ptr())
         if adapter is not None and rows.accelerated is not None:
             self._beside(adapter, routing.normed, x, np.flatnonzero(rows.accelerated))
@@ -200,6 +240,26 @@ class NativeMoEDecoder(NativeDecoder):
         return ctypes.addressof(found)
 
 
+class KernelMixture:
+    """A decoder's layers and routers, and the experts of each slot, as mixture.h has them. Outlived by the decoder."""
+
+    def __init__(self, decoder: NativeMoEDecoder, experts: Sequence[int]) -> None:
+        facts = decoder.facts
+        self._routers = (ctypes.c_void_p * len(decoder.routers))(*decoder.routers.values())
+        self._norms = (ctypes.c_void_p * len(decoder.norms))(*decoder.norms.values())
+        self._row_of = np.array([decoder.row_of.get(i, -1) for i in range(facts.num_layers)], np.int32)
+        self._experts = (_Expert * len(experts))(*(_Expert.from_address(one) for one in experts))
+        routers = Routers(
+            ctypes.addressof(self._routers), ctypes.addressof(self._norms), decoder.eps, decoder.num_experts,
+            decoder.top_k, decoder.normalise, facts.hidden_size,
+        )
+        self._mixture = Mixture(
+            ctypes.addressof(decoder.shape), ctypes.addressof(decoder.packed_layers), routers, self._row_of.ctypes.data,
+            ctypes.addressof(self._experts),
+        )
+        self.address = ctypes.addressof(self._mixture)
+
+
 class _Routing:
     """What a layer's router says of `rows` rows, and where its experts' products go."""
 
@@ -212,6 +272,8 @@ class _Routing:
         self.addresses = (
             self.normed.data_ptr(), self._logits.data_ptr(), self.ids.ctypes.data, self.weights.ctypes.data
         )
+        self._for_kernel = RoutedRows(*self.addresses, self.parts.data_ptr())
+        self.address = ctypes.addressof(self._for_kernel)
 
 
 class _Uses:

@@ -1,4 +1,5 @@
-// Reads of records into slots of memory by threads that need no interpreter. See experts/reads.py for the contract.
+// Reads of records into slots of memory without an interpreter. See experts/reads.py for the contract. Either by threads, or
+// begun by the caller itself and left to the system (async_reads.h): then nothing takes a core from computing.
 #ifndef MULTIRATE_READS_H
 #define MULTIRATE_READS_H
 #include <errno.h>
@@ -19,7 +20,11 @@ typedef struct {
     int64_t offset, done, order;
     double began, ended;
     int32_t state, demanded, unwanted, status;  // status: 0, an errno, ECANCELED; ENODATA: the file ends there
+    int64_t got, result;                        // async_reads.h: of the chunk under way; what its request gave, held until
+    double due;                                 // a throttled disk would have read it
 } Read;
+
+typedef struct Async Async;
 
 typedef struct {
     int fd, slots, threads, closed, alignment, queued_demands;
@@ -33,6 +38,7 @@ typedef struct {
     pthread_mutex_t mutex;
     pthread_cond_t work, finished;
     pthread_t handles[16];
+    Async *async;  // or NULL: threads read
 } Reads;
 
 static double now_seconds(void) {
@@ -90,6 +96,24 @@ static int64_t read_chunk(Reads *r, int slot, int64_t offset, int64_t done, int3
     return want;
 }
 
+// A chunk has been read up to `done`: whether the read is over, which its status then tells.
+static int chunk_read(Reads *r, int slot, int32_t status) {
+    Read *one = &r->reads[slot];
+    int over = status || one->done >= r->size;
+    if (!over && one->unwanted) { status = ECANCELED; over = 1; }
+    if (over) {
+        one->status = status;
+        one->ended = now_seconds();
+        one->state = READ_ENDED;
+        r->ended[r->ended_count++] = slot;
+    } else if (!one->demanded && r->queued_demands) {
+        enqueue(r, slot);  // gives way; goes on from here later
+    }
+    return over;
+}
+
+#include "async_reads.h"
+
 // The read of `slot`, just taken from the queue, to its end or until it gives way; with the mutex, which it lets go.
 static void run_read(Reads *r, int slot) {
     Read *one = &r->reads[slot];
@@ -113,17 +137,7 @@ static void run_read(Reads *r, int slot) {
             }
         }
         one->done = done + got;
-        int over = status || one->done >= r->size;
-        if (!over && one->unwanted) { status = ECANCELED; over = 1; }
-        if (over) {
-            one->status = status;
-            one->ended = now_seconds();
-            one->state = READ_ENDED;
-            r->ended[r->ended_count++] = slot;
-        } else if (!one->demanded && r->queued_demands) {
-            enqueue(r, slot);  // gives way; goes on from here later
-            pthread_cond_signal(&r->work);
-        }
+        if (!chunk_read(r, slot, status) && one->state == READ_QUEUED) pthread_cond_signal(&r->work);
     }
 }
 
@@ -157,6 +171,7 @@ static void *reading(void *argument) {
 }
 
 void mr_reads_close(Reads *r) {
+    async_close(r);
     pthread_mutex_lock(&r->mutex);
     r->closed = 1;
     pthread_cond_broadcast(&r->work);
@@ -168,7 +183,8 @@ void mr_reads_close(Reads *r) {
     free(r->reads); free(r->queue); free(r->ended); free(r);
 }
 
-// base: `slots` slots of `size` bytes. NULL when threads or memory cannot be had.
+// base: `slots` slots of `size` bytes. threads 0: the system reads (async_reads.h). NULL when that, threads or memory cannot
+// be had.
 Reads *mr_reads_open(int fd, void *base, int slots, int64_t size, int64_t chunk, int alignment, double rate, int threads,
                      double spin) {
     Reads *r = calloc(1, sizeof *r);
@@ -187,6 +203,7 @@ Reads *mr_reads_open(int fd, void *base, int slots, int64_t size, int64_t chunk,
     r->queue = calloc((size_t)slots, sizeof *r->queue);
     r->ended = calloc((size_t)slots, sizeof *r->ended);
     int begun = r->reads && r->queue && r->ended;
+    if (begun && !threads && async_open(r)) return r;
     for (int i = 0; begun && i < threads && i < 16; i++) {
         if (pthread_create(&r->handles[i], NULL, reading, r)) break;
         r->threads++;
@@ -196,12 +213,24 @@ Reads *mr_reads_open(int fd, void *base, int slots, int64_t size, int64_t chunk,
     return NULL;
 }
 
-void mr_reads_submit(Reads *r, int slot, int64_t offset, int64_t order, int demanded) {
-    pthread_mutex_lock(&r->mutex);
+// Begins to read what has been added, as far as that is the caller's to do.
+static void reads_begin(Reads *r) {
+    if (r->async) async_begin(r);
+}
+
+// A read for the queue; reads_begin afterwards.
+static void reads_add(Reads *r, int slot, int64_t offset, int64_t order, int demanded) {
+    if (!r->async) pthread_mutex_lock(&r->mutex);
     r->reads[slot] = (Read){.offset = offset, .order = demanded ? r->sequence++ : order, .demanded = demanded};
     enqueue(r, slot);
+    if (r->async) return;
     pthread_mutex_unlock(&r->mutex);
     pthread_cond_signal(&r->work);
+}
+
+void mr_reads_submit(Reads *r, int slot, int64_t offset, int64_t order, int demanded) {
+    reads_add(r, slot, offset, order, demanded);
+    reads_begin(r);
 }
 
 // A prediction has become a demand.
@@ -236,8 +265,9 @@ int mr_reads_cancel(Reads *r, int slot) {
 
 // The reads that have ended since the last call, after waiting up to `patience` seconds for one. Arrays: [slots].
 int mr_reads_ended(Reads *r, double patience, int32_t *slots, int32_t *status, int64_t *bytes, double *began, double *ended) {
-    if (patience > 0) look_for(&r->ended_count, WAKING < patience ? WAKING : patience);
-    else if (!r->ended_count) return 0;
+    if (r->async) async_wait(r, patience);
+    else if (patience > 0) look_for(&r->ended_count, WAKING < patience ? WAKING : patience);
+    if (!r->ended_count && (r->async || patience <= 0)) return 0;
     pthread_mutex_lock(&r->mutex);
     if (!r->ended_count && patience > 0) {
         double until = now_seconds() + patience;

@@ -1,0 +1,142 @@
+// A mixture of experts that are not all in memory: the layers of a pass, one after the other, without the interpreter between them.
+// experts/runtime.py states what a layer does. The true router always decides, an expert's product for its rows and the sum over a
+// row's experts have one order whatever arrives first: bits do not depend on what is loaded when.
+#ifndef MULTIRATE_MIXTURE_H
+#define MULTIRATE_MIXTURE_H
+
+typedef struct {
+    const Shape *shape;
+    const Layer *layers;
+    Routers routers;
+    const int32_t *row_of;  // [layers], -1: not a mixture
+    const Expert *experts;  // [slots]
+} Mixture;
+
+// Where a pass of so many rows writes: normed, logits, ids, weights as mr_route, parts [rows · top_k, hidden].
+typedef struct {
+    float *normed, *logits;
+    int64_t *ids;
+    float *weights, *parts;
+} RoutedRows;
+
+static __thread struct {
+    size_t size;
+    int32_t *memory;
+} uses;
+
+static void predict_ahead(const Mixture *m, Residency *e, int row, const float *x, int n, const RoutedRows *g) {
+    double began = now_seconds();
+    int count = forecast(e, &m->routers, row, x, n, g->ids, g->weights);
+    double now = now_seconds();
+    e->controls.counts.predictor_seconds += now - began;
+    note(e, EVENT_PREDICT, began, now, row, -1);
+    if ((count = worth_reading(e, row, count))) speculate(e, e->forecaster->found, count);
+}
+
+static int run_mixture_layer(const Mixture *m, Residency *e, int row, const float *x, int n, const RoutedRows *g) {
+    int experts = m->routers.experts, k = m->routers.top_k, all = n * k, base = row * experts, needed = 0, state = LAYER_DONE;
+    uses.memory = grown(uses.memory, &uses.size, sizeof(int32_t) * (size_t)(6 * experts + 1 + 3 * all));
+    int32_t *starts = uses.memory, *list = starts + experts + 1, *keys = list + experts, *ready = keys + experts, *counts = ready + experts;
+    int32_t *fill = counts + experts, *order = fill + experts, *rows = order + all, *places = rows + all;
+    const Expert *chosen[experts];
+
+    memset(starts, 0, sizeof(int32_t) * (size_t)(experts + 1));
+    for (int i = 0; i < all; i++) starts[g->ids[i] + 1]++;
+    for (int expert = 0; expert < experts; expert++) {
+        if (starts[expert + 1]) list[needed++] = expert;
+        starts[expert + 1] += starts[expert];
+        fill[expert] = starts[expert];
+    }
+    for (int i = 0; i < all; i++) order[fill[g->ids[i]]++] = i;
+
+    if (row <= e->controls.last_row && e->forecaster) forget_names(e);
+    enter_row(e, row);
+    Counts *c = &e->controls.counts;
+    int waiting = needed, missing = 0;
+    c->calls++;
+    c->uses += needed;
+    for (int i = 0; i < needed; i++) e->wanted[keys[i] = base + list[i]] = 1;
+    e->wanted_count = needed;
+    for (int i = 0; i < needed; i++) {
+        Slot *slot = find(e, keys[i]);
+        if (!slot || slot->state != SLOT_READY) {
+            missing++;
+            continue;
+        }
+        c->hits++;
+        c->timely += slot->fresh;
+        touch(e, slot);
+    }
+    if (missing) demand(e, keys, needed);
+    if (e->forecaster) {
+        outcome(e, row, list, needed);
+        if (e->controls.active && occupied(e) < e->plan.rows * experts) predict_ahead(m, e, row, x, n, g);
+    }
+
+    while (waiting) {
+        int count = 0, left = 0, total = 0;
+        poll_loads(e, 0.0);
+        for (int i = 0; i < waiting; i++) {
+            if (is_ready(e, keys[i])) ready[count++] = keys[i];
+            else keys[left++] = keys[i];
+        }
+        double began = now_seconds();
+        if (!count) {
+            state = wait_for(e, keys, left);
+            double now = now_seconds();
+            c->stall_seconds += now - began;
+            note(e, EVENT_STALL, began, now, row, -1);
+            if (state != LAYER_DONE) break;
+            continue;
+        }
+        for (int i = 0; i < count; i++) {
+            int expert = ready[i] - base;
+            Slot *slot = find(e, ready[i]);
+            slot->fresh = 0;
+            chosen[i] = &m->experts[slot - e->slots];
+            counts[i] = starts[expert + 1] - starts[expert];
+            for (int u = starts[expert]; u < starts[expert + 1]; u++) {
+                rows[total] = order[u] / k;
+                places[total++] = order[u];
+            }
+        }
+        mr_experts(chosen, counts, count, g->normed, rows, places, g->parts);
+        for (int i = 0; i < count; i++) {
+            if (e->wanted_count >= e->plan.slots) {  // more than fit: one that is done with makes room
+                e->wanted[ready[i]] = 0;
+                e->wanted_count--;
+            }
+            if (e->plan.policy == EVICT_NONE) empty(e, find(e, ready[i]));
+        }
+        waiting = left;
+        if (waiting) demand(e, keys, waiting);  // slots have become free: for these first
+        go_on(e);
+        note(e, EVENT_COMPUTE, began, now_seconds(), row, count == 1 ? ready[0] - base : -1);
+    }
+    memset(e->wanted + base, 0, (size_t)experts);
+    return state;
+}
+
+// Layers [start, stop) as mr_layers, each mixture's router, experts and sum included. Not LAYER_DONE: x is lost, and
+// e->controls says of what.
+int mr_mixture(const Mixture *m, Residency *e, const LayerCache *caches, const Adapter *const *adapters, float *x, int n,
+               const int32_t *seq, const int32_t *slot, const int32_t *pos, const int32_t *prefix, const int64_t *tree,
+               const uint8_t *accelerated, int capacity, int start, int stop, const RoutedRows *g) {
+    const Routers *routers = &m->routers;
+    int begin = start;
+    for (int i = start; i < stop; i++) {
+        int row = m->row_of[i];
+        if (row < 0) continue;
+        mr_layers(m->shape, m->layers, caches, adapters, x, n, seq, slot, pos, prefix, tree, accelerated, capacity, begin, i + 1);
+        begin = i + 1;
+        mr_route(routers->routers[row], routers->norms[row], routers->eps, x, n, routers->experts, routers->top_k, routers->normalise,
+                 g->normed, g->logits, g->ids, g->weights);
+        int state = run_mixture_layer(m, e, row, x, n, g);
+        if (state != LAYER_DONE) return state;
+        mr_combine(g->parts, g->weights, n, routers->top_k, routers->hidden, x);
+    }
+    if (begin < stop)
+        mr_layers(m->shape, m->layers, caches, adapters, x, n, seq, slot, pos, prefix, tree, accelerated, capacity, begin, stop);
+    return LAYER_DONE;
+}
+#endif

@@ -1,0 +1,201 @@
+"""Passes over a mixture's layers in one kernel call each: slots, loads and predictions without the interpreter.
+
+The kernel's own state machine (backbone/native/residency.h, loads.h, forecasts.h, mixture.h) does what slot_cache.py,
+policies.py, loader.py, predictors.py and worth.py do for decoders that Python runs; tests/experts/test_kernel.py holds
+the two together. It knows reads by the kernel, the named eviction policies, Belady's, and the predictors of `plan_of`;
+runtime.py keeps to Python for the rest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from multirate.backbone.native import library
+from multirate.backbone.native import residency as c
+from multirate.backbone.native.foresight import NativeForesight
+from multirate.backbone.native.moe import NativeMoEDecoder
+from multirate.experts.accelerated import AcceleratedResidual
+from multirate.experts.controller import SelfDisabling
+from multirate.experts.policies import (
+    Belady,
+    DecayedFrequency,
+    EvictionPolicy,
+    KeepNothing,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+    LeastStale,
+)
+from multirate.experts.predictors import NextLayerGate, Oracle, Popularity, Predictor, PreviousToken
+from multirate.experts.reads import NativeReads
+from multirate.experts.stats import Event, ExpertStats
+from multirate.experts.store import ExpertStore
+
+_EVICTIONS: dict[type[EvictionPolicy], str] = {
+    KeepNothing: "none", LeastRecentlyUsed: "lru", LeastFrequentlyUsed: "lfu", DecayedFrequency: "lrfu",
+    LeastStale: "least_stale", Belady: "belady",
+}  # fmt: skip
+
+_COUNTS = [one[0] for one in c.Counts._fields_]
+
+
+class Failure(Exception):
+    """A read failed: the row of its layer, the expert, the errno."""
+
+    def __init__(self, row: int, expert: int, error: int) -> None:
+        super().__init__(row, expert, error)
+        self.row, self.expert, self.error = row, expert, error
+
+
+@dataclass
+class _Plan:
+    """A ForecastPlan and the memory that it points to."""
+
+    plan: c.ForecastPlan
+    kept: list[Any] = field(default_factory=list)
+
+    def array(self, values: Sequence[int] | np.ndarray, dtype: Any = np.int32) -> int:
+        """Address of a copy that lives as long as this."""
+        kept = np.ascontiguousarray(values, dtype=dtype)
+        self.kept.append(kept)
+        return int(kept.ctypes.data)
+
+    def pointers(self, addresses: Sequence[int]) -> int:
+        """Address of an array of addresses."""
+        return self.array(addresses, np.uintp)
+
+
+def plan_of(predictor: Predictor | None, worth: float) -> _Plan | None:
+    """The kernel's form of a predictor; None: it has none."""
+    if isinstance(predictor, SelfDisabling):
+        predictor = predictor.inner
+    made = _Plan(c.ForecastPlan(kind=0, worth=worth))
+    plan = made.plan
+    if predictor is None:
+        return made
+    plan.most_depth = min(predictor.most_depth, c.MOST_AHEAD)
+    kind = type(predictor)
+    if kind is PreviousToken:
+        plan.kind = c.PREDICTORS.index("previous_token")
+    elif isinstance(predictor, Popularity) and kind is Popularity:
+        plan.kind, plan.count = c.PREDICTORS.index("popularity"), predictor.count
+    elif kind is NextLayerGate:
+        plan.kind = c.PREDICTORS.index("next_layer_gate")
+    elif isinstance(predictor, AcceleratedResidual) and isinstance(predictor.native, NativeForesight):
+        plan.kind = c.PREDICTORS.index("accelerated")
+        native = predictor.native
+        made.kept.append(native)
+        plan.most_depth = min(plan.most_depth, native.most_depth)
+        plan.sites = made.pointers(native.sites(plan.most_depth))
+        sketches = native.sketches(plan.most_depth)
+        plan.sketches = made.pointers(sketches) if sketches else None
+        plan.layer_of, plan.ones, plan.eps = made.array(predictor.layers), native.ones, native.eps
+    elif isinstance(predictor, Oracle) and kind is Oracle:
+        plan.kind = c.PREDICTORS.index("oracle")
+        plan.trace = made.array([expert for _, experts in predictor.trace for expert in experts])
+        plan.trace_ends = made.array(np.cumsum([len(experts) for _, experts in predictor.trace]))
+        plan.trace_rows, plan.trace_calls = made.array([row for row, _ in predictor.trace]), len(predictor.trace)
+    else:
+        return None
+    return made
+
+
+def knows(eviction: EvictionPolicy) -> bool:
+    """Whether the kernel has this policy."""
+    return type(eviction) in _EVICTIONS
+
+
+class KernelExperts:
+    """The experts of one runtime for one native decoder. reads fill `slots`, [record bytes] uint8 each, and outlive it.
+
+    Raises MemoryError. One pass at a time.
+    """
+
+    def __init__(
+        self, decoder: NativeMoEDecoder, store: ExpertStore, slots: Sequence[Tensor], reads: NativeReads,
+        eviction: EvictionPolicy, forecast: _Plan,
+    ) -> None:
+        self._decoder, self._library = decoder, library.kernel()
+        index = store.index
+        rows, experts = len(index.layers), index.num_experts
+        self._experts = experts
+        self._kept = _Plan(c.ForecastPlan())
+        plan = c.ResidencyPlan(rows=rows, experts=experts, slots=len(slots), reads=reads.handle)
+        plan.policy = c.EVICTIONS.index(_EVICTIONS[type(eviction)])
+        plan.offsets = self._kept.array([store.offset(r, e) for r in range(rows) for e in range(experts)], np.int64)
+        if isinstance(eviction, DecayedFrequency):
+            plan.loss = eviction.loss
+        if isinstance(eviction, Belady):
+            uses: list[list[int]] = [[] for _ in range(rows * experts)]
+            for at, (row, expert) in enumerate(eviction.trace):
+                uses[row * experts + expert].append(at)
+            plan.future = self._kept.array([at for one in uses for at in one])
+            plan.future_ends = self._kept.array(np.cumsum([len(one) for one in uses]))
+        self._handle: int | None = self._library.mr_residency_open(ctypes.byref(plan))
+        if not self._handle:
+            raise MemoryError("no memory for the experts' tables")
+        self.controls = c.Controls.from_address(self._handle)
+        self._mixture = decoder.mixture([index.record.views(slot) for slot in slots])
+        self._waiting = c.Waiting(self._look)
+        self.controls.waiting = self._waiting
+        self._interrupt: BaseException | None = None
+        self.predict_with(forecast)
+
+    def predict_with(self, forecast: _Plan) -> None:
+        """Another predictor from now on."""
+        self._forecast = forecast
+        if not self._library.mr_residency_predict(self._handle, ctypes.byref(forecast.plan)):
+            raise MemoryError("no memory for the predictor's tables")
+
+    def run(self, call: Sequence[Any]) -> None:
+        """mr_mixture's arguments after the first two. Raises Failure, or what a signal handler raised meanwhile."""
+        self._check(self._library.mr_mixture(self._mixture.address, self._handle, *call))
+
+    def load(self, count: int) -> None:
+        """The first `count` experts, layer by layer, into memory. Raises as `run`."""
+        keys = np.arange(count, dtype=np.int32)
+        self._check(self._library.mr_residency_load(self._handle, keys.ctypes.data, count))
+
+    def stats(self) -> ExpertStats:
+        """The counts, and events where they are recorded, as they are now."""
+        counts, controls = self.controls.counts, self.controls
+        events = None
+        if controls.record:
+            found = (controls.events[i] for i in range(controls.event_count))
+            events = [Event(c.EVENTS[e.kind], e.begin, e.end, e.row, e.expert) for e in found]
+        return ExpertStats(**{name: getattr(counts, name) for name in _COUNTS}, events=events)
+
+    def reset(self, events: bool) -> None:
+        """Counts from zero; events: record them."""
+        ctypes.memset(ctypes.addressof(self.controls.counts), 0, ctypes.sizeof(c.Counts))
+        self.controls.event_count, self.controls.record = 0, int(events)
+
+    def close(self) -> None:
+        """Frees the tables; reads under way still write into the slots."""
+        if self._handle is not None:
+            self._library.mr_residency_close(self._handle)
+            self._handle = None
+
+    def _check(self, state: int) -> None:
+        if state == c.DONE:
+            return
+        if state == c.READ_FAILED:
+            raise Failure(*divmod(self.controls.failed_key, self._experts), self.controls.failure)
+        if state == c.INTERRUPTED and self._interrupt is not None:
+            raised, self._interrupt = self._interrupt, None
+            raise raised
+        raise RuntimeError("every slot is held and nothing is being read")  # a defect, never the user's
+
+    def _look(self) -> int:
+        try:
+            for _ in range(8):  # signal handlers run between two of the interpreter's steps
+                pass
+        except BaseException as raised:
+            self._interrupt = raised
+            return 1
+        return 0

@@ -21,6 +21,7 @@ class Machine:
     def run(self, count: int, rows: int = 1) -> None:
         for _ in range(count):
             found: list[Prediction] = []
+            self.controller.began(rows)
             for row in range(3):
                 self.controller.used(row, [1, 2])
                 found += self.controller.predict(row, torch.zeros(rows, 4))

@@ -166,14 +166,16 @@ def test_budgets(offload: OffloadedExperts) -> None:
         assert len(runtime.cache.slots) == 3 * EXPERTS
 
 
-def test_bytes_are_what_the_system_counts(offload: OffloadedExperts) -> None:
-    runtime = offload.use(settings(offload, 4, eviction="lru"))
+@pytest.mark.parametrize(("threads", "counter"), [(1, "rchar:"), (0, "read_bytes:")])
+def test_bytes_are_what_the_system_counts(offload: OffloadedExperts, threads: int, counter: str) -> None:
+    """What a thread reads by calls, or what the system reads by itself from the disk."""
+    runtime = offload.use(settings(offload, 4, eviction="lru", threads=threads))
     if not runtime.memory.reader.direct:
         pytest.skip("no O_DIRECT here")
 
     def read_bytes() -> int:
         lines = Path("/proc/self/io").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("rchar:")).split()[1])
+        return int(next(line for line in lines if line.startswith(counter)).split()[1])
 
     steps(offload)
     runtime.reset()

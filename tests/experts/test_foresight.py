@@ -77,15 +77,15 @@ def test_depth_follows_what_is_measured() -> None:
     stats, now = ExpertStats(), 0.0
     depth = MeasuredDepth(predictor, rows=6, window=4, clock=lambda: now)
     for _ in range(6):
-        depth.new_pass(stats, 1)
+        depth.new_pass(lambda: stats, 1)
         now += 6 + 3
         stats.uses += 1
         stats.stall_seconds += 3
         stats.read_seconds += 12
     assert predictor.depth == 2
-    depth.new_pass(stats, 30)  # a prompt
+    depth.new_pass(lambda: stats, 30)  # a prompt
     for _ in range(6):
-        depth.new_pass(stats, 1)
+        depth.new_pass(lambda: stats, 1)
         now += 6
         stats.uses += 1
     assert predictor.depth == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,62 +10,19 @@ import torch
 import transformers as tf
 
 from multirate.backbone.decoder import load_decoder
-from multirate.backbone.native.moe import NativeMoEDecoder, pack_expert, unpack_expert
+from multirate.backbone.native.moe import pack_expert, unpack_expert
 from multirate.backbone.rows import Rows
 from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.speculative import generate_speculative
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.experts.model import PREDICTORS, OffloadedExperts, load_without_experts
+from multirate.experts.model import PREDICTORS, OffloadedExperts
 from multirate.experts.pack import pack
 from multirate.experts.runtime import ExpertSettings
 from multirate.experts.store import ExpertStore
-from multirate.methods.m2r2_experts.config import ExpertForecastConfig
-from multirate.methods.m2r2_experts.modules import ExpertForecast
 from multirate.methods.registry import method
-from multirate.methods.shape import BaseShape
 
-SHAPE: dict[str, Any] = dict(
-    vocab_size=61, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
-    max_position_embeddings=96, pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.15,
-)  # fmt: skip
-CONFIGS = {
-    "qwen3_moe": lambda: tf.Qwen3MoeConfig(
-        **SHAPE, intermediate_size=96, moe_intermediate_size=32, num_experts=6, num_experts_per_tok=2,
-        norm_topk_prob=True, mlp_only_layers=[1],
-    ),
-    "qwen3_moe_raw": lambda: tf.Qwen3MoeConfig(
-        **SHAPE, intermediate_size=96, moe_intermediate_size=64, num_experts=6, num_experts_per_tok=3,
-        norm_topk_prob=False,
-    ),
-    "mixtral": lambda: tf.MixtralConfig(**SHAPE, intermediate_size=64, num_local_experts=5, num_experts_per_tok=2),
-}  # fmt: skip
 PROMPTS = [[5, 9, 2, 44, 17, 30, 8], [3, 4, 50]]
-
-
-@pytest.fixture(scope="module", params=CONFIGS)
-def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    torch.manual_seed(0)
-    original = tf.AutoModelForCausalLM.from_config(CONFIGS[request.param]()).eval().to(torch.bfloat16)
-    original.save_pretrained(folder)
-    index = pack(folder, folder / "store")
-    model = load_without_experts(folder)
-    reason = NativeMoEDecoder.supports(model)
-    if reason is not None:
-        pytest.skip(reason)
-    assert index.layout == "native"
-    offload = OffloadedExperts(model, ExpertStore.open(folder / "store"))
-    shape = BaseShape.of(model.config)
-    forecast = ExpertForecast(ExpertForecastConfig.for_base(shape, rank=8), shape)
-    with torch.no_grad():
-        forecast.up[0].normal_(0, 0.3)  # it names others than the gate
-    offload.forecast = forecast
-    offload.use()
-    decoder = offload.decoder()
-    assert isinstance(decoder, NativeMoEDecoder)
-    yield original, offload, decoder
-    offload.remove()
 
 
 def test_packing_is_undone() -> None:

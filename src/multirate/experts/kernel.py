@@ -19,7 +19,7 @@ from torch import Tensor
 from multirate.backbone.native import library
 from multirate.backbone.native import residency as c
 from multirate.backbone.native.foresight import NativeForesight
-from multirate.backbone.native.moe import NativeMoEDecoder
+from multirate.backbone.native.moe import KernelCall, NativeMoEDecoder
 from multirate.experts.accelerated import AcceleratedResidual
 from multirate.experts.controller import SelfDisabling
 from multirate.experts.policies import (
@@ -141,9 +141,6 @@ class KernelExperts:
             raise MemoryError("no memory for the experts' tables")
         self.controls = c.Controls.from_address(self._handle)
         self._mixture = decoder.mixture([index.record.views(slot) for slot in slots])
-        self._waiting = c.Waiting(self._look)
-        self.controls.waiting = self._waiting
-        self._interrupt: BaseException | None = None
         self.predict_with(forecast)
 
     def predict_with(self, forecast: _Plan) -> None:
@@ -152,14 +149,20 @@ class KernelExperts:
         if not self._library.mr_residency_predict(self._handle, ctypes.byref(forecast.plan)):
             raise MemoryError("no memory for the predictor's tables")
 
-    def run(self, call: Sequence[Any]) -> None:
-        """mr_mixture's arguments after the first two. Raises Failure, or what a signal handler raised meanwhile."""
-        self._check(self._library.mr_mixture(self._mixture.address, self._handle, *call))
+    def run(self, call: KernelCall, start: int, stop: int, into: int) -> None:
+        """Layers [start, stop), `into`: mr_mixture's last argument. Raises Failure; Ctrl-C is heard while a read takes
+        long."""
+        mixture, handle = self._mixture.address, self._handle
+        while (state := self._library.mr_mixture(mixture, handle, *call, start, stop, into)) == c.PAUSED:
+            start = self.controls.paused_layer
+        self._check(state)
 
     def load(self, count: int) -> None:
         """The first `count` experts, layer by layer, into memory. Raises as `run`."""
         keys = np.arange(count, dtype=np.int32)
-        self._check(self._library.mr_residency_load(self._handle, keys.ctypes.data, count))
+        while (state := self._library.mr_residency_load(self._handle, keys.ctypes.data, count)) == c.PAUSED:
+            pass
+        self._check(state)
 
     def stats(self) -> ExpertStats:
         """The counts, and events where they are recorded, as they are now."""
@@ -185,17 +188,6 @@ class KernelExperts:
         if state == c.DONE:
             return
         if state == c.READ_FAILED:
-            raise Failure(*divmod(self.controls.failed_key, self._experts), self.controls.failure)
-        if state == c.INTERRUPTED and self._interrupt is not None:
-            raised, self._interrupt = self._interrupt, None
-            raise raised
+            row, expert = divmod(self.controls.failed_key, self._experts)
+            raise Failure(row, expert, self.controls.failure)
         raise RuntimeError("every slot is held and nothing is being read")  # a defect, never the user's
-
-    def _look(self) -> int:
-        try:
-            for _ in range(8):  # signal handlers run between two of the interpreter's steps
-                pass
-        except BaseException as raised:
-            self._interrupt = raised
-            return 1
-        return 0

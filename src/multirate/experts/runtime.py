@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multirate.backbone.native.moe import ComputeExperts, KernelPasses, NativeMoEDecoder, unpack_expert
+from multirate.backbone.native.moe import ComputeExperts, KernelCall, KernelPasses, NativeMoEDecoder, unpack_expert
 from multirate.errors import UserError
 from multirate.experts.controller import SelfDisabling
 from multirate.experts.depth import MeasuredDepth
@@ -140,7 +140,7 @@ class ExpertRuntime:
                 )
         return self._pass if self._kernel is not None and self.trace is None else None
 
-    def _pass(self, call: Sequence[Any], row: int, rows: int) -> None:
+    def _pass(self, call: KernelCall, start: int, stop: int, into: int, row: int, rows: int) -> None:
         """As KernelPasses."""
         assert self._kernel is not None
         controls = self._kernel.controls
@@ -149,7 +149,7 @@ class ExpertRuntime:
         if self.predictor is not None:
             controls.depth = self.predictor.depth
             controls.active = not isinstance(self.predictor, SelfDisabling) or self.predictor.on
-        self._running(lambda kernel: kernel.run(call))
+        self._running(lambda kernel: kernel.run(call, start, stop, into))
 
     def _running(self, work: Callable[[KernelExperts], None]) -> None:
         assert self._kernel is not None

@@ -2,9 +2,9 @@
 #ifndef MULTIRATE_LOADS_H
 #define MULTIRATE_LOADS_H
 
-#define PATIENCE 0.1  // seconds between two looks at Ctrl-C while waiting for a read
+#define PATIENCE 0.1  // seconds of waiting for a read after which the interpreter may look at Ctrl-C
 
-enum { LAYER_DONE, READ_FAILED, INTERRUPTED, NOTHING_LEFT };
+enum { LAYER_DONE, READ_FAILED, PAUSED, NOTHING_LEFT };
 
 static void begin_load(Residency *e, Slot *slot, int64_t order) {
     reads_add(e->plan.reads, (int)(slot - e->slots), e->plan.offsets[slot->key], order, slot->demanded);
@@ -156,7 +156,7 @@ static int wait_for(Residency *e, const int32_t *keys, int count) {
         }
         demand(e, keys, count);
         if (!e->loading) return NOTHING_LEFT;
-        if (!poll_loads(e, PATIENCE) && e->controls.waiting && e->controls.waiting()) return INTERRUPTED;
+        if (!poll_loads(e, PATIENCE)) return PAUSED;
     }
 }
 
@@ -167,7 +167,8 @@ static void enter_row(Residency *e, int row) {
     c->token += begun;
     c->row = c->last_row = row;
     if (begun) {
-        e->pending_count = 0;
+        e->pending_count = e->left_count = 0;
+        memset(e->wanted, 0, (size_t)e->plan.rows * experts);  // of a pass that was given up
         memset(e->soon, 0, (size_t)e->plan.rows * experts);
         double now = now_seconds();
         note(e, EVENT_TOKEN, now, now, row, -1);
@@ -185,7 +186,7 @@ static void enter_row(Residency *e, int row) {
     }
 }
 
-// All of `keys` READY, one after the other (experts/runtime.py's preload).
+// All of `keys` READY, one after the other (experts/runtime.py's preload); PAUSED: to be called again.
 int mr_residency_load(Residency *e, const int32_t *keys, int count) {
     int state = LAYER_DONE;
     for (int i = 0; i < count && state == LAYER_DONE; i++)

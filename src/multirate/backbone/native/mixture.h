@@ -39,6 +39,8 @@ static int run_mixture_layer(const Mixture *m, Residency *e, int row, const floa
     int32_t *starts = uses.memory, *list = starts + experts + 1, *keys = list + experts, *ready = keys + experts, *counts = ready + experts;
     int32_t *fill = counts + experts, *order = fill + experts, *rows = order + all, *places = rows + all;
     const Expert *chosen[experts];
+    int waiting = 0, missing = 0;
+    Counts *c = &e->controls.counts;
 
     memset(starts, 0, sizeof(int32_t) * (size_t)(experts + 1));
     for (int i = 0; i < all; i++) starts[g->ids[i] + 1]++;
@@ -49,10 +51,15 @@ static int run_mixture_layer(const Mixture *m, Residency *e, int row, const floa
     }
     for (int i = 0; i < all; i++) order[fill[g->ids[i]]++] = i;
 
+    if (e->left_count) {  // it was asked for before the pause
+        waiting = e->left_count;
+        memcpy(keys, e->left, (size_t)waiting * sizeof *keys);
+        e->left_count = 0;
+        goto compute;
+    }
     if (row <= e->controls.last_row && e->forecaster) forget_names(e);
     enter_row(e, row);
-    Counts *c = &e->controls.counts;
-    int waiting = needed, missing = 0;
+    waiting = needed;
     c->calls++;
     c->uses += needed;
     for (int i = 0; i < needed; i++) e->wanted[keys[i] = base + list[i]] = 1;
@@ -73,6 +80,7 @@ static int run_mixture_layer(const Mixture *m, Residency *e, int row, const floa
         if (e->controls.active && occupied(e) < e->plan.rows * experts) predict_ahead(m, e, row, x, n, g);
     }
 
+compute:
     while (waiting) {
         int count = 0, left = 0, total = 0;
         poll_loads(e, 0.0);
@@ -86,6 +94,11 @@ static int run_mixture_layer(const Mixture *m, Residency *e, int row, const floa
             double now = now_seconds();
             c->stall_seconds += now - began;
             note(e, EVENT_STALL, began, now, row, -1);
+            if (state == PAUSED) {
+                memcpy(e->left, keys, (size_t)left * sizeof *keys);
+                e->left_count = left;
+                return state;
+            }
             if (state != LAYER_DONE) break;
             continue;
         }
@@ -117,21 +130,25 @@ static int run_mixture_layer(const Mixture *m, Residency *e, int row, const floa
     return state;
 }
 
-// Layers [start, stop) as mr_layers, each mixture's router, experts and sum included. Not LAYER_DONE: x is lost, and
-// e->controls says of what.
+// Layers [start, stop) as mr_layers, each mixture's router, experts and sum included. PAUSED: the same call with start =
+// controls.paused_layer goes on, any other forgets it. READ_FAILED, NOTHING_LEFT: x is lost, and controls says of what.
 int mr_mixture(const Mixture *m, Residency *e, const LayerCache *caches, const Adapter *const *adapters, float *x, int n,
                const int32_t *seq, const int32_t *slot, const int32_t *pos, const int32_t *prefix, const int64_t *tree,
                const uint8_t *accelerated, int capacity, int start, int stop, const RoutedRows *g) {
     const Routers *routers = &m->routers;
     int begin = start;
+    if (start != e->controls.paused_layer) e->left_count = 0;
     for (int i = start; i < stop; i++) {
         int row = m->row_of[i];
         if (row < 0) continue;
-        mr_layers(m->shape, m->layers, caches, adapters, x, n, seq, slot, pos, prefix, tree, accelerated, capacity, begin, i + 1);
+        if (!e->left_count) {
+            mr_layers(m->shape, m->layers, caches, adapters, x, n, seq, slot, pos, prefix, tree, accelerated, capacity, begin, i + 1);
+            mr_route(routers->routers[row], routers->norms[row], routers->eps, x, n, routers->experts, routers->top_k,
+                     routers->normalise, g->normed, g->logits, g->ids, g->weights);
+        }
         begin = i + 1;
-        mr_route(routers->routers[row], routers->norms[row], routers->eps, x, n, routers->experts, routers->top_k, routers->normalise,
-                 g->normed, g->logits, g->ids, g->weights);
         int state = run_mixture_layer(m, e, row, x, n, g);
+        e->controls.paused_layer = state == PAUSED ? i : -1;
         if (state != LAYER_DONE) return state;
         mr_combine(g->parts, g->weights, n, routers->top_k, routers->hidden, x);
     }

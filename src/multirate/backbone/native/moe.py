@@ -30,9 +30,11 @@ ComputeExperts = Callable[[Sequence[tuple[int, Mapping[str, Tensor]]]], None]
 """Computes with some of the experts that were asked for: (expert, weights) of each."""
 
 
-KernelPasses = Callable[[Sequence[Any], int, int], None]
-"""(mr_mixture's arguments after the first two, row of its first mixture layer, rows of the call): runs layers, loading
-what they need. Raises UserError when a read failed."""
+KernelCall = tuple[Any, ...]
+"""mr_mixture's arguments from the caches to the capacity."""
+KernelPasses = Callable[[KernelCall, int, int, int, int, int], None]
+"""(call, start, stop, where it is routed, row of the first mixture layer, rows of the call): runs layers [start, stop),
+loading what they need. Raises UserError when a read failed."""
 
 
 class ExpertProvider(Protocol):
@@ -162,9 +164,9 @@ class NativeMoEDecoder(NativeDecoder):
             call = (
                 cache.address, packed, x.data_ptr(), len(x), rows.seq.ctypes.data, rows.slot.ctypes.data,
                 rows.pos.ctypes.data, rows.prefix.ctypes.data, rows.tree.ctypes.data,
-                None if fast is None else fast.ctypes.data, cache.capacity, begin, i + 1, routing.address,
+                None if fast is None else fast.ctypes.data, cache.capacity,
             )  # fmt: skip
-            kernel(call, row, len(x))
+            kernel(call, begin, i + 1, routing.address, row, len(x))
             if fast is not None and i in beside and i in self.row_of:
                 self._beside(beside[i], routing.normed, x, np.flatnonzero(fast))
             begin = i + 1

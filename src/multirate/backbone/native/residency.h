@@ -40,7 +40,7 @@ typedef struct {
     int32_t failed_key, failure;  // after a failed read: whose, and its errno
     Event *events;                // [event_count] where record is set
     int32_t event_count, record;
-    int (*waiting)(void);  // asked now and then while a read takes long: not 0 ends the pass
+    int32_t paused_layer, pad;  // the model's, where a pass that returned PAUSED goes on
 } Controls;
 
 typedef struct {
@@ -63,6 +63,7 @@ typedef struct {
     int32_t *next_use;         // [keys] of EVICT_BELADY: index into future
     uint8_t *wanted, *soon;    // [keys]: what the running layer computes with; named for the next layers, evicted last
     int32_t *failed;           // [keys] errno of this layer's failed reads
+    int32_t *left, left_count; // keys that a paused layer still waits for; none: no layer is
     int32_t *free, free_count, wanted_count, loading, failures, event_room;
     int64_t number, numbers;
     double busy_until;         // the disk, by the reads that have ended
@@ -185,7 +186,7 @@ static inline int is_ready(const Residency *e, int key) {
 void mr_residency_close(Residency *e) {
     if (!e) return;
     mr_forecaster_close(e->forecaster);
-    void *parts[] = {e->slots, e->slot_of, e->rank, e->next_use, e->wanted, e->soon, e->failed, e->free, e->pending,
+    void *parts[] = {e->slots, e->slot_of, e->rank, e->next_use, e->wanted, e->soon, e->failed, e->left, e->free, e->pending,
                      e->ended_slot, e->ended_status, e->ended_bytes, e->ended_began, e->ended_over, e->controls.events};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) free(parts[i]);
     free(e);
@@ -201,6 +202,7 @@ Residency *mr_residency_open(const ResidencyPlan *plan) {
     e->controls.depth = e->controls.active = 1;
     e->slots = calloc(slots, sizeof *e->slots);
     e->free = calloc(slots, sizeof *e->free);
+    e->left = calloc((size_t)plan->experts, sizeof *e->left);
     e->slot_of = calloc(keys, sizeof *e->slot_of);
     e->rank = calloc(keys, sizeof *e->rank);
     e->next_use = calloc(keys, sizeof *e->next_use);
@@ -213,7 +215,7 @@ Residency *mr_residency_open(const ResidencyPlan *plan) {
     e->ended_bytes = calloc(slots, sizeof *e->ended_bytes);
     e->ended_began = calloc(slots, sizeof *e->ended_began);
     e->ended_over = calloc(slots, sizeof *e->ended_over);
-    if (!e->slots || !e->free || !e->slot_of || !e->rank || !e->next_use || !e->wanted || !e->soon || !e->failed || !e->pending ||
+    if (!e->slots || !e->free || !e->left || !e->slot_of || !e->rank || !e->next_use || !e->wanted || !e->soon || !e->failed || !e->pending ||
         !e->ended_slot || !e->ended_status || !e->ended_bytes || !e->ended_began || !e->ended_over) {
         mr_residency_close(e);
         return NULL;

@@ -13,9 +13,7 @@ PREDICTORS = ("none", "previous_token", "popularity", "next_layer_gate", "accele
 EVENTS = ("compute", "demand", "speculative", "stall", "predict", "token")
 MOST_AHEAD = 8
 
-DONE, READ_FAILED, INTERRUPTED = 0, 1, 2
-
-Waiting = ctypes.CFUNCTYPE(ctypes.c_int)
+DONE, READ_FAILED, PAUSED = 0, 1, 2
 
 
 class Counts(ctypes.Structure):
@@ -36,8 +34,7 @@ class Controls(ctypes.Structure):
         ("token", int64),
         *((name, int32) for name in ("row", "last_row", "depth", "active", "failed_key", "failure")),
         ("events", ctypes.POINTER(Event)),
-        *((name, int32) for name in ("event_count", "record")),
-        ("waiting", Waiting),
+        *((name, int32) for name in ("event_count", "record", "paused_layer", "pad")),
     ]
 
 

@@ -1,0 +1,192 @@
+"""Passes by the kernel: the same text, and the same loads, as the state machine in Python; faults, Ctrl-C, changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from multirate.backbone.rows import Rows
+from multirate.decoding.autoregressive import generate_autoregressive
+from multirate.decoding.stopping import StopSettings
+from multirate.errors import UserError
+from multirate.experts.controller import SelfDisabling
+from multirate.experts.kernel import plan_of
+from multirate.experts.policies import Belady, eviction_policy
+from multirate.experts.predictors import Oracle, Popularity, PreviousToken, Shuffled
+from multirate.experts.runtime import ExpertRuntime, ExpertSettings
+from multirate.experts.stats import ExpertStats
+
+STOP = StopSettings(max_new_tokens=24)
+IDS = torch.randint(2, 61, (60,), generator=torch.Generator().manual_seed(2))
+
+
+def generate(mixture: Any, runtime: ExpertRuntime, prompts: list[list[int]]) -> list[list[int]]:
+    _, offload, decoder = mixture
+    offload.runtime = runtime
+    return generate_autoregressive(decoder, prompts, stop=STOP).sequences
+
+
+def follow(mixture: Any, runtime: ExpertRuntime, count: int = len(IDS)) -> torch.Tensor:
+    """Logits of tokens given one by one: a tiny model's own text repeats itself."""
+    _, offload, decoder = mixture
+    offload.runtime = runtime
+    cache, found = decoder.new_cache(1, len(IDS)), []
+    for at in range(count):
+        rows = Rows.causal(0, at, 1)
+        x = decoder.embed(IDS[at : at + 1], rows.pos)
+        found.append(decoder.logits(decoder.layers(x, rows, 0, 4, cache)))
+    return torch.cat(found)
+
+
+def runtime_of(mixture: Any, slots: int | None, predictor: str = "none", **settings: Any) -> ExpertRuntime:
+    offload, eviction = mixture[1], settings.pop("eviction", "lrfu")
+    record = offload.store.index.record.bytes
+    chosen = ExpertSettings(None if slots is None else slots * record, **settings)
+    policy = eviction if not isinstance(eviction, str) else eviction_policy(eviction)
+    return ExpertRuntime(offload.store, chosen, offload.predictor(predictor), policy)
+
+
+def counts(mixture: Any, slots: int | None, kernel: bool, predictor: str = "none", **more: Any) -> ExpertStats:
+    with runtime_of(mixture, slots, predictor, kernel=kernel, **more) as runtime:
+        logits = follow(mixture, runtime)
+        with runtime_of(mixture, None, kernel=False) as resident:
+            assert torch.equal(logits, follow(mixture, resident))
+        assert (runtime._kernel is not None) == kernel
+        return runtime.stats.copy()
+
+
+def trace_of(mixture: Any) -> list[tuple[int, list[int]]]:
+    with runtime_of(mixture, None) as runtime:
+        runtime.trace = []
+        follow(mixture, runtime)
+        return runtime.trace
+
+
+@pytest.mark.parametrize("slots", [4, 7, 11, None])
+@pytest.mark.parametrize("eviction", ["none", "lru", "lfu", "lrfu", "least_stale"])
+def test_the_same_experts_stay_and_leave(mixture: Any, slots: int | None, eviction: str) -> None:
+    """With nothing predicted, what is there does not depend on how fast reads are: every count is equal."""
+    kernel, python = (counts(mixture, slots, one, eviction=eviction) for one in (True, False))
+    for name in ("calls", "uses", "hits", "timely", "late", "wasted", "issued", "demand_bytes", "speculative_bytes"):
+        assert getattr(kernel, name) == getattr(python, name), name
+    assert kernel.hits > 0 or eviction == "none" or (slots or 99) < 9  # fewer than a pass needs: lru keeps none in time
+
+
+@pytest.mark.parametrize("eviction", ["none", "lrfu", "least_stale"])
+@pytest.mark.parametrize("predictor", ["previous_token", "popularity", "next_layer_gate", "accelerated"])
+def test_the_same_experts_are_named(mixture: Any, predictor: str, eviction: str) -> None:
+    """What was named ahead of time among what was missing, timely or not, is nearly the same: reads differ in speed."""
+    kernel, python = (
+        counts(mixture, 9, one, predictor, eviction=eviction, worth=0.0, depth=1) for one in (True, False)
+    )
+    assert kernel.uses == python.uses and (kernel.issued > 0 or predictor == "popularity")
+    assert kernel.recall == pytest.approx(python.recall, abs=0.12)
+    assert kernel.precision == pytest.approx(python.precision, abs=0.12)
+
+
+def test_an_oracle_is_never_wrong(mixture: Any) -> None:
+    trace = trace_of(mixture)
+    for depth in (1, 2, 3):
+        with runtime_of(mixture, 12, depth=depth, worth=0.0) as runtime:
+            runtime.predict_with(Oracle(trace))
+            follow(mixture, runtime)
+            stats = runtime.stats
+            assert runtime._kernel is not None
+            assert stats.issued - stats.cancelled >= stats.timely + stats.late > 0
+            assert stats.precision > 0.9 and stats.recall > 0.5
+
+
+def test_beladys_cache_hits_most(mixture: Any) -> None:
+    keys = [(row, expert) for row, experts in trace_of(mixture) for expert in experts]
+    hits = {name: counts(mixture, 7, True, eviction=name).hits for name in ("lru", "lfu", "lrfu", "least_stale")}
+    best = counts(mixture, 7, True, eviction=Belady(keys)).hits
+    assert best == counts(mixture, 7, False, eviction=Belady(keys)).hits
+    assert best >= max(hits.values())
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_threads_or_the_system_may_read(mixture: Any, threads: int) -> None:
+    """And a batch, whose rows need the union of their experts, more than there are slots."""
+    prompts = [[5, 9, 2, 44, 17, 30, 8], [3, 4, 50], [7]]
+    with runtime_of(mixture, None) as resident, runtime_of(mixture, 4, "next_layer_gate", threads=threads) as runtime:
+        for slot in runtime.memory.slots:
+            slot.fill_(0xFF)  # NaN: an unread slot would be seen
+        assert generate(mixture, runtime, prompts) == generate(mixture, resident, prompts)
+
+
+def test_a_disk_that_goes_away_and_comes_back(mixture: Any) -> None:
+    with runtime_of(mixture, 4, eviction="none", direct=True) as runtime:
+        right = follow(mixture, runtime)
+        file = runtime.memory.reader.fileno  # type: ignore[attr-defined]
+        kept, nothing = os.dup(file), os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, file)
+        with pytest.raises(UserError, match=r"expert \d of layer \d could not be read from .*truncated while in use"):
+            follow(mixture, runtime)
+        assert runtime.stats.errors > 0
+        os.dup2(kept, file)
+        os.close(kept)
+        os.close(nothing)
+        assert torch.equal(follow(mixture, runtime), right)
+
+
+def test_ctrl_c_while_a_read_takes_for_ever(mixture: Any) -> None:
+    with runtime_of(mixture, 4, eviction="none", disk_bytes_per_second=2000.0) as runtime:
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                follow(mixture, runtime)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert runtime._kernel is not None
+    assert time.monotonic() - began < 3
+
+
+def test_python_goes_on_where_the_kernel_cannot(mixture: Any) -> None:
+    """A predictor that it does not know, a trace that is wanted: the same text, and counts that go on."""
+    offload = mixture[1]
+    with runtime_of(mixture, 9, "next_layer_gate") as runtime:
+        right = follow(mixture, runtime)
+        assert runtime._kernel is not None
+        uses = runtime.stats.uses
+        runtime.predict_with(PreviousToken(len(offload.store.index.layers)))
+        assert runtime._kernel is not None
+        runtime.predict_with(Shuffled(PreviousToken(len(offload.store.index.layers)), offload.store.index.num_experts))
+        assert runtime._kernel is None
+        assert torch.equal(follow(mixture, runtime), right)
+        assert runtime.stats.uses == 2 * uses
+    with runtime_of(mixture, 9) as runtime:
+        follow(mixture, runtime)
+        runtime.trace = []
+        assert torch.equal(follow(mixture, runtime), right) and runtime.trace and runtime._kernel is None
+
+
+def test_preloading_and_counting_from_zero(mixture: Any) -> None:
+    with runtime_of(mixture, None) as runtime:
+        follow(mixture, runtime)
+        runtime.preload()
+        runtime.reset(events=True)
+        follow(mixture, runtime)
+        stats = runtime.stats
+        assert stats.hits == stats.uses and not stats.bytes
+        assert stats.events and {event.kind for event in stats.events} == {"token", "compute"}
+        assert all(event.begin <= event.end for event in stats.events)
+        runtime.reset()
+        assert runtime.stats == ExpertStats()
+
+
+def test_what_the_kernel_knows() -> None:
+    class Mine(PreviousToken):
+        """Not the one that the kernel has."""
+
+    assert plan_of(None, 0.5) is not None and plan_of(Popularity(3, 2), 0.5) is not None
+    assert plan_of(Mine(3), 0.5) is None
+    wrapped = plan_of(SelfDisabling(PreviousToken(3)), 0.5)
+    assert wrapped is not None and wrapped.plan.kind == 1 and wrapped.plan.most_depth == 2

@@ -53,7 +53,7 @@ class ExpertSettings:
     direct: bool = True
     threads: int | None = None
     depth: int | None = None
-    worth: float = 0.5
+    worth: float = 0.65
     kernel: bool = True
 
 

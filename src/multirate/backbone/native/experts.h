@@ -101,9 +101,9 @@ void mr_experts(const Expert *const *experts, const int32_t *uses, int count, co
         }
 }
 
-// A few rows for each expert (methods/m2r2_experts/modules.py): down [E, rows, d], up [E, rows, d] of each depth.
+// A few rows for each expert (methods/m2r2_experts/modules.py): down [E, rows, d], up [E, rows, d] of each depth, bf16.
 typedef struct {
-    const float *down, *near, *far;
+    const bf16 *down, *near, *far;
     int32_t rows, pad;
 } Sketch;
 
@@ -116,30 +116,37 @@ typedef struct {
     float *p_near, *p_far;
     float eps;
     int count, k;
+    float *drawn;  // [n, k · rows]: what each row of a sketch adds
 } Foresight;
 
-// p += Σ over a row's experts of share · up SiLU(down n(residual)).
-static void add_sketches(const Foresight *f, int n, int d) {
+// share · SiLU(down n(residual)) of row n's experts.
+static void draw_sketches(const Foresight *f, int n, int d) {
     const Sketch *s = f->sketch;
     const float *x = f->residual + (size_t)n * d, *weights = f->weights + (size_t)n * f->k;
+    float *z = f->drawn + (size_t)n * f->k * s->rows;
     fv squares = all(0.0f);
     for (int i = 0; i < d; i += LANES) { fv v = load_v(x + i); squares += v * v; }
     float scale = 1.0f / sqrtf(sum_v(squares) / d + f->eps), total = 0.0f;
     for (int j = 0; j < f->k; j++) total += weights[j];
     for (int j = 0; j < f->k; j++)
         for (int row = 0; row < s->rows; row++) {
-            size_t at = ((size_t)f->ids[(size_t)n * f->k + j] * s->rows + row) * d;
+            const bf16 *down = s->down + ((size_t)f->ids[(size_t)n * f->k + j] * s->rows + row) * d;
             fv dot = all(0.0f);
-            for (int i = 0; i < d; i += LANES) dot += load_v(x + i) * load_v(s->down + at + i);
-            float inner = sum_v(dot) * scale, z = inner / (1.0f + expf(-inner)) * weights[j] / total;
-            for (int i = 0; i < d; i += LANES) {
-                float *near = f->p_near + (size_t)n * d + i;
-                store_v(near, load_v(near) + all(z) * load_v(s->near + at + i));
-            }
-            for (int i = 0; f->far && i < d; i += LANES) {
-                float *far = f->p_far + (size_t)n * d + i;
-                store_v(far, load_v(far) + all(z) * load_v(s->far + at + i));
-            }
+            for (int i = 0; i < d; i += LANES) dot += load_v(x + i) * load_bf16_v(down + i);
+            float inner = sum_v(dot) * scale;
+            *z++ = inner / (1.0f + expf(-inner)) * weights[j] / total;
+        }
+}
+
+// p[begin … end) += Σ drawn · up of row n's experts.
+static void add_sketches(const Foresight *f, const bf16 *ups, float *p, int n, int d, int begin, int end) {
+    int rows = f->sketch->rows;
+    const float *z = f->drawn + (size_t)n * f->k * rows;
+    for (int j = 0; j < f->k; j++)
+        for (int row = 0; row < rows; row++) {
+            const bf16 *up = ups + ((size_t)f->ids[(size_t)n * f->k + j] * rows + row) * d;
+            fv share = all(*z++);
+            for (int i = begin; i < end; i += LANES) store_v(p + (size_t)n * d + i, load_v(p + (size_t)n * d + i) + share * load_bf16_v(up + i));
         }
 }
 
@@ -158,12 +165,18 @@ static void run_foresight(void *context, int id, int threads) {
         memcpy(f->p_near, f->residual, bytes);
         if (f->far) memcpy(f->p_far, f->residual, bytes);
     }
+    // The last thread draws first: of a product with few outputs the first does most.
+    for (int n = f->sketch ? threads - 1 - id : f->count; n < f->count; n += threads) draw_sketches(f, n, d);
     low_rank_in(f->near, mine.normed, 2 * d, NULL, f->count, id, threads);
     low_rank_out(f->near, f->p_near, d, NULL, f->count, id, threads);
     if (f->far) low_rank_out(f->far, f->p_far, d, NULL, f->count, id, threads);
     if (!f->sketch) return;
     barrier(threads);
-    for (int n = id; n < f->count; n += threads) add_sketches(f, n, d);
+    int begin = d / LANES * id / threads * LANES, end = d / LANES * (id + 1) / threads * LANES;
+    for (int n = 0; n < f->count; n++) {
+        add_sketches(f, f->sketch->near, f->p_near, n, d, begin, end);
+        if (f->far) add_sketches(f, f->sketch->far, f->p_far, n, d, begin, end);
+    }
 }
 
 // The accelerated residual (methods/m2r2_experts/modules.py): p = residual + U SiLU(D [n(residual); n(state)]) for the U of
@@ -173,15 +186,17 @@ void mr_foresee(const LowRank *near, const LowRank *far, const Sketch *sketch, c
                 int k, const float *ones, float eps, const float *residual, const float *state, int n, float *p_near,
                 float *p_far) {
     size_t d = near->a.in / 2;
+    static float *drawn;
+    static size_t drawn_size;
     room_for_adapters();
+    if (sketch) drawn = grown(drawn, &drawn_size, MAX_ROWS * (size_t)k * sketch->rows * sizeof(float));
     for (int r = 0; r < n; r += MAX_ROWS) {
         size_t at = r * d;
         size_t use = (size_t)r * (size_t)k;
         Foresight f = {near, far, sketch, ids ? ids + use : NULL, weights ? weights + use : NULL, ones, residual + at,
                        state ? state + at : NULL, p_near + at, far ? p_far + at : NULL, eps,
-                       n - r < MAX_ROWS ? n - r : MAX_ROWS, k};
-        if (n > FEW_ROWS) run_parallel(run_foresight, &f);
-        else run_foresight(&f, 0, 1);
+                       n - r < MAX_ROWS ? n - r : MAX_ROWS, k, drawn};
+        run_parallel(run_foresight, &f);
     }
 }
 

@@ -13,8 +13,8 @@ from multirate.backbone.native.packing import Owner
 
 
 class NativeForesight:
-    """down [L, rank, 2d], sketch [L, E · s, d] or None, up[δ − 1] [L, d, rank + E · s] in the kernel's form (bf16, the
-    sketches fp32): what is named may differ from what fp32 would name, which changes no token."""
+    """down [L, rank, 2d], sketch [L, E · s, d] or None, up[δ − 1] [L, d, rank + E · s] in the kernel's form
+    (bf16): what is named may differ from what fp32 would name, which changes no token."""
 
     def __init__(
         self, down: Tensor, up: Sequence[Tensor], sketch: Tensor | None = None, rows: int = 0, eps: float = 1e-6
@@ -31,9 +31,14 @@ class NativeForesight:
         self._sketches: list[list[library.Sketch]] = []  # by layer, for the near depth with each far one
         if sketch is not None:
             for layer in range(len(down)):
-                ups = [self._owner.floats(one[layer, :, rank:].T) for one in up]
-                drawn = self._owner.floats(sketch[layer])
+                ups = [self._kept(one[layer, :, rank:].T) for one in up]
+                drawn = self._kept(sketch[layer])
                 self._sketches.append([library.Sketch(drawn, ups[0], far, rows, 0) for far in ups])
+
+    def _kept(self, values: Tensor) -> int:
+        kept = self._owner.slabs.copy(values.detach().bfloat16().contiguous())
+        self._owner.tensors.append(kept)
+        return kept.data_ptr()
 
     def sites(self, depths: int) -> list[int]:
         """Addresses [L · depths] of the adapters, layer by layer."""

@@ -128,6 +128,11 @@ INLINE fv all(float f) {
     for (int i = 0; i < LANES; i++) v[i] = f;
     return v;
 }
+INLINE fv load_bf16_v(const bf16 *p) {
+    uint16_t __attribute__((vector_size(2 * LANES))) half;
+    memcpy(&half, p, sizeof half);
+    return (fv)(__builtin_convertvector(half, iv) << 16);
+}
 INLINE fv load_v(const float *p) { fv v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store_v(float *p, fv v) { memcpy(p, &v, sizeof v); }
 INLINE float sum_v(fv v) {

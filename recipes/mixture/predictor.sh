@@ -4,6 +4,7 @@
 #   bash recipes/mixture/predictor.sh runs/mixture/base/model runs/reference/data runs/mixture/predictor
 #
 # It trains on the model's own answers, which is what it will be asked about, and on a part of the original ones.
+# ATTENTION=true: one that runs the later layers' attention too. It starts close to its best, so LR=1e-3 then.
 set -euo pipefail
 MODEL=$1 DATA=$2 OUT=$3
 mkdir -p "$OUT.data"
@@ -15,4 +16,5 @@ multirate answers "$MODEL" --experts "$OUT.data/experts" --data "$DATA/heldout_q
     --limit 96 --max-new-tokens 96
 [ -f "$original" ] || awk 'NR % 9 == 0' "$DATA/chat.jsonl" > "$original"
 multirate train "$MODEL" --objective experts --data "$own" --data "$original" --heldout-files "$heldout" --out "$OUT" \
-    --steps "${STEPS:-600}" --seed 1 --option rank="${RANK:-64}" --option ahead=3
+    --steps "${STEPS:-600}" --seed 1 --lr "${LR:-4e-3}" --option rank="${RANK:-64}" --option ahead=3 \
+    --option attention="${ATTENTION:-false}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from multirate.methods.m2r2_experts.config import ExpertForecastConfig
@@ -12,9 +14,9 @@ from multirate.methods.teacher import Teacher
 from .tiny import base, disturb, ids
 
 
-def built(ahead: int = 2) -> tuple[Teacher, ExpertForecast]:
+def built(ahead: int = 2, **options: Any) -> tuple[Teacher, ExpertForecast]:
     teacher = Teacher(base("mixtral"))
-    config = ExpertForecastConfig.for_base(teacher.shape, rank=16, ahead=ahead)
+    config = ExpertForecastConfig.for_base(teacher.shape, rank=16, ahead=ahead, **options)
     torch.manual_seed(0)
     return teacher, ExpertForecast(config, teacher.shape)
 
@@ -43,7 +45,7 @@ def test_the_truth_is_named_with_certainty() -> None:
     teacher, forecast = built(ahead=1)
     objective = ExpertForecastObjective(teacher, forecast)
     tokens = ids(2, 12)
-    rows = objective._residuals(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    rows, _ = objective._residuals(tokens, torch.ones_like(tokens, dtype=torch.bool))
     _, report = objective._judge(rows, [[row] for row in [*rows[1:], rows[-1]]])
     assert report.result.agree.all()
     assert report.result.kl.abs().max() < 1e-5

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -38,3 +39,11 @@ class SharedKV:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return self.keys[layer_idx], self.values[layer_idx]
+
+
+class SharedThenOwnKV(SharedKV):
+    """Serves the given keys and values, followed by the ones the calling rows offer: [B, H_kv, S + T, D]."""
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        return torch.cat([keys, key.to(keys.dtype)], dim=-2), torch.cat([values, value.to(values.dtype)], dim=-2)

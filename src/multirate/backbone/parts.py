@@ -69,6 +69,18 @@ class LayerParts:
         norms = [child for child in self.module.children() if "norm" in type(child).__name__.lower()]
         return [norm.register_forward_pre_hook(hook) for norm in norms]
 
+    def before_router(self, hook: Callable[[nn.Module, Tensor], None]) -> list[RemovableHandle]:
+        """Calls hook(norm, stream) when a mixture's router is about to run: its norm, and that norm's input, the stream
+        after attention. The hook may raise to end the layer there."""
+        assert self.moe is not None
+        last: list[Any] = []
+
+        def at_norm(norm: nn.Module, arguments: tuple[Any, ...]) -> None:
+            last[:] = [norm, arguments[0]]
+
+        handles = self.before_norms(at_norm)
+        return [*handles, self.moe.router.register_forward_pre_hook(lambda *_: hook(*last))]
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -78,6 +90,14 @@ class Trace:
     hidden: list[Tensor]
     keys: dict[int, Tensor]
     values: dict[int, Tensor]
+
+
+class _AtRouter(Exception):
+    """Ends a layer at its router."""
+
+    def __init__(self, norm: nn.Module, stream: Tensor) -> None:
+        super().__init__()
+        self.norm, self.stream = norm, stream
 
 
 @dataclass(frozen=True)
@@ -171,6 +191,24 @@ class ModelParts:
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
+    def run_to_router(self, index: int, hidden: Tensor, *arguments: Any) -> tuple[Tensor, nn.Module]:
+        """As `run_layer` (same arguments), a mixture layer up to its router → the stream after attention [B, T, d], and
+        the norm through which the router reads it."""
+
+        def stop(norm: nn.Module, stream: Tensor) -> None:
+            # Raised from inside the layer's own forward: no family needs to be told where its attention ends.
+            raise _AtRouter(norm, stream)
+
+        handles = self.layers[index].before_router(stop)
+        try:
+            self.run_layer(index, hidden, *arguments)
+        except _AtRouter as reached:
+            return reached.stream, reached.norm
+        finally:
+            for handle in handles:
+                handle.remove()
+        raise RuntimeError(f"layer {index} never asked its router")
+
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm is None else self.norm(hidden)
 
@@ -251,6 +289,15 @@ class ModelParts:
         if token_mask is None:
             return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         return (token_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def earlier_and_own(length: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [1, 1, T, 2T] for T = `length` rows over T given positions and T of their own: a row sees what is given for
+    the positions before it, and its own."""
+    slots = torch.arange(length, device=device)
+    distance = slots[:, None] - slots[None, :]
+    earlier = (distance > 0) if window is None else (distance > 0) & (distance < window)
+    return torch.cat([earlier, distance == 0], dim=1)[None, None]
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

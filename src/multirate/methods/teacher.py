@@ -12,7 +12,8 @@ from torch import Tensor
 from multirate.backbone.adapter_hooks import apply_adapter
 from multirate.backbone.decoder import LayerAdapter
 from multirate.backbone.inspect import find_parts
-from multirate.backbone.layer_caches import RecordingKV, SharedKV
+from multirate.backbone.layer_caches import RecordingKV, SharedKV, SharedThenOwnKV
+from multirate.backbone.parts import additive, earlier_and_own
 from multirate.methods.distillation import Head
 from multirate.methods.shape import BaseShape
 
@@ -94,3 +95,15 @@ class Teacher:
             if adapter is not None:
                 stack.enter_context(apply_adapter(self.parts.layers[i], adapter))
             return self.parts.run_layer(i, x, slow.masks[i], slow.position_ids, slow.rotary, slow.shared)
+
+    def onward(self, i: int, x: Tensor, slow: SlowPass) -> Tensor:
+        """Layer i on rows x [B, T, d] thought to enter it, a mixture up to its router (the stream after attention), any
+        other to its end. Each row attends to the slow K/V of the tokens before it and to its own; differentiable in x.
+        """
+        layer = self.parts.layers[i]
+        mask = additive(earlier_and_own(x.shape[1], layer.window, x.device), x.dtype)
+        cache = SharedThenOwnKV(slow.shared.keys, slow.shared.values)
+        with self.parts.attention():
+            if layer.moe is None:
+                return self.parts.run_layer(i, x, mask, slow.position_ids, slow.rotary, cache)
+            return self.parts.run_to_router(i, x, mask, slow.position_ids, slow.rotary, cache)[0]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from multirate.backbone.decoder import load_decoder
 from multirate.errors import UserError
 from multirate.methods.objective import Report, Summary
 from multirate.methods.teacher import Teacher
-from multirate.methods.trained import trained_method
+from multirate.methods.trained import TrainedMethod, trained_method
 from multirate.training.checkpoint import Accelerator, describe_base
 from multirate.training.data import Batch, BatchPlan, Sample, load_samples
 from multirate.training.optimizers import learning_rate, optimizers
@@ -36,6 +37,9 @@ from multirate.training.progress import TrainProgress, describe
 from multirate.training.settings import TrainSettings
 from multirate.training.state import load_state, prepare_output, remove_state, save_state
 from multirate.training.teacher_states import TeacherStates, report_to_terminal
+
+STARTING_BATCHES = 16
+"""Of the training data, for methods that start from what the base does with them."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class _Run:
         if not self.bf16:
             model.float()
         self.stream = trained.build(self.config, self.teacher.shape)
-        self._initialise()
+        self._initialise(trained)
         self.objective: Any = trained.objective(self.teacher, self.stream, settings.step_decay)
         self.optimizers = optimizers(self.stream, settings)
         self.provenance = self._provenance(data_files)
@@ -132,8 +136,8 @@ class _Run:
         return ([s for i, s in enumerate(samples) if i not in chosen],
                 [s for i, s in enumerate(samples) if i in chosen])
 
-    def _initialise(self) -> None:
-        """A reduced draft head takes the tokens that responses use most."""
+    def _initialise(self, trained: TrainedMethod) -> None:
+        """A reduced draft head takes the tokens that responses use most; a method may start from the base's weights."""
         tokens = getattr(self.stream, "draft_tokens", None)
         if isinstance(tokens, Tensor):
             counts = torch.zeros(self.teacher.shape.vocab_size, dtype=torch.long)
@@ -142,6 +146,10 @@ class _Run:
                 counts.scatter_add_(0, ids, torch.ones_like(ids))
             tokens.copy_(counts.sort(descending=True, stable=True).indices[: len(tokens)].sort().values)
         self.stream.to(device=self.launcher.device, dtype=torch.float32)
+        if trained.start is not None:
+            plan = BatchPlan(self.samples, self.settings.tokens_per_batch, self.settings.seed)
+            some = islice(plan.batches(), STARTING_BATCHES)
+            trained.start(self.teacher, self.stream, ((ids, mask) for ids, mask, *_ in map(self._on_device, some)))
 
     def _provenance(self, files: Sequence[str | Path]) -> dict[str, Any]:
         digest = hashlib.sha256()

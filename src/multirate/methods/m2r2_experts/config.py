@@ -21,8 +21,12 @@ class ExpertForecastConfig(MethodConfig):
     they have not done yet. 0: none."""
     ahead: int = 2
     """Depths 1 … ahead are trained: layer i names the experts of layers i + 1 … i + ahead."""
+    attention: bool = False
+    """The later layers' own attention runs on the stream that is forecast to enter them, over the slow stream's K/V.
+    The sketch of an expert is then gated, as the expert is, and starts as its strongest neurons."""
     membership: float = 0.5
-    """Loss weight of the binary cross-entropy on being among a token's experts, beside KL's 1."""
+    """Loss weight of the binary cross-entropy on being among a token's experts, beside KL's 1. ``for_base`` makes it 0
+    with attention: that close to the truth its pull towards wider margins costs recall, which KL alone raises."""
     alignment: float = 0.1
     """Loss weight of 1 − cosine between the router's input and the one that is named ahead."""
 
@@ -36,6 +40,8 @@ class ExpertForecastConfig(MethodConfig):
     @staticmethod
     def for_base(base: BaseShape, **options: Any) -> ExpertForecastConfig:
         """Defaults for a base, with ``options`` replacing fields. UserError for a model without experts."""
+        if options.get("attention") is True:
+            options = {"membership": 0.0, **options}
         config = ExpertForecastConfig.from_json(options)
         config.check_base(base)
         return config

@@ -2,6 +2,8 @@
 
 Per mixture layer j and depth δ, q the router's distribution and S its top k for the true residual, q̂ for p_{j−δ,δ}:
 KL(q ‖ q̂) + membership · BCE(top k of q̂'s logits against S) + alignment · (1 − cos of the router's inputs).
+
+With attention (modules.py), a row has the true K/V of the tokens before it, as it will when it is decoded after them.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +20,9 @@ from torch.nn import functional as F
 from multirate.backbone.parts import MoEParts
 from multirate.errors import UserError
 from multirate.methods.distillation import Distilled
-from multirate.methods.m2r2_experts.modules import ExpertForecast, Routing
+from multirate.methods.m2r2_experts.modules import Arrival, ExpertForecast, Onward, Routing
 from multirate.methods.objective import Report, Term
-from multirate.methods.teacher import Teacher
+from multirate.methods.teacher import SlowPass, Teacher
 
 
 @dataclass
@@ -31,6 +33,9 @@ class _Mixture:
     moe: MoEParts
     norm: nn.Module | None = None
     residual: Tensor | None = None  # [B, T, d] of the last pass
+
+    def see(self, norm: nn.Module, residual: Tensor) -> None:
+        self.norm, self.residual = norm, residual
 
     def inputs(self, residual: Tensor) -> Tensor:
         """What the router reads for this stream [N, d]."""
@@ -82,10 +87,11 @@ class ExpertForecastObjective(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor, final: Tensor | None = None) -> tuple[Tensor, Report]:
         """ids int64 [B, T]; mask bool [B, T]: the rows that count; final is not used (all layers have to run)."""
-        rows = self._residuals(ids, mask)
+        rows, slow = self._residuals(ids, mask)
+        onward = self._onward(slow, mask)
         state, named = None, []
-        for mixture, residual in zip(self._mixtures, rows, strict=True):
-            found = self.stream.step(mixture.layer, residual, state, None, mixture.routing(residual))
+        for mixture, residual in zip(self._mixtures[:-1], rows, strict=False):  # the last has no one to name
+            found = self.stream.step(mixture.layer, residual, state, None, mixture.routing(residual), onward)
             state = found[0]
             named.append(found)
         return self._judge(rows, named)
@@ -93,7 +99,7 @@ class ExpertForecastObjective(nn.Module):
     @torch.no_grad()
     def early_exit(self, ids: Tensor, mask: Tensor) -> tuple[list[Term], Distilled]:
         """The gate of a later layer on the slow residual: what training must beat."""
-        rows = self._residuals(ids, mask)
+        rows, _ = self._residuals(ids, mask)
         _, report = self._judge(rows, [[row] * self.stream.config.ahead for row in rows])
         return self.terms, report.result
 
@@ -131,33 +137,43 @@ class ExpertForecastObjective(nn.Module):
         result = Distilled(torch.stack(kls), torch.stack(agrees), torch.stack(sure), torch.stack(overlaps))
         return loss, Report(terms, result, float(loss.detach()))
 
+    def _onward(self, slow: SlowPass, mask: Tensor) -> Onward:
+        """The base's layers for the rows of ``mask`` in the pass ``slow``."""
+        teacher = self._teacher[0]
+        after = {mixture.layer: target for mixture, target in pairwise(self._mixtures)}
+
+        def onward(layer: int, leaving: Tensor) -> Arrival | None:
+            target = after.get(layer)
+            if target is None:
+                return None
+            # Tokens outside the mask stay zero: nobody sees their keys, since each row's own are for itself alone.
+            x = leaving.new_zeros(*mask.shape, leaving.shape[-1]).masked_scatter(mask[..., None], leaving)
+            x = x.to(teacher.parts.dtype)
+            for i in range(layer + 1, target.layer + 1):
+                x = teacher.onward(i, x, slow)
+            residual = x[mask]
+            return Arrival(target.layer, residual, target.routing(residual))
+
+        return onward
+
     @torch.no_grad()
-    def _residuals(self, ids: Tensor, mask: Tensor) -> list[Tensor]:
-        """The stream after attention of each mixture layer, [N, d] over the rows of ``mask``."""
+    def _residuals(self, ids: Tensor, mask: Tensor) -> tuple[list[Tensor], SlowPass]:
+        """The stream after attention of each mixture layer, [N, d] over the rows of ``mask``, and the pass it is of."""
         with self._watching():
-            self._teacher[0].slow(ids, shared=0)
+            slow = self._teacher[0].slow(ids, len(self._teacher[0].parts.layers) if self.stream.config.attention else 0)
         found = []
         for mixture in self._mixtures:
             assert mixture.residual is not None
             found.append(mixture.residual[mask])
             mixture.residual = None
-        return found
+        return found, slow
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Hooks that keep, for each mixture layer, the input of the norm that ran last before its router."""
+        """Hooks that keep each mixture's norm and the stream that it reads."""
         handles = []
         for mixture in self._mixtures:
-            last: list[Any] = [None, None]
-
-            def before(norm: nn.Module, arguments: tuple[Any, ...], last: list[Any] = last) -> None:
-                last[:] = [norm, arguments[0]]
-
-            def at_router(_: nn.Module, __: Any, mixture: _Mixture = mixture, last: list[Any] = last) -> None:
-                mixture.norm, mixture.residual = last
-
-            handles += self._teacher[0].parts.layers[mixture.layer].before_norms(before)
-            handles.append(mixture.moe.router.register_forward_pre_hook(at_router))
+            handles += self._teacher[0].parts.layers[mixture.layer].before_router(mixture.see)
         try:
             yield
         finally:

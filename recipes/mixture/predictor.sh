@@ -16,5 +16,5 @@ multirate answers "$MODEL" --experts "$OUT.data/experts" --data "$DATA/heldout_q
     --limit 96 --max-new-tokens 96
 [ -f "$original" ] || awk 'NR % 9 == 0' "$DATA/chat.jsonl" > "$original"
 multirate train "$MODEL" --objective experts --data "$own" --data "$original" --heldout-files "$heldout" --out "$OUT" \
-    --steps "${STEPS:-600}" --seed 1 --lr "${LR:-4e-3}" --option rank="${RANK:-64}" --option ahead=3 \
-    --option attention="${ATTENTION:-false}"
+    --steps "${STEPS:-150}" --seed 1 --lr "${LR:-1e-3}" --option rank="${RANK:-0}" --option ahead=3 \
+    --option sketch="${SKETCH:-8}" --option attention="${ATTENTION:-true}"

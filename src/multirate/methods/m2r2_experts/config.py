@@ -16,6 +16,7 @@ class ExpertForecastConfig(MethodConfig):
     METHOD: ClassVar[str] = "m2r2-experts"
 
     rank: int = 64
+    """Of the adapters. With attention 0 is accepted, and the default: beside the sketches they add nothing there."""
     sketch: int = 8
     """Rank of the copy in small of each expert: it says where this layer's own experts will move the residual, which
     they have not done yet. 0: none."""
@@ -31,7 +32,8 @@ class ExpertForecastConfig(MethodConfig):
     """Loss weight of 1 − cosine between the router's input and the one that is named ahead."""
 
     def check(self) -> None:
-        self.require(self.rank >= 1, "rank", "at least 1")
+        least = 0 if self.attention and self.sketch else 1
+        self.require(self.rank >= least, "rank", f"at least {least}")
         self.require(self.sketch >= 0, "sketch", "0 or more")
         self.require(1 <= self.ahead <= 8, "ahead", "1 to 8")
         for name in ("membership", "alignment"):
@@ -41,7 +43,7 @@ class ExpertForecastConfig(MethodConfig):
     def for_base(base: BaseShape, **options: Any) -> ExpertForecastConfig:
         """Defaults for a base, with ``options`` replacing fields. UserError for a model without experts."""
         if options.get("attention") is True:
-            options = {"membership": 0.0, **options}
+            options = {"membership": 0.0, "rank": 0, **options}
         config = ExpertForecastConfig.from_json(options)
         config.check_base(base)
         return config

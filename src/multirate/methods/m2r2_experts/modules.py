@@ -56,7 +56,7 @@ class Onward(Protocol):
 
 class ExpertForecast(nn.Module):
     """``down`` [L, rank, 2d], ``sketch`` [L, E · s, d] and ``up[δ − 1]`` [L, d, rank + E · s], for every layer of the
-    base (dense ones are not used). With ``attention``: ``down`` [L, rank, d], beside ``sketch`` also ``gated``
+    base (dense ones are not used). With ``attention``: ``down`` [L, rank, d] or None, beside ``sketch`` also ``gated``
     [L, E · s, d], and a single ``up`` [L, d, rank + E · s + E]."""
 
     def __init__(self, config: ExpertForecastConfig, base: BaseShape) -> None:
@@ -66,7 +66,8 @@ class ExpertForecast(nn.Module):
         layers, d, rows = base.num_layers, base.hidden_size, base.num_experts * config.sketch
         seen, depths = (d, 1) if config.attention else (2 * d, config.ahead)
         features = config.rank + rows + (base.num_experts if rows and config.attention else 0)
-        self.down = nn.Parameter(torch.randn(layers, config.rank, seen) * seen**-0.5)
+        drawn = torch.randn(layers, config.rank, seen) * seen**-0.5
+        self.down = nn.Parameter(drawn) if config.rank else None
         self.sketch = nn.Parameter(torch.randn(layers, rows, d) * d**-0.5) if rows else None
         self.gated = nn.Parameter(torch.randn(layers, rows, d) * d**-0.5) if rows and config.attention else None
         self.up = nn.ParameterList([nn.Parameter(torch.zeros(layers, d, features)) for _ in range(depths)])
@@ -80,7 +81,8 @@ class ExpertForecast(nn.Module):
 
         onward: the base's layers, needed with ``attention``; then p are as many as there are mixtures left.
         """
-        r = residual.to(self.down.dtype)
+        dtype = self.up[0].dtype
+        r = residual.to(dtype)
         if not self.config.attention:
             z = self.features(layer, r, state, routing)
             return [r + z @ up[layer].T for up in list(self.up)[:depths]]
@@ -90,7 +92,7 @@ class ExpertForecast(nn.Module):
             arrival = onward(layer, r + self.features(layer, r, None, routing) @ self.up[0][layer].T)
             if arrival is None:
                 break
-            layer, r, routing = arrival.layer, arrival.residual.to(self.down.dtype), arrival.routing
+            layer, r, routing = arrival.layer, arrival.residual.to(dtype), arrival.routing
             found.append(r)
         return found
 
@@ -100,7 +102,7 @@ class ExpertForecast(nn.Module):
         seen = x
         if not self.config.attention:
             seen = torch.cat([x, torch.zeros_like(r) if state is None else normalised(state)], dim=-1)
-        parts = [nn.functional.silu(seen @ self.down[layer].T)]
+        parts = [] if self.down is None else [nn.functional.silu(seen @ self.down[layer].T)]
         if self.sketch is not None:
             assert routing is not None
             drawn = nn.functional.silu(x @ self.sketch[layer].T)

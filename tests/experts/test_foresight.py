@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from multirate.backbone.native.foresight import NativeForesight
+from multirate.backbone.native.foresight import NativeForesight, NativeStream
 from multirate.backbone.native.library import NativeUnavailable, kernel
 from multirate.experts.depth import MeasuredDepth, depth_that_covers
 from multirate.experts.loader import ExpertLoader, Prediction
@@ -24,9 +24,9 @@ from multirate.methods.m2r2_experts.modules import ExpertForecast
 SHAPE = SimpleNamespace(num_layers=5, hidden_size=128, is_moe=True, num_experts=6)
 
 
-def forecast(ahead: int, rank: int, sketch: int) -> ExpertForecast:
+def forecast(ahead: int, rank: int, sketch: int, attention: bool = False) -> ExpertForecast:
     torch.manual_seed(3)
-    config = ExpertForecastConfig(rank=rank, ahead=ahead, sketch=sketch)
+    config = ExpertForecastConfig(rank=rank, ahead=ahead, sketch=sketch, attention=attention)
     base: Any = SHAPE
     made = ExpertForecast(config, base)
     with torch.no_grad():
@@ -56,6 +56,24 @@ def test_the_kernels_forecast_is_the_modules(ahead: int, rank: int, sketch: int)
                 assert (a - b).norm() < 0.01 * (a - residual).norm(), "bf16 of the same update"
             assert torch.equal(native.step(layer, residual, state, 1, routing)[0], ours[0])
             state = exact[0]
+
+
+@pytest.mark.parametrize(("rank", "sketch"), [(0, 3), (8, 8), (64, 1)])
+def test_the_kernels_thinned_experts_are_the_modules(rank: int, sketch: int) -> None:
+    try:
+        kernel()
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    module = forecast(2, rank, sketch, attention=True)
+    assert module.sketch is not None and module.gated is not None
+    native = NativeStream(module.down, module.up[0], module.sketch, module.gated, sketch, 2)
+    for rows in (1, 3, 70):
+        for layer in (0, 3):
+            residual = torch.randn(rows, SHAPE.hidden_size)
+            routing = torch.stack([torch.randperm(6)[:2] for _ in range(rows)]), torch.rand(rows, 2) + 0.1
+            exact = residual + module.features(layer, residual, None, routing) @ module.up[0][layer].T
+            ours = native.leaving(layer, residual, routing)
+            assert (exact - ours).norm() < 0.01 * (exact - residual).norm(), "bf16 of the same update"
 
 
 def test_predictions_are_ordered_by_how_many_rows_would_choose_them() -> None:

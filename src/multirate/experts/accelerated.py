@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from multirate.backbone.native.foresight import NativeForesight
+from multirate.backbone.native.foresight import NativeForesight, NativeStream
 from multirate.experts.loader import Prediction
-from multirate.experts.predictors import Predictor, SelectExperts, likeliest
+from multirate.experts.predictors import NextLayerGate, Predictor, SelectExperts, likeliest
 
 Advance = Callable[[int, Tensor, "Tensor | None", int, "tuple[Tensor, Tensor] | None"], list[Tensor]]
 """(layer, residual [N, d], accelerated state or None, depths, routing) → p of each depth, [N, d] (modules.py)."""
@@ -51,3 +51,14 @@ class AcceleratedResidual(Predictor):
             one for step, seen in enumerate(found, start=1)
             for one in likeliest(self._select[row + step](seen), row + step)
         ]  # fmt: skip
+
+
+class AcceleratedStream(NextLayerGate):
+    """The accelerated residual that runs the later layers' attention, in the kernel's own passes. Where Python leads a
+    pass from layer to layer, nothing can run ahead of it, and the next layers' routers are asked as they are.
+    """
+
+    def __init__(self, native: NativeStream, layers: Sequence[int], select: Sequence[SelectExperts]) -> None:
+        super().__init__(select)
+        self.native, self.layers = native, list(layers)
+        self.most_depth = min(native.most_depth, self.most_depth)

@@ -20,7 +20,7 @@ from multirate.backbone.native import library
 from multirate.backbone.native import residency as c
 from multirate.backbone.native.foresight import NativeForesight
 from multirate.backbone.native.moe import KernelCall, NativeMoEDecoder
-from multirate.experts.accelerated import AcceleratedResidual
+from multirate.experts.accelerated import AcceleratedResidual, AcceleratedStream
 from multirate.experts.controller import SelfDisabling
 from multirate.experts.policies import (
     Belady,
@@ -95,6 +95,11 @@ def plan_of(predictor: Predictor | None, worth: float) -> _Plan | None:
         sketches = native.sketches(plan.most_depth)
         plan.sketches = made.pointers(sketches) if sketches else None
         plan.layer_of, plan.ones, plan.eps = made.array(predictor.layers), native.ones, native.eps
+    elif isinstance(predictor, AcceleratedStream):
+        plan.kind = c.PREDICTORS.index("stream")
+        made.kept.append(predictor.native)
+        plan.thinned, plan.layer_of = predictor.native.address, made.array(predictor.layers)
+        plan.ones, plan.eps = predictor.native.ones, predictor.native.eps
     elif isinstance(predictor, Oracle) and kind is Oracle:
         plan.kind = c.PREDICTORS.index("oracle")
         plan.trace = made.array([expert for _, experts in predictor.trace for expert in experts])

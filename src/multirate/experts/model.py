@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from multirate.backbone.decoder import BACKENDS, Decoder
 from multirate.backbone.hf_decoder import HFDecoder
 from multirate.backbone.inspect import find_parts
-from multirate.backbone.native.foresight import NativeForesight
+from multirate.backbone.native.foresight import NativeForesight, NativeStream
 from multirate.backbone.native.moe import NativeMoEDecoder
 from multirate.backbone.parts import MoEParts
 from multirate.errors import UserError
-from multirate.experts.accelerated import AcceleratedResidual, Advance
+from multirate.experts.accelerated import AcceleratedResidual, AcceleratedStream, Advance
 from multirate.experts.arms import AHEAD_OF_TIME, arm, parse_bytes
 from multirate.experts.controller import SelfDisabling
 from multirate.experts.layout import NATIVE, ExpertTensors
@@ -175,7 +175,8 @@ class OffloadedExperts:
         """Who names experts by the name of a policy (arms.py)."""
         if policy != AHEAD_OF_TIME:
             return self.predictor(arm(policy).predictor)
-        inner = self.predictor("accelerated" if self.forecast is not None else arm(policy).predictor)
+        usable = self.forecast is not None and (self.native is not None or not self.forecast.config.attention)
+        inner = self.predictor("accelerated" if usable else arm(policy).predictor)
         return None if inner is None else SelfDisabling(inner)
 
     def predictor(self, predictor: str | Predictor) -> Predictor | None:
@@ -195,6 +196,8 @@ class OffloadedExperts:
             if self.forecast is None:
                 raise UserError("expert policy accelerated needs a predictor: multirate train MODEL --objective "
                                 "experts --data FILE --out DIR, then --expert-predictor DIR")  # fmt: skip
+            if self.forecast.config.attention:
+                return self._stream(self.forecast)
             native = None if self.native is None else self._native_foresight(self.forecast)
             advance = self._advance(self.forecast) if native is None else native.step
             return AcceleratedResidual(
@@ -202,8 +205,20 @@ class OffloadedExperts:
             )
         raise UserError(f"expert predictor {predictor!r} is unknown; accepted: {', '.join(PREDICTORS)}")
 
+    def _stream(self, forecast: ExpertForecast) -> AcceleratedStream:
+        sketch, gated, down = forecast.sketch, forecast.gated, forecast.down
+        if self.native is None or sketch is None or gated is None:
+            raise UserError("this predictor runs the model's attention ahead (attention=true), which only the native "
+                            "kernel does, and with sketches; train one with --option attention=false")  # fmt: skip
+        native = NativeStream(
+            None if down is None else down.detach(), forecast.up[0].detach(), sketch.detach(), gated.detach(),
+            forecast.config.sketch, forecast.config.ahead,
+        )
+        return AcceleratedStream(native, self.store.index.layers, self.selections())
+
     @staticmethod
     def _native_foresight(forecast: ExpertForecast) -> NativeForesight:
+        assert forecast.down is not None  # there is, without attention
         sketch = None if forecast.sketch is None else forecast.sketch.detach()
         ups = [up.detach() for up in forecast.up]
         return NativeForesight(forecast.down.detach(), ups, sketch, forecast.config.sketch)

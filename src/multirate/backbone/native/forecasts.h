@@ -3,12 +3,23 @@
 #ifndef MULTIRATE_FORECASTS_H
 #define MULTIRATE_FORECASTS_H
 
-enum { NAMED_BY_NOBODY, NAMED_BY_LAST_TOKEN, NAMED_BY_POPULARITY, NAMED_BY_GATE, NAMED_BY_RESIDUAL, NAMED_BY_ORACLE };
+enum { NAMED_BY_NOBODY, NAMED_BY_LAST_TOKEN, NAMED_BY_POPULARITY, NAMED_BY_GATE, NAMED_BY_RESIDUAL, NAMED_BY_ORACLE, NAMED_BY_STREAM };
 
 #define MOST_AHEAD_ROWS 8
+#define STREAM_ROWS 16  // the most for which the accelerated stream runs: a longer call needs most experts anyway
 #define RANKS 1024  // chances are told apart by hundredths, up to this many of them
 #define WORTH_DECAY 0.99
 #define WORTH_PRIOR 2.0  // right of as many: a rank that nothing is known of is trusted
+
+// The rows of a pass, as mr_layers takes them.
+typedef struct {
+    const Shape *shape;
+    const Layer *layers;
+    const LayerCache *caches;
+    const int32_t *seq, *slot, *pos, *prefix;
+    const int64_t *tree;
+    int capacity;
+} PassRows;
 
 // A router of the model as a predictor asks it.
 typedef struct {
@@ -23,6 +34,7 @@ typedef struct {
     double worth;                              // the least share of a rank that must come true; 0: all are read
     const LowRank *const *sites;               // by residual: [layers][most_depth], the first of each for the near depth
     const Sketch *const *sketches;             // [layers][most_depth] or NULL
+    const Thinned *thinned;                    // by stream: [layers]
     const int32_t *layer_of;                   // [rows]
     const float *ones;                         // [hidden]
     float eps;
@@ -128,18 +140,41 @@ static void foresee(Forecaster *f, const Routers *m, int row, const float *x, in
     f->state_rows = n;
 }
 
+// The accelerated stream: layer by layer what is thought to leave the experts, the next layers' own attention on it, and what
+// their routers then choose. It sees the slow stream's keys and values, and leaves its own in the slots of its rows, where the
+// slow stream's will be before anyone else looks.
+static int run_ahead(Residency *e, const Routers *m, const PassRows *rows, int row, const float *x, int n, const int64_t *ids,
+                     const float *weights, int depth) {
+    Forecaster *f = e->forecaster;
+    const ForecastPlan *plan = &f->plan;
+    float *p = f->p[0];
+    int count = 0;
+    memcpy(p, x, (size_t)n * m->hidden * sizeof *p);
+    for (int step = 1; step <= depth; step++) {
+        int layer = plan->layer_of[row + step - 1], next = plan->layer_of[row + step];
+        mr_thinned(plan->thinned + layer, ids, weights, m->top_k, plan->ones, plan->eps, p, n, m->hidden);
+        mr_layers(rows->shape, rows->layers, rows->caches, NULL, p, n, rows->seq, rows->slot, rows->pos, rows->prefix, rows->tree,
+                  NULL, rows->capacity, layer + 1, next + 1);
+        count = routed(e, m, row + step, p, n, count);
+        ids = f->ids;
+        weights = f->weights;
+    }
+    return count;
+}
+
 // What layer `row` names: [count] of f->found. x [n, hidden]: the stream after its attention; ids, weights [n, top_k]: its routing.
-static int forecast(Residency *e, const Routers *m, int row, const float *x, int n, const int64_t *ids, const float *weights) {
+static int forecast(Residency *e, const Routers *m, const PassRows *rows, int row, const float *x, int n, const int64_t *ids, const float *weights) {
     Forecaster *f = e->forecaster;
     int experts = e->plan.experts, count = 0, depth = e->controls.depth;
     if (depth > f->plan.most_depth) depth = f->plan.most_depth;
     if (depth > e->plan.rows - 1 - row) depth = e->plan.rows - 1 - row;
     int by = f->plan.kind;
-    if (by == NAMED_BY_GATE || by == NAMED_BY_RESIDUAL) room_for_rows(f, m, n);
+    if (by == NAMED_BY_GATE || by == NAMED_BY_RESIDUAL || by == NAMED_BY_STREAM) room_for_rows(f, m, n);
+    if (by == NAMED_BY_STREAM && n <= STREAM_ROWS) return run_ahead(e, m, rows, row, x, n, ids, weights, depth);
     if (by == NAMED_BY_RESIDUAL && depth > 0) foresee(f, m, row, x, n, ids, weights, depth);
     for (int step = 1; step <= depth; step++) {
         int target = row + step;
-        if (by == NAMED_BY_GATE) count = routed(e, m, target, x, n, count);
+        if (by == NAMED_BY_GATE || by == NAMED_BY_STREAM) count = routed(e, m, target, x, n, count);
         if (by == NAMED_BY_RESIDUAL) count = routed(e, m, target, f->p[step - 1], n, count);
         if (by == NAMED_BY_LAST_TOKEN)
             for (int i = 0; i < f->last_count[target]; i++) named(e, target, f->last[target * experts + i], 1.0, &count);

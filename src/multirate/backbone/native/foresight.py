@@ -1,4 +1,4 @@
-"""The accelerated residual that names experts, on the native kernel (methods/m2r2_experts/modules.py states it)."""
+"""The accelerated residual that names experts, on the native kernel (methods/m2r2_experts/modules.py states both)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multirate.backbone.native import library
-from multirate.backbone.native.packing import Owner
+from multirate.backbone.native.packing import Owner, array_of
 
 
 class NativeForesight:
@@ -31,14 +31,9 @@ class NativeForesight:
         self._sketches: list[list[library.Sketch]] = []  # by layer, for the near depth with each far one
         if sketch is not None:
             for layer in range(len(down)):
-                ups = [self._kept(one[layer, :, rank:].T) for one in up]
-                drawn = self._kept(sketch[layer])
+                ups = [keep(self._owner, one[layer, :, rank:].T) for one in up]
+                drawn = keep(self._owner, sketch[layer])
                 self._sketches.append([library.Sketch(drawn, ups[0], far, rows, 0) for far in ups])
-
-    def _kept(self, values: Tensor) -> int:
-        kept = self._owner.slabs.copy(values.detach().bfloat16().contiguous())
-        self._owner.tensors.append(kept)
-        return kept.data_ptr()
 
     def sites(self, depths: int) -> list[int]:
         """Addresses [L · depths] of the adapters, layer by layer."""
@@ -71,3 +66,46 @@ class NativeForesight:
                 len(residual), found[0].data_ptr(), far[1],
             )
         return found
+
+
+class NativeStream:
+    """What a forecast with attention needs beside the decoder's own layers, in the kernel's form (bf16).
+
+    sketch, gated [L, E · s, d], up [L, d, rank + E · s + E], down [L, rank, d] or None.
+    """
+
+    def __init__(
+        self, down: Tensor | None, up: Tensor, sketch: Tensor, gated: Tensor, rows: int, depth: int, eps: float = 1e-6
+    ) -> None:
+        self._library, self._owner = library.kernel(), Owner()
+        self.most_depth, self.eps = depth, eps
+        self._ones = torch.ones(up.shape[1])
+        self.ones = self._ones.data_ptr()
+        rank, drawn = 0 if down is None else down.shape[1], sketch.shape[1]
+        layers, self._sites = [], []
+        for layer in range(len(up)):
+            site = None
+            if down is not None:
+                self._sites.append(self._owner.low_rank(down[layer].float(), up[layer, :, :rank].float(), silu=True))
+                site = ctypes.addressof(self._sites[-1])
+            places = [sketch[layer], gated[layer], up[layer, :, rank : rank + drawn].T, up[layer, :, rank + drawn :].T]
+            layers.append(library.Thinned(site, *(keep(self._owner, one) for one in places), rows))
+        self._layers = array_of(library.Thinned, layers)
+        self.address = ctypes.addressof(self._layers)
+
+    def leaving(self, layer: int, residual: Tensor, routing: tuple[Tensor, Tensor]) -> Tensor:
+        """The stream after attention of `layer` [N, d] and its routing [N, k] → what is thought to leave it."""
+        x = residual.float().clone(memory_format=torch.contiguous_format)
+        ids, weights = routing[0].contiguous(), routing[1].float().contiguous()
+        self._library.mr_thinned(
+            self.address + layer * ctypes.sizeof(library.Thinned), ids.data_ptr(), weights.data_ptr(), ids.shape[1],
+            self.ones, self.eps, x.data_ptr(), *x.shape,
+        )
+        return x
+
+
+def keep(owner: Owner, values: Tensor) -> int:
+    """Address of a bf16 copy that lives as long as `owner`."""
+    kept = owner.slabs.copy(values.detach().bfloat16().contiguous())
+    owner.tensors.append(kept)
+    return kept.data_ptr()

@@ -407,6 +407,7 @@ int mr_fixed_point(void) { return FIXED_POINT; }
 #include "reads.h"
 #include "residency.h"
 #include "loads.h"
+#include "thinned.h"
 #include "forecasts.h"
 #include "mixture.h"
 #include "stream.h"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 SOURCES = ("kernel.c", "kernel.h", "threads.h", "matmul.h", "tile_avx2.h", "tile_wide.h", "fixed_point.h",
            "attention.h", "stream.h", "round.h", "experts.h", "reads.h", "async_reads.h", "residency.h", "loads.h",
-           "forecasts.h", "mixture.h")
+           "thinned.h", "forecasts.h", "mixture.h")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 
 pointer = ctypes.c_void_p
@@ -76,6 +76,14 @@ class Stream(ctypes.Structure):
 
 class Sketch(ctypes.Structure):
     _fields_ = [*((name, pointer) for name in ("down", "near", "far")), ("rows", int32), ("pad", int32)]
+
+
+class Thinned(ctypes.Structure):
+    _fields_ = [
+        *((name, pointer) for name in ("site", "gate", "up", "down", "constants")),
+        ("rows", int32),
+        ("pad", int32),
+    ]
 
 
 class TreeLimits(ctypes.Structure):
@@ -160,6 +168,7 @@ def kernel() -> ctypes.CDLL:
     library.mr_foresee.argtypes = [
         *[pointer] * 5, integers, pointer, floats, pointer, pointer, integers, pointer, pointer
     ]
+    library.mr_thinned.argtypes = [*[pointer] * 3, integers, pointer, floats, pointer, integers, integers]
     library.mr_combine.argtypes = [pointer, pointer, integers, integers, integers, pointer]
     long, double = ctypes.c_int64, ctypes.c_double
     library.mr_reads_open.argtypes = [integers, pointer, integers, long, long, integers, double, integers, double]

@@ -24,16 +24,17 @@ static __thread struct {
     int32_t *memory;
 } uses;
 
-static void predict_ahead(const Mixture *m, Residency *e, int row, const float *x, int n, const RoutedRows *g) {
+static void predict_ahead(const Mixture *m, Residency *e, const PassRows *rows, int row, const float *x, int n, const RoutedRows *g) {
     double began = now_seconds();
-    int count = forecast(e, &m->routers, row, x, n, g->ids, g->weights);
+    int count = forecast(e, &m->routers, rows, row, x, n, g->ids, g->weights);
     double now = now_seconds();
     e->controls.counts.predictor_seconds += now - began;
     note(e, EVENT_PREDICT, began, now, row, -1);
     if ((count = worth_reading(e, row, count))) speculate(e, e->forecaster->found, count);
 }
 
-static int run_mixture_layer(const Mixture *m, Residency *e, int row, const float *x, int n, const RoutedRows *g) {
+static int run_mixture_layer(const Mixture *m, Residency *e, const PassRows *pass, int row, const float *x, int n,
+                             const RoutedRows *g) {
     int experts = m->routers.experts, k = m->routers.top_k, all = n * k, base = row * experts, needed = 0, state = LAYER_DONE;
     uses.memory = grown(uses.memory, &uses.size, sizeof(int32_t) * (size_t)(6 * experts + 1 + 3 * all));
     int32_t *starts = uses.memory, *list = starts + experts + 1, *keys = list + experts, *ready = keys + experts, *counts = ready + experts;
@@ -77,7 +78,7 @@ static int run_mixture_layer(const Mixture *m, Residency *e, int row, const floa
     if (missing) demand(e, keys, needed);
     if (e->forecaster) {
         outcome(e, row, list, needed);
-        if (e->controls.active && occupied(e) < e->plan.rows * experts) predict_ahead(m, e, row, x, n, g);
+        if (e->controls.active && occupied(e) < e->plan.rows * experts) predict_ahead(m, e, pass, row, x, n, g);
     }
 
 compute:
@@ -136,6 +137,7 @@ int mr_mixture(const Mixture *m, Residency *e, const LayerCache *caches, const A
                const int32_t *seq, const int32_t *slot, const int32_t *pos, const int32_t *prefix, const int64_t *tree,
                const uint8_t *accelerated, int capacity, int start, int stop, const RoutedRows *g) {
     const Routers *routers = &m->routers;
+    const PassRows pass = {m->shape, m->layers, caches, seq, slot, pos, prefix, tree, capacity};
     int begin = start;
     if (start != e->controls.paused_layer) e->left_count = 0;
     for (int i = start; i < stop; i++) {
@@ -147,7 +149,7 @@ int mr_mixture(const Mixture *m, Residency *e, const LayerCache *caches, const A
                      routers->normalise, g->normed, g->logits, g->ids, g->weights);
         }
         begin = i + 1;
-        int state = run_mixture_layer(m, e, row, x, n, g);
+        int state = run_mixture_layer(m, e, &pass, row, x, n, g);
         e->controls.paused_layer = state == PAUSED ? i : -1;
         if (state != LAYER_DONE) return state;
         mr_combine(g->parts, g->weights, n, routers->top_k, routers->hidden, x);

@@ -9,7 +9,7 @@ from multirate.backbone.native.library import int32, pointer
 int64, double = ctypes.c_int64, ctypes.c_double
 
 EVICTIONS = ("none", "lru", "lfu", "lrfu", "least_stale", "belady")
-PREDICTORS = ("none", "previous_token", "popularity", "next_layer_gate", "accelerated", "oracle")
+PREDICTORS = ("none", "previous_token", "popularity", "next_layer_gate", "accelerated", "oracle", "stream")
 EVENTS = ("compute", "demand", "speculative", "stall", "predict", "token")
 MOST_AHEAD = 8
 
@@ -50,7 +50,7 @@ class ForecastPlan(ctypes.Structure):
     _fields_ = [
         *((name, int32) for name in ("kind", "most_depth")),
         ("worth", double),
-        *((name, pointer) for name in ("sites", "sketches", "layer_of", "ones")),
+        *((name, pointer) for name in ("sites", "sketches", "thinned", "layer_of", "ones")),
         ("eps", ctypes.c_float),
         ("count", int32),
         *((name, pointer) for name in ("trace", "trace_ends", "trace_rows")),

@@ -4,8 +4,17 @@
 #ifndef MULTIRATE_ASYNC_READS_H
 #define MULTIRATE_ASYNC_READS_H
 
-#define MOST_AHEAD 4    // predictions that the disk has at a time: a demand waits behind these at most
-#define MOST_FLYING 12  // and demands besides
+// What the disk has at a time: it shares itself among all of that, so that a read needed soon ends as late as one needed later.
+// Small reads gain by company (each spends more time on the way than on the disk), large ones do not.
+#define MOST_FLYING 12
+#define BYTES_FLYING (1 << 20)
+#define MOST_AHEAD 4  // predictions: a demand waits behind these at most
+#define BYTES_AHEAD (384 << 10)
+
+static inline int at_a_time(int64_t size, int64_t bytes, int least, int most) {
+    int64_t count = bytes / size;
+    return count < least ? least : count > most ? most : (int)count;
+}
 
 #ifdef __linux__
 #include <linux/aio_abi.h>
@@ -73,7 +82,8 @@ static void async_request(Reads *r, const int32_t *slots, int count) {
 
 static void async_begin(Reads *r) {
     int32_t taken[MOST_FLYING];
-    int count = 0, most = r->rate > 0 ? 1 : MOST_FLYING, ahead = r->rate > 0 ? 1 : MOST_AHEAD;
+    int count = 0, most = r->rate > 0 ? 1 : at_a_time(r->size, BYTES_FLYING, 2, MOST_FLYING);
+    int ahead = r->rate > 0 ? 1 : at_a_time(r->size, BYTES_AHEAD, 1, MOST_AHEAD);
     double now = 0;
     while (r->queue_count && r->async->flying + count < (r->queued_demands ? most : ahead)) {
         int slot = take_next(r);

@@ -231,6 +231,11 @@ def test_preloading_and_counting_from_zero(mixture: Any) -> None:
         assert all(event.begin <= event.end for event in stats.events)
         runtime.reset()
         assert runtime.stats == ExpertStats()
+    with runtime_of(mixture, None) as early:
+        early.preload()
+        early.reset()
+        follow(mixture, early)
+        assert early._kernel is not None and early.stats.hits == early.stats.uses
 
 
 def test_what_the_kernel_knows() -> None:

@@ -7,12 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from multirate.backbone.native.packing import large_pages
 from multirate.errors import UserError
 from multirate.experts.layout import ALIGNMENT
 
@@ -23,10 +24,8 @@ class Arena:
     """Page-aligned memory for `count` records of `size` bytes, a multiple of ALIGNMENT. `slots[i]`: [size] uint8."""
 
     def __init__(self, count: int, size: int) -> None:
-        self._memory = mmap.mmap(-1, max(count * size, ALIGNMENT))
-        if count * size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a direct read names its pages one by one: of large ones it has few
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        # A direct read names its pages one by one: of large ones it has few.
+        self._memory = large_pages(max(count * size, ALIGNMENT), _LARGE)
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.slots: list[Tensor] = [whole[i * size : (i + 1) * size] for i in range(count)]
         view = memoryview(self._memory)

@@ -132,12 +132,19 @@ class ExpertRuntime:
 
     def kernel(self, decoder: NativeMoEDecoder) -> KernelPasses | None:
         """Runs passes of `decoder` from now on; None where Python has to (kernel.py), or has begun to."""
-        if self._kernel is None and self.settings.kernel and not self.cache.occupied and self.trace is None:
+        untouched = not self.cache.occupied or self._token == 0  # but for `preload`
+        if self._kernel is None and self.settings.kernel and untouched and self.trace is None:
             plan = plan_of(self.predictor, self.settings.worth)
             if plan is not None and knows(self._eviction) and isinstance(self._reads, NativeReads):
+                loaded = self.cache.occupied
                 self._kernel = KernelExperts(
                     decoder, self.store, self.memory.slots, self._reads, self._eviction, plan
                 )
+                if loaded:
+                    fresh = eviction_policy(self.settings.eviction)
+                    self.cache = SlotCache(len(self.cache.slots), fresh, self._evicted)
+                    self.loader = ExpertLoader(self.store, self.cache, self._reads, self._stats)
+                    self._running(lambda kernel: kernel.load(loaded))
         return self._pass if self._kernel is not None and self.trace is None else None
 
     def _pass(self, call: KernelCall, start: int, stop: int, into: int, row: int, rows: int) -> None:

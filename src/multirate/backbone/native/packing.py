@@ -36,6 +36,18 @@ SLAB = 32 << 20
 HUGE_PAGE = 2 << 20
 
 
+def large_pages(size: int, least: int = 0) -> mmap.mmap:
+    """Memory of this process alone, on large pages where the system has them and `size` is at least `least`. Memory
+    that may be shared, as Python's mmap is unless told otherwise, has none on most systems."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return mmap.mmap(-1, size)
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= least and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them: small pages
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
 class Slabs:
     """Memory for packed weights in large blocks that the system may back with huge pages.
 
@@ -51,10 +63,7 @@ class Slabs:
         size = tensor.numel() * tensor.element_size()
         taken = -(-size // 64) * 64
         if self._free.numel() < taken:
-            block = mmap.mmap(-1, max(SLAB, taken) + HUGE_PAGE)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a kernel without them: small pages, as before
-                    block.madvise(mmap.MADV_HUGEPAGE)
+            block = large_pages(max(SLAB, taken) + HUGE_PAGE)
             self._free = torch.frombuffer(block, dtype=torch.uint8)
             self._free = self._free[-self._free.data_ptr() % HUGE_PAGE :]
         place, self._free = self._free[:size], self._free[taken:]

@@ -7,6 +7,7 @@ from typing import Any
 from result_files import load, machine, table  # beside this file
 
 BEGIN, END = "<!-- experts: benchmarks/readme_table.py -->", "<!-- /experts -->"
+WIDE_BEGIN, WIDE_END = "<!-- wide: benchmarks/readme_table.py -->", "<!-- /wide -->"
 NAMES = {
     "on_demand": "`on_demand`: every use a read",
     "lru": "`lru`: a cache",
@@ -110,3 +111,10 @@ def section() -> str:
     data = load("experts_mixture.json")
     size = f"{data['experts_bytes'] / 1e6:.0f} MB of experts in {data['layers']} layers of {data['num_experts']}"
     return "\n\n".join([BEGIN, part(data, f"Our own trained mixture ({size}, {data['top_k']} for a token)"), END])
+
+
+def wide() -> str:
+    """The page's section on larger experts."""
+    data = load("wide_experts.json")
+    size = f"{data['experts_bytes'] / 1e6:.0f} MB of experts, {data['record_bytes'] / 1e6:.1f} MB each"
+    return "\n\n".join([WIDE_BEGIN, part(data, f"The mixture with widened experts ({size})"), WIDE_END])

@@ -1,7 +1,7 @@
-"""The README's results section, written from the committed result files alone.
+"""The results sections of the README and of docs/experts.md, written from the committed result files alone.
 
-    python benchmarks/readme_table.py          # rewrite README.md
-    python benchmarks/readme_table.py --check  # exit 1 when README.md and the results differ
+    python benchmarks/readme_table.py          # rewrite them
+    python benchmarks/readme_table.py --check  # exit 1 when they and the results differ
 """
 
 from __future__ import annotations
@@ -123,15 +123,22 @@ def section() -> str:
 
 
 def main() -> None:
-    path = ROOT / "README.md"
-    text = wanted = path.read_text()
-    for begin, end, made in ((BEGIN, END, section()), (expert_table.BEGIN, expert_table.END, expert_table.section())):
-        if begin not in text:
-            raise SystemExit(f"README.md has no {begin} … {end} section")
-        wanted = re.sub(re.escape(begin) + r".*" + re.escape(end), lambda _, made=made: made, wanted, flags=re.DOTALL)
-    if "--check" in sys.argv:
-        raise SystemExit(0 if wanted == text else "README.md differs from benchmarks/results: run readme_table.py")
-    path.write_text(wanted)
+    sections = {
+        "README.md": [(BEGIN, END, section()), (expert_table.BEGIN, expert_table.END, expert_table.section())],
+        "docs/experts.md": [(expert_table.WIDE_BEGIN, expert_table.WIDE_END, expert_table.wide())],
+    }
+    for name, parts in sections.items():
+        path = ROOT / name
+        text = wanted = path.read_text()
+        for begin, end, made in parts:
+            if begin not in text:
+                raise SystemExit(f"{name} has no {begin} … {end} section")
+            pattern = re.escape(begin) + r".*" + re.escape(end)
+            wanted = re.sub(pattern, lambda _, made=made: made, wanted, flags=re.DOTALL)
+        if "--check" not in sys.argv:
+            path.write_text(wanted)
+        elif wanted != text:
+            raise SystemExit(f"{name} differs from benchmarks/results: run readme_table.py")
 
 
 if __name__ == "__main__":

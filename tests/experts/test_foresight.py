@@ -11,7 +11,7 @@ import torch
 
 from multirate.backbone.native.foresight import NativeForesight, NativeStream
 from multirate.backbone.native.library import NativeUnavailable, kernel
-from multirate.experts.depth import MeasuredDepth, depth_that_covers
+from multirate.experts.depth import MeasuredDepth, depth_that_covers, depth_that_is_worth_it
 from multirate.experts.loader import ExpertLoader, Prediction
 from multirate.experts.policies import eviction_policy
 from multirate.experts.predictors import NextLayerGate, likeliest
@@ -87,6 +87,10 @@ def test_depth() -> None:
     assert depth_that_covers(1.0, 2.5, 4) == 3
     assert depth_that_covers(1.0, 9.0, 4) == 4
     assert depth_that_covers(0.0, 9.0, 4) == 1
+    assert depth_that_is_worth_it(0.01, 1.0, 4) == 4
+    assert depth_that_is_worth_it(0.04, 1.0, 4) == 2
+    assert depth_that_is_worth_it(0.2, 1.0, 4) == 1
+    assert depth_that_is_worth_it(0.0, 1.0, 4) == 4
 
 
 def test_depth_follows_what_is_measured() -> None:
@@ -101,6 +105,14 @@ def test_depth_follows_what_is_measured() -> None:
         stats.stall_seconds += 3
         stats.read_seconds += 12
     assert predictor.depth == 2
+    stats.predictor_seconds += 1e9  # naming takes far longer than a layer
+    for _ in range(4):
+        depth.new_pass(lambda: stats, 1)
+        now += 6 + 3
+        stats.uses += 1
+        stats.stall_seconds += 3
+        stats.read_seconds += 12
+    assert predictor.depth == 1
     depth.new_pass(lambda: stats, 30)  # a prompt
     for _ in range(6):
         depth.new_pass(lambda: stats, 1)

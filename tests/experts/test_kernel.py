@@ -200,6 +200,29 @@ def test_ctrl_c_while_a_read_takes_for_ever(mixture: Any) -> None:
     assert time.monotonic() - began < 3
 
 
+def test_a_pass_after_one_that_was_given_up(mixture: Any) -> None:
+    """Each read takes longer than a pass waits before it looks for Ctrl-C: passes pause and go on, and the first of the
+    next generation is not taken for the rest of the one that was interrupted."""
+    record = mixture[1].store.index.record.bytes
+    with runtime_of(mixture, None) as resident, runtime_of(mixture, None, disk_bytes_per_second=record / 0.13) as slow:
+        right = follow(mixture, resident, 1)
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.11)
+            with pytest.raises(KeyboardInterrupt):
+                follow(mixture, slow, 1)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        other = IDS[:1].clone()
+        IDS[:1] = 60 - other  # another token, other experts
+        try:
+            assert torch.equal(follow(mixture, slow, 1), follow(mixture, resident, 1))
+        finally:
+            IDS[:1] = other
+        assert torch.equal(follow(mixture, slow, 1), right)
+
+
 def test_python_goes_on_where_the_kernel_cannot(mixture: Any) -> None:
     """A predictor that it does not know, a trace that is wanted: the same text, and counts that go on."""
     offload = mixture[1]

@@ -55,7 +55,7 @@ def command(
             report.check_writable(place)
     engine = attach(model, experts=given.store, expert_predictor=given.predictor)
     assert engine.experts is not None and engine.experts.runtime is not None
-    arms = arms or [arm for arm in ALL_ARMS if arm != "accelerated" or engine.experts.forecast is not None]
+    arms = arms or [arm for arm in ALL_ARMS if arm != "accelerated" or engine.experts.has_accelerated]
     index = engine.experts.store.index
     everything = index.data_bytes
     texts = [part.strip() for part in given.memory.split(",")] if given.memory else []

@@ -1,4 +1,4 @@
-"""How far ahead to name experts: the least depth whose compute covers what is to be read, from what was measured."""
+"""How far ahead to name experts: the least depth whose compute covers what is to be read, if naming them is cheap."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ def depth_that_covers(compute: float, read: float, most: int) -> int:
     if compute <= 0:
         return 1
     return max(1, min(most, math.ceil(read / compute)))
+
+
+def depth_that_is_worth_it(naming: float, layer: float, most: int) -> int:
+    """naming: seconds of naming one row ahead; layer: seconds of a layer, waiting included → the most rows that a tenth
+    of a layer's time pays for, 1 … most."""
+    if naming <= 0:
+        return most
+    return max(1, min(most, int(0.1 * layer / naming)))
 
 
 class MeasuredDepth:
@@ -44,6 +52,8 @@ class MeasuredDepth:
         began, before = self._since
         spent = counts.minus(before)
         layers = self._passes * self._rows
-        compute = (now - began - spent.stall_seconds) / layers
-        self._predictor.depth = depth_that_covers(compute, spent.read_seconds / layers, self._predictor.most_depth)
+        whole, naming = (now - began) / layers, spent.predictor_seconds / layers
+        compute = whole - spent.stall_seconds / layers
+        paid = depth_that_is_worth_it(naming / self._predictor.depth, whole, self._predictor.most_depth)
+        self._predictor.depth = depth_that_covers(compute, spent.read_seconds / layers, paid)
         self._since, self._passes = (now, counts), 0

@@ -158,6 +158,7 @@ class KernelExperts:
         """Layers [start, stop), `into`: mr_mixture's last argument. Raises Failure; Ctrl-C is heard while a read takes
         long."""
         mixture, handle = self._mixture.address, self._handle
+        self.controls.paused_layer = -1  # of a pass that was given up
         while (state := self._library.mr_mixture(mixture, handle, *call, start, stop, into)) == c.PAUSED:
             start = self.controls.paused_layer
         self._check(state)

@@ -171,12 +171,16 @@ class OffloadedExperts:
         settings = ExpertSettings(parse_bytes(memory), arm(policy).eviction)
         return self.use(settings, self.policy_predictor(policy) or "none")
 
+    @property
+    def has_accelerated(self) -> bool:
+        """Whether a trained predictor was added that can be run here: with attention, only by the native kernel."""
+        return self.forecast is not None and (self.native is not None or not self.forecast.config.attention)
+
     def policy_predictor(self, policy: str) -> Predictor | None:
         """Who names experts by the name of a policy (arms.py)."""
         if policy != AHEAD_OF_TIME:
             return self.predictor(arm(policy).predictor)
-        usable = self.forecast is not None and (self.native is not None or not self.forecast.config.attention)
-        inner = self.predictor("accelerated" if usable else arm(policy).predictor)
+        inner = self.predictor("accelerated" if self.has_accelerated else arm(policy).predictor)
         return None if inner is None else SelfDisabling(inner)
 
     def predictor(self, predictor: str | Predictor) -> Predictor | None:

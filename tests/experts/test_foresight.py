@@ -88,7 +88,7 @@ def test_depth() -> None:
     assert depth_that_covers(1.0, 9.0, 4) == 4
     assert depth_that_covers(0.0, 9.0, 4) == 1
     assert depth_that_is_worth_it(0.01, 1.0, 4) == 4
-    assert depth_that_is_worth_it(0.04, 1.0, 4) == 2
+    assert depth_that_is_worth_it(0.08, 1.0, 4) == 2
     assert depth_that_is_worth_it(0.2, 1.0, 4) == 1
     assert depth_that_is_worth_it(0.0, 1.0, 4) == 4
 

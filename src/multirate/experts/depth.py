@@ -22,11 +22,11 @@ def depth_that_covers(compute: float, read: float, most: int) -> int:
 
 
 def depth_that_is_worth_it(naming: float, layer: float, most: int) -> int:
-    """naming: seconds of naming one row ahead; layer: seconds of a layer, waiting included → the most rows that a tenth
-    of a layer's time pays for, 1 … most."""
+    """naming: seconds of naming one row ahead; layer: seconds of a layer, waiting included → the most rows that a
+    fifth of a layer's time pays for, 1 … most."""
     if naming <= 0:
         return most
-    return max(1, min(most, int(0.1 * layer / naming)))
+    return max(1, min(most, int(0.2 * layer / naming)))
 
 
 class MeasuredDepth:

@@ -17,15 +17,13 @@ from multirate.backbone.native.packing import large_pages
 from multirate.errors import UserError
 from multirate.experts.layout import ALIGNMENT
 
-_LARGE = 8 << 20  # a large page is 2 MiB: less than that much of a budget may be rounded away
-
 
 class Arena:
     """Page-aligned memory for `count` records of `size` bytes, a multiple of ALIGNMENT. `slots[i]`: [size] uint8."""
 
     def __init__(self, count: int, size: int) -> None:
         # A direct read names its pages one by one: of large ones it has few.
-        self._memory = large_pages(max(count * size, ALIGNMENT), _LARGE)
+        self._memory = large_pages(max(count * size, ALIGNMENT))
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.slots: list[Tensor] = [whole[i * size : (i + 1) * size] for i in range(count)]
         view = memoryview(self._memory)

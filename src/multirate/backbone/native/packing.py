@@ -36,13 +36,13 @@ SLAB = 32 << 20
 HUGE_PAGE = 2 << 20
 
 
-def large_pages(size: int, least: int = 0) -> mmap.mmap:
-    """Memory of this process alone, on large pages where the system has them and `size` is at least `least`. Memory
-    that may be shared, as Python's mmap is unless told otherwise, has none on most systems."""
+def large_pages(size: int) -> mmap.mmap:
+    """Memory of this process alone, on large pages where the system has them. Memory that may be shared, as Python's
+    mmap is unless told otherwise, has none on most systems."""
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return mmap.mmap(-1, size)
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= least and hasattr(mmap, "MADV_HUGEPAGE"):
+    if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them: small pages
             block.madvise(mmap.MADV_HUGEPAGE)
     return block

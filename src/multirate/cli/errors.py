@@ -44,5 +44,9 @@ class Group(TyperGroup):
 
 def fail(sentence: str) -> None:
     """Prints `error: sentence` to stderr, on one line, and ends the command with code 2."""
+    try:
+        sys.stdout.flush()
+    except OSError:  # what could not be written would be tried again at the end, and the exit code be the interpreter's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     typer.echo(f"error: {' '.join(sentence.split())}", err=True)
     raise typer.Exit(MENDABLE) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ def prepare_output(directory: Path, overwrite: bool) -> None:
     """Make the output folder and prove that it can be written, before any work. UserError otherwise."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".writable"
-        probe.write_bytes(b"")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=directory):  # each process of a run its own
+            pass
     except OSError as error:
         raise UserError(f"Output folder {directory} cannot be written: {error.strerror}.") from None
     if (directory / DESCRIPTION).exists() and not (directory / STATE).exists() and not overwrite:

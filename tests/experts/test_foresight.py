@@ -35,13 +35,19 @@ def forecast(ahead: int, rank: int, sketch: int, attention: bool = False) -> Exp
     return made.requires_grad_(False)
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 3])
-@pytest.mark.parametrize(("rank", "sketch"), [(8, 0), (64, 3), (16, 8)])
-def test_the_kernels_forecast_is_the_modules(ahead: int, rank: int, sketch: int) -> None:
+@pytest.fixture
+def native() -> None:
+    """Skips where the kernel cannot be built."""
     try:
         kernel()
     except NativeUnavailable as reason:
         pytest.skip(str(reason))
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+@pytest.mark.parametrize(("rank", "sketch"), [(8, 0), (64, 3), (16, 8)])
+def test_the_kernels_forecast_is_the_modules(ahead: int, rank: int, sketch: int) -> None:
     module = forecast(ahead, rank, sketch)
     native = NativeForesight(module.down, list(module.up), module.sketch, sketch)
     for rows in (1, 3, 70):
@@ -58,12 +64,9 @@ def test_the_kernels_forecast_is_the_modules(ahead: int, rank: int, sketch: int)
             state = exact[0]
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(("rank", "sketch"), [(0, 3), (8, 8), (64, 1)])
 def test_the_kernels_thinned_experts_are_the_modules(rank: int, sketch: int) -> None:
-    try:
-        kernel()
-    except NativeUnavailable as reason:
-        pytest.skip(str(reason))
     module = forecast(2, rank, sketch, attention=True)
     assert module.sketch is not None and module.gated is not None
     native = NativeStream(module.down, module.up[0], module.sketch, module.gated, sketch, 2)

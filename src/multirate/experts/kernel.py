@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -52,12 +51,11 @@ class Failure(Exception):
         self.row, self.expert, self.error = row, expert, error
 
 
-@dataclass
-class _Plan:
-    """A ForecastPlan and the memory that it points to."""
+class _Memory:
+    """Keeps alive what C structures point to."""
 
-    plan: c.ForecastPlan
-    kept: list[Any] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
 
     def array(self, values: Sequence[int] | np.ndarray, dtype: Any = np.int32) -> int:
         """Address of a copy that lives as long as this."""
@@ -70,11 +68,19 @@ class _Plan:
         return self.array(addresses, np.uintp)
 
 
+class _Plan(_Memory):
+    """A ForecastPlan and the memory that it points to."""
+
+    def __init__(self, worth: float) -> None:
+        super().__init__()
+        self.plan = c.ForecastPlan(kind=0, worth=worth)
+
+
 def plan_of(predictor: Predictor | None, worth: float) -> _Plan | None:
     """The kernel's form of a predictor; None: it has none."""
     if isinstance(predictor, SelfDisabling):
         predictor = predictor.inner
-    made = _Plan(c.ForecastPlan(kind=0, worth=worth))
+    made = _Plan(worth)
     plan = made.plan
     if predictor is None:
         return made
@@ -129,7 +135,7 @@ class KernelExperts:
         index = store.index
         rows, experts = len(index.layers), index.num_experts
         self._experts = experts
-        self._kept = _Plan(c.ForecastPlan())
+        self._kept = _Memory()
         plan = c.ResidencyPlan(rows=rows, experts=experts, slots=len(slots), reads=reads.handle)
         plan.policy = c.EVICTIONS.index(_EVICTIONS[type(eviction)])
         plan.offsets = self._kept.array([store.offset(r, e) for r in range(rows) for e in range(experts)], np.int64)

@@ -104,9 +104,8 @@ static void room_for_rows(Forecaster *f, const Routers *m, int n) {
     }
 }
 
-static Prediction *named(Residency *e, int row, int expert, double chance, int *count) {
-    e->forecaster->found[*count] = (Prediction){row * e->plan.experts + expert, row, chance};
-    return &e->forecaster->found[(*count)++];
+static void named(Residency *e, int row, int expert, double chance, int *count) {
+    e->forecaster->found[(*count)++] = (Prediction){row * e->plan.experts + expert, row, chance};
 }
 
 // What row `target`'s own router says of the stream x [n, hidden], the likeliest first: Σ 1 / (1 + rank) over rows.
@@ -140,8 +139,8 @@ static void foresee(Forecaster *f, const Routers *m, int row, const float *x, in
     f->state_rows = n;
 }
 
-// Whether the next layer is likely to lack nothing: its router, asked with the stream as it is, ranks 2k experts first that are
-// all there. A tenth of what running ahead costs, and where most experts are in memory mostly true.
+// Whether the next layer is likely to lack nothing: the k + 2 experts that its router, asked with the stream as it is, ranks first
+// are all there. A tenth of what running ahead costs, and where most experts are in memory mostly true.
 static int lacks_nothing(Residency *e, const Routers *m, int target, const float *x, int n) {
     Forecaster *f = e->forecaster;
     int out = m->routers[target]->out;
@@ -188,8 +187,10 @@ static int forecast(Residency *e, const Routers *m, const PassRows *rows, int ro
     if (depth > e->plan.rows - 1 - row) depth = e->plan.rows - 1 - row;
     int by = f->plan.kind;
     if (by == NAMED_BY_GATE || by == NAMED_BY_RESIDUAL || by == NAMED_BY_STREAM) room_for_rows(f, m, n);
-    if (by == NAMED_BY_STREAM && depth == 1 && lacks_nothing(e, m, row + 1, x, n)) return 0;
-    if (by == NAMED_BY_STREAM && n <= STREAM_ROWS) return run_ahead(e, m, rows, row, x, n, ids, weights, depth);
+    if (by == NAMED_BY_STREAM && n <= STREAM_ROWS) {  // more rows ask the gate, once
+        if (depth == 1 && lacks_nothing(e, m, row + 1, x, n)) return 0;
+        return run_ahead(e, m, rows, row, x, n, ids, weights, depth);
+    }
     if (by == NAMED_BY_RESIDUAL && depth > 0) foresee(f, m, row, x, n, ids, weights, depth);
     for (int step = 1; step <= depth; step++) {
         int target = row + step;

@@ -155,10 +155,10 @@ class NativeMoEDecoder(NativeDecoder):
     ) -> None:
         """Layers [start, stop) by the kernel, in one call but for adapters beside experts."""
         routing, fast, begin = self._routing(len(x)), rows.accelerated, start
-        beside = {} if fast is None or not adapters else {i: a for i, a in adapters.items() if "mlp" in a.deltas()}
+        beside = {i: a for i, a in (adapters or {}).items() if i in self.row_of and "mlp" in a.deltas()}
         cache.make_room(rows)
         for i in range(start, stop):
-            if i + 1 < stop and not (i in beside and i in self.row_of):
+            if i + 1 < stop and (fast is None or i not in beside):
                 continue
             row = next((self.row_of[j] for j in range(begin, i + 1) if j in self.row_of), 1 << 30)
             call = (
@@ -167,7 +167,7 @@ class NativeMoEDecoder(NativeDecoder):
                 None if fast is None else fast.ctypes.data, cache.capacity,
             )  # fmt: skip
             kernel(call, begin, i + 1, routing.address, row, len(x))
-            if fast is not None and i in beside and i in self.row_of:
+            if fast is not None and i in beside:
                 self._beside(beside[i], routing.normed, x, np.flatnonzero(fast))
             begin = i + 1
 

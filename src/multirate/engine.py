@@ -138,11 +138,14 @@ class Engine:
             self.experts.add(accelerator)
             self.experts.use_policy(self.experts.policy, self.experts.memory)
             return name
+        if ":" in name:
+            raise UserError(f"an accelerator cannot be named {name!r}: what follows a ':' are a method's settings")
         if name in (PLAIN, "generate"):
             raise UserError(f"an accelerator cannot be named {name!r}: that is the name of a baseline")
         self.accelerators[name] = accelerator
-        self._speculations.pop(name, None)
-        self._conversations.pop(name, None)
+        for known in (self._speculations, self._conversations):
+            for variant in [v for v in known if v.split(":")[0] == name]:
+                del known[variant]
         if self.default == PLAIN:
             self.default = name
         return name
@@ -179,6 +182,7 @@ class Engine:
 
         speculate: "auto" decodes plainly, and says so in `notice`, where measured costs and acceptance show that
         drafts do not pay on this machine; "always" drafts all the same; "never" decodes plainly.
+        method may carry settings of its drafts, as in "m2r2-carry:lookup=0:nodes=5".
         on_tokens(b, tokens) is called with the new tokens of prompt b as they are emitted.
         Raises UserError for an unknown method, an empty prompt, one longer than the context, or an id out of range.
         """
@@ -215,7 +219,8 @@ class Engine:
             self._conversations.pop(next(iter(self._conversations)))
 
     def _registered(self, name: str) -> str:
-        """The registry's name for a method of this engine."""
+        """The registry's name for a method of this engine, whose name may carry settings."""
+        name, _ = registry.parse_variant(name)
         if name in self.accelerators:
             return self.accelerators[name].method
         if name not in self.methods():
@@ -226,8 +231,9 @@ class Engine:
 
     def _speculation(self, name: str) -> _Speculation | None:
         if name not in self._speculations:
-            accelerator = self.accelerators.get(name)
-            drafter = registry.method(self._registered(name)).drafter(self.decoder, accelerator)
+            base, settings = registry.parse_variant(name)
+            accelerator = self.accelerators.get(base)
+            drafter = registry.method(self._registered(name)).drafter(self.decoder, accelerator, settings or None)
             if drafter is None:
                 return None
             self._speculations[name] = _Speculation(drafter, _card_rates(accelerator))

@@ -23,6 +23,8 @@ from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.runner import StreamRunner
+from multirate.methods.prompt_lookup.config import PromptLookupConfig
+from multirate.methods.prompt_lookup.decode import PromptLookupDrafter
 from multirate.methods.registry import method
 from multirate.methods.shape import BaseShape
 
@@ -73,15 +75,16 @@ def decoders():
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 99), preset=st.sampled_from(["m2r2", "m2r2-carry"]), gate=st.integers(1, 3),
        depth=st.integers(1, 7), width=st.integers(1, 4), nodes=st.integers(1, 24), keep=st.sampled_from([0, 0.02, 0.3]),
-       reduced=st.sampled_from([None, 20]), trust=st.sampled_from(["confidence", "arla"]))
+       reduced=st.sampled_from([None, 20]), trust=st.sampled_from(["confidence", "arla"]), lookup=st.integers(0, 5))
 def test_greedy_is_the_base_token_for_token(
-    decoders, backend, seed, preset, gate, depth, width, nodes, keep, reduced, trust
+    decoders, backend, seed, preset, gate, depth, width, nodes, keep, reduced, trust, lookup
 ):
     if backend not in decoders:
         pytest.skip("no native kernel here")
     decoder = decoders[backend]
     stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced)
-    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep, trust=trust))
+    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep, trust=trust,
+                                                            lookup=lookup))
     stop = StopSettings(max_new_tokens=24)
     plain = generate_autoregressive(decoder, PROMPTS, stop=stop)
     fast = generate_speculative(decoder, drafter, PROMPTS, stop=stop)
@@ -199,17 +202,47 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate):
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 99), preset=st.sampled_from(["m2r2", "m2r2-carry"]), gate=st.integers(1, 2),
        depth=st.integers(1, 7), width=st.integers(1, 4), nodes=st.integers(1, 20),
-       keep=st.sampled_from([0.0, 0.02, 0.1]), reduced=st.sampled_from([None, 20]))
+       keep=st.sampled_from([0.0, 0.02, 0.1]), reduced=st.sampled_from([None, 20]), lookup=st.sampled_from([0, 1, 4]))
 def test_a_round_in_one_kernel_call_is_the_round_in_parts(
-    decoders, seed, preset, gate, depth, width, nodes, keep, reduced
+    decoders, seed, preset, gate, depth, width, nodes, keep, reduced, lookup
 ):
     """Same drafts, same tokens round by round, and the same committed keys and values, bit for bit."""
     if "native" not in decoders:
         pytest.skip("no native kernel here")
     decoder = decoders["native"]
     stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced)
-    config = M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep)
+    config = M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep, lookup=lookup)
     assert_whole_rounds_are_rounds_in_parts(decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0])
+
+
+@pytest.mark.parametrize("backend", ["hf", "native"])
+def test_a_text_that_repeats_itself_is_followed(decoders, backend):
+    """One level a round is drafted, the rest is what the text said before; whole rounds and parts follow alike."""
+    if backend not in decoders:
+        pytest.skip("no native kernel here")
+    model = model_of(LLAMA, torch.bfloat16 if backend == "native" else torch.float32)
+    with torch.no_grad():  # layers that add nothing: the next token depends on the last one alone, the text goes round
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    decoder = NativeDecoder(model) if backend == "native" else HFDecoder(model)
+    base = BaseShape.of(LLAMA)
+    stream = AcceleratedStream(M2R2Config.for_base(base, "m2r2-carry"), base)
+    stop = StopSettings(max_new_tokens=100)
+    plain = generate_autoregressive(decoder, PROMPTS, stop=stop)
+    steps = {}
+    for lookup in (0, 3):
+        config = M2R2DecodeConfig(depth=2, nodes=9, expand=0.3, keep=0.2, sharpness=9.0, lookup=lookup)
+        out = generate_speculative(decoder, M2R2Drafter(decoder, stream, config), PROMPTS, stop=stop)
+        one = generate_speculative(decoder, M2R2Drafter(decoder, stream, config), PROMPTS[:1], stop=stop)
+        assert out.sequences == plain.sequences and one.sequences == plain.sequences[:1]
+        steps[lookup] = out.stats.sequence_steps, one.stats.sequence_steps
+    assert steps[3][0] < 0.6 * steps[0][0] and steps[3][1] < 0.6 * steps[0][1]
+    if backend == "native":
+        assert_whole_rounds_are_rounds_in_parts(decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0], 100)
+        assert_whole_rounds_are_rounds_in_parts(
+            decoder, lambda: PromptLookupDrafter(decoder, PromptLookupConfig()), PROMPTS[0], 100
+        )
 
 
 @pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=1.0, seed=0)])

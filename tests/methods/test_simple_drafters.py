@@ -17,7 +17,7 @@ from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
 from multirate.methods.prompt_lookup.decode import PromptLookupDrafter
-from multirate.methods.registry import method, methods
+from multirate.methods.registry import method, methods, parse_variant
 
 PROMPTS = [[3, 7, 1, 9, 3, 7, 1], [5], [2, 2, 8, 4, 2, 2, 8, 4, 2]]
 
@@ -86,10 +86,10 @@ def test_early_exit_with_all_the_information_is_always_accepted(tiny: Any) -> No
             parameter.copy_(old)
 
 
-def test_prompt_lookup_proposes_what_followed_last() -> None:
-    def draft(text: list[int], limit: int = 9, **config: int) -> list[int]:
+def test_prompt_lookup_proposes_what_followed_last(tiny: Any) -> None:
+    def draft(text: list[int], limit: int = 5, **config: int) -> list[int]:
         sampler = Sampler(SamplingSettings(), [text[:-1]])
-        drafter = PromptLookupDrafter(PromptLookupConfig(**config))
+        drafter = PromptLookupDrafter(tiny[1], PromptLookupConfig(**config))
         drafter.begin(None, sampler)  # type: ignore[arg-type]
         drafter.draft([0], [text[-2]], [limit], sampler)
         sampler.tokens[0].append(text[-1])  # the index grows between rounds
@@ -98,9 +98,9 @@ def test_prompt_lookup_proposes_what_followed_last() -> None:
     assert draft([1, 2, 3, 4, 5, 9, 2, 3]) == [4, 5, 9, 2, 3]
     assert draft([1, 2, 3, 4, 5, 9, 2, 3], limit=2) == [4, 5]
     assert draft([1, 2, 3, 4, 5, 9, 2, 3], tokens=1) == [4]
-    assert draft([7, 1, 2, 8, 1, 2, 9, 1, 2]) == [9, 1, 2]  # the latest occurrence
-    assert draft([5, 1, 2, 8, 6, 1, 2, 9, 5, 1, 2]) == [8, 6, 1, 2, 9, 5, 1, 2]  # the longer match wins
-    assert draft([5, 1, 2, 8, 6, 1, 2, 9, 5, 1, 2], max_ngram=2) == [9, 5, 1, 2]
+    assert draft([7, 1, 2, 8, 1, 2, 9, 1, 2]) == [9, 1, 2, 9, 1]  # the latest occurrence, and round again
+    assert draft([5, 1, 2, 8, 6, 1, 2, 9, 5, 1, 2]) == [8, 6, 1, 2, 9]  # the longer match wins
+    assert draft([5, 1, 2, 8, 6, 1, 2, 9, 5, 1, 2], max_ngram=2) == [9, 5, 1, 2, 9]
     assert draft([1, 2, 3, 4]) == []
 
 
@@ -109,6 +109,15 @@ def test_registry() -> None:
     assert all(m.description and m.lossless for m in methods().values() if m.name in ("autoregressive", "layerskip"))
     with pytest.raises(UserError, match=r"'medusae' is unknown; accepted: .*autoregressive.*layerskip.*prompt_lookup"):
         method("medusae")
+
+
+def test_a_name_may_carry_settings() -> None:
+    assert parse_variant("m2r2") == ("m2r2", {})
+    assert parse_variant("m2r2-carry:lookup=0:trust=arla:keep=None:expand=0.5") == (
+        "m2r2-carry", {"lookup": 0, "trust": "arla", "keep": None, "expand": 0.5}
+    )  # fmt: skip
+    with pytest.raises(UserError, match="'nodes' of method 'm2r2:nodes' is no setting; accepted: METHOD:SETTING=VALUE"):
+        parse_variant("m2r2:nodes")
 
 
 def test_settings_refuse(tiny: Any) -> None:

@@ -20,6 +20,7 @@ from multirate.backbone.native import NativeDecoder, library
 from multirate.backbone.native.cache import NativeKVCache
 from multirate.decoding.cost_model import CostModel
 from multirate.decoding.drafter import Round
+from multirate.methods.trust import Origin
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,14 @@ class DraftHead:
 class NativeRounds:
     """Rounds of one sequence at a time: ``begin`` a generation, ``enter`` a sequence, ``run`` until it ends.
 
-    stream: what drafts, at stream.gate. refresh: whether accepted tokens run through it again (it has own K/V).
-    limits: nodes, width, top, sharpness and least are kept; ``run`` sets the others. Owns all buffers of a round.
+    stream: what drafts, at stream.gate, read with `head`; without one the text is looked up, and nothing else. refresh:
+    whether accepted tokens run through it again (it has own K/V). limits: nodes, width, top, sharpness, least and the
+    lookup's rates are kept; ``run`` sets the others. Owns all buffers of a round.
     """
 
     def __init__(
-        self, decoder: NativeDecoder, stream: library.Stream, head: DraftHead, limits: library.TreeLimits, refresh: bool
+        self, decoder: NativeDecoder, stream: library.Stream, head: DraftHead | None, limits: library.TreeLimits,
+        refresh: bool,
     ) -> None:
         nodes, d = limits.nodes, decoder.facts.hidden_size
         self._library = library.kernel()
@@ -48,17 +51,18 @@ class NativeRounds:
         self._carried = torch.zeros(nodes + 1, d)
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
         self._hidden = torch.empty(nodes + 1, d)
-        heads = limits.width * head.linear.outputs, (nodes + 1) * decoder.head.outputs
+        heads = limits.width * head.linear.outputs if head else 0, (nodes + 1) * decoder.head.outputs
         self._scratch = torch.empty((5 * (nodes + 1) + 2) * d + max(heads))
         self._held = (stream, head)  # the kernel reads them by address
         self._free = np.zeros(nodes)
-        self._limits = limits
+        self._limits, self._longest = limits, limits.lookup.longest
+        self._text = np.empty(0, np.int32)
         self._round = library.Round(
-            stream=ctypes.addressof(stream), draft_head=ctypes.addressof(head.linear),
-            head=ctypes.addressof(decoder.head), norm=decoder.norm_address, token_map=head.token_map,
+            stream=ctypes.addressof(stream), draft_head=ctypes.addressof(head.linear) if head else None,
+            head=ctypes.addressof(decoder.head), norm=decoder.norm_address, token_map=head.token_map if head else None,
             ids=self._ids.ctypes.data, carried=self._carried.data_ptr(), tokens=self._tokens.ctypes.data,
             parents=self._parents.ctypes.data, hidden=self._hidden.data_ptr(), scratch=self._scratch.data_ptr(),
-            draft_vocab=head.vocab, layers=decoder.facts.num_layers,
+            draft_vocab=head.vocab if head else 0, layers=decoder.facts.num_layers,
         )
         self._addresses = ctypes.addressof(self._round), ctypes.addressof(self._limits)
 
@@ -66,21 +70,32 @@ class NativeRounds:
         """A generation over ``cache``, with the stream's own layer's K/V in ``own``."""
         self._cache, self._own = cache, own
 
-    def enter(self, seq: int, ids: Sequence[int], carried: Tensor | None = None) -> None:
-        """The sequence's next round refreshes all ``ids`` but the last, its root. carried [len(ids), d], if any."""
+    def enter(
+        self, seq: int, ids: Sequence[int], carried: Tensor | None = None, text: Sequence[int] | None = None
+    ) -> None:
+        """The sequence's next round refreshes all ``ids`` but the last, its root. carried [len(ids), d], if any.
+        text: all tokens so far, the root last, for drafts that look themselves up in it; None: these do not."""
+        self._limits.lookup.longest = 0 if text is None else self._longest
+        self._set_text([] if text is None else text)
         self._round.sequence = seq
         self._entered = len(ids)
         self._ids[: len(ids)] = ids
         if carried is not None:
             self._carried[: len(ids)] = carried
 
-    def run(self, depth: int, expand: np.ndarray | None = None, keep: np.ndarray | None = None) -> Round:
-        """One round, with drafts of at most ``depth`` levels. The accepted tokens' K/V are in place, uncommitted.
+    def run(
+        self, depth: int, expand: np.ndarray | None = None, keep: np.ndarray | None = None, deepest: int | None = None,
+        steady: float = 1.0,
+    ) -> Round:
+        """One round, with drafts of at most ``depth`` levels, suggestions of ``deepest``. The accepted tokens' K/V are
+        in place, uncommitted.
 
         expand, keep: float64 [nodes], least reach of the n-th node to be drafted from and to be verified; None: 0.
+        steady: see lookup.h.
         """
         limits, length = self._limits, self._make_room()
         limits.depth = depth
+        limits.lookup.deepest, limits.lookup.steady = depth if deepest is None else deepest, steady
         limits.expand = (self._free if expand is None else expand).ctypes.data
         limits.keep = (self._free if keep is None else keep).ctypes.data
         first = 0 if self._refresh else self._entered - 1
@@ -120,6 +135,18 @@ class NativeRounds:
         fixed = max(one - level - costs.verify_seconds(2), 0.0)
         return replace(plain, costs=replace(costs, draft_step=level, draft_fixed=fixed))
 
+    def origin(self) -> tuple[Origin, int, int]:
+        """Where the last round's draft came from, and how much of either kind was accepted (methods/trust.py)."""
+        record = self._round
+        text = record.text
+        return Origin(text.drawn, text.followed, text.matched), record.true_drawn, record.true_followed
+
+    def _set_text(self, tokens: Sequence[int] | np.ndarray, room: int = 1024) -> None:
+        text = self._round.text
+        self._text = np.empty(len(tokens) + room + 2 * (self._nodes + 1), np.int32)
+        self._text[: len(tokens)] = tokens
+        text.tokens, text.count = (self._text.ctypes.data if len(tokens) else None), len(tokens)
+
     def _make_room(self) -> int:
         """Room for a round in both caches; returns the sequence's committed length."""
         cache, own, record = self._cache, self._own, self._round
@@ -128,6 +155,8 @@ class NativeRounds:
             if store is not None:
                 store.make_room_to(length + self._nodes)
         record.caches, record.capacity = cache.address, cache.capacity
+        if record.text.count + 2 * (self._nodes + 1) > len(self._text):
+            self._set_text(self._text[: record.text.count], room=len(self._text))
         if own is not None:
             record.block_cache, record.block_capacity = own.address, own.capacity
         return length

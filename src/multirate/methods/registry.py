@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -77,6 +78,21 @@ def register(name: str, description: str, config: type | None = None, lossless: 
 @register("autoregressive", "plain decoding, one token per pass: the baseline")
 def _autoregressive(decoder: Decoder, accelerator: Any, config: Any) -> Drafter | None:
     return None
+
+
+def parse_variant(name: str) -> tuple[str, dict[str, Any]]:
+    """"m2r2-carry:lookup=0:nodes=5" → ("m2r2-carry", {"lookup": 0, "nodes": 5}). UserError for a part without "="."""
+    base, *parts = name.split(":")
+    settings: dict[str, Any] = {}
+    for part in parts:
+        key, separator, value = part.partition("=")
+        if not separator or not key:
+            raise UserError(f"{part!r} of method {name!r} is no setting; accepted: METHOD:SETTING=VALUE:…")
+        try:
+            settings[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            settings[key] = value
+    return base, settings
 
 
 def methods() -> dict[str, Method]:

@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 
 SOURCES = ("kernel.c", "kernel.h", "threads.h", "matmul.h", "tile_avx2.h", "tile_wide.h", "fixed_point.h",
-           "attention.h", "stream.h", "round.h", "experts.h", "reads.h", "async_reads.h", "residency.h", "loads.h",
-           "thinned.h", "forecasts.h", "mixture.h")
+           "attention.h", "lookup.h", "stream.h", "round.h", "experts.h", "reads.h", "async_reads.h", "residency.h",
+           "loads.h", "thinned.h", "forecasts.h", "mixture.h")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 
 pointer = ctypes.c_void_p
@@ -86,11 +86,24 @@ class Thinned(ctypes.Structure):
     ]
 
 
+class Lookup(ctypes.Structure):
+    _fields_ = [
+        *((name, int32) for name in ("longest", "deepest")),
+        *((name, pointer) for name in ("agree", "onward")),
+        ("steady", ctypes.c_double),
+    ]
+
+
+class Text(ctypes.Structure):
+    _fields_ = [("tokens", pointer), *((name, int32) for name in ("count", "drawn", "followed", "matched"))]
+
+
 class TreeLimits(ctypes.Structure):
     _fields_ = [
         *((name, int32) for name in ("depth", "width", "nodes", "top")),
         *((name, pointer) for name in ("expand", "keep")),
         *((name, ctypes.c_double) for name in ("sharpness", "least")),
+        ("lookup", Lookup),
     ]
 
 
@@ -99,7 +112,8 @@ class Round(ctypes.Structure):
         *((name, pointer) for name in ("stream", "caches", "block_cache", "draft_head", "head", "norm", "token_map")),
         *((name, pointer) for name in ("ids", "carried", "tokens", "parents", "hidden", "scratch")),
         *((name, int32) for name in ("capacity", "block_capacity", "draft_vocab", "layers", "sequence")),
-        *((name, int32) for name in ("drafted", "levels", "pad")),
+        *((name, int32) for name in ("drafted", "levels", "true_drawn", "true_followed", "pad")),
+        ("text", Text),
     ]
 
 

@@ -3,7 +3,7 @@
 #define MULTIRATE_ROUND_H
 
 typedef struct {
-    const Stream *stream;
+    const Stream *stream;        // without a draft_head: only the text is looked up
     const LayerCache *caches, *block_cache;
     const Linear *draft_head, *head;
     const float *norm;           // before both heads
@@ -17,6 +17,8 @@ typedef struct {
     float *scratch;              // draft_tree's, and (nodes + 1) * head->out floats
     int32_t capacity, block_capacity, draft_vocab, layers, sequence;
     int32_t drafted, levels;     // out: nodes and levels of the draft
+    int32_t true_drawn, true_followed, pad;  // out: accepted nodes among text.drawn and text.followed
+    Text text;                   // tokens NULL: none is kept. Emitted tokens are added
 } Round;
 
 // decoding/acceptance.py, accept_greedy: down from the root as long as the target's own token is a child. Fills path
@@ -31,6 +33,20 @@ static int accepted_path(const int64_t *tokens, const int32_t *parents, int node
     return length;
 }
 
+// Without a stream: what the text's last tokens were followed by before is the draft.
+static int draft_suggestion(const Stream *stream, const TreeLimits *limits, Text *text, int64_t root, int64_t *tokens,
+                            int32_t *parents, float *hidden) {
+    const Lookup *lookup = &limits->lookup;
+    int most = limits->nodes < lookup->deepest ? limits->nodes : lookup->deepest, d = stream->shape->hidden;
+    text->matched = look_up(text->tokens, text->count - 1, text->count, lookup->longest, most, tokens);
+    int n = text->matched ? most : 0;
+    for (int i = 0; i < n; i++) parents[i] = i;
+    text->followed = n;
+    mr_embed(stream->table, &root, 1, d, 1.0f, hidden);
+    mr_embed(stream->table, tokens, n, d, 1.0f, hidden + d);
+    return n;
+}
+
 // `length`: committed tokens; ids [first, first + count) enter (all but the last refresh the block). Returns the number
 // of tokens emitted; the K/V of the root and the accepted nodes then lie in slots length, length + 1, …, uncommitted.
 int mr_round(Round *round, int length, int first, int count, const TreeLimits *limits) {
@@ -39,9 +55,12 @@ int mr_round(Round *round, int length, int first, int count, const TreeLimits *l
     int d = shape->hidden;
     Around around = {round->caches, round->block_cache, round->capacity, round->block_capacity, round->draft_head, round->norm,
                      NULL, shape->eps};
-    int nodes = draft_tree(stream, around, round->draft_vocab, round->token_map, round->sequence, length, count - 1,
-                           round->ids + first, round->carried + (size_t)first * d, limits, round->tokens, round->parents,
-                           round->hidden, round->scratch);
+    Text *text = &round->text;
+    text->drawn = text->followed = text->matched = 0;
+    int nodes = round->draft_head
+        ? draft_tree(stream, around, round->draft_vocab, round->token_map, round->sequence, length, count - 1, round->ids + first,
+                     round->carried + (size_t)first * d, limits, text, round->tokens, round->parents, round->hidden, round->scratch)
+        : draft_suggestion(stream, limits, text, round->ids[first + count - 1], round->tokens, round->parents, round->hidden);
     int32_t seq[MAX_NODES + 1], slot[MAX_NODES + 1], pos[MAX_NODES + 1], prefix[MAX_NODES + 1], depth[MAX_NODES + 1];
     int64_t bits[MAX_NODES + 1], target[MAX_NODES + 1];
     int chain = 1;
@@ -66,10 +85,14 @@ int mr_round(Round *round, int length, int first, int count, const TreeLimits *l
 
     int32_t path[MAX_NODES + 1], from[MAX_NODES + 1], to[MAX_NODES + 1];
     int emitted = accepted_path(round->tokens, round->parents, nodes, target, path);
+    round->true_drawn = round->true_followed = 0;
     for (int i = 0; i < emitted; i++) {
         from[i] = length + path[i];
         to[i] = length + i;
         round->ids[i] = target[path[i]];
+        if (text->tokens) text->tokens[text->count++] = (int32_t)target[path[i]];
+        round->true_drawn += path[i] > 0 && path[i] <= text->drawn;
+        round->true_followed += path[i] > text->drawn && path[i] <= text->drawn + text->followed;
         memcpy(round->carried + (size_t)i * d, round->hidden + (size_t)path[i] * d, (size_t)d * sizeof(float));
     }
     if (path[emitted - 1] != emitted - 1)

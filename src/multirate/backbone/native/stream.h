@@ -125,6 +125,8 @@ void mr_head_top(const Linear *head, const float *norm, float eps, const float *
     mr_top(logits, n, vocab, head->out, k, sharpness, ids, probabilities);
 }
 
+#include "lookup.h"
+
 #define MAX_NODES 63
 
 typedef struct {
@@ -138,7 +140,17 @@ typedef struct {
     const double *expand, *keep;  // [nodes] least reach of the n-th node to draft from it, and to verify it; not falling
     double sharpness;
     double least;  // a node whose own probability is lower is not drafted from (Kangaroo's stopping rule)
+    Lookup lookup;
 } TreeLimits;
+
+// The text that drafts look themselves up in, and what came of it.
+typedef struct {
+    int32_t *tokens;    // [count + nodes + 1 at least] the text, the root last; drafts are written after it
+    int32_t count;
+    int32_t drawn;      // out: nodes that the stream drafted from
+    int32_t followed;   // out: nodes that follow a suggestion, numbered after these
+    int32_t matched;    // out: the length of the suggestion's match, 0: none was followed
+} Text;
 
 // Best first; equal reaches keep their order (as Python's sort does).
 static void sort_candidates(Candidate *c, int count) {
@@ -162,10 +174,10 @@ static inline int entering_layer(const Stream *stream) { return stream->merged ?
 // ids, carried: `refresh` committed tokens to refresh, then the root, which goes to slot `length`.
 // token_map: id of each head output, or NULL. Fills tokens, parents [nodes] and hidden [nodes + 1, d] (the slow residuals
 // entering entering_layer); returns the number of nodes. around.logits is set here. scratch: (refresh + 2 + (4 * (nodes + 1)))
-// * d + width * head->out floats.
+// * d + width * head->out floats. text: what drafts look themselves up in, if limits->lookup says so.
 static int draft_tree(const Stream *stream, Around around, int vocab, const int64_t *token_map, int sequence, int length,
-                      int refresh, const int64_t *ids, const float *carried, const TreeLimits *limits, int64_t *tokens,
-                      int32_t *parents, float *hidden, float *scratch) {
+                      int refresh, const int64_t *ids, const float *carried, const TreeLimits *limits, Text *text,
+                      int64_t *tokens, int32_t *parents, float *hidden, float *scratch) {
     int d = stream->shape->hidden, n = 0, rows = refresh + 1;
     size_t row_bytes = (size_t)d * sizeof(float);
     int32_t seq[MAX_NODES + 1], slot[MAX_NODES + 1], pos[MAX_NODES + 1], prefix[MAX_NODES + 1];
@@ -205,10 +217,22 @@ static int draft_tree(const Stream *stream, Around around, int vocab, const int6
         float probs[17 * 17];
         int k = limits->top < vocab ? limits->top : vocab, candidates = 0;
         mr_top(around.logits, count, vocab, head->out, k, (float)limits->sharpness, best, probs);
+        int64_t suggested[MAX_NODES];
+        int following = 0;
+        if (limits->lookup.longest && count == 1 && depth[n] == n) {  // a chain so far
+            const Lookup *lookup = &limits->lookup;
+            int most = limits->nodes < lookup->deepest ? limits->nodes - n : lookup->deepest - n;
+            if (n) text->tokens[text->count + n - 1] = (int32_t)tokens[n - 1];
+            int matched = look_up(text->tokens, text->count - 1, text->count + n, lookup->longest, most, suggested);
+            if (matched && most > 0 && suggested[0] == (token_map ? token_map[best[0]] : best[0]))
+                following = worth_following(lookup, matched, most, reach[n], (double)probs[0], n, n, limits->nodes, limits->depth,
+                                            limits->expand, limits->keep);
+            if (following) text->matched = matched;
+        }
         for (int f = 0; f < count; f++) {
             int node = frontier[f];
             if (depth[node] >= limits->depth) continue;
-            for (int j = 0; j < k; j++) {
+            for (int j = following ? 1 : 0; j < k; j++) {
                 double here = reach[node] * (double)probs[f * k + j];
                 if (here < limits->keep[0]) break;
                 int64_t token = best[f * k + j];
@@ -216,7 +240,16 @@ static int draft_tree(const Stream *stream, Around around, int vocab, const int6
             }
         }
         sort_candidates(found, candidates);
-        int room = limits->nodes - n, width = limits->width < room ? limits->width : room;
+        int room = limits->nodes - n, width = limits->width < room ? limits->width : room, from = n;
+        if (following) width = 0;  // what else may follow waits as leaves
+        for (int j = 0; j < following; j++) {
+            int parent = n++;
+            tokens[parent] = suggested[j];
+            parents[parent] = parent;
+            depth[n] = depth[parent] + 1;
+            bits[n] = bits[parent] | (int64_t)1 << parent;
+        }
+        text->followed = n - from;
         count = 0;
         for (int c = 0; c < candidates; c++) {
             int parent = found[c].parent;
@@ -245,6 +278,7 @@ static int draft_tree(const Stream *stream, Around around, int vocab, const int6
         }
         ran = n + 1;
     }
+    text->drawn = ran - 1;
 
     sort_candidates(leaves, leaf_count);
     for (int c = 0; c < leaf_count && n < limits->nodes && leaves[c].reach >= limits->keep[n]; c++) {

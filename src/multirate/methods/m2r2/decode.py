@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +20,13 @@ from torch import Tensor
 from multirate.backbone.decoder import Decoder
 from multirate.backbone.kv_cache import KVCache
 from multirate.backbone.native import NativeDecoder, library
-from multirate.backbone.rows import MAX_TREE_BIT, Rows
+from multirate.backbone.rows import Rows
 from multirate.decoding.cost_model import CostModel
 from multirate.decoding.drafter import Draft, Drafter, Round
+from multirate.decoding.lookup import TextIndex
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
+from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.prices import Prices
@@ -32,41 +34,7 @@ from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.m2r2.tree import DraftTree
 from multirate.methods.native_rounds import NativeRounds
 from multirate.methods.registry import register
-
-
-@dataclass(frozen=True)
-class M2R2DecodeConfig:
-    """How drafts grow. Greedy drafts are trees, sampled ones chains.
-
-    depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified at once.
-    sharpness: reach multiplies softmax(sharpness · logits) of the stream: the chance that a token is the argmax of the
-    full model is larger than the probability that a draw from its distribution would be that token.
-    expand, keep: least reach (see tree.py) of a node to draft from, and of a leaf to verify; None: from measured
-    costs, so that a node is added exactly when it raises the expected tokens per second.
-    trust: what a draft is judged by: confidence (the sharpened top-1 probability) or arla (the trained estimate that
-    the argmax agrees; method.md §1.5). Both were measured: docs/experiments.md.
-    """
-
-    depth: int = 8
-    width: int = 1
-    nodes: int = 11
-    sharpness: float = 2.0
-    expand: float | None = None
-    keep: float | None = None
-    trust: Literal["confidence", "arla"] = "confidence"
-
-    def __post_init__(self) -> None:
-        for name, low, high in (("depth", 1, 32), ("width", 1, 16), ("nodes", 1, MAX_TREE_BIT)):
-            if not low <= getattr(self, name) <= high:
-                raise UserError(f"m2r2 setting {name}={getattr(self, name)} is out of range; accepted: {low} to {high}")
-        if self.trust not in ("confidence", "arla"):
-            raise UserError(f"m2r2 setting trust={self.trust!r} is unknown; accepted: confidence or arla")
-        if not self.sharpness > 0:
-            raise UserError(f"m2r2 setting sharpness={self.sharpness} is out of range; accepted: above 0")
-        for name in ("expand", "keep"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise UserError(f"m2r2 setting {name}={value} is out of range; accepted: 0 to 1, or None")
+from multirate.methods.trust import Trust
 
 
 @dataclass
@@ -97,10 +65,16 @@ class M2R2Drafter(Drafter):
             if stream.arla is None:
                 raise UserError("m2r2 setting trust='arla' needs an accelerator with ARLA; this one has arla_dim=0")
             self._arla = copy.deepcopy(stream.arla).float()
+        self._trust = Trust(self.config.lookup)
+        self._texts: dict[int, TextIndex] = {}
+        self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
         self._rounds: NativeRounds | None = None
         if self._arla is None and isinstance(decoder, NativeDecoder) and isinstance(self.runner, NativeStreamRunner):
             c = self.config
             limits = library.TreeLimits(nodes=c.nodes, width=c.width, top=self._candidates, sharpness=c.sharpness)
+            limits.lookup = library.Lookup(
+                longest=c.lookup, agree=self._trust.agree.ctypes.data, onward=self._trust.onward.ctypes.data
+            )
             self._rounds = NativeRounds(decoder, self.runner.packed, self.runner.head, limits, refresh=self._refresh)
         self._prices: Prices | None = None
         self._expand, self._keep = (np.full(self.max_nodes, c or 0.0) for c in (self.config.expand, self.config.keep))
@@ -136,6 +110,7 @@ class M2R2Drafter(Drafter):
     def _enter(self, cache: KVCache, sampler: Sampler) -> None:
         self._cache, self._sampler = cache, sampler
         self._waiting, self._refreshed = {}, 0
+        self._texts, self._trees = {}, {}
         if self._rounds is not None and isinstance(self.runner, NativeStreamRunner):
             self._rounds.begin(self.runner.native_cache, self.runner.own_cache)
 
@@ -170,6 +145,9 @@ class M2R2Drafter(Drafter):
     def accept(self, seq: int, path: list[int], hidden_final: Tensor) -> None:
         if self._prices is not None:
             self._prices.emitted(len(path))
+        tree = self._trees.pop(seq, None)
+        if tree is not None:
+            self._trust.observe(tree.origin, *tree.accepted(path))
         waiting = self._waiting[seq]
         if self._refresh and len(path) > 1:
             tokens = self._sampler.tokens[seq]
@@ -185,10 +163,14 @@ class M2R2Drafter(Drafter):
             return None
         waiting = self._waiting.pop(seq, None)
         if waiting is not None:  # the sequence's first round here
-            self._rounds.enter(seq, [*waiting.ids, root], torch.cat([waiting.carried, waiting.last[None]]))
+            text = self._sampler.tokens[seq] if self.config.lookup else None
+            self._rounds.enter(seq, [*waiting.ids, root], torch.cat([waiting.carried, waiting.last[None]]), text)
         self._note_refreshed(seq)
         self._price(1)
-        done = self._rounds.run(min(self.config.depth, self.config.nodes, limit), self._expand, self._keep)
+        depth, deepest = min(self.config.depth, self.config.nodes, limit), min(self.config.nodes, limit)
+        done = self._rounds.run(depth, self._expand, self._keep, deepest, self._trust.steady)
+        if self.config.lookup:
+            self._trust.observe(*self._rounds.origin())
         if self._prices is not None:
             self._prices.emitted(len(done.tokens))
         return done
@@ -211,7 +193,7 @@ class M2R2Drafter(Drafter):
         self._price(len(seqs))
         plain = sampler.plain
         limit = min(self.config.depth, self.config.nodes)
-        trees = [DraftTree(min(limit, wanted)) for wanted in limits]
+        trees = [DraftTree(min(limit, wanted), min(self.config.nodes, wanted)) for wanted in limits]
         h_gate, p = self._first_pass(seqs, roots)
         hidden: list[list[Tensor]] = [[row] for row in h_gate.split(1)]
         outputs: list[dict[int, Tensor]] = [{0: row} for row in p.split(1)]  # node → its p [1, d]
@@ -221,12 +203,14 @@ class M2R2Drafter(Drafter):
         while live:
             p = torch.cat([outputs[i][node] for i in live for node in frontier[i]])
             if plain:
-                self._grow_best(trees, live, frontier, p)
+                self._grow_best(trees, live, frontier, p, seqs)
             else:
                 self._grow_drawn(trees, live, frontier, p, seqs, sampler, probs)
             live = [i for i in live if frontier[i]]
             if live:
                 self._next_pass(trees, live, frontier, seqs, hidden, outputs)
+        if plain and self.config.lookup:
+            self._trees.update(zip(seqs, trees, strict=True))
         return self._finish(trees, seqs, hidden, probs, plain)
 
     @property
@@ -286,7 +270,9 @@ class M2R2Drafter(Drafter):
 
     # -- growing ------------------------------------------------------------------------------------
 
-    def _grow_best(self, trees: list[DraftTree], live: list[int], frontier: list[list[int]], p: Tensor) -> None:
+    def _grow_best(
+        self, trees: list[DraftTree], live: list[int], frontier: list[list[int]], p: Tensor, seqs: Sequence[int]
+    ) -> None:
         c = self.config
         ids, best = self.runner.top(p, self._candidates, c.sharpness)
         if self._arla is not None:
@@ -295,10 +281,25 @@ class M2R2Drafter(Drafter):
         for i in live:
             count = len(frontier[i])
             room = c.nodes - len(trees[i].tokens)
+            followed = count == 1 and trees[i].is_chain and self._follow(trees[i], seqs[i], ids[at][0], best[at][0])
             frontier[i] = trees[i].grow(
-                frontier[i], ids[at : at + count], best[at : at + count], min(c.width, room), self._expand, self._keep
-            )
+                frontier[i], ids[at : at + count], best[at : at + count], 0 if followed else min(c.width, room),
+                self._expand, self._keep, first=int(followed),
+            )  # fmt: skip
             at += count
+
+    def _follow(self, tree: DraftTree, seq: int, best: int, own: float) -> bool:
+        """Lets the tree, a chain so far, end in what the text said after the same tokens, where that is worth it."""
+        most = min(self.config.nodes, tree.deepest) - len(tree.tokens)
+        if not self.config.lookup or most <= 0:
+            return False
+        index = self._texts.setdefault(seq, TextIndex(self.config.lookup))
+        suggestion, matched = index.look_up(self._sampler.tokens[seq], most, tree.tokens)
+        if not matched or suggestion[0] != best:
+            return False
+        length = tree.worth_following(most, own, matched, self._trust, self._expand, self._keep)
+        tree.follow(suggestion[:length], matched)
+        return length > 0
 
     def _grow_drawn(
         self, trees: list[DraftTree], live: list[int], frontier: list[list[int]], p: Tensor, seqs: Sequence[int],
@@ -374,6 +375,6 @@ def _m2r2(decoder: Decoder, accelerator: Any, config: M2R2DecodeConfig) -> Draft
     return _drafter(decoder, accelerator, config)
 
 
-@register("m2r2-carry", "m2r2 with a carried final residual and a block at a shallow gate (ours)", M2R2DecodeConfig)
+@register("m2r2-carry", "m2r2 with a carried final residual and a block at a shallow gate (ours)", CarryDecodeConfig)
 def _m2r2_carry(decoder: Decoder, accelerator: Any, config: M2R2DecodeConfig) -> Drafter:
     return _drafter(decoder, accelerator, config)

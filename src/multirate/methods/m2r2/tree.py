@@ -4,6 +4,9 @@ A node's *reach* is the stream's own estimate that verification arrives there: t
 probabilities on its path. A node pays while its reach exceeds what it costs relative to a token:
 `expand` for a node that is itself drafted from (one more level), `keep` for a leaf (one more verified row); both rise
 with the number of nodes where rows do not all cost the same.
+
+A tree that is a chain so far may end in a suggestion: what followed the same tokens earlier in the text. Its nodes are
+leaves below one another: they cost rows and no levels.
 """
 
 from __future__ import annotations
@@ -13,12 +16,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from multirate.methods.trust import Origin, Trust
+
 
 @dataclass
 class DraftTree:
-    """Nodes 1..n below the root 0, in the order they were drafted from; leaves are added by `finish`."""
+    """Nodes 1..n below the root 0, in the order they were drafted from; leaves are added by `finish`.
+
+    depth_limit: of the stream's own nodes. deepest: of a suggestion's. drawn: nodes the stream drafted from. followed:
+    nodes after these that are a suggestion's; matched: what it was matched by.
+    """
 
     depth_limit: int
+    deepest: int = 0
+    drawn: int = 0
+    followed: int = 0
+    matched: int = 0
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     reach: list[float] = field(default_factory=lambda: [1.0])
@@ -38,19 +51,20 @@ class DraftTree:
 
     def grow(
         self, frontier: Sequence[int], ids: Sequence[Sequence[int]], probs: Sequence[Sequence[float]],
-        width: int, expand: np.ndarray, keep: np.ndarray,
+        width: int, expand: np.ndarray, keep: np.ndarray, first: int = 0,
     ) -> list[int]:
         """Candidates below the frontier nodes, given their top tokens and probabilities → the nodes to draft from next.
 
         expand, keep [nodes]: least reach of the n-th node, not falling. At most `width` candidates that reach `expand`
-        become nodes; the others that reach the first of `keep` wait as leaves.
+        become nodes; the others that reach the first of `keep` wait as leaves. Each node's candidates before `first`
+        are passed over.
         """
         candidates: list[tuple[float, int, int]] = []
         for node, node_ids, node_probs in zip(frontier, ids, probs, strict=True):
             if self.depth[node] >= self.depth_limit:
                 continue
             here = self.reach[node]
-            for token, prob in zip(node_ids, node_probs, strict=True):
+            for token, prob in list(zip(node_ids, node_probs, strict=True))[first:]:
                 if here * prob < keep[0]:
                     break  # tokens come best first
                 candidates.append((here * prob, node, token))
@@ -62,7 +76,53 @@ class DraftTree:
                 chosen.append(self.add(parent, token, reach))
             else:
                 self._leaves.append((reach, parent, token))
+        self.drawn += len(chosen)
         return chosen
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node is below the one before."""
+        return self.depth[-1] == len(self.tokens)
+
+    def worth_following(
+        self, suggested: int, own: float, matched: int, trust: Trust, expand: np.ndarray, keep: np.ndarray
+    ) -> int:
+        """How many of `suggested` tokens below the last node of this chain make a better draft than going on with the
+        stream, whose best token, of probability `own`, is the suggestion's first. lookup.h, worth_following.
+
+        Better: the sum over the nodes of each way of reach less price is larger.
+        """
+        n, reach = len(self.tokens), self.reach[-1]
+        gain = other = 0.0
+        length, here = 0, reach * float(trust.agree[matched])
+        while length < suggested and here >= keep[n + length]:
+            gain += here - float(keep[n + length])
+            here *= float(trust.onward[matched])
+            length += 1
+        here, i = reach * own, n
+        while i < len(keep) and i + 1 < self.depth_limit and here >= expand[i]:
+            other += here - float(expand[i])
+            here *= trust.steady
+            i += 1
+        if i < len(keep) and here >= keep[i]:
+            other += here - float(keep[i])
+        return length if gain >= other else 0
+
+    @property
+    def origin(self) -> Origin:
+        """Where its nodes come from."""
+        return Origin(self.drawn, self.followed, self.matched)
+
+    def accepted(self, path: Sequence[int]) -> tuple[int, int]:
+        """How many of the accepted `path`'s nodes the stream drew, and how many a suggestion made."""
+        below = self.drawn + self.followed
+        return sum(0 < node <= self.drawn for node in path), sum(self.drawn < node <= below for node in path)
+
+    def follow(self, suggestion: Sequence[int], matched: int) -> None:
+        """The chain ends in these tokens."""
+        for token in suggestion:
+            self.add(len(self.tokens), token, 0.0)
+        self.followed, self.matched = len(suggestion), matched
 
     def finish(self, keep: np.ndarray) -> int:
         """Adds the best leaves that reach `keep` [nodes], up to as many nodes in all; returns how many were added."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 from multirate.backbone.decoder import Decoder
 from multirate.backbone.kv_cache import KVCache
-from multirate.decoding.drafter import Draft, Drafter
+from multirate.backbone.native import NativeDecoder, library
+from multirate.backbone.native.cache import NativeKVCache
+from multirate.decoding.drafter import Draft, Drafter, Round
+from multirate.decoding.lookup import TextIndex
 from multirate.decoding.sampler import Sampler
+from multirate.methods.native_rounds import NativeRounds
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
 from multirate.methods.registry import register
 
@@ -16,45 +21,53 @@ from multirate.methods.registry import register
 class PromptLookupDrafter(Drafter):
     """The longest n-gram (n ≤ max_ngram) that occurred before proposes what followed its latest occurrence.
 
-    An index of all n-grams grows with the output, so a round costs the same however long the context is.
+    On the native decoder a greedy round of one sequence is one kernel call, as M2R2's and Kangaroo's are.
     """
 
     start = 0
 
-    def __init__(self, config: PromptLookupConfig) -> None:
+    def __init__(self, decoder: Decoder, config: PromptLookupConfig) -> None:
         self.config = config
         self.max_nodes = config.tokens
-        self._follows: list[dict[tuple[int, ...], int]] = []
-        self._indexed: list[int] = []
+        self._texts: list[TextIndex] = []
+        self._rounds: NativeRounds | None = None
+        self._entered: int | None = None  # the sequence whose rounds run whole
+        if isinstance(decoder, NativeDecoder) and decoder.alone:
+            self._stream = library.Stream(
+                shape=ctypes.addressof(decoder.shape), layers=ctypes.addressof(decoder.packed_layers),
+                table=decoder.table.data_ptr(),
+            )  # fmt: skip
+            limits = library.TreeLimits(nodes=config.tokens, lookup=library.Lookup(longest=config.max_ngram))
+            self._rounds = NativeRounds(decoder, self._stream, None, limits, refresh=False)
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         """Forgets the n-grams of the generation before."""
-        self._follows = [{} for _ in sampler.tokens]
-        self._indexed = [0] * len(sampler.tokens)
+        self._texts = [TextIndex(self.config.max_ngram) for _ in sampler.tokens]
+        self._sampler, self._entered = sampler, None
+        if self._rounds is not None:
+            assert isinstance(cache, NativeKVCache)
+            self._rounds.begin(cache, None)
 
     def kept(self, cache: KVCache, length: int) -> int:
         return length  # the index is made anew from the tokens
 
     def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
         """See Drafter. The draft is empty where not even the last token occurred before."""
+        tokens = self.config.tokens
         return [
-            Draft.chain(self._continuation(b, sampler.tokens[b])[:limit]) for b, limit in zip(seqs, limits, strict=True)
+            Draft.chain(self._texts[b].look_up(sampler.tokens[b], min(limit, tokens))[0])
+            for b, limit in zip(seqs, limits, strict=True)
         ]
 
-    def _continuation(self, seq: int, tokens: list[int]) -> list[int]:
-        follows = self._follows[seq]
-        # the n-grams ending in the last token are left out: they are what is looked up
-        for end in range(self._indexed[seq] + 1, len(tokens)):
-            for n in range(1, min(self.config.max_ngram, end) + 1):
-                follows[tuple(tokens[end - n : end])] = end
-        self._indexed[seq] = len(tokens) - 1
-        for n in range(min(self.config.max_ngram, len(tokens)), 0, -1):
-            start = follows.get(tuple(tokens[-n:]))
-            if start is not None:
-                return tokens[start : start + self.config.tokens]
-        return []
+    def round(self, seq: int, root: int, limit: int) -> Round | None:
+        if self._rounds is None:
+            return None
+        if self._entered != seq:
+            self._rounds.enter(seq, [root], text=self._sampler.tokens[seq])
+            self._entered = seq
+        return self._rounds.run(min(limit, self.config.tokens))
 
 
 @register("prompt_lookup", "drafts what followed the last few tokens earlier in the text", PromptLookupConfig)
 def _prompt_lookup(decoder: Decoder, accelerator: Any, config: PromptLookupConfig) -> Drafter:
-    return PromptLookupDrafter(config)
+    return PromptLookupDrafter(decoder, config)

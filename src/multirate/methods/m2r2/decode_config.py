@@ -1,0 +1,54 @@
+"""Settings of M2R2's drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from multirate.backbone.rows import MAX_TREE_BIT
+from multirate.errors import UserError
+
+
+@dataclass(frozen=True)
+class M2R2DecodeConfig:
+    """How drafts grow. Greedy drafts are trees, sampled ones chains.
+
+    depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified at once.
+    sharpness: reach multiplies softmax(sharpness · logits) of the stream: the chance that a token is the argmax of the
+    full model is larger than the probability that a draw from its distribution would be that token.
+    expand, keep: least reach (see tree.py) of a node to draft from, and of a leaf to verify; None: from measured
+    costs, so that a node is added exactly when it raises the expected tokens per second.
+    lookup: where the last tokens (this many at most, 0: never) occurred before in the text and the stream's best next
+    token is what followed there, a draft may go on as the text did, without the stream (tree.py). [ours]
+    trust: what a draft is judged by: confidence (the sharpened top-1 probability) or arla (the trained estimate that
+    the argmax agrees; method.md §1.5). Both were measured: docs/experiments.md.
+    """
+
+    depth: int = 8
+    width: int = 1
+    nodes: int = 11
+    sharpness: float = 2.0
+    expand: float | None = None
+    keep: float | None = None
+    lookup: int = 0
+    trust: Literal["confidence", "arla"] = "confidence"
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("depth", 1, 32), ("width", 1, 16), ("nodes", 1, MAX_TREE_BIT), ("lookup", 0, 64)):
+            if not low <= getattr(self, name) <= high:
+                raise UserError(f"m2r2 setting {name}={getattr(self, name)} is out of range; accepted: {low} to {high}")
+        if self.trust not in ("confidence", "arla"):
+            raise UserError(f"m2r2 setting trust={self.trust!r} is unknown; accepted: confidence or arla")
+        if not self.sharpness > 0:
+            raise UserError(f"m2r2 setting sharpness={self.sharpness} is out of range; accepted: above 0")
+        for name in ("expand", "keep"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise UserError(f"m2r2 setting {name}={value} is out of range; accepted: 0 to 1, or None")
+
+
+@dataclass(frozen=True)
+class CarryDecodeConfig(M2R2DecodeConfig):
+    """As M2R2DecodeConfig, with lookup."""
+
+    lookup: int = 4

@@ -18,15 +18,23 @@ typedef struct {
 } PathCopy;
 
 INLINE void write_k(bf16 *k, int slot, int dim, const float *value) {
-    bf16 *block = k + (size_t)(slot / 16) * dim * 16 + (slot % 16) * 2;
-    for (int i = 0; i < dim; i += 2) {
-        block[i * 16] = to_bf16(value[i]);
-        block[i * 16 + 1] = to_bf16(value[i + 1]);
+    uint32_t *block = (uint32_t *)k + (size_t)(slot / 16) * dim * 8 + slot % 16;
+    for (int i = 0; i < dim; i += 16) {
+        uint32_t pairs[8];
+        store_bf16((bf16 *)pairs, load(value + i));
+        for (int j = 0; j < 8; j++) block[(i / 2 + j) * 16] = pairs[j];
     }
 }
 INLINE void write_v(bf16 *v, int slot, int dim, const float *value) {
-    bf16 *pair = v + (size_t)(slot / 2) * dim * 2 + (slot & 1);
-    for (int i = 0; i < dim; i++) pair[i * 2] = to_bf16(value[i]);
+    uint32_t *pair = (uint32_t *)v + (size_t)(slot / 2) * dim;
+    for (int i = 0; i < dim; i += 16) {
+        typedef uint16_t half __attribute__((vector_size(32)));
+        half low;
+        store_bf16((bf16 *)&low, load(value + i));
+        u16 new = __builtin_convertvector(low, u16), old = load_pairs(pair + i);
+        new = slot & 1 ? (old & 0xffffu) | new << 16 : (old & 0xffff0000u) | new;
+        memcpy(pair + i, &new, sizeof new);
+    }
 }
 static void copy_slot(bf16 *k_to, bf16 *v_to, int to, const bf16 *k_from, const bf16 *v_from, int from, int dim) {
     uint32_t *kt = (uint32_t *)k_to + (size_t)(to / 16) * dim * 8 + to % 16;
@@ -109,8 +117,7 @@ static float softmax_row(float *scores, element *weights, int start, int end, in
         iv greater = score > highest;
         highest = (fv)(((iv)score & greater) | ((iv)highest & ~greater));
     }
-    float top = highest[0];
-    for (int i = 1; i < LANES; i++) top = highest[i] > top ? highest[i] : top;
+    float top = max_v(highest);
     for (int s = start; s < end; s += LANES) {
         fv score = load_v(scores + s);
         iv hidden = score == all(-INFINITY);

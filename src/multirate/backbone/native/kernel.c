@@ -46,10 +46,9 @@ static void *grown(void *old, size_t *have, size_t want) {
 
 // RMSNorm (epsilon inside the root), fp32, as the next product reads it.
 static void rms_norm(const float *x, const float *weight, int d, float eps, element *out) {
-    f16 sum = splat(0.0f);
-    for (int i = 0; i < d; i += 16) { f16 v = load(x + i); sum += v * v; }
-    float total = 0.0f;
-    for (int i = 0; i < 16; i++) total += sum[i];
+    fv sum = all(0.0f);
+    for (int i = 0; i < d; i += LANES) { fv v = load_v(x + i); sum += v * v; }
+    float total = sum_v(sum);
     f16 scale = splat(1.0f / sqrtf(total / d + eps));
     for (int i = 0; i < d; i += 16) {
         store_elements(out + i, load(x + i) * scale * load(weight + i));
@@ -109,6 +108,22 @@ static inline int first_head(const Shape *s, int id, int threads) { return s->kv
 // Whether a thread can compute the queries, keys and values of just its own heads: no barrier before attention then.
 static inline int heads_are_groups(const Shape *s, int threads) {
     return s->head_dim % 64 == 0 && s->kv_heads % threads == 0;
+}
+
+// Where the rows' keys and values will be written, fetched while their products are formed.
+static void fetch_slots(const Shape *s, const LayerCache *cache, const Rows *rows, int id, int threads) {
+    int dim = s->head_dim, block = -1, pair = -1;
+    for (int h = first_head(s, id, threads); h < first_head(s, id + 1, threads); h++)
+        for (int n = 0; n < rows->count; n++) {
+            int slot = rows->slot[n];
+            if (slot < 0) continue;
+            size_t at = ((size_t)rows->seq[n] * s->kv_heads + h) * rows->capacity * dim;
+            if (n == 0 || slot / 16 != block || rows->seq[n] != rows->seq[n - 1])
+                for (int i = 0; i < dim / 2; i++) __builtin_prefetch(cache->k + at + (size_t)(slot / 16) * dim * 16 + i * 32, 1, 3);
+            if (n == 0 || slot / 2 != pair || rows->seq[n] != rows->seq[n - 1])
+                for (int i = 0; i < dim / 16; i++) __builtin_prefetch(cache->v + at + (size_t)(slot / 2) * dim * 2 + i * 32, 1, 3);
+            block = slot / 16, pair = slot / 2;
+        }
 }
 
 static void qkv_of_heads(const Shape *s, const Layer *layer, const element *const *x, int rows, Output out, int id, int threads) {
@@ -211,6 +226,7 @@ static void run_layers(void *context, int id, int threads) {
         if (adapter && adapter->q.rank) low_rank_in(&adapter->q, mine.normed, d, fast, fast_count, id, threads);
         row_pointers(mine.normed, d, NULL, count, from);
         Output qkv = {.y = work.qkv, .stride = width};
+        if (count <= TILE_ROWS * 3) fetch_slots(s, &call->caches[l], &call->rows, id, threads);
         if (heads_are_groups(s, threads) && !(adapter && adapter->q.rank)) {
             qkv_of_heads(s, layer, from, count, qkv, id, threads);
         } else {

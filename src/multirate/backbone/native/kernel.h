@@ -6,8 +6,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#ifdef __AVX512F__
 #include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
 #define HAVE_DPBF16 1
 #else
 #define HAVE_DPBF16 0
@@ -136,18 +138,38 @@ INLINE fv load_bf16_v(const bf16 *p) {
 INLINE fv load_v(const float *p) { fv v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store_v(float *p, fv v) { memcpy(p, &v, sizeof v); }
 INLINE float sum_v(fv v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float total = 0.0f;
     for (int i = 0; i < LANES; i++) total += v[i];
     return total;
+#endif
+}
+INLINE float max_v(fv v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float top = v[0];
+    for (int i = 1; i < LANES; i++) top = v[i] > top ? v[i] : top;
+    return top;
+#endif
 }
 
 // exp for x <= 0 (softmax): 2^n · polynomial of the remainder; relative error below 2e-7.
 INLINE fv exp_vector(fv x) {
+#ifdef __AVX512F__
+    // what is not a number stays so: of max it is the second
+    __m512 within = _mm512_max_ps(_mm512_set1_ps(-104.0f), (__m512)x);
+    fv n = (fv)_mm512_roundscale_ps(_mm512_mul_ps(within, _mm512_set1_ps(1.44269504f)), 8);
+    fv r = (fv)within - n * all(0.693145752f) - n * all(1.42860677e-6f);
+#else
     iv below = x < all(-87.0f);
     x = (fv)(((iv)x & ~below) | ((iv)all(-87.0f) & below));
     fv t = x * all(1.44269504f) + all(12582912.0f);  // round to an integer
     fv n = t - all(12582912.0f);
     fv r = x - n * all(0.693145752f) - n * all(1.42860677e-6f);
+#endif
     fv p = all(1.9875691500e-4f);
     p = p * r + all(1.3981999507e-3f);
     p = p * r + all(8.3334519073e-3f);
@@ -155,8 +177,12 @@ INLINE fv exp_vector(fv x) {
     p = p * r + all(1.6666665459e-1f);
     p = p * r + all(5.0000001201e-1f);
     p = p * r * r + r + all(1.0f);
+#ifdef __AVX512F__
+    return (fv)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
     iv exponent = ((iv)t - (iv)all(12582912.0f)) << 23;
     return (fv)((iv)p + exponent);
+#endif
 }
 INLINE fv silu_vector(fv g) {
     // x·sigmoid(x) through exp(-|x|), so that the exponent never overflows

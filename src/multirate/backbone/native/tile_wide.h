@@ -61,7 +61,8 @@ PASSES(own, 4, 16, OWN_WEIGHTS, 4, 3)
 PASSES(half, 4, 16, next + 32 * k, 2, 2)
 PASSES(quarter, 4, 16, next + 16 * k, 1, 2)
 // Four blocks of 16 keys at once: one block leaves each sum waiting for its own last step.
-PASSES(blocks, 4, (long)pairs * 16, OWN_WEIGHTS, 4, 3)
+// What is fetched lies as far into the next four.
+PASSES(blocks, 4, (long)pairs * 16, weight + 4 * gap, 4, 3)
 #define HAVE_BLOCKS 1
 
 typedef void (*Pass)(const uint32_t *, int, const element *const *, int, const uint32_t *, f16 (*)[4]);

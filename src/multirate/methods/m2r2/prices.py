@@ -17,7 +17,7 @@ from multirate.decoding.draft_length import RoundCosts
 
 _MEMORY = 0.95  # of the running rate: about the last twenty rounds
 _LEAST, _MOST = 0.02, 0.9
-_CHANGE = 0.02  # of the rate, below which thresholds stay as they are
+_CHANGE = 0.05  # of the rate, below which thresholds stay as they are
 
 
 @dataclass

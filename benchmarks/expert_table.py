@@ -17,7 +17,7 @@ NAMES = {
     "popularity": "+ most used experts",
     "next_layer_gate": "+ next layer's gate",
     "accelerated": "**+ accelerated residual**",
-    "aot": "**`aot`: `lrfu` + accelerated residual, off while it does not pay**",
+    "aot": "**`aot`: `lrfu` + the gate, the accelerated residual or neither, as measured**",
     "oracle": "*oracle predictions*",
     "belady": "*Belady's cache*",
     "resident": "*all in memory*",

@@ -15,7 +15,7 @@ class Machine:
     def __init__(self, on: float, off: float) -> None:
         self.on, self.off, self.now = on, off, 0.0
         inner = PreviousToken(3)
-        self.controller = SelfDisabling(inner, block=4, blocks=2, trust=50, clock=lambda: self.now)
+        self.controller = SelfDisabling({"previous_token": inner}, block=4, blocks=2, trust=50, clock=lambda: self.now)
         self.passes: list[bool] = []
 
     def run(self, count: int, rows: int = 1) -> None:
@@ -63,4 +63,31 @@ def test_a_machine_that_changes_is_noticed() -> None:
     machine.on, machine.off = 1.0, 1.5
     machine.run(130)
     assert machine.passes[-1]
-    assert SelfDisabling(PreviousToken(2)).verdict == "reading ahead has not been measured yet"
+    assert SelfDisabling({"previous_token": PreviousToken(2)}).verdict == "reading ahead has not been measured yet"
+
+
+def test_the_fastest_of_several_names() -> None:
+    class Named(PreviousToken):
+        most_depth = 2
+
+        def predict(self, row: int, residual: torch.Tensor) -> list[Prediction]:
+            return [Prediction((row, self.number), row, 1.0)]
+
+        def __init__(self, number: int) -> None:
+            super().__init__(3)
+            self.number = number
+
+    for seconds, best in (([1.2, 1.0, 1.5], 1), ([1.0, 1.2, 1.5], 0), ([2.0, 2.2, 1.0], None)):
+        now = 0.0
+        names = {"first": Named(0), "second": Named(1)}
+        chooser = SelfDisabling(names, block=4, blocks=2, trust=50, clock=lambda: now)  # noqa: B023
+        asked: list[int | None] = []
+        for _ in range(60):
+            chooser.began(1)
+            chooser.depth = 1 + chooser.way
+            found = chooser.predict(0, torch.zeros(1, 4))
+            asked.append(found[0].key[1] if found else None)
+            now += seconds[2] if asked[-1] is None else seconds[asked[-1]]
+        assert set(asked[:30]) == {0, 1, None} and set(asked[-20:]) == {best}
+        assert [one.depth for one in names.values()] == [1, 2]
+        assert ("second" in chooser.verdict) == (best == 1) and ("does not pay" in chooser.verdict) == (best is None)

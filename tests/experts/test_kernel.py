@@ -15,7 +15,7 @@ from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.experts.controller import SelfDisabling
-from multirate.experts.kernel import plan_of
+from multirate.experts.kernel import plan_of, plans_of
 from multirate.experts.policies import Belady, eviction_policy
 from multirate.experts.predictors import NextLayerGate, Oracle, Popularity, PreviousToken, Shuffled
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
@@ -48,7 +48,7 @@ def follow(mixture: Any, runtime: ExpertRuntime, count: int = len(IDS)) -> torch
     return torch.cat(found)
 
 
-def runtime_of(mixture: Any, slots: int | None, predictor: str = "none", **settings: Any) -> ExpertRuntime:
+def runtime_of(mixture: Any, slots: int | None, predictor: Any = "none", **settings: Any) -> ExpertRuntime:
     offload, eviction = mixture[1], settings.pop("eviction", "lrfu")
     record = offload.store.index.record.bytes
     chosen = ExpertSettings(None if slots is None else slots * record, **settings)
@@ -147,7 +147,7 @@ def test_a_stream_that_nobody_can_run_is_refused(mixture: Any) -> None:
     try:
         with pytest.raises(UserError, match="attention=false"):
             offload.predictor("accelerated")
-        assert isinstance(offload.policy_predictor("aot").inner, NextLayerGate)
+        assert [type(one) for one in offload.policy_predictor("aot").ways] == [NextLayerGate]
     finally:
         offload.forecast, offload.native = before, native
 
@@ -242,6 +242,28 @@ def test_python_goes_on_where_the_kernel_cannot(mixture: Any) -> None:
         assert torch.equal(follow(mixture, runtime), right) and runtime.trace and runtime._kernel is None
 
 
+def test_several_predictors_take_turns(mixture: Any) -> None:
+    """One after the other in one runtime: the same text, and each names what it names, not what another would."""
+    index = mixture[1].store.index
+    with runtime_of(mixture, None) as resident:
+        right = follow(mixture, resident)
+    rows = len(index.layers)
+    ways = {"last": PreviousToken(rows), "all": Popularity(rows, index.num_experts)}
+    chooser = SelfDisabling(ways, trust=10**9)
+    with runtime_of(mixture, 9, chooser, worth=0.0, depth=1) as runtime:
+        chooser._left = 10**9
+        issued = []
+        for chooser.way in (1, 0, 1, 0, 1):  # popularity learns in the first, and does not forget
+            runtime.reset()
+            assert torch.equal(follow(mixture, runtime), right)
+            assert runtime._kernel is not None
+            issued.append(runtime.stats.issued)
+        assert min(issued[2::2]) > 1.3 * max(issued[1::2]) > 0
+        chooser.on = False
+        runtime.reset()
+        assert torch.equal(follow(mixture, runtime), right) and runtime.stats.issued == 0
+
+
 def test_preloading_and_counting_from_zero(mixture: Any) -> None:
     with runtime_of(mixture, None) as runtime:
         follow(mixture, runtime)
@@ -267,5 +289,6 @@ def test_what_the_kernel_knows() -> None:
 
     assert plan_of(None, 0.5) is not None and plan_of(Popularity(3, 2), 0.5) is not None
     assert plan_of(Mine(3), 0.5) is None
-    wrapped = plan_of(SelfDisabling(PreviousToken(3)), 0.5)
-    assert wrapped is not None and wrapped.plan.kind == 1 and wrapped.plan.most_depth == 2
+    several = plans_of(SelfDisabling({"a": PreviousToken(3), "b": Popularity(3, 2)}), 0.5)
+    assert several is not None and [one.plan.kind for one in several] == [1, 2] and several[0].plan.most_depth == 2
+    assert plans_of(SelfDisabling({"a": PreviousToken(3), "b": Mine(3)}), 0.5) is None

@@ -30,7 +30,8 @@ def command(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated (default: generate, autoregressive, and every accelerator).", show_default=False
+            help="Comma-separated (default: generate, autoregressive, and every accelerator); settings may follow a "
+            "name: m2r2-carry:lookup=0.", show_default=False,
         ),
     ] = None,
     accelerator: Annotated[

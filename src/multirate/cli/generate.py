@@ -22,7 +22,10 @@ def command(
         str | None, typer.Option("--accelerator", "-a", help="An accelerator's folder or hub id.", show_default=False)
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="Decoding method (default: the accelerator's).", show_default=False)
+        str | None, typer.Option(
+            help="Decoding method (default: the accelerator's); settings may follow: m2r2-carry:lookup=0.",
+            show_default=False,
+        )
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most so many tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

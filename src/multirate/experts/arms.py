@@ -35,13 +35,13 @@ ARMS: Mapping[str, Arm] = {
     "accelerated": Arm("lrfu", "accelerated", "the same router, asked with the accelerated residual"),
 }
 AHEAD_OF_TIME = "aot"
-_BEST = Arm("lrfu", "next_layer_gate", "the best there is, switched off while it does not pay")
+_BEST = Arm("lrfu", "next_layer_gate", "and whoever names experts best here as measured, or nobody")
 POLICIES = (*ARMS, AHEAD_OF_TIME)
 
 
 def arm(policy: str) -> Arm:
-    """The arm of a policy; "aot", ahead of time, is the best there is for the model: the accelerated residual where
-    a trained one was added, else the next layer's gate, switched off while it does not pay (controller.py).
+    """The arm of a policy; "aot", ahead of time, is what is fastest here as measured: the next layer's gate, the
+    accelerated residual where a trained one was added, or no predictions (controller.py).
 
     UserError for another name.
     """

@@ -36,12 +36,16 @@ class MeasuredDepth:
         self, predictor: Predictor, rows: int, window: int = 24, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._predictor, self._rows, self._window, self._clock = predictor, rows, window, clock
-        self._passes = 0
+        self._passes, self._way = 0, predictor.way
         self._since: tuple[float, ExpertStats] | None = None
 
     def new_pass(self, stats: Callable[[], ExpertStats], rows: int) -> None:
         """A pass over the layers begins; stats: the counts until now; rows: how many tokens it is for (a prompt's
         passes are left out)."""
+        if not self._predictor.on or self._predictor.way != self._way:  # nobody names now, or another
+            self._way, self._since = self._predictor.way, None
+        if not self._predictor.on:
+            return
         self._passes += 1
         if rows == 1 and self._since is not None and self._passes < self._window:
             return

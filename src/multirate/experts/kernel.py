@@ -20,7 +20,6 @@ from multirate.backbone.native import residency as c
 from multirate.backbone.native.foresight import NativeForesight
 from multirate.backbone.native.moe import KernelCall, NativeMoEDecoder
 from multirate.experts.accelerated import AcceleratedResidual, AcceleratedStream
-from multirate.experts.controller import SelfDisabling
 from multirate.experts.policies import (
     Belady,
     DecayedFrequency,
@@ -76,10 +75,16 @@ class _Plan(_Memory):
         self.plan = c.ForecastPlan(kind=0, worth=worth)
 
 
+def plans_of(predictor: Predictor | None, worth: float) -> list[_Plan] | None:
+    """The kernel's form of a predictor, or of each that it chooses from; None: there is none of some."""
+    ways: Sequence[Predictor | None] = [None] if predictor is None else predictor.ways
+    plans = [plan_of(way, worth) for way in ways]
+    known = [plan for plan in plans if plan is not None]
+    return known if len(known) == len(plans) <= c.MOST_FORECASTERS else None
+
+
 def plan_of(predictor: Predictor | None, worth: float) -> _Plan | None:
-    """The kernel's form of a predictor; None: it has none."""
-    if isinstance(predictor, SelfDisabling):
-        predictor = predictor.inner
+    """The kernel's form of one predictor; None: it has none."""
     made = _Plan(worth)
     plan = made.plan
     if predictor is None:
@@ -129,7 +134,7 @@ class KernelExperts:
 
     def __init__(
         self, decoder: NativeMoEDecoder, store: ExpertStore, slots: Sequence[Tensor], reads: NativeReads,
-        eviction: EvictionPolicy, forecast: _Plan,
+        eviction: EvictionPolicy, forecasts: Sequence[_Plan],
     ) -> None:
         self._decoder, self._library = decoder, library.kernel()
         index = store.index
@@ -152,12 +157,13 @@ class KernelExperts:
             raise MemoryError("no memory for the experts' tables")
         self.controls = c.Controls.from_address(self._handle)
         self._mixture = decoder.mixture([index.record.views(slot) for slot in slots])
-        self.predict_with(forecast)
+        self.predict_with(forecasts)
 
-    def predict_with(self, forecast: _Plan) -> None:
-        """Another predictor from now on."""
-        self._forecast = forecast
-        if not self._library.mr_residency_predict(self._handle, ctypes.byref(forecast.plan)):
+    def predict_with(self, forecasts: Sequence[_Plan]) -> None:
+        """Other predictors from now on, of which controls.forecaster chooses."""
+        self._forecasts = forecasts
+        plans = (c.ForecastPlan * len(forecasts))(*(forecast.plan for forecast in forecasts))
+        if not self._library.mr_residency_predict(self._handle, plans, len(plans)):
             raise MemoryError("no memory for the predictor's tables")
 
     def run(self, call: KernelCall, start: int, stop: int, into: int) -> None:

@@ -180,8 +180,9 @@ class OffloadedExperts:
         """Who names experts by the name of a policy (arms.py)."""
         if policy != AHEAD_OF_TIME:
             return self.predictor(arm(policy).predictor)
-        inner = self.predictor("accelerated" if self.has_accelerated else arm(policy).predictor)
-        return None if inner is None else SelfDisabling(inner)
+        names = [arm(policy).predictor, *(["accelerated"] if self.has_accelerated else [])]
+        inner = {name: self.predictor(name) for name in names}
+        return SelfDisabling({name: one for name, one in inner.items() if one is not None})
 
     def predictor(self, predictor: str | Predictor) -> Predictor | None:
         """A predictor for this model by name. UserError for another."""

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from multirate.backbone.native.moe import ComputeExperts, KernelCall, KernelPasses, NativeMoEDecoder, unpack_expert
 from multirate.errors import UserError
-from multirate.experts.controller import SelfDisabling
 from multirate.experts.depth import MeasuredDepth
-from multirate.experts.kernel import Failure, KernelExperts, knows, plan_of
+from multirate.experts.kernel import Failure, KernelExperts, knows, plans_of
 from multirate.experts.layout import NATIVE
 from multirate.experts.loader import ExpertLoader, unreadable
 from multirate.experts.memory import CopyStream, DeviceMemory, HostMemory, SlotMemory
@@ -121,24 +120,25 @@ class ExpertRuntime:
         fixed, last = self.settings.depth, 1 if self.predictor is None else self.predictor.depth
         self.predictor, self._depth = predictor, None
         if predictor is not None:
-            predictor.depth = min(fixed or last, predictor.most_depth)
+            for way in predictor.ways:
+                way.depth = min(fixed or last, way.most_depth)
             self._depth = MeasuredDepth(predictor, len(self.store.index.layers)) if fixed is None else None
         if self._kernel is not None:
-            plan = plan_of(predictor, self.settings.worth)
-            if plan is None:
+            plans = plans_of(predictor, self.settings.worth)
+            if plans is None:
                 self._leave_kernel()
             else:
-                self._kernel.predict_with(plan)
+                self._kernel.predict_with(plans)
 
     def kernel(self, decoder: NativeMoEDecoder) -> KernelPasses | None:
         """Runs passes of `decoder` from now on; None where Python has to (kernel.py), or has begun to."""
         untouched = not self.cache.occupied or self._token == 0  # but for `preload`
         if self._kernel is None and self.settings.kernel and untouched and self.trace is None:
-            plan = plan_of(self.predictor, self.settings.worth)
-            if plan is not None and knows(self._eviction) and isinstance(self._reads, NativeReads):
+            plans = plans_of(self.predictor, self.settings.worth)
+            if plans is not None and knows(self._eviction) and isinstance(self._reads, NativeReads):
                 loaded = self.cache.occupied
                 self._kernel = KernelExperts(
-                    decoder, self.store, self.memory.slots, self._reads, self._eviction, plan
+                    decoder, self.store, self.memory.slots, self._reads, self._eviction, plans
                 )
                 if loaded:
                     fresh = eviction_policy(self.settings.eviction)
@@ -154,8 +154,8 @@ class ExpertRuntime:
         if row <= controls.last_row:
             self._new_pass(rows)
         if self.predictor is not None:
-            controls.depth = self.predictor.depth
-            controls.active = not isinstance(self.predictor, SelfDisabling) or self.predictor.on
+            controls.depth, controls.forecaster = self.predictor.depth, self.predictor.way
+            controls.active = self.predictor.on
         self._running(lambda kernel: kernel.run(call, start, stop, into))
 
     def _running(self, work: Callable[[KernelExperts], None]) -> None:

@@ -65,13 +65,9 @@ void mr_forecaster_close(Forecaster *f) {
     free(f);
 }
 
-// For `e`, in place of its last one. 0: no memory. Everything in `plan` outlives it.
-int mr_residency_predict(Residency *e, const ForecastPlan *plan) {
-    mr_forecaster_close(e->forecaster);
-    e->forecaster = NULL;
-    if (plan->kind == NAMED_BY_NOBODY) return 1;
+static Forecaster *forecaster_of(const Residency *e, const ForecastPlan *plan) {
     Forecaster *f = calloc(1, sizeof *f);
-    if (!f) return 0;
+    if (!f) return NULL;
     size_t keys = (size_t)e->plan.rows * (size_t)e->plan.experts;
     f->plan = *plan;
     f->last = calloc(keys, sizeof *f->last);
@@ -81,11 +77,25 @@ int mr_residency_predict(Residency *e, const ForecastPlan *plan) {
     f->open = calloc(keys, sizeof *f->open);
     if (!f->last || !f->last_count || !f->popular || !f->found || !f->open) {
         mr_forecaster_close(f);
-        return 0;
+        return NULL;
     }
     for (size_t key = 0; key < keys; key++) f->open[key] = -1;
     for (size_t i = 0; i < sizeof f->right / sizeof *f->right; i++) f->right[i] = f->every[i] = WORTH_PRIOR;
-    e->forecaster = f;
+    return f;
+}
+
+// For `e`, in place of its last ones: `count` predictors that controls.forecaster chooses from, each of which keeps what it has
+// learnt while another is asked. 0: no memory. Everything in `plans` outlives them.
+int mr_residency_predict(Residency *e, const ForecastPlan *plans, int count) {
+    for (int i = 0; i < e->forecaster_count; i++) mr_forecaster_close(e->forecasters[i]);
+    e->forecaster = NULL;
+    e->forecaster_count = e->controls.forecaster = 0;
+    for (int i = 0; i < count && i < MOST_FORECASTERS; i++) {
+        if (plans[i].kind == NAMED_BY_NOBODY) continue;
+        if (!(e->forecasters[e->forecaster_count] = forecaster_of(e, &plans[i]))) return 0;
+        e->forecaster_count++;
+    }
+    if (e->forecaster_count) e->forecaster = e->forecasters[0];
     return 1;
 }
 

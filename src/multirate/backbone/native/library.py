@@ -193,7 +193,7 @@ def kernel() -> ctypes.CDLL:
     library.mr_reads_ended.argtypes = [pointer, double, *[pointer] * 5]
     library.mr_residency_open.argtypes = library.mr_residency_close.argtypes = [pointer]
     library.mr_residency_open.restype = pointer
-    library.mr_residency_predict.argtypes = [pointer, pointer]
+    library.mr_residency_predict.argtypes = [pointer, pointer, integers]
     library.mr_residency_load.argtypes = [pointer, pointer, integers]
     library.mr_mixture.argtypes = [*[pointer] * 5, integers, *[pointer] * 6, integers, integers, integers, pointer]
     library.mr_round.argtypes = [pointer, integers, integers, integers, pointer]

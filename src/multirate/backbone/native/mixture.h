@@ -58,7 +58,10 @@ static int run_mixture_layer(const Mixture *m, Residency *e, const PassRows *pas
         e->left_count = 0;
         goto compute;
     }
-    if (row <= e->controls.last_row && e->forecaster) forget_names(e);
+    if (row <= e->controls.last_row && e->forecaster) {
+        e->forecaster = e->forecasters[e->controls.forecaster];
+        forget_names(e);
+    }
     enter_row(e, row);
     waiting = needed;
     c->calls++;

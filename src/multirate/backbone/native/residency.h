@@ -40,7 +40,8 @@ typedef struct {
     int32_t failed_key, failure;  // after a failed read: whose, and its errno
     Event *events;                // [event_count] where record is set
     int32_t event_count, record;
-    int32_t paused_layer, pad;  // the model's, where a pass that returned PAUSED goes on
+    int32_t paused_layer;         // the model's, where a pass that returned PAUSED goes on
+    int32_t forecaster;           // which of several predictors is asked from the next pass on
 } Controls;
 
 typedef struct {
@@ -52,6 +53,7 @@ typedef struct {
 } ResidencyPlan;
 
 typedef struct Forecaster Forecaster;
+#define MOST_FORECASTERS 4
 void mr_forecaster_close(Forecaster *f);
 
 typedef struct {
@@ -72,7 +74,9 @@ typedef struct {
     int32_t *ended_slot, *ended_status;  // [slots] of a poll
     int64_t *ended_bytes;
     double *ended_began, *ended_over;
-    Forecaster *forecaster;    // or NULL
+    Forecaster *forecaster;    // that of controls.forecaster, or NULL
+    Forecaster *forecasters[MOST_FORECASTERS];
+    int32_t forecaster_count;
 } Residency;
 
 static void note(Residency *e, int kind, double begin, double end, int row, int expert) {
@@ -185,7 +189,7 @@ static inline int is_ready(const Residency *e, int key) {
 
 void mr_residency_close(Residency *e) {
     if (!e) return;
-    mr_forecaster_close(e->forecaster);
+    for (int i = 0; i < e->forecaster_count; i++) mr_forecaster_close(e->forecasters[i]);
     void *parts[] = {e->slots, e->slot_of, e->rank, e->next_use, e->wanted, e->soon, e->failed, e->left, e->free, e->pending,
                      e->ended_slot, e->ended_status, e->ended_bytes, e->ended_began, e->ended_over, e->controls.events};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) free(parts[i]);

@@ -11,7 +11,7 @@ int64, double = ctypes.c_int64, ctypes.c_double
 EVICTIONS = ("none", "lru", "lfu", "lrfu", "least_stale", "belady")
 PREDICTORS = ("none", "previous_token", "popularity", "next_layer_gate", "accelerated", "oracle", "stream")
 EVENTS = ("compute", "demand", "speculative", "stall", "predict", "token")
-MOST_AHEAD = 8
+MOST_AHEAD, MOST_FORECASTERS = 8, 4
 
 DONE, READ_FAILED, PAUSED = 0, 1, 2
 
@@ -34,7 +34,7 @@ class Controls(ctypes.Structure):
         ("token", int64),
         *((name, int32) for name in ("row", "last_row", "depth", "active", "failed_key", "failure")),
         ("events", ctypes.POINTER(Event)),
-        *((name, int32) for name in ("event_count", "record", "paused_layer", "pad")),
+        *((name, int32) for name in ("event_count", "record", "paused_layer", "forecaster")),
     ]
 
 

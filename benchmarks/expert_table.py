@@ -7,6 +7,8 @@ from typing import Any
 from result_files import load, machine, table  # beside this file
 
 BEGIN, END = "<!-- experts: benchmarks/readme_table.py -->", "<!-- /experts -->"
+SHAPES_BEGIN, SHAPES_END = "<!-- shapes: benchmarks/readme_table.py -->", "<!-- /shapes -->"
+BATCH_BEGIN, BATCH_END = "<!-- batches: benchmarks/readme_table.py -->", "<!-- /batches -->"
 WIDE_BEGIN, WIDE_END = "<!-- wide: benchmarks/readme_table.py -->", "<!-- /wide -->"
 NAMES = {
     "on_demand": "`on_demand`: every use a read",
@@ -118,3 +120,45 @@ def wide() -> str:
     data = load("wide_experts.json")
     size = f"{data['experts_bytes'] / 1e6:.0f} MB of experts, {data['record_bytes'] / 1e6:.1f} MB each"
     return "\n\n".join([WIDE_BEGIN, part(data, f"The mixture with widened experts ({size})"), WIDE_END])
+
+
+def shapes() -> str:
+    """What larger mixtures' layers cost."""
+    data = load("expert_shapes.json")
+    lines = []
+    for shape in data["shapes"]:
+        rates = {row["method"]: f"{row['tokens_per_second']:.1f}" for row in shape["rows"]}
+        lines.append([
+            f"{shape['shape']}, {shape['layers']} of {shape['layers_of_the_model']} layers",
+            f"{shape['top_k']} of {shape['experts']}, {shape['record_bytes'] / 1e6:.0f} MB each",
+            f"{shape['compute_ms_per_layer']:.1f} ms", f"{shape['read_ms_per_layer']:.0f} ms",
+            f"{shape['read_bytes_per_second'] / 1e9:.1f} GB/s", f"{shape['x']:.0f}",
+            *(rates[name] for name in ("on_demand", "lru", "oracle", "resident")),
+        ])  # fmt: skip
+    heads = ("shape", "experts", "a layer computes", "reads", "disk", "x", "on_demand", "lru", "oracle", "resident")
+    return "\n\n".join([
+        SHAPES_BEGIN,
+        f"Tokens a second with half of the experts in memory, {data['repeats']} repeats of {data['tokens']} tokens, "
+        f"{data['threads']} threads of an {machine(data)}, {str(data['date'])[:10]}:",
+        table(heads, lines), SHAPES_END,
+    ])  # fmt: skip
+
+
+def batches() -> str:
+    """Several rows a pass."""
+    data = load("expert_batches.json")
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in data["rows"]:
+        found.setdefault(row["way"], {})[row["policy"]] = row
+    policies = list(next(iter(found.values())))
+    lines = []
+    for way, rows in found.items():
+        cells = [f"{rows[name]['tokens_per_second']:.0f} tok/s" for name in policies]
+        lines.append([way, *cells, f"{rows['lru']['uses_per_token']:.0f}", f"{rows['lru']['bytes_per_token'] / 1e6:.1f} MB"])
+    return "\n\n".join([
+        BATCH_BEGIN,
+        f"{data['expert_memory_bytes'] / 1e6:.1f} MB for experts, {data['prompts']} prompts of {data['tokens']} new tokens, "
+        f"{data['repeats']} repeats, {machine(data)}, {str(data['date'])[:10]}; text {'the same' if data['identical'] else 'NOT THE SAME'} in all; "
+        f"`{' '.join(['python', *data['argv']])}`:",
+        table(("", *policies, "experts used a token", "read a token (`lru`)"), lines), BATCH_END,
+    ])  # fmt: skip

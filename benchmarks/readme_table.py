@@ -137,7 +137,11 @@ def section() -> str:
 def main() -> None:
     sections = {
         "README.md": [(BEGIN, END, section()), (expert_table.BEGIN, expert_table.END, expert_table.section())],
-        "docs/experts.md": [(expert_table.WIDE_BEGIN, expert_table.WIDE_END, expert_table.wide())],
+        "docs/experts.md": [
+            (expert_table.WIDE_BEGIN, expert_table.WIDE_END, expert_table.wide()),
+            (expert_table.SHAPES_BEGIN, expert_table.SHAPES_END, expert_table.shapes()),
+            (expert_table.BATCH_BEGIN, expert_table.BATCH_END, expert_table.batches()),
+        ],
     }
     for name, parts in sections.items():
         path = ROOT / name

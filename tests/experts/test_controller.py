@@ -15,7 +15,7 @@ class Machine:
     def __init__(self, on: float, off: float) -> None:
         self.on, self.off, self.now = on, off, 0.0
         inner = PreviousToken(3)
-        self.controller = SelfDisabling({"previous_token": inner}, block=4, blocks=2, trust=50, clock=lambda: self.now)
+        self.controller = SelfDisabling({"previous_token": inner}, block=4, turns=3, trust=50, clock=lambda: self.now)
         self.passes: list[bool] = []
 
     def run(self, count: int, rows: int = 1) -> None:
@@ -52,7 +52,7 @@ def test_prompts_do_not_count() -> None:
         machine.run(2)
         machine.run(1, rows=9)
     assert machine.controller.on
-    times = [t for both in machine.controller._times.values() for t in both]
+    times = [seconds for turn in machine.controller._times for seconds in turn.values()]
     assert times and max(times) < 2
 
 
@@ -80,9 +80,9 @@ def test_the_fastest_of_several_names() -> None:
     for seconds, best in (([1.2, 1.0, 1.5], 1), ([1.0, 1.2, 1.5], 0), ([2.0, 2.2, 1.0], None)):
         now = 0.0
         names = {"first": Named(0), "second": Named(1)}
-        chooser = SelfDisabling(names, block=4, blocks=2, trust=50, clock=lambda: now)  # noqa: B023
+        chooser = SelfDisabling(names, block=4, turns=3, trust=200, clock=lambda: now)  # noqa: B023
         asked: list[int | None] = []
-        for _ in range(60):
+        for _ in range(90):
             chooser.began(1)
             chooser.depth = 1 + chooser.way
             found = chooser.predict(0, torch.zeros(1, 4))

@@ -17,23 +17,27 @@ _OFF = -1
 class SelfDisabling(Predictor):
     """Passes on what one of several predictors names, only while that makes passes faster.
 
-    Single-token passes are timed in blocks, with each predictor and without any in turn, until every way has `blocks`
-    of them; then the fastest predictor stays for `trust` passes if its median is lower than without by the share
-    `margin`, which noise alone seldom is, else none does; and all are tried again. A pass is timed from its first row
-    to the next one's; longer passes (prompts) and the first after a change do not count.
+    Single-token passes are timed in blocks, with each predictor and without any in turn. How much a text misses changes
+    with what it says, so only blocks of the same turn are compared: a predictor's gain is the median, over `turns`, of its
+    block's seconds over those without any; after half of them one that is more than a tenth slower sits out. Then the
+    fastest stays for `trust` passes if it gains the share `margin` at least, which noise alone seldom does, else none does;
+    and all are tried again. A pass is timed from its first row to the next one's; longer passes (prompts) and the first
+    after a change are left out.
     """
 
     def __init__(
-        self, inner: Mapping[str, Predictor], *, block: int = 12, blocks: int = 2, trust: int = 400,
+        self, inner: Mapping[str, Predictor], *, block: int = 8, turns: int = 9, trust: int = 2000,
         margin: float = 0.03, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._names, self._inner = list(inner), list(inner.values())
-        self._block, self._needed, self._trust, self._clock = block, block * blocks, trust, clock
+        self._block, self._turns, self._trust, self._clock = block, turns, trust, clock
         self._margin = margin
-        self._forget()
+        self._tried = [*range(len(self._inner)), _OFF]
+        self._times: list[dict[int, float]] = [{}]  # of each turn: mean seconds of a pass, by way
         self.way, self.on = 0, True
         self._began: float | None = None
-        self._single, self._in_block, self._left = True, 0, 0
+        self._single, self._left = True, 0
+        self._seconds: list[float] = []
 
     @property
     def ways(self) -> Sequence[Predictor]:
@@ -55,23 +59,21 @@ class SelfDisabling(Predictor):
     @property
     def verdict(self) -> str:
         """What was measured last, in a sentence."""
-        if not all(self._times.values()):
+        gains = self._ratios()
+        if not gains:
             return "reading ahead has not been measured yet"
-        best, on, off = self._measured()
-        word, name = "pays" if self._pays(on, off) else "does not pay", self._names[best]
-        return f"reading ahead ({name}) {word} here: {1e3 * on:.2f} ms a token with it, {1e3 * off:.2f} without"
+        best = min(gains, key=gains.__getitem__)
+        word = "pays" if gains[best] <= 1 - self._margin else "does not pay"
+        return f"reading ahead ({self._names[best]}) {word} here: a token takes {gains[best]:.2f} of the time without it"
 
-    def _forget(self) -> None:
-        self._times: dict[int, list[float]] = {way: [] for way in (*range(len(self._inner)), _OFF)}
-
-    def _measured(self) -> tuple[int, float, float]:
-        """The fastest predictor, its seconds a pass, and those without any."""
-        medians = {way: statistics.median(times) for way, times in self._times.items()}
-        best = min(range(len(self._inner)), key=medians.__getitem__)
-        return best, medians[best], medians[_OFF]
-
-    def _pays(self, on: float, off: float) -> bool:
-        return on <= (1 - self._margin) * off
+    def _ratios(self) -> dict[int, float]:
+        """A pass's time with each predictor over that without any, by way; of those that have been measured."""
+        found: dict[int, float] = {}
+        for way in range(len(self._inner)):
+            pairs = [turn[way] / turn[_OFF] for turn in self._times if way in turn and _OFF in turn]
+            if pairs:
+                found[way] = statistics.median(pairs)
+        return found
 
     def began(self, rows: int) -> None:
         for predictor in self._inner:
@@ -96,22 +98,40 @@ class SelfDisabling(Predictor):
         if self._left:  # a decision stands
             self._left -= 1
             if not self._left:
-                self._forget()
-                self._in_block = 0
+                self._tried, self._times = [*range(len(self._inner)), _OFF], [{}]
             return
-        self._in_block += 1
-        now = self.way if self.on else _OFF
-        if self._in_block > 1:  # the first pass of a block still has what the last block left in the cache
-            self._times[now].append(seconds)
-        if self._in_block <= self._block:
+        self._seconds.append(seconds)
+        if len(self._seconds) <= self._block:
             return
-        self._in_block = 0
-        if all(len(times) >= self._needed for times in self._times.values()):
-            best, on, off = self._measured()
-            self.way, self.on, self._left = best, self._pays(on, off), self._trust
+        # the first pass of a block still has what the last block left in the cache
+        self._times[-1][self.way if self.on else _OFF] = statistics.fmean(self._seconds[1:])
+        self._seconds = []
+        waiting = [way for way in self._tried if way not in self._times[-1]]
+        if waiting:
+            self._use(waiting[0])
+        elif len(self._times) < self._turns:
+            self._next_turn()
+        else:
+            self._decide()
+
+    def _next_turn(self) -> None:
+        if 2 * len(self._times) >= self._turns:
+            slow = {way for way, ratio in self._ratios().items() if ratio > 1.1}
+            self._tried = [way for way in self._tried if way not in slow]
+        if self._tried == [_OFF]:
+            self._decide()
             return
-        turn = list(self._times)
-        following = turn[(turn.index(now) + 1) % len(turn)]
-        self.on = following != _OFF
+        self._tried = [*self._tried[1:], self._tried[0]]  # whose block comes first changes
+        self._times.append({})
+        self._use(self._tried[0])
+
+    def _decide(self) -> None:
+        gains = self._ratios()
+        best = min(gains, key=gains.__getitem__)
+        self._use(best if gains[best] <= 1 - self._margin else _OFF)
+        self._left = self._trust
+
+    def _use(self, way: int) -> None:
+        self.on = way != _OFF
         if self.on:
-            self.way = following
+            self.way = way

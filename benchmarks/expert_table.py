@@ -154,11 +154,13 @@ def batches() -> str:
     lines = []
     for way, rows in found.items():
         cells = [f"{rows[name]['tokens_per_second']:.0f} tok/s" for name in policies]
-        lines.append([way, *cells, f"{rows['lru']['uses_per_token']:.0f}", f"{rows['lru']['bytes_per_token'] / 1e6:.1f} MB"])
+        lru = rows["lru"]
+        lines.append([way, *cells, f"{lru['uses_per_token']:.0f}", f"{lru['bytes_per_token'] / 1e6:.1f} MB"])
+    same = "the same" if data["identical"] else "NOT THE SAME"
     return "\n\n".join([
         BATCH_BEGIN,
-        f"{data['expert_memory_bytes'] / 1e6:.1f} MB for experts, {data['prompts']} prompts of {data['tokens']} new tokens, "
-        f"{data['repeats']} repeats, {machine(data)}, {str(data['date'])[:10]}; text {'the same' if data['identical'] else 'NOT THE SAME'} in all; "
+        f"{data['expert_memory_bytes'] / 1e6:.1f} MB for experts, {data['prompts']} prompts of {data['tokens']} new "
+        f"tokens, {data['repeats']} repeats, {machine(data)}, {str(data['date'])[:10]}; text {same} in all; "
         f"`{' '.join(['python', *data['argv']])}`:",
         table(("", *policies, "experts used a token", "read a token (`lru`)"), lines), BATCH_END,
     ])  # fmt: skip

@@ -18,11 +18,11 @@ class SelfDisabling(Predictor):
     """Passes on what one of several predictors names, only while that makes passes faster.
 
     Single-token passes are timed in blocks, with each predictor and without any in turn. How much a text misses changes
-    with what it says, so only blocks of the same turn are compared: a predictor's gain is the median, over `turns`, of its
-    block's seconds over those without any; after half of them one that is more than a tenth slower sits out. Then the
-    fastest stays for `trust` passes if it gains the share `margin` at least, which noise alone seldom does, else none does;
-    and all are tried again. A pass is timed from its first row to the next one's; longer passes (prompts) and the first
-    after a change are left out.
+    with what it says, so only blocks of the same turn are compared: a predictor is judged by the median, over `turns`,
+    of its block's seconds over those without any; after half of them one that is a tenth slower sits out. Then the
+    fastest stays for `trust` passes if it gains the share `margin` at least, which noise alone seldom does, else none
+    does; and all are tried again. A pass is timed from its first row to the next one's; longer passes (prompts) and the
+    first after a change are left out.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class SelfDisabling(Predictor):
         if not gains:
             return "reading ahead has not been measured yet"
         best = min(gains, key=gains.__getitem__)
-        word = "pays" if gains[best] <= 1 - self._margin else "does not pay"
-        return f"reading ahead ({self._names[best]}) {word} here: a token takes {gains[best]:.2f} of the time without it"
+        word, name = "pays" if gains[best] <= 1 - self._margin else "does not pay", self._names[best]
+        return f"reading ahead ({name}) {word} here: a token takes {gains[best]:.2f} of the time without it"
 
     def _ratios(self) -> dict[int, float]:
         """A pass's time with each predictor over that without any, by way; of those that have been measured."""

@@ -86,6 +86,7 @@ class ExpertRuntime:
         self.trace: list[tuple[int, list[int]]] | None = None  # (row, experts) of each call, when recorded
         count = slots_for(store, self.settings.memory_bytes)
         self._everything = len(store.index.layers) * store.index.num_experts
+        self._partly = count < self._everything  # memory holds some of the experts
         self._eviction = eviction or eviction_policy(self.settings.eviction)
         self.cache = SlotCache(count, self._eviction, self._evicted)
         throttle, direct = Throttle(self.settings.disk_bytes_per_second), self.settings.direct
@@ -151,6 +152,10 @@ class ExpertRuntime:
         """As KernelPasses."""
         assert self._kernel is not None
         controls = self._kernel.controls
+        if not self._partly:  # nothing will ever be named
+            controls.active = False
+            self._running(lambda kernel: kernel.run(call, start, stop, into))
+            return
         if row <= controls.last_row:
             self._new_pass(rows)
         if self.predictor is not None:

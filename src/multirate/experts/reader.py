@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from multirate.backbone.native.packing import large_pages
+from multirate.backbone.native.packing import HUGE_PAGE, large_pages
 from multirate.errors import UserError
 from multirate.experts.layout import ALIGNMENT
 
@@ -22,12 +22,15 @@ class Arena:
     """Page-aligned memory for `count` records of `size` bytes, a multiple of ALIGNMENT. `slots[i]`: [size] uint8."""
 
     def __init__(self, count: int, size: int) -> None:
-        # A direct read names its pages one by one: of large ones it has few.
-        self._memory = large_pages(max(count * size, ALIGNMENT))
+        # A direct read names its pages one by one: of large ones it has few. Whole ones, from where one begins: else
+        # slots of less than 2 MB in all have none, and are read at half the speed.
+        room = -(-max(count * size, ALIGNMENT) // HUGE_PAGE) * HUGE_PAGE
+        self._memory = large_pages(room + HUGE_PAGE)
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self.slots: list[Tensor] = [whole[i * size : (i + 1) * size] for i in range(count)]
+        first = -whole.data_ptr() % HUGE_PAGE
+        self.slots: list[Tensor] = [whole[first + i * size : first + (i + 1) * size] for i in range(count)]
         view = memoryview(self._memory)
-        self.buffers = [view[i * size : (i + 1) * size] for i in range(count)]
+        self.buffers = [view[first + i * size : first + (i + 1) * size] for i in range(count)]
 
 
 class Throttle:

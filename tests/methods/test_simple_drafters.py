@@ -113,10 +113,10 @@ def test_registry() -> None:
 
 def test_a_name_may_carry_settings() -> None:
     assert parse_variant("m2r2") == ("m2r2", {})
-    assert parse_variant("m2r2-carry:lookup=0:trust=arla:keep=None:expand=0.5") == (
+    assert parse_variant("m2r2-carry:lookup=0:trust=arla:keep=null:expand=0.5") == (
         "m2r2-carry", {"lookup": 0, "trust": "arla", "keep": None, "expand": 0.5}
     )  # fmt: skip
-    with pytest.raises(UserError, match="'nodes' of method 'm2r2:nodes' is no setting; accepted: METHOD:SETTING=VALUE"):
+    with pytest.raises(UserError, match="of method 'm2r2:nodes', 'nodes' is not NAME=VALUE"):
         parse_variant("m2r2:nodes")
 
 

@@ -56,7 +56,7 @@ def command(
     _, rows, interrupted = run(
         engine,
         [Question(str(number), (text,)) for number, text in enumerate(QUESTIONS, start=1)],
-        ["generate", "autoregressive", *engine.accelerators],
+        ["generate", "autoregressive", "prompt_lookup", *engine.accelerators],
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         warmup=1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -83,14 +82,15 @@ def command(
     """Train an accelerator beside a frozen model. Interrupted, the same command resumes."""
     chosen = {name: tuple(value or ()) if name == "heldout_files" else value for name, value in settings.items()}
     checked = TrainSettings(**cast(Any, chosen))
-    method_options = _method_options(option or [])
     if objective not in ("tokens", "experts"):
         raise UserError(f"--objective is {objective!r}; accepted: tokens or experts")
     options.set_threads(threads)
 
+    from multirate.methods.registry import parse_settings
     from multirate.methods.trained import EXPERTS
     from multirate.training.loop import train
 
+    method_options = parse_settings(option or [], "--option")
     if objective == "experts":
         method = EXPERTS
     result = train(model, [*data, *(more_data or [])], out, method, checked, method_options)
@@ -98,16 +98,3 @@ def command(
         options.note(f"interrupted after step {result.steps}: the same command resumes")
         raise typer.Exit(INTERRUPTED)
     typer.echo(f"{result.directory}")
-
-
-def _method_options(given: list[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for text in given:
-        name, separator, value = text.partition("=")
-        if not separator or not name:
-            raise UserError(f"--option {text!r} is not NAME=VALUE")
-        try:
-            values[name] = json.loads(value)
-        except ValueError:
-            values[name] = value  # a word, such as mlp_adapter=lora
-    return values

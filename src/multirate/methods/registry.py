@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -83,16 +83,21 @@ def _autoregressive(decoder: Decoder, accelerator: Any, config: Any) -> Drafter 
 def parse_variant(name: str) -> tuple[str, dict[str, Any]]:
     """"m2r2-carry:lookup=0:nodes=5" → ("m2r2-carry", {"lookup": 0, "nodes": 5}). UserError for a part without "="."""
     base, *parts = name.split(":")
-    settings: dict[str, Any] = {}
-    for part in parts:
-        key, separator, value = part.partition("=")
-        if not separator or not key:
-            raise UserError(f"{part!r} of method {name!r} is no setting; accepted: METHOD:SETTING=VALUE:…")
+    return base, parse_settings(parts, f"of method {name!r},")
+
+
+def parse_settings(given: Sequence[str], where: str) -> dict[str, Any]:
+    """["nodes=5", "gates=[6]", "trust=arla"] → their values, JSON or else words. UserError, begun by `where`."""
+    values: dict[str, Any] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise UserError(f"{where} {text!r} is not NAME=VALUE")
         try:
-            settings[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            settings[key] = value
-    return base, settings
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value  # a word, such as mlp_adapter=lora
+    return values
 
 
 def methods() -> dict[str, Method]:

@@ -57,13 +57,18 @@ ExpertPredictor = Annotated[
 ]
 
 
-def load(model: str | None, dtype: str, device: str, experts: Path | None = None) -> LoadedModel:
-    """The model, its experts in a store if one is given; transformers is kept from printing beside our own lines."""
+def keep_transformers_quiet() -> None:
+    """It prints no bars beside our own lines."""
     from transformers.utils import logging
 
+    logging.disable_progress_bar()
+
+
+def load(model: str | None, dtype: str, device: str, experts: Path | None = None) -> LoadedModel:
+    """The model, its experts in a store if one is given."""
     from multirate.hub import load_model, load_offloaded
 
-    logging.disable_progress_bar()
+    keep_transformers_quiet()
     if experts is None:
         return load_model(model, dtype, device)
     if model is None:

@@ -91,6 +91,7 @@ def command(
     from multirate.training.loop import train
 
     method_options = parse_settings(option or [], "--option")
+    options.keep_transformers_quiet()
     if objective == "experts":
         method = EXPERTS
     result = train(model, [*data, *(more_data or [])], out, method, checked, method_options)

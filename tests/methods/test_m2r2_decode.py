@@ -271,12 +271,15 @@ def test_arla_decides_how_long_a_draft_is(decoders, bias, levels, sampling):
 def test_trust_in_an_arla_that_is_not_there_is_refused(decoders):
     with pytest.raises(UserError, match="arla_dim=0"):
         M2R2Drafter(decoders["hf"], stream_of(LLAMA, "m2r2", arla_dim=0), M2R2DecodeConfig(trust="arla"))
-    with pytest.raises(UserError, match="trust='belief'"):
+    with pytest.raises(UserError, match="'trust' is 'belief'"):
         M2R2DecodeConfig(trust="belief")
 
 
 def test_settings_out_of_range_are_named():
     with pytest.raises(UserError, match="depth=0"):
         M2R2DecodeConfig(depth=0)
+    for wrong in ({"lookup": "x"}, {"nodes": 2.5}, {"sharpness": "sharp"}, {"keep": [1]}, {"depth": True}):
+        with pytest.raises(UserError, match=f"field '{next(iter(wrong))}' is"):
+            M2R2DecodeConfig(**wrong)
     with pytest.raises(UserError, match="needs an accelerator"):
         method("m2r2").drafter(None, None)  # type: ignore[arg-type]

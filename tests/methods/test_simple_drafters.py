@@ -116,7 +116,7 @@ def test_a_name_may_carry_settings() -> None:
     assert parse_variant("m2r2-carry:lookup=0:trust=arla:keep=null:expand=0.5") == (
         "m2r2-carry", {"lookup": 0, "trust": "arla", "keep": None, "expand": 0.5}
     )  # fmt: skip
-    with pytest.raises(UserError, match="of method 'm2r2:nodes', 'nodes' is not NAME=VALUE"):
+    with pytest.raises(UserError, match="in method 'm2r2:nodes', 'nodes' is not NAME=VALUE"):
         parse_variant("m2r2:nodes")
 
 

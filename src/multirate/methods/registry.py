@@ -83,7 +83,7 @@ def _autoregressive(decoder: Decoder, accelerator: Any, config: Any) -> Drafter 
 def parse_variant(name: str) -> tuple[str, dict[str, Any]]:
     """"m2r2-carry:lookup=0:nodes=5" → ("m2r2-carry", {"lookup": 0, "nodes": 5}). UserError for a part without "="."""
     base, *parts = name.split(":")
-    return base, parse_settings(parts, f"of method {name!r},")
+    return base, parse_settings(parts, f"in method {name!r},")
 
 
 def parse_settings(given: Sequence[str], where: str) -> dict[str, Any]:

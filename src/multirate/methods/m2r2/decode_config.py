@@ -7,10 +7,11 @@ from typing import Literal
 
 from multirate.backbone.rows import MAX_TREE_BIT
 from multirate.errors import UserError
+from multirate.methods.config import MethodConfig
 
 
 @dataclass(frozen=True)
-class M2R2DecodeConfig:
+class M2R2DecodeConfig(MethodConfig):
     """How drafts grow. Greedy drafts are trees, sampled ones chains.
 
     depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified at once.
@@ -33,12 +34,10 @@ class M2R2DecodeConfig:
     lookup: int = 0
     trust: Literal["confidence", "arla"] = "confidence"
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for name, low, high in (("depth", 1, 32), ("width", 1, 16), ("nodes", 1, MAX_TREE_BIT), ("lookup", 0, 64)):
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"m2r2 setting {name}={getattr(self, name)} is out of range; accepted: {low} to {high}")
-        if self.trust not in ("confidence", "arla"):
-            raise UserError(f"m2r2 setting trust={self.trust!r} is unknown; accepted: confidence or arla")
         if not self.sharpness > 0:
             raise UserError(f"m2r2 setting sharpness={self.sharpness} is out of range; accepted: above 0")
         for name in ("expand", "keep"):

@@ -144,7 +144,7 @@ class Engine:
             raise UserError(f"an accelerator cannot be named {name!r}: that is the name of a baseline")
         self.accelerators[name] = accelerator
         for known in (self._speculations, self._conversations):
-            for variant in [v for v in known if v.split(":")[0] == name]:
+            for variant in [v for v in known if registry.parse_variant(v)[0] == name]:
                 del known[variant]
         if self.default == PLAIN:
             self.default = name
@@ -233,7 +233,7 @@ class Engine:
         if name not in self._speculations:
             base, settings = registry.parse_variant(name)
             accelerator = self.accelerators.get(base)
-            drafter = registry.method(self._registered(name)).drafter(self.decoder, accelerator, settings or None)
+            drafter = registry.method(self._registered(base)).drafter(self.decoder, accelerator, settings or None)
             if drafter is None:
                 return None
             self._speculations[name] = _Speculation(drafter, _card_rates(accelerator))

@@ -101,26 +101,23 @@ def test_depth_follows_what_is_measured() -> None:
     predictor = NextLayerGate([lambda x: x] * 6)
     stats, now = ExpertStats(), 0.0
     depth = MeasuredDepth(predictor, rows=6, window=4, clock=lambda: now)
-    for _ in range(6):
-        depth.new_pass(lambda: stats, 1)
-        now += 6 + 3
-        stats.uses += 1
-        stats.stall_seconds += 3
-        stats.read_seconds += 12
+
+    def passes(count: int, stall: float, read: float) -> None:
+        nonlocal now
+        for _ in range(count):
+            depth.new_pass(lambda: stats, 1)
+            now += 6 + stall
+            stats.uses += 1
+            stats.stall_seconds += stall
+            stats.read_seconds += read
+
+    passes(6, 3, 12)
     assert predictor.depth == 2
     stats.predictor_seconds += 1e9  # naming takes far longer than a layer
-    for _ in range(4):
-        depth.new_pass(lambda: stats, 1)
-        now += 6 + 3
-        stats.uses += 1
-        stats.stall_seconds += 3
-        stats.read_seconds += 12
+    passes(4, 3, 12)
     assert predictor.depth == 1
     depth.new_pass(lambda: stats, 30)  # a prompt
-    for _ in range(6):
-        depth.new_pass(lambda: stats, 1)
-        now += 6
-        stats.uses += 1
+    passes(6, 0, 0)
     assert predictor.depth == 1
 
 

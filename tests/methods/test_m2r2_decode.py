@@ -245,6 +245,17 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
         )
 
 
+def test_drafts_too_long_for_a_whole_round_run_in_parts(decoders):
+    """The kernel's arrays end at 63 nodes; a chain from outside the model may be longer."""
+    if "native" not in decoders:
+        pytest.skip("no native kernel here")
+    decoder, prompt, stop = decoders["native"], [[8, 9] * 20], StopSettings(max_new_tokens=90)
+    plain = generate_autoregressive(decoder, prompt, stop=stop)
+    for tokens in (63, 64, 100):
+        drafter = PromptLookupDrafter(decoder, PromptLookupConfig(tokens=tokens))
+        assert generate_speculative(decoder, drafter, prompt, stop=stop).sequences == plain.sequences
+
+
 @pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=1.0, seed=0)])
 @pytest.mark.parametrize("bias,levels", [(-20.0, 1), (20.0, 5)])
 def test_arla_decides_how_long_a_draft_is(decoders, bias, levels, sampling):

@@ -96,7 +96,9 @@ def add_accelerators(engine: Engine, given: Sequence[str], methods: Sequence[str
         named = bool(separator) and not Path(text).exists()
         engine.add(path if named else text, name if named else None)
     if embedded:
-        bases = {method.split(":")[0] for method in methods}
+        from multirate.methods.registry import parse_variant
+
+        bases = {parse_variant(method)[0] for method in methods}
         for name, folder in reference_accelerators().items():
             if name in bases and name not in engine.accelerators:
                 engine.add(folder, name)

@@ -62,9 +62,14 @@ class SelfDisabling(Predictor):
         gains = self._ratios()
         if not gains:
             return "reading ahead has not been measured yet"
-        best = min(gains, key=gains.__getitem__)
-        word, name = "pays" if gains[best] <= 1 - self._margin else "does not pay", self._names[best]
+        best, pays = self._best(gains)
+        word, name = "pays" if pays else "does not pay", self._names[best]
         return f"reading ahead ({name}) {word} here: a token takes {gains[best]:.2f} of the time without it"
+
+    def _best(self, ratios: Mapping[int, float]) -> tuple[int, bool]:
+        """The fastest predictor, and whether it gains enough."""
+        best = min(ratios, key=ratios.__getitem__)
+        return best, ratios[best] <= 1 - self._margin
 
     def _ratios(self) -> dict[int, float]:
         """A pass's time with each predictor over that without any, by way; of those that have been measured."""
@@ -126,9 +131,8 @@ class SelfDisabling(Predictor):
         self._use(self._tried[0])
 
     def _decide(self) -> None:
-        gains = self._ratios()
-        best = min(gains, key=gains.__getitem__)
-        self._use(best if gains[best] <= 1 - self._margin else _OFF)
+        best, pays = self._best(self._ratios())
+        self._use(best if pays else _OFF)
         self._left = self._trust
 
     def _use(self, way: int) -> None:

@@ -86,7 +86,6 @@ class ExpertRuntime:
         self.trace: list[tuple[int, list[int]]] | None = None  # (row, experts) of each call, when recorded
         count = slots_for(store, self.settings.memory_bytes)
         self._everything = len(store.index.layers) * store.index.num_experts
-        self._partly = count < self._everything  # memory holds some of the experts
         self._eviction = eviction or eviction_policy(self.settings.eviction)
         self.cache = SlotCache(count, self._eviction, self._evicted)
         throttle, direct = Throttle(self.settings.disk_bytes_per_second), self.settings.direct
@@ -152,13 +151,9 @@ class ExpertRuntime:
         """As KernelPasses."""
         assert self._kernel is not None
         controls = self._kernel.controls
-        if not self._partly:  # nothing will ever be named
-            controls.active = False
-            self._running(lambda kernel: kernel.run(call, start, stop, into))
-            return
-        if row <= controls.last_row:
-            self._new_pass(rows)
-        if self.predictor is not None:
+        if self.predictor is not None and len(self.cache.slots) < self._everything:  # else nothing is ever named
+            if row <= controls.last_row:
+                self._new_pass(rows)
             controls.depth, controls.forecaster = self.predictor.depth, self.predictor.way
             controls.active = self.predictor.on
         self._running(lambda kernel: kernel.run(call, start, stop, into))

@@ -19,7 +19,7 @@ from torch import Tensor
 from multirate.backbone.native import NativeDecoder, library
 from multirate.backbone.native.cache import NativeKVCache
 from multirate.decoding.cost_model import CostModel
-from multirate.decoding.drafter import Round
+from multirate.decoding.drafter import MAX_TREE_NODES, Round
 from multirate.methods.trust import Origin
 
 
@@ -39,6 +39,11 @@ class NativeRounds:
     whether accepted tokens run through it again (it has own K/V). limits: nodes, width, top, sharpness, least and the
     lookup's rates are kept; ``run`` sets the others. Owns all buffers of a round.
     """
+
+    @staticmethod
+    def can_draft(nodes: int) -> bool:
+        """Whether a round can have so many nodes: the kernel's arrays, and a tree's bits, end there."""
+        return nodes <= MAX_TREE_NODES
 
     def __init__(
         self, decoder: NativeDecoder, stream: library.Stream, head: DraftHead | None, limits: library.TreeLimits,

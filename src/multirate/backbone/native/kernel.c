@@ -112,17 +112,17 @@ static inline int heads_are_groups(const Shape *s, int threads) {
 
 // Where the rows' keys and values will be written, fetched while their products are formed.
 static void fetch_slots(const Shape *s, const LayerCache *cache, const Rows *rows, int id, int threads) {
-    int dim = s->head_dim, block = -1, pair = -1;
+    int dim = s->head_dim;
     for (int h = first_head(s, id, threads); h < first_head(s, id + 1, threads); h++)
-        for (int n = 0; n < rows->count; n++) {
-            int slot = rows->slot[n];
+        for (int n = 0, block = -1, pair = -1, seq = -1; n < rows->count; n++) {
+            int slot = rows->slot[n], other = rows->seq[n] != seq;
             if (slot < 0) continue;
             size_t at = ((size_t)rows->seq[n] * s->kv_heads + h) * rows->capacity * dim;
-            if (n == 0 || slot / 16 != block || rows->seq[n] != rows->seq[n - 1])
+            if (other || slot / 16 != block)
                 for (int i = 0; i < dim / 2; i++) __builtin_prefetch(cache->k + at + (size_t)(slot / 16) * dim * 16 + i * 32, 1, 3);
-            if (n == 0 || slot / 2 != pair || rows->seq[n] != rows->seq[n - 1])
+            if (other || slot / 2 != pair)
                 for (int i = 0; i < dim / 16; i++) __builtin_prefetch(cache->v + at + (size_t)(slot / 2) * dim * 2 + i * 32, 1, 3);
-            block = slot / 16, pair = slot / 2;
+            block = slot / 16, pair = slot / 2, seq = rows->seq[n];
         }
 }
 

@@ -37,7 +37,7 @@ static int accepted_path(const int64_t *tokens, const int32_t *parents, int node
 static int draft_suggestion(const Stream *stream, const TreeLimits *limits, Text *text, int64_t root, int64_t *tokens,
                             int32_t *parents, float *hidden) {
     const Lookup *lookup = &limits->lookup;
-    int most = limits->nodes < lookup->deepest ? limits->nodes : lookup->deepest, d = stream->shape->hidden;
+    int most = lookup->deepest, d = stream->shape->hidden;
     text->matched = look_up(text->tokens, text->count - 1, text->count, lookup->longest, most, tokens);
     int n = text->matched ? most : 0;
     for (int i = 0; i < n; i++) parents[i] = i;

@@ -221,11 +221,11 @@ static int draft_tree(const Stream *stream, Around around, int vocab, const int6
         int following = 0;
         if (limits->lookup.longest && count == 1 && depth[n] == n) {  // a chain so far
             const Lookup *lookup = &limits->lookup;
-            int most = limits->nodes < lookup->deepest ? limits->nodes - n : lookup->deepest - n;
+            int most = lookup->deepest - n;
             if (n) text->tokens[text->count + n - 1] = (int32_t)tokens[n - 1];
             int matched = look_up(text->tokens, text->count - 1, text->count + n, lookup->longest, most, suggested);
             if (matched && most > 0 && suggested[0] == (token_map ? token_map[best[0]] : best[0]))
-                following = worth_following(lookup, matched, most, reach[n], (double)probs[0], n, n, limits->nodes, limits->depth,
+                following = worth_following(lookup, matched, most, reach[n], (double)probs[0], n, limits->nodes, limits->depth,
                                             limits->expand, limits->keep);
             if (following) text->matched = matched;
         }

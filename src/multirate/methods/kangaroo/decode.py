@@ -60,7 +60,7 @@ class KangarooDrafter(Drafter):
         self.threshold = adapter.config.threshold if config.threshold is None else config.threshold
         self.max_nodes = config.max_draft or adapter.config.max_draft
         self._rounds: NativeRounds | None = None
-        if isinstance(self.adapter, NativeKangarooAdapter):
+        if isinstance(self.adapter, NativeKangarooAdapter) and NativeRounds.can_draft(self.max_nodes):
             self._rounds = self.adapter.rounds(self.start, self.max_nodes, self.threshold)
         self._entered: int | None = None  # the sequence whose rounds run whole
         self._cache: KVCache | None = None

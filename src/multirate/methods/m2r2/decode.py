@@ -290,7 +290,7 @@ class M2R2Drafter(Drafter):
 
     def _follow(self, tree: DraftTree, seq: int, best: int, own: float) -> bool:
         """Lets the tree, a chain so far, end in what the text said after the same tokens, where that is worth it."""
-        most = min(self.config.nodes, tree.deepest) - len(tree.tokens)
+        most = tree.deepest - len(tree.tokens)
         if not self.config.lookup or most <= 0:
             return False
         index = self._texts.setdefault(seq, TextIndex(self.config.lookup))

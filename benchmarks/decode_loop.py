@@ -20,16 +20,16 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from multirate.backbone.decoder import Decoder, load_decoder
-from multirate.backbone.rows import Rows
+from multirate.bench.provenance import collect
 from multirate.decoding.autoregressive import generate_autoregressive
-from multirate.decoding.cost_model import CostModel, measure_costs
+from multirate.decoding.costs import CostModel, measure_costs
 from multirate.decoding.stopping import StopSettings
-from multirate.evaluation.provenance import collect
+from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2Drafter
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.methods.shape import BaseShape
+from multirate.model.decoder import Decoder, load_decoder
+from multirate.model.rows import Rows
 
 SHAPES = {  # hidden, intermediate, layers, heads, kv heads, vocabulary
     "16M": (256, 704, 20, 4, 2, 4096),

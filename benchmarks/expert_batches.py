@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import multirate
-from multirate.evaluation.prompts import encode_chat
-from multirate.evaluation.provenance import collect
-from multirate.evaluation.suites import load_suite
+from multirate.bench.prompts import encode_chat
+from multirate.bench.provenance import collect
+from multirate.bench.suites import load_suite
 from multirate.experts.arms import arm
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
 

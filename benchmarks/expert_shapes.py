@@ -17,9 +17,9 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import multirate
-from multirate.evaluation.expert_arms import measure_arms
-from multirate.evaluation.prompts import Prompt
-from multirate.evaluation.provenance import collect
+from multirate.bench.expert_arms import measure_arms
+from multirate.bench.prompts import Prompt
+from multirate.bench.provenance import collect
 from multirate.experts.pack import pack
 from multirate.experts.runtime import ExpertSettings
 

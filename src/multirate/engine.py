@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from multirate.backbone.decoder import Decoder, load_decoder
-from multirate.backbone.hf_decoder import HFDecoder
 from multirate.decoding.autoregressive import generate_autoregressive
-from multirate.decoding.conversation import Conversation
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.prefix_cache import Conversation
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.speculative import generate_speculative
 from multirate.decoding.stopping import StopSettings
@@ -21,6 +19,8 @@ from multirate.hub import LoadedModel, load_model, load_offloaded, resolve_accel
 from multirate.methods import registry
 from multirate.methods.m2r2.config import PRESETS
 from multirate.methods.trained import EXPERTS
+from multirate.model.decoder import Decoder, load_decoder
+from multirate.model.hf.decoder import HFDecoder
 from multirate.training.checkpoint import Accelerator
 
 if TYPE_CHECKING:

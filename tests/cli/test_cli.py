@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluation import tiny_model
+from bench import tiny_model
 from typer.testing import CliRunner, Result
 
 import multirate

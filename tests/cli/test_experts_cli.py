@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluation import tiny_model
+from bench import tiny_model
 from transformers import OlmoeConfig, OlmoeForCausalLM
 from typer.testing import CliRunner, Result
 
+from multirate.bench.expert_arms import ALL_ARMS
 from multirate.cli.main import app
 from multirate.engine import attach
 from multirate.errors import UserError
-from multirate.evaluation.expert_arms import ALL_ARMS
 from multirate.experts.arms import POLICIES, parse_bytes
 from multirate.experts.store import DATA
 

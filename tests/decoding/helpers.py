@@ -11,9 +11,9 @@ import torch
 import transformers as tf
 from torch import Tensor
 
-from multirate.backbone.decoder import Decoder, load_decoder
 from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.sampler import Sampler
+from multirate.model.decoder import Decoder, load_decoder
 
 MAX_POSITIONS = 64
 

@@ -12,20 +12,18 @@ import transformers as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from multirate.backbone.decoder import Decoder, load_decoder
-from multirate.backbone.native import NativeDecoder
-from multirate.backbone.native.cache import NativeKVCache
 from multirate.decoding import session
 from multirate.decoding.autoregressive import generate_autoregressive
-from multirate.decoding.conversation import MIN_SHARED, Conversation
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.prefix_cache import MIN_SHARED, Conversation
 from multirate.decoding.results import GenerationOutput
 from multirate.decoding.speculative import generate_speculative
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import PLAIN, attach
 from multirate.errors import UserError
+from multirate.methods.common.shape import BaseShape
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.kangaroo.decode import KangarooDecodeConfig, KangarooDrafter
 from multirate.methods.kangaroo.modules import KangarooAdapter
@@ -34,7 +32,9 @@ from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.registry import method
-from multirate.methods.shape import BaseShape
+from multirate.model.decoder import Decoder, load_decoder
+from multirate.model.native import NativeDecoder
+from multirate.model.native.cache import NativeKVCache
 
 VOCAB = 61
 LLAMA = tf.LlamaConfig(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multirate.decoding.cost_model import VERIFY_ROWS, CostModel, measure_costs
+from multirate.decoding.costs import VERIFY_ROWS, CostModel, measure_costs
 from multirate.decoding.draft_length import (
     AcceptanceEstimate,
     DraftLengthController,

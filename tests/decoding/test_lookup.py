@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multirate.decoding.lookup import TextIndex
+from multirate.decoding.ngram import TextIndex
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers as tf
 
-from multirate.backbone.native.moe import NativeMoEDecoder
 from multirate.experts.model import OffloadedExperts, load_without_experts
 from multirate.experts.pack import pack
 from multirate.experts.store import ExpertStore
+from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2_experts.config import ExpertForecastConfig
 from multirate.methods.m2r2_experts.modules import ExpertForecast
-from multirate.methods.shape import BaseShape
+from multirate.model.native.moe import NativeMoEDecoder
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=61, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=64,

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from multirate.backbone.native.foresight import NativeForesight, NativeStream
-from multirate.backbone.native.library import NativeUnavailable, kernel
 from multirate.experts.depth import MeasuredDepth, depth_that_covers, depth_that_is_worth_it
 from multirate.experts.loader import ExpertLoader, Prediction
 from multirate.experts.policies import eviction_policy
@@ -20,6 +18,8 @@ from multirate.experts.slot_cache import SlotCache, State
 from multirate.experts.stats import ExpertStats
 from multirate.methods.m2r2_experts.config import ExpertForecastConfig
 from multirate.methods.m2r2_experts.modules import ExpertForecast
+from multirate.model.native.foresight import NativeForesight, NativeStream
+from multirate.model.native.library import NativeUnavailable, kernel
 
 SHAPE = SimpleNamespace(num_layers=5, hidden_size=128, is_moe=True, num_experts=6)
 

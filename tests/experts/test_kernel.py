@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from multirate.backbone.rows import Rows
 from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
@@ -20,11 +19,12 @@ from multirate.experts.policies import Belady, eviction_policy
 from multirate.experts.predictors import NextLayerGate, Oracle, Popularity, PreviousToken, Shuffled
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
 from multirate.experts.stats import ExpertStats
+from multirate.methods.common.shape import BaseShape
+from multirate.methods.common.teacher import Teacher
 from multirate.methods.m2r2_experts.config import ExpertForecastConfig
 from multirate.methods.m2r2_experts.modules import ExpertForecast
 from multirate.methods.m2r2_experts.start import start_from_experts
-from multirate.methods.shape import BaseShape
-from multirate.methods.teacher import Teacher
+from multirate.model.rows import Rows
 
 STOP = StopSettings(max_new_tokens=24)
 IDS = torch.randint(2, 61, (60,), generator=torch.Generator().manual_seed(2))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluation import tiny_model
+from bench import tiny_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from multirate.experts.pack import pack
@@ -47,7 +47,7 @@ def test_peak_memory(backend: str, layout: str, tmp_path: Path) -> None:
     resident = sum(p.numel() * 2 for name, p in model.named_parameters() if ".experts." not in name)
     del model
     if backend == "native":
-        from multirate.backbone.native import library
+        from multirate.model.native import library
 
         try:
             if library.kernel().mr_fixed_point():

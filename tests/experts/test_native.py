@@ -9,9 +9,6 @@ import pytest
 import torch
 import transformers as tf
 
-from multirate.backbone.decoder import load_decoder
-from multirate.backbone.native.moe import pack_expert, unpack_expert
-from multirate.backbone.rows import Rows
 from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.speculative import generate_speculative
 from multirate.decoding.stopping import StopSettings
@@ -21,6 +18,9 @@ from multirate.experts.pack import pack
 from multirate.experts.runtime import ExpertSettings
 from multirate.experts.store import ExpertStore
 from multirate.methods.registry import method
+from multirate.model.decoder import load_decoder
+from multirate.model.native.moe import pack_expert, unpack_expert
+from multirate.model.rows import Rows
 
 PROMPTS = [[5, 9, 2, 44, 17, 30, 8], [3, 4, 50]]
 

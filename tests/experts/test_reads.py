@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from multirate.backbone.native.library import NativeUnavailable, kernel
 from multirate.experts.reader import Arena, RecordReader, Throttle
 from multirate.experts.reads import Ended, NativeReads, Reads, ThreadReads
+from multirate.model.native.library import NativeUnavailable, kernel
 
 SIZE, CHUNK, SLOTS = 16384, 4096, 12
 RATE = 2e6  # a chunk takes 2 ms, a record 8

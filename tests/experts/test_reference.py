@@ -10,13 +10,13 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import multirate
-from multirate.backbone.native.moe import NativeMoEDecoder
+from multirate.bench.prompts import encode_chat
 from multirate.engine import PLAIN
 from multirate.errors import UserError
-from multirate.evaluation.prompts import encode_chat
 from multirate.experts.pack import pack
 from multirate.experts.store import ExpertStore
 from multirate.hub import EMBEDDED, MIXTURE
+from multirate.model.native.moe import NativeMoEDecoder
 
 FOLDER = EMBEDDED[MIXTURE]
 

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from evaluation import tiny_model
+from bench import tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList, TextStreamer
 
 from multirate.errors import UserError

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from evaluation import tiny_model
+from bench import tiny_model
 from transformers import TextStreamer
 
 import multirate
-from multirate.decoding.cost_model import CostModel
+from multirate.decoding.costs import CostModel
 from multirate.decoding.draft_length import RoundCosts
 from multirate.integration import write_custom_generate
-from multirate.methods.shape import BaseShape
+from multirate.methods.common.shape import BaseShape
 from multirate.methods.trained import trained_method
 from multirate.training.checkpoint import Accelerator, describe_base
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from evaluation import tiny_model
+from bench import tiny_model
 from experts import tiny
 from transformers import AutoModelForCausalLM
 
@@ -15,9 +15,9 @@ import multirate
 from multirate.errors import UserError
 from multirate.experts.model import experts_on_disk
 from multirate.experts.pack import pack
+from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2_experts.config import ExpertForecastConfig
 from multirate.methods.m2r2_experts.modules import ExpertForecast
-from multirate.methods.shape import BaseShape
 from multirate.training.checkpoint import Accelerator, describe_base
 
 PROMPT = torch.tensor([[5, 9, 2, 44, 17]])

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from multirate.errors import UserError
+from multirate.methods.common.shape import BaseShape
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.m2r2.config import M2R2Config, default_paper_gates
-from multirate.methods.shape import BaseShape
 from multirate.methods.trained import trained_method
 from multirate.training.settings import TrainSettings
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multirate.methods import distillation
-from multirate.methods.distillation import Head, distil, simulated_tokens_per_step
+from multirate.methods.common import distillation
+from multirate.methods.common.distillation import Head, distil, simulated_tokens_per_step
+from multirate.methods.common.objective import BINS, auc, expected_calibration_error
 from multirate.methods.m2r2.arla import ARLA, balanced_bce
-from multirate.methods.objective import BINS, auc, expected_calibration_error
 
 
 @pytest.mark.parametrize("reduced", [False, True])

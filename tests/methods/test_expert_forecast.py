@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from multirate.methods.common.teacher import Teacher
 from multirate.methods.m2r2_experts.config import ExpertForecastConfig
 from multirate.methods.m2r2_experts.modules import ExpertForecast
 from multirate.methods.m2r2_experts.train import ExpertForecastObjective
-from multirate.methods.teacher import Teacher
 
 from .tiny import base, disturb, ids
 

@@ -6,15 +6,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from backbone.tiny_models import MOE, tiny_model
+from model.tiny_models import MOE, tiny_model
 from torch import Tensor
 
 from multirate.errors import UserError
+from multirate.methods.common.teacher import Teacher
 from multirate.methods.m2r2_experts.config import ExpertForecastConfig
 from multirate.methods.m2r2_experts.modules import Arrival, ExpertForecast
 from multirate.methods.m2r2_experts.start import start_from_experts
 from multirate.methods.m2r2_experts.train import ExpertForecastObjective
-from multirate.methods.teacher import Teacher
 
 from .test_expert_forecast import built, recalls
 from .tiny import disturb, ids

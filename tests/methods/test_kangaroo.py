@@ -6,19 +6,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from multirate.backbone.decoder import load_decoder
-from multirate.backbone.native import NativeDecoder
 from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculative import generate_speculative
 from multirate.decoding.stopping import StopSettings
+from multirate.methods.common.shape import BaseShape
+from multirate.methods.common.teacher import Teacher
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.kangaroo.decode import KangarooDecodeConfig, KangarooDrafter
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.kangaroo.train import KangarooObjective
-from multirate.methods.shape import BaseShape
-from multirate.methods.teacher import Teacher
+from multirate.model.decoder import load_decoder
+from multirate.model.native import NativeDecoder
 
 from .tiny import base, disturb, ids
 from .whole_rounds import assert_whole_rounds_are_rounds_in_parts
@@ -39,7 +39,7 @@ def test_rows_equal_the_training_pass() -> None:
     teacher, adapter = build()
     disturb(adapter)
     x = teacher.parts.trace(ids(1, 9)).hidden[2]
-    from multirate.backbone.rows import Rows
+    from multirate.model.rows import Rows
 
     with torch.no_grad():
         cache = adapter.new_cache(1, 2)
@@ -145,8 +145,8 @@ def test_runs_on_the_native_decoder_in_bf16() -> None:
 
 
 def test_the_native_adapter_is_the_adapter() -> None:
-    from multirate.backbone.rows import Rows
     from multirate.methods.kangaroo.native import NativeKangarooAdapter
+    from multirate.model.rows import Rows
 
     decoder, shape = native_base()
     adapter = KangarooAdapter(KangarooConfig.for_base(shape, match_parameters=100_000), shape)

@@ -9,15 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OlmoeConfig
 
-from multirate.backbone.hf_decoder import HFDecoder
-from multirate.backbone.native import NativeDecoder
-from multirate.backbone.rows import Rows
 from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.speculative import generate_speculative
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
+from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter
 from multirate.methods.m2r2.modules import AcceleratedStream
@@ -26,7 +24,9 @@ from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
 from multirate.methods.prompt_lookup.decode import PromptLookupDrafter
 from multirate.methods.registry import method
-from multirate.methods.shape import BaseShape
+from multirate.model.hf.decoder import HFDecoder
+from multirate.model.native import NativeDecoder
+from multirate.model.rows import Rows
 
 from .whole_rounds import assert_whole_rounds_are_rounds_in_parts
 
@@ -102,7 +102,7 @@ def test_greedy_is_the_base_on_other_architectures(name):
 
 
 def test_presets_fit_a_model_without_gated_mlp():
-    from multirate.methods.teacher import Teacher
+    from multirate.methods.common.teacher import Teacher
 
     shape = Teacher(model_of(OTHERS["gpt2"])).shape
     assert M2R2Config.for_base(shape, "m2r2-carry").mlp_adapter == "parallel"

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from multirate.backbone.decoder import load_decoder
-from multirate.backbone.rows import Rows
+from multirate.methods.common.teacher import Teacher
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.train import M2R2Objective
-from multirate.methods.teacher import Teacher
+from multirate.model.decoder import load_decoder
+from multirate.model.rows import Rows
 
 from .tiny import base, disturb, ids
 

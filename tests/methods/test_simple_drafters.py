@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers as tf
 
-from multirate.backbone.decoder import load_decoder
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.sampler import Sampler
@@ -18,6 +17,7 @@ from multirate.errors import UserError
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
 from multirate.methods.prompt_lookup.decode import PromptLookupDrafter
 from multirate.methods.registry import method, methods, parse_variant
+from multirate.model.decoder import load_decoder
 
 PROMPTS = [[3, 7, 1, 9, 3, 7, 1], [5], [2, 2, 8, 4, 2, 2, 8, 4, 2]]
 

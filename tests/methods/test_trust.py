@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from multirate.methods.common.trust import Origin, Trust
 from multirate.methods.m2r2.tree import DraftTree
-from multirate.methods.trust import Origin, Trust
 
 FREE = np.zeros(8)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from multirate.backbone.decoder import Decoder
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.speculative import generate_speculative
 from multirate.decoding.stopping import StopSettings
+from multirate.model.decoder import Decoder
 
 
 def assert_whole_rounds_are_rounds_in_parts(

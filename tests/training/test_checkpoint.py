@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from multirate.errors import UserError
-from multirate.methods.shape import BaseShape
+from multirate.methods.common.shape import BaseShape
 from multirate.methods.trained import trained_method
 from multirate.training.checkpoint import Accelerator, describe_base
 from multirate.training.fingerprint import fingerprint

@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from multirate.backbone.decoder import load_decoder
 from multirate.errors import UserError
+from multirate.model.decoder import load_decoder
 from multirate.training.own_answers import answer_questions
 
 WORDS = ["what", "is", "a", "the", "cat", "dog", "sun", "red", "blue", ".", "?", "User", "Assistant", ":"]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from multirate.backbone.decoder import load_decoder
 from multirate.errors import UserError
-from multirate.methods.teacher import Teacher
+from multirate.methods.common.teacher import Teacher
+from multirate.model.decoder import load_decoder
 from multirate.training import teacher_states
 from multirate.training.data import load_samples
 from multirate.training.loop import train

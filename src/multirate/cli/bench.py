@@ -14,9 +14,9 @@ from multirate.cli.progress import Bar
 from multirate.errors import UserError
 
 if TYPE_CHECKING:
+    from multirate.bench.runner import Row
+    from multirate.bench.suites import Question
     from multirate.engine import Engine
-    from multirate.evaluation.runner import Row
-    from multirate.evaluation.suites import Question
 
 WRONG_ANSWERS = 1
 
@@ -79,11 +79,11 @@ def command(
         if value < least:
             raise UserError(f"{name} is {value}: at least {least} is needed")
 
-    from multirate.evaluation.suites import load_suite
+    from multirate.bench.suites import load_suite
 
     questions = load_suite(suite, data, limit)
 
-    from multirate.evaluation.report import check_writable, write_json
+    from multirate.bench.report import check_writable, write_json
 
     if json is not None:
         check_writable(json)
@@ -157,10 +157,10 @@ def run(
     """Measures, prints the table → (the run's JSON, its rows, whether Ctrl-C ended it early)."""
     import torch
 
+    from multirate.bench import provenance, report
+    from multirate.bench.divergence import Judge
+    from multirate.bench.runner import measure, summarise
     from multirate.cli.contenders import contender
-    from multirate.evaluation import provenance, report
-    from multirate.evaluation.divergence import Judge
-    from multirate.evaluation.runner import measure, summarise
 
     contenders = [contender(engine, name, max_new_tokens) for name in names]
     prompts = prepared(engine, questions, max_new_tokens, truncate)

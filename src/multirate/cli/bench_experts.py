@@ -13,7 +13,7 @@ from multirate.cli.progress import Bar
 from multirate.errors import UserError
 
 if TYPE_CHECKING:
-    from multirate.evaluation.suites import Question
+    from multirate.bench.suites import Question
 
 EXPERTS = "experts"
 
@@ -37,9 +37,9 @@ def command(
 
     names: arms, or just "experts" for all of them.
     """
+    from multirate.bench import expert_report, provenance, report
+    from multirate.bench.expert_arms import ALL_ARMS, measure_arms
     from multirate.engine import attach
-    from multirate.evaluation import expert_report, provenance, report
-    from multirate.evaluation.expert_arms import ALL_ARMS, measure_arms
     from multirate.experts.arms import parse_bytes
     from multirate.experts.runtime import ExpertSettings, slots_for
 

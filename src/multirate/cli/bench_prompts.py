@@ -8,14 +8,14 @@ from multirate.cli import options
 from multirate.cli.progress import Bar
 
 if TYPE_CHECKING:
+    from multirate.bench.prompts import PromptSet
+    from multirate.bench.suites import Question
     from multirate.engine import Engine
-    from multirate.evaluation.prompts import PromptSet
-    from multirate.evaluation.suites import Question
 
 
 def prepared(engine: Engine, questions: list[Question], max_new_tokens: int, truncate: bool) -> PromptSet:
     """The prompts of all questions; says which are skipped or cut."""
-    from multirate.evaluation.prompts import build_prompts
+    from multirate.bench.prompts import build_prompts
 
     stop = engine.stopping(max_new_tokens)
     with Bar("preparing prompts", len(questions)) as bar:

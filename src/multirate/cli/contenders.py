@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from multirate.bench.runner import Answer, Contender
 from multirate.decoding.logits import SamplingSettings
 from multirate.engine import Engine
-from multirate.evaluation.runner import Answer, Contender
 
 GENERATE = "generate"
 

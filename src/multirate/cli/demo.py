@@ -35,9 +35,9 @@ def command(
             raise UserError(f"{name} is {value}: at least 1 is needed")
     options.set_threads(threads)
 
+    from multirate.bench.prompts import encode_chat
+    from multirate.bench.suites import Question
     from multirate.engine import attach
-    from multirate.evaluation.prompts import encode_chat
-    from multirate.evaluation.suites import Question
     from multirate.hub import reference_accelerators
 
     presets = list(reference_accelerators())

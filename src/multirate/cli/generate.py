@@ -54,9 +54,9 @@ def command(
     text = _prompt(prompt, prompt_file)
     options.set_threads(threads)
 
+    from multirate.bench.prompts import encode_chat
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import attach
-    from multirate.evaluation.prompts import encode_chat
     from multirate.experts.arms import arm, parse_bytes
 
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed)

@@ -20,11 +20,11 @@ def command(
 
     from rich.table import Table
 
-    from multirate.backbone.decoder import load_decoder
+    from multirate.bench import provenance
     from multirate.engine import attach
     from multirate.errors import UserError
-    from multirate.evaluation import provenance
     from multirate.hub import reference_accelerators
+    from multirate.model.decoder import load_decoder
 
     loaded = options.load(model, dtype, device)
     here = provenance.collect(loaded.model.device)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from multirate.backbone.decoder import Decoder
-from multirate.backbone.rows import Rows
-from multirate.decoding.conversation import Conversation
 from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.prefix_cache import Conversation
 from multirate.decoding.results import GenerationOutput, OnTokens
 from multirate.decoding.session import Session
 from multirate.decoding.stopping import StopSettings
+from multirate.model.decoder import Decoder
+from multirate.model.rows import Rows
 
 
 @torch.no_grad()

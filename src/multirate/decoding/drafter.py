@@ -9,11 +9,11 @@ from functools import cached_property
 
 from torch import Tensor
 
-from multirate.backbone.decoder import Decoder
-from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.rows import MAX_TREE_BIT
-from multirate.decoding.cost_model import CostModel, measure_costs
+from multirate.decoding.costs import CostModel, measure_costs
 from multirate.decoding.sampler import Sampler
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import MAX_TREE_BIT
 
 MAX_TREE_NODES = MAX_TREE_BIT + 1
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from multirate.backbone.decoder import Decoder
-from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.rows import Rows
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import Rows
 
 
 @torch.no_grad()

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.backbone.decoder import argmax_rows
 from multirate.errors import UserError
+from multirate.model.decoder import argmax_rows
 
 _NUCLEUS_CANDIDATES = 512  # sorting these first spares sorting the whole vocabulary for almost every row
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from multirate.backbone.decoder import Decoder
-from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.rows import Rows
-from multirate.decoding.conversation import Conversation
 from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.prefix_cache import Conversation
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.stopping import StopSettings, StopTracker
 from multirate.errors import UserError
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import Rows
 
 _PREFILL_ROWS = 1024  # rows of one prefill call; bounds the memory of masks and activations
 _EAGER_SLOTS = 1024  # cache slots for new tokens allocated at once; the cache doubles when they are used up

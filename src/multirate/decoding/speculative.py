@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from multirate.backbone.decoder import Decoder
-from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.rows import Rows
 from multirate.decoding.acceptance import accept_greedy, accept_sampled
-from multirate.decoding.conversation import Conversation
 from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.prefix_cache import Conversation
 from multirate.decoding.results import GenerationOutput, OnTokens
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.session import Session
 from multirate.decoding.stopping import StopSettings
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import Rows
 
 Verdict = tuple[list[int], int]
 """Accepted path and bonus token (see acceptance.py)."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from multirate.backbone.native.foresight import NativeForesight, NativeStream
 from multirate.experts.loader import Prediction
 from multirate.experts.predictors import NextLayerGate, Predictor, SelectExperts, likeliest
+from multirate.model.native.foresight import NativeForesight, NativeStream
 
 Advance = Callable[[int, Tensor, "Tensor | None", int, "tuple[Tensor, Tensor] | None"], list[Tensor]]
 """(layer, residual [N, d], accelerated state or None, depths, routing) → p of each depth, [N, d] (modules.py)."""

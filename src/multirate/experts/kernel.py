@@ -1,6 +1,6 @@
 """Passes over a mixture's layers in one kernel call each: slots, loads and predictions without the interpreter.
 
-The kernel's own state machine (backbone/native/residency.h, loads.h, forecasts.h, mixture.h) does what slot_cache.py,
+The kernel's own state machine (csrc/residency.h, loads.h, forecasts.h, mixture.h) does what slot_cache.py,
 policies.py, loader.py, predictors.py and worth.py do for decoders that Python runs; tests/experts/test_kernel.py holds
 the two together. It knows reads by the kernel, the named eviction policies, Belady's, and the predictors of `plan_of`;
 runtime.py keeps to Python for the rest.
@@ -15,10 +15,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from multirate.backbone.native import library
-from multirate.backbone.native import residency as c
-from multirate.backbone.native.foresight import NativeForesight
-from multirate.backbone.native.moe import KernelCall, NativeMoEDecoder
 from multirate.experts.accelerated import AcceleratedResidual, AcceleratedStream
 from multirate.experts.policies import (
     Belady,
@@ -33,6 +29,10 @@ from multirate.experts.predictors import NextLayerGate, Oracle, Popularity, Pred
 from multirate.experts.reads import NativeReads
 from multirate.experts.stats import Event, ExpertStats
 from multirate.experts.store import ExpertStore
+from multirate.model.native import library
+from multirate.model.native import residency as c
+from multirate.model.native.foresight import NativeForesight
+from multirate.model.native.moe import KernelCall, NativeMoEDecoder
 
 _EVICTIONS: dict[type[EvictionPolicy], str] = {
     KeepNothing: "none", LeastRecentlyUsed: "lru", LeastFrequentlyUsed: "lfu", DecayedFrequency: "lrfu",

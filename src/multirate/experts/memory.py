@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from multirate.backbone.native import library
 from multirate.errors import UserError
 from multirate.experts.layout import ALIGNMENT
 from multirate.experts.reader import Arena, RecordReader, Throttle
 from multirate.experts.reads import CHUNK, NativeReads, Reads, ThreadReads
 from multirate.experts.store import ExpertStore
+from multirate.model.native import library
 
 _SPIN = 1e-3  # longer than a layer of a small model computes
 

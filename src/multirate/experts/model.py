@@ -12,12 +12,6 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from multirate.backbone.decoder import BACKENDS, Decoder
-from multirate.backbone.hf_decoder import HFDecoder
-from multirate.backbone.inspect import find_parts
-from multirate.backbone.native.foresight import NativeForesight, NativeStream
-from multirate.backbone.native.moe import NativeMoEDecoder
-from multirate.backbone.parts import MoEParts
 from multirate.errors import UserError
 from multirate.experts.accelerated import AcceleratedResidual, AcceleratedStream, Advance
 from multirate.experts.arms import AHEAD_OF_TIME, arm, parse_bytes
@@ -31,6 +25,12 @@ from multirate.experts.shards import Shards
 from multirate.experts.store import ExpertStore
 from multirate.hub import resolve_accelerator
 from multirate.methods.m2r2_experts.modules import ExpertForecast
+from multirate.model.decoder import BACKENDS, Decoder
+from multirate.model.hf.decoder import HFDecoder
+from multirate.model.hf.inspect import find_parts
+from multirate.model.hf.parts import MoEParts
+from multirate.model.native.foresight import NativeForesight, NativeStream
+from multirate.model.native.moe import NativeMoEDecoder
 from multirate.training.checkpoint import Accelerator
 
 _RENAMED = (("block_sparse_moe.", "mlp."),)  # checkpoint name → module name

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from multirate.backbone.native.moe import MOE_FAMILIES, expert_tiles, pack_expert
 from multirate.errors import UserError
 from multirate.experts.layout import MODULE, NATIVE, ExpertTensors
 from multirate.experts.shards import Shards
 from multirate.experts.store import DATA, INDEX, VERIFIED, ExpertStore, StoreIndex
+from multirate.model.native.moe import MOE_FAMILIES, expert_tiles, pack_expert
 
 _PARTIAL, _PROGRESS = "experts.bin.partial", "packing.json"
 _CHECKPOINT_BYTES = 256 << 20  # progress is written at least so often

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from multirate.backbone.native.packing import HUGE_PAGE, large_pages
 from multirate.errors import UserError
 from multirate.experts.layout import ALIGNMENT
+from multirate.model.native.packing import HUGE_PAGE, large_pages
 
 
 class Arena:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from multirate.backbone.native import library
 from multirate.errors import UserError
+from multirate.model.native import library
 
 CHUNK = 1 << 20
 Fill = Callable[[int, int, int, int], None]

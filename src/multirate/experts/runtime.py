@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multirate.backbone.native.moe import ComputeExperts, KernelCall, KernelPasses, NativeMoEDecoder, unpack_expert
 from multirate.errors import UserError
 from multirate.experts.depth import MeasuredDepth
 from multirate.experts.kernel import Failure, KernelExperts, knows, plans_of
@@ -30,6 +29,7 @@ from multirate.experts.slot_cache import Key, Slot, SlotCache, State
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
 from multirate.experts.worth import Worth
+from multirate.model.native.moe import ComputeExperts, KernelCall, KernelPasses, NativeMoEDecoder, unpack_expert
 
 IMPLEMENTATION = "multirate"
 

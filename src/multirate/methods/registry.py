@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
-from multirate.backbone.decoder import Decoder
 from multirate.decoding.drafter import Drafter
 from multirate.errors import UserError
+from multirate.model.decoder import Decoder
 
 # modules whose import registers their methods
 _MODULES = [

@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from multirate.errors import UserError
-from multirate.methods.config import MethodConfig
+from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.shape import BaseShape
+from multirate.methods.common.teacher import Teacher
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.kangaroo.train import KangarooObjective
@@ -20,8 +22,6 @@ from multirate.methods.m2r2_experts.config import ExpertForecastConfig
 from multirate.methods.m2r2_experts.modules import ExpertForecast
 from multirate.methods.m2r2_experts.start import start_from_experts
 from multirate.methods.m2r2_experts.train import ExpertForecastObjective
-from multirate.methods.shape import BaseShape
-from multirate.methods.teacher import Teacher
 
 EXPERTS = ExpertForecastConfig.METHOD
 

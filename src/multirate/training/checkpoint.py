@@ -17,8 +17,8 @@ from torch import nn
 
 from multirate.errors import UserError
 from multirate.integration.loader_files import write_custom_generate
-from multirate.methods.config import MethodConfig
-from multirate.methods.shape import BaseShape
+from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.shape import BaseShape
 from multirate.methods.trained import trained_method
 from multirate.training.fingerprint import fingerprint
 from multirate.training.model_card import model_card

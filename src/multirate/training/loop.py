@@ -24,11 +24,11 @@ from accelerate import Accelerator as Launcher
 from torch import Tensor, nn
 
 import multirate
-from multirate.backbone.decoder import load_decoder
 from multirate.errors import UserError
-from multirate.methods.objective import Report, Summary
-from multirate.methods.teacher import Teacher
+from multirate.methods.common.objective import Report, Summary
+from multirate.methods.common.teacher import Teacher
 from multirate.methods.trained import TrainedMethod, trained_method
+from multirate.model.decoder import load_decoder
 from multirate.training.checkpoint import Accelerator, describe_base
 from multirate.training.data import Batch, BatchPlan, Sample, load_samples
 from multirate.training.optimizers import learning_rate, optimizers

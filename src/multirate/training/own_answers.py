@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multirate.backbone.decoder import Decoder
 from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
+from multirate.model.decoder import Decoder
 from multirate.training.data import read_conversations, render_prompt
 
 Turns = list[tuple[str, str]]

@@ -8,8 +8,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from multirate.methods.distillation import simulated_tokens_per_step
-from multirate.methods.objective import Summary
+from multirate.methods.common.distillation import simulated_tokens_per_step
+from multirate.methods.common.objective import Summary
 
 
 def describe(summary: Summary, loss: float, drafts: bool = True) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from multirate.methods.config import MethodConfig
+from multirate.methods.common.config import MethodConfig
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.backbone.decoder import Decoder
-from multirate.backbone.rows import Rows
 from multirate.errors import UserError
+from multirate.model.decoder import Decoder
+from multirate.model.rows import Rows
 from multirate.training.checkpoint import write_atomically
 from multirate.training.data import Sample
 

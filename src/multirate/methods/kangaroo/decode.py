@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.backbone.decoder import Decoder
-from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.native import NativeDecoder
-from multirate.backbone.native.cache import NativeKVCache
-from multirate.backbone.rows import Rows
 from multirate.decoding.drafter import Draft, Drafter, Round
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
-from multirate.methods.config import MethodConfig
+from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.native_rounds import NativeRounds
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.kangaroo.native import NativeKangarooAdapter
-from multirate.methods.native_rounds import NativeRounds
 from multirate.methods.registry import register
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.native import NativeDecoder
+from multirate.model.native.cache import NativeKVCache
+from multirate.model.rows import Rows
 
 _PREFILL_ROWS = 1024
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.rows import Rows
+from multirate.methods.common.layers import OwnAttention, RMSNorm
+from multirate.methods.common.shape import BaseShape
 from multirate.methods.kangaroo.config import KangarooConfig
-from multirate.methods.layers import OwnAttention, RMSNorm
-from multirate.methods.shape import BaseShape
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import Rows
 
 
 class KangarooAdapter(nn.Module):

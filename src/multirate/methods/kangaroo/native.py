@@ -7,14 +7,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.native import NativeDecoder, library
-from multirate.backbone.native.cache import NativeKVCache
-from multirate.backbone.native.own_layer import OwnLayer, tiles
-from multirate.backbone.native.packing import Owner
-from multirate.backbone.rows import Rows
+from multirate.methods.common.native_rounds import DraftHead, NativeRounds
 from multirate.methods.kangaroo.modules import KangarooAdapter
-from multirate.methods.native_rounds import DraftHead, NativeRounds
+from multirate.model.kv_cache import KVCache
+from multirate.model.native import NativeDecoder, library
+from multirate.model.native.cache import NativeKVCache
+from multirate.model.native.own_layer import OwnLayer, tiles
+from multirate.model.native.packing import Owner
+from multirate.model.rows import Rows
 
 
 class NativeKangarooAdapter:

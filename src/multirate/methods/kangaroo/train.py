@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from multirate.methods.distillation import Distilled, distil
+from multirate.methods.common.distillation import Distilled, distil
+from multirate.methods.common.objective import Report, Term
+from multirate.methods.common.teacher import Teacher
 from multirate.methods.kangaroo.modules import KangarooAdapter
-from multirate.methods.objective import Report, Term
-from multirate.methods.teacher import Teacher
 
 
 class KangarooObjective(nn.Module):

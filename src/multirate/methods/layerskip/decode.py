@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.backbone.decoder import Decoder
-from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.rows import Rows
-from multirate.decoding.cost_model import measure_costs
+from multirate.decoding.costs import measure_costs
 from multirate.decoding.draft_length import DraftLengthController
 from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.sampler import Sampler
 from multirate.methods.layerskip.config import LayerSkipConfig
 from multirate.methods.registry import register
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import Rows
 
 
 class LayerSkipDrafter(Drafter):

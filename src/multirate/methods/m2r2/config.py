@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 from multirate.errors import UserError
-from multirate.methods.config import MethodConfig
-from multirate.methods.shape import BaseShape
+from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.shape import BaseShape
 
 PRESETS = ("m2r2", "m2r2-carry")
 

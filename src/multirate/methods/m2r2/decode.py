@@ -17,24 +17,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.backbone.decoder import Decoder
-from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.native import NativeDecoder, library
-from multirate.backbone.rows import Rows
-from multirate.decoding.cost_model import CostModel
+from multirate.decoding.costs import CostModel
 from multirate.decoding.drafter import Draft, Drafter, Round
-from multirate.decoding.lookup import TextIndex
+from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
+from multirate.methods.common.native_rounds import NativeRounds
+from multirate.methods.common.trust import Trust
 from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.prices import Prices
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.m2r2.tree import DraftTree
-from multirate.methods.native_rounds import NativeRounds
 from multirate.methods.registry import register
-from multirate.methods.trust import Trust
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.native import NativeDecoder, library
+from multirate.model.rows import Rows
 
 
 @dataclass

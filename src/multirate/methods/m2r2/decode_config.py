@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from multirate.backbone.rows import MAX_TREE_BIT
 from multirate.errors import UserError
-from multirate.methods.config import MethodConfig
+from multirate.methods.common.config import MethodConfig
+from multirate.model.rows import MAX_TREE_BIT
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.rows import Rows
-from multirate.methods.layers import KeysValues, OwnAttention, RMSNorm, SwiGLU
+from multirate.methods.common.layers import KeysValues, OwnAttention, RMSNorm, SwiGLU
+from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.config import M2R2Config
-from multirate.methods.shape import BaseShape
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import Rows
 
 
 class LowRank(nn.Module):

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.native import NativeDecoder, library
-from multirate.backbone.native.adapters import AdapterPack
-from multirate.backbone.native.cache import NativeKVCache
-from multirate.backbone.native.own_layer import OwnLayer, tiles
-from multirate.backbone.native.packing import Owner, array_of, interleave_gate_up
-from multirate.backbone.rows import Rows
+from multirate.methods.common.native_rounds import DraftHead
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
 from multirate.methods.m2r2.runner import StreamRunner
-from multirate.methods.native_rounds import DraftHead
+from multirate.model.kv_cache import KVCache
+from multirate.model.native import NativeDecoder, library
+from multirate.model.native.adapters import AdapterPack
+from multirate.model.native.cache import NativeKVCache
+from multirate.model.native.own_layer import OwnLayer, tiles
+from multirate.model.native.packing import Owner, array_of, interleave_gate_up
+from multirate.model.rows import Rows
 
 
 class NativeStreamRunner(StreamRunner):

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.backbone.decoder import Decoder
-from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.rows import Rows
 from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import Rows
 
 
 class StreamRunner:

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multirate.methods.distillation import Distilled, distil
-from multirate.methods.layers import KeysValues
+from multirate.methods.common.distillation import Distilled, distil
+from multirate.methods.common.layers import KeysValues
+from multirate.methods.common.objective import Report, Term
+from multirate.methods.common.teacher import SlowPass, Teacher
 from multirate.methods.m2r2.arla import balanced_bce
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.methods.objective import Report, Term
-from multirate.methods.teacher import SlowPass, Teacher
 
 
 def shift(x: Tensor) -> Tensor:

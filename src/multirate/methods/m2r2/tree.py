@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from multirate.methods.trust import Origin, Trust
+from multirate.methods.common.trust import Origin, Trust
 
 
 @dataclass

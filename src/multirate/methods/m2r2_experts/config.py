@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from multirate.methods.config import MethodConfig
-from multirate.methods.shape import BaseShape
+from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.shape import BaseShape
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2_experts.config import ExpertForecastConfig
-from multirate.methods.shape import BaseShape
 
 Routing = tuple[Tensor, Tensor]
 """A layer's experts [N, k] and the weights that its router gave them [N, k]."""

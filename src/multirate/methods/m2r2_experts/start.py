@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multirate.backbone.parts import LayerParts
+from multirate.methods.common.teacher import Teacher
 from multirate.methods.m2r2_experts.modules import ExpertForecast, Routing
-from multirate.methods.teacher import Teacher
+from multirate.model.hf.parts import LayerParts
 
 RIDGE = 1e-3
 """Of the features' mean square: rows hardly seen keep what was drawn for them."""

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from multirate.backbone.parts import MoEParts
 from multirate.errors import UserError
-from multirate.methods.distillation import Distilled
+from multirate.methods.common.distillation import Distilled
+from multirate.methods.common.objective import Report, Term
+from multirate.methods.common.teacher import SlowPass, Teacher
 from multirate.methods.m2r2_experts.modules import Arrival, ExpertForecast, Onward, Routing
-from multirate.methods.objective import Report, Term
-from multirate.methods.teacher import SlowPass, Teacher
+from multirate.model.hf.parts import MoEParts
 
 
 @dataclass

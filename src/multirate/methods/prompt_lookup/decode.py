@@ -6,16 +6,16 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from multirate.backbone.decoder import Decoder
-from multirate.backbone.kv_cache import KVCache
-from multirate.backbone.native import NativeDecoder, library
-from multirate.backbone.native.cache import NativeKVCache
 from multirate.decoding.drafter import Draft, Drafter, Round
-from multirate.decoding.lookup import TextIndex
+from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
-from multirate.methods.native_rounds import NativeRounds
+from multirate.methods.common.native_rounds import NativeRounds
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
 from multirate.methods.registry import register
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.native import NativeDecoder, library
+from multirate.model.native.cache import NativeKVCache
 
 
 class PromptLookupDrafter(Drafter):

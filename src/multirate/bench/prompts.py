@@ -1,0 +1,97 @@
+"""Questions become token ids: chat template, turns asked after the model's own answers, and the context limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from multirate.bench.suites import Question
+from multirate.errors import UserError
+
+Answer = Callable[[list[int]], list[int]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One turn, ready for the model. `id` is the question's, with `#turn` when it has several.
+
+    follows: whether it goes on from the prompt before it.
+    """
+
+    id: str
+    tokens: list[int]
+    category: str | None = None
+    follows: bool = False
+
+
+@dataclass
+class PromptSet:
+    """The prompts of a run, and the ids of those left out because they do not fit the context."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    truncated: list[str] = field(default_factory=list)
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation that ends with the user's turn, by the tokenizer's chat template.
+
+    A tokenizer without a template gets the turns as plain text with its own special tokens, separated by blank lines.
+    """
+    if getattr(tokenizer, "chat_template", None):
+        encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        ids = encoded["input_ids"]
+    else:
+        ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+    return [int(token) for token in ids]
+
+
+def build_prompts(
+    questions: Sequence[Question],
+    tokenizer: Any,
+    answer: Answer,
+    *,
+    max_positions: int | None,
+    max_new_tokens: int,
+    truncate: bool = False,
+    on_question: Callable[[], None] | None = None,
+) -> PromptSet:
+    """Every turn of every question as token ids, the same for all methods that are compared.
+
+    `answer(prompt ids) -> new ids` is the base model's plain decoding; it is called for all turns but a question's
+    last, because the next turn is asked after that answer. A prompt longer than `max_positions - max_new_tokens`
+    (None: there is no limit) is cut from the left with `truncate`, else it is skipped together with its later turns,
+    which would follow an answer that was never given. UserError when no prompt is left.
+    """
+    room = None if max_positions is None else max_positions - max_new_tokens
+    if max_positions is not None and room is not None and room < 1:
+        raise UserError(
+            f"max_new_tokens is {max_new_tokens}, but the model's context is {max_positions} tokens: "
+            f"at most {max_positions - 1} leaves room for a prompt"
+        )
+    result = PromptSet()
+    for question in questions:
+        messages: list[dict[str, str]] = []
+        for turn, text in enumerate(question.turns):
+            name = question.id if len(question.turns) == 1 else f"{question.id}#{turn + 1}"
+            messages.append({"role": "user", "content": text})
+            tokens = encode_chat(tokenizer, messages)
+            if room is not None and len(tokens) > room:
+                if not truncate:
+                    result.skipped.extend(f"{question.id}#{t + 1}" for t in range(turn, len(question.turns)))
+                    break
+                tokens = tokens[-room:]
+                result.truncated.append(name)
+            result.prompts.append(Prompt(name, tokens, question.category, follows=turn > 0))
+            if turn + 1 < len(question.turns):
+                reply = tokenizer.decode(answer(tokens), skip_special_tokens=True).strip()
+                messages.append({"role": "assistant", "content": reply})
+        if on_question is not None:
+            on_question()
+    if not result.prompts:
+        raise UserError(
+            f"none of the {len(questions)} questions fits the model's context of {max_positions} tokens with "
+            f"max_new_tokens={max_new_tokens}: lower --max-new-tokens or cut prompts from the left with --truncate"
+        )
+    return result

@@ -1,0 +1,111 @@
+"""A bench run as a table that fits in 80 columns, and as JSON that is written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from multirate.bench.runner import Row, baseline
+from multirate.errors import UserError
+
+
+def table(rows: Sequence[Row], title: str | None = None) -> Table:
+    """The rows for a terminal. A row whose answers are not the base model's shows no speedup."""
+    against = baseline(rows)
+    result = Table(
+        title=title, title_justify="left", caption=_caption(rows, against), caption_justify="left", pad_edge=False
+    )
+    longest = max((len(row.method) for row in rows), default=0)
+    result.add_column("method", overflow="fold", min_width=min(longest, 14), max_width=16)
+    for heading in ("tok/s", "speedup", "spread", "tok/step", "accept", "identical"):
+        result.add_column(heading, justify="right")
+    for row in rows:
+        result.add_row(
+            row.method if row.lossless else f"{row.method} (lossy)",
+            f"{row.tokens_per_second:.1f}",
+            "refused" if row.speedup is None else f"{row.speedup:.2f}x",
+            f"{100 * row.spread:.0f}%",
+            "-" if row.tokens_per_step is None else f"{row.tokens_per_step:.2f}",
+            "-" if row.acceptance is None else f"{100 * row.acceptance:.0f}%",
+            identity(row),
+        )
+    return result
+
+
+def identity(row: Row) -> str:
+    """`yes`, or how many answers are (`78/80`), with near-ties and wrong answers on lines of their own."""
+    total = row.identical + row.near_ties + row.diverged
+    if row.lossless and row.identical == total:
+        return "yes"
+    if not row.lossless:
+        return f"{row.identical} same"
+    parts = [f"{row.identical}/{total}"]
+    if row.near_ties:
+        parts.append(f"{row.near_ties} near-tie" + "s" * (row.near_ties > 1))
+    if row.diverged:
+        parts.append(f"{row.diverged} WRONG")
+    return "\n".join(parts)
+
+
+def _caption(rows: Sequence[Row], against: Row | None) -> str:
+    if against is None:
+        return "No speedups: there is no correct baseline in this run."
+    lines = [f"Speedup: total tokens over total time, against {against.method} (the faster baseline)."]
+    wrong = [row.method for row in rows if row.diverged]
+    if wrong:
+        lines.append(f"No speedup for {', '.join(wrong)}: answers are missing, shortened or wrong.")
+    return "\n".join(lines)
+
+
+def document(provenance: dict[str, Any], rows: Sequence[Row], **settings: Any) -> dict[str, Any]:
+    """The JSON of a run: provenance and settings at the top level, then `baseline` and `rows`."""
+    against = baseline(rows)
+    return {
+        **provenance,
+        **settings,
+        "baseline": None if against is None else against.method,
+        "rows": [row.as_dict() for row in rows],
+    }
+
+
+def check_writable(path: str | Path) -> Path:
+    """The path, after a trial write beside it: a long run must not end at an output that cannot be written."""
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder, a file name is needed")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".multirate-"):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
+    if path.exists() and not os.access(path, os.W_OK):
+        raise UserError(f"cannot write {path}: permission denied")
+    return path
+
+
+def write_json(path: str | Path, content: dict[str, Any]) -> None:
+    """Writes beside the target and renames, so that a reader never sees half a file. UserError when it cannot."""
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """The same for any text."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None

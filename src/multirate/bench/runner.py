@@ -1,0 +1,218 @@
+"""Measures methods side by side: warm-up, interleaved repeats, total tokens over total time, identity of answers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+from multirate.bench.divergence import Divergence, Judge
+from multirate.bench.prompts import Prompt
+
+REFERENCE = "autoregressive"
+BASELINES = (REFERENCE, "generate")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """New tokens of one prompt and what they took: `stepped` of them came from `steps` passes after the prefill.
+
+    `drafted` counts drafted levels (of a chain: tokens), `accepted` the drafted tokens that were emitted.
+    """
+
+    tokens: list[int]
+    stepped: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method under test: `run(prompt ids) -> Answer`. Lossy ones need not give the reference's tokens.
+
+    forget: called, untimed, before a prompt that does not go on from the one before: no method may know it already.
+    """
+
+    name: str
+    run: Callable[[list[int]], Answer]
+    lossless: bool = True
+    forget: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed answer."""
+
+    answer: Answer
+    seconds: float
+
+
+@dataclass
+class Measurements:
+    """`samples[repeat][prompt][method]`; every method has answered every prompt that is in it."""
+
+    methods: list[str]
+    prompts: list[Prompt]
+    samples: list[list[dict[str, Sample]]] = field(default_factory=list)
+    interrupted: bool = False
+
+    def usable(self) -> list[list[dict[str, Sample]]]:
+        """The complete repeats; if an interruption left none, what there is of the first one."""
+        complete = [repeat for repeat in self.samples if len(repeat) == len(self.prompts)]
+        return complete or [repeat for repeat in self.samples[:1] if repeat]
+
+
+@dataclass
+class Row:
+    """One method's figures. Rates are tokens per second of wall time, prefill included.
+
+    The repeat with the (lower) median rate gives `tokens`, `seconds` and `tokens_per_second`; `spread` is (max − min) /
+    median of the rates; `speedup` is against the faster baseline and None when answers are missing, shortened or
+    wrong. `tokens_per_step` counts emitted tokens per target pass after the prefill, bonus token included; `acceptance`
+    is accepted over drafted tokens. `identical + near_ties + diverged` is the number of prompts of a lossless method.
+    """
+
+    method: str
+    lossless: bool
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    speedup: float | None
+    spread: float
+    tokens_per_step: float | None
+    acceptance: float | None
+    identical: int
+    near_ties: int
+    diverged: int
+    seconds_per_repeat: list[float] = field(default_factory=list)
+    divergences: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, JSON-ready."""
+        return asdict(self)
+
+
+def measure(
+    contenders: Sequence[Contender],
+    prompts: Sequence[Prompt],
+    *,
+    repeats: int = 3,
+    warmup: int = 1,
+    synchronize: Callable[[], None] | None = None,
+    on_answer: Callable[[str], None] | None = None,
+) -> Measurements:
+    """Times every contender on every prompt, `repeats` times, after `warmup` prompts that do not count.
+
+    All methods answer a prompt before the next one comes, and their order rotates, so that a machine that slows down
+    or warms up slows all of them alike. A conversation's later turns may use what a method kept of the earlier ones;
+    every other prompt is new to it. Ctrl-C ends the run with what is complete.
+    """
+    result = Measurements([c.name for c in contenders], list(prompts))
+    wait = synchronize or (lambda: None)
+    gc.collect()
+    gc.freeze()  # a full collection among a model's many objects takes longer than some answers
+    try:
+        for prompt in prompts[:warmup]:
+            _forget(contenders, prompt)
+            for contender in contenders:
+                contender.run(prompt.tokens)
+                if on_answer is not None:
+                    on_answer(contender.name)
+        for repeat in range(repeats):
+            result.samples.append([])
+            for index, prompt in enumerate(prompts):
+                taken: dict[str, Sample] = {}
+                _forget(contenders, prompt)
+                first = (repeat + index) % len(contenders)
+                for contender in [*contenders[first:], *contenders[:first]]:
+                    wait()
+                    start = perf_counter()
+                    answer = contender.run(prompt.tokens)
+                    wait()
+                    taken[contender.name] = Sample(answer, perf_counter() - start)
+                    if on_answer is not None:
+                        on_answer(contender.name)
+                result.samples[repeat].append(taken)
+    except KeyboardInterrupt:
+        result.interrupted = True
+    finally:
+        gc.unfreeze()
+    return result
+
+
+def _forget(contenders: Sequence[Contender], prompt: Prompt) -> None:
+    if not prompt.follows:
+        for contender in contenders:
+            contender.forget()
+
+
+def summarise(measurements: Measurements, judge: Judge, lossy: Sequence[str] = ()) -> list[Row]:
+    """One Row per method, in the order given; identity is against the first repeat of REFERENCE, prompt by prompt."""
+    repeats = measurements.usable()
+    if not repeats:
+        return []
+    rows = [_row(name, name not in lossy, repeats, measurements.prompts, judge) for name in measurements.methods]
+    reference = baseline(rows)
+    for row in rows:
+        if reference is not None and not row.diverged and row.tokens_per_second > 0:
+            row.speedup = row.tokens_per_second / reference.tokens_per_second
+    return rows
+
+
+def baseline(rows: Sequence[Row]) -> Row | None:
+    """The faster of our own plain decoding and transformers' `generate`: what speedups are quoted against."""
+    plain = [row for row in rows if row.method in BASELINES and not row.diverged and row.tokens_per_second > 0]
+    return max(plain, key=lambda row: row.tokens_per_second, default=None)
+
+
+def _row(
+    name: str, lossless: bool, repeats: list[list[dict[str, Sample]]], prompts: Sequence[Prompt], judge: Judge
+) -> Row:
+    tokens = [sum(len(taken[name].answer.tokens) for taken in repeat) for repeat in repeats]
+    seconds = [sum(taken[name].seconds for taken in repeat) for repeat in repeats]
+    rates = [count / time for count, time in zip(tokens, seconds, strict=True)]
+    middle = sorted(range(len(rates)), key=lambda index: rates[index])[(len(rates) - 1) // 2]
+    answers = [taken[name].answer for repeat in repeats for taken in repeat]
+    steps = sum(answer.steps for answer in answers)
+    drafted = sum(answer.drafted for answer in answers)
+    found = _divergences(name, repeats, prompts, judge)
+    differing = {index for index, _ in found}
+    # A lossy method may answer otherwise, but it has to answer.
+    wrong = {
+        index
+        for index, divergence in found
+        if (divergence.kind == "bug" if lossless else not all(len(r[index][name].answer.tokens) for r in repeats))
+    }
+    return Row(
+        method=name,
+        lossless=lossless,
+        tokens=tokens[middle],
+        seconds=seconds[middle],
+        tokens_per_second=rates[middle],
+        speedup=None,
+        spread=(max(rates) - min(rates)) / rates[middle] if rates[middle] > 0 else 0.0,
+        tokens_per_step=sum(answer.stepped for answer in answers) / steps if steps else None,
+        acceptance=sum(answer.accepted for answer in answers) / drafted if drafted else None,
+        identical=len(repeats[0]) - len(differing),
+        near_ties=len(differing - wrong) if lossless else 0,
+        diverged=len(wrong),
+        seconds_per_repeat=seconds,
+        divergences=[{"prompt": prompts[index].id, **divergence.as_dict()} for index, divergence in found],
+    )
+
+
+def _divergences(
+    name: str, repeats: list[list[dict[str, Sample]]], prompts: Sequence[Prompt], judge: Judge
+) -> list[tuple[int, Divergence]]:
+    """(prompt index, divergence) of every distinct answer, over all repeats, that is not the reference's."""
+    found = []
+    for index in range(len(repeats[0])):
+        reference = repeats[0][index][REFERENCE].answer.tokens
+        for tokens in sorted({tuple(repeat[index][name].answer.tokens) for repeat in repeats}):
+            divergence = judge.classify(prompts[index].tokens, reference, tokens)
+            if divergence is not None:
+                found.append((index, divergence))
+    return found

@@ -1,0 +1,1 @@
+"""What the methods share: configurations, layers, the teacher, the loss."""

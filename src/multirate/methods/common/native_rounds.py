@@ -1,0 +1,167 @@
+"""Whole greedy rounds of one sequence in the kernel: draft, verification and acceptance in one call from Python.
+
+The state between two rounds is what the kernel leaves: the tokens it emitted and h_L of the accepted path, which are
+the tokens to refresh (all but the last, the next root) and their carried residuals.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.decoding.costs import CostModel
+from multirate.decoding.drafter import MAX_TREE_NODES, Round
+from multirate.methods.common.trust import Origin
+from multirate.model.native import NativeDecoder, library
+from multirate.model.native.cache import NativeKVCache
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """What a stream's output is read with. ``token_map``: address of each output's id [vocab]; None: itself."""
+
+    linear: library.Linear
+    vocab: int
+    token_map: int | None = None
+
+
+class NativeRounds:
+    """Rounds of one sequence at a time: ``begin`` a generation, ``enter`` a sequence, ``run`` until it ends.
+
+    stream: what drafts, at stream.gate, read with `head`; without one the text is looked up, and nothing else. refresh:
+    whether accepted tokens run through it again (it has own K/V). limits: nodes, width, top, sharpness, least and the
+    lookup's rates are kept; ``run`` sets the others. Owns all buffers of a round.
+    """
+
+    @staticmethod
+    def can_draft(nodes: int) -> bool:
+        """Whether a round can have so many nodes: the kernel's arrays, and a tree's bits, end there."""
+        return nodes <= MAX_TREE_NODES
+
+    def __init__(
+        self, decoder: NativeDecoder, stream: library.Stream, head: DraftHead | None, limits: library.TreeLimits,
+        refresh: bool,
+    ) -> None:
+        nodes, d = limits.nodes, decoder.facts.hidden_size
+        self._library = library.kernel()
+        self._decoder, self._nodes, self._refresh, self._entered = decoder, nodes, refresh, 0
+        self._ids = np.zeros(nodes + 1, np.int64)
+        self._carried = torch.zeros(nodes + 1, d)
+        self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
+        self._hidden = torch.empty(nodes + 1, d)
+        heads = limits.width * head.linear.outputs if head else 0, (nodes + 1) * decoder.head.outputs
+        self._scratch = torch.empty((5 * (nodes + 1) + 2) * d + max(heads))
+        self._held = (stream, head)  # the kernel reads them by address
+        self._free = np.zeros(nodes)
+        self._limits, self._longest = limits, limits.lookup.longest
+        self._text = np.empty(0, np.int32)
+        self._round = library.Round(
+            stream=ctypes.addressof(stream), draft_head=ctypes.addressof(head.linear) if head else None,
+            head=ctypes.addressof(decoder.head), norm=decoder.norm_address, token_map=head.token_map if head else None,
+            ids=self._ids.ctypes.data, carried=self._carried.data_ptr(), tokens=self._tokens.ctypes.data,
+            parents=self._parents.ctypes.data, hidden=self._hidden.data_ptr(), scratch=self._scratch.data_ptr(),
+            draft_vocab=head.vocab if head else 0, layers=decoder.facts.num_layers,
+        )
+        self._addresses = ctypes.addressof(self._round), ctypes.addressof(self._limits)
+
+    def begin(self, cache: NativeKVCache, own: NativeKVCache | None) -> None:
+        """A generation over ``cache``, with the stream's own layer's K/V in ``own``."""
+        self._cache, self._own = cache, own
+
+    def enter(
+        self, seq: int, ids: Sequence[int], carried: Tensor | None = None, text: Sequence[int] | None = None
+    ) -> None:
+        """The sequence's next round refreshes all ``ids`` but the last, its root. carried [len(ids), d], if any.
+        text: all tokens so far, the root last, for drafts that look themselves up in it; None: these do not."""
+        self._limits.lookup.longest = 0 if text is None else self._longest
+        self._set_text([] if text is None else text)
+        self._round.sequence = seq
+        self._entered = len(ids)
+        self._ids[: len(ids)] = ids
+        if carried is not None:
+            self._carried[: len(ids)] = carried
+
+    def run(
+        self, depth: int, expand: np.ndarray | None = None, keep: np.ndarray | None = None, deepest: int | None = None,
+        steady: float = 1.0,
+    ) -> Round:
+        """One round, with drafts of at most ``depth`` levels, suggestions of ``deepest``. The accepted tokens' K/V are
+        in place, uncommitted.
+
+        expand, keep: float64 [nodes], least reach of the n-th node to be drafted from and to be verified; None: 0.
+        steady: see lookup.h.
+        """
+        limits, length = self._limits, self._make_room()
+        limits.depth = depth
+        limits.lookup.deepest, limits.lookup.steady = depth if deepest is None else deepest, steady
+        limits.expand = (self._free if expand is None else expand).ctypes.data
+        limits.keep = (self._free if keep is None else keep).ctypes.data
+        first = 0 if self._refresh else self._entered - 1
+        emitted = self._library.mr_round(
+            self._addresses[0], length, first, self._entered - first, self._addresses[1]
+        )
+        self._entered = emitted
+        return Round(self._ids[:emitted].tolist(), self._round.drafted, self._round.levels)
+
+    def measured(
+        self, plain: CostModel, own: Callable[[NativeKVCache], NativeKVCache | None], repeats: int = 40,
+        budget_seconds: float = 0.2,
+    ) -> CostModel:
+        """``plain`` with the draft's costs as they are inside a round: the difference between rounds of many levels and
+        of one (a level alone misses that draft and verification push each other out of the caches). Uses caches of its
+        own, the stream's made by ``own``; not during a generation. At least two repeats, however long they take."""
+        most, length = min(self._nodes, 6), 40
+        cache = self._decoder.new_cache(1, length + self._nodes + 1)
+        cache.commit(0, length)
+        self.begin(cache, own(cache))
+        taken: dict[int, list[float]] = {1: [], most: []}
+        deadline = time.perf_counter() + budget_seconds
+        for repeat in range(repeats):
+            if repeat >= 2 and time.perf_counter() > deadline:
+                break
+            for depth in taken:
+                self.enter(0, [0])
+                self._limits.nodes = depth
+                begin = time.perf_counter()
+                self.run(depth)
+                taken[depth].append(time.perf_counter() - begin)
+        self._limits.nodes = self._nodes
+        one, many = (statistics.median(taken[depth][1:]) for depth in (1, most))
+        costs = plain.costs
+        rows = costs.verify_seconds(most + 1) - costs.verify_seconds(2)
+        level = max(many - one - rows, 0.0) / max(most - 1, 1)
+        fixed = max(one - level - costs.verify_seconds(2), 0.0)
+        return replace(plain, costs=replace(costs, draft_step=level, draft_fixed=fixed))
+
+    def origin(self) -> tuple[Origin, int, int]:
+        """Where the last round's draft came from, and how much of either kind was accepted (common/trust.py)."""
+        record = self._round
+        text = record.text
+        return Origin(text.drawn, text.followed, text.matched), record.true_drawn, record.true_followed
+
+    def _set_text(self, tokens: Sequence[int] | np.ndarray, room: int = 1024) -> None:
+        text = self._round.text
+        self._text = np.empty(len(tokens) + room + 2 * (self._nodes + 1), np.int32)
+        self._text[: len(tokens)] = tokens
+        text.tokens, text.count = (self._text.ctypes.data if len(tokens) else None), len(tokens)
+
+    def _make_room(self) -> int:
+        """Room for a round in both caches; returns the sequence's committed length."""
+        cache, own, record = self._cache, self._own, self._round
+        length = cache.lengths[record.sequence]
+        for store in (cache, own):
+            if store is not None:
+                store.make_room_to(length + self._nodes)
+        record.caches, record.capacity = cache.address, cache.capacity
+        if record.text.count + 2 * (self._nodes + 1) > len(self._text):
+            self._set_text(self._text[: record.text.count], room=len(self._text))
+        if own is not None:
+            record.block_cache, record.block_capacity = own.address, own.capacity
+        return length

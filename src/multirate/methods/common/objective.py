@@ -1,0 +1,131 @@
+"""What a training objective reports beside its loss, and how reports add up over batches and processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from multirate.methods.common.distillation import Distilled, simulated_tokens_per_step
+
+BINS = 200
+"""Score histogram bins for AUC and calibration: sums over batches and processes stay exact and small."""
+
+
+class Term(NamedTuple):
+    """One (gate, draft step) of the loss and its weight."""
+
+    gate: int
+    step: int
+    weight: float
+
+
+@dataclass
+class Report:
+    """One batch, already detached. ``arla`` [K, N]: ARLA's probability of agreement, where it exists."""
+
+    terms: list[Term]
+    result: Distilled
+    loss: float
+    arla: Tensor | None = None
+
+    def sums(self) -> Tensor:
+        """[K, 4 + 4·BINS] float64: rows · (1, agreement, overlap, KL), then histograms of confidence and ARLA scores,
+        each for agreeing and disagreeing rows. Sums of batches and of processes are sums of these."""
+        agree, rows = self.result.agree, self.result.agree.shape[1]
+        parts = [
+            torch.full((len(agree),), float(rows)),
+            agree.sum(1),
+            self.result.overlap.cpu() * rows,
+            self.result.kl.detach().cpu() * rows,
+        ]
+        table = [torch.stack([p.double().cpu() for p in parts], dim=1)]
+        for score in (self.result.confidence, self.arla):
+            for wanted in (agree, ~agree):
+                table.append(
+                    torch.zeros(len(agree), BINS, dtype=torch.float64)
+                    if score is None
+                    else torch.stack(
+                        [
+                            torch.histc(s[w].float().cpu(), BINS, 0, 1).double()
+                            for s, w in zip(score, wanted, strict=True)
+                        ]
+                    )
+                )
+        return torch.cat(table, dim=1)
+
+
+def auc(hits: Tensor, misses: Tensor) -> float | None:
+    """Area under the ROC curve from score histograms [BINS] (ties in a bin count one half); None if one is empty."""
+    total = float(hits.sum() * misses.sum())
+    if total == 0:
+        return None
+    below = misses.cumsum(0) - misses
+    return float((hits * (below + 0.5 * misses)).sum()) / total
+
+
+def expected_calibration_error(hits: Tensor, misses: Tensor) -> float | None:
+    """Mean |share of hits − score| over the bins, weighted by rows."""
+    rows = hits + misses
+    if float(rows.sum()) == 0:
+        return None
+    centre = (torch.arange(len(hits), dtype=torch.float64) + 0.5) / len(hits)
+    return float((hits - centre * rows).abs().sum() / rows.sum())
+
+
+@dataclass
+class Summary:
+    """Reports of many batches, summed."""
+
+    terms: list[Term]
+    has_arla: bool
+    sums: Tensor
+
+    @staticmethod
+    def empty(terms: list[Term], has_arla: bool = False) -> Summary:
+        return Summary(terms, has_arla, torch.zeros(len(terms), 4 + 4 * BINS, dtype=torch.float64))
+
+    def add(self, sums: Tensor) -> None:
+        """One batch's ``Report.sums()``."""
+        self.sums = self.sums + sums
+
+    def agreement(self) -> list[float]:
+        """Per term: share of rows whose argmax is the full model's."""
+        return (self.sums[:, 1] / self.sums[:, 0].clamp(min=1)).tolist()
+
+    def chain(self) -> list[float]:
+        """Agreement of the first gate at draft steps 1, 2, …"""
+        gate = self.terms[0].gate
+        return [a for a, t in zip(self.agreement(), self.terms, strict=True) if t.gate == gate]
+
+    def to_json(self, digits: int = 4) -> dict[str, Any]:
+        """What a model card needs: per term agreement, overlap, KL, AUC and ECE; simulated tokens per step."""
+        rows = self.sums[:, 0].clamp(min=1)
+
+        def rounded(x: float | None) -> float | None:
+            return None if x is None else round(x, digits)
+
+        def scores(row: Tensor, which: int) -> dict[str, float | None]:
+            hits, misses = row[4 + 2 * which * BINS :][:BINS], row[4 + (2 * which + 1) * BINS :][:BINS]
+            return {"auc": rounded(auc(hits, misses)), "ece": rounded(expected_calibration_error(hits, misses))}
+
+        terms = []
+        for term, row, n in zip(self.terms, self.sums, rows, strict=True):
+            entry: dict[str, Any] = {
+                "gate": term.gate,
+                "draft_step": term.step,
+                "agreement": rounded(float(row[1] / n)),
+                "overlap": rounded(float(row[2] / n)),
+                "kl": rounded(float(row[3] / n)),
+                "confidence": scores(row, 0),
+            }
+            if self.has_arla:
+                entry["arla"] = scores(row, 1)
+            terms.append(entry)
+        return {
+            "rows": int(self.sums[0, 0]),
+            "terms": terms,
+            "simulated_tokens_per_step": rounded(simulated_tokens_per_step(self.chain())),
+        }

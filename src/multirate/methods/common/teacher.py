@@ -1,0 +1,109 @@
+"""The frozen base as a teacher: one forward gives every slow residual, and its layers run again for other rows."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from multirate.methods.common.distillation import Head
+from multirate.methods.common.shape import BaseShape
+from multirate.model.decoder import LayerAdapter
+from multirate.model.hf.adapter_hooks import apply_adapter
+from multirate.model.hf.inspect import find_parts
+from multirate.model.hf.layer_caches import RecordingKV, SharedKV, SharedThenOwnKV
+from multirate.model.hf.parts import additive, earlier_and_own
+
+
+@dataclass
+class SlowPass:
+    """What the base computed for a batch of T tokens, without gradients."""
+
+    final: Tensor
+    """h_L [B, T, d], before the final norm"""
+    normed: Tensor
+    """final_norm(h_L) [B, T, d]"""
+    shared: SharedKV
+    """slow K/V (after rotary) of the layers asked for, each [B, H_kv, T, D]"""
+    masks: list[Tensor | None]
+    """each layer's additive mask; None: plain causal"""
+    position_ids: Tensor
+    """[B, T]"""
+    rotary: Any
+    """the base's rotary tables at ``position_ids``"""
+    residual: dict[int, Tensor] = field(default_factory=dict)
+    """layer index i → h_i [B, T, d] entering layer i, for i = 0 and the gates asked for"""
+
+
+class Teacher:
+    """A frozen causal LM of transformers. Not an ``nn.Module``: its weights are never parameters of what is trained."""
+
+    def __init__(self, model: Any) -> None:
+        model.requires_grad_(False).eval()
+        self.parts = find_parts(model)
+        sites = frozenset.intersection(*(frozenset(layer.sites) for layer in self.parts.layers))
+        self.shape = replace(BaseShape.of(model.config), sites=sites)
+        head = self.parts.head
+        self.head = Head(
+            cast(Tensor, head.weight),
+            getattr(head, "bias", None),
+            self.parts.logit_scale,
+            self.parts.logit_softcap,
+        )
+
+    def norm(self, x: Tensor) -> Tensor:
+        """The base's final norm, [..., d]; differentiable in x."""
+        return self.parts.final_norm(x)
+
+    @torch.no_grad()
+    def slow(
+        self, ids: Tensor, shared: int, gates: tuple[int, ...] = (), final: Tensor | None = None
+    ) -> SlowPass:
+        """Run the base on ids [B, T] (padding on the right, so causality alone masks it).
+
+        Keeps K/V of layers < ``shared``, and the residuals h_0 and h_G for G in ``gates``. With a known ``final``
+        (h_L [B, T, d]) only the layers these need are run.
+        """
+        parts = self.parts
+        depth = len(parts.layers) if final is None else max((shared, *gates))
+        position_ids = parts.position_ids(ids)
+        recorder = RecordingKV()
+        with parts.attention():
+            x = parts.embed(ids, position_ids)
+            masks = parts.causal_masks(ids.shape[1], dtype=x.dtype)
+            rotary = parts.position_embeddings(x, position_ids)
+            kept = {0: x}
+            for i in range(depth):
+                if i in gates:
+                    kept[i] = x
+                x = parts.run_layer(i, x, masks[i], position_ids, rotary, recorder if i < shared else None)
+        if depth in gates:
+            kept[depth] = x
+        if final is not None:
+            x = final.to(x.dtype)
+        return SlowPass(
+            x, parts.final_norm(x), SharedKV(recorder.keys, recorder.values), masks, position_ids, rotary, kept
+        )
+
+    def accelerated_layer(self, i: int, x: Tensor, slow: SlowPass, adapter: LayerAdapter | None) -> Tensor:
+        """Layer i on the accelerated rows x [B, T, d], over the slow K/V; differentiable in x and the adapter."""
+        with ExitStack() as stack:
+            stack.enter_context(self.parts.attention())
+            if adapter is not None:
+                stack.enter_context(apply_adapter(self.parts.layers[i], adapter))
+            return self.parts.run_layer(i, x, slow.masks[i], slow.position_ids, slow.rotary, slow.shared)
+
+    def onward(self, i: int, x: Tensor, slow: SlowPass) -> Tensor:
+        """Layer i on rows x [B, T, d] thought to enter it, a mixture up to its router (the stream after attention), any
+        other to its end. Each row attends to the slow K/V of the tokens before it and to its own; differentiable in x.
+        """
+        layer = self.parts.layers[i]
+        mask = additive(earlier_and_own(x.shape[1], layer.window, x.device), x.dtype)
+        cache = SharedThenOwnKV(slow.shared.keys, slow.shared.values)
+        with self.parts.attention():
+            if layer.moe is None:
+                return self.parts.run_layer(i, x, mask, slow.position_ids, slow.rotary, cache)
+            return self.parts.run_to_router(i, x, mask, slow.position_ids, slow.rotary, cache)[0]

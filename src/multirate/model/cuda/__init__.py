@@ -1,0 +1,1 @@
+"""The same on a GPU, recorded and replayed as CUDA graphs."""

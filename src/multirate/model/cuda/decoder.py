@@ -1,0 +1,328 @@
+"""Decoding passes with static shapes, recorded once and replayed: CUDA graphs for any model that HFDecoder runs.
+
+Written without a GPU at hand: its logic is tested on CPU with recorders that replay the same static-shape code; its
+CUDA capture has not been run, and its speed is unmeasured.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from multirate.model.cuda.static_cache import StaticKVCache, StaticStorage, round_up
+from multirate.model.decoder import LayerAdapter
+from multirate.model.hf.adapter_hooks import apply_adapter
+from multirate.model.hf.decoder import HFDecoder
+from multirate.model.hf.parts import ModelParts, additive
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import MAX_TREE_BIT, Rows
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of one sequence are padded to one of these; a call with more (a long prompt) runs as HFDecoder does."""
+MAX_ROWS = 256
+"""Padded rows of all sequences together, above which a pass is bound by arithmetic and not by launching kernels."""
+MAX_RECORDINGS = 64
+"""Recordings kept for one cache; the least recently used goes first."""
+_WARM_UPS = 3
+
+Replay = Callable[[], Tensor]
+
+
+class Recorder(Protocol):
+    """Turns a function without arguments, reading and writing fixed tensors, into one that repeats its device work."""
+
+    def record(self, function: Callable[[], Tensor]) -> Replay:
+        """The returned function's tensor is valid until anything is recorded or replayed again."""
+        ...
+
+
+class EagerRecorder:
+    """Runs the function itself each time: the static-shape code without graphs, for devices that have none."""
+
+    def record(self, function: Callable[[], Tensor]) -> Replay:
+        return function
+
+
+class CudaRecorder:
+    """One torch.cuda.CUDAGraph per function; all share a memory pool, for only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, function: Callable[[], Tensor]) -> Replay:
+        with torch.cuda.device(self.device):
+            # Libraries allocate workspaces and pick kernels at first use, which a capture may not contain.
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UPS):
+                    function()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads of the user's program may go on using the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                output = function()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+class GraphedDecoder(HFDecoder):
+    """HFDecoder whose short passes (decoding, drafting, verifying) have static shapes and are replayed recordings.
+
+    A pass is recorded once for each storage of a cache, width of rows, attended span, layers [start, stop) and
+    adapters. Its first run is compared with HFDecoder's own; a model that cannot be recorded, or whose recording gives
+    other numbers, runs as HFDecoder from then on, and `graph_fallback` says why (None: recordings are in use).
+
+    The storage of the last cache is kept and given to the next one, so that recordings outlive a generation. A
+    recording holds the weights' addresses: weights may change in place, not be replaced (nor may `deltas()`).
+    """
+
+    def __init__(self, model: nn.Module, recorder: Recorder | None = None) -> None:
+        super().__init__(model)
+        self.graph_fallback: str | None = unsupported(self.parts)
+        if recorder is None:
+            on_cuda = self.facts.device.type == "cuda"
+            recorder = CudaRecorder(self.facts.device) if on_cuda else EagerRecorder()
+        self.recorder = recorder
+        self._kept: StaticStorage | None = None
+        self._kept_by: Callable[[], KVCache | None] = lambda: None
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        if self.graph_fallback is not None:
+            return super().new_cache(batch, capacity)
+        kept = self._kept if self._kept_by() is None else None
+        if kept is not None and (kept.batch != batch or kept.capacity < capacity):
+            self._kept = kept = None  # freed before the new storage is allocated
+        cache = StaticKVCache(batch, capacity, self._kv_layout, kept)
+        self._keep_storage(cache)
+        return cache
+
+    @torch.no_grad()
+    def layers(
+        self,
+        x: Tensor,
+        rows: Rows,
+        start: int,
+        stop: int,
+        cache: KVCache,
+        adapters: Mapping[int, LayerAdapter] | None = None,
+    ) -> Tensor:
+        width = self._width(x, rows, start, stop, cache)
+        if width is None:
+            return super().layers(x, rows, start, stop, cache, adapters)
+        assert isinstance(cache, StaticKVCache)
+        cache.note_positions(rows)
+        end = int(rows.visible_end().max())
+        if end > cache.capacity:
+            raise ValueError(f"rows look at {end} slots; the cache has {cache.capacity}")
+        self._keep_storage(cache)
+
+        used: dict[int, LayerAdapter] = {}
+        if adapters and rows.accelerated is not None and rows.accelerated.any():
+            used = {i: adapters[i] for i in range(start, stop) if i in adapters}
+        storage, span = cache.storage, round_up(max(end, 1))
+        inputs = storage.inputs.get((width, span))
+        if inputs is None:
+            inputs = StaticRows(self.parts, storage, width, span, self.facts.hidden_size)
+            storage.inputs[width, span] = inputs
+        inputs.load(x, rows, cache)
+        key = (width, span, start, stop, tuple((i, id(a)) for i, a in used.items()))
+        if key in storage.recordings:
+            storage.recordings.move_to_end(key)
+            _, replay = storage.recordings[key]
+            return inputs.unload(replay())
+        run = LayerRun(self.parts, inputs, storage, start, stop, used)
+        try:
+            with self._frozen():
+                replay = self.recorder.record(run)
+                got = inputs.unload(replay())
+        except RuntimeError as error:
+            self.graph_fallback = f"a pass could not be recorded ({str(error).splitlines()[0]})"
+        # After the replay, so that the keys and values in the cache are the reference's.
+        expected = super().layers(x, rows, start, stop, cache, adapters)
+        if self.graph_fallback is None:
+            self.graph_fallback = _disagreement(got, expected)
+        if self.graph_fallback is not None:
+            storage.recordings.clear()
+            self._kept = None
+            return expected
+        storage.recordings[key] = (run, replay)
+        if len(storage.recordings) > MAX_RECORDINGS:
+            storage.recordings.popitem(last=False)
+        return expected
+
+    def _width(self, x: Tensor, rows: Rows, start: int, stop: int, cache: KVCache) -> int | None:
+        """The rows per sequence of the static shape for this call; None: it is not one for a recording."""
+        if self.graph_fallback is not None or not isinstance(cache, StaticKVCache):
+            return None
+        if not len(rows) or len(rows) != len(x) or start >= stop or len(rows) > MAX_ROWS:
+            return None
+        most = len(rows) if cache.batch == 1 else int(np.bincount(rows.seq).max())
+        width = next((w for w in WIDTHS if w >= most), None)
+        return width if width is not None and width * cache.batch <= MAX_ROWS else None
+
+    def _keep_storage(self, cache: StaticKVCache) -> None:
+        if self._kept is not cache.storage or self._kept_by() is not cache:
+            self._kept, self._kept_by = cache.storage, weakref.ref(cache)
+
+
+class StaticRows:
+    """What changes from one replay to the next, in tensors that stay: B sequences of `width` rows seeing `span` slots.
+
+    `x` [B, width, d]; `numbers` [5, B, width] int64 (position, slot written, prefix, tree, accelerated): all of a
+    call's rows cross to the device in one copy; `positions` [B, span] int64 of the slots, for sliding windows.
+    Padding rows see nothing and write to the scratch slot, which lies behind every span.
+    """
+
+    def __init__(self, parts: ModelParts, storage: StaticStorage, width: int, span: int, size: int) -> None:
+        self.shape, self.span, self.scratch = (storage.batch, width), span, storage.scratch
+        self.windowed = any(window is not None for window in parts.windows)
+        self.x = torch.zeros(*self.shape, size, dtype=parts.dtype, device=parts.device)
+        self.numbers = torch.zeros(5, *self.shape, dtype=torch.int64, device=parts.device)
+        self.position_ids, self.slot, self.prefix, self.tree, self.accelerated = self.numbers.unbind()
+        self.positions = torch.zeros(storage.batch, span, dtype=torch.int64, device=parts.device)
+        self._rows: Rows | None = None
+        self._cache: Callable[[], KVCache | None] = lambda: None
+        self._version = -1
+        self._count = 0
+        self._at: Tensor | None = None
+
+    def load(self, x: Tensor, rows: Rows, cache: KVCache) -> None:
+        """Copies x [N, d] and the rows' numbers (these only when they changed: layers are often run in pieces)."""
+        if self._rows is not rows or self._cache() is not cache or self._version != cache.version:
+            self._load_rows(rows, cache)
+        flat = self.x.view(-1, self.x.shape[-1])
+        if self._at is not None:
+            flat.zero_()
+            flat.index_copy_(0, self._at, x)
+            return
+        flat[: self._count] = x
+        if self._count < len(flat):
+            flat[self._count :] = 0
+
+    def unload(self, hidden: Tensor) -> Tensor:
+        """[B, width, d] → the N rows [N, d], in memory of their own."""
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return flat[: self._count].clone() if self._at is None else flat.index_select(0, self._at)
+
+    def mask(self, window: int | None) -> Tensor:
+        """The additive mask [B, 1, width, span], computed on the device from the tensors above alone."""
+        slots = torch.arange(self.span, device=self.x.device)
+        k = slots - self.prefix[:, :, None]
+        bit = (self.tree[:, :, None] >> k.clamp(0, MAX_TREE_BIT)) & 1
+        seen = (k < 0) | (bit.bool() & (k <= MAX_TREE_BIT))
+        if window is not None:
+            seen = seen & (self.positions[:, None, :] > self.position_ids[:, :, None] - window)
+        return additive(seen[:, None], self.x.dtype)
+
+    def _load_rows(self, rows: Rows, cache: KVCache) -> None:
+        n, (batch, width) = len(rows), self.shape
+        b, t = np.zeros(n, np.int64), np.arange(n)
+        self._count, self._at = n, None
+        if batch > 1:
+            b = rows.seq.astype(np.int64)
+            counts = np.bincount(b, minlength=batch)
+            t[np.argsort(b, kind="stable")] = np.arange(n) - np.repeat(np.cumsum(counts) - counts, counts)
+            at = b * width + t
+            if not np.array_equal(at, np.arange(n)):
+                self._at = torch.from_numpy(at).to(self.x.device)
+        grid = np.zeros((5, batch, width), np.int64)
+        grid[1] = self.scratch
+        slot = np.where(rows.slot < 0, self.scratch, rows.slot)
+        accelerated = 0 if rows.accelerated is None else rows.accelerated
+        for row, values in zip(grid, (rows.pos, slot, rows.prefix, rows.tree, accelerated), strict=True):
+            row[b, t] = values
+        self.numbers.copy_(torch.from_numpy(grid))
+        if self.windowed:
+            self.positions.copy_(torch.from_numpy(cache.positions[:, : self.span]))
+        self._rows, self._cache, self._version = rows, weakref.ref(cache), cache.version
+
+
+class LayerRun:
+    """Layers [start, stop) on a StaticRows: what is recorded. Calling it reads no number that is not in a tensor."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        inputs: StaticRows,
+        storage: StaticStorage,
+        start: int,
+        stop: int,
+        adapters: Mapping[int, LayerAdapter],
+    ) -> None:
+        self.parts, self.inputs, self.start, self.stop = parts, inputs, start, stop
+        # Not the storage itself: it holds this object, and a circle would hold its memory.
+        self.keys, self.values = storage.keys, storage.values
+        # The originals too: recordings are known by their adapters' ids, which must stay taken.
+        self.originals = dict(adapters)
+        self.adapters = {i: _RowsOnly(adapter, inputs.accelerated) for i, adapter in adapters.items()}
+
+    def __call__(self) -> Tensor:
+        parts, inputs = self.parts, self.inputs
+        hidden, masks = inputs.x, {w: inputs.mask(w) for w in set(parts.windows[self.start : self.stop])}
+        rotary = parts.position_embeddings(hidden, inputs.position_ids)
+        for i in range(self.start, self.stop):
+            layer, adapter = parts.layers[i], self.adapters.get(i)
+            with nullcontext() if adapter is None else apply_adapter(layer, adapter):
+                hidden = parts.run_layer(i, hidden, masks[layer.window], inputs.position_ids, rotary, self)
+        return hidden
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """The cache protocol of transformers' attention: writes [B, H, width, D], returns views [B, H, span, D]."""
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        slot = self.inputs.slot[:, None, :, None]
+        keys.scatter_(2, slot.expand_as(key), key)
+        values.scatter_(2, slot.expand_as(value), value)
+        return keys[:, :, : self.inputs.span], values[:, :, : self.inputs.span]
+
+
+class _RowsOnly:
+    """An adapter whose deltas are zero outside the rows flagged in a tensor: no index list, whose length would vary."""
+
+    def __init__(self, adapter: LayerAdapter, flags: Tensor) -> None:
+        self._deltas = {name: _MaskedDelta(delta, flags) for name, delta in adapter.deltas().items()}
+
+    def deltas(self) -> Mapping[str, nn.Module]:
+        return self._deltas
+
+
+class _MaskedDelta(nn.Module):
+    def __init__(self, delta: nn.Module, flags: Tensor) -> None:
+        super().__init__()
+        self.delta, self.flags = delta, flags
+
+    def forward(self, x: Tensor) -> Tensor:
+        extra: Tensor = self.delta(x)
+        return torch.where(self.flags.view(*x.shape[:-1], 1) != 0, extra, torch.zeros_like(extra))
+
+
+def unsupported(parts: ModelParts) -> str | None:
+    """Why passes of this model cannot be recorded, as far as its structure tells; None when they may be."""
+    if any(moe is not None for moe in parts.moe):
+        return "its experts get as many rows as the router decides, so shapes vary"
+    kinds = getattr(parts.rotary_module, "rope_type", None)
+    for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
+        if kind in ("dynamic", "longrope"):
+            return f"its {kind} rotary embedding chooses frequencies by the positions of the call"
+    devices = {p.device for p in parts.model.parameters()}
+    if len(devices) > 1:
+        return f"its weights are on several devices ({', '.join(sorted(map(str, devices)))})"
+    return None
+
+
+def _disagreement(got: Tensor, expected: Tensor) -> str | None:
+    difference = float((got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12))
+    if difference <= (1e-3 if expected.dtype in (torch.float32, torch.float64) else 3e-2):
+        return None
+    return f"a recorded pass gave other numbers than the model's own layers (relative difference {difference:.1e})"

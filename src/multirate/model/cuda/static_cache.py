@@ -1,0 +1,72 @@
+"""A KVCache whose storage keeps its address, size and a slot nobody reads: what recorded graphs may refer to."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from multirate.model.kv_cache import KVCache, LayerKV
+
+SPAN = 256
+"""Slots by which storage grows and by which the attended part of it is rounded up."""
+
+
+def round_up(slots: int) -> int:
+    """The next multiple of SPAN."""
+    return -(-slots // SPAN) * SPAN
+
+
+class StaticStorage:
+    """K/V tensors `keys[i]`, `values[i]`: [B, H_kv, capacity + 1, D]; the last slot, `scratch`, is only written.
+
+    What was recorded over these tensors is kept beside them, so that it goes when they go.
+    """
+
+    def __init__(self, batch: int, capacity: int, layout: Sequence[LayerKV]) -> None:
+        self.batch, self.capacity, self.scratch = batch, capacity, capacity
+        shapes = [(k, (batch, k.heads, capacity + 1)) for k in layout]
+        self.keys = [torch.zeros(*s, k.key_dim, dtype=k.dtype, device=k.device) for k, s in shapes]
+        self.values = [torch.zeros(*s, k.value_dim, dtype=k.dtype, device=k.device) for k, s in shapes]
+        self.recordings: OrderedDict[Hashable, Any] = OrderedDict()
+        self.inputs: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
+
+
+class StaticKVCache(KVCache):
+    """A KVCache over a StaticStorage: the capacity is a multiple of SPAN; growing takes a new storage.
+
+    kept: the storage of a dropped cache of the same batch and layout. Used (emptied) when large enough, and then what
+    was recorded over it stays valid.
+    """
+
+    storage: StaticStorage
+
+    def __init__(
+        self, batch: int, capacity: int, layers: Sequence[LayerKV], kept: StaticStorage | None = None
+    ) -> None:
+        self._kept = kept
+        super().__init__(batch, max(capacity, 1), layers)
+        self._kept = None
+
+    def reserve(self, capacity: int) -> None:
+        if capacity <= self.capacity:
+            return
+        kept = self._kept
+        if kept is not None and kept.batch == self.batch and kept.capacity >= capacity:
+            storage = kept
+            for tensor in kept.keys + kept.values:
+                tensor.zero_()
+        else:
+            storage = StaticStorage(self.batch, round_up(capacity), self.layout)
+        for new, old in zip(storage.keys + storage.values, self.keys + self.values, strict=True):
+            new[:, :, : self.capacity] = old
+        positions = np.zeros((self.batch, storage.capacity), np.int32)
+        positions[:, : self.capacity] = self.positions
+        self.storage, self.positions, self.capacity = storage, positions, storage.capacity
+        self.keys = [k[:, :, : self.capacity] for k in storage.keys]
+        self.values = [v[:, :, : self.capacity] for v in storage.values]
+        self.version += 1

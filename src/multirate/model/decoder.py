@@ -1,0 +1,149 @@
+"""The abstract decoder that the decoding loops drive, and the choice of an implementation."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from multirate.errors import UserError
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import Rows
+
+BACKENDS = ("auto", "hf", "native")
+
+
+class LayerAdapter(Protocol):
+    """What changes one layer for the accelerated rows (method.md §1.2, [ours])."""
+
+    def deltas(self) -> Mapping[str, nn.Module]:
+        """Maps site names among "q", "o", "gate", "up", "down", "mlp" to modules f.
+
+        f(input of that linear [..., in]) is added to the linear's output [..., out]; "mlp" is a parallel adapter:
+        f(input of the MLP block) is added to the MLP block's output.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DecoderFacts:
+    """What a loop or a method may need to know about a decoder.
+
+    `max_positions` is the longest context (prompt and new tokens) for which the model's positions are exact, None when
+    unlimited; `windows[i]` the sliding window of layer i (None: full attention); `num_experts` 0 for a dense model.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int | None
+    dtype: torch.dtype
+    device: torch.device
+    windows: tuple[int | None, ...]
+    num_experts: int = 0
+    experts_per_token: int = 0
+    tied_head: bool = False
+
+
+class Decoder(ABC):
+    """A decoder-only language model as the loops see it. All methods run without gradients."""
+
+    facts: DecoderFacts
+
+    @abstractmethod
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens (it grows when more are written)."""
+
+    def release_cache(self, cache: KVCache) -> None:  # noqa: B027 - optional
+        """Nobody reads `cache` any more: its memory may serve the next `new_cache`."""
+
+    @abstractmethod
+    def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
+        """Token ids [N] at positions pos [N] → [N, d] as they enter layer 0 (scaled, learned positions added)."""
+
+    @abstractmethod
+    def layers(
+        self,
+        x: Tensor,
+        rows: Rows,
+        start: int,
+        stop: int,
+        cache: KVCache,
+        adapters: Mapping[int, LayerAdapter] | None = None,
+    ) -> Tensor:
+        """Runs layers [start, stop) on the N rows: [N, d] → [N, d]; writes K/V of rows with slot >= 0.
+
+        `adapters[i]` modifies layer i for rows with `rows.accelerated` only.
+        """
+
+    @abstractmethod
+    def norm(self, x: Tensor) -> Tensor:
+        """The final norm: [N, d] → [N, d]."""
+
+    @abstractmethod
+    def logits(self, x: Tensor) -> Tensor:
+        """Final norm, LM head, scaling and soft-cap: [N, d] → float32 [N, V]."""
+
+    def greedy(
+        self, rows: Rows, cache: KVCache, ids: Sequence[int] | None = None, x: Tensor | None = None, start: int = 0
+    ) -> tuple[Tensor, list[int]]:
+        """One pass of greedy decoding: the rows' ``ids``, or residuals ``x`` [N, d] entering layer ``start`` → h_L
+        [N, d] and each row's argmax. What ``embed``, ``layers`` and ``logits`` give, in one call where that pays."""
+        if x is None:
+            x = self.embed(torch.as_tensor(ids, device=self.facts.device), rows.pos)
+        hidden = self.layers(x, rows, start, self.facts.num_layers, cache)
+        return hidden, argmax_rows(self.logits(hidden))
+
+
+def argmax_rows(logits: Tensor) -> list[int]:
+    """The argmax of each row of logits [n, V]."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        # torch would wake its thread pool for a dozen rows, whose waiting threads then starve the native kernel's
+        tokens: list[int] = logits.numpy().argmax(axis=-1).tolist()
+        return tokens
+    chosen: list[int] = logits.argmax(dim=-1).tolist()
+    return chosen
+
+
+def _native_class() -> Any:
+    try:
+        return getattr(importlib.import_module("multirate.model.native"), "NativeDecoder", None)
+    except ModuleNotFoundError as error:
+        if error.name == "multirate.model.native":
+            return None
+        raise
+
+
+def _hf_class(device: torch.device) -> Any:
+    """The decoder that calls the model's own layers; on CUDA the one that records and replays them."""
+    if device.type == "cuda":
+        return importlib.import_module("multirate.model.cuda.decoder").GraphedDecoder
+    return importlib.import_module("multirate.model.hf.decoder").HFDecoder
+
+
+def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
+    """The decoder that runs `model`: "native" (packed weights, our kernel), "hf" (the model's own layers) or "auto".
+
+    "auto" takes native where it supports the model. Raises UserError with the reason for a model or backend that
+    cannot be used.
+    """
+    if backend not in BACKENDS:
+        raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
+    if backend != "hf":
+        native = _native_class()
+        reason = "it is not part of this installation" if native is None else native.supports(model)
+        if reason is None:
+            decoder: Decoder = native(model)
+            return decoder
+        if backend == "native":
+            raise UserError(f"backend='native' cannot run this model: {reason}; use backend='hf' or 'auto'")
+    parameter = next(model.parameters(), None)
+    made: Decoder = _hf_class(torch.device("cpu") if parameter is None else parameter.device)(model)
+    return made

@@ -1,0 +1,1 @@
+"""A decoder that calls the layers of the transformers model itself."""

@@ -1,0 +1,154 @@
+"""A decoder that calls the transformers model's own layer modules: any architecture, any dtype, no forked code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from multirate.errors import UserError
+from multirate.model.decoder import Decoder, DecoderFacts, LayerAdapter
+from multirate.model.hf.adapter_hooks import apply_adapter
+from multirate.model.hf.inspect import find_parts
+from multirate.model.hf.layer_caches import RecordingKV
+from multirate.model.hf.parts import ModelParts
+from multirate.model.hf.row_plan import RowPlan
+from multirate.model.kv_cache import KVCache, LayerKV
+from multirate.model.rows import Rows
+
+_PROBE_TOKENS = 4
+
+
+class HFDecoder(Decoder):
+    """Runs rows through the layers of `model` (method.md: the base is frozen; nothing of it is changed).
+
+    Building it runs a four-token probe through the model's own forward and through the located parts; a model whose
+    logits differ is refused with a UserError: an architecture with an unforeseen part cannot give wrong text silently.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parts: ModelParts = find_parts(model)
+        parts = self.parts
+        moe = next((m for m in parts.moe if m is not None), None)
+        self.facts = DecoderFacts(
+            architecture=str(parts.config.model_type),
+            num_layers=len(parts.layers),
+            hidden_size=int(parts.config.hidden_size),
+            vocab_size=int(parts.config.vocab_size),
+            max_positions=parts.max_positions,
+            dtype=parts.dtype,
+            device=parts.device,
+            windows=parts.windows,
+            num_experts=0 if moe is None else moe.num_experts,
+            experts_per_token=0 if moe is None else moe.top_k,
+            tied_head=parts.tied_head,
+        )
+        self._plan: RowPlan | None = None
+        self._kv_layout = self._probe()
+
+    # -- Decoder ----------------------------------------------------------------------------------------------------
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(batch, capacity, self._kv_layout)
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
+        positions = torch.as_tensor(np.asarray(pos, dtype=np.int64), device=self.facts.device)
+        return self.parts.embed(ids.to(self.facts.device), positions)
+
+    @torch.no_grad()
+    def layers(
+        self,
+        x: Tensor,
+        rows: Rows,
+        start: int,
+        stop: int,
+        cache: KVCache,
+        adapters: Mapping[int, LayerAdapter] | None = None,
+    ) -> Tensor:
+        if len(rows) != len(x):
+            raise ValueError(f"x has {len(x)} rows but rows describes {len(rows)}")
+        if not len(rows) or start >= stop:
+            return x
+        parts = self.parts
+        with self._frozen() as implementation:
+            plan = self._plan_for(rows, cache, x, implementation)
+            hidden = plan.pad(x)
+            if plan.rotary is None:
+                plan.rotary = parts.position_embeddings(hidden, plan.position_ids)
+            for i in range(start, stop):
+                adapter = adapters.get(i) if adapters and plan.accelerated is not None else None
+                layer = parts.layers[i]
+                with nullcontext() if adapter is None else apply_adapter(layer, adapter, plan.accelerated):
+                    hidden = parts.run_layer(i, hidden, plan.mask(layer.window), plan.position_ids, plan.rotary, plan)
+            return plan.unpad(hidden)
+
+    @torch.no_grad()
+    def norm(self, x: Tensor) -> Tensor:
+        return self.parts.final_norm(x)
+
+    @torch.no_grad()
+    def logits(self, x: Tensor) -> Tensor:
+        return self.parts.logits(x).float()
+
+    # -- internals --------------------------------------------------------------------------------------------------
+
+    def _plan_for(self, rows: Rows, cache: KVCache, x: Tensor, implementation: str) -> RowPlan:
+        # The same rows usually come twice or more: the layers are run in pieces [0, G) and [G, L).
+        if self._plan is None or not self._plan.current(rows, cache):
+            self._plan = RowPlan(rows, cache, x.device, x.dtype, fused_causal=implementation == "sdpa")
+        return self._plan
+
+    @contextmanager
+    def _frozen(self) -> Iterator[str]:
+        """Evaluation mode and a mask-honouring attention, both restored afterwards."""
+        with evaluation_mode(self.parts.model), self.parts.attention() as implementation:
+            yield implementation
+
+    @torch.no_grad()
+    def _probe(self) -> list[LayerKV]:
+        """Compares the parts with the model's own forward on a few tokens; returns each layer's K/V shape."""
+        parts, name = self.parts, type(self.parts.model).__name__
+        ids = torch.arange(1, _PROBE_TOKENS + 1, device=parts.device)[None] * 7 % self.facts.vocab_size
+        positions = torch.arange(_PROBE_TOKENS, device=parts.device)[None]
+        recorded = RecordingKV()
+        try:
+            with self._frozen():
+                expected = parts.model(ids, use_cache=False).logits
+                hidden = parts.embed(ids, positions)
+                masks = parts.causal_masks(_PROBE_TOKENS, dtype=hidden.dtype)
+                rotary = parts.position_embeddings(hidden, positions)
+                for i in range(len(parts.layers)):
+                    hidden = parts.run_layer(i, hidden, masks[i], positions, rotary, recorded)
+                logits = parts.logits(hidden)
+        except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
+            raise UserError(f"{name} cannot be run: its layers could not be called one by one ({error})") from error
+        difference = (logits.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12)
+        limit = 1e-3 if self.facts.dtype in (torch.float32, torch.float64) else 3e-2
+        if not difference <= limit:
+            raise UserError(
+                f"{name} cannot be run: its layers run one by one give other logits than its own forward "
+                f"(relative difference {float(difference):.1e}), so it has a part that is not known"
+            )
+        return [
+            LayerKV(k.shape[1], k.shape[3], recorded.values[i].shape[3], k.dtype, k.device)
+            for i, k in sorted(recorded.keys.items())
+        ]
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout for the duration; every module's own mode is restored afterwards."""
+    if not model.training:
+        yield
+        return
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

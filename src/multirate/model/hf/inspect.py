@@ -1,0 +1,257 @@
+"""Finds the parts of a transformers decoder-only model by structure, or says why it cannot be run."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any, NoReturn
+
+from torch import nn
+
+from multirate.errors import UserError
+from multirate.model.hf.parts import LayerParts, ModelParts, MoEParts, Site, Trace
+
+__all__ = ["LayerParts", "MoEParts", "ModelParts", "Site", "Trace", "find_parts"]
+
+_LAYER_ARGUMENTS = {"hidden_states", "attention_mask", "position_ids", "position_embeddings", "use_cache"}
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+_OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense")
+_UP_NAMES = ("up_proj", "c_fc", "fc1", "dense_h_to_4h")
+_DOWN_NAMES = ("down_proj", "c_proj", "fc2", "dense_4h_to_h")
+
+
+def _refuse(model: nn.Module, reason: str) -> NoReturn:
+    raise UserError(f"{type(model).__name__} cannot be run: {reason}")
+
+
+def find_parts(model: nn.Module) -> ModelParts:
+    """The parts of `model`, a decoder-only causal language model of transformers.
+
+    Raises UserError naming the model class and the reason: encoder-decoder, state-space or linear attention,
+    bidirectional attention, no LM head, or a part whose role is unknown.
+    """
+    full_config = getattr(model, "config", None)
+    if full_config is None or not hasattr(full_config, "get_text_config"):
+        _refuse(model, "it is not a transformers model")
+    if getattr(full_config, "is_encoder_decoder", False):
+        _refuse(model, "it is an encoder-decoder; only decoder-only models are supported")
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if head is None:
+        _refuse(model, "it has no language-model head; load it with AutoModelForCausalLM")
+    config = full_config.get_text_config(decoder=True)
+    if getattr(config, "use_bidirectional_attention", None):
+        _refuse(model, "its attention is bidirectional; only causal attention is supported")
+
+    base = model.get_decoder()  # type: ignore[operator]
+    embed_tokens = model.get_input_embeddings()  # type: ignore[operator]
+    found = _classify(model, base, embed_tokens, config)
+    modules = found["layers"]
+    rotary = found.get("rotary")
+    layers = tuple(_layer(model, base, module, i, config) for i, module in enumerate(modules))
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    sinks = any(hasattr(layer.attention, "sinks") for layer in layers)
+    head_weight = getattr(head, "weight", None)
+    return ModelParts(
+        model=model,
+        config=config,
+        base=base,
+        embed_tokens=embed_tokens,
+        embed_positions=found.get("positions"),
+        embed_scale=float(getattr(config, "embedding_multiplier", None) or 1.0),
+        layers=layers,
+        rotary_module=rotary,
+        rotary_by_type=rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
+        and _ropes_by_type(config),
+        norm=found.get("norm"),
+        head=head,
+        logit_scale=_logit_scale(config),
+        logit_softcap=getattr(config, "final_logit_softcapping", None),
+        attention_softcap=softcap,
+        needs_eager=sinks or softcap is not None,
+        tied_head=head_weight is not None and head_weight is embed_tokens.weight,
+        max_positions=_max_positions(config),
+    )
+
+
+def _classify(model: nn.Module, base: nn.Module, embed_tokens: nn.Module, config: Any) -> dict[str, Any]:
+    """Gives every child of the base model its role; a child with weights and no known role is refused."""
+    found: dict[str, Any] = {}
+
+    def take(role: str, name: str, module: nn.Module) -> None:
+        if role in found:
+            _refuse(model, f"its part {name!r} ({type(module).__name__}) looks like a second {role}")
+        found[role] = module
+
+    count = config.num_hidden_layers
+    for name, child in base.named_children():
+        kind = type(child).__name__.lower()
+        if child is embed_tokens or isinstance(child, nn.Dropout):
+            continue
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            take("layers", name, child)
+        elif "rotary" in kind:
+            take("rotary", name, child)
+        elif "norm" in kind:
+            take("norm", name, child)
+        elif isinstance(child, nn.Embedding) and type(child) is nn.Embedding:
+            take("positions", name, child)
+        elif next(child.parameters(), None) is not None:
+            _refuse(model, f"its part {name!r} ({type(child).__name__}) has no known role in a decoder-only model")
+    if "layers" not in found:
+        _refuse(model, f"no list of its {count} layers was found in {type(base).__name__}")
+    return found
+
+
+def _layer(model: nn.Module, base: nn.Module, module: nn.Module, index: int, config: Any) -> LayerParts:
+    children = dict(module.named_children())
+    attentions = [c for c in children.values() if "attention" in type(c).__name__.lower() and hasattr(c, "forward")]
+    if len(attentions) != 1:
+        what = ", ".join(type(c).__name__ for c in children.values())
+        _refuse(model, f"layer {index} has {len(attentions)} attention blocks among its parts ({what}); one is needed")
+    attention = attentions[0]
+
+    names = inspect.signature(module.forward).parameters
+    cache_argument = next((name for name in _CACHE_ARGUMENTS if name in names), None)
+    if cache_argument is None:
+        _refuse(model, f"layer {index} takes no key/value cache")
+    unknown = [
+        name
+        for name, p in names.items()
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        and name not in _LAYER_ARGUMENTS and name not in _CACHE_ARGUMENTS
+    ]
+    if unknown:
+        _refuse(model, f"its layers need the argument {unknown[0]!r}, which is not known")
+
+    rest = [
+        c for c in children.values()
+        if c is not attention and "norm" not in type(c).__name__.lower() and next(c.parameters(), None) is not None
+    ]
+    block = rest[0] if len(rest) == 1 and any(True for _ in rest[0].children()) else None
+    moe = _moe(block, config)
+    linears, sites = _attention_sites(attention, config)
+    sites.update(_mlp_sites(block, moe, config))
+    layer_type = _layer_type(model, config, index)
+    return LayerParts(
+        index=index,
+        module=module,
+        attention=attention,
+        mlp=block,
+        moe=moe,
+        sites=sites,
+        linears=linears,
+        layer_type=layer_type,
+        window=_window(base, config, layer_type),
+        cache_argument=cache_argument,
+        arguments=frozenset(names),
+    )
+
+
+def _layer_type(model: nn.Module, config: Any, index: int) -> str | None:
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return None
+    kind = str(types[index])
+    if kind not in ("full_attention", "sliding_attention"):
+        _refuse(model, f"layer {index} is of type {kind!r}; full_attention and sliding_attention are supported")
+    return kind
+
+
+def _window(base: nn.Module, config: Any, layer_type: str | None) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    if window is None or layer_type == "full_attention":
+        return None
+    # Without layer types, a config may carry a window that its model ignores: the model's code then never makes
+    # a sliding mask.
+    module = sys.modules[type(base).__module__]
+    if layer_type is None and not hasattr(module, "create_sliding_window_causal_mask"):
+        return None
+    return int(window)
+
+
+def _features(linear: nn.Module) -> tuple[int, int]:
+    if hasattr(linear, "in_features"):
+        return int(linear.in_features), int(linear.out_features)  # type: ignore[arg-type]
+    nx, nf = linear.weight.shape  # type: ignore[misc]
+    return int(nx), int(nf)  # transformers' Conv1D stores [in, out]
+
+
+def _site(linear: nn.Module, start: int | None = None, stop: int | None = None) -> Site:
+    inputs, outputs = _features(linear)
+    return Site(linear, inputs, outputs if stop is None else stop - (start or 0), start, stop)
+
+
+def _first(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
+    return next((m for name in names if isinstance(m := getattr(module, name, None), nn.Module)), None)
+
+
+def _attention_sites(attention: nn.Module, config: Any) -> tuple[dict[str, nn.Module], dict[str, Site]]:
+    linears: dict[str, nn.Module] = {}
+    sites: dict[str, Site] = {}
+    for role in ("q", "k", "v"):
+        if (linear := _first(attention, (f"{role}_proj",))) is not None:
+            linears[role] = linear
+    if "q" in linears:
+        sites["q"] = _site(linears["q"])
+    # Only layouts that put all queries first; a per-head interleaved projection (GPT-NeoX) offers no "q".
+    elif (fused := _first(attention, ("qkv_proj", "c_attn"))) is not None:
+        linears["qkv"] = fused
+        head_dim = getattr(attention, "head_dim", config.hidden_size // config.num_attention_heads)
+        sites["q"] = _site(fused, 0, config.num_attention_heads * head_dim)
+    if (output := _first(attention, _OUTPUT_NAMES)) is not None:
+        linears["o"] = output
+        sites["o"] = _site(output)
+    return linears, sites
+
+
+def _mlp_sites(block: nn.Module | None, moe: MoEParts | None, config: Any) -> dict[str, Site]:
+    if block is None:
+        return {}
+    sites = {"mlp": Site(block, config.hidden_size, config.hidden_size)}
+    if moe is not None:
+        return sites
+    if (fused := _first(block, ("gate_up_proj",))) is not None:
+        width = _features(fused)[1] // 2
+        sites["gate"], sites["up"] = _site(fused, 0, width), _site(fused, width, 2 * width)
+    for role, names in (("gate", ("gate_proj",)), ("up", _UP_NAMES), ("down", _DOWN_NAMES)):
+        if role not in sites and (linear := _first(block, names)) is not None:
+            sites[role] = _site(linear)
+    return sites
+
+
+def _moe(block: nn.Module | None, config: Any) -> MoEParts | None:
+    if block is None or not isinstance(experts := getattr(block, "experts", None), nn.Module):
+        return None
+    router = _first(block, ("gate", "router"))
+    if router is None:
+        return None
+    counts = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    count = next((int(n) for n in counts if n), 0)
+    return MoEParts(block, router, experts, count, int(getattr(config, "num_experts_per_tok", 0) or 0))
+
+
+def _logit_scale(config: Any) -> float:
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        return 1.0 / float(divisor)
+    return float(getattr(config, "logit_scale", None) or 1.0)
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    ropes = getattr(config, "rope_parameters", None) or {}
+    return [r for r in ropes.values() if isinstance(r, dict)] if _ropes_by_type(config) else [ropes]
+
+
+def _ropes_by_type(config: Any) -> bool:
+    ropes = getattr(config, "rope_parameters", None) or {}
+    return any(isinstance(r, dict) for r in ropes.values()) and getattr(config, "layer_types", None) is not None
+
+
+def _max_positions(config: Any) -> int | None:
+    limits = [getattr(config, "max_position_embeddings", None)]
+    for rope in _ropes(config):
+        # These recompute their frequencies beyond the original length, so rotated keys already cached would no longer
+        # be those of a fresh run; up to it they are fixed.
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            limits.append(rope.get("original_max_position_embeddings"))
+    known = [int(n) for n in limits if n]
+    return min(known) if known else None

@@ -1,0 +1,271 @@
+"""NativeDecoder: a Llama-like model on CPU through the packed bf16 kernel.
+
+The residual stream stays fp32 between layers (a model run in bf16 by transformers rounds it after every
+layer); products take bf16 inputs and bf16 weights. A row's result does not depend on which other rows share
+its call, so drafting and verifying give bit-identical logits: speculation in bf16 is exact, not nearly so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from multirate.errors import UserError
+from multirate.model.decoder import Decoder, DecoderFacts, LayerAdapter
+from multirate.model.hf.inspect import find_parts
+from multirate.model.kv_cache import LayerKV
+from multirate.model.native import library
+from multirate.model.native.adapters import AdapterPack
+from multirate.model.native.cache import NativeKVCache
+from multirate.model.native.packing import Owner, array_of, interleave_gate_up
+from multirate.model.rows import Rows
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SPARE_BYTES = 64 << 20  # the largest K/V memory kept for the next generation
+LONGEST_TABLE = 32768  # rotary tables are computed for this many positions at most
+
+
+class NativeDecoder(Decoder):
+    """Runs `model` (bf16, CPU, Llama-like) with packed copies of its weights. Inputs and outputs are fp32 [N, d]."""
+
+    facts: DecoderFacts
+    alone = True
+    """Whether the kernel can run all layers by itself, and so drafts and whole rounds."""
+
+    @staticmethod
+    def supports(model: nn.Module) -> str | None:
+        """None when the model can be run here, else the reason."""
+        config: Any = getattr(model, "config", None)
+        kind = getattr(config, "model_type", "unknown")
+        if kind not in FAMILIES:
+            return f"the native kernel knows {', '.join(FAMILIES)}, not {kind}"
+        return NativeDecoder.cannot_run(config, model)
+
+    @staticmethod
+    def cannot_run(config: Any, model: nn.Module) -> str | None:
+        """What of a known family's configuration the kernel cannot run; None: nothing."""
+        kind = config.model_type
+        parameter = next(model.parameters())
+        if parameter.device.type != "cpu" or parameter.dtype != torch.bfloat16:
+            return f"the native kernel runs bfloat16 on CPU, not {parameter.dtype} on {parameter.device}"
+        d, dim = config.hidden_size, _head_dim(config)
+        if d % 64 or config.intermediate_size % 32 or dim % 16 or dim > 256:
+            return f"hidden size {d}, intermediate size {config.intermediate_size} or head size {dim} does not tile"
+        if config.hidden_act not in ("silu", "swish"):
+            return f"the native kernel has SiLU, not {config.hidden_act}"
+        if (config.num_attention_heads * dim) % 64 or (2 * config.num_key_value_heads * dim) % 64:
+            return "the query, key and value widths do not tile"
+        if getattr(config, "mlp_bias", False) or (kind == "llama" and getattr(config, "attention_bias", False)):
+            return "biases in the output or MLP projections are not supported by the native kernel"
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
+            return f"rotary type {rope.get('rope_type')} changes with the length"
+        try:
+            library.kernel()
+        except library.NativeUnavailable as reason:
+            return str(reason)
+        return None
+
+    def __init__(self, model: nn.Module) -> None:
+        reason = type(self).supports(model)
+        if reason is not None:
+            raise UserError(f"backend='native' cannot run this model: {reason}")
+        self._library = library.kernel()
+        self._library.mr_set_threads(torch.get_num_threads())
+        parts: Any = find_parts(model)
+        config: Any = parts.config
+        self.facts = DecoderFacts(
+            architecture=type(model).__name__,
+            num_layers=len(parts.layers),
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_positions=parts.max_positions,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            windows=tuple(layer.window for layer in parts.layers),
+            tied_head=parts.tied_head,
+        )
+        self._owner = Owner()
+        self.eps = float(config.rms_norm_eps)
+        self.head_dim = _head_dim(config)
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.table = parts.embed_tokens.weight.detach().contiguous()
+        self.norm_address = self._owner.floats(parts.norm.weight)
+        self._norm_weight = parts.norm.weight.detach().float()
+        self.head_weight, self.head_bias = parts.head.weight.detach(), getattr(parts.head, "bias", None)
+        self.head = self._owner.linear(self.head_weight, self.head_bias)
+        self.shape = self._shape(config.intermediate_size, self._rotary(parts, config))
+        self._layers = list(parts.layers)
+        self.packed_layers = array_of(library.Layer, [self.pack(i, self._owner) for i in range(len(self._layers))])
+        self._shape_address, self._layers_address = ctypes.addressof(self.shape), ctypes.addressof(self.packed_layers)
+        self._table_address, self._head_address = self.table.data_ptr(), ctypes.addressof(self.head)
+        self._logits = torch.empty(0)
+        self._spare: NativeKVCache | None = None
+        self._adapted: list[tuple[int, LayerAdapter]] = []
+
+    def _shape(self, intermediate: int, tables: tuple[int | None, int | None, int]) -> library.Shape:
+        cos, sin, positions = tables
+        return library.Shape(
+            hidden=self.facts.hidden_size, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
+            intermediate=intermediate, vocab=self.facts.vocab_size, max_positions=positions, eps=self.eps,
+            attention_scale=self.head_dim**-0.5, cos=cos, sin=sin,
+        )
+
+    def _rotary(self, parts: Any, config: Any) -> tuple[int | None, int | None, int]:
+        count = min(parts.max_positions or LONGEST_TABLE, LONGEST_TABLE)
+        self.facts = DecoderFacts(**{**vars(self.facts), "max_positions": count})
+        like = torch.zeros(1, 1, config.hidden_size, dtype=torch.float32)
+        cos, sin = parts.rotary_module(like, torch.arange(count)[None])
+        half = self.head_dim // 2
+        return self._owner.floats(cos[0, :, :half]), self._owner.floats(sin[0, :, :half]), count
+
+    def pack(self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None) -> library.Layer:
+        """Layer `index` in the kernel's form. deltas: site (q, o, gate, up, down) → what is added to its weight."""
+        layer, module = self.pack_attention(index, owner, deltas), self._layers[index].module
+        mlp = module.mlp
+        gate, up = _weight("gate", mlp.gate_proj, deltas), _weight("up", mlp.up_proj, deltas)
+        layer.gate_up = owner.linear(interleave_gate_up(gate, up))
+        layer.down = owner.linear(_weight("down", mlp.down_proj, deltas))
+        layer.norm_mlp = owner.floats(module.post_attention_layernorm.weight)
+        return layer
+
+    def pack_attention(
+        self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None
+    ) -> library.Layer:
+        """The attention of layer `index` alone."""
+        layer, window = self._layers[index].module, self._layers[index].window
+        attention = layer.self_attn
+        queries = (attention.q_proj, attention.k_proj, attention.v_proj)
+        bias = None if queries[0].bias is None else torch.cat([p.bias for p in queries])
+        return library.Layer(
+            qkv=owner.linear(torch.cat([_weight(s, p, deltas) for s, p in zip("qkv", queries, strict=True)]), bias),
+            o=owner.linear(_weight("o", attention.o_proj, deltas), attention.o_proj.bias),
+            norm_attention=owner.floats(layer.input_layernorm.weight),
+            q_norm=owner.floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
+            k_norm=owner.floats(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
+            window=window or 0,
+        )
+
+    # -- Decoder ------------------------------------------------------------------------------------
+
+    def new_cache(self, batch: int, capacity: int) -> NativeKVCache:
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.batch == batch and capacity <= spare.capacity <= 4 * capacity + 1024:
+            spare.reset()
+            return spare
+        return self.cache_of(self.facts.num_layers, batch, capacity, self.kv_heads)
+
+    def release_cache(self, cache: Any) -> None:
+        self._spare = cache if cache.nbytes() <= SPARE_BYTES else None
+
+    def cache_of(self, layers: int, batch: int, capacity: int, kv_heads: int) -> NativeKVCache:
+        """A cache for other layers run by this kernel (an accelerated block's own keys and values)."""
+        kv = LayerKV(kv_heads, self.head_dim, self.head_dim, torch.bfloat16, self.facts.device)
+        return NativeKVCache(batch, capacity, [kv] * layers)
+
+    def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
+        ids = ids.to(torch.int64).contiguous()
+        x = torch.empty(len(ids), self.facts.hidden_size)
+        self._library.mr_embed(self.table.data_ptr(), ids.data_ptr(), len(ids), x.shape[1], 1.0, x.data_ptr())
+        return x
+
+    def layers(
+        self,
+        x: Tensor,
+        rows: Rows,
+        start: int,
+        stop: int,
+        cache: Any,
+        adapters: Mapping[int, LayerAdapter] | None = None,
+    ) -> Tensor:
+        if start >= stop:
+            return x
+        x = x.float().clone(memory_format=torch.contiguous_format)
+        self._run(x, rows, start, stop, cache, self.packed_adapters(adapters))
+        return x
+
+    def _run(self, x: Tensor, rows: Rows, start: int, stop: int, cache: NativeKVCache, adapters: int | None) -> None:
+        cache.make_room(rows)
+        accelerated = rows.accelerated
+        self._library.mr_layers(
+            ctypes.addressof(self.shape), ctypes.addressof(self.packed_layers), cache.address, adapters,
+            x.data_ptr(), len(rows.seq), rows.seq.ctypes.data, rows.slot.ctypes.data, rows.pos.ctypes.data,
+            rows.prefix.ctypes.data, rows.tree.ctypes.data, None if accelerated is None else accelerated.ctypes.data,
+            cache.capacity, start, stop,
+        )
+
+    def greedy(
+        self, rows: Rows, cache: Any, ids: Sequence[int] | None = None, x: Tensor | None = None, start: int = 0
+    ) -> tuple[Tensor, list[int]]:
+        n = len(rows.seq)
+        cache.make_room(rows)
+        if x is None:
+            x = torch.empty(n, self.facts.hidden_size)
+        else:
+            x = x.float().clone(memory_format=torch.contiguous_format)
+        if self._logits.numel() < n * self.head.outputs:
+            self._logits = torch.empty(n * self.head.outputs)
+        tokens = np.empty(n, np.int64)
+        entering = None if ids is None else np.array(ids, dtype=np.int64)
+        self._library.mr_greedy(
+            self._shape_address, self._layers_address, cache.address, self._table_address,
+            None if entering is None else entering.ctypes.data, x.data_ptr(), n, rows.seq.ctypes.data,
+            rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data, rows.tree.ctypes.data,
+            cache.capacity, start, self.facts.num_layers, self._head_address, self.norm_address,
+            self._logits.data_ptr(), tokens.ctypes.data,
+        )
+        return x, tokens.tolist()
+
+    def norm(self, x: Tensor) -> Tensor:
+        x = x.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self._norm_weight
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.product(self.head, x, self.norm_address)[:, : self.facts.vocab_size]
+
+    def product(self, linear: library.Linear, x: Tensor, norm: int | None, into: Tensor | None = None) -> Tensor:
+        """W · (RMSNorm(x) or x): x fp32 [N, in] → [N, out], added to `into` when given."""
+        x = x.float().contiguous()
+        y = torch.empty(len(x), linear.outputs) if into is None else into
+        self._library.mr_linear(
+            ctypes.addressof(linear), x.data_ptr(), norm, self.eps, len(x), y.data_ptr(), int(into is not None)
+        )
+        return y
+
+    def top(
+        self, head: library.Linear, vocab: int, x: Tensor, count: int, sharpness: float = 1.0
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The ``count`` likeliest of ``head``'s ``vocab`` outputs for each row of x [n, d], best first, and their
+        probabilities under softmax(sharpness · logits)."""
+        x, n = x.contiguous(), len(x)
+        logits = torch.empty(n, head.outputs)
+        ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
+        self._library.mr_head_top(
+            ctypes.addressof(head), self.norm_address, self.eps, x.data_ptr(), n, vocab, count, sharpness,
+            logits.data_ptr(), ids.ctypes.data, probs.ctypes.data,
+        )
+        return ids.tolist(), probs.tolist()
+
+    def packed_adapters(self, adapters: Mapping[int, LayerAdapter] | None) -> int | None:
+        """The adapters in the kernel's form, packed on first use and again when other modules are given."""
+        if not adapters:
+            return None
+        modules = sorted(adapters.items())
+        if modules != self._adapted:  # compared by identity: modules have no other equality
+            self._adapter_pack = AdapterPack(adapters, self.facts.num_layers)
+            self._adapted = modules
+        return self._adapter_pack.address
+
+
+def _weight(site: str, linear: Any, deltas: Mapping[str, Tensor] | None) -> Tensor:
+    own: Tensor = linear.weight.detach()
+    return own if not deltas or site not in deltas else own.float() + deltas[site].float()
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -1,0 +1,111 @@
+"""The accelerated residual that names experts, on the native kernel (methods/m2r2_experts/modules.py states both)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from multirate.model.native import library
+from multirate.model.native.packing import Owner, array_of
+
+
+class NativeForesight:
+    """down [L, rank, 2d], sketch [L, E · s, d] or None, up[δ − 1] [L, d, rank + E · s] in the kernel's form
+    (bf16): what is named may differ from what fp32 would name, which changes no token."""
+
+    def __init__(
+        self, down: Tensor, up: Sequence[Tensor], sketch: Tensor | None = None, rows: int = 0, eps: float = 1e-6
+    ) -> None:
+        self._library, self._owner = library.kernel(), Owner()
+        rank = down.shape[1]
+        self._sites = [
+            [self._owner.low_rank(down[layer].float(), one[layer, :, :rank].float(), silu=True) for one in up]
+            for layer in range(len(down))
+        ]
+        self._addresses = [[ctypes.addressof(site) for site in sites] for sites in self._sites]
+        self._ones = torch.ones(up[0].shape[1])
+        self.most_depth, self.eps, self.ones = len(up), eps, self._ones.data_ptr()
+        self._sketches: list[list[library.Sketch]] = []  # by layer, for the near depth with each far one
+        if sketch is not None:
+            for layer in range(len(down)):
+                ups = [keep(self._owner, one[layer, :, rank:].T) for one in up]
+                drawn = keep(self._owner, sketch[layer])
+                self._sketches.append([library.Sketch(drawn, ups[0], far, rows, 0) for far in ups])
+
+    def sites(self, depths: int) -> list[int]:
+        """Addresses [L · depths] of the adapters, layer by layer."""
+        return [address for sites in self._addresses for address in sites[:depths]]
+
+    def sketches(self, depths: int) -> list[int]:
+        """Addresses [L · depths] of the sketches as the near depth goes with each; empty: there are none."""
+        return [ctypes.addressof(one) for layer in self._sketches for one in layer[:depths]]
+
+    def step(
+        self, layer: int, residual: Tensor, state: Tensor | None, depths: int,
+        routing: tuple[Tensor, Tensor] | None = None,
+    ) -> list[Tensor]:
+        """As ExpertForecast.step: residual, state fp32 [N, d], routing int64 and fp32 [N, k] → p of each depth."""
+        residual = residual.float().contiguous()
+        sites, sketches = self._addresses[layer][:depths], None
+        found = [torch.empty_like(residual) for _ in sites]
+        before = None if state is None else state.data_ptr()
+        ids = weights = None
+        k = 0
+        if self._sketches:
+            assert routing is not None
+            sketches = self._sketches[layer]
+            ids, weights, k = routing[0].data_ptr(), routing[1].data_ptr(), routing[0].shape[1]
+        for i in range(1, max(len(sites), 2)):  # two depths a call: they share the product with `down`
+            far = (sites[i], found[i].data_ptr()) if i < len(sites) else (None, None)
+            drawn = None if sketches is None else ctypes.addressof(sketches[min(i, len(sketches) - 1)])
+            self._library.mr_foresee(
+                sites[0], far[0], drawn, ids, weights, k, self.ones, self.eps, residual.data_ptr(), before,
+                len(residual), found[0].data_ptr(), far[1],
+            )
+        return found
+
+
+class NativeStream:
+    """What a forecast with attention needs beside the decoder's own layers, in the kernel's form (bf16).
+
+    sketch, gated [L, E · s, d], up [L, d, rank + E · s + E], down [L, rank, d] or None.
+    """
+
+    def __init__(
+        self, down: Tensor | None, up: Tensor, sketch: Tensor, gated: Tensor, rows: int, depth: int, eps: float = 1e-6
+    ) -> None:
+        self._library, self._owner = library.kernel(), Owner()
+        self.most_depth, self.eps = depth, eps
+        self._ones = torch.ones(up.shape[1])
+        self.ones = self._ones.data_ptr()
+        rank, drawn = 0 if down is None else down.shape[1], sketch.shape[1]
+        layers, self._sites = [], []
+        for layer in range(len(up)):
+            site = None
+            if down is not None:
+                self._sites.append(self._owner.low_rank(down[layer].float(), up[layer, :, :rank].float(), silu=True))
+                site = ctypes.addressof(self._sites[-1])
+            places = [sketch[layer], gated[layer], up[layer, :, rank : rank + drawn].T, up[layer, :, rank + drawn :].T]
+            layers.append(library.Thinned(site, *(keep(self._owner, one) for one in places), rows))
+        self._layers = array_of(library.Thinned, layers)
+        self.address = ctypes.addressof(self._layers)
+
+    def leaving(self, layer: int, residual: Tensor, routing: tuple[Tensor, Tensor]) -> Tensor:
+        """The stream after attention of `layer` [N, d] and its routing [N, k] → what is thought to leave it."""
+        x = residual.float().clone(memory_format=torch.contiguous_format)
+        ids, weights = routing[0].contiguous(), routing[1].float().contiguous()
+        self._library.mr_thinned(
+            self.address + layer * ctypes.sizeof(library.Thinned), ids.data_ptr(), weights.data_ptr(), ids.shape[1],
+            self.ones, self.eps, x.data_ptr(), *x.shape,
+        )
+        return x
+
+
+def keep(owner: Owner, values: Tensor) -> int:
+    """Address of a bf16 copy that lives as long as `owner`."""
+    kept = owner.slabs.copy(values.detach().bfloat16().contiguous())
+    owner.tensors.append(kept)
+    return kept.data_ptr()

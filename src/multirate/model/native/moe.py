@@ -1,0 +1,307 @@
+"""A mixture of experts on the native kernel, its experts handed over by a provider.
+
+The kernel runs a layer's attention; then the router chooses, the provider hands over each needed expert's packed
+weights in whatever order they are there, and the sum over a row's experts is formed in the router's order. As in
+NativeDecoder, a row's bits depend neither on the other rows of a call nor on where experts came from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from multirate.model.decoder import Decoder, LayerAdapter
+from multirate.model.kv_cache import KVCache
+from multirate.model.native import library
+from multirate.model.native.decoder import NativeDecoder
+from multirate.model.native.packing import Owner, interleave_gate_up, padded
+from multirate.model.native.residency import Mixture, RoutedRows, Routers
+from multirate.model.rows import Rows
+
+MOE_FAMILIES = ("mixtral", "qwen3_moe")
+
+
+ComputeExperts = Callable[[Sequence[tuple[int, Mapping[str, Tensor]]]], None]
+"""Computes with some of the experts that were asked for: (expert, weights) of each."""
+
+
+KernelCall = tuple[Any, ...]
+"""mr_mixture's arguments from the caches to the capacity."""
+KernelPasses = Callable[[KernelCall, int, int, int, int, int], None]
+"""(call, start, stop, where it is routed, row of the first mixture layer, rows of the call): runs layers [start, stop),
+loading what they need. Raises UserError when a read failed."""
+
+
+class ExpertProvider(Protocol):
+    """Has the experts of a model."""
+
+    def kernel(self, decoder: NativeMoEDecoder) -> KernelPasses | None:
+        """Runs whole passes of `decoder`; None: `run` is to be asked layer by layer."""
+        ...
+
+    def run(
+        self, row: int, needed: list[int], compute: ComputeExperts, residual: Tensor,
+        routing: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Hands every needed expert of the row-th mixture layer to `compute` once, in any order and grouping.
+
+        weights: "gate_up_proj" and "down_proj" as `pack_expert` makes them, unchanged until compute returns. residual
+        [N, d]: the stream after this layer's attention; routing: experts int64 [N, k] and their weights fp32 [N, k].
+        """
+        ...
+
+
+def pack_expert(gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
+    """gate_up [2I, H], down [H, I] → the same numbers (bf16) as the kernel reads them (packing.Owner.linear)."""
+    gate, up = gate_up.chunk(2)
+    return {"gate_up_proj": _packed(interleave_gate_up(gate, up)), "down_proj": _packed(down)}
+
+
+def unpack_expert(gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
+    """The inverse of `pack_expert`."""
+    rows = _unpacked(gate_up).unflatten(0, (-1, 2, 32)).transpose(0, 1)
+    return {"gate_up_proj": rows.flatten(0, 2), "down_proj": _unpacked(down)}
+
+
+def _packed(weight: Tensor) -> Tensor:
+    outputs, inputs = weight.shape
+    return weight.reshape(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 2, 4).reshape(outputs, inputs)
+
+
+def _unpacked(weight: Tensor) -> Tensor:
+    outputs, inputs = weight.shape
+    return weight.reshape(-1, inputs // 2, 4, 16, 2).permute(0, 2, 3, 1, 4).reshape(outputs, inputs)
+
+
+def expert_tiles(hidden: int, intermediate: int) -> bool:
+    """Whether experts of this size can be packed."""
+    return hidden % 64 == 0 and intermediate % 32 == 0
+
+
+class _Expert(ctypes.Structure):
+    _fields_ = [("gate_up", library.Linear), ("down", library.Linear)]
+
+
+class NativeMoEDecoder(NativeDecoder):
+    """A NativeDecoder whose mixture layers get their experts from `provider`. Not for batches of drafts in one call."""
+
+    alone = False
+
+    @staticmethod
+    def supports(model: nn.Module) -> str | None:
+        config: Any = getattr(model, "config", None)
+        kind = getattr(config, "model_type", "unknown")
+        if kind not in MOE_FAMILIES:
+            return f"the native kernel knows mixtures of {', '.join(MOE_FAMILIES)}, not {kind}"
+        reason = NativeDecoder.cannot_run(config, model)
+        if reason is None and library.kernel().mr_fixed_point():
+            return "on this processor the kernel multiplies fixed-point weights, experts are packed as bfloat16"
+        return reason
+
+    def __init__(self, model: nn.Module, provider: Callable[[], ExpertProvider]) -> None:
+        self._provider = provider
+        self._experts: dict[int, _Expert] = {}
+        super().__init__(model)
+        moe = [layer.moe for layer in self._layers]
+        self.row_of = {i: row for row, i in enumerate(i for i, block in enumerate(moe) if block is not None)}
+        first: Any = next(block for block in moe if block is not None)
+        self.num_experts, self.top_k = first.num_experts, first.top_k
+        config: Any = model.config
+        self.normalise = int(getattr(config, "norm_topk_prob", True))
+        self._layer_of = list(self.row_of)
+        self._router_weights = {i: self._owner.linear(moe[i].router.weight) for i in self.row_of}
+        self.routers = {i: ctypes.addressof(linear) for i, linear in self._router_weights.items()}
+        self._kept: _Routing | None = None
+        self._asked: _Routing | None = None  # of `select`, which is called between a layer's routing and its sum
+        self.norms = {
+            i: self._owner.floats(self._layers[i].module.post_attention_layernorm.weight) for i in self.row_of
+        }
+
+    def pack(self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None) -> library.Layer:
+        if self._layers[index].moe is None:
+            return super().pack(index, owner, deltas)
+        return self.pack_attention(index, owner, deltas)
+
+    def layers(
+        self, x: Tensor, rows: Rows, start: int, stop: int, cache: Any,
+        adapters: Mapping[int, LayerAdapter] | None = None,
+    ) -> Tensor:
+        if start >= stop:
+            return x
+        x = x.float().clone(memory_format=torch.contiguous_format)
+        packed = self.packed_adapters(adapters)
+        kernel = self._provider().kernel(self)
+        if kernel is not None:
+            self._passes(kernel, x, rows, start, stop, cache, packed, adapters)
+            return x
+        begin = start
+        for i in range(start, stop):
+            if i in self.row_of:
+                self._run(x, rows, begin, i + 1, cache, packed)
+                begin = i + 1
+                self._mixture(i, x, rows, None if adapters is None else adapters.get(i))
+        if begin < stop:
+            self._run(x, rows, begin, stop, cache, packed)
+        return x
+
+    def _passes(
+        self, kernel: KernelPasses, x: Tensor, rows: Rows, start: int, stop: int, cache: Any, packed: int | None,
+        adapters: Mapping[int, LayerAdapter] | None,
+    ) -> None:
+        """Layers [start, stop) by the kernel, in one call but for adapters beside experts."""
+        routing, fast, begin = self._routing(len(x)), rows.accelerated, start
+        beside = {i: a for i, a in (adapters or {}).items() if i in self.row_of and "mlp" in a.deltas()}
+        cache.make_room(rows)
+        for i in range(start, stop):
+            if i + 1 < stop and (fast is None or i not in beside):
+                continue
+            row = next((self.row_of[j] for j in range(begin, i + 1) if j in self.row_of), 1 << 30)
+            call = (
+                cache.address, packed, x.data_ptr(), len(x), rows.seq.ctypes.data, rows.slot.ctypes.data,
+                rows.pos.ctypes.data, rows.prefix.ctypes.data, rows.tree.ctypes.data,
+                None if fast is None else fast.ctypes.data, cache.capacity,
+            )  # fmt: skip
+            kernel(call, begin, i + 1, routing.address, row, len(x))
+            if fast is not None and i in beside:
+                self._beside(beside[i], routing.normed, x, np.flatnonzero(fast))
+            begin = i + 1
+
+    def mixture(self, experts: Sequence[Mapping[str, Tensor]]) -> KernelMixture:
+        """What the kernel's passes need of this model. experts: of each slot, its record's fields."""
+        return KernelMixture(self, [self._expert(record) for record in experts])
+
+    def greedy(
+        self, rows: Rows, cache: KVCache, ids: Sequence[int] | None = None, x: Tensor | None = None, start: int = 0
+    ) -> tuple[Tensor, list[int]]:
+        return Decoder.greedy(self, rows, cache, ids, x, start)
+
+    def select(self, row: int, residual: Tensor) -> np.ndarray:
+        """The experts [N, k] that the row-th mixture layer would choose for the stream residual [N, d], the likeliest
+        first; overwritten by the next call."""
+        if self._asked is None or self._asked.rows != len(residual):
+            self._asked = self._new_routing(len(residual))
+        x = residual if residual.dtype == torch.float32 and residual.is_contiguous() else residual.float().contiguous()
+        return self._route(self._layer_of[row], x, self._asked).ids
+
+    def _new_routing(self, rows: int) -> _Routing:
+        return _Routing(rows, self.top_k, self.num_experts, self.facts.hidden_size)
+
+    def _routing(self, rows: int) -> _Routing:
+        """Memory for a call of so many rows, kept for the next: layers run one after the other."""
+        if self._kept is None or self._kept.rows != rows:
+            self._kept = self._new_routing(rows)
+        return self._kept
+
+    def _route(self, layer: int, x: Tensor, into: _Routing) -> _Routing:
+        self._library.mr_route(
+            self.routers[layer], self.norms[layer], self.eps, x.data_ptr(), into.rows, self.num_experts, self.top_k,
+            self.normalise, *into.addresses,
+        )
+        return into
+
+    def _mixture(self, layer: int, x: Tensor, rows: Rows, adapter: LayerAdapter | None) -> None:
+        routing = self._route(layer, x, self._routing(len(x)))
+        uses = _Uses(routing.ids)
+        normed, parts = routing.addresses[0], routing.parts.data_ptr()
+
+        def compute(found: Sequence[tuple[int, Mapping[str, Tensor]]]) -> None:
+            counts, wanted, places = uses.of([expert for expert, _ in found])
+            records = (ctypes.c_void_p * len(found))(*[self._expert(record) for _, record in found])
+            self._library.mr_experts(
+                records, counts.ctypes.data, len(found), normed, wanted.ctypes.data, places.ctypes.data, parts
+            )
+
+        self._provider().run(self.row_of[layer], uses.experts, compute, x, routing.chosen)
+        self._library.mr_combine(parts, routing.addresses[-1], *routing.ids.shape, x.shape[1], x.data_ptr())
+        if adapter is not None and rows.accelerated is not None:
+            self._beside(adapter, routing.normed, x, np.flatnonzero(rows.accelerated))
+
+    def _beside(self, adapter: LayerAdapter, normed: Tensor, x: Tensor, fast: np.ndarray) -> None:
+        module = adapter.deltas().get("mlp")
+        if module is None or not len(fast):
+            return
+        index = torch.from_numpy(fast)
+        dtype = next(module.parameters()).dtype
+        x[index] += module(normed[index].to(dtype)).float()
+
+    def _expert(self, record: Mapping[str, Tensor]) -> int:
+        """Address of the kernel's view of a record, made once for each place in memory that records are read into."""
+        gate_up, down = record["gate_up_proj"], record["down_proj"]
+        found = self._experts.get(gate_up.data_ptr())
+        if found is None or found.down.weight != down.data_ptr():
+            found = _Expert(
+                library.Linear(gate_up.data_ptr(), None, None, gate_up.shape[1], gate_up.shape[0]),
+                library.Linear(down.data_ptr(), None, None, down.shape[1], down.shape[0]),
+            )
+            self._experts[gate_up.data_ptr()] = found
+        return ctypes.addressof(found)
+
+
+class KernelMixture:
+    """A decoder's layers and routers, and the experts of each slot, as mixture.h has them. Outlived by the decoder."""
+
+    def __init__(self, decoder: NativeMoEDecoder, experts: Sequence[int]) -> None:
+        facts = decoder.facts
+        self._routers = (ctypes.c_void_p * len(decoder.routers))(*decoder.routers.values())
+        self._norms = (ctypes.c_void_p * len(decoder.norms))(*decoder.norms.values())
+        self._row_of = np.array([decoder.row_of.get(i, -1) for i in range(facts.num_layers)], np.int32)
+        self._experts = (_Expert * len(experts))(*(_Expert.from_address(one) for one in experts))
+        routers = Routers(
+            ctypes.addressof(self._routers), ctypes.addressof(self._norms), decoder.eps, decoder.num_experts,
+            decoder.top_k, decoder.normalise, facts.hidden_size,
+        )
+        self._mixture = Mixture(
+            ctypes.addressof(decoder.shape), ctypes.addressof(decoder.packed_layers), routers, self._row_of.ctypes.data,
+            ctypes.addressof(self._experts),
+        )
+        self.address = ctypes.addressof(self._mixture)
+
+
+class _Routing:
+    """What a layer's router says of `rows` rows, and where its experts' products go."""
+
+    def __init__(self, rows: int, top_k: int, experts: int, hidden: int) -> None:
+        self.rows = rows
+        self.normed, self._logits = torch.empty(rows, hidden), torch.empty(rows, padded(experts))
+        self.ids, self.weights = np.empty((rows, top_k), np.int64), np.empty((rows, top_k), np.float32)
+        self.parts = torch.empty(rows * top_k, hidden)
+        self.chosen = torch.from_numpy(self.ids), torch.from_numpy(self.weights)
+        self.addresses = (
+            self.normed.data_ptr(), self._logits.data_ptr(), self.ids.ctypes.data, self.weights.ctypes.data
+        )
+        self._for_kernel = RoutedRows(*self.addresses, self.parts.data_ptr())
+        self.address = ctypes.addressof(self._for_kernel)
+
+
+class _Uses:
+    """Which rows each expert is for. ids [N, k] → `experts`, ascending, and for some of them their rows and places
+    (row · k + rank) as the kernel takes them."""
+
+    def __init__(self, ids: np.ndarray) -> None:
+        n, self._k = ids.shape
+        flat = ids.reshape(-1)
+        if n == 1:
+            self._order = np.argsort(flat).astype(np.int32)
+            self.experts: list[int] = flat[self._order].tolist()
+            self._starts = list(range(len(self.experts) + 1))
+        else:
+            self._order = np.argsort(flat, kind="stable").astype(np.int32)
+            experts, starts = np.unique(flat[self._order], return_index=True)
+            self.experts = experts.tolist()
+            self._starts = [*starts.tolist(), len(flat)]
+        self._index = {expert: i for i, expert in enumerate(self.experts)}
+
+    def of(self, experts: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """→ counts [E], and rows and places [Σ counts] int32, expert by expert."""
+        at = [self._index[expert] for expert in experts]
+        if len(at) == len(self.experts) and at == list(range(len(at))):
+            places = self._order
+        else:
+            places = np.concatenate([self._order[self._starts[i] : self._starts[i + 1]] for i in at])
+        counts = np.array([self._starts[i + 1] - self._starts[i] for i in at], np.int32)
+        return counts, places // np.int32(self._k), places

@@ -1,0 +1,54 @@
+"""A trained method's own layer (its own keys and values) in the kernel's form."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from multirate.model.native import library
+from multirate.model.native.cache import NativeKVCache
+from multirate.model.native.decoder import NativeDecoder
+from multirate.model.native.packing import Owner, array_of
+from multirate.model.rows import Rows
+
+
+def tiles(decoder: NativeDecoder, heads: int, kv_heads: int, head_dim: int, intermediate: int = 0) -> bool:
+    """Whether the kernel can run such a layer beside ``decoder``'s (one head size, so one cache layout)."""
+    widths = (heads * head_dim, 2 * kv_heads * head_dim)
+    return head_dim == decoder.head_dim and all(width % 64 == 0 for width in widths) and intermediate % 32 == 0
+
+
+class OwnLayer:
+    """``layer`` with rotary attention of base ``theta``; a layer without ``gate_up`` weights is attention alone."""
+
+    def __init__(
+        self, decoder: NativeDecoder, owner: Owner, layer: library.Layer, *, heads: int, kv_heads: int,
+        head_dim: int, intermediate: int, theta: float, eps: float,
+    ) -> None:
+        self._decoder, self._owner, self._kv_heads = decoder, owner, kv_heads
+        half = torch.arange(head_dim // 2) / (head_dim // 2)
+        angle = torch.arange(decoder.shape.max_positions)[:, None] * theta**-half
+        self._shape = library.Shape(
+            hidden=decoder.facts.hidden_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            intermediate=intermediate, vocab=0, max_positions=decoder.shape.max_positions, eps=eps,
+            attention_scale=head_dim**-0.5, cos=owner.floats(angle.cos()), sin=owner.floats(angle.sin()),
+        )
+        self._layers = array_of(library.Layer, [layer])
+        self.shape_address, self.layer_address = ctypes.addressof(self._shape), ctypes.addressof(self._layers)
+
+    def new_cache(self, batch: int, capacity: int) -> NativeKVCache:
+        """An empty one-layer cache."""
+        return self._decoder.cache_of(1, batch, capacity, self._kv_heads)
+
+    def rows(self, x: Tensor, rows: Rows, cache: NativeKVCache) -> Tensor:
+        """x [N, d] → fp32 [N, d]; writes K/V at ``rows.slot``."""
+        x = x.float().clone(memory_format=torch.contiguous_format)
+        cache.make_room(rows)
+        library.kernel().mr_layers(
+            self.shape_address, self.layer_address, cache.address, None, x.data_ptr(), len(rows.seq),
+            rows.seq.ctypes.data, rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data,
+            rows.tree.ctypes.data, None, cache.capacity, 0, 1,
+        )
+        return x

@@ -1,0 +1,129 @@
+"""Weights laid out once for the kernel: groups of 64 outputs, input pairs interleaved."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from multirate.model.native import library
+
+GROUP = 64
+
+
+def padded(count: int) -> int:
+    return -(-count // GROUP) * GROUP
+
+
+WEIGHT_NORM = 65000.0
+"""Largest norm of an output's int16 weights: with fixed_point.h's ROW_NORM no sum leaves int32."""
+
+
+def fixed_point(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] → int16 [out, in] and float32 units [out] with weight ≈ unit · integers (see fixed_point.h)."""
+    norm, largest = weight.norm(dim=1), weight.abs().amax(dim=1)
+    steps = torch.minimum(WEIGHT_NORM / norm.clamp(min=1e-30), 32767 / largest.clamp(min=1e-30))
+    steps = torch.where(largest > 0, steps, torch.ones_like(steps))
+    return (weight * steps[:, None]).round().to(torch.int16), 1 / steps
+
+
+SLAB = 32 << 20
+HUGE_PAGE = 2 << 20
+
+
+def large_pages(size: int) -> mmap.mmap:
+    """Memory of this process alone, on large pages where the system has them. Memory that may be shared, as Python's
+    mmap is unless told otherwise, has none on most systems."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return mmap.mmap(-1, size)
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them: small pages
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+class Slabs:
+    """Memory for packed weights in large blocks that the system may back with huge pages.
+
+    A pass reads every weight once: with 4 KiB pages each 64th line starts with a page walk, a long one in a virtual
+    machine (measured: docs/experiments.md).
+    """
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy of ``tensor``, aligned to cache lines."""
+        size = tensor.numel() * tensor.element_size()
+        taken = -(-size // 64) * 64
+        if self._free.numel() < taken:
+            block = large_pages(max(SLAB, taken) + HUGE_PAGE)
+            self._free = torch.frombuffer(block, dtype=torch.uint8)
+            self._free = self._free[-self._free.data_ptr() % HUGE_PAGE :]
+        place, self._free = self._free[:size], self._free[taken:]
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+@dataclass
+class Owner:
+    """Keeps alive every tensor whose address a C structure holds."""
+
+    tensors: list[object] = field(default_factory=list)
+    slabs: Slabs = field(default_factory=Slabs)
+
+    def address(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        self.tensors.append(tensor)
+        return tensor.data_ptr()
+
+    def floats(self, tensor: Tensor | None) -> int | None:
+        return None if tensor is None else self.address(tensor.detach().float().cpu().contiguous().clone())
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> library.Linear:
+        """weight [out, in], bias [out] → bf16 [groups, in/2, 4, 16, 2] or int16 [groups, 4, in/2, 16, 2].
+
+        Outputs are padded with zeros to whole groups.
+        """
+        outputs, inputs = weight.shape
+        if inputs % 2:
+            raise library.NativeUnavailable(f"a linear layer with an odd number of inputs ({inputs})")
+        full = torch.zeros(padded(outputs), inputs)
+        full[:outputs] = weight.detach().to(device="cpu", dtype=torch.float32)
+        scale = None
+        if library.kernel().mr_fixed_point():
+            full, scale = fixed_point(full)
+            packed = full.view(-1, 4, 16, inputs // 2, 2).permute(0, 1, 3, 2, 4)
+        else:
+            packed = full.to(torch.bfloat16).view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 2, 4)
+        if bias is not None:
+            wide = torch.zeros(padded(outputs))
+            wide[:outputs] = bias.detach().float()
+            bias = wide
+        weights = self.address(self.slabs.copy(packed))
+        return library.Linear(weights, self.address(bias), self.address(scale), inputs, padded(outputs))
+
+    def low_rank(self, a: Tensor | None, b: Tensor | None, silu: bool = False) -> library.LowRank:
+        """a [rank, in], b [out, rank] → B(A x); the rank is padded to whole groups."""
+        if a is None or b is None:
+            return library.LowRank()
+        rank = a.shape[0]
+        wide = torch.zeros(b.shape[0], padded(rank), dtype=b.dtype)
+        wide[:, :rank] = b.detach()
+        return library.LowRank(self.linear(a), self.linear(wide), rank, int(silu))
+
+
+def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
+    """[I, …] twice → [2I, …]: 32 rows of gate, the same 32 rows of up, and so on (one group each)."""
+    pieces: Sequence[Tensor] = [gate.unflatten(0, (-1, 32)), up.unflatten(0, (-1, 32))]
+    return torch.stack(list(pieces), dim=1).flatten(0, 2)
+
+
+def array_of(kind: type[ctypes.Structure], items: Sequence[ctypes.Structure]) -> ctypes.Array:
+    return (kind * len(items))(*items)

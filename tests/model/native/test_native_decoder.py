@@ -1,0 +1,249 @@
+"""The kernel against transformers, and its own promise: a row's bits do not depend on its company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from multirate.errors import UserError
+from multirate.model.decoder import load_decoder
+from multirate.model.hf.decoder import HFDecoder
+from multirate.model.native import NativeDecoder, library
+from multirate.model.native.cache import from_native, to_native
+from multirate.model.rows import Rows
+
+SIZES = dict(vocab_size=133, hidden_size=128, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=256)
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, head_dim=32),
+    "llama3-rope": LlamaConfig(**SIZES, head_dim=64, rope_parameters={
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64}),
+    "mistral-window": MistralConfig(**SIZES, head_dim=32, sliding_window=24),
+    "qwen2-bias": Qwen2Config(**SIZES),
+    "qwen3-norms": Qwen3Config(**SIZES, head_dim=64),
+    "mha-head-80": LlamaConfig(**{**SIZES, "hidden_size": 320, "num_key_value_heads": 4}, head_dim=80),
+}
+
+
+def make(name: str):
+    torch.manual_seed(sorted(CONFIGS).index(name))
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases away from their neutral values, logits spread out
+            parameter.mul_(1.5).add_(torch.randn_like(parameter) * 0.05)
+    return model.to(torch.bfloat16)
+
+
+def run(decoder, tokens, start: int, cache, stops=None):
+    rows = Rows.causal(0, start, len(tokens))
+    x = decoder.embed(torch.tensor(tokens), rows.pos)
+    for low, high in zip([0, *(stops or [])], [*(stops or []), decoder.facts.num_layers], strict=True):
+        x = decoder.layers(x, rows, low, high, cache)
+    return decoder.logits(x)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_closer_to_fp32_than_transformers_in_bf16(name):
+    model = make(name)
+    tokens = torch.randint(0, 133, (1, 71))
+    decoder = load_decoder(model)
+    assert isinstance(decoder, NativeDecoder)
+    ours = run(decoder, tokens[0].tolist(), 0, decoder.new_cache(1, 80))
+    with torch.no_grad():
+        low = model(tokens).logits[0].float()
+        exact = model.float()(tokens).logits[0]
+    assert (ours - exact).norm() < 1.05 * (low - exact).norm() < 0.2 * exact.norm()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_are_bit_identical_alone_together_and_split(name):
+    decoder = NativeDecoder(make(name))
+    tokens = torch.randint(0, 133, (61,)).tolist()
+    together = run(decoder, tokens, 0, decoder.new_cache(1, 64))
+    cache = decoder.new_cache(1, 16)  # grows
+    alone = torch.cat([run(decoder, [t], i, cache) for i, t in enumerate(tokens)])
+    assert torch.equal(together, alone)
+    assert torch.equal(together, run(decoder, tokens, 0, decoder.new_cache(1, 64), stops=[1, 2]))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_bits(threads):
+    decoder = NativeDecoder(make("llama"))
+    tokens = list(range(20))
+    one = run(decoder, tokens, 0, decoder.new_cache(1, 32))
+    library.kernel().mr_set_threads(threads)
+    assert torch.equal(one, run(decoder, tokens, 0, decoder.new_cache(1, 32)))
+    library.kernel().mr_set_threads(torch.get_num_threads())
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "mha-head-80"])
+@pytest.mark.parametrize("seed", range(3))
+def test_tree_nodes_equal_their_path_as_a_chain_bit_for_bit(name, seed):
+    rng = np.random.default_rng(seed)
+    decoder = NativeDecoder(make(name))
+    prompt = rng.integers(0, 133, 5 + 17 * seed).tolist()
+    nodes = 14
+    parents = [int(rng.integers(max(0, i - 4), i + 1)) for i in range(nodes)]
+    tokens = rng.integers(0, 133, nodes + 1).tolist()
+    cache = decoder.new_cache(1, 96)
+    run(decoder, prompt, 0, cache)
+    cache.commit(0, len(prompt))
+    rows = Rows.draft_tree(0, len(prompt), parents)
+    tree = decoder.logits(
+        decoder.layers(decoder.embed(torch.tensor(tokens), rows.pos), rows, 0, decoder.facts.num_layers, cache)
+    )
+    for node in range(nodes + 1):
+        path = [node]
+        while path[0] != 0:
+            path.insert(0, parents[path[0] - 1])
+        alone = run(decoder, prompt + [tokens[i] for i in path], 0, decoder.new_cache(1, 96))[len(prompt):]
+        assert torch.equal(tree[path], alone)
+    path = [int(np.argmax(rows.pos))]
+    while path[0] != 0:
+        path.insert(0, parents[path[0] - 1])
+    other = decoder.new_cache(1, 96)
+    chain = run(decoder, prompt + [tokens[i] for i in path], 0, other)[len(prompt):]
+    assert torch.equal(tree[path], chain)
+    cache.keep(0, [len(prompt) + i for i in path])
+    total = len(prompt) + len(path)
+    for layer in range(decoder.facts.num_layers):
+        for mine, fresh in zip(cache.standard(layer), other.standard(layer), strict=True):
+            assert torch.equal(mine[:, :, :total], fresh[:, :, :total])
+
+
+def test_trees_of_several_sequences_and_prompts_share_a_pass():
+    """Attention reads a K/V block once for neighbouring rows: of one sequence only, each up to its own end."""
+    rng = np.random.default_rng(0)
+    decoder = NativeDecoder(make("llama"))
+    prompts = [rng.integers(0, 133, n).tolist() for n in (30, 3, 17)]
+    cache = decoder.new_cache(3, 96)
+    alone, parts, ids = [], [], []
+    for b, prompt in enumerate(prompts):
+        own = decoder.new_cache(1, 96)
+        for seq, store in ((b, cache), (0, own)):
+            rows = Rows.causal(seq, 0, len(prompt))
+            decoder.layers(decoder.embed(torch.tensor(prompt), rows.pos), rows, 0, 3, store)
+        tree = Rows.draft_tree(b, len(prompt), [0, 0, 1, 2, 3])
+        tokens = rng.integers(0, 133, 6).tolist()
+        single = Rows.draft_tree(0, len(prompt), [0, 0, 1, 2, 3])
+        alone.append(decoder.layers(decoder.embed(torch.tensor(tokens), single.pos), single, 0, 3, own))
+        parts.append(tree)
+        ids += tokens
+    rows = Rows.concat(parts)
+    together = decoder.layers(decoder.embed(torch.tensor(ids), rows.pos), rows, 0, 3, cache)
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_greedy_pass_is_embed_layers_and_logits(start):
+    decoder = NativeDecoder(make("qwen2-bias"))
+    tokens = list(range(20, 31))
+    rows = Rows.causal(0, 0, len(tokens))
+    one, other = decoder.new_cache(1, 32), decoder.new_cache(1, 32)
+    x = decoder.embed(torch.tensor(tokens), rows.pos)
+    entering = decoder.layers(x, rows, 0, start, one)
+    decoder.layers(x, rows, 0, start, other)
+    hidden = decoder.layers(entering, rows, start, 3, one)
+    ids, residuals = (tokens, None) if start == 0 else (None, entering)
+    before = None if residuals is None else residuals.clone()
+    found, chosen = decoder.greedy(rows, other, ids, residuals, start)
+    assert torch.equal(found, hidden)
+    assert chosen == decoder.logits(hidden).argmax(-1).tolist()
+    assert before is None or torch.equal(residuals, before)
+
+
+def test_batch_rows_equal_single_sequences():
+    decoder = NativeDecoder(make("qwen3-norms"))
+    prompts = [list(range(3)), list(range(40, 59)), [7]]
+    rows = Rows.concat([Rows.causal(b, 0, len(p)) for b, p in enumerate(prompts)])
+    x = decoder.embed(torch.tensor([token for prompt in prompts for token in prompt]), rows.pos)
+    together = decoder.logits(decoder.layers(x, rows, 0, 3, decoder.new_cache(3, 32)))
+    parts = torch.cat([run(decoder, p, 0, decoder.new_cache(1, 32)) for p in prompts])
+    assert torch.equal(together, parts)
+
+
+@pytest.mark.parametrize("mlp", ["lora", "parallel"])
+def test_accelerated_rows_match_the_generic_decoder_and_leave_slow_rows_alone(mlp):
+    from multirate.methods.common.shape import BaseShape
+    from multirate.methods.m2r2.config import M2R2Config
+    from multirate.methods.m2r2.modules import AcceleratedStream
+
+    model = make("llama")
+    base = BaseShape.of(model.config)
+    stream = AcceleratedStream(M2R2Config.for_base(base, "m2r2-carry", gates=(2,), rank=24, mlp_adapter=mlp), base)
+    with torch.no_grad():
+        for parameter in stream.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    tokens = torch.arange(30, 41)
+    slow, fast = Rows.causal(0, 0, 11), Rows.accelerated_at(0, np.arange(11))
+    both = Rows.concat([slow, fast])
+    exact_model = make("llama").float()
+    out = []
+    for decoder in (NativeDecoder(model), HFDecoder(exact_model)):
+        cache = decoder.new_cache(1, 32)
+        x = decoder.embed(torch.cat([tokens, tokens]), both.pos)
+        y = decoder.layers(x, both, 0, 2, cache, stream.layer_adapters())
+        out.append(y)
+        plain = decoder.layers(x[:11], slow, 0, 2, decoder.new_cache(1, 32))
+        assert torch.allclose(y[:11], plain, atol=1e-5)
+        if isinstance(decoder, NativeDecoder):
+            assert torch.equal(y[:11], plain)
+        assert not torch.allclose(y[11:], plain, atol=1e-2)
+    assert (out[0] - out[1]).norm() < 0.02 * out[1].norm()
+
+
+def test_a_released_cache_comes_back_as_new():
+    """Also after a generation that left NaN behind: a hidden slot of weight 0 must not turn it into one of its own."""
+    decoder = NativeDecoder(make("llama"))
+    tokens = torch.randint(0, 133, (21,)).tolist()
+    expected = run(decoder, tokens, 0, decoder.new_cache(1, 40))
+    used = decoder.new_cache(1, 64)
+    run(decoder, tokens, 0, used)
+    used.commit(0, 21)
+    for keys, values in zip(used.keys, used.values, strict=True):
+        keys.fill_(float("nan"))
+        values.fill_(float("nan"))
+    decoder.release_cache(used)
+    again = decoder.new_cache(1, 40)
+    assert again is used
+    assert again.lengths == [0]
+    assert torch.equal(run(decoder, tokens, 0, again), expected)
+    assert decoder.new_cache(1, 40) is not again  # one owner at a time
+    decoder.release_cache(again)
+    assert decoder.new_cache(2, 40) is not again  # another batch
+
+
+def test_layout_round_trip():
+    keys, values = torch.randn(2, 3, 32, 16), torch.randn(2, 3, 32, 16)
+    k, v = from_native(*(t.contiguous() for t in to_native(keys, values)))
+    assert torch.equal(k, keys) and torch.equal(v, values)
+
+
+def test_refusals_name_the_reason():
+    gpt = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=50))
+    assert "gpt2" in str(NativeDecoder.supports(gpt))
+    assert "float32" in str(NativeDecoder.supports(make("llama").float()))
+    with pytest.raises(UserError, match="gpt2"):
+        load_decoder(gpt, backend="native")
+
+
+def test_missing_compiler_is_a_reason_not_a_crash(monkeypatch):
+    monkeypatch.setenv("MULTIRATE_NATIVE", "0")
+    library.kernel.cache_clear()
+    try:
+        assert "MULTIRATE_NATIVE=0" in str(NativeDecoder.supports(make("llama")))
+        assert isinstance(load_decoder(make("llama")), HFDecoder)
+    finally:
+        monkeypatch.delenv("MULTIRATE_NATIVE")
+        library.kernel.cache_clear()

@@ -1,0 +1,305 @@
+"""Recorded passes against HFDecoder and transformers: the tape repeats tensor operations only, as a CUDA graph does."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multirate.decoding.autoregressive import generate_autoregressive
+from multirate.decoding.stopping import StopSettings
+from multirate.model.cuda import decoder as cuda_graphs
+from multirate.model.cuda.decoder import EagerRecorder, GraphedDecoder
+from multirate.model.cuda.static_cache import SPAN, StaticKVCache
+from multirate.model.decoder import _hf_class
+from multirate.model.hf.decoder import HFDecoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import Rows
+
+from .tape_recorder import TapeRecorder
+from .test_adapters import LinearAdapter
+from .tiny_models import MOE, NAMES, VOCAB, prompts, tiny_model
+
+DENSE = [n for n in NAMES if n not in MOE]
+# Full attention, windows on every layer, mixed windows with two rotaries, soft-capping, learned positions.
+SOME = ["llama", "mistral", "gemma3_text", "gemma2", "gpt2"]
+CLOSE = {"atol": 5e-5, "rtol": 1e-5}
+_pairs: dict[str, tuple[GraphedDecoder, HFDecoder]] = {}
+
+
+def pair(name: str) -> tuple[GraphedDecoder, HFDecoder]:
+    """The decoder under test, replaying tapes, and the reference."""
+    if name not in _pairs:
+        _pairs[name] = (GraphedDecoder(tiny_model(name), TapeRecorder()), HFDecoder(tiny_model(name)))
+    return _pairs[name]
+
+
+def tape_of(decoder: GraphedDecoder) -> TapeRecorder:
+    assert isinstance(decoder.recorder, TapeRecorder)
+    return decoder.recorder
+
+
+def forward(decoder: HFDecoder, ids: list[int], rows: Rows, cache: KVCache) -> torch.Tensor:
+    """In two pieces, as drafting and verifying run them."""
+    x = decoder.layers(decoder.embed(torch.tensor(ids), rows.pos), rows, 0, 1, cache)
+    return decoder.layers(x, rows, 1, decoder.facts.num_layers, cache)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(SOME), st.integers(1, 3), st.data())
+def test_random_rows_equal_hf_decoder(name: str, batch: int, data: st.DataObject) -> None:
+    """Chains and trees, ragged lengths, sequences that take no part, partial acceptance, `keep`: always the same."""
+    graphed, reference = pair(name)
+    caches = [graphed.new_cache(batch, 4), reference.new_cache(batch, 4)]
+    for _ in range(data.draw(st.integers(2, 5))):
+        seqs = data.draw(st.sets(st.integers(0, batch - 1), min_size=1))
+        trees = {
+            b: [data.draw(st.integers(0, i)) for i in range(data.draw(st.integers(0, 6)))] for b in seqs
+        }
+        rows = Rows.concat([Rows.draft_tree(b, caches[0].lengths[b], parents) for b, parents in trees.items()])
+        order = data.draw(st.permutations(range(len(rows))))
+        rows = Rows(*(getattr(rows, f)[order] for f in ("seq", "slot", "pos", "prefix", "tree")))
+        ids = [data.draw(st.integers(2, VOCAB - 1)) for _ in range(len(rows))]
+        got, expected = forward(graphed, ids, rows, caches[0]), forward(reference, ids, rows, caches[1])
+        torch.testing.assert_close(got, expected, **CLOSE)
+        for b, parents in trees.items():
+            path = [data.draw(st.integers(0, len(parents)))]
+            while path[0]:
+                path.insert(0, parents[path[0] - 1])
+            for cache in caches:
+                start = cache.lengths[b]
+                cache.keep(b, [start + node for node in path])
+        for mine, theirs in zip(caches[0].keys + caches[0].values, caches[1].keys + caches[1].values, strict=True):
+            for b, length in enumerate(caches[1].lengths):
+                torch.testing.assert_close(mine[b, :, :length], theirs[b, :, :length], **CLOSE)
+    assert graphed.graph_fallback is None
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_recording_depends_on_its_inputs_alone(name: str) -> None:
+    """Recorded with one input, replayed with others: tokens, positions, slots, masks, flags and flagged counts."""
+    torch.manual_seed(0)
+    graphed, reference = GraphedDecoder(tiny_model(name), TapeRecorder()), HFDecoder(tiny_model(name))
+    total = graphed.facts.num_layers
+    adapters = {
+        i: LinearAdapter(layer, {"q", "o", "gate", "up", "down", "mlp"}) for i, layer in enumerate(graphed.parts.layers)
+    }
+    caches = [graphed.new_cache(2, 64), reference.new_cache(2, 64)]
+    prompt = Rows.concat([Rows.causal(0, 0, 20), Rows.causal(1, 0, 13)])
+    calls = [
+        [Rows.draft_tree(0, 20, [0, 0]), Rows.accelerated_at(0, [20])],
+        [Rows.causal(0, 20, 1), Rows.accelerated_at(0, [17, 18, 20]), Rows.accelerated_at(1, [12])],
+        [Rows.accelerated_at(1, [3, 9]), Rows.causal(1, 13, 2), Rows.causal(0, 21, 3)],
+        [Rows.causal(1, 15, 3), Rows.accelerated_at(1, [15])],
+    ]
+    for decoder, cache in zip((graphed, reference), caches, strict=True):
+        decoder.layers(torch.zeros(33, 32) + torch.linspace(-1, 1, 33)[:, None], prompt, 0, total, cache)
+    before = tape_of(graphed).recorded
+    for parts in calls:
+        rows, x = Rows.concat(parts), torch.randn(sum(map(len, parts)), 32)
+        got, expected = (
+            decoder.layers(x, rows, 0, total, cache, adapters)
+            for decoder, cache in zip((graphed, reference), caches, strict=True)
+        )
+        torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
+    assert graphed.graph_fallback is None
+    assert tape_of(graphed).recorded == before + 1  # the four calls fit one shape
+
+    # Other adapters of the same shapes are other recordings.
+    others = {i: LinearAdapter(layer, {"q", "mlp"}) for i, layer in enumerate(graphed.parts.layers)}
+    for chosen in (others, adapters, None):
+        got, expected = (
+            decoder.layers(x, rows, 0, total, cache, chosen)
+            for decoder, cache in zip((graphed, reference), caches, strict=True)
+        )
+        torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
+    assert tape_of(graphed).recorded == before + 3
+
+
+def test_outputs_survive_later_replays() -> None:
+    graphed, reference = pair("llama")
+    cache = graphed.new_cache(1, 16)
+    outs, expected, other = [], [], reference.new_cache(1, 16)
+    for i, token in enumerate(prompts(6)[0].tolist()):
+        outs.append(forward(graphed, [token], Rows.causal(0, i, 1), cache))
+        expected.append(forward(reference, [token], Rows.causal(0, i, 1), other))
+    torch.testing.assert_close(torch.cat(outs), torch.cat(expected), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
+def test_growth_of_the_cache_records_anew_and_keeps_its_contents(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("decoder", "static_cache"):
+        monkeypatch.setattr(f"multirate.model.cuda.{module}.round_up", lambda slots: -(-slots // 8) * 8)
+    graphed, reference = GraphedDecoder(tiny_model(name), TapeRecorder()), HFDecoder(tiny_model(name))
+    caches = [graphed.new_cache(1, 8), reference.new_cache(1, 8)]
+    sizes = []
+    for i, token in enumerate(prompts(30, seed=2)[0].tolist()):
+        rows = Rows.causal(0, i, 1)
+        got, expected = forward(graphed, [token], rows, caches[0]), forward(reference, [token], rows, caches[1])
+        torch.testing.assert_close(got, expected, **CLOSE)
+        sizes.append((caches[0].capacity, tape_of(graphed).recorded))
+    # Two pieces for each 8 slots attended; growth at 8 and 16 also starts from nothing.
+    assert graphed.graph_fallback is None
+    assert sizes[7] == (8, 2) and sizes[8] == (16, 4) and sizes[16] == (32, 6) and sizes[29] == (32, 8)
+
+
+@pytest.mark.parametrize("lengths", [(7,), (3, 9, 1, 6)], ids=["one", "four"])
+@pytest.mark.parametrize("recorder", [TapeRecorder, EagerRecorder])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "qwen3"])
+def test_greedy_tokens_equal_generate(
+    name: str, recorder: type[TapeRecorder] | type[EagerRecorder], lengths: tuple[int, ...]
+) -> None:
+    model, texts = tiny_model(name), prompts(*lengths, seed=4)
+    width = max(lengths)
+    padded = torch.stack([torch.cat([torch.zeros(width - len(t), dtype=torch.long), t]) for t in texts])
+    mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
+    expected = model.generate(padded, attention_mask=mask, max_new_tokens=12, do_sample=False)[:, width:].tolist()
+    decoder = GraphedDecoder(model, recorder())
+    for _ in range(2):
+        out = generate_autoregressive(decoder, [t.tolist() for t in texts], stop=StopSettings(max_new_tokens=12))
+        assert [list(s) for s in out.sequences] == expected
+    assert decoder.graph_fallback is None
+    if recorder is TapeRecorder:
+        assert tape_of(decoder).recorded <= 2 and tape_of(decoder).replayed >= 22
+
+
+def test_recordings_outlive_a_generation_and_go_with_their_cache() -> None:
+    graphed = GraphedDecoder(tiny_model("llama"), TapeRecorder())
+    tape = tape_of(graphed)
+
+    def step(cache: KVCache) -> torch.Tensor:
+        return forward(graphed, [5], Rows.causal(0, 0, 1), cache)
+
+    first = graphed.new_cache(1, 20)
+    expected = step(first)
+    assert isinstance(first, StaticKVCache) and tape.recorded == 2
+    storage = first.storage
+    del first
+    again = graphed.new_cache(1, 30)
+    assert isinstance(again, StaticKVCache) and again.storage is storage
+    assert again.lengths == [0] and not any(t.any() for t in again.keys) and not again.positions.any()
+    torch.testing.assert_close(step(again), expected, **CLOSE)
+    assert tape.recorded == 2
+    # A second living cache has tensors, and recordings, of its own; so has one of another size or batch.
+    second = graphed.new_cache(1, 30)
+    torch.testing.assert_close(step(second), expected, **CLOSE)
+    assert isinstance(second, StaticKVCache) and second.storage is not storage and tape.recorded == 4
+    del second
+    assert graphed.new_cache(1, SPAN + 1).capacity == 2 * SPAN
+    assert graphed.new_cache(3, 1).keys[0].shape[0] == 3
+    step(again)
+    assert tape.recorded == 4
+
+
+def test_least_recently_used_recordings_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_RECORDINGS", 2)
+    graphed = GraphedDecoder(tiny_model("llama"), TapeRecorder())
+    cache, tape = graphed.new_cache(1, 8), tape_of(graphed)
+
+    def step(start: int) -> None:
+        graphed.layers(torch.ones(1, 32), Rows.causal(0, 0, 1), start, start + 1, cache)
+
+    for start, recorded in ((0, 1), (1, 2), (0, 2), (2, 3), (0, 3), (1, 4)):
+        step(start)
+        assert tape.recorded == recorded
+
+
+def test_calls_without_a_static_shape_run_as_before() -> None:
+    graphed, reference = GraphedDecoder(tiny_model("llama"), TapeRecorder()), HFDecoder(tiny_model("llama"))
+    caches = [graphed.new_cache(1, 80), reference.new_cache(1, 80)]
+    (ids,), rows = prompts(70), Rows.causal(0, 0, 70)
+    got, expected = (forward(d, ids.tolist(), rows, c) for d, c in zip((graphed, reference), caches, strict=True))
+    assert torch.equal(got, expected)
+    plain = reference.new_cache(1, 8)  # somebody else's cache has no scratch slot
+    assert torch.isfinite(forward(graphed, [5], Rows.causal(0, 0, 1), plain)).all()
+    assert tape_of(graphed).recorded == 0
+    with pytest.raises(ValueError, match="rows look at"):
+        hidden = Rows(np.zeros(1), -np.ones(1), np.zeros(1), np.full(1, 999), np.zeros(1))
+        graphed.layers(torch.ones(1, 32), hidden, 0, 1, caches[0])
+    with pytest.raises(ValueError, match="2 rows but rows describes 1"):
+        graphed.layers(torch.ones(2, 32), Rows.causal(0, 0, 1), 0, 1, caches[0])
+
+
+@pytest.mark.parametrize("name", sorted(MOE))
+def test_experts_fall_back_with_the_reason(name: str) -> None:
+    graphed, reference = pair(name)
+    rows = Rows.causal(0, 0, 5)
+    ids = prompts(5)[0].tolist()
+    got, expected = (forward(d, ids, rows, d.new_cache(1, 8)) for d in (graphed, reference))
+    assert torch.equal(got, expected) and tape_of(graphed).recorded == 0
+    assert graphed.graph_fallback is not None and "experts" in graphed.graph_fallback
+
+
+def test_a_pass_that_reads_the_device_falls_back_once() -> None:
+    """An adapter that looks at its values cannot be recorded: the capture's error is kept, the text is not touched."""
+
+    class Looking(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if x.sum().item() > 0 else x * 3
+
+    class Adapter:
+        def deltas(self) -> dict[str, torch.nn.Module]:
+            return {"mlp": Looking()}
+
+    graphed, reference = GraphedDecoder(tiny_model("llama"), TapeRecorder()), HFDecoder(tiny_model("llama"))
+    rows, x = Rows.concat([Rows.causal(0, 0, 2), Rows.accelerated_at(0, [1])]), torch.randn(3, 32)
+    cache, other = graphed.new_cache(1, 8), reference.new_cache(1, 8)
+    for _ in range(3):
+        assert torch.equal(
+            graphed.layers(x, rows, 0, 3, cache, {1: Adapter()}), reference.layers(x, rows, 0, 3, other, {1: Adapter()})
+        )
+    assert tape_of(graphed).recorded == 1
+    assert graphed.graph_fallback is not None and "not permitted when stream is capturing" in graphed.graph_fallback
+    assert type(graphed.new_cache(1, 8)) is KVCache
+
+
+def test_a_recording_that_gives_other_numbers_is_not_used() -> None:
+    class Wrong(EagerRecorder):
+        def record(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+            return lambda: function() * 1.01
+
+    graphed, reference = GraphedDecoder(tiny_model("llama"), Wrong()), HFDecoder(tiny_model("llama"))
+    cache, other = graphed.new_cache(1, 8), reference.new_cache(1, 8)
+    for i in range(2):
+        rows = Rows.causal(0, i, 1)
+        assert torch.equal(forward(graphed, [7], rows, cache), forward(reference, [7], rows, other))
+    assert graphed.graph_fallback is not None and "relative difference 1.0e-02" in graphed.graph_fallback
+
+
+def test_cuda_models_get_the_graphed_decoder() -> None:
+    assert _hf_class(torch.device("cuda")) is GraphedDecoder and _hf_class(torch.device("cpu")) is HFDecoder
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "qwen3"])
+def test_on_cuda_greedy_tokens_equal_generate(name: str) -> None:
+    import copy
+
+    model, (text,) = copy.deepcopy(tiny_model(name)).cuda(), prompts(7, seed=4)
+    expected = model.generate(text[None].cuda(), max_new_tokens=12, do_sample=False)[0, 7:].tolist()
+    decoder = GraphedDecoder(model)
+    for _ in range(2):
+        out = generate_autoregressive(decoder, [text.tolist()], stop=StopSettings(max_new_tokens=12))
+        assert list(out.sequences[0]) == expected
+    assert decoder.graph_fallback is None
+
+
+def test_a_dropped_decoder_and_cache_leave_no_storage() -> None:
+    import weakref
+
+    graphed = GraphedDecoder(tiny_model("llama"), EagerRecorder())
+    cache = graphed.new_cache(1, 8)
+    forward(graphed, [5], Rows.causal(0, 0, 1), cache)
+    assert isinstance(cache, StaticKVCache)
+    keys = weakref.ref(cache.storage.keys[0])
+    gc.disable()  # no circle may hold the memory until a collection
+    try:
+        del cache, graphed
+        assert keys() is None
+    finally:
+        gc.enable()

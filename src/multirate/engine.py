@@ -16,9 +16,8 @@ from multirate.decoding.speculative import generate_speculative
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.hub import LoadedModel, load_model, load_offloaded, resolve_accelerator
-from multirate.methods import registry
-from multirate.methods.m2r2.config import PRESETS
-from multirate.methods.trained import EXPERTS
+from multirate.methods import spec
+from multirate.methods.spec import PLAIN, MethodSpec
 from multirate.model.decoder import Decoder, load_decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.training.checkpoint import Accelerator
@@ -26,8 +25,6 @@ from multirate.training.checkpoint import Accelerator
 if TYPE_CHECKING:
     from multirate.experts.model import OffloadedExperts
 
-PLAIN = "autoregressive"
-TRAINED = (*PRESETS, "kangaroo")
 SPECULATE = ("auto", "always", "never")
 KEPT_BYTES = 256 << 20  # K/V of finished generations kept for a conversation's next turn, all methods together
 _ENOUGH_LEVELS = 64  # drafted levels after which observed acceptance outweighs what the accelerator's card says
@@ -131,7 +128,7 @@ class Engine:
         if not isinstance(accelerator, Accelerator):
             accelerator = Accelerator.from_pretrained(resolve_accelerator(accelerator), self.model)
         name = name or accelerator.method
-        if accelerator.method == EXPERTS:
+        if spec.find(accelerator.method).role == "experts":
             if self.experts is None:
                 raise UserError("this accelerator names experts, and the model's are all in memory: it is for models "
                                 "with experts on disk (experts=DIR, expert_predictor)")  # fmt: skip
@@ -144,7 +141,7 @@ class Engine:
             raise UserError(f"an accelerator cannot be named {name!r}: that is the name of a baseline")
         self.accelerators[name] = accelerator
         for known in (self._speculations, self._conversations):
-            for variant in [v for v in known if registry.parse_variant(v)[0] == name]:
+            for variant in [v for v in known if spec.parse_variant(v)[0] == name]:
                 del known[variant]
         if self.default == PLAIN:
             self.default = name
@@ -152,12 +149,12 @@ class Engine:
 
     def methods(self) -> list[str]:
         """The method names that `generate` accepts: the attached accelerators' and those that need no training."""
-        trained = set(TRAINED)
-        return [*self.accelerators, *(m for m in registry.methods() if m not in trained and m not in self.accelerators)]
+        untrained = [name for name, known in spec.all_specs().items() if known.training is None]
+        return [*self.accelerators, *(name for name in untrained if name not in self.accelerators)]
 
     def lossless(self, method: str) -> bool:
         """Whether a method's output is the base model's own."""
-        return registry.method(self._registered(method)).lossless
+        return self._spec(method).lossless
 
     def stopping(self, max_new_tokens: int | None = 256, stop_strings: Sequence[str] = ()) -> StopSettings:
         """Stop settings with the model's EOS ids, and the tokenizer for stop strings."""
@@ -218,22 +215,22 @@ class Engine:
         while sum(kept.nbytes() for kept in self._conversations.values()) > self.keep_bytes:
             self._conversations.pop(next(iter(self._conversations)))
 
-    def _registered(self, name: str) -> str:
-        """The registry's name for a method of this engine, whose name may carry settings."""
-        name, _ = registry.parse_variant(name)
+    def _spec(self, name: str) -> MethodSpec:
+        """A method of this engine by its name, which may carry settings."""
+        name, _ = spec.parse_variant(name)
         if name in self.accelerators:
-            return self.accelerators[name].method
+            return spec.find(self.accelerators[name].method)
         if name not in self.methods():
             known = ", ".join(self.methods())
-            hint = " (it needs a trained accelerator, and none is attached)" if name in TRAINED else ""
+            hint = " (it needs a trained accelerator, and none is attached)" if name in spec.trainable() else ""
             raise UserError(f"method {name!r} cannot be used{hint}; accepted: {known}")
-        return name
+        return spec.find(name)
 
     def _speculation(self, name: str) -> _Speculation | None:
         if name not in self._speculations:
-            base, settings = registry.parse_variant(name)
+            base, settings = spec.parse_variant(name)
             accelerator = self.accelerators.get(base)
-            drafter = registry.method(self._registered(base)).drafter(self.decoder, accelerator, settings or None)
+            drafter = self._spec(base).make_drafter(self.decoder, accelerator, settings)
             if drafter is None:
                 return None
             self._speculations[name] = _Speculation(drafter, _card_rates(accelerator))

@@ -31,7 +31,7 @@ from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
-from multirate.methods.registry import method
+from multirate.methods.spec import find
 from multirate.model.decoder import Decoder, load_decoder
 from multirate.model.native import NativeDecoder
 from multirate.model.native.cache import NativeKVCache
@@ -80,7 +80,7 @@ def drafter_of(name: str, decoder: Decoder) -> Drafter:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
         return M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth=4, width=2, nodes=9, expand=0.0, keep=0.0))
     options = {"exit_layer": 2, "tokens": 3} if name == "layerskip" else None
-    drafter = method(name).drafter(decoder, None, options)
+    drafter = find(name).make_drafter(decoder, None, options)
     assert drafter is not None
     return drafter
 

@@ -19,7 +19,7 @@ from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.logits import SamplingSettings, draw
 from multirate.decoding.stopping import StopSettings
-from multirate.methods.registry import method
+from multirate.methods.spec import find
 
 from .helpers import random_tree, tiny
 
@@ -157,7 +157,7 @@ def test_autoregressive_has_it_too(setting: str) -> None:
 @pytest.mark.parametrize("name,config", [("layerskip", {"exit_layer": 1, "confidence": 0.3}), ("prompt_lookup", {})])
 def test_real_drafters_keep_it(setting: str, name: str, config: dict) -> None:  # type: ignore[type-arg]
     _, decoder = tiny(5, vocab=VOCAB)
-    drafter = method(name).drafter(decoder, config=config)
+    drafter = find(name).make_drafter(decoder, settings=config)
     assert drafter is not None
     assert p_value(sampled(SETTINGS[setting], drafter), analytic(SETTINGS[setting], 5)) > ALARM
 

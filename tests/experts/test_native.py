@@ -17,7 +17,7 @@ from multirate.experts.model import PREDICTORS, OffloadedExperts
 from multirate.experts.pack import pack
 from multirate.experts.runtime import ExpertSettings
 from multirate.experts.store import ExpertStore
-from multirate.methods.registry import method
+from multirate.methods.spec import find
 from multirate.model.decoder import load_decoder
 from multirate.model.native.moe import pack_expert, unpack_expert
 from multirate.model.rows import Rows
@@ -73,7 +73,7 @@ def test_self_speculation_with_experts_on_disk(mixture: Any) -> None:
     offload.use(ExpertSettings(4 * offload.store.index.record.bytes), "next_layer_gate")
     plain = generate_autoregressive(decoder, PROMPTS, stop=stop).sequences
     for name, options in (("layerskip", {"exit_layer": 3, "confidence": 0.0}), ("prompt_lookup", None)):
-        drafter = method(name).drafter(decoder, None, options)
+        drafter = find(name).make_drafter(decoder, None, options)
         assert drafter is not None
         output = generate_speculative(decoder, drafter, PROMPTS, stop=stop)
         assert output.sequences == plain

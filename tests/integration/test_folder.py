@@ -13,7 +13,7 @@ from multirate.decoding.costs import CostModel
 from multirate.decoding.draft_length import RoundCosts
 from multirate.integration import write_custom_generate
 from multirate.methods.common.shape import BaseShape
-from multirate.methods.trained import trained_method
+from multirate.methods.spec import find_training
 from multirate.training.checkpoint import Accelerator, describe_base
 
 
@@ -24,9 +24,9 @@ def model() -> Any:
 
 def make(model: Any, method: str, folder: Path) -> Path:
     torch.manual_seed(0)
-    kind = trained_method(method)
+    kind = find_training(method)
     shape = BaseShape.of(model.config)
-    config = kind.configure(shape)
+    config = kind.config_for(shape)
     accelerator = Accelerator(method, config, kind.build(config, shape), describe_base(model))
     accelerator.save_pretrained(folder)
     write_custom_generate(folder)

@@ -12,7 +12,7 @@ from multirate.methods.common.shape import BaseShape
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.m2r2.config import M2R2Config, default_paper_gates
-from multirate.methods.trained import trained_method
+from multirate.methods.spec import find_training
 from multirate.training.settings import TrainSettings
 
 from .tiny import base
@@ -49,7 +49,7 @@ def test_incomplete_and_unknown() -> None:
     with pytest.raises(UserError, match="gates"):
         M2R2Config.from_json({})
     with pytest.raises(UserError, match="m2r2-carry"):
-        trained_method("medusa")
+        find_training("medusa")
     with pytest.raises(UserError, match=r"tokens_per_batch.*at least max_length"):
         TrainSettings(tokens_per_batch=100, max_length=200)
 

@@ -23,7 +23,7 @@ from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
 from multirate.methods.prompt_lookup.decode import PromptLookupDrafter
-from multirate.methods.registry import method
+from multirate.methods.spec import find
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native import NativeDecoder
 from multirate.model.rows import Rows
@@ -293,4 +293,4 @@ def test_settings_out_of_range_are_named():
         with pytest.raises(UserError, match=f"field '{next(iter(wrong))}' is"):
             M2R2DecodeConfig(**wrong)
     with pytest.raises(UserError, match="needs an accelerator"):
-        method("m2r2").drafter(None, None)  # type: ignore[arg-type]
+        find("m2r2").make_drafter(None, None)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
 from multirate.methods.prompt_lookup.decode import PromptLookupDrafter
-from multirate.methods.registry import method, methods, parse_variant
+from multirate.methods.spec import all_specs, find, parse_variant
 from multirate.model.decoder import load_decoder
 
 PROMPTS = [[3, 7, 1, 9, 3, 7, 1], [5], [2, 2, 8, 4, 2, 2, 8, 4, 2]]
@@ -49,7 +49,7 @@ def tiny() -> Any:
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
 def test_greedy_is_generate(tiny: Any, name: str, config: dict[str, Any], batch: int, penalty: float) -> None:
     model, decoder = tiny
-    drafter = method(name).drafter(decoder, config=config)
+    drafter = find(name).make_drafter(decoder, settings=config)
     assert drafter is not None
     out = generate_speculative(
         decoder, drafter, PROMPTS[:batch], SamplingSettings(repetition_penalty=penalty),
@@ -76,7 +76,7 @@ def test_early_exit_with_all_the_information_is_always_accepted(tiny: Any) -> No
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         decoder = load_decoder(model, "hf")
-        drafter = method("layerskip").drafter(decoder, config={"exit_layer": 2, "confidence": 0.0, "tokens": 4})
+        drafter = find("layerskip").make_drafter(decoder, settings={"exit_layer": 2, "confidence": 0.0, "tokens": 4})
         assert drafter is not None
         for sampling in (SamplingSettings(), SamplingSettings(1.0, seed=1)):
             stats = generate_speculative(decoder, drafter, PROMPTS, sampling, StopSettings(max_new_tokens=26)).stats
@@ -105,10 +105,10 @@ def test_prompt_lookup_proposes_what_followed_last(tiny: Any) -> None:
 
 
 def test_registry() -> None:
-    assert {"autoregressive", "prompt_lookup", "layerskip"} <= set(methods())
-    assert all(m.description and m.lossless for m in methods().values() if m.name in ("autoregressive", "layerskip"))
+    assert {"autoregressive", "prompt_lookup", "layerskip"} <= set(all_specs())
+    assert all(m.summary and m.lossless for m in all_specs().values() if m.name in ("autoregressive", "layerskip"))
     with pytest.raises(UserError, match=r"'medusae' is unknown; accepted: .*autoregressive.*layerskip.*prompt_lookup"):
-        method("medusae")
+        find("medusae")
 
 
 def test_a_name_may_carry_settings() -> None:
@@ -122,14 +122,14 @@ def test_a_name_may_carry_settings() -> None:
 
 def test_settings_refuse(tiny: Any) -> None:
     _, decoder = tiny
-    assert method("autoregressive").drafter(decoder) is None
+    assert find("autoregressive").make_drafter(decoder) is None
     for name, config, message in [
         ("layerskip", {"exit_layer": 4}, r"exit_layer is 4; accepted are 1\.\.3"),
         ("layerskip", {"exit": 1}, "no setting 'exit'; accepted: exit_layer"),
-        ("layerskip", {"confidence": 2}, "confidence is 2"),
+        ("layerskip", {"confidence": 2}, "'confidence' is 2"),
         ("layerskip", [1], "mapping of exit_layer"),
-        ("prompt_lookup", {"tokens": 0}, "tokens is 0"),
+        ("prompt_lookup", {"tokens": 0}, "'tokens' is 0"),
         ("autoregressive", {"x": 1}, "has no settings"),
     ]:
         with pytest.raises(UserError, match=message):
-            method(name).drafter(decoder, config=config)
+            find(name).make_drafter(decoder, settings=config)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from multirate.errors import UserError
 from multirate.methods.common.shape import BaseShape
-from multirate.methods.trained import trained_method
+from multirate.methods.spec import find_training
 from multirate.training.checkpoint import Accelerator, describe_base
 from multirate.training.fingerprint import fingerprint
 
@@ -26,9 +26,9 @@ def small(**changes: Any) -> LlamaForCausalLM:
 
 
 def accelerator(model: Any, method: str = "m2r2-carry", **options: Any) -> Accelerator:
-    made = trained_method(method)
+    made = find_training(method)
     shape = BaseShape.of(model.config)
-    config = made.configure(shape, **options)
+    config = made.config_for(shape, **options)
     module = made.build(config, shape)
     with torch.no_grad():
         for p in module.parameters():

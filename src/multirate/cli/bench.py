@@ -138,7 +138,7 @@ def method_names(text: str) -> list[str]:
     """A comma-separated list, without repetitions."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
-        raise UserError("--methods names no method: try generate,autoregressive,m2r2-carry")
+        raise UserError("--methods names no method: try generate,autoregressive,prompt_lookup")
     return names
 
 

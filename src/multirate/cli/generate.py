@@ -58,6 +58,7 @@ def command(
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import attach
     from multirate.experts.arms import arm, parse_bytes
+    from multirate.methods.spec import recommended
 
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     arm(expert_policy)  # a wrong word is said before anything is loaded
@@ -71,10 +72,8 @@ def command(
     )  # fmt: skip
     if engine.experts is not None and engine.experts.runtime is not None and engine.experts.runtime.note:
         options.note(f"note: {engine.experts.runtime.note}")
-    wanted = [method] if method else ["m2r2-carry", "m2r2"] if model is None else []
+    wanted = [] if model is not None or (accelerator and not method) else [method or recommended()]
     options.add_accelerators(engine, [accelerator] if accelerator else [], wanted, embedded=model is None)
-    if method is None and accelerator is None and "m2r2-carry" in engine.accelerators:
-        method = "m2r2-carry"
     tokenizer = loaded.tokenizer
     ids = tokenizer(text)["input_ids"] if raw else encode_chat(tokenizer, [{"role": "user", "content": text}])
     if not ids:

@@ -96,7 +96,7 @@ def add_accelerators(engine: Engine, given: Sequence[str], methods: Sequence[str
         named = bool(separator) and not Path(text).exists()
         engine.add(path if named else text, name if named else None)
     if embedded:
-        from multirate.methods.registry import parse_variant
+        from multirate.methods.spec import parse_variant
 
         bases = {parse_variant(method)[0] for method in methods}
         for name, folder in reference_accelerators().items():

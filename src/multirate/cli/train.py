@@ -68,7 +68,10 @@ def command(
     *,
     data: Annotated[list[Path], typer.Option(help="JSON or JSONL to train on (repeatable).", show_default=False)],
     out: Annotated[Path, typer.Option(help="The accelerator's folder.", show_default=False)],
-    method: Annotated[str, typer.Option(help="m2r2, m2r2-carry or kangaroo.")] = "m2r2-carry",
+    method: Annotated[
+        str | None,
+        typer.Option(help="A trained method (multirate info lists them).", show_default="the recommended one"),
+    ] = None,
     objective: Annotated[
         str, typer.Option(help="tokens (drafts), or experts: name a mixture's experts ahead of time.")
     ] = "tokens",
@@ -86,14 +89,13 @@ def command(
         raise UserError(f"--objective is {objective!r}; accepted: tokens or experts")
     options.set_threads(threads)
 
-    from multirate.methods.registry import parse_settings
-    from multirate.methods.trained import EXPERTS
+    from multirate.methods.spec import parse_settings, recommended
     from multirate.training.loop import train
 
     method_options = parse_settings(option or [], "--option")
     options.keep_transformers_quiet()
     if objective == "experts":
-        method = EXPERTS
+        method = recommended("experts")
     result = train(model, [*data, *(more_data or [])], out, method, checked, method_options)
     if not result.finished:
         options.note(f"interrupted after step {result.steps}: the same command resumes")

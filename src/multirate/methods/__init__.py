@@ -1,1 +1,1 @@
-"""One folder per method; `registry` maps names to them."""
+"""One folder per method, each registered by its `spec.py` (see methods/spec.py)."""

@@ -19,7 +19,7 @@ from multirate.errors import UserError
 from multirate.integration.loader_files import write_custom_generate
 from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.shape import BaseShape
-from multirate.methods.trained import trained_method
+from multirate.methods.spec import find_training
 from multirate.training.fingerprint import fingerprint
 from multirate.training.model_card import model_card
 
@@ -97,8 +97,8 @@ class Accelerator:
         """
         directory = _folder(source)
         description = _description(directory / DESCRIPTION)
-        method = trained_method(description["method"])
-        config = method.config_type.from_json(description["config"])
+        training = find_training(description["method"])
+        config = training.config.from_json(description["config"])
         _check_base(directory, description["base"], model)
         weights = _read(directory / WEIGHTS)
         if hashlib.sha256(weights).hexdigest() != description["weights_sha256"]:
@@ -108,7 +108,7 @@ class Accelerator:
             tensors = load(weights)
         except (SafetensorError, ValueError, KeyError) as error:
             raise UserError(f"{directory / WEIGHTS} is not a readable safetensors file ({error}).") from None
-        module = method.build(config, BaseShape.of(model.config))
+        module = training.build(config, BaseShape.of(model.config))
         expected = {name: tuple(t.shape) for name, t in module.state_dict().items()}
         found = {name: tuple(t.shape) for name, t in tensors.items()}
         for name in sorted(expected.keys() | found.keys()):

@@ -27,7 +27,7 @@ import multirate
 from multirate.errors import UserError
 from multirate.methods.common.objective import Report, Summary
 from multirate.methods.common.teacher import Teacher
-from multirate.methods.trained import TrainedMethod, trained_method
+from multirate.methods.spec import Training, find_training, recommended
 from multirate.model.decoder import load_decoder
 from multirate.training.checkpoint import Accelerator, describe_base
 from multirate.training.data import Batch, BatchPlan, Sample, load_samples
@@ -56,7 +56,7 @@ def train(
     model: str | Path | Any,
     data_files: Sequence[str | Path],
     out_dir: str | Path,
-    method: str = "m2r2-carry",
+    method: str | None = None,
     settings: TrainSettings | None = None,
     options: dict[str, Any] | None = None,
     tokenizer: Any = None,
@@ -68,7 +68,8 @@ def train(
     can mend, before any training: method, options, output folder, model, data.
     """
     settings = settings or TrainSettings()
-    trained_method(method)
+    method = method or recommended()
+    find_training(method)
     out = Path(out_dir)
     prepare_output(out, settings.overwrite)
     launcher = Launcher(mixed_precision="no", cpu=not torch.cuda.is_available())
@@ -106,8 +107,8 @@ class _Run:
         model.to(launcher.device)
         self.teacher = Teacher(model)
         self.teacher.head = replace(self.teacher.head, sharpness=settings.sharpness)
-        trained = trained_method(method)
-        self.config = trained.configure(self.teacher.shape, **options)
+        trained = find_training(method)
+        self.config = trained.config_for(self.teacher.shape, **options)
         self.samples, self.heldout = self._data(data_files, tokenizer)
         self.base = describe_base(model, name)
         self.states = self._teacher_states(model)
@@ -136,7 +137,7 @@ class _Run:
         return ([s for i, s in enumerate(samples) if i not in chosen],
                 [s for i, s in enumerate(samples) if i in chosen])
 
-    def _initialise(self, trained: TrainedMethod) -> None:
+    def _initialise(self, trained: Training) -> None:
         """A reduced draft head takes the tokens that responses use most; a method may start from the base's weights."""
         tokens = getattr(self.stream, "draft_tokens", None)
         if isinstance(tokens, Tensor):

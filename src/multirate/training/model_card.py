@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from multirate.methods.trained import EXPERTS
-
-KIND = {
-    "m2r2": "M2R2 as the paper describes it (arXiv 2502.02040; reconstructed from its text)",
-    "m2r2-carry": "M2R2 with a carried final residual and an accelerated block at the gate (an extension of ours)",
-    "kangaroo": "a Kangaroo adapter (arXiv 2404.18911)",
-    EXPERTS: "M2R2's accelerated residual as a predictor of experts (arXiv 2502.02040; a reconstruction)",
-}
+from multirate.methods.spec import find
 
 
 def _figures(term: dict[str, Any]) -> str:
@@ -40,7 +33,7 @@ def _measured(description: dict[str, Any]) -> list[str]:
     results = description["results"]
     if not results.get("terms"):
         return []
-    if description["method"] == EXPERTS:
+    if find(description["method"]).role == "experts":
         return ["## Measured on held-out text", "",
                 "Recall: share of a token's experts among the k likeliest that were named; the gate's own: the later "
                 "layer's router on the current residual.", "", *_experts_table(results), ""]  # fmt: skip
@@ -55,12 +48,12 @@ def model_card(description: dict[str, Any]) -> str:
     base, training = description["base"], description["training"]
     name = base.get("name") or base["architecture"]
     use = f'engine = multirate.attach(model, "this folder")  # model: {name}'
-    if description["method"] == EXPERTS:
+    if find(description["method"]).role == "experts":
         use = f'engine = multirate.attach("{name}", experts="its store", expert_predictor="this folder")'
     lines = [
         "---", "library_name: multirate", "tags: [multirate, speculative-decoding, m2r2]", "---", "",
         f"# Accelerator for {name}", "",
-        f"Method `{description['method']}`: {KIND.get(description['method'], description['method'])}. "
+        f"Method `{description['method']}`: {find(description['method']).title}. "
         f"{description['parameters'] / 1e6:.2f}M parameters beside the frozen base; "
         "greedy output stays the base's own.", "",
         "```python", "import multirate", use, "```", "",

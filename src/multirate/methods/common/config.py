@@ -58,6 +58,11 @@ class MethodConfig:
     def check(self) -> None:
         """Range checks of the subclass."""
 
+    @classmethod
+    def names(cls) -> list[str]:
+        """The fields' names."""
+        return [f.name for f in fields(cls)]
+
     def refuse(self, field: str, value: Any, accepted: str) -> None:
         raise UserError(f"{type(self).__name__} field '{field}' is {value!r}; accepted: {accepted}.")
 
@@ -74,7 +79,7 @@ class MethodConfig:
         """Read what ``to_json`` wrote. Unknown, missing or invalid fields raise UserError."""
         if not isinstance(data, dict):
             raise UserError(f"{cls.__name__} must be a JSON object, got {type(data).__name__}.")
-        known = [f.name for f in fields(cls)]
+        known = cls.names()
         for name in data:
             if name not in known:
                 raise UserError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,12 +11,10 @@ from torch import Tensor
 
 from multirate.decoding.drafter import Draft, Drafter, Round
 from multirate.decoding.sampler import Sampler
-from multirate.errors import UserError
 from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.native_rounds import NativeRounds
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.kangaroo.native import NativeKangarooAdapter
-from multirate.methods.registry import register
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder
@@ -187,12 +184,3 @@ class KangarooDrafter(Drafter):
 def _after(cache: KVCache, seqs: Sequence[int], depth: int) -> Rows:
     slot = np.array([cache.lengths[b] + depth for b in seqs], np.int32)
     return Rows(np.array(seqs, np.int32), slot, slot, slot + np.int32(1), np.zeros(len(seqs), np.int64))
-
-
-@register("kangaroo", "drafts with the first layers and a trained attention adapter", KangarooDecodeConfig)
-def _kangaroo(decoder: Decoder, accelerator: Any, config: KangarooDecodeConfig) -> Drafter:
-    module = getattr(accelerator, "module", None)
-    if not isinstance(module, KangarooAdapter):
-        raise UserError("method kangaroo needs an accelerator trained with --method kangaroo; "
-                        f"given: {getattr(accelerator, 'method', 'none')}")
-    return KangarooDrafter(decoder, module, config)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from multirate.errors import UserError
+from multirate.methods.common.config import MethodConfig
 
 
 @dataclass(frozen=True)
-class LayerSkipConfig:
+class LayerSkipConfig(MethodConfig):
     """Settings.
 
     exit_layer: the first `exit_layer` layers draft; 0: a quarter of the model's layers, at least one.
@@ -22,13 +23,11 @@ class LayerSkipConfig:
     confidence: float = 0.4
     adaptive: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for name, least in (("exit_layer", 0), ("tokens", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UserError(f"layerskip's {name} is {value!r}; accepted is a whole number of at least {least}")
-        if not isinstance(self.confidence, (int, float)) or not 0 <= self.confidence <= 1:
-            raise UserError(f"layerskip's confidence is {self.confidence!r}; accepted is a number from 0 to 1")
+            accepted = f"a whole number of at least {least}"
+            self.require(getattr(self, name) >= least, name, accepted)
+        self.require(0 <= self.confidence <= 1, "confidence", "a number from 0 to 1")
 
     def exit_of(self, num_layers: int) -> int:
         """The exit layer in a model of `num_layers`. Raises UserError when it has no deeper layer to verify with."""

@@ -6,7 +6,6 @@ Shallow K/V are written once, while drafting, and are the verified ones: the res
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ from multirate.decoding.draft_length import DraftLengthController
 from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.sampler import Sampler
 from multirate.methods.layerskip.config import LayerSkipConfig
-from multirate.methods.registry import register
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
@@ -119,8 +117,3 @@ class LayerSkipDrafter(Drafter):
             return confidence >= self.config.confidence
         # the first level is always tried: without it the controller would learn nothing from this round
         return depth == 1 or self.controller.worth_node(depth, reached, sequences)
-
-
-@register("layerskip", "drafts with the first layers and the shared head, verifies with the others", LayerSkipConfig)
-def _layerskip(decoder: Decoder, accelerator: Any, config: LayerSkipConfig) -> Drafter:
-    return LayerSkipDrafter(decoder, config)

@@ -90,7 +90,7 @@ class M2R2Config(MethodConfig):
             self.require(self.mlp_adapter != "lora", "mlp_adapter", "'parallel' or 'none' on a mixture of experts")
 
     @staticmethod
-    def for_base(base: BaseShape, preset: str, **options: Any) -> M2R2Config:
+    def for_base(base: BaseShape, preset: str = "m2r2", **options: Any) -> M2R2Config:
         """The preset's config for a base model, with ``options`` replacing its fields."""
         if preset not in PRESETS:
             raise UserError(f"M2R2 preset '{preset}' is unknown; accepted: {' or '.join(PRESETS)}.")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,13 +23,12 @@ from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.methods.common.native_rounds import NativeRounds
 from multirate.methods.common.trust import Trust
-from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
+from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.prices import Prices
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.m2r2.tree import DraftTree
-from multirate.methods.registry import register
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, library
@@ -359,22 +357,3 @@ def make_runner(decoder: Decoder, stream: AcceleratedStream, gate: int) -> Strea
     if isinstance(decoder, NativeDecoder) and NativeStreamRunner.supports(decoder, stream):
         return NativeStreamRunner(decoder, stream, gate)
     return StreamRunner(decoder, stream, gate)
-
-
-def _drafter(decoder: Decoder, accelerator: Any, config: M2R2DecodeConfig) -> Drafter:
-    if accelerator is None:
-        raise UserError("method m2r2 needs an accelerator (multirate train MODEL --data FILE --out DIR makes one)")
-    stream = getattr(accelerator, "module", accelerator)
-    if not isinstance(stream, AcceleratedStream):
-        raise UserError(f"method m2r2 needs an M2R2 accelerator; this one is for {type(stream).__name__}")
-    return M2R2Drafter(decoder, stream, config)
-
-
-@register("m2r2", "accelerated residual stream drafts, the remaining layers verify (the paper)", M2R2DecodeConfig)
-def _m2r2(decoder: Decoder, accelerator: Any, config: M2R2DecodeConfig) -> Drafter:
-    return _drafter(decoder, accelerator, config)
-
-
-@register("m2r2-carry", "m2r2 with a carried final residual and a block at a shallow gate (ours)", CarryDecodeConfig)
-def _m2r2_carry(decoder: Decoder, accelerator: Any, config: M2R2DecodeConfig) -> Drafter:
-    return _drafter(decoder, accelerator, config)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multirate.errors import UserError
+from multirate.methods.common.config import MethodConfig
 
 
 @dataclass(frozen=True)
-class PromptLookupConfig:
+class PromptLookupConfig(MethodConfig):
     """max_ngram: longest n-gram looked up (shorter ones are tried next). tokens: length of a draft."""
 
     max_ngram: int = 3
     tokens: int = 10
 
-    def __post_init__(self) -> None:
-        for name in ("max_ngram", "tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"prompt_lookup's {name} is {value!r}; accepted is a whole number of at least 1")
+    def check(self) -> None:
+        for name in self.names():
+            self.require(getattr(self, name) >= 1, name, "a whole number of at least 1")

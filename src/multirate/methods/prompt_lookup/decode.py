@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 from multirate.decoding.drafter import Draft, Drafter, Round
 from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
 from multirate.methods.common.native_rounds import NativeRounds
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
-from multirate.methods.registry import register
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, library
@@ -66,8 +64,3 @@ class PromptLookupDrafter(Drafter):
             self._rounds.enter(seq, [root], text=self._sampler.tokens[seq])
             self._entered = seq
         return self._rounds.run(min(limit, self.config.tokens))
-
-
-@register("prompt_lookup", "drafts what followed the last few tokens earlier in the text", PromptLookupConfig)
-def _prompt_lookup(decoder: Decoder, accelerator: Any, config: PromptLookupConfig) -> Drafter:
-    return PromptLookupDrafter(decoder, config)

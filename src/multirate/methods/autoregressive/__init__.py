@@ -1,0 +1,1 @@
+"""Plain decoding: the baseline."""

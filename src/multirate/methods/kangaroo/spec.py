@@ -1,0 +1,20 @@
+"""Registers Kangaroo."""
+
+from __future__ import annotations
+
+from multirate.methods.kangaroo.config import KangarooConfig
+from multirate.methods.kangaroo.decode import KangarooDecodeConfig, KangarooDrafter
+from multirate.methods.kangaroo.modules import KangarooAdapter
+from multirate.methods.kangaroo.train import KangarooObjective
+from multirate.methods.spec import MethodSpec, Training, register
+
+SPEC = register(
+    MethodSpec(
+        name="kangaroo",
+        title="a Kangaroo adapter (arXiv 2404.18911)",
+        summary="drafts with the first layers and a trained attention adapter",
+        settings=KangarooDecodeConfig,
+        drafter=lambda decoder, module, settings: KangarooDrafter(decoder, module, settings),
+        training=Training(KangarooConfig, KangarooAdapter, KangarooObjective),
+    )
+)

@@ -1,0 +1,17 @@
+"""Registers early-exit self-speculation."""
+
+from __future__ import annotations
+
+from multirate.methods.layerskip.config import LayerSkipConfig
+from multirate.methods.layerskip.decode import LayerSkipDrafter
+from multirate.methods.spec import MethodSpec, register
+
+SPEC = register(
+    MethodSpec(
+        name="layerskip",
+        title="early exit (LayerSkip-style, no training)",
+        summary="drafts with the first layers and the shared head, verifies with the others",
+        settings=LayerSkipConfig,
+        drafter=lambda decoder, module, settings: LayerSkipDrafter(decoder, settings),
+    )
+)

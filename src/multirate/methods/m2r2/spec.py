@@ -1,0 +1,40 @@
+"""Registers M2R2's two presets: what the paper describes, and what we add to it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from multirate.methods.m2r2.config import M2R2Config
+from multirate.methods.m2r2.decode import M2R2Drafter
+from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
+from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.methods.m2r2.train import M2R2Objective
+from multirate.methods.spec import MethodSpec, Training, register
+
+
+def _training(preset: str) -> Training:
+    configure = partial(M2R2Config.for_base, preset=preset)
+    return Training(M2R2Config, AcceleratedStream, M2R2Objective, configure=configure)
+
+
+PAPER = register(
+    MethodSpec(
+        name="m2r2",
+        title="M2R2 as the paper describes it (arXiv 2502.02040; reconstructed from its text)",
+        summary="accelerated residual stream drafts, the remaining layers verify (the paper)",
+        settings=M2R2DecodeConfig,
+        drafter=lambda decoder, module, settings: M2R2Drafter(decoder, module, settings),
+        training=_training("m2r2"),
+    )
+)
+CARRY = register(
+    MethodSpec(
+        name="m2r2-carry",
+        title="M2R2 with a carried final residual and an accelerated block at the gate (an extension of ours)",
+        summary="m2r2 with a carried final residual and a block at a shallow gate (ours)",
+        settings=CarryDecodeConfig,
+        drafter=lambda decoder, module, settings: M2R2Drafter(decoder, module, settings),
+        training=_training("m2r2-carry"),
+        recommended=True,
+    )
+)

@@ -1,0 +1,190 @@
+"""What a decoding method is to the rest of the package: one `MethodSpec`, registered by its folder.
+
+Engine, training, benchmarks, model cards and tables ask here; none of them names a method. A folder
+`methods/<name>/` registers in its `spec.py`; a package installed beside this one registers through
+the entry point group `multirate.methods` (the value is a module that calls `register`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from multirate.decoding.drafter import Drafter
+from multirate.errors import UserError
+from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.shape import BaseShape
+from multirate.methods.common.teacher import Teacher
+from multirate.model.decoder import Decoder
+
+PLAIN = "autoregressive"
+"""Plain decoding, one token per pass: the baseline that answers and speedups are compared with."""
+_ENTRY_POINTS = "multirate.methods"
+_SHARED_FOLDER = "common"
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a method's accelerator is made, trained and loaded.
+
+    config: its dataclass (JSON in accelerator.json). configure(base, **options): the config's
+    defaults for a base; None: `config.for_base`. build(config, base): the modules, an instance of
+    `module`. objective(teacher, modules, step_decay): an `nn.Module`, (ids, mask) → (loss, Report),
+    see methods/common/objective.py. start(teacher, modules, batches of (ids, mask)): copies into
+    the modules what begins as something of the base's own.
+    """
+
+    config: type[MethodConfig]
+    module: type[nn.Module]
+    objective: Callable[..., nn.Module]
+    configure: Callable[..., MethodConfig] | None = None
+    start: Callable[[Teacher, Any, Iterable[tuple[Tensor, Tensor]]], None] | None = None
+
+    def config_for(self, base: BaseShape, **options: Any) -> Any:
+        """The config for a base model. UserError for options that cannot be used."""
+        make: Any = self.configure or self.config.for_base  # type: ignore[attr-defined]
+        return make(base, **options)
+
+    def build(self, config: Any, base: BaseShape) -> Any:
+        """Untrained modules for this config and base."""
+        make: Any = self.module
+        return make(config, base)
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """One method.
+
+    name: as users write it. title: what it is, for tables and model cards. summary: one line of
+    help. role: "drafter" proposes tokens; "experts" predicts the experts of a mixture (no text is
+    decoded with it). lossless: whether the output is the base model's own. settings: what a user
+    may set when decoding. drafter(decoder, module, settings): None means plain decoding; `module`
+    is None for methods without training. recommended: the default among those that are attached.
+    """
+
+    name: str
+    title: str
+    summary: str
+    drafter: Callable[[Decoder, Any, Any], Drafter | None] | None = None
+    settings: type[MethodConfig] | None = None
+    training: Training | None = None
+    role: Literal["drafter", "experts"] = "drafter"
+    lossless: bool = True
+    recommended: bool = False
+
+    def read_settings(self, values: Any = None) -> Any:
+        """The settings from None (defaults), a mapping of fields, or an instance. UserError else."""
+        if self.settings is None:
+            if values:
+                raise UserError(f"method {self.name} has no settings; {values!r} was given")
+            return None
+        if isinstance(values, self.settings):
+            return values
+        if values is not None and not isinstance(values, Mapping):
+            raise UserError(
+                f"settings of method {self.name} are {values!r}; "
+                f"accepted is a mapping of {', '.join(self.settings.names())}"
+            )
+        for name in values or {}:
+            if name not in self.settings.names():
+                raise UserError(
+                    f"method {self.name} has no setting {name!r}; "
+                    f"accepted: {', '.join(self.settings.names())}"
+                )
+        return self.settings(**(values or {}))
+
+    def make_drafter(
+        self, decoder: Decoder, accelerator: Any = None, settings: Any = None
+    ) -> Drafter | None:
+        """This method's drafter for `decoder`; None: decode plainly.
+
+        accelerator: a loaded one, or its module. Raises UserError for settings or an accelerator
+        that cannot be used.
+        """
+        if self.drafter is None:
+            raise UserError(f"method {self.name} does not decode: it predicts experts")
+        module = getattr(accelerator, "module", accelerator)
+        if self.training is not None and not isinstance(module, self.training.module):
+            given = getattr(accelerator, "method", "none")
+            raise UserError(
+                f"method {self.name} needs an accelerator trained with --method {self.name} "
+                f"(multirate train); given: {given}"
+            )
+        return self.drafter(decoder, module, self.read_settings(settings))
+
+
+_SPECS: dict[str, MethodSpec] = {}
+
+
+def register(spec: MethodSpec) -> MethodSpec:
+    """Makes a method known under its name."""
+    if spec.name in _SPECS:
+        raise ValueError(f"method {spec.name} is registered twice")
+    _SPECS[spec.name] = spec
+    return spec
+
+
+def all_specs() -> dict[str, MethodSpec]:
+    """All registered methods, sorted by name."""
+    package = importlib.import_module("multirate.methods")
+    for folder in pkgutil.iter_modules(package.__path__):
+        if folder.ispkg and folder.name != _SHARED_FOLDER:
+            importlib.import_module(f"multirate.methods.{folder.name}.spec")
+    for point in importlib.metadata.entry_points(group=_ENTRY_POINTS):
+        point.load()
+    return dict(sorted(_SPECS.items()))
+
+
+def find(name: str) -> MethodSpec:
+    """The method called `name`. Raises UserError listing the accepted names."""
+    known = all_specs()
+    if name not in known:
+        raise UserError(f"method {name!r} is unknown; accepted: {', '.join(known)}")
+    return known[name]
+
+
+def trainable() -> list[str]:
+    """The names that `multirate train --method` accepts."""
+    return [name for name, spec in all_specs().items() if spec.training is not None]
+
+
+def find_training(name: str) -> Training:
+    """How the method called `name` is trained. UserError for one that is unknown or not trained."""
+    spec = all_specs().get(name)
+    if spec is None or spec.training is None:
+        raise UserError(
+            f"method {name!r} cannot be trained; accepted: {', '.join(trainable())}"
+        )
+    return spec.training
+
+
+def recommended(role: str = "drafter") -> str:
+    """The method that is trained and used when none is named."""
+    return next(n for n, spec in all_specs().items() if spec.recommended and spec.role == role)
+
+
+def parse_variant(name: str) -> tuple[str, dict[str, Any]]:
+    """A method's name with settings: "NAME:nodes=5" → ("NAME", {"nodes": 5}). UserError without "="."""
+    base, *parts = name.split(":")
+    return base, parse_settings(parts, f"in method {name!r},")
+
+
+def parse_settings(given: Sequence[str], where: str) -> dict[str, Any]:
+    """["nodes=5", "gates=[6]", "trust=arla"] → their values, JSON or else words. UserError, begun by `where`."""
+    values: dict[str, Any] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise UserError(f"{where} {text!r} is not NAME=VALUE")
+        try:
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value  # a word, such as mlp_adapter=lora
+    return values

@@ -11,10 +11,10 @@ from transformers import TextStreamer
 import multirate
 from multirate.decoding.costs import CostModel
 from multirate.decoding.draft_length import RoundCosts
-from multirate.integration import write_custom_generate
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import find_training
 from multirate.training.checkpoint import Accelerator, describe_base
+from multirate.training.custom_generate_loader import write_custom_generate
 
 
 @pytest.fixture(scope="module")

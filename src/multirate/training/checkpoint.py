@@ -16,10 +16,10 @@ from safetensors.torch import load, save
 from torch import nn
 
 from multirate.errors import UserError
-from multirate.integration.loader_files import write_custom_generate
 from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import find_training
+from multirate.training.custom_generate_loader import write_custom_generate
 from multirate.training.fingerprint import fingerprint
 from multirate.training.model_card import model_card
 

@@ -11,7 +11,7 @@ from multirate.methods.spec import MethodSpec, Training, register
 SPEC = register(
     MethodSpec(
         name="kangaroo",
-        title="a Kangaroo adapter (arXiv 2404.18911)",
+        title="Kangaroo (arXiv 2404.18911)",
         summary="drafts with the first layers and a trained attention adapter",
         settings=KangarooDecodeConfig,
         drafter=lambda decoder, module, settings: KangarooDrafter(decoder, module, settings),

@@ -20,7 +20,7 @@ def _training(preset: str) -> Training:
 PAPER = register(
     MethodSpec(
         name="m2r2",
-        title="M2R2 as the paper describes it (arXiv 2502.02040; reconstructed from its text)",
+        title="M2R2 as the paper describes it (arXiv 2502.02040; reconstructed)",
         summary="accelerated residual stream drafts, the remaining layers verify (the paper)",
         settings=M2R2DecodeConfig,
         drafter=lambda decoder, module, settings: M2R2Drafter(decoder, module, settings),
@@ -30,7 +30,7 @@ PAPER = register(
 CARRY = register(
     MethodSpec(
         name="m2r2-carry",
-        title="M2R2 with a carried final residual and an accelerated block at the gate (an extension of ours)",
+        title="M2R2 with a carried residual and a block at the gate (ours)",
         summary="m2r2 with a carried final residual and a block at a shallow gate (ours)",
         settings=CarryDecodeConfig,
         drafter=lambda decoder, module, settings: M2R2Drafter(decoder, module, settings),

@@ -1,4 +1,4 @@
-"""The README's section on experts, written from the committed result files alone (readme_table.py puts it there)."""
+"""Tables of expert loading for docs/results.md, from the committed result files alone."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from typing import Any
 
 from result_files import load, machine, table  # beside this file
 
-BEGIN, END = "<!-- experts: benchmarks/readme_table.py -->", "<!-- /experts -->"
-SHAPES_BEGIN, SHAPES_END = "<!-- shapes: benchmarks/readme_table.py -->", "<!-- /shapes -->"
-BATCH_BEGIN, BATCH_END = "<!-- batches: benchmarks/readme_table.py -->", "<!-- /batches -->"
-WIDE_BEGIN, WIDE_END = "<!-- wide: benchmarks/readme_table.py -->", "<!-- /wide -->"
 NAMES = {
     "on_demand": "`on_demand`: every use a read",
     "lru": "`lru`: a cache",
@@ -74,14 +70,14 @@ def goals(data: dict[str, Any]) -> str:
 
 
 def noise(data: dict[str, Any]) -> str:
-    """Where everything fits, all arms but on_demand do the same work: how far they are apart there."""
+    """Where everything fits, all policies but on_demand do the same work: how far they are apart there."""
     rates = [row["tokens_per_second"] for size, rows in by_budget(data) if size >= data["experts_bytes"]
              for name, row in rows.items() if name != "on_demand"]  # fmt: skip
     if not rates:
         return ""
-    return (f"Bold: reached. At 100% every arm but `on_demand` does the same work, and they are {min(rates):.0f} to "
+    return (f"Bold: reached. At 100% every policy but `on_demand` does the same work, and they are {min(rates):.0f} to "
             f"{max(rates):.0f} tok/s: so much of any difference is this shared machine's noise. What reading ahead "
-            "gains here, and why not more, is in [docs/experts.md](docs/experts.md).")  # fmt: skip
+            "gains here, and why not more, is in [experts.md](experts.md).")  # fmt: skip
 
 
 def arithmetic(data: dict[str, Any]) -> str:
@@ -98,28 +94,29 @@ def part(data: dict[str, Any], how: str) -> str:
     speed = data["disk_bytes_per_second"]
     disk = "the machine's own disk" if speed is None else f"a disk slowed to {speed / 1e6:.0f} MB/s"
     argv = " ".join(data["argv"])
-    same = "identical in every arm" if all(row["identical"] for row in data["rows"]) else "**NOT IDENTICAL**"
+    same = "identical for every policy" if all(row["identical"] for row in data["rows"]) else "**NOT IDENTICAL**"
     return "\n\n".join([
         f"{how}: {data['prompts']} MT-Bench prompts, {data['max_new_tokens']} new tokens at most, "
         f"{data['repeats']} repeats, {data['dtype']}, batch 1, {data['threads']} threads of an {machine(data)}, "
         f"{disk}, {data['reads']}, {str(data['date'])[:10]}; tokens after the first; text {same}:",
         rates(data), goals(data), noise(data),
-        f"Arithmetic of the accelerated residual (docs/experts.md) {arithmetic(data)}."
+        f"Arithmetic of the accelerated residual ([experts.md](experts.md)) {arithmetic(data)}."
         f" Reproduce with `{argv}`.",
     ])  # fmt: skip
 
 
-def section() -> str:
+def mixture() -> str:
+    """The embedded mixture: every policy at every budget."""
     data = load("experts_mixture.json")
     size = f"{data['experts_bytes'] / 1e6:.0f} MB of experts in {data['layers']} layers of {data['num_experts']}"
-    return "\n\n".join([BEGIN, part(data, f"Our own trained mixture ({size}, {data['top_k']} for a token)"), END])
+    return part(data, f"Our own trained mixture ({size}, {data['top_k']} for a token)")
 
 
 def wide() -> str:
-    """The page's section on larger experts."""
+    """The same mixture with larger experts."""
     data = load("wide_experts.json")
     size = f"{data['experts_bytes'] / 1e6:.0f} MB of experts, {data['record_bytes'] / 1e6:.1f} MB each"
-    return "\n\n".join([WIDE_BEGIN, part(data, f"The mixture with widened experts ({size})"), WIDE_END])
+    return part(data, f"The mixture with widened experts ({size})")
 
 
 def shapes() -> str:
@@ -137,10 +134,9 @@ def shapes() -> str:
         ])  # fmt: skip
     heads = ("shape", "experts", "a layer computes", "reads", "disk", "x", "on_demand", "lru", "oracle", "resident")
     return "\n\n".join([
-        SHAPES_BEGIN,
         f"Tokens a second with half of the experts in memory, {data['repeats']} repeats of {data['tokens']} tokens, "
         f"{data['threads']} threads of an {machine(data)}, {str(data['date'])[:10]}:",
-        table(heads, lines), SHAPES_END,
+        table(heads, lines),
     ])  # fmt: skip
 
 
@@ -158,9 +154,8 @@ def batches() -> str:
         lines.append([way, *cells, f"{lru['uses_per_token']:.0f}", f"{lru['bytes_per_token'] / 1e6:.1f} MB"])
     same = "the same" if data["identical"] else "NOT THE SAME"
     return "\n\n".join([
-        BATCH_BEGIN,
         f"{data['expert_memory_bytes'] / 1e6:.1f} MB for experts, {data['prompts']} prompts of {data['tokens']} new "
         f"tokens, {data['repeats']} repeats, {machine(data)}, {str(data['date'])[:10]}; text {same} in all; "
         f"`{' '.join(['python', *data['argv']])}`:",
-        table(("", *policies, "experts used a token", "read a token (`lru`)"), lines), BATCH_END,
+        table(("", *policies, "experts used a token", "read a token (`lru`)"), lines),
     ])  # fmt: skip

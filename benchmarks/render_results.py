@@ -1,0 +1,179 @@
+"""The README's table and docs/results.md, written from the committed result files alone.
+
+    python benchmarks/render_results.py          # rewrite them
+    python benchmarks/render_results.py --check  # exit 1 when they and the results differ
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import expert_tables  # beside this file
+from result_files import RESULTS, load, machine, table
+
+from multirate.methods.spec import find
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- results: benchmarks/render_results.py -->", "<!-- /results -->"
+REFERENCE = ROOT / "src" / "multirate" / "reference"
+
+
+def accelerators() -> dict[str, dict[str, Any]]:
+    """The descriptions of the embedded accelerators by method."""
+    paths = sorted((REFERENCE / "accelerators").glob("*/accelerator.json"))
+    return {path.parent.name: json.loads(path.read_text()) for path in paths}
+
+
+def display_name(method: str) -> str:
+    """A method's title, with the size of its accelerator and the settings in its name."""
+    if method == "generate":
+        return "`transformers` generate"
+    name, *settings = method.split(":")
+    title = f"`{name}`: {find(name).title}"
+    about = accelerators().get(name)
+    if about is not None:
+        title += f", {about['parameters'] / 1e6:.1f}M parameters"
+    return title + "".join(f", `{setting}`" for setting in settings)
+
+
+def reference_size() -> str:
+    """Millions of parameters of the embedded model, from its weights' size (bf16)."""
+    return f"{(REFERENCE / 'model' / 'model.safetensors').stat().st_size / 2e6:.0f}M"
+
+
+def method_table(data: dict[str, Any]) -> str:
+    lines = []
+    for row in data["rows"]:
+        speedup = "–" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+        steps = "–" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}"
+        same = f"{row['identical']} of {data['prompts']}"
+        for kind in ("near_ties", "diverged"):
+            if row[kind]:
+                same += f", {row[kind]} {kind.replace('_', '-')}"
+        name = display_name(row["method"])
+        lines.append((name, f"{row['tokens_per_second']:.0f}", speedup, steps, same))
+    return table(("method", "tokens/s", "speedup", "tokens per step", "identical"), lines)
+
+
+def loop_table(shapes: list[dict[str, Any]]) -> str:
+    heads = ("shape (random weights)", "generate", "our plain loop", "share of read bandwidth", "6 rows", "8 rows",
+             "second stream")
+    lines = []
+    for s in shapes:
+        rows = s["rows_cost"]
+        lines.append((
+            s["shape"], f"{s['generate_tokens_per_second']:.0f} tok/s",
+            f"{s['our_tokens_per_second']:.0f} tok/s ({s['speedup_over_generate']:.1f}x)",
+            f"{100 * s['share_of_roof']:.0f}%", f"{rows['6']:.2f}", f"{rows['8']:.2f}",
+            f"{100 * (s['second_stream_cost'] - 1):+.0f}%",
+        ))  # fmt: skip
+    return table(heads, lines)
+
+
+def training() -> str:
+    """The optimizer steps of each embedded accelerator, from their own descriptions."""
+    steps = {name: about["training"]["steps"] for name, about in accelerators().items()}
+    return ", ".join(f"`{name}` {count}" for name, count in steps.items())
+
+
+def longer_base() -> str:
+    """What the same methods give on a base that was trained further, which repeats itself less."""
+    longer = load("mt_bench_longer_base.json")
+    found = {row["method"]: f"{row['speedup']:.2f}x" for row in longer["rows"] if row["speedup"] is not None}
+    said = ", ".join(f"`{name}` {speedup}" for name, speedup in found.items())
+    return (
+        "The reference model is small and repeats itself, which is easy to draft, and easier still to look up. On a "
+        "base trained further by the same recipe (phases `answers` and `longer`; not committed), with accelerators of "
+        f"1,600 steps, {longer['prompts']} prompts: {said} ([experiments.md](experiments.md))."
+    )
+
+
+def setting(bench: dict[str, Any]) -> str:
+    """What was run, where and when."""
+    return (
+        f"MT-Bench questions, embedded {reference_size()} reference model, {bench['dtype']}, batch 1, "
+        f"greedy, {bench['max_new_tokens']} new tokens at most, {bench['prompts']} prompts, "
+        f"{bench['threads']} threads of an {machine(bench)}, {str(bench.get('date', ''))[:10]}."
+    )
+
+
+def reproduce(bench: dict[str, Any]) -> str:
+    argv = bench["argv"]
+    given = [argv[argv.index(name) :][:2] for name in ("--limit", "--repeats") if name in argv]
+    options = " ".join(" ".join(pair) for pair in given)
+    methods = ",".join(row["method"] for row in bench["rows"])
+    return (
+        "Reproduce with `multirate bench --suite mt_bench --data question.jsonl "
+        f"--methods {methods} {options} --json out.json`."
+    )
+
+
+def readme() -> str:
+    bench = load("mt_bench_reference.json")
+    note = "Everything else that was measured is in [docs/results.md](docs/results.md)."
+    return "\n\n".join([BEGIN, setting(bench), method_table(bench), f"{reproduce(bench)} {note}", END])
+
+
+def loop_section() -> list[str]:
+    paths = [RESULTS / f"decode_loop_{name}.json" for name in ("110M", "340M", "1.1B")]
+    shapes = [load(path.name) for path in paths if path.exists()]
+    return [
+        "## The plain loop",
+        f"Batch 1, bf16, {machine(shapes[0])}.",
+        loop_table(shapes),
+        "*6 rows, 8 rows*: verifying so many drafted rows against one plain step. *Second stream*: both "
+        "residual streams against one. Reproduce with `python benchmarks/decode_loop.py --shape 110M`.",
+    ]
+
+
+def page() -> str:
+    """docs/results.md."""
+    bench = load("mt_bench_reference.json")
+    parts = [
+        "# Results",
+        "Written by `python benchmarks/render_results.py` from `benchmarks/results/*.json`; do not edit. "
+        "The machines are shared: compare within a table, not between tables.",
+        "## Lossless decoding",
+        setting(bench),
+        method_table(bench),
+        f"Training steps on the same data: {training()}. `m2r2-carry` and `kangaroo` have the same size "
+        "and gate layer; Kangaroo's threshold "
+        f"({accelerators()['kangaroo']['config']['threshold']}) was tuned on held-out questions (its "
+        "paper's: 0.6); ours drafts by measured costs. A second turn goes on in the keys and values of "
+        f"the first, for all of our methods. {longer_base()} {reproduce(bench)}",
+        *loop_section(),
+        "## Experts loaded from disk",
+        expert_tables.mixture(),
+        "### Larger experts",
+        expert_tables.wide(),
+        "### The layers of larger mixtures",
+        expert_tables.shapes(),
+        "### Batches and drafts",
+        expert_tables.batches(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    readme_path, page_path = ROOT / "README.md", ROOT / "docs" / "results.md"
+    text = readme_path.read_text()
+    if BEGIN not in text:
+        raise SystemExit(f"{readme_path.name} has no {BEGIN} … {END} section")
+    pattern = re.escape(BEGIN) + r".*" + re.escape(END)
+    wanted = {
+        readme_path: re.sub(pattern, lambda _: readme(), text, flags=re.DOTALL),
+        page_path: page(),
+    }
+    for path, content in wanted.items():
+        if "--check" not in sys.argv:
+            path.write_text(content)
+        elif not path.exists() or path.read_text() != content:
+            raise SystemExit(f"{path.name} differs from benchmarks/results: run render_results.py")
+
+
+if __name__ == "__main__":
+    main()

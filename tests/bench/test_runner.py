@@ -9,7 +9,7 @@ from bench import tiny_model
 from multirate.bench import provenance, report
 from multirate.bench.divergence import Judge, first_difference
 from multirate.bench.prompts import Prompt
-from multirate.bench.runner import Answer, Contender, Measurements, Sample, baseline, measure, summarise
+from multirate.bench.runner import Answer, Measurements, MethodRun, Sample, baseline, measure, summarise
 from multirate.errors import UserError
 
 PROMPTS = [Prompt(str(i), [10 + i, 20, 30]) for i in range(4)]
@@ -146,14 +146,14 @@ def test_near_ties_of_bf16_are_told_from_bugs() -> None:
 def test_measuring_interleaves_and_rotates() -> None:
     calls: list[str] = []
 
-    def contender(name: str) -> Contender:
+    def method_run(name: str) -> MethodRun:
         def run(prompt: list[int]) -> Answer:
             calls.append(name)
             return Answer([1])
 
-        return Contender(name, run)
+        return MethodRun(name, run)
 
-    runs = measure([contender("a"), contender("b")], PROMPTS[:3], repeats=2, warmup=1)
+    runs = measure([method_run("a"), method_run("b")], PROMPTS[:3], repeats=2, warmup=1)
     assert "".join(calls) == "ab" + "abbaab" + "baabba"
     assert [len(repeat) for repeat in runs.samples] == [3, 3] and not runs.interrupted
 
@@ -166,7 +166,7 @@ def test_only_a_conversations_later_turns_may_know_what_came_before() -> None:
         return Answer([1])
 
     prompts = [Prompt("a#1", [1]), Prompt("a#2", [2], follows=True), Prompt("b", [3])]
-    measure([Contender("a", run, forget=lambda: calls.append("forget"))], prompts, repeats=2, warmup=1)
+    measure([MethodRun("a", run, forget=lambda: calls.append("forget"))], prompts, repeats=2, warmup=1)
     assert calls == ["forget", "1"] + 2 * ["forget", "1", "2", "forget", "3"]
 
 
@@ -181,7 +181,7 @@ def test_ctrl_c_keeps_what_is_complete(stop_at: int, repeats: int, prompts: int)
             raise KeyboardInterrupt
         return Answer([1, 2])
 
-    runs = measure([Contender("autoregressive", run), Contender("b", run)], PROMPTS[:3], repeats=3, warmup=1)
+    runs = measure([MethodRun("autoregressive", run), MethodRun("b", run)], PROMPTS[:3], repeats=3, warmup=1)
     assert runs.interrupted
     assert [len(r) for r in runs.usable()] == [prompts] * repeats
 

@@ -30,7 +30,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Contender:
+class MethodRun:
     """A method under test: `run(prompt ids) -> Answer`. Lossy ones need not give the reference's tokens.
 
     forget: called, untimed, before a prompt that does not go on from the one before: no method may know it already.
@@ -96,7 +96,7 @@ class Row:
 
 
 def measure(
-    contenders: Sequence[Contender],
+    method_runs: Sequence[MethodRun],
     prompts: Sequence[Prompt],
     *,
     repeats: int = 3,
@@ -104,37 +104,37 @@ def measure(
     synchronize: Callable[[], None] | None = None,
     on_answer: Callable[[str], None] | None = None,
 ) -> Measurements:
-    """Times every contender on every prompt, `repeats` times, after `warmup` prompts that do not count.
+    """Times every method on every prompt, `repeats` times, after `warmup` prompts that do not count.
 
     All methods answer a prompt before the next one comes, and their order rotates, so that a machine that slows down
     or warms up slows all of them alike. A conversation's later turns may use what a method kept of the earlier ones;
     every other prompt is new to it. Ctrl-C ends the run with what is complete.
     """
-    result = Measurements([c.name for c in contenders], list(prompts))
+    result = Measurements([c.name for c in method_runs], list(prompts))
     wait = synchronize or (lambda: None)
     gc.collect()
     gc.freeze()  # a full collection among a model's many objects takes longer than some answers
     try:
         for prompt in prompts[:warmup]:
-            _forget(contenders, prompt)
-            for contender in contenders:
-                contender.run(prompt.tokens)
+            _forget(method_runs, prompt)
+            for method_run in method_runs:
+                method_run.run(prompt.tokens)
                 if on_answer is not None:
-                    on_answer(contender.name)
+                    on_answer(method_run.name)
         for repeat in range(repeats):
             result.samples.append([])
             for index, prompt in enumerate(prompts):
                 taken: dict[str, Sample] = {}
-                _forget(contenders, prompt)
-                first = (repeat + index) % len(contenders)
-                for contender in [*contenders[first:], *contenders[:first]]:
+                _forget(method_runs, prompt)
+                first = (repeat + index) % len(method_runs)
+                for method_run in [*method_runs[first:], *method_runs[:first]]:
                     wait()
                     start = perf_counter()
-                    answer = contender.run(prompt.tokens)
+                    answer = method_run.run(prompt.tokens)
                     wait()
-                    taken[contender.name] = Sample(answer, perf_counter() - start)
+                    taken[method_run.name] = Sample(answer, perf_counter() - start)
                     if on_answer is not None:
-                        on_answer(contender.name)
+                        on_answer(method_run.name)
                 result.samples[repeat].append(taken)
     except KeyboardInterrupt:
         result.interrupted = True
@@ -143,10 +143,10 @@ def measure(
     return result
 
 
-def _forget(contenders: Sequence[Contender], prompt: Prompt) -> None:
+def _forget(method_runs: Sequence[MethodRun], prompt: Prompt) -> None:
     if not prompt.follows:
-        for contender in contenders:
-            contender.forget()
+        for method_run in method_runs:
+            method_run.forget()
 
 
 def summarise(measurements: Measurements, judge: Judge, lossy: Sequence[str] = ()) -> list[Row]:

@@ -159,23 +159,23 @@ def run(
 
     from multirate.bench import provenance, report
     from multirate.bench.divergence import Judge
+    from multirate.bench.method_runs import method_run
     from multirate.bench.runner import measure, summarise
-    from multirate.cli.contenders import contender
 
-    contenders = [contender(engine, name, max_new_tokens) for name in names]
+    method_runs = [method_run(engine, name, max_new_tokens) for name in names]
     prompts = prepared(engine, questions, max_new_tokens, truncate)
-    total = (repeats * len(prompts.prompts) + min(warmup, len(prompts.prompts))) * len(contenders)
+    total = (repeats * len(prompts.prompts) + min(warmup, len(prompts.prompts))) * len(method_runs)
     device = engine.decoder.facts.device
     with Bar("measuring", total) as bar:
         measurements = measure(
-            contenders,
+            method_runs,
             prompts.prompts,
             repeats=repeats,
             warmup=warmup,
             synchronize=(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None,
             on_answer=lambda name: bar.advance(),
         )
-    rows = summarise(measurements, Judge(engine.model), [c.name for c in contenders if not c.lossless])
+    rows = summarise(measurements, Judge(engine.model), [c.name for c in method_runs if not c.lossless])
     usable = measurements.usable()
     console = options.console()
     if rows:

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from multirate.bench.runner import Answer, Contender
+from multirate.bench.runner import Answer, MethodRun
 from multirate.decoding.logits import SamplingSettings
 from multirate.engine import Engine
 
 GENERATE = "generate"
 
 
-def contender(engine: Engine, name: str, max_new_tokens: int) -> Contender:
-    """A greedy contender: `generate`, or a method of the engine. UserError for a method it does not have."""
+def method_run(engine: Engine, name: str, max_new_tokens: int) -> MethodRun:
+    """A greedy run of one method: `generate`, or a method of the engine. UserError for a method it does not have."""
     if name == GENERATE:
         return _transformers(engine.model, engine.stopping().eos_token_ids, max_new_tokens)
     stop = engine.stopping(max_new_tokens)
@@ -31,16 +31,16 @@ def contender(engine: Engine, name: str, max_new_tokens: int) -> Contender:
             accepted=seen.accepted,
         )
 
-    return Contender(name, run, engine.lossless(name), engine.forget)
+    return MethodRun(name, run, engine.lossless(name), engine.forget)
 
 
-def _transformers(model: Any, eos_token_ids: tuple[int, ...], max_new_tokens: int) -> Contender:
+def _transformers(model: Any, eos_token_ids: tuple[int, ...], max_new_tokens: int) -> MethodRun:
     config = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
         eos_token_id=list(eos_token_ids) or None,
         pad_token_id=eos_token_ids[0] if eos_token_ids else 0,
-        # Some models' own settings penalise repetition; every contender decodes the bare model.
+        # Some models' own settings penalise repetition; every method decodes the bare model.
         repetition_penalty=1.0,
     )
 
@@ -50,4 +50,4 @@ def _transformers(model: Any, eos_token_ids: tuple[int, ...], max_new_tokens: in
         tokens = out[0, len(prompt) :].tolist()
         return Answer(tokens, stepped=len(tokens) - 1, steps=len(tokens) - 1)
 
-    return Contender(GENERATE, run)
+    return MethodRun(GENERATE, run)

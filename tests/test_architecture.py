@@ -1,0 +1,114 @@
+"""Imports point one way, and no module takes part in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parent.parent / "src"
+PACKAGE = SOURCE / "multirate"
+LAYERS = (
+    ("errors", "io"),
+    ("model",),
+    ("decoding",),
+    ("methods",),
+    ("hub",),
+    ("training",),
+    ("experts",),
+    ("engine",),
+    ("integration", "bench"),
+    ("cli",),
+)
+"""From the bottom to the top: a part imports only from parts below it, and from itself."""
+MODEL_LAYERS = (("rows", "kv_cache", "decoder"), ("hf",), ("cuda", "native"), ("load",))
+"""Within model/: the interface, the model's own layers, what is faster than these, and who chooses."""
+
+
+def modules() -> dict[str, ast.Module]:
+    """Module name → its syntax tree, of everything but loader files that transformers runs."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        if "reference" not in path.parts:
+            name = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
+
+
+MODULES = modules()
+
+
+def imports(node: ast.AST, at_start: bool = True) -> Iterator[tuple[str, bool]]:
+    """(module of ours that is imported, whether on import) below `node`; those for type checkers are left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.ImportFrom) and child.module and child.module.startswith("multirate"):
+            for alias in child.names:
+                inner = f"{child.module}.{alias.name}"
+                yield (inner if inner in MODULES else child.module), at_start
+        elif isinstance(child, ast.Import):
+            for alias in child.names:
+                if alias.name in MODULES:
+                    yield alias.name, at_start
+        lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from imports(child, at_start and not lazy)
+
+
+def upward(layers: tuple[tuple[str, ...], ...], prefix: str) -> list[str]:
+    """The imports within `prefix` that do not point down, as text."""
+    level = {name: i for i, names in enumerate(layers) for name in names}
+
+    def part(module: str) -> str:
+        rest = module.removeprefix(prefix).lstrip(".")
+        return rest.split(".")[0]
+
+    wrong = []
+    for module, tree in MODULES.items():
+        if not module.startswith(prefix + ".") or part(module) not in level:
+            continue
+        for imported, _ in imports(tree):
+            below = part(imported) if imported.startswith(prefix + ".") else ""
+            if below in level and below != part(module) and level[below] >= level[part(module)]:
+                wrong.append(f"{module} imports {imported}")
+    return wrong
+
+
+def test_every_part_has_a_place() -> None:
+    placed = {name for layer in LAYERS for name in layer}
+    parts = {name.split(".")[1] for name in MODULES if "." in name}
+    assert parts == placed
+
+
+def test_imports_point_down() -> None:
+    assert not upward(LAYERS, "multirate")
+    assert not upward(MODEL_LAYERS, "multirate.model")
+
+
+def test_no_method_is_imported_by_another_or_from_outside() -> None:
+    """A method is its folder: what methods share is in methods/common and methods/spec."""
+    wrong = []
+    for module, tree in MODULES.items():
+        own = module.split(".")[2] if module.startswith("multirate.methods.") else ""
+        for imported, _ in imports(tree):
+            parts = imported.split(".")
+            if parts[1:2] == ["methods"] and len(parts) > 2 and parts[2] not in ("common", "spec", own):
+                wrong.append(f"{module} imports {imported}")
+    assert not wrong
+
+
+def test_no_import_circle() -> None:
+    graph = {name: {i for i, now in imports(tree) if now and i in MODULES} for name, tree in MODULES.items()}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " → ".join((*path[path.index(name) :], name))
+        if name in done:
+            return
+        for imported in graph[name]:
+            if imported != name:
+                visit(imported, (*path, name))
+        done.add(name)
+
+    for name in graph:
+        visit(name, ())

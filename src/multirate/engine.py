@@ -128,7 +128,7 @@ class Engine:
         self.keep_bytes = KEPT_BYTES
         self.experts: OffloadedExperts | None = None
         self._turns = turns_of(model) if decoder.runs_the_model else Turns()
-        self._generating = False
+        self._generating_in: int | None = None  # the process; a forked one inherits its parent's
         self._speculations: dict[str, _Speculation] = {}
         self._conversations: dict[str, Conversation] = {}  # the newest last
 
@@ -215,14 +215,14 @@ class Engine:
             if self._turns.inherited and self.experts is not None:
                 raise UserError("this engine's experts are read by threads of the parent process: load the model and "
                                 "attach in this process, or start processes with multiprocessing's spawn")  # fmt: skip
-            if self._generating:
+            if self._generating_in == os.getpid():
                 raise UserError("this engine is generating: on_tokens or a streamer cannot start another generation "
                                 "with it; accepted is another engine (multirate.attach)")  # fmt: skip
-            self._generating = True
+            self._generating_in = os.getpid()
             try:
                 yield
             finally:
-                self._generating = False
+                self._generating_in = None
 
     def _generate(
         self,

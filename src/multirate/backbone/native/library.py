@@ -25,8 +25,8 @@ from pathlib import Path
 from multirate.errors import say_once
 
 SOURCES = ("kernel.c", "kernel.h", "workspace.h", "threads.h", "matmul.h", "tile_avx2.h", "tile_wide.h",
-           "fixed_point.h", "attention.h", "lookup.h", "stream.h", "round.h", "experts.h", "reads.h", "async_reads.h", "residency.h",
-           "loads.h", "thinned.h", "forecasts.h", "mixture.h")
+           "fixed_point.h", "attention.h", "lookup.h", "stream.h", "round.h", "experts.h", "reads.h",
+           "async_reads.h", "residency.h", "loads.h", "thinned.h", "forecasts.h", "mixture.h")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 
 WORKING = (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from multirate.methods.spec import PLAIN, MethodSpec
 from multirate.model.decoder import Decoder, load_decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.training.checkpoint import Accelerator
+from multirate.turns import Turns, turns_of
 
 if TYPE_CHECKING:
     from multirate.experts.model import OffloadedExperts
@@ -60,14 +62,15 @@ def attach(
 
     if isinstance(model, LoadedModel):
         model, tokenizer = model.model, tokenizer or model.tokenizer
-    offloaded = experts_on_disk(model)
-    if offloaded is None:
-        engine = Engine(model, load_decoder(model, backend), tokenizer)
-    else:
-        if expert_predictor is not None:
-            offloaded.add(expert_predictor)
-        engine = Engine(model, offloaded.start(backend, expert_policy, expert_memory), tokenizer)
-        engine.experts = offloaded
+    with turns_of(model).taken():  # building a decoder may run the model, and exchanges what reads its experts
+        offloaded = experts_on_disk(model)
+        if offloaded is None:
+            engine = Engine(model, load_decoder(model, backend), tokenizer)
+        else:
+            if expert_predictor is not None:
+                offloaded.add(expert_predictor)
+            engine = Engine(model, offloaded.start(backend, expert_policy, expert_memory), tokenizer)
+            engine.experts = offloaded
     if accelerator is not None:
         engine.add(accelerator)
     return engine
@@ -103,6 +106,13 @@ class Engine:
     keep_bytes: the last generation of each method stays in memory, up to so many bytes of K/V in all (newest first), so
     that a prompt which begins with the same tokens, as a conversation's next turn does, reads only what is new. 0 keeps
     none; `forget` drops them.
+
+    Threads: an engine may be used by any number of threads. It runs one generation at a time, others wait for it to
+    end. Engines run side by side, also of one model, unless they run the model's own modules (backend "hf") or read its
+    experts from disk: those of one model take turns. `notice` is of the last call of any thread. A streamed
+    generation's on_tokens runs in its turn and cannot start another one of the same engine.
+    Processes: a forked process may go on with its parent's engines, torch then runs on one thread there; with experts
+    on disk it has to load the model itself.
     """
 
     def __init__(self, model: Any, decoder: Decoder, tokenizer: Any = None) -> None:
@@ -114,6 +124,8 @@ class Engine:
         self.notice: str | None = None
         self.keep_bytes = KEPT_BYTES
         self.experts: OffloadedExperts | None = None
+        self._turns = turns_of(model) if decoder.runs_the_model else Turns()
+        self._generating_in: int | None = None  # the process; a forked one inherits its parent's
         self._speculations: dict[str, _Speculation] = {}
         self._conversations: dict[str, Conversation] = {}  # the newest last
 
@@ -128,6 +140,10 @@ class Engine:
         if not isinstance(accelerator, Accelerator):
             accelerator = Accelerator.from_pretrained(resolve_accelerator(accelerator), self.model)
         name = name or accelerator.method
+        with self._turns.taken():
+            return self._add(accelerator, name)
+
+    def _add(self, accelerator: Accelerator, name: str) -> str:
         if spec.find(accelerator.method).role == "experts":
             if self.experts is None:
                 raise UserError("this accelerator names experts, and the model's are all in memory: it is for models "
@@ -181,12 +197,40 @@ class Engine:
         drafts do not pay on this machine; "always" drafts all the same; "never" decodes plainly.
         method may carry settings of its drafts, as in "m2r2-carry:lookup=0:nodes=5".
         on_tokens(b, tokens) is called with the new tokens of prompt b as they are emitted.
+        Waits while another thread generates with this engine.
         Raises UserError for an unknown method, an empty prompt, one longer than the context, or an id out of range.
         """
         if speculate not in SPECULATE:
             raise UserError(f"speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
+        with self._turn():
+            return self._generate(prompts, sampling, stop or self.stopping(), method, on_tokens, speculate)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """This thread's turn to generate."""
+        with self._turns.taken():
+            if self._turns.inherited and self.experts is not None:
+                raise UserError("this engine's experts are read by threads of the parent process: load the model and "
+                                "attach in this process, or start processes with multiprocessing's spawn")  # fmt: skip
+            if self._generating_in == os.getpid():
+                raise UserError("this engine is generating: on_tokens or a streamer cannot start another generation "
+                                "with it; accepted is another engine (multirate.attach)")  # fmt: skip
+            self._generating_in = os.getpid()
+            try:
+                yield
+            finally:
+                self._generating_in = None
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingSettings | None,
+        stop: StopSettings,
+        method: str | None,
+        on_tokens: OnTokens | None,
+        speculate: str,
+    ) -> GenerationOutput:
         self.notice = None
-        stop = stop or self.stopping()
         speculation = self._speculation(method or self.default) if speculate != "never" else None
         if speculation is not None and speculate == "auto" and not self._pays(speculation):
             speculation = None
@@ -207,8 +251,9 @@ class Engine:
 
     def forget(self) -> None:
         """Drops the kept conversations: the next prompt is read from its first token (in the memory they had)."""
-        for conversation in self._conversations.values():
-            conversation.tokens = []
+        with self._turns.taken():
+            for conversation in self._conversations.values():
+                conversation.tokens = []
 
     def _keep(self, name: str, conversation: Conversation) -> None:
         self._conversations[name] = conversation

@@ -1,7 +1,23 @@
-"""Errors that a user can mend. The command line prints their one sentence and exits with code 2."""
+"""What a user is told: errors that he can mend, and notices."""
 
 from __future__ import annotations
+
+import warnings
 
 
 class UserError(Exception):
     """A path, value, file or model that cannot be used, in one sentence that names it and what is accepted."""
+
+
+class Notice(UserWarning):
+    """Something works otherwise, or slower, than was to be expected. The command line prints it as a `note:` line."""
+
+
+_said: set[str] = set()
+
+
+def say_once(sentence: str) -> None:
+    """Warns with a `Notice`, once per process and sentence."""
+    if sentence not in _said:
+        _said.add(sentence)
+        warnings.warn(sentence, Notice, stacklevel=3)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from multirate.errors import UserError
+from multirate.errors import Notice, UserError
 
 MENDABLE = 2
 INTERRUPTED = 130
@@ -20,6 +21,15 @@ class Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, Notice):
+                typer.echo(f"note: {message}", err=True)
+            else:
+                usual(message, category, *where, **more)
+
+        warnings.showwarning = show
         try:
             return super().invoke(ctx)
         except UserError as error:
@@ -40,6 +50,8 @@ class Group(TyperGroup):
             if "No space left on device" not in str(error):
                 raise
             fail("cannot write the output: no space left on the device")
+        finally:
+            warnings.showwarning = usual
 
 
 def fail(sentence: str) -> None:

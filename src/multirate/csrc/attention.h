@@ -68,13 +68,13 @@ typedef struct {
     int low, visible;
 } Query;
 
-typedef struct {
+struct AttentionScratch {
     float *scores;     // [TILE_ROWS, capacity]
     element *weights;  // [TILE_ROWS, capacity]
     element *queries;  // [TILE_ROWS, MAX_HEAD_DIM]
     int capacity;
     PathCopy paths[TILE_ROWS];
-} AttentionScratch;
+};
 
 INLINE int whole_blocks(int positions) { return (positions + 15) / 16 * 16; }
 

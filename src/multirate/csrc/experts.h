@@ -10,7 +10,7 @@ typedef struct {
 
 // normed [n, d] = RMSNorm(x). Then the router's choice for each row: ids [n, k], the likeliest first (ties: lower id), and
 // weights [n, k]: softmax over all experts, or over the chosen ones where `normalise`. logits: scratch [n, router->out].
-void mr_route(const Linear *router, const float *norm, float eps, const float *x, int n, int experts, int k, int normalise,
+void mr_route(Workspace *work, const Linear *router, const float *norm, float eps, const float *x, int n, int experts, int k, int normalise,
               float *normed, float *logits, int64_t *ids, float *weights) {
     int d = router->in;
     for (int r = 0; r < n; r++) {
@@ -18,8 +18,8 @@ void mr_route(const Linear *router, const float *norm, float eps, const float *x
         scale_to_rms(normed + (size_t)r * d, norm, d, eps);
     }
     Product few = {router, normed, NULL, logits, n, STORE, eps};
-    if (n > FEW_ROWS) mr_linear(router, normed, NULL, eps, n, logits, 0);
-    else run_product(&few, 0, 1);
+    if (n > FEW_ROWS) mr_linear(work, router, normed, NULL, eps, n, logits, 0);
+    else run_product(work, &few, 0, 1);
     for (int r = 0; r < n; r++) {
         const float *row = logits + (size_t)r * router->out;
         float total = 0.0f, chosen = 0.0f, highest = row[0];
@@ -54,38 +54,39 @@ typedef struct {
     float *parts;
 } ExpertCall;
 
-static void run_experts(void *context, int id, int threads) {
+static void run_experts(Workspace *work, void *context, int id, int threads) {
+    ThreadScratch *mine = &work->own[id];
     const ExpertCall *call = context;
     const Portion *portions = call->portions;
     int d = portions->expert->gate_up.in, inner = portions->expert->down.in, last = call->count - 1;
-    mine.normed = grown(mine.normed, &mine.normed_size, (size_t)MAX_ROWS * d * sizeof(element));
+    mine->normed = grown(mine->normed, &mine->normed_size, (size_t)MAX_ROWS * d * sizeof(element));
     const element *from[MAX_ROWS];
     for (int u = 0; u < call->uses; u++) {
-        element *to = mine.normed + (size_t)u * d;
+        element *to = mine->normed + (size_t)u * d;
         from[u] = to;
         if (u && call->rows[u] == call->rows[u - 1]) from[u] = from[u - 1];  // a single row's experts all read it
         else for (int i = 0; i < d; i += 16) store_elements(to + i, load(call->normed + (size_t)call->rows[u] * d + i));
     }
     for (int p = 0; p <= last; p++) {
         const Portion *one = portions + p;
-        Output out = {.activation = work.activation + (size_t)one->begin * inner, .stride = inner};
+        Output out = {.activation = work->activation + (size_t)one->begin * inner, .stride = inner};
         const Linear *then = p < last ? &portions[p + 1].expert->gate_up : &portions->expert->down;
-        matmul(&one->expert->gate_up, from + one->begin, one->count, NULL, SILU_GATE, out, then, id, threads);
+        matmul(work, &one->expert->gate_up, from + one->begin, one->count, NULL, SILU_GATE, out, then, id, threads);
     }
-    barrier(threads);
+    barrier(work, threads);
     for (int p = 0; p <= last; p++) {
         const Portion *one = portions + p;
-        row_pointers(work.activation + (size_t)one->begin * inner, inner, NULL, one->count, from);
+        row_pointers(work->activation + (size_t)one->begin * inner, inner, NULL, one->count, from);
         const Linear *then = p < last ? &portions[p + 1].expert->down : NULL;
-        matmul(&one->expert->down, from, one->count, call->places + one->begin, STORE, (Output){.y = call->parts, .stride = d},
+        matmul(work, &one->expert->down, from, one->count, call->places + one->begin, STORE, (Output){.y = call->parts, .stride = d},
                then, id, threads);
     }
 }
 
 // For each expert e, its next uses[e] rows u of `rows` and `places`: parts[places[u]] = expert(normed[rows[u]]).
-void mr_experts(const Expert *const *experts, const int32_t *uses, int count, const float *normed, const int32_t *rows,
+void mr_experts(Workspace *work, const Expert *const *experts, const int32_t *uses, int count, const float *normed, const int32_t *rows,
                 const int32_t *places, float *parts) {
-    work.activation = grown(work.activation, &work.act_size, MAX_ROWS * (size_t)experts[0]->down.in * sizeof(element));
+    work->activation = grown(work->activation, &work->activation_size, MAX_ROWS * (size_t)experts[0]->down.in * sizeof(element));
     Portion portions[MAX_ROWS];
     ExpertCall call = {portions, 0, 0, normed, rows, places, parts};
     for (int e = 0; e < count; e++)
@@ -94,7 +95,7 @@ void mr_experts(const Expert *const *experts, const int32_t *uses, int count, co
             portions[call.count++] = (Portion){experts[e], call.uses, take};
             call.uses += take;
             if (call.uses < MAX_ROWS && !(e == count - 1 && take == left)) continue;
-            run_parallel(run_experts, &call);
+            run_parallel(work, run_experts, &call);
             call.rows += call.uses;
             call.places += call.uses;
             call.count = call.uses = 0;
@@ -150,12 +151,13 @@ static void add_sketches(const Foresight *f, const bf16 *ups, float *p, int n, i
         }
 }
 
-static void run_foresight(void *context, int id, int threads) {
+static void run_foresight(Workspace *work, void *context, int id, int threads) {
+    ThreadScratch *mine = &work->own[id];
     const Foresight *f = context;
     int d = f->near->a.in / 2;
-    mine.normed = grown(mine.normed, &mine.normed_size, (size_t)MAX_ROWS * 2 * d * sizeof(element));
+    mine->normed = grown(mine->normed, &mine->normed_size, (size_t)MAX_ROWS * 2 * d * sizeof(element));
     for (int n = 0; n < f->count; n++) {
-        element *to = mine.normed + (size_t)n * 2 * d;
+        element *to = mine->normed + (size_t)n * 2 * d;
         rms_norm(f->residual + (size_t)n * d, f->ones, d, f->eps, to);
         if (f->state) rms_norm(f->state + (size_t)n * d, f->ones, d, f->eps, to + d);
         else memset(to + d, 0, (size_t)d * sizeof(element));
@@ -167,11 +169,11 @@ static void run_foresight(void *context, int id, int threads) {
     }
     // The last thread draws first: of a product with few outputs the first does most.
     for (int n = f->sketch ? threads - 1 - id : f->count; n < f->count; n += threads) draw_sketches(f, n, d);
-    low_rank_in(f->near, mine.normed, 2 * d, NULL, f->count, id, threads);
-    low_rank_out(f->near, f->p_near, d, NULL, f->count, id, threads);
-    if (f->far) low_rank_out(f->far, f->p_far, d, NULL, f->count, id, threads);
+    low_rank_in(work, f->near, mine->normed, 2 * d, NULL, f->count, id, threads);
+    low_rank_out(work, f->near, f->p_near, d, NULL, f->count, id, threads);
+    if (f->far) low_rank_out(work, f->far, f->p_far, d, NULL, f->count, id, threads);
     if (!f->sketch) return;
-    barrier(threads);
+    barrier(work, threads);
     int begin = d / LANES * id / threads * LANES, end = d / LANES * (id + 1) / threads * LANES;
     for (int n = 0; n < f->count; n++) {
         add_sketches(f, f->sketch->near, f->p_near, n, d, begin, end);
@@ -182,21 +184,20 @@ static void run_foresight(void *context, int id, int threads) {
 // The accelerated residual (methods/m2r2_experts/modules.py): p = residual + U SiLU(D [n(residual); n(state)]) for the U of
 // `near` and, unless NULL, that of `far`, whose D is the same; and the experts' sketches, unless NULL. residual, state (or
 // NULL), p [n, d]; ones [d]; ids, weights [n, k].
-void mr_foresee(const LowRank *near, const LowRank *far, const Sketch *sketch, const int64_t *ids, const float *weights,
+void mr_foresee(Workspace *work, const LowRank *near, const LowRank *far, const Sketch *sketch, const int64_t *ids, const float *weights,
                 int k, const float *ones, float eps, const float *residual, const float *state, int n, float *p_near,
                 float *p_far) {
     size_t d = near->a.in / 2;
-    static float *drawn;
-    static size_t drawn_size;
-    room_for_adapters();
-    if (sketch) drawn = grown(drawn, &drawn_size, MAX_ROWS * (size_t)k * sketch->rows * sizeof(float));
+    room_for_adapters(work);
+    size_t drawn = sketch ? MAX_ROWS * (size_t)k * (size_t)sketch->rows * sizeof(float) : 0;
+    work->drawn = grown(work->drawn, &work->drawn_size, drawn);
     for (int r = 0; r < n; r += MAX_ROWS) {
         size_t at = r * d;
         size_t use = (size_t)r * (size_t)k;
         Foresight f = {near, far, sketch, ids ? ids + use : NULL, weights ? weights + use : NULL, ones, residual + at,
                        state ? state + at : NULL, p_near + at, far ? p_far + at : NULL, eps,
-                       n - r < MAX_ROWS ? n - r : MAX_ROWS, k, drawn};
-        run_parallel(run_foresight, &f);
+                       n - r < MAX_ROWS ? n - r : MAX_ROWS, k, work->drawn};
+        run_parallel(work, run_foresight, &f);
     }
 }
 

@@ -61,22 +61,11 @@ static float norm_of(const float *x, int in) {
 // The thread's own fixed-point copy of the rows: a few percent of the product, and no barrier. A row whose norm sits in
 // a few outliers (more than 3/4 of it squared) leaves too few steps for the others: what was rounded off is kept as a
 // second, finer row.
-static Operand operand(const float *const *x, int rows, int in) {
-    static __thread int16_t *copy;
-    static __thread float *rest;
-    static __thread size_t have;
-    if (have < (size_t)rows * in) {
-        free(copy);
-        have = (size_t)rows * in;
-        if (posix_memalign((void **)&copy, 64, 2 * have * sizeof *copy)) abort();
-    }
-    static __thread int rest_in;
-    if (rest_in < in) {
-        free(rest);
-        if (posix_memalign((void **)&rest, 64, in * sizeof *rest)) abort();
-        rest_in = in;
-    }
-    Operand out = {.coarse = copy, .fine = copy + have, .in = in};
+static Operand operand(ThreadScratch *mine, const float *const *x, int rows, int in) {
+    size_t all = (size_t)rows * in;
+    int16_t *copy = mine->fixed = grown(mine->fixed, &mine->fixed_size, 2 * all * sizeof *copy);
+    float *rest = mine->rest = grown(mine->rest, &mine->rest_size, (size_t)in * sizeof *rest);
+    Operand out = {.coarse = copy, .fine = copy + all, .in = in};
     for (int n = 0; n < rows; n++) {
         int16_t *q = copy + (size_t)n * in;
         float norm = norm_of(x[n], in);
@@ -89,7 +78,7 @@ static Operand operand(const float *const *x, int rows, int in) {
         for (int i = 0; i < in; i++) rest[i] = x[n][i] - q[i] * out.scale[n];
         float rest_norm = norm_of(rest, in);
         if (!(rest_norm > 1e-30f)) continue;
-        quantise(rest, ROW_NORM / rest_norm, in, copy + have + (size_t)n * in);
+        quantise(rest, ROW_NORM / rest_norm, in, copy + all + (size_t)n * in);
         out.fine_scale[n] = rest_norm / ROW_NORM;
     }
     return out;

@@ -119,10 +119,10 @@ static void named(Residency *e, int row, int expert, double chance, int *count) 
 }
 
 // What row `target`'s own router says of the stream x [n, hidden], the likeliest first: Σ 1 / (1 + rank) over rows.
-static int routed(Residency *e, const Routers *m, int target, const float *x, int n, int count) {
+static int routed(Workspace *work, Residency *e, const Routers *m, int target, const float *x, int n, int count) {
     Forecaster *f = e->forecaster;
     int first = count;
-    mr_route(m->routers[target], m->norms[target], m->eps, x, n, m->experts, m->top_k, m->normalise, f->normed, f->logits, f->ids, f->weights);
+    mr_route(work, m->routers[target], m->norms[target], m->eps, x, n, m->experts, m->top_k, m->normalise, f->normed, f->logits, f->ids, f->weights);
     for (int i = 0; i < n * m->top_k; i++) {
         int key = target * m->experts + (int)f->ids[i], at = first;
         double chance = 1.0 / (1 + i % m->top_k);
@@ -134,7 +134,7 @@ static int routed(Residency *e, const Routers *m, int target, const float *x, in
 }
 
 // The accelerated residual of `depth` later rows: p[0 … depth - 1]; p[0] is the state for the next row.
-static void foresee(Forecaster *f, const Routers *m, int row, const float *x, int n, const int64_t *ids, const float *weights, int depth) {
+static void foresee(Workspace *work, Forecaster *f, const Routers *m, int row, const float *x, int n, const int64_t *ids, const float *weights, int depth) {
     const ForecastPlan *plan = &f->plan;
     int at = plan->layer_of[row] * plan->most_depth;
     float *state = f->p[MOST_AHEAD_ROWS];
@@ -142,7 +142,7 @@ static void foresee(Forecaster *f, const Routers *m, int row, const float *x, in
     f->p[0] = state;  // what was p[0] is read, the other written
     for (int i = 1; i < (depth > 2 ? depth : 2); i++) {  // two depths a call: they share the product with `down`
         int far = i < plan->most_depth ? i : plan->most_depth - 1;
-        mr_foresee(plan->sites[at], i < depth ? plan->sites[at + i] : NULL, plan->sketches ? plan->sketches[at + far] : NULL, ids,
+        mr_foresee(work, plan->sites[at], i < depth ? plan->sites[at + i] : NULL, plan->sketches ? plan->sketches[at + far] : NULL, ids,
                    weights, m->top_k, plan->ones, plan->eps, x, f->state_rows == n ? f->p[MOST_AHEAD_ROWS] : NULL, n, f->p[0],
                    i < depth ? f->p[i] : NULL);
     }
@@ -151,10 +151,10 @@ static void foresee(Forecaster *f, const Routers *m, int row, const float *x, in
 
 // Whether the next layer is likely to lack nothing: the k + 2 experts that its router, asked with the stream as it is, ranks first
 // are all there. A tenth of what running ahead costs, and where most experts are in memory mostly true.
-static int lacks_nothing(Residency *e, const Routers *m, int target, const float *x, int n) {
+static int lacks_nothing(Workspace *work, Residency *e, const Routers *m, int target, const float *x, int n) {
     Forecaster *f = e->forecaster;
     int out = m->routers[target]->out;
-    mr_route(m->routers[target], m->norms[target], m->eps, x, n, m->experts, m->top_k, m->normalise, f->normed, f->logits, f->ids, f->weights);
+    mr_route(work, m->routers[target], m->norms[target], m->eps, x, n, m->experts, m->top_k, m->normalise, f->normed, f->logits, f->ids, f->weights);
     for (int r = 0; r < n; r++) {
         const float *row = f->logits + (size_t)r * out;
         for (int expert = 0; expert < m->experts; expert++) {
@@ -170,7 +170,7 @@ static int lacks_nothing(Residency *e, const Routers *m, int target, const float
 // The accelerated stream: layer by layer what is thought to leave the experts, the next layers' own attention on it, and what
 // their routers then choose. It sees the slow stream's keys and values, and leaves its own in the slots of its rows, where the
 // slow stream's will be before anyone else looks.
-static int run_ahead(Residency *e, const Routers *m, const PassRows *rows, int row, const float *x, int n, const int64_t *ids,
+static int run_ahead(Workspace *work, Residency *e, const Routers *m, const PassRows *rows, int row, const float *x, int n, const int64_t *ids,
                      const float *weights, int depth) {
     Forecaster *f = e->forecaster;
     const ForecastPlan *plan = &f->plan;
@@ -179,10 +179,10 @@ static int run_ahead(Residency *e, const Routers *m, const PassRows *rows, int r
     memcpy(p, x, (size_t)n * m->hidden * sizeof *p);
     for (int step = 1; step <= depth; step++) {
         int layer = plan->layer_of[row + step - 1], next = plan->layer_of[row + step];
-        mr_thinned(plan->thinned + layer, ids, weights, m->top_k, plan->ones, plan->eps, p, n, m->hidden);
-        mr_layers(rows->shape, rows->layers, rows->caches, NULL, p, n, rows->seq, rows->slot, rows->pos, rows->prefix, rows->tree,
+        mr_thinned(work, plan->thinned + layer, ids, weights, m->top_k, plan->ones, plan->eps, p, n, m->hidden);
+        mr_layers(work, rows->shape, rows->layers, rows->caches, NULL, p, n, rows->seq, rows->slot, rows->pos, rows->prefix, rows->tree,
                   NULL, rows->capacity, layer + 1, next + 1);
-        count = routed(e, m, row + step, p, n, count);
+        count = routed(work, e, m, row + step, p, n, count);
         ids = f->ids;
         weights = f->weights;
     }
@@ -190,7 +190,7 @@ static int run_ahead(Residency *e, const Routers *m, const PassRows *rows, int r
 }
 
 // What layer `row` names: [count] of f->found. x [n, hidden]: the stream after its attention; ids, weights [n, top_k]: its routing.
-static int forecast(Residency *e, const Routers *m, const PassRows *rows, int row, const float *x, int n, const int64_t *ids, const float *weights) {
+static int forecast(Workspace *work, Residency *e, const Routers *m, const PassRows *rows, int row, const float *x, int n, const int64_t *ids, const float *weights) {
     Forecaster *f = e->forecaster;
     int experts = e->plan.experts, count = 0, depth = e->controls.depth;
     if (depth > f->plan.most_depth) depth = f->plan.most_depth;
@@ -198,14 +198,14 @@ static int forecast(Residency *e, const Routers *m, const PassRows *rows, int ro
     int by = f->plan.kind;
     if (by == NAMED_BY_GATE || by == NAMED_BY_RESIDUAL || by == NAMED_BY_STREAM) room_for_rows(f, m, n);
     if (by == NAMED_BY_STREAM && n <= STREAM_ROWS) {  // more rows ask the gate, once
-        if (depth == 1 && lacks_nothing(e, m, row + 1, x, n)) return 0;
-        return run_ahead(e, m, rows, row, x, n, ids, weights, depth);
+        if (depth == 1 && lacks_nothing(work, e, m, row + 1, x, n)) return 0;
+        return run_ahead(work, e, m, rows, row, x, n, ids, weights, depth);
     }
-    if (by == NAMED_BY_RESIDUAL && depth > 0) foresee(f, m, row, x, n, ids, weights, depth);
+    if (by == NAMED_BY_RESIDUAL && depth > 0) foresee(work, f, m, row, x, n, ids, weights, depth);
     for (int step = 1; step <= depth; step++) {
         int target = row + step;
-        if (by == NAMED_BY_GATE || by == NAMED_BY_STREAM) count = routed(e, m, target, x, n, count);
-        if (by == NAMED_BY_RESIDUAL) count = routed(e, m, target, f->p[step - 1], n, count);
+        if (by == NAMED_BY_GATE || by == NAMED_BY_STREAM) count = routed(work, e, m, target, x, n, count);
+        if (by == NAMED_BY_RESIDUAL) count = routed(work, e, m, target, f->p[step - 1], n, count);
         if (by == NAMED_BY_LAST_TOKEN)
             for (int i = 0; i < f->last_count[target]; i++) named(e, target, f->last[target * experts + i], 1.0, &count);
         if (by == NAMED_BY_POPULARITY)

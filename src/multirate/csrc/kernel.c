@@ -4,8 +4,8 @@
 // through the same matrix products as the slow ones, so every weight is read once for both (M2R2's
 // "nearly free" second stream); low-rank adapters touch the accelerated rows only.
 #include "kernel.h"
-#include "threads.h"
 #include "matmul.h"
+#include "threads.h"
 #include "attention.h"
 
 #define MAX_ROWS 60  // whole tiles of 6, and at most 64 (fixed_point.h)
@@ -20,29 +20,6 @@ typedef struct {
     int start, stop;
     int key_rows;  // the first rows only leave their keys and values in layer `start`, which is then the only one
 } Call;
-
-// Shared activations; grown on demand, never shrunk.
-static struct {
-    size_t qkv_size, heads_size, act_size, low_size;
-    float *qkv, *low;
-    element *heads, *activation, *low_in;
-} work;
-
-static __thread struct {
-    element *normed;
-    size_t normed_size;
-    AttentionScratch *attention;
-} mine;
-
-static void *grown(void *old, size_t *have, size_t want) {
-    if (*have >= want) return old;
-    free(old);
-    *have = want;
-    void *p = NULL;
-    if (posix_memalign(&p, 64, want)) abort();
-    memset(p, 0, want);
-    return p;
-}
 
 // RMSNorm (epsilon inside the root), fp32, as the next product reads it.
 static void rms_norm(const float *x, const float *weight, int d, float eps, element *out) {
@@ -82,24 +59,24 @@ static const element **row_pointers(const element *base, int stride, const int *
     return to;
 }
 
-// First half of a low-rank site: work.low_in [count, rank] = A x for the listed rows. Ends in a barrier.
-static void low_rank_in(const LowRank *site, const element *base, int stride, const int *index, int count, int id, int threads) {
+// First half of a low-rank site: work->low_in [count, rank] = A x for the listed rows. Ends in a barrier.
+static void low_rank_in(Workspace *work, const LowRank *site, const element *base, int stride, const int *index, int count, int id, int threads) {
     const element *from[MAX_ROWS];
     int width = site->a.out;
-    matmul(&site->a, row_pointers(base, stride, index, count, from), count, NULL, STORE, (Output){.y = work.low, .stride = width}, NULL, id, threads);
-    barrier(threads);
+    matmul(work, &site->a, row_pointers(base, stride, index, count, from), count, NULL, STORE, (Output){.y = work->low, .stride = width}, NULL, id, threads);
+    barrier(work, threads);
     for (int i = id * LANES; i < count * width; i += LANES * threads) {
-        fv v = load_v(work.low + i);
+        fv v = load_v(work->low + i);
         if (site->silu) v = silu_vector(v);
-        store_element_v(work.low_in + i, v);
+        store_element_v(work->low_in + i, v);
     }
-    barrier(threads);
+    barrier(work, threads);
 }
 
 // Second half: y[index[n]] += B low_in[n]; every thread writes the outputs it owns.
-static void low_rank_out(const LowRank *site, float *y, int stride, const int *index, int count, int id, int threads) {
+static void low_rank_out(Workspace *work, const LowRank *site, float *y, int stride, const int *index, int count, int id, int threads) {
     const element *from[MAX_ROWS];
-    matmul(&site->b, row_pointers(work.low_in, site->a.out, NULL, count, from), count, index, ADD, (Output){.y = y, .stride = stride}, NULL, id, threads);
+    matmul(work, &site->b, row_pointers(work->low_in, site->a.out, NULL, count, from), count, index, ADD, (Output){.y = y, .stride = stride}, NULL, id, threads);
 }
 
 // The K/V heads that thread `id` attends with, and queries grouped with them, are [first_head(id), first_head(id + 1)).
@@ -126,8 +103,8 @@ static void fetch_slots(const Shape *s, const LayerCache *cache, const Rows *row
         }
 }
 
-static void qkv_of_heads(const Shape *s, const Layer *layer, const element *const *x, int rows, Output out, int id, int threads) {
-    Operand operands = operand(x, rows, layer->qkv.in);
+static void qkv_of_heads(Workspace *work, const Shape *s, const Layer *layer, const element *const *x, int rows, Output out, int id, int threads) {
+    Operand operands = operand(&work->own[id], x, rows, layer->qkv.in);
     int per_head = s->head_dim / 64, group = s->heads / s->kv_heads, first = first_head(s, id, threads), last = first_head(s, id + 1, threads);
     int starts[3] = {first * group, s->heads + first, s->heads + s->kv_heads + first};
     int ends[3] = {last * group, s->heads + last, s->heads + s->kv_heads + last};
@@ -136,7 +113,7 @@ static void qkv_of_heads(const Shape *s, const Layer *layer, const element *cons
                       part < 2 ? group_of(&layer->qkv, starts[part + 1] * per_head) : group_of(&layer->o, first_group(&layer->o, id, threads)));
 }
 
-static void attention_of_heads(const Call *call, const Layer *layer, const LayerCache *cache, AttentionScratch *scratch, int id,
+static void attention_of_heads(Workspace *work, const Call *call, const Layer *layer, const LayerCache *cache, AttentionScratch *scratch, int id,
                                int threads) {
     const Shape *s = call->shape;
     const Rows *rows = &call->rows;
@@ -144,7 +121,7 @@ static void attention_of_heads(const Call *call, const Layer *layer, const Layer
     size_t per_head = (size_t)rows->capacity * dim;
     for (int h = first_head(s, id, threads); h < first_head(s, id + 1, threads); h++) {
         for (int n = 0; n < rows->count; n++) {
-            float *row = work.qkv + (size_t)n * width;
+            float *row = work->qkv + (size_t)n * width;
             const float *cos = s->cos + (size_t)rows->pos[n] * (dim / 2), *sin = s->sin + (size_t)rows->pos[n] * (dim / 2);
             for (int q = h * group; q < (h + 1) * group; q++) {
                 if (layer->q_norm) scale_to_rms(row + q * dim, layer->q_norm, dim, s->eps);
@@ -180,10 +157,10 @@ static void attention_of_heads(const Call *call, const Layer *layer, const Layer
                     gathered = n;
                 }
                 element *query = scratch->queries + j * MAX_HEAD_DIM;
-                const float *from = work.qkv + (size_t)n * width + q * dim;
+                const float *from = work->qkv + (size_t)n * width + q * dim;
                 for (int d = 0; d < dim; d += 16) store_elements(query + d, load(from + d) * splat(s->attention_scale));
                 one->query = query;
-                one->out = work.heads + ((size_t)n * s->heads + q) * dim;
+                one->out = work->heads + ((size_t)n * s->heads + q) * dim;
             }
             attend(tile_of, take, k, v, dim, scratch);
         }
@@ -191,9 +168,9 @@ static void attention_of_heads(const Call *call, const Layer *layer, const Layer
 }
 
 // The thread's attention scratch, large enough for `capacity` cached positions and a tree.
-static AttentionScratch *attention_scratch(int capacity) {
-    AttentionScratch *scratch = mine.attention;
-    if (!scratch && !(scratch = mine.attention = calloc(1, sizeof *scratch))) abort();
+static AttentionScratch *attention_scratch(ThreadScratch *mine, int capacity) {
+    AttentionScratch *scratch = mine->attention;
+    if (!scratch && !(scratch = mine->attention = calloc(1, sizeof *scratch))) abort();
     int want = whole_blocks(capacity + MAX_TREE + 16);
     if (scratch->capacity < want) {
         free(scratch->scores); free(scratch->weights); free(scratch->queries);
@@ -206,13 +183,14 @@ static AttentionScratch *attention_scratch(int capacity) {
     return scratch;
 }
 
-static void run_layers(void *context, int id, int threads) {
+static void run_layers(Workspace *work, void *context, int id, int threads) {
+    ThreadScratch *mine = &work->own[id];
     const Call *call = context;
     const Shape *s = call->shape;
     int d = s->hidden, count = call->rows.count, dim = s->head_dim, heads = s->heads * dim;
     int width = (s->heads + 2 * s->kv_heads) * dim;
-    mine.normed = grown(mine.normed, &mine.normed_size, (size_t)MAX_ROWS * d * sizeof(element));
-    AttentionScratch *scratch = attention_scratch(call->rows.capacity);
+    mine->normed = grown(mine->normed, &mine->normed_size, (size_t)MAX_ROWS * d * sizeof(element));
+    AttentionScratch *scratch = attention_scratch(mine, call->rows.capacity);
     int fast[MAX_ROWS], fast_count = 0;  // the accelerated rows
     if (call->adapters && call->rows.accelerated)
         for (int n = 0; n < count; n++) if (call->rows.accelerated[n]) fast[fast_count++] = n;
@@ -222,91 +200,131 @@ static void run_layers(void *context, int id, int threads) {
         const Layer *layer = &call->layers[l];
         const Adapter *adapter = fast_count ? call->adapters[l] : NULL;
         // Norms are recomputed by every thread: cheaper than a barrier for a few rows.
-        for (int n = 0; n < count; n++) rms_norm(call->x + (size_t)n * d, layer->norm_attention, d, s->eps, mine.normed + (size_t)n * d);
-        if (adapter && adapter->q.rank) low_rank_in(&adapter->q, mine.normed, d, fast, fast_count, id, threads);
-        row_pointers(mine.normed, d, NULL, count, from);
-        Output qkv = {.y = work.qkv, .stride = width};
+        for (int n = 0; n < count; n++) rms_norm(call->x + (size_t)n * d, layer->norm_attention, d, s->eps, mine->normed + (size_t)n * d);
+        if (adapter && adapter->q.rank) low_rank_in(work, &adapter->q, mine->normed, d, fast, fast_count, id, threads);
+        row_pointers(mine->normed, d, NULL, count, from);
+        Output qkv = {.y = work->qkv, .stride = width};
         if (count <= TILE_ROWS * 3) fetch_slots(s, &call->caches[l], &call->rows, id, threads);
         if (heads_are_groups(s, threads) && !(adapter && adapter->q.rank)) {
-            qkv_of_heads(s, layer, from, count, qkv, id, threads);
+            qkv_of_heads(work, s, layer, from, count, qkv, id, threads);
         } else {
-            matmul(&layer->qkv, from, count, NULL, STORE, qkv, &layer->o, id, threads);
-            barrier(threads);
+            matmul(work, &layer->qkv, from, count, NULL, STORE, qkv, &layer->o, id, threads);
+            barrier(work, threads);
             if (adapter && adapter->q.rank) {
-                low_rank_out(&adapter->q, work.qkv, width, fast, fast_count, id, threads);
-                barrier(threads);
+                low_rank_out(work, &adapter->q, work->qkv, width, fast, fast_count, id, threads);
+                barrier(work, threads);
             }
         }
-        attention_of_heads(call, layer, &call->caches[l], scratch, id, threads);
-        barrier(threads);
-        const element *attended = work.heads + (size_t)call->key_rows * heads;
+        attention_of_heads(work, call, layer, &call->caches[l], scratch, id, threads);
+        barrier(work, threads);
+        const element *attended = work->heads + (size_t)call->key_rows * heads;
         float *x = call->x + (size_t)call->key_rows * d;
         count -= call->key_rows;
-        if (adapter && adapter->o.rank) low_rank_in(&adapter->o, attended, heads, fast, fast_count, id, threads);
-        matmul(&layer->o, row_pointers(attended, heads, NULL, count, from), count, NULL, ADD, (Output){.y = x, .stride = d}, layer->gate_up.weight ? &layer->gate_up : NULL, id, threads);
-        if (adapter && adapter->o.rank) low_rank_out(&adapter->o, x, d, fast, fast_count, id, threads);
-        barrier(threads);
+        if (adapter && adapter->o.rank) low_rank_in(work, &adapter->o, attended, heads, fast, fast_count, id, threads);
+        matmul(work, &layer->o, row_pointers(attended, heads, NULL, count, from), count, NULL, ADD, (Output){.y = x, .stride = d}, layer->gate_up.weight ? &layer->gate_up : NULL, id, threads);
+        if (adapter && adapter->o.rank) low_rank_out(work, &adapter->o, x, d, fast, fast_count, id, threads);
+        barrier(work, threads);
         if (!layer->gate_up.weight) continue;  // attention alone
-        for (int n = 0; n < count; n++) rms_norm(x + (size_t)n * d, layer->norm_mlp, d, s->eps, mine.normed + (size_t)n * d);
+        for (int n = 0; n < count; n++) rms_norm(x + (size_t)n * d, layer->norm_mlp, d, s->eps, mine->normed + (size_t)n * d);
         int inner = s->intermediate;
         if (adapter && adapter->gate_up.rank) {
             // LoRA on gate and up needs their sums before SiLU, so this pass keeps raw sums for all rows.
-            low_rank_in(&adapter->gate_up, mine.normed, d, fast, fast_count, id, threads);
+            low_rank_in(work, &adapter->gate_up, mine->normed, d, fast, fast_count, id, threads);
             const element *low[MAX_ROWS];
-            row_pointers(work.low_in, adapter->gate_up.a.out, NULL, fast_count, low);
-            Output raw = {.y = work.qkv, .stride = 2 * inner};
-            matmul(&layer->gate_up, row_pointers(mine.normed, d, NULL, count, from), count, NULL, STORE, raw, &layer->down, id, threads);
-            matmul(&adapter->gate_up.b, low, fast_count, fast, ADD, raw, NULL, id, threads);
+            row_pointers(work->low_in, adapter->gate_up.a.out, NULL, fast_count, low);
+            Output raw = {.y = work->qkv, .stride = 2 * inner};
+            matmul(work, &layer->gate_up, row_pointers(mine->normed, d, NULL, count, from), count, NULL, STORE, raw, &layer->down, id, threads);
+            matmul(work, &adapter->gate_up.b, low, fast_count, fast, ADD, raw, NULL, id, threads);
             int groups = 2 * inner / 64, first = groups * id / threads, last = groups * (id + 1) / threads;
             for (int n = 0; n < count; n++)
                 for (int g = first; g < last; g++)
                     for (int i = 0; i < 32; i += LANES) {
-                        const float *y = work.qkv + (size_t)n * 2 * inner + g * 64 + i;
-                        store_element_v(work.activation + (size_t)n * inner + g * 32 + i, silu_vector(load_v(y)) * load_v(y + 32));
+                        const float *y = work->qkv + (size_t)n * 2 * inner + g * 64 + i;
+                        store_element_v(work->activation + (size_t)n * inner + g * 32 + i, silu_vector(load_v(y)) * load_v(y + 32));
                     }
         } else {
-            matmul(&layer->gate_up, row_pointers(mine.normed, d, NULL, count, from), count, NULL, SILU_GATE, (Output){.activation = work.activation, .stride = inner}, &layer->down, id, threads);
+            matmul(work, &layer->gate_up, row_pointers(mine->normed, d, NULL, count, from), count, NULL, SILU_GATE, (Output){.activation = work->activation, .stride = inner}, &layer->down, id, threads);
         }
-        barrier(threads);
-        if (adapter && adapter->down.rank) low_rank_in(&adapter->down, work.activation, inner, fast, fast_count, id, threads);
-        if (adapter && adapter->mlp.rank && !adapter->down.rank) low_rank_in(&adapter->mlp, mine.normed, d, fast, fast_count, id, threads);
-        matmul(&layer->down, row_pointers(work.activation, inner, NULL, count, from), count, NULL, ADD, (Output){.y = x, .stride = d}, l + 1 < call->stop ? &layer[1].qkv : NULL, id, threads);
-        if (adapter && adapter->down.rank) low_rank_out(&adapter->down, x, d, fast, fast_count, id, threads);
-        else if (adapter && adapter->mlp.rank) low_rank_out(&adapter->mlp, x, d, fast, fast_count, id, threads);
-        barrier(threads);
+        barrier(work, threads);
+        if (adapter && adapter->down.rank) low_rank_in(work, &adapter->down, work->activation, inner, fast, fast_count, id, threads);
+        if (adapter && adapter->mlp.rank && !adapter->down.rank) low_rank_in(work, &adapter->mlp, mine->normed, d, fast, fast_count, id, threads);
+        matmul(work, &layer->down, row_pointers(work->activation, inner, NULL, count, from), count, NULL, ADD, (Output){.y = x, .stride = d}, l + 1 < call->stop ? &layer[1].qkv : NULL, id, threads);
+        if (adapter && adapter->down.rank) low_rank_out(work, &adapter->down, x, d, fast, fast_count, id, threads);
+        else if (adapter && adapter->mlp.rank) low_rank_out(work, &adapter->mlp, x, d, fast, fast_count, id, threads);
+        barrier(work, threads);
     }
 }
 
 // ---- entry points -------------------------------------------------------------------------------
 
-static void room_for_adapters(void) {
-    if (work.low) return;
-    size_t none = 0;
-    work.low = grown(NULL, &work.low_size, MAX_ROWS * 4096 * sizeof(float));
-    work.low_in = grown(NULL, &none, MAX_ROWS * 4096 * sizeof(element));
+static void set_threads(Workspace *work, int threads) {
+    work->threads = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;
+}
+
+// A workspace for calls on `threads` threads; NULL: there is no memory.
+Workspace *mr_workspace_open(int threads) {
+    void *made = NULL;
+    if (posix_memalign(&made, 64, sizeof(Workspace))) return NULL;
+    memset(made, 0, sizeof(Workspace));
+    set_threads(made, threads);
+    return made;
+}
+
+void mr_workspace_set_threads(Workspace *work, int threads) { set_threads(work, threads); }
+
+// In a process made by fork(): another thread may have been using it, and what it left is unknown. Begins anew.
+void mr_workspace_after_fork(Workspace *work) {
+    int threads = work->threads;
+    memset(work, 0, sizeof *work);
+    set_threads(work, threads);
+}
+
+void mr_workspace_close(Workspace *work) {
+    if (!work) return;
+    void *shared[] = {work->qkv, work->low, work->drawn, work->heads, work->activation, work->low_in, work->uses};
+    for (size_t i = 0; i < sizeof shared / sizeof *shared; i++) free(shared[i]);
+    for (int id = 0; id < MAX_THREADS; id++) {
+        ThreadScratch *mine = &work->own[id];
+        AttentionScratch *attention = mine->attention;
+        if (attention) {
+            free(attention->scores);
+            free(attention->weights);
+            free(attention->queries);
+        }
+        free(attention);
+        free(mine->normed);
+        free(mine->fixed);
+        free(mine->rest);
+    }
+    free(work);
+}
+
+static void room_for_adapters(Workspace *work) {
+    work->low = grown(work->low, &work->low_size, MAX_ROWS * 4096 * sizeof(float));
+    work->low_in = grown(work->low_in, &work->low_in_size, MAX_ROWS * 4096 * sizeof(element));
 }
 
 // The shared activations, large enough for a call of MAX_ROWS rows of this shape.
-static void make_room(const Shape *shape, int adapters) {
+static void make_room(Workspace *work, const Shape *shape, int adapters) {
     int width = (shape->heads + 2 * shape->kv_heads) * shape->head_dim, inner = 2 * shape->intermediate;
     size_t wide = (size_t)(width > inner ? width : inner);
-    work.qkv = grown(work.qkv, &work.qkv_size, MAX_ROWS * wide * sizeof(float));
-    work.heads = grown(work.heads, &work.heads_size, MAX_ROWS * (size_t)shape->heads * shape->head_dim * sizeof(element));
-    work.activation = grown(work.activation, &work.act_size, MAX_ROWS * (size_t)shape->intermediate * sizeof(element));
-    if (adapters) room_for_adapters();
+    work->qkv = grown(work->qkv, &work->qkv_size, MAX_ROWS * wide * sizeof(float));
+    work->heads = grown(work->heads, &work->heads_size, MAX_ROWS * (size_t)shape->heads * shape->head_dim * sizeof(element));
+    work->activation = grown(work->activation, &work->activation_size, MAX_ROWS * (size_t)shape->intermediate * sizeof(element));
+    if (adapters) room_for_adapters(work);
 }
 
 // Rows must be ordered so that none sees a slot written by a later one; longer calls run in chunks.
-int mr_layers(const Shape *shape, const Layer *layers, const LayerCache *caches, const Adapter *const *adapters,
+int mr_layers(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches, const Adapter *const *adapters,
               float *x, int count, const int32_t *seq, const int32_t *slot, const int32_t *pos, const int32_t *prefix,
               const int64_t *tree, const uint8_t *accelerated, int capacity, int start, int stop) {
-    make_room(shape, adapters != NULL);
+    make_room(work, shape, adapters != NULL);
     for (int n = 0; n < count; n += MAX_ROWS) {
         int take = count - n < MAX_ROWS ? count - n : MAX_ROWS;
         Call call = {shape, layers, caches, adapters,
                      {seq + n, slot + n, pos + n, prefix + n, tree + n, accelerated ? accelerated + n : NULL, take, capacity},
                      x + (size_t)n * shape->hidden, start, stop, 0};
-        run_parallel(run_layers, &call);
+        run_parallel(work, run_layers, &call);
     }
     return 0;
 }
@@ -319,24 +337,25 @@ typedef struct {
     float eps;
 } Product;
 
-static void run_product(void *context, int id, int threads) {
+static void run_product(Workspace *work, void *context, int id, int threads) {
+    ThreadScratch *mine = &work->own[id];
     const Product *p = context;
     int in = p->linear->in;
-    mine.normed = grown(mine.normed, &mine.normed_size, (size_t)MAX_ROWS * in * sizeof(element));
+    mine->normed = grown(mine->normed, &mine->normed_size, (size_t)MAX_ROWS * in * sizeof(element));
     for (int n = 0; n < p->count; n++) {
-        if (p->norm) rms_norm(p->x + (size_t)n * in, p->norm, in, p->eps, mine.normed + (size_t)n * in);
-        else for (int i = 0; i < in; i += 16) store_elements(mine.normed + (size_t)n * in + i, load(p->x + (size_t)n * in + i));
+        if (p->norm) rms_norm(p->x + (size_t)n * in, p->norm, in, p->eps, mine->normed + (size_t)n * in);
+        else for (int i = 0; i < in; i += 16) store_elements(mine->normed + (size_t)n * in + i, load(p->x + (size_t)n * in + i));
     }
     const element *from[MAX_ROWS];
-    matmul(p->linear, row_pointers(mine.normed, in, NULL, p->count, from), p->count, NULL, p->mode, (Output){.y = p->y, .stride = p->linear->out}, NULL, id, threads);
+    matmul(work, p->linear, row_pointers(mine->normed, in, NULL, p->count, from), p->count, NULL, p->mode, (Output){.y = p->y, .stride = p->linear->out}, NULL, id, threads);
 }
 
 // y [count, out] (=, or += when add) W · (RMSNorm(x) or x): the LM head, and the carry projection.
-void mr_linear(const Linear *linear, const float *x, const float *norm, float eps, int count, float *y, int add) {
+void mr_linear(Workspace *work, const Linear *linear, const float *x, const float *norm, float eps, int count, float *y, int add) {
     for (int n = 0; n < count; n += MAX_ROWS) {
         int take = count - n < MAX_ROWS ? count - n : MAX_ROWS;
         Product p = {linear, x + (size_t)n * linear->in, norm, y + (size_t)n * linear->out, take, add ? ADD : STORE, eps};
-        run_parallel(run_product, &p);
+        run_parallel(work, run_product, &p);
     }
 }
 
@@ -380,13 +399,13 @@ void mr_top(const float *logits, int count, int vocab, int stride, int k, float 
 
 // One decoding pass: ids (or, where NULL, residuals x entering layer `start`) → x = h_L [count, d] and the argmax of each
 // row's logits (ties: the lowest id). logits: scratch [count, head->out].
-void mr_greedy(const Shape *shape, const Layer *layers, const LayerCache *caches, const bf16 *table, const int64_t *ids, float *x,
+void mr_greedy(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches, const bf16 *table, const int64_t *ids, float *x,
                int count, const int32_t *seq, const int32_t *slot, const int32_t *pos, const int32_t *prefix,
                const int64_t *tree, int capacity, int start, int stop, const Linear *head, const float *norm,
                float *logits, int64_t *tokens) {
     if (ids) mr_embed(table, ids, count, shape->hidden, 1.0f, x);
-    mr_layers(shape, layers, caches, NULL, x, count, seq, slot, pos, prefix, tree, NULL, capacity, start, stop);
-    mr_linear(head, x, norm, shape->eps, count, logits, 0);
+    mr_layers(work, shape, layers, caches, NULL, x, count, seq, slot, pos, prefix, tree, NULL, capacity, start, stop);
+    mr_linear(work, head, x, norm, shape->eps, count, logits, 0);
     for (int n = 0; n < count; n++) {
         const float *row = logits + (size_t)n * head->out;
         f16 highest = splat(-INFINITY);

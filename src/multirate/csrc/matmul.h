@@ -7,10 +7,12 @@
 #include "kernel.h"
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__) && !defined(MULTIRATE_WIDE)
 #include "tile_avx2.h"
+#include "workspace.h"
 #include "fixed_point.h"
 #define FIXED_POINT 1
 #else
 #include "tile_wide.h"
+#include "workspace.h"
 #define FIXED_POINT 0
 #endif
 
@@ -32,8 +34,8 @@ INLINE int tile_share(int left) {
 typedef struct {
     const element *const *rows;
 } Operand;
-static Operand operand(const element *const *x, int rows, int in) {
-    (void)rows; (void)in;
+static Operand operand(ThreadScratch *mine, const element *const *x, int rows, int in) {
+    (void)mine; (void)rows; (void)in;
     return (Operand){x};
 }
 // acc[r] = the 64 outputs of `group` for rows first + r, without bias, as tile `part` of `parts`.
@@ -80,9 +82,9 @@ static inline int first_group(const Linear *linear, int thread, int threads) { r
 
 // Thread `thread` of `threads` computes its share. x[n]: rows of length linear->in. `then`: the product that comes next,
 // shared out the same way, or NULL.
-static void matmul(const Linear *linear, const element *const *x, int rows, const int *target, int mode, Output out,
+static void matmul(Workspace *work, const Linear *linear, const element *const *x, int rows, const int *target, int mode, Output out,
                    const Linear *then, int thread, int threads) {
-    Operand operands = operand(x, rows, linear->in);
+    Operand operands = operand(&work->own[thread], x, rows, linear->in);
     matmul_groups(linear, &operands, rows, target, mode, out, first_group(linear, thread, threads),
                   first_group(linear, thread + 1, threads), then ? group_of(then, first_group(then, thread, threads)) : NULL);
 }

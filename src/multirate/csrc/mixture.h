@@ -19,25 +19,20 @@ typedef struct {
     float *weights, *parts;
 } RoutedRows;
 
-static __thread struct {
-    size_t size;
-    int32_t *memory;
-} uses;
-
-static void predict_ahead(const Mixture *m, Residency *e, const PassRows *rows, int row, const float *x, int n, const RoutedRows *g) {
+static void predict_ahead(Workspace *work, const Mixture *m, Residency *e, const PassRows *rows, int row, const float *x, int n, const RoutedRows *g) {
     double began = now_seconds();
-    int count = forecast(e, &m->routers, rows, row, x, n, g->ids, g->weights);
+    int count = forecast(work, e, &m->routers, rows, row, x, n, g->ids, g->weights);
     double now = now_seconds();
     e->controls.counts.predictor_seconds += now - began;
     note(e, EVENT_PREDICT, began, now, row, -1);
     if ((count = worth_reading(e, row, count))) speculate(e, e->forecaster->found, count);
 }
 
-static int run_mixture_layer(const Mixture *m, Residency *e, const PassRows *pass, int row, const float *x, int n,
+static int run_mixture_layer(Workspace *work, const Mixture *m, Residency *e, const PassRows *pass, int row, const float *x, int n,
                              const RoutedRows *g) {
     int experts = m->routers.experts, k = m->routers.top_k, all = n * k, base = row * experts, needed = 0, state = LAYER_DONE;
-    uses.memory = grown(uses.memory, &uses.size, sizeof(int32_t) * (size_t)(6 * experts + 1 + 3 * all));
-    int32_t *starts = uses.memory, *list = starts + experts + 1, *keys = list + experts, *ready = keys + experts, *counts = ready + experts;
+    work->uses = grown(work->uses, &work->uses_size, sizeof(int32_t) * (size_t)(6 * experts + 1 + 3 * all));
+    int32_t *starts = work->uses, *list = starts + experts + 1, *keys = list + experts, *ready = keys + experts, *counts = ready + experts;
     int32_t *fill = counts + experts, *order = fill + experts, *rows = order + all, *places = rows + all;
     const Expert *chosen[experts];
     int waiting = 0, missing = 0;
@@ -81,7 +76,7 @@ static int run_mixture_layer(const Mixture *m, Residency *e, const PassRows *pas
     if (missing) demand(e, keys, needed);
     if (e->forecaster) {
         outcome(e, row, list, needed);
-        if (e->controls.active && occupied(e) < e->plan.rows * experts) predict_ahead(m, e, pass, row, x, n, g);
+        if (e->controls.active && occupied(e) < e->plan.rows * experts) predict_ahead(work, m, e, pass, row, x, n, g);
     }
 
 compute:
@@ -117,7 +112,7 @@ compute:
                 places[total++] = order[u];
             }
         }
-        mr_experts(chosen, counts, count, g->normed, rows, places, g->parts);
+        mr_experts(work, chosen, counts, count, g->normed, rows, places, g->parts);
         for (int i = 0; i < count; i++) {
             if (e->wanted_count >= e->plan.slots) {  // more than fit: one that is done with makes room
                 e->wanted[ready[i]] = 0;
@@ -136,7 +131,7 @@ compute:
 
 // Layers [start, stop) as mr_layers, each mixture's router, experts and sum included. PAUSED: the same call with start =
 // controls.paused_layer goes on, any other forgets it. READ_FAILED, NOTHING_LEFT: x is lost, and controls says of what.
-int mr_mixture(const Mixture *m, Residency *e, const LayerCache *caches, const Adapter *const *adapters, float *x, int n,
+int mr_mixture(Workspace *work, const Mixture *m, Residency *e, const LayerCache *caches, const Adapter *const *adapters, float *x, int n,
                const int32_t *seq, const int32_t *slot, const int32_t *pos, const int32_t *prefix, const int64_t *tree,
                const uint8_t *accelerated, int capacity, int start, int stop, const RoutedRows *g) {
     const Routers *routers = &m->routers;
@@ -147,18 +142,18 @@ int mr_mixture(const Mixture *m, Residency *e, const LayerCache *caches, const A
         int row = m->row_of[i];
         if (row < 0) continue;
         if (!e->left_count) {
-            mr_layers(m->shape, m->layers, caches, adapters, x, n, seq, slot, pos, prefix, tree, accelerated, capacity, begin, i + 1);
-            mr_route(routers->routers[row], routers->norms[row], routers->eps, x, n, routers->experts, routers->top_k,
+            mr_layers(work, m->shape, m->layers, caches, adapters, x, n, seq, slot, pos, prefix, tree, accelerated, capacity, begin, i + 1);
+            mr_route(work, routers->routers[row], routers->norms[row], routers->eps, x, n, routers->experts, routers->top_k,
                      routers->normalise, g->normed, g->logits, g->ids, g->weights);
         }
         begin = i + 1;
-        int state = run_mixture_layer(m, e, &pass, row, x, n, g);
+        int state = run_mixture_layer(work, m, e, &pass, row, x, n, g);
         e->controls.paused_layer = state == PAUSED ? i : -1;
         if (state != LAYER_DONE) return state;
         mr_combine(g->parts, g->weights, n, routers->top_k, routers->hidden, x);
     }
     if (begin < stop)
-        mr_layers(m->shape, m->layers, caches, adapters, x, n, seq, slot, pos, prefix, tree, accelerated, capacity, begin, stop);
+        mr_layers(work, m->shape, m->layers, caches, adapters, x, n, seq, slot, pos, prefix, tree, accelerated, capacity, begin, stop);
     return LAYER_DONE;
 }
 #endif

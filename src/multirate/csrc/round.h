@@ -49,7 +49,7 @@ static int draft_suggestion(const Stream *stream, const TreeLimits *limits, Text
 
 // `length`: committed tokens; ids [first, first + count) enter (all but the last refresh the block). Returns the number
 // of tokens emitted; the K/V of the root and the accepted nodes then lie in slots length, length + 1, …, uncommitted.
-int mr_round(Round *round, int length, int first, int count, const TreeLimits *limits) {
+int mr_round(Workspace *work, Round *round, int length, int first, int count, const TreeLimits *limits) {
     const Stream *stream = round->stream;
     const Shape *shape = stream->shape;
     int d = shape->hidden;
@@ -58,7 +58,7 @@ int mr_round(Round *round, int length, int first, int count, const TreeLimits *l
     Text *text = &round->text;
     text->drawn = text->followed = text->matched = 0;
     int nodes = round->draft_head
-        ? draft_tree(stream, around, round->draft_vocab, round->token_map, round->sequence, length, count - 1, round->ids + first,
+        ? draft_tree(work, stream, around, round->draft_vocab, round->token_map, round->sequence, length, count - 1, round->ids + first,
                      round->carried + (size_t)first * d, limits, text, round->tokens, round->parents, round->hidden, round->scratch)
         : draft_suggestion(stream, limits, text, round->ids[first + count - 1], round->tokens, round->parents, round->hidden);
     int32_t seq[MAX_NODES + 1], slot[MAX_NODES + 1], pos[MAX_NODES + 1], prefix[MAX_NODES + 1], depth[MAX_NODES + 1];
@@ -80,7 +80,7 @@ int mr_round(Round *round, int length, int first, int count, const TreeLimits *l
     }
     if (chain)  // plain causal rows: no path to gather
         for (int node = 0; node <= nodes; node++) prefix[node] = slot[node] + 1, bits[node] = 0;
-    mr_greedy(shape, stream->layers, round->caches, NULL, NULL, round->hidden, nodes + 1, seq, slot, pos, prefix, bits,
+    mr_greedy(work, shape, stream->layers, round->caches, NULL, NULL, round->hidden, nodes + 1, seq, slot, pos, prefix, bits,
               round->capacity, entering_layer(stream), round->layers, round->head, round->norm, round->scratch, target);
 
     int32_t path[MAX_NODES + 1], from[MAX_NODES + 1], to[MAX_NODES + 1];

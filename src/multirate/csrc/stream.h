@@ -26,22 +26,22 @@ typedef struct {
     const float *norm_out;
 } Level;
 
-static void run_level(void *context, int id, int threads) {
+static void run_level(Workspace *work, void *context, int id, int threads) {
     Level *level = context;
     if (level->carry.linear) {
-        run_product(&level->carry, id, threads);
-        barrier(threads);
+        run_product(work, &level->carry, id, threads);
+        barrier(work, threads);
     }
-    run_layers(&level->layers, id, threads);
-    if (level->block.layers) run_layers(&level->block, id, threads);
+    run_layers(work, &level->layers, id, threads);
+    if (level->block.layers) run_layers(work, &level->block, id, threads);
     if (level->norm_out) {
         const Call *block = &level->block;
         int d = block->shape->hidden;
         if (!id)
             for (int r = 0; r < block->rows.count; r++) scale_to_rms(block->x + (size_t)r * d, level->norm_out, d, block->shape->eps);
-        barrier(threads);
+        barrier(work, threads);
     }
-    if (level->head.linear) run_product(&level->head, id, threads);
+    if (level->head.linear) run_product(work, &level->head, id, threads);
 }
 
 // The rows of a level, and what it reads and writes besides.
@@ -58,7 +58,7 @@ typedef struct {
 // to the slow stream: x is [fresh + n, d], slow rows first, n + fresh <= MAX_ROWS. carried [n, d] or NULL.
 // On return x holds the stream's outputs p after the slow rows' residuals h_gate; of a stream with merged layers the slow
 // rows leave their keys and values and stay as they enter layer 0.
-static void level_rows(const Stream *stream, const Around *around, const int64_t *ids, int n, int fresh, const int32_t *seq,
+static void level_rows(Workspace *work, const Stream *stream, const Around *around, const int64_t *ids, int n, int fresh, const int32_t *seq,
                        const int32_t *slot, const int32_t *pos, const int32_t *prefix, const int64_t *tree,
                        const float *carried, float *x) {
     int d = stream->shape->hidden, total = n + fresh, old = n - fresh;
@@ -77,7 +77,7 @@ static void level_rows(const Stream *stream, const Around *around, const int64_t
         trees[r] = tree[from];
         fast[r] = r >= fresh;
     }
-    make_room(stream->shape, stream->adapters != NULL);
+    make_room(work, stream->shape, stream->adapters != NULL);
     Level level = {.norm_out = stream->norm_out};
     if (stream->carry.weight && carried)
         level.carry = (Product){&stream->carry, carried, stream->carry_norm, p, n, ADD, stream->carry_eps};
@@ -89,39 +89,39 @@ static void level_rows(const Stream *stream, const Around *around, const int64_t
         level.layers.key_rows = fresh;
     }
     if (stream->block_shape) {
-        make_room(stream->block_shape, 0);
+        make_room(work, stream->block_shape, 0);
         level.block = (Call){stream->block_shape, stream->block, around->block_cache, NULL,
                              {seq, slot, pos, prefix, tree, NULL, n, around->block_capacity}, p, 0, 1, 0};
     }
     if (around->head)
         level.head = (Product){around->head, p + (size_t)old * d, around->head_norm, around->logits, fresh, STORE, around->head_eps};
-    run_parallel(run_level, &level);
+    run_parallel(work, run_level, &level);
 }
 
 // The same for any number of rows, from Python: x always ends with h_gate in the slow rows.
-void mr_stream_step(const Stream *stream, const LayerCache *caches, int capacity, const LayerCache *block_cache,
+void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *caches, int capacity, const LayerCache *block_cache,
                     int block_capacity, const int64_t *ids, int n, int fresh, const int32_t *seq, const int32_t *slot,
                     const int32_t *pos, const int32_t *prefix, const int64_t *tree, const float *carried, float *x) {
     int d = stream->shape->hidden, old = n - fresh;
     Around around = {caches, block_cache, capacity, block_capacity, NULL, NULL, NULL, 0.0f};
     if (!stream->merged && n + fresh <= MAX_ROWS) {
-        level_rows(stream, &around, ids, n, fresh, seq, slot, pos, prefix, tree, carried, x);
+        level_rows(work, stream, &around, ids, n, fresh, seq, slot, pos, prefix, tree, carried, x);
         return;
     }
     if (fresh) {
         mr_embed(stream->table, ids + old, fresh, d, 1.0f, x);
-        mr_layers(stream->shape, stream->layers, caches, NULL, x, fresh, seq + old, slot + old, pos + old, prefix + old,
+        mr_layers(work, stream->shape, stream->layers, caches, NULL, x, fresh, seq + old, slot + old, pos + old, prefix + old,
                   tree + old, NULL, capacity, 0, stream->gate);
     }
     for (int r = 0; r < n; r += MAX_ROWS)
-        level_rows(stream, &around, ids + r, n - r < MAX_ROWS ? n - r : MAX_ROWS, 0, seq + r, slot + r, pos + r, prefix + r,
+        level_rows(work, stream, &around, ids + r, n - r < MAX_ROWS ? n - r : MAX_ROWS, 0, seq + r, slot + r, pos + r, prefix + r,
                    tree + r, carried ? carried + (size_t)r * d : NULL, x + (size_t)(fresh + r) * d);
 }
 
 // The head's `k` likeliest outputs for each row of p and their probabilities. logits: scratch [n, head->out].
-void mr_head_top(const Linear *head, const float *norm, float eps, const float *p, int n, int vocab, int k, float sharpness,
+void mr_head_top(Workspace *work, const Linear *head, const float *norm, float eps, const float *p, int n, int vocab, int k, float sharpness,
                  float *logits, int64_t *ids, float *probabilities) {
-    mr_linear(head, p, norm, eps, n, logits, 0);
+    mr_linear(work, head, p, norm, eps, n, logits, 0);
     mr_top(logits, n, vocab, head->out, k, sharpness, ids, probabilities);
 }
 
@@ -175,7 +175,7 @@ static inline int entering_layer(const Stream *stream) { return stream->merged ?
 // token_map: id of each head output, or NULL. Fills tokens, parents [nodes] and hidden [nodes + 1, d] (the slow residuals
 // entering entering_layer); returns the number of nodes. around.logits is set here. scratch: (refresh + 2 + (4 * (nodes + 1)))
 // * d + width * head->out floats. text: what drafts look themselves up in, if limits->lookup says so.
-static int draft_tree(const Stream *stream, Around around, int vocab, const int64_t *token_map, int sequence, int length,
+static int draft_tree(Workspace *work, const Stream *stream, Around around, int vocab, const int64_t *token_map, int sequence, int length,
                       int refresh, const int64_t *ids, const float *carried, const TreeLimits *limits, Text *text,
                       int64_t *tokens, int32_t *parents, float *hidden, float *scratch) {
     int d = stream->shape->hidden, n = 0, rows = refresh + 1;
@@ -202,12 +202,12 @@ static int draft_tree(const Stream *stream, Around around, int vocab, const int6
         Around silent = around;
         silent.head = NULL;
         for (int r = 0; r < refresh; r += MAX_ROWS)
-            level_rows(stream, &silent, ids + r, refresh - r < MAX_ROWS ? refresh - r : MAX_ROWS, 0, seq + r, slot + r, pos + r,
+            level_rows(work, stream, &silent, ids + r, refresh - r < MAX_ROWS ? refresh - r : MAX_ROWS, 0, seq + r, slot + r, pos + r,
                        prefix + r, tree + r, carried + (size_t)r * d, x);
         ids += refresh; carried += (size_t)refresh * d; rows = 1;
         seq[0] = seq[refresh]; slot[0] = slot[refresh]; pos[0] = pos[refresh]; prefix[0] = prefix[refresh]; tree[0] = 0;
     }
-    level_rows(stream, &around, ids, rows, 1, seq, slot, pos, prefix, tree, carried, x);
+    level_rows(work, stream, &around, ids, rows, 1, seq, slot, pos, prefix, tree, carried, x);
     memcpy(hidden, x, row_bytes);
     memcpy(p_nodes, x + (size_t)rows * d, row_bytes);
     reach[0] = 1.0; depth[0] = 0; bits[0] = 0; frontier[0] = 0;
@@ -271,7 +271,7 @@ static int draft_tree(const Stream *stream, Around around, int vocab, const int6
             NODE_ROW(f, node);
             memcpy(carry + (size_t)f * d, p_nodes + (size_t)parents[node - 1] * d, row_bytes);
         }
-        level_rows(stream, &around, row_ids, count, count, seq, slot, pos, prefix, tree, carry, x);
+        level_rows(work, stream, &around, row_ids, count, count, seq, slot, pos, prefix, tree, carry, x);
         for (int f = 0; f < count; f++) {
             memcpy(hidden + (size_t)frontier[f] * d, x + (size_t)f * d, row_bytes);
             memcpy(p_nodes + (size_t)frontier[f] * d, x + (size_t)(count + f) * d, row_bytes);
@@ -294,7 +294,7 @@ static int draft_tree(const Stream *stream, Around around, int vocab, const int6
         float *h = hidden + (size_t)ran * d;
         mr_embed(stream->table, row_ids, added, d, 1.0f, h);
         if (entering_layer(stream))
-            mr_layers(stream->shape, stream->layers, around.caches, NULL, h, added, seq, slot, pos, prefix, tree, NULL,
+            mr_layers(work, stream->shape, stream->layers, around.caches, NULL, h, added, seq, slot, pos, prefix, tree, NULL,
                       around.capacity, 0, stream->gate);
     }
     return n;

@@ -30,13 +30,14 @@ static inline float total_weight(const Thinning *t, int n) {
     return total;
 }
 
-static void run_thinned(void *context, int id, int threads) {
+static void run_thinned(Workspace *work, void *context, int id, int threads) {
+    ThreadScratch *mine = &work->own[id];
     const Thinning *t = context;
     const Thinned *s = t->layer;
     int d = t->d, rows = s->rows, each = t->k * rows;
     if (s->site) {
-        mine.normed = grown(mine.normed, &mine.normed_size, (size_t)MAX_ROWS * d * sizeof(element));
-        for (int n = 0; n < t->count; n++) rms_norm(t->x + (size_t)n * d, t->ones, d, t->eps, mine.normed + (size_t)n * d);
+        mine->normed = grown(mine->normed, &mine->normed_size, (size_t)MAX_ROWS * d * sizeof(element));
+        for (int n = 0; n < t->count; n++) rms_norm(t->x + (size_t)n * d, t->ones, d, t->eps, mine->normed + (size_t)n * d);
     }
     for (int n = 0; n < t->count; n++) {
         const float *x = t->x + (size_t)n * d;
@@ -51,10 +52,10 @@ static void run_thinned(void *context, int id, int threads) {
         }
     }
     if (s->site) {
-        low_rank_in(s->site, mine.normed, d, NULL, t->count, id, threads);
-        low_rank_out(s->site, t->x, d, NULL, t->count, id, threads);
+        low_rank_in(work, s->site, mine->normed, d, NULL, t->count, id, threads);
+        low_rank_out(work, s->site, t->x, d, NULL, t->count, id, threads);
     }
-    barrier(threads);
+    barrier(work, threads);
     int begin = d / LANES * id / threads * LANES, end = d / LANES * (id + 1) / threads * LANES;
     for (int n = 0; n < t->count; n++) {
         float *x = t->x + (size_t)n * d, total = total_weight(t, n);
@@ -72,16 +73,14 @@ static void run_thinned(void *context, int id, int threads) {
 }
 
 // x [n, d], the stream after a layer's attention, becomes what is thought to leave that layer.
-void mr_thinned(const Thinned *layer, const int64_t *ids, const float *weights, int k, const float *ones, float eps, float *x,
+void mr_thinned(Workspace *work, const Thinned *layer, const int64_t *ids, const float *weights, int k, const float *ones, float eps, float *x,
                 int n, int d) {
-    static float *drawn;
-    static size_t drawn_size;
-    drawn = grown(drawn, &drawn_size, MAX_ROWS * (size_t)k * layer->rows * sizeof(float));
-    if (layer->site) room_for_adapters();
+    work->drawn = grown(work->drawn, &work->drawn_size, MAX_ROWS * (size_t)k * (size_t)layer->rows * sizeof(float));
+    if (layer->site) room_for_adapters(work);
     for (int r = 0; r < n; r += MAX_ROWS) {
-        Thinning t = {layer, ids + (size_t)r * k, weights + (size_t)r * k, ones, x + (size_t)r * d, drawn, eps,
+        Thinning t = {layer, ids + (size_t)r * k, weights + (size_t)r * k, ones, x + (size_t)r * d, work->drawn, eps,
                       n - r < MAX_ROWS ? n - r : MAX_ROWS, k, d};
-        run_parallel(run_thinned, &t);
+        run_parallel(work, run_thinned, &t);
     }
 }
 #endif

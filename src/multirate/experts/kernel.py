@@ -169,9 +169,9 @@ class KernelExperts:
     def run(self, call: KernelCall, start: int, stop: int, into: int) -> None:
         """Layers [start, stop), `into`: mr_mixture's last argument. Raises Failure; Ctrl-C is heard while a read takes
         long."""
-        mixture, handle = self._mixture.address, self._handle
+        work, mixture, handle = self._decoder.workspace.address, self._mixture.address, self._handle
         self.controls.paused_layer = -1  # of a pass that was given up
-        while (state := self._library.mr_mixture(mixture, handle, *call, start, stop, into)) == c.PAUSED:
+        while (state := self._library.mr_mixture(work, mixture, handle, *call, start, stop, into)) == c.PAUSED:
             start = self.controls.paused_layer
         self._check(state)
 

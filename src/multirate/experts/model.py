@@ -144,6 +144,8 @@ class OffloadedExperts:
             reason = f"{self.store.folder} has layout {self.store.index.layout} (multirate pack --layout native)"
         if backend == "native" and reason is not None:
             raise UserError(f"backend='native' cannot run this model: {reason}")
+        if reason is not None and backend == "auto":
+            NativeMoEDecoder.say_fallback(reason)
         if reason is not None or backend == "hf":
             return HFDecoder(self.model)  # on a GPU too: what waits for a copy cannot be recorded
         if self.native is None:

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from multirate.engine import Engine, attach
+from multirate.turns import turns_of
 
 if TYPE_CHECKING:
     from multirate.training.checkpoint import Accelerator
@@ -28,7 +29,13 @@ class _Holder:
 
 
 def engine_of(model: Any, accelerator: str | os.PathLike[str] | Accelerator | None, backend: str) -> Engine:
-    """The engine of `model` with this accelerator, made on first use, and again when the weights have changed."""
+    """The engine of `model` with this accelerator, made on first use, and again when the weights have changed. Threads
+    that ask for the same one get the same one."""
+    with turns_of(model).taken():
+        return _engine_of(model, accelerator, backend)
+
+
+def _engine_of(model: Any, accelerator: str | os.PathLike[str] | Accelerator | None, backend: str) -> Engine:
     holder = model.__dict__.get(_ATTRIBUTE)
     if not isinstance(holder, _Holder):
         holder = model.__dict__[_ATTRIBUTE] = _Holder()

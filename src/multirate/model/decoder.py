@@ -56,6 +56,8 @@ class Decoder(ABC):
     """A decoder-only language model as the loops see it. All methods run without gradients."""
 
     facts: DecoderFacts
+    runs_the_model = True
+    """Whether calls change anything of the model or run its modules, so that its decoders must take turns."""
 
     @abstractmethod
     def new_cache(self, batch: int, capacity: int) -> KVCache:
@@ -144,6 +146,8 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
             return decoder
         if backend == "native":
             raise UserError(f"backend='native' cannot run this model: {reason}; use backend='hf' or 'auto'")
+        if native is not None:
+            native.say_fallback(reason)
     parameter = next(model.parameters(), None)
     made: Decoder = _hf_class(torch.device("cpu") if parameter is None else parameter.device)(model)
     return made

@@ -82,9 +82,8 @@ def test_threads_do_not_change_bits(threads):
     decoder = NativeDecoder(make("llama"))
     tokens = list(range(20))
     one = run(decoder, tokens, 0, decoder.new_cache(1, 32))
-    library.kernel().mr_set_threads(threads)
+    decoder.workspace.set_threads(threads)
     assert torch.equal(one, run(decoder, tokens, 0, decoder.new_cache(1, 32)))
-    library.kernel().mr_set_threads(torch.get_num_threads())
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "mha-head-80"])

@@ -17,8 +17,9 @@ def product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     owner = Owner()
     linear = owner.linear(weight)
     y = torch.empty(len(x), linear.outputs)
+    workspace = library.Workspace(2)
     library.kernel().mr_linear(
-        ctypes.addressof(linear), x.contiguous().data_ptr(), None, 1e-5, len(x), y.data_ptr(), 0
+        workspace.address, ctypes.addressof(linear), x.contiguous().data_ptr(), None, 1e-5, len(x), y.data_ptr(), 0
     )
     return y[:, : len(weight)]
 

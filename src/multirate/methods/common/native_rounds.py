@@ -105,6 +105,7 @@ class NativeRounds:
         limits.keep = (self._free if keep is None else keep).ctypes.data
         first = 0 if self._refresh else self._entered - 1
         emitted = self._library.mr_round(
+            self._decoder.workspace.address,
             self._addresses[0], length, first, self._entered - first, self._addresses[1]
         )
         self._entered = emitted

@@ -91,6 +91,7 @@ class NativeStreamRunner(StreamRunner):
         x = torch.empty(n + fresh, self._d)
         carried = None if carried is None else carried.float().contiguous()
         self._library.mr_stream_step(
+            self.decoder.workspace.address,
             self._address, cache.address, cache.capacity, None if own is None else own.address,
             0 if own is None else own.capacity, tokens.ctypes.data, n, fresh, rows.seq.ctypes.data,
             rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data, rows.tree.ctypes.data,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ def apply_adapter(layer: LayerParts, adapter: LayerAdapter, rows: Tensor | None 
 
     rows: which of the layer's [B, T] rows get the deltas: a boolean mask [B, T], flat row numbers (int64, into B·T),
     or None for all. The others come out bit-identical. Keeps gradients; the hooks go also when the body raises.
+    Other threads that run the layer meanwhile are not concerned.
     Raises UserError when the adapter names a site that this layer does not have.
     """
     deltas = adapter.deltas()
@@ -43,7 +45,11 @@ def apply_adapter(layer: LayerParts, adapter: LayerAdapter, rows: Tensor | None 
 
 
 def _hook(site: Site, delta: nn.Module, index: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
+    ours = threading.get_ident()
+
     def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        if threading.get_ident() != ours:
+            return output
         if isinstance(output, tuple):  # e.g. a MoE block returning its router scores beside the hidden states
             return (_added(inputs[0], output[0]), *output[1:])
         return _added(inputs[0], output)

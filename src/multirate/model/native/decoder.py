@@ -31,9 +31,14 @@ LONGEST_TABLE = 32768  # rotary tables are computed for this many positions at m
 
 
 class NativeDecoder(Decoder):
-    """Runs `model` (bf16, CPU, Llama-like) with packed copies of its weights. Inputs and outputs are fp32 [N, d]."""
+    """Runs `model` (bf16, CPU, Llama-like) with packed copies of its weights. Inputs and outputs are fp32 [N, d].
+
+    Decoders may run side by side in several threads, each of them one call at a time. `workspace`: the memory its calls
+    work in; they use as many threads as torch had when the decoder was made.
+    """
 
     facts: DecoderFacts
+    runs_the_model = False
     alone = True
     """Whether the kernel can run all layers by itself, and so drafts and whole rounds."""
 
@@ -67,16 +72,23 @@ class NativeDecoder(Decoder):
             return f"rotary type {rope.get('rope_type')} changes with the length"
         try:
             library.kernel()
-        except library.NativeUnavailable as reason:
-            return str(reason)
+        except library.NativeUnavailable as problem:
+            return str(problem)
         return None
+
+    @staticmethod
+    def say_fallback(reason: str) -> None:
+        """The model's own layers are used for the `reason` that `supports` gave: says so where it is the kernel that
+        is missing (once, see library.say_unavailable)."""
+        library.say_unavailable(reason)
 
     def __init__(self, model: nn.Module) -> None:
         reason = type(self).supports(model)
         if reason is not None:
             raise UserError(f"backend='native' cannot run this model: {reason}")
         self._library = library.kernel()
-        self._library.mr_set_threads(torch.get_num_threads())
+        self.workspace = library.Workspace(torch.get_num_threads())
+        self._work = self.workspace.address
         parts: Any = find_parts(model)
         config: Any = parts.config
         self.facts = DecoderFacts(
@@ -193,7 +205,7 @@ class NativeDecoder(Decoder):
         cache.make_room(rows)
         accelerated = rows.accelerated
         self._library.mr_layers(
-            ctypes.addressof(self.shape), ctypes.addressof(self.packed_layers), cache.address, adapters,
+            self._work, ctypes.addressof(self.shape), ctypes.addressof(self.packed_layers), cache.address, adapters,
             x.data_ptr(), len(rows.seq), rows.seq.ctypes.data, rows.slot.ctypes.data, rows.pos.ctypes.data,
             rows.prefix.ctypes.data, rows.tree.ctypes.data, None if accelerated is None else accelerated.ctypes.data,
             cache.capacity, start, stop,
@@ -213,7 +225,7 @@ class NativeDecoder(Decoder):
         tokens = np.empty(n, np.int64)
         entering = None if ids is None else np.array(ids, dtype=np.int64)
         self._library.mr_greedy(
-            self._shape_address, self._layers_address, cache.address, self._table_address,
+            self._work, self._shape_address, self._layers_address, cache.address, self._table_address,
             None if entering is None else entering.ctypes.data, x.data_ptr(), n, rows.seq.ctypes.data,
             rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data, rows.tree.ctypes.data,
             cache.capacity, start, self.facts.num_layers, self._head_address, self.norm_address,
@@ -233,7 +245,8 @@ class NativeDecoder(Decoder):
         x = x.float().contiguous()
         y = torch.empty(len(x), linear.outputs) if into is None else into
         self._library.mr_linear(
-            ctypes.addressof(linear), x.data_ptr(), norm, self.eps, len(x), y.data_ptr(), int(into is not None)
+            self._work, ctypes.addressof(linear), x.data_ptr(), norm, self.eps, len(x), y.data_ptr(),
+            int(into is not None),
         )
         return y
 
@@ -246,7 +259,7 @@ class NativeDecoder(Decoder):
         logits = torch.empty(n, head.outputs)
         ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
         self._library.mr_head_top(
-            ctypes.addressof(head), self.norm_address, self.eps, x.data_ptr(), n, vocab, count, sharpness,
+            self._work, ctypes.addressof(head), self.norm_address, self.eps, x.data_ptr(), n, vocab, count, sharpness,
             logits.data_ptr(), ids.ctypes.data, probs.ctypes.data,
         )
         return ids.tolist(), probs.tolist()

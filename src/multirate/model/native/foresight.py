@@ -20,6 +20,7 @@ class NativeForesight:
         self, down: Tensor, up: Sequence[Tensor], sketch: Tensor | None = None, rows: int = 0, eps: float = 1e-6
     ) -> None:
         self._library, self._owner = library.kernel(), Owner()
+        self._workspace = library.Workspace(torch.get_num_threads())
         rank = down.shape[1]
         self._sites = [
             [self._owner.low_rank(down[layer].float(), one[layer, :, :rank].float(), silu=True) for one in up]
@@ -62,6 +63,7 @@ class NativeForesight:
             far = (sites[i], found[i].data_ptr()) if i < len(sites) else (None, None)
             drawn = None if sketches is None else ctypes.addressof(sketches[min(i, len(sketches) - 1)])
             self._library.mr_foresee(
+                self._workspace.address,
                 sites[0], far[0], drawn, ids, weights, k, self.ones, self.eps, residual.data_ptr(), before,
                 len(residual), found[0].data_ptr(), far[1],
             )
@@ -78,6 +80,7 @@ class NativeStream:
         self, down: Tensor | None, up: Tensor, sketch: Tensor, gated: Tensor, rows: int, depth: int, eps: float = 1e-6
     ) -> None:
         self._library, self._owner = library.kernel(), Owner()
+        self._workspace = library.Workspace(torch.get_num_threads())
         self.most_depth, self.eps = depth, eps
         self._ones = torch.ones(up.shape[1])
         self.ones = self._ones.data_ptr()
@@ -98,6 +101,7 @@ class NativeStream:
         x = residual.float().clone(memory_format=torch.contiguous_format)
         ids, weights = routing[0].contiguous(), routing[1].float().contiguous()
         self._library.mr_thinned(
+            self._workspace.address,
             self.address + layer * ctypes.sizeof(library.Thinned), ids.data_ptr(), weights.data_ptr(), ids.shape[1],
             self.ones, self.eps, x.data_ptr(), *x.shape,
         )

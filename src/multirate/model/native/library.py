@@ -1,12 +1,15 @@
 """Build the kernel once per machine with the system's C compiler, and call it through ctypes.
 
 Contract: `kernel()` returns the loaded library or raises `NativeUnavailable` with the reason; callers fall
-back to the generic decoder. The build is cached under the user's cache folder, keyed by source, flags and
-processor, and is written atomically.
+back to the generic decoder and say so (`say_unavailable`). The build is kept in the user's cache folder under a name
+that holds a digest of source, flags and processor, one of the compiler, and one of the file's own content, which is
+compared before the file is loaded: a damaged library would end the process. Files are written atomically, so several
+processes may build at once. Where the folder cannot be used, a process builds a library of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,20 +18,34 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
+import weakref
 from pathlib import Path
 
-SOURCES = ("kernel.c", "kernel.h", "threads.h", "matmul.h", "tile_avx2.h", "tile_wide.h", "fixed_point.h",
-           "attention.h", "lookup.h", "stream.h", "round.h", "experts.h", "reads.h", "async_reads.h", "residency.h",
-           "loads.h", "thinned.h", "forecasts.h", "mixture.h")
+from multirate.errors import say_once
+
+SOURCES = ("kernel.c", "kernel.h", "workspace.h", "threads.h", "matmul.h", "tile_avx2.h", "tile_wide.h",
+           "fixed_point.h", "attention.h", "lookup.h", "stream.h", "round.h", "experts.h", "reads.h",
+           "async_reads.h", "residency.h", "loads.h", "thinned.h", "forecasts.h", "mixture.h")
 SOURCE_FOLDER = Path(__file__).parents[2] / "csrc"
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
+
+WORKING = (
+    "mr_layers", "mr_linear", "mr_greedy", "mr_stream_step", "mr_head_top", "mr_route", "mr_experts", "mr_foresee",
+    "mr_thinned", "mr_mixture", "mr_round",
+)
+"""The calls that need a workspace."""
 
 pointer = ctypes.c_void_p
 int32 = ctypes.c_int32
 
 
 class NativeUnavailable(RuntimeError):
-    """Why the native kernel cannot be used here."""
+    """Why the native kernel cannot be used here. mend: what the user can do about it; "": it was switched off."""
+
+    def __init__(self, reason: str, mend: str = "") -> None:
+        super().__init__(reason)
+        self.mend = mend
 
 
 class Linear(ctypes.Structure):
@@ -131,42 +148,172 @@ def _processor() -> str:
         return platform.processor() + platform.machine()
 
 
-def _build(compiler: str, target: Path) -> None:
-    folder = SOURCE_FOLDER
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        built = Path(scratch) / "kernel.so"
-        # OpenMP shares torch's threads; a compiler without it gets the kernel's own pool
-        for openmp in (["-fopenmp"], []):
-            command = [compiler, *FLAGS, *openmp, str(folder / "kernel.c"), "-o", str(built), "-lm"]
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _compile(compiler: str, built: Path) -> None:
+    source = SOURCE_FOLDER / "kernel.c"
+    errors: list[str] = []
+    # OpenMP shares torch's threads; a compiler without it gets the kernel's own pool
+    for openmp in (["-fopenmp"], []):
+        command = [compiler, *FLAGS, *openmp, str(source), "-o", str(built), "-lm"]
+        try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-            if not done.returncode:
-                break
-        else:
-            raise NativeUnavailable(f"{compiler} could not build the kernel: {done.stderr.strip().splitlines()[-1:]}")
-        os.replace(built, target)
+        except (OSError, subprocess.SubprocessError) as problem:
+            errors = [str(problem)]
+            continue
+        if not done.returncode:
+            return
+        errors = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    raise NativeUnavailable(
+        f"{compiler} could not build the kernel ({' '.join(errors)})",
+        "install gcc or clang with the C library's headers, or name another compiler with CC=...",
+    )
+
+
+def _kept(folder: Path, pattern: str) -> ctypes.CDLL | None:
+    """A library that was built before and is whole; damaged ones are removed."""
+    for path in sorted(folder.glob(pattern)):
+        with contextlib.suppress(OSError):  # unreadable, of a system with other libraries, in a folder without programs
+            if _digest(path.read_bytes()) == path.stem.rpartition("-")[2]:
+                return ctypes.CDLL(str(path))
+            path.unlink(missing_ok=True)
+    return None
+
+
+def _keep(built: Path, folder: Path, name: str) -> Path:
+    """Copies a library into the cache folder, in one step for everyone else. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = built.read_bytes()
+    target = folder / f"{name}-{_digest(content)}.so"
+    handle, scratch = tempfile.mkstemp(dir=folder, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(scratch, 0o755)  # others may share the folder
+        os.replace(scratch, target)
+    except OSError:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+    return target
+
+
+def _build(compiler: str, folder: Path, name: str) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory(prefix="multirate-") as scratch:
+        built = Path(scratch) / "kernel.so"
+        _compile(compiler, built)
+        try:
+            return ctypes.CDLL(str(_keep(built, folder, name)))
+        except OSError as problem:
+            say_once(
+                f"the compiled kernel cannot be kept in {folder} ({problem.strerror or problem}): every process "
+                "builds its own, which takes some seconds; set MULTIRATE_CACHE to a folder that can be written"
+            )
+        return ctypes.CDLL(str(built))  # the file may go once it is loaded
+
+
+@functools.lru_cache(maxsize=8)
+def _attempt(compiler: str | None, folder: Path, flags: tuple[str, ...]) -> ctypes.CDLL | NativeUnavailable:
+    """The library or why there is none: asked once, as a failing compiler takes seconds each time."""
+    sources = b"".join((SOURCE_FOLDER / name).read_bytes() for name in SOURCES)
+    settings = " ".join((*flags, _processor(), platform.machine()))
+    key = "kernel-" + _digest(sources + settings.encode())
+    name = f"{key}-{_digest(str(compiler).encode())}"
+    try:
+        library = None if compiler is None else _kept(folder, f"{name}-*.so")
+        if library is None and compiler is not None:
+            library = _build(compiler, folder, name)
+        problem = NativeUnavailable(
+            "no C compiler (cc, gcc or clang) was found", "install gcc or clang, or name a compiler with CC=..."
+        )
+    except NativeUnavailable as failure:
+        problem, library = failure, None
+    except OSError as failure:
+        problem, library = NativeUnavailable(
+            f"the compiled kernel could not be loaded ({failure})", "set TMPDIR to a folder for programs"
+        ), None
+    if library is None:  # one that another compiler built will do
+        library = _kept(folder, f"{key}-*.so")
+    if library is None:
+        return problem
+    _declare(library)
+    return library
+
+
+_attempting = threading.RLock()
 
 
 @functools.lru_cache(maxsize=1)
 def kernel() -> ctypes.CDLL:
-    """The kernel, built on first use (about two seconds)."""
+    """The kernel, built on first use (about two seconds). Raises NativeUnavailable."""
     if os.environ.get("MULTIRATE_NATIVE") == "0":
         raise NativeUnavailable("MULTIRATE_NATIVE=0 is set")
     if os.name != "posix":
-        raise NativeUnavailable("the native kernel needs a POSIX system")
+        raise NativeUnavailable("the native kernel needs a POSIX system", "use Linux or macOS")
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-    folder = SOURCE_FOLDER
-    digest = hashlib.sha256(b"".join((folder / name).read_bytes() for name in SOURCES))
-    digest.update(" ".join((*FLAGS, _processor(), platform.machine(), str(compiler))).encode())
-    target = _cache_folder() / f"kernel-{digest.hexdigest()[:16]}.so"
+    with _attempting:
+        found = _attempt(compiler, _cache_folder(), FLAGS)
+    if isinstance(found, NativeUnavailable):
+        raise found
+    return found
+
+
+def say_unavailable(reason: str) -> None:
+    """Tells the user, once, that the model's own layers are used, where `reason` is that there is no kernel and it was
+    not switched off."""
     try:
-        if not target.exists():
-            if compiler is None:
-                raise NativeUnavailable("no C compiler (cc, gcc or clang) was found")
-            _build(compiler, target)
-        library = ctypes.CDLL(str(target))
-    except (OSError, subprocess.SubprocessError) as problem:
-        raise NativeUnavailable(f"the native kernel could not be built or loaded: {problem}") from problem
+        kernel()
+    except NativeUnavailable as problem:
+        if problem.mend and str(problem) == reason:
+            say_once(f"the native kernel is not used: {problem}. The model's own layers are, which is slower; to mend "
+                     f"it, {problem.mend}")  # fmt: skip
+
+
+class Workspace:
+    """The memory that kernel calls work in, and how many threads they use; freed with its owner.
+
+    Calls with different workspaces may run side by side, calls with the same one must not.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._library = kernel()
+        address = self._library.mr_workspace_open(threads)
+        if not address:
+            raise MemoryError("no memory for a kernel workspace")
+        self.address: int = address
+        weakref.finalize(self, self._library.mr_workspace_close, address).atexit = False
+        _workspaces.add(self)
+
+    def set_threads(self, threads: int) -> None:
+        """From the next call on."""
+        self._library.mr_workspace_set_threads(self.address, threads)
+
+    def after_fork(self) -> None:
+        """In a forked process: begins anew."""
+        self._library.mr_workspace_after_fork(self.address)
+
+
+_workspaces: weakref.WeakSet[Workspace] = weakref.WeakSet()
+_loaded: list[ctypes.CDLL] = []
+
+
+def _after_fork() -> None:
+    global _attempting
+    _attempting = threading.RLock()
+    for library in _loaded:
+        library.mr_after_fork()
+    for workspace in list(_workspaces):
+        workspace.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _declare(library: ctypes.CDLL) -> None:
     integers, floats = ctypes.c_int, ctypes.c_float
     library.mr_layers.argtypes = [pointer] * 5 + [integers] + [pointer] * 6 + [integers] * 3
     library.mr_linear.argtypes = [pointer, pointer, pointer, floats, integers, pointer, integers]
@@ -198,5 +345,11 @@ def kernel() -> ctypes.CDLL:
     library.mr_residency_load.argtypes = [pointer, pointer, integers]
     library.mr_mixture.argtypes = [*[pointer] * 5, integers, *[pointer] * 6, integers, integers, integers, pointer]
     library.mr_round.argtypes = [pointer, integers, integers, integers, pointer]
-    library.mr_set_threads.argtypes = [integers]
-    return library
+    library.mr_workspace_open.argtypes = [integers]
+    library.mr_workspace_open.restype = pointer
+    library.mr_workspace_set_threads.argtypes = [pointer, integers]
+    library.mr_workspace_close.argtypes = library.mr_workspace_after_fork.argtypes = [pointer]
+    for name in WORKING:
+        function = getattr(library, name)
+        function.argtypes = [pointer, *function.argtypes]  # their first argument is the workspace
+    _loaded.append(library)

@@ -90,6 +90,7 @@ class _Expert(ctypes.Structure):
 class NativeMoEDecoder(NativeDecoder):
     """A NativeDecoder whose mixture layers get their experts from `provider`. Not for batches of drafts in one call."""
 
+    runs_the_model = True
     alone = False
 
     @staticmethod
@@ -199,6 +200,7 @@ class NativeMoEDecoder(NativeDecoder):
 
     def _route(self, layer: int, x: Tensor, into: _Routing) -> _Routing:
         self._library.mr_route(
+            self._work,
             self.routers[layer], self.norms[layer], self.eps, x.data_ptr(), into.rows, self.num_experts, self.top_k,
             self.normalise, *into.addresses,
         )
@@ -213,7 +215,8 @@ class NativeMoEDecoder(NativeDecoder):
             counts, wanted, places = uses.of([expert for expert, _ in found])
             records = (ctypes.c_void_p * len(found))(*[self._expert(record) for _, record in found])
             self._library.mr_experts(
-                records, counts.ctypes.data, len(found), normed, wanted.ctypes.data, places.ctypes.data, parts
+                self._work, records, counts.ctypes.data, len(found), normed, wanted.ctypes.data, places.ctypes.data,
+                parts,
             )
 
         self._provider().run(self.row_of[layer], uses.experts, compute, x, routing.chosen)

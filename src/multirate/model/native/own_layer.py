@@ -47,6 +47,7 @@ class OwnLayer:
         x = x.float().clone(memory_format=torch.contiguous_format)
         cache.make_room(rows)
         library.kernel().mr_layers(
+            self._decoder.workspace.address,
             self.shape_address, self.layer_address, cache.address, None, x.data_ptr(), len(rows.seq),
             rows.seq.ctypes.data, rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data,
             rows.tree.ctypes.data, None, cache.capacity, 0, 1,

@@ -1,0 +1,60 @@
+"""Who may generate now: one generation at a time for each engine, others wait."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Turns:
+    """What several threads take turns at. A thread that has its turn may take it again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.inherited = False
+        """Whether this process was made by fork() after this was made."""
+        _made.add(self)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Waits until no other thread has it; given back however the block ends."""
+        if self.inherited and torch.get_num_threads() > 1:
+            # OpenMP's threads stayed in the parent process, and torch would wait for them for ever
+            torch.set_num_threads(1)
+        with self._lock:
+            yield
+
+    def after_fork(self) -> None:
+        """In a forked process: the thread that had its turn, if any, is not here."""
+        self._lock, self.inherited = threading.RLock(), True
+
+
+def turns_of(model: Any) -> Turns:
+    """The turns of all who run the model's own modules: they change its settings and hooks for as long as they run."""
+    with _looking_up:
+        found = _of_model.get(model)
+        if found is None:
+            found = _of_model[model] = Turns()
+        return found
+
+
+_made: weakref.WeakSet[Turns] = weakref.WeakSet()
+_of_model: weakref.WeakKeyDictionary[Any, Turns] = weakref.WeakKeyDictionary()
+_looking_up = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _looking_up
+    _looking_up = threading.Lock()
+    for turns in list(_made):
+        turns.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,149 @@
+"""Building, keeping and loading the kernel where something is missing or broken. Each start is a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import multirate
+from multirate.model.native import library
+
+START = """
+from multirate.model.native import library
+from multirate.model.decoder import load_decoder
+from multirate.hub import load_model
+library.FLAGS = ("-O0", *library.FLAGS[1:])
+library.kernel.cache_clear()
+model = load_model(None, dtype="bfloat16").model
+print(type(load_decoder(model)).__name__, type(load_decoder(model)).__name__)
+"""
+
+
+@pytest.fixture(autouse=True)
+def kernel() -> str:
+    """Instead of this folder's fixture, which builds for the test's own process."""
+    if os.name != "posix" or not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+        pytest.skip("needs a C compiler")
+    return "own"
+
+
+def begin(cache: Path, **environment: str) -> subprocess.Popen[str]:
+    source = str(Path(multirate.__file__).parents[1])
+    settings = {**os.environ, "PYTHONPATH": source, "MULTIRATE_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", START], env={**settings, **environment}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def start(cache: Path, **environment: str) -> tuple[list[str], list[str]]:
+    """The decoders that a process takes, twice, and the lines that it says to its user."""
+    process = begin(cache, **environment)
+    out, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    return out.split(), [line for line in said.splitlines() if "Notice" in line]
+
+
+def built(cache: Path) -> list[Path]:
+    return sorted(cache.glob("multirate/kernel-*.so"))
+
+
+NATIVE = ["NativeDecoder"] * 2
+OWN = ["HFDecoder"] * 2
+NO_COMPILER = {"CC": "/nonexistent/cc", "PATH": ""}
+
+
+def test_without_a_compiler_the_user_is_told_once(tmp_path: Path) -> None:
+    decoders, said = start(tmp_path, **NO_COMPILER)
+    assert decoders == OWN
+    assert len(said) == 1
+    for part in ("no C compiler (cc, gcc or clang) was found", "slower", "CC="):
+        assert part in said[0]
+
+
+def test_a_compiler_that_fails_is_named_once(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho no headers >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    decoders, said = start(tmp_path, CC=str(compiler))
+    assert decoders == OWN
+    assert len(said) == 1
+    assert f"{compiler} could not build the kernel (no headers)" in said[0]
+
+
+def test_switching_the_kernel_off_needs_no_telling(tmp_path: Path) -> None:
+    assert start(tmp_path, MULTIRATE_NATIVE="0") == (OWN, [])
+
+
+@pytest.mark.slow
+def test_a_kernel_outlives_its_compiler_and_damage_is_noticed(tmp_path: Path) -> None:
+    assert start(tmp_path) == (NATIVE, [])
+    [kept] = built(tmp_path)
+    whole = kept.read_bytes()
+    assert start(tmp_path, **NO_COMPILER) == (NATIVE, [])
+
+    kept.write_bytes(whole[: len(whole) // 2])
+    assert start(tmp_path) == (NATIVE, [])
+    assert kept.read_bytes() == whole
+
+    kept.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
+    decoders, said = start(tmp_path, **NO_COMPILER)
+    assert decoders == OWN
+    assert len(said) == 1
+    assert not built(tmp_path)
+
+
+@pytest.mark.parametrize("obstacle", ["multirate", "."])
+def test_a_cache_folder_that_cannot_be_used(tmp_path: Path, obstacle: str) -> None:
+    cache = tmp_path / "cache"
+    if obstacle == "multirate":
+        cache.mkdir()
+    (cache / obstacle).resolve().write_text("a file where a folder should be")
+    decoders, said = start(cache)
+    assert decoders == NATIVE
+    assert len(said) == 1
+    assert str(cache / "multirate") in said[0] and "MULTIRATE_CACHE" in said[0]
+
+
+@pytest.mark.slow
+def test_processes_that_build_at_once(tmp_path: Path) -> None:
+    processes = [begin(tmp_path) for _ in range(3)]
+    for process in processes:
+        out, said = process.communicate(timeout=120)
+        assert (process.returncode, out.split()) == (0, NATIVE), said
+    assert len(built(tmp_path)) == 1
+    assert not list(tmp_path.glob("multirate/*.part"))
+
+
+@pytest.mark.slow
+def test_the_command_line_says_it_on_one_line(tmp_path: Path) -> None:
+    source = str(Path(multirate.__file__).parents[1])
+    settings = {**os.environ, "PYTHONPATH": source, "MULTIRATE_CACHE": str(tmp_path), **NO_COMPILER}
+    done = subprocess.run(
+        [sys.executable, "-m", "multirate.cli.main", "generate", "-p", "A", "-n", "2", "--speculate", "never"],
+        env=settings, text=True, capture_output=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert [line[:40] for line in done.stderr.splitlines()] == ["note: the native kernel is not used: no "]
+
+
+def test_a_failed_attempt_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decoder asks for the kernel, and a failing compiler takes seconds."""
+    counter = tmp_path / "calls"
+    compiler = tmp_path / "broken"
+    compiler.write_text(f"#!/bin/sh\necho call >> {counter}\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path))
+    library.kernel.cache_clear()
+    try:
+        for _ in range(3):
+            with pytest.raises(library.NativeUnavailable, match="exit code 1"):
+                library.kernel()
+        assert len(counter.read_text().split()) == 2  # with OpenMP and without
+    finally:
+        library.kernel.cache_clear()

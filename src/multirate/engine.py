@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from multirate.backbone.decoder import Decoder, load_decoder
 from multirate.backbone.hf_decoder import HFDecoder
+from multirate.backbone.weight_watch import WeightWatch
 from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.conversation import Conversation
 from multirate.decoding.drafter import Drafter
@@ -16,7 +18,7 @@ from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.speculative import generate_speculative
 from multirate.decoding.stopping import StopSettings
-from multirate.errors import UserError
+from multirate.errors import Notice, UserError
 from multirate.hub import LoadedModel, load_model, load_offloaded, resolve_accelerator
 from multirate.methods import registry
 from multirate.methods.m2r2.config import PRESETS
@@ -65,11 +67,11 @@ def attach(
         model, tokenizer = model.model, tokenizer or model.tokenizer
     offloaded = experts_on_disk(model)
     if offloaded is None:
-        engine = Engine(model, load_decoder(model, backend), tokenizer)
+        engine = Engine(model, load_decoder(model, backend), tokenizer, backend)
     else:
         if expert_predictor is not None:
             offloaded.add(expert_predictor)
-        engine = Engine(model, offloaded.start(backend, expert_policy, expert_memory), tokenizer)
+        engine = Engine(model, offloaded.start(backend, expert_policy, expert_memory), tokenizer, backend)
         engine.experts = offloaded
     if accelerator is not None:
         engine.add(accelerator)
@@ -108,7 +110,7 @@ class Engine:
     none; `forget` drops them.
     """
 
-    def __init__(self, model: Any, decoder: Decoder, tokenizer: Any = None) -> None:
+    def __init__(self, model: Any, decoder: Decoder, tokenizer: Any = None, backend: str = "auto") -> None:
         self.model = model
         self.decoder = decoder
         self.tokenizer = tokenizer
@@ -117,6 +119,8 @@ class Engine:
         self.notice: str | None = None
         self.keep_bytes = KEPT_BYTES
         self.experts: OffloadedExperts | None = None
+        self._requested = backend
+        self._watch = WeightWatch(model)
         self._speculations: dict[str, _Speculation] = {}
         self._conversations: dict[str, Conversation] = {}  # the newest last
 
@@ -189,6 +193,7 @@ class Engine:
         if speculate not in SPECULATE:
             raise UserError(f"speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
         self.notice = None
+        self._follow_model()
         stop = stop or self.stopping()
         speculation = self._speculation(method or self.default) if speculate != "never" else None
         if speculation is not None and speculate == "auto" and not self._pays(speculation):
@@ -212,6 +217,27 @@ class Engine:
         """Drops the kept conversations: the next prompt is read from its first token (in the memory they had)."""
         for conversation in self._conversations.values():
             conversation.tokens = []
+
+    def _follow_model(self) -> None:
+        """Makes a new decoder where the model was changed since the last was made: packed weights are copies, and kept
+        conversations are of the weights that wrote them. Raises UserError if the backend cannot run it any more."""
+        if not self._watch.changed():
+            return
+        packed, before = self.backend == "native", self.decoder.facts
+        self._speculations.clear()
+        self._conversations.clear()
+        if self.experts is None:
+            self.decoder = load_decoder(self.model, self._requested)
+        else:
+            self.experts.native = None
+            self.decoder = self.experts.start(self._requested)
+        self._watch.renew()
+        now = self.decoder.facts
+        if (now.dtype, now.device) != (before.dtype, before.device):
+            for accelerator in self.accelerators.values():
+                accelerator.module.to(now.device, now.dtype)
+        if packed and self.backend == "native":
+            warnings.warn("the model was changed after its weights were packed: packed again", Notice, stacklevel=3)
 
     def _keep(self, name: str, conversation: Conversation) -> None:
         self._conversations[name] = conversation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,13 @@ from torch import Tensor, nn
 
 from multirate.backbone.kv_cache import KVCache
 from multirate.backbone.rows import Rows
-from multirate.errors import UserError
+from multirate.errors import Notice, UserError
 
 BACKENDS = ("auto", "hf", "native")
+
+
+class NotPlain(str):
+    """A reason not to pack a model of a known family: which of its modules is not plain, and why."""
 
 
 class LayerAdapter(Protocol):
@@ -144,6 +149,8 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
             return decoder
         if backend == "native":
             raise UserError(f"backend='native' cannot run this model: {reason}; use backend='hf' or 'auto'")
+        if isinstance(reason, NotPlain):
+            warnings.warn(f"the model's own layers are run, not packed weights: {reason}", Notice, stacklevel=3)
     parameter = next(model.parameters(), None)
     made: Decoder = _hf_class(torch.device("cpu") if parameter is None else parameter.device)(model)
     return made

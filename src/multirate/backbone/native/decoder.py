@@ -22,6 +22,7 @@ from multirate.backbone.native import library
 from multirate.backbone.native.adapters import AdapterPack
 from multirate.backbone.native.cache import NativeKVCache
 from multirate.backbone.native.packing import Owner, array_of, interleave_gate_up
+from multirate.backbone.native.plain import unknown_part
 from multirate.backbone.rows import Rows
 from multirate.errors import UserError
 
@@ -65,6 +66,12 @@ class NativeDecoder(Decoder):
         rope = getattr(config, "rope_parameters", None) or {}
         if rope.get("rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
             return f"rotary type {rope.get('rope_type')} changes with the length"
+        try:
+            unknown = unknown_part(find_parts(model), kind)
+        except UserError as reason:  # no backend can run it
+            return str(reason)
+        if unknown is not None:
+            return unknown
         try:
             library.kernel()
         except library.NativeUnavailable as reason:

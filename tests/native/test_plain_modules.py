@@ -180,6 +180,21 @@ def test_offloaded_modules_are_not_packed() -> None:
         assert answer(model) == expected
 
 
+def test_a_model_offloaded_as_a_whole_is_run() -> None:
+    from accelerate import cpu_offload
+
+    model, expected = make(), answer(make(), backend="hf")
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.warns(Notice, match="offloaded"):
+        assert answer(model) == expected
+
+
+def test_learned_prompts_are_refused_in_a_sentence() -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.warns(Notice), pytest.raises(UserError, match="cannot be run"):
+        attach(peft.get_peft_model(make(), config))
+
+
 def test_a_quantised_weight_is_not_packed() -> None:
     class Small(torch.Tensor):
         pass

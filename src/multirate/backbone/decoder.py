@@ -133,6 +133,13 @@ def _hf_class(device: torch.device) -> Any:
     return importlib.import_module("multirate.backbone.hf_decoder").HFDecoder
 
 
+def why_not_native(model: nn.Module) -> str | None:
+    """Why backend "auto" runs the model's own layers; None: it packs its weights for the native kernel."""
+    native = _native_class()
+    reason: str | None = "it is not part of this installation" if native is None else native.supports(model)
+    return reason
+
+
 def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
     """The decoder that runs `model`: "native" (packed weights, our kernel), "hf" (the model's own layers) or "auto".
 
@@ -142,10 +149,9 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
     if backend not in BACKENDS:
         raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
     if backend != "hf":
-        native = _native_class()
-        reason = "it is not part of this installation" if native is None else native.supports(model)
+        reason = why_not_native(model)
         if reason is None:
-            decoder: Decoder = native(model)
+            decoder: Decoder = _native_class()(model)
             return decoder
         if backend == "native":
             raise UserError(f"backend='native' cannot run this model: {reason}; use backend='hf' or 'auto'")

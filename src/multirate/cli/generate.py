@@ -58,6 +58,7 @@ def command(
     from multirate.engine import attach
     from multirate.evaluation.prompts import encode_chat
     from multirate.experts.arms import arm, parse_bytes
+    from multirate.hub import is_reference
 
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     arm(expert_policy)  # a wrong word is said before anything is loaded
@@ -71,8 +72,8 @@ def command(
     )  # fmt: skip
     if engine.experts is not None and engine.experts.runtime is not None and engine.experts.runtime.note:
         options.note(f"note: {engine.experts.runtime.note}")
-    wanted = [method] if method else ["m2r2-carry", "m2r2"] if model is None else []
-    options.add_accelerators(engine, [accelerator] if accelerator else [], wanted, embedded=model is None)
+    wanted = [method] if method else ["m2r2-carry", "m2r2"] if is_reference(model) else []
+    options.add_accelerators(engine, [accelerator] if accelerator else [], wanted, embedded=is_reference(model))
     if method is None and accelerator is None and "m2r2-carry" in engine.accelerators:
         method = "m2r2-carry"
     tokenizer = loaded.tokenizer

@@ -20,6 +20,7 @@ class StopSettings:
     stop_strings: a sequence ends with the token that completes one of these in the text of the *new* tokens,
         across token borders; the token is kept.
     decode: token ids → text (a tokenizer's `decode`), needed with stop_strings.
+    ends: ends(b, tokens) says whether sequence b ends with the last of its new tokens; asked after each of them.
     context_limit: prompt and new tokens together never exceed it; None: the model's number of positions.
 
     Raises UserError naming the field, the value and what is accepted.
@@ -30,6 +31,7 @@ class StopSettings:
     stop_strings: tuple[str, ...] = ()
     decode: Decode | None = None
     context_limit: int | None = None
+    ends: Callable[[int, list[int]], bool] | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and not _whole(self.max_new_tokens, 0):
@@ -107,6 +109,8 @@ class StopTracker:
             if token in self._eos:
                 self.reasons[seq] = "eos"
             elif self._longest and self._completes_stop_string(new):
+                self.reasons[seq] = "stop_string"
+            elif self._settings.ends is not None and self._settings.ends(seq, new):
                 self.reasons[seq] = "stop_string"
             elif len(new) == self._room[seq]:
                 self.reasons[seq] = self._end_of_room(seq)

@@ -88,13 +88,11 @@ def _name(model: Any) -> str:
 
 
 def load_base(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A causal LM of transformers and its tokenizer, from a folder or the hub; UserError when either cannot be had."""
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
-        return model, transformers.AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"Model {path} cannot be loaded: {reason}") from None
+    """A causal LM of transformers and its tokenizer, from a folder, the hub or by an embedded name; UserError when either cannot be had."""
+    from multirate.hub import load_model
+
+    loaded = load_model(str(path), str(dtype).removeprefix("torch."), "cpu")
+    return loaded.model, loaded.tokenizer
 
 
 class _Run:

@@ -28,7 +28,8 @@ from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2Drafter
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.model.decoder import Decoder, load_decoder
+from multirate.model.decoder import Decoder
+from multirate.model.load import load_decoder
 from multirate.model.rows import Rows
 
 SHAPES = {  # hidden, intermediate, layers, heads, kv heads, vocabulary

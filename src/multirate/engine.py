@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from multirate.decoding.prefix_cache import Conversation
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.speculative import generate_speculative
 from multirate.decoding.stopping import StopSettings
-from multirate.errors import UserError
+from multirate.errors import Notice, UserError
 from multirate.hub import LoadedModel, load_model, load_offloaded, resolve_accelerator
 from multirate.methods import spec
 from multirate.methods.spec import PLAIN, MethodSpec
-from multirate.model.decoder import Decoder, load_decoder
+from multirate.model.decoder import Decoder
 from multirate.model.hf.decoder import HFDecoder
+from multirate.model.load import load_decoder
+from multirate.model.weight_watch import WeightWatch
 from multirate.training.checkpoint import Accelerator
 from multirate.turns import Turns, turns_of
 
@@ -65,11 +68,11 @@ def attach(
     with turns_of(model).taken():  # building a decoder may run the model, and exchanges what reads its experts
         offloaded = experts_on_disk(model)
         if offloaded is None:
-            engine = Engine(model, load_decoder(model, backend), tokenizer)
+            engine = Engine(model, load_decoder(model, backend), tokenizer, backend)
         else:
             if expert_predictor is not None:
                 offloaded.add(expert_predictor)
-            engine = Engine(model, offloaded.start(backend, expert_policy, expert_memory), tokenizer)
+            engine = Engine(model, offloaded.start(backend, expert_policy, expert_memory), tokenizer, backend)
             engine.experts = offloaded
     if accelerator is not None:
         engine.add(accelerator)
@@ -115,7 +118,7 @@ class Engine:
     on disk it has to load the model itself.
     """
 
-    def __init__(self, model: Any, decoder: Decoder, tokenizer: Any = None) -> None:
+    def __init__(self, model: Any, decoder: Decoder, tokenizer: Any = None, backend: str = "auto") -> None:
         self.model = model
         self.decoder = decoder
         self.tokenizer = tokenizer
@@ -126,6 +129,8 @@ class Engine:
         self.experts: OffloadedExperts | None = None
         self._turns = turns_of(model) if decoder.runs_the_model else Turns()
         self._generating_in: int | None = None  # the process; a forked one inherits its parent's
+        self._requested = backend
+        self._watch = WeightWatch(model)
         self._speculations: dict[str, _Speculation] = {}
         self._conversations: dict[str, Conversation] = {}  # the newest last
 
@@ -231,6 +236,7 @@ class Engine:
         speculate: str,
     ) -> GenerationOutput:
         self.notice = None
+        self._follow_model()
         speculation = self._speculation(method or self.default) if speculate != "never" else None
         if speculation is not None and speculate == "auto" and not self._pays(speculation):
             speculation = None
@@ -254,6 +260,27 @@ class Engine:
         with self._turns.taken():
             for conversation in self._conversations.values():
                 conversation.tokens = []
+
+    def _follow_model(self) -> None:
+        """Makes a new decoder where the model was changed since the last was made: packed weights are copies, and kept
+        conversations are of the weights that wrote them. Raises UserError if the backend cannot run it any more."""
+        if not self._watch.changed():
+            return
+        packed, before = self.backend == "native", self.decoder.facts
+        self._speculations.clear()
+        self._conversations.clear()
+        if self.experts is None:
+            self.decoder = load_decoder(self.model, self._requested)
+        else:
+            self.experts.native = None
+            self.decoder = self.experts.start(self._requested)
+        self._watch.renew()
+        now = self.decoder.facts
+        if (now.dtype, now.device) != (before.dtype, before.device):
+            for accelerator in self.accelerators.values():
+                accelerator.module.to(now.device, now.dtype)
+        if packed and self.backend == "native":
+            warnings.warn("the model was changed after its weights were packed: packed again", Notice, stacklevel=3)
 
     def _keep(self, name: str, conversation: Conversation) -> None:
         self._conversations[name] = conversation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, get_session, is_offline_mode, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -32,6 +33,7 @@ _REFERENCE = Path(__file__).parent / "reference"
 MIXTURE = "reference-mixture"
 EMBEDDED = {"reference": _REFERENCE / "model", MIXTURE: _REFERENCE / "mixture"}
 """Models of the package, by the name that stands for a folder wherever a model is named."""
+HUB_SECONDS = 5.0  # that the hub may take to answer at all
 _PREDICTOR = "predictor"  # folder beside a mixture's files
 
 
@@ -43,6 +45,11 @@ class LoadedModel:
     tokenizer: Any
     name: str
     experts: OffloadedExperts | None = None
+
+
+def is_reference(name: str | None) -> bool:
+    """Whether this names the embedded reference model, which has embedded accelerators."""
+    return name is None or (name == "reference" and not Path(name).exists())
 
 
 def _source(name: str | None) -> str:
@@ -75,10 +82,11 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
     place = _device(device)
     _check_name(source, "model", "config.json")
     with _explained(f"model {source}"):
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
+        files = _at_hand(source)
+        model: Any = AutoModelForCausalLM.from_pretrained(files, dtype=DTYPES[dtype])
         model = model.to(place).eval()
     with _explained(f"tokenizer of {source}"):
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(files)
     return LoadedModel(model, tokenizer, name or "reference")
 
 
@@ -90,7 +98,8 @@ def model_folder(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name)
     with _explained(f"model {name}"):
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=not _hub_answers()))
 
 
 def load_offloaded(name: str, experts: str | os.PathLike[str], device: str = "auto") -> LoadedModel:
@@ -121,7 +130,7 @@ def load_config(name: str | None = None) -> Any:
     source = _source(name)
     _check_name(source, "model", "config.json")
     with _explained(f"model {source}"):
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(_at_hand(source))
 
 
 def resolve_accelerator(name: str | os.PathLike[str]) -> Path:
@@ -133,10 +142,30 @@ def resolve_accelerator(name: str | os.PathLike[str]) -> Path:
     if Path(text).is_dir():
         return Path(text)
     with _explained(f"accelerator {text}"):
-        folder = Path(snapshot_download(text, allow_patterns=["*.json", "*.safetensors"]))
+        wanted = ["*.json", "*.safetensors"]
+        folder = Path(snapshot_download(text, allow_patterns=wanted, local_files_only=not _hub_answers()))
     if not (folder / ACCELERATOR_FILES[0]).is_file():
         raise UserError(f"{text} is not an accelerator: it has no {ACCELERATOR_FILES[0]}")
     return folder
+
+
+def _at_hand(name: str) -> str:
+    """A folder or hub id that can be loaded; where the hub cannot be reached, the folder of what was downloaded."""
+    if Path(name).is_dir() or _hub_answers():
+        return name
+    return str(snapshot_download(name, local_files_only=True))
+
+
+@functools.cache
+def _hub_answers() -> bool:
+    """Asked once per process, with one request: the hub's client would repeat each of its own for half a minute."""
+    if is_offline_mode():
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception:  # the client's own kinds differ between its versions: no connection, no such host, too slow
+        return False
+    return True
 
 
 def _device(name: str) -> torch.device:
@@ -184,12 +213,23 @@ def _sentence(what: str, error: BaseException) -> str:
     if any_is(HFValidationError):
         return f"{what} was not found: neither a local folder nor a valid hub id such as owner/name"
     if any_is(LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
-        return f"{what} is not on this machine and the hub cannot be reached: check the name and the connection"
+        return _unreachable(what)
     if isinstance(error, OSError) and error.errno is not None:
         place = f" ({error.filename})" if error.filename else ""
         return f"{what} cannot be loaded: {(error.strerror or str(error)).lower()}{place}"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return f"{what} cannot be loaded: {first[:300].rstrip('.')}"
+
+
+def _unreachable(what: str) -> str:
+    if is_offline_mode():
+        why = "the hub cannot be reached, as HF_HUB_OFFLINE is set"
+    else:
+        why = f"the hub cannot be reached ({constants.ENDPOINT})"
+    return (
+        f"{what} is not on this machine and {why}: accepted are a local folder, an embedded name "
+        f"({', '.join([*EMBEDDED, *reference_accelerators()])}), or with a connection a hub id"
+    )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,75 @@ def test_no_connection_is_said(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "hub cannot be reached" in done.stderr, done.stderr
+
+
+def test_a_hub_that_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
+    """Nothing listens at the discard port: every request is refused at once, and the hub's client would repeat each."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    out = str(tmp_path / "out")
+    commands = (
+        ["generate", "someone/some-model", "-p", "hi"],
+        ["train", "someone/some-model", "--data", __file__, "--out", out],
+        ["pack", "someone/some-model", "--out", out],
+        ["generate", "-p", "hi", "-a", "someone/some-accelerator"],
+    )
+    for command in commands:
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "multirate.cli.main", *command],
+            env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2 and time.monotonic() - start < 25, done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+        for said in ("someone/some-", "hub cannot be reached", "local folder", "reference-mixture", "m2r2-carry"):
+            assert said in done.stderr
+    assert not Path(out).exists() or not any(Path(out).iterdir())
+
+
+def test_embedded_names_work_in_every_command(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multirate.hub._hub_answers", lambda: pytest.fail("the hub was asked"))
+    outputs = [run("generate", *model, "-p", "Hello", "-n", "8", "--stats").stdout for model in ([], ["reference"])]
+    assert outputs[0] == outputs[1]
+    shown = run("info", "reference")
+    assert "accelerator m2r2-carry" in shown.stdout and "backend='hf'" not in shown.stdout
+    done = run("generate", "reference", "-p", "Hello", "-n", "4", "-a", "kangaroo")
+    assert done.exit_code == 0, done.output
+    done = run("bench", "reference", "--suite", "mt_bench", "--data", data, "-n", "4", "--limit", "1", "--repeats", "1")
+    assert done.exit_code == 0 and "m2r2-carry" in done.stdout, done.output
+    sample = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello there."}]}
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps(sample) + "\n" for _ in range(4)))
+    out = str(tmp_path / "answers.jsonl")
+    done = run("answers", "reference", "--data", str(texts), "--out", out, "--limit", "1", "--max-new-tokens", "4")
+    assert done.exit_code == 0, done.output
+    done = run("train", "reference", "--data", str(texts), "--out", str(tmp_path / "m2r2"), "--steps", "1",
+               "--tokens-per-batch", "64", "--max-length", "32")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    store = tmp_path / "store"
+    done = run("pack", "reference-mixture", "--out", str(store))
+    assert done.exit_code == 0, done.output
+    assert "0.0" not in done.stdout.split(":", 1)[1] and ("kB" in done.stdout or "MB" in done.stdout)
+    done = run("generate", "reference-mixture", "--experts", str(store), "-p", "Hello", "-n", "4")
+    assert done.exit_code == 0, done.output
+    refused(run("pack", "reference", "--out", str(tmp_path / "none")), "experts")
+
+
+def test_a_layer_that_is_not_packed_takes_one_line(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from multirate.cli import options
+
+    load = options.load
+
+    def hooked(*arguments: object) -> object:
+        loaded = load(*arguments)
+        loaded.model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output)
+        return loaded
+
+    monkeypatch.setattr(options, "load", hooked)
+    done = run("generate", model, "-p", "hi", "-n", "2", "--dtype", "bfloat16")
+    assert done.exit_code == 0
+    notes = [line for line in done.stderr.splitlines() if "own layers" in line]
+    assert len(notes) == 1 and notes[0].startswith("note: ") and "layers.0.mlp has a forward hook" in notes[0]
 
 
 def test_bench_reports_and_writes(model: str, data: str, tmp_path: Path) -> None:

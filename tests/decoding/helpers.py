@@ -13,7 +13,8 @@ from torch import Tensor
 
 from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.sampler import Sampler
-from multirate.model.decoder import Decoder, load_decoder
+from multirate.model.decoder import Decoder
+from multirate.model.load import load_decoder
 
 MAX_POSITIONS = 64
 

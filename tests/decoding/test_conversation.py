@@ -32,7 +32,8 @@ from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.spec import find
-from multirate.model.decoder import Decoder, load_decoder
+from multirate.model.decoder import Decoder
+from multirate.model.load import load_decoder
 from multirate.model.native import NativeDecoder
 from multirate.model.native.cache import NativeKVCache
 

@@ -18,7 +18,7 @@ from multirate.experts.pack import pack
 from multirate.experts.runtime import ExpertSettings
 from multirate.experts.store import ExpertStore
 from multirate.methods.spec import find
-from multirate.model.decoder import load_decoder
+from multirate.model.load import load_decoder
 from multirate.model.native.moe import pack_expert, unpack_expert
 from multirate.model.rows import Rows
 

@@ -1,12 +1,21 @@
 import copy
 import gc
+import threading
 import warnings
 import weakref
 
 import pytest
 import torch
 from bench import tiny_model
-from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList, TextStreamer
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 
 from multirate.errors import UserError
 from multirate.integration import custom_generate
@@ -151,6 +160,66 @@ def test_stop_strings(model: torch.nn.Module) -> None:
     assert torch.equal(got, expected)
 
 
+def text_that_stops(model: torch.nn.Module, words: object, inputs: dict) -> list[str]:
+    """Pieces of greedy text, each of printable characters that no UTF-8 sequence was broken for."""
+    text = [words.decode([token]) for token in model.generate(**inputs, do_sample=False, max_new_tokens=30)[0].tolist()]
+    return [piece if piece.isascii() and piece.isprintable() else "" for piece in text]
+
+
+@pytest.mark.parametrize("where", ["generate", "callable"])
+def test_stop_strings_as_an_argument_of_generate(model: torch.nn.Module, where: str) -> None:
+    words = tiny_model.tokenizer()
+    met = 0
+    for seed in range(12):
+        inputs = batch([6], seed)
+        stop = next((piece for piece in text_that_stops(model, words, inputs)[8:] if piece), None)
+        if stop is None:
+            continue
+        options = {**inputs, "do_sample": False, "max_new_tokens": 30, "stop_strings": [stop, "never met"]}
+        expected = model.generate(**options, tokenizer=words)
+        if where == "generate":
+            got = model.generate(**options, tokenizer=words, custom_generate=SPEED)
+        else:
+            speed = custom_generate(method="layerskip", backend="hf", speculate="always", tokenizer=words)
+            got = model.generate(**options, custom_generate=speed)
+        assert torch.equal(got, expected)
+        met += expected.shape[1] < 36
+    assert met >= 3
+
+
+@pytest.mark.parametrize("lengths", [[6], [6, 9, 3]])
+def test_a_stop_string_may_begin_in_the_prompt_and_no_other_does(
+    model: torch.nn.Module, lengths: list[int]
+) -> None:
+    words = tiny_model.tokenizer()
+    across = 0
+    for seed in range(40):
+        inputs = batch(lengths, seed)
+        width = inputs["input_ids"].shape[1]
+        new = model.generate(**inputs, do_sample=False, max_new_tokens=3)[0, width:].tolist()
+        inputs["input_ids"][:, -1] = words.convert_tokens_to_ids("q")
+        new = model.generate(**inputs, do_sample=False, max_new_tokens=3)[0, width:].tolist()
+        piece = words.decode(new[:1])
+        if not (piece.isascii() and piece.isprintable()):
+            continue
+        options = {**inputs, "do_sample": False, "max_new_tokens": 10, "tokenizer": words}
+        for stop in ("q" + piece, "q", words.decode(new[:2])):
+            expected = model.generate(**options, stop_strings=[stop])
+            assert torch.equal(model.generate(**options, stop_strings=[stop], custom_generate=SPEED), expected)
+            across += stop == "q" + piece and (lengths != [6] or expected.shape[1] == width + 1)
+    assert across >= 2
+
+
+def test_stop_strings_in_a_batch_without_an_eos_are_left_to_the_model(model: torch.nn.Module) -> None:
+    words = tiny_model.tokenizer()
+    options = {**batch([6, 3]), "do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "tokenizer": words,
+               "stop_strings": ["a"], "pad_token_id": 0}  # fmt: skip
+    expected = model.generate(**options)
+    with pytest.warns(UserWarning, match="stop strings in a batch without an EOS id"):
+        got = model.generate(**options, custom_generate=SPEED)
+    assert torch.equal(got, expected)
+
+
 class Forbid(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[:, ::2] = -float("inf")
@@ -191,12 +260,83 @@ def test_right_padding_is_left_to_the_model(model: torch.nn.Module) -> None:
     assert torch.equal(got, expected)
 
 
-def test_the_context_limit_is_said() -> None:
+@pytest.mark.parametrize("lengths", [[6], [6, 3, 9]])
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_generation_beyond_the_context_is_the_models_own(lengths: list[int], penalty: float) -> None:
     short = tiny_model.model(max_position_embeddings=16)
-    inputs = batch([6])
-    expected = short.generate(**inputs, do_sample=False, max_new_tokens=10, eos_token_id=None)
-    with pytest.warns(UserWarning, match="context limit"):
-        got = short.generate(**inputs, do_sample=False, max_new_tokens=30, custom_generate=SPEED, eos_token_id=None)
+    inputs = batch(lengths)
+    options = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None, "repetition_penalty": penalty}
+    expected = short.generate(**inputs, **options)
+    with pytest.warns(UserWarning, match="context limit of 16 tokens is left to the model's own generate"):
+        got = short.generate(**inputs, **options, custom_generate=SPEED)
+    assert torch.equal(got, expected)
+
+
+def test_a_prompt_beyond_the_context_is_left_to_the_model() -> None:
+    short = tiny_model.model(max_position_embeddings=16)
+    inputs = batch([20, 4])
+    expected = short.generate(**inputs, do_sample=False, max_new_tokens=8)
+    with pytest.warns(UserWarning, match="a prompt of 20 tokens .*context is 16"):
+        got = short.generate(**inputs, do_sample=False, max_new_tokens=8, custom_generate=SPEED)
+    assert torch.equal(got, expected)
+
+
+def streamed(model: torch.nn.Module, inputs: dict, **options: object) -> tuple[str, BaseException | None]:
+    """What a consumer in this thread reads while another one generates, and the error that this ended with."""
+    streamer = TextIteratorStreamer(tiny_model.tokenizer(), timeout=20)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model.generate(**inputs, do_sample=False, streamer=streamer, **options)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    return text, failed[0] if failed else None
+
+
+@pytest.mark.parametrize("length", [6, 20])
+def test_a_streamers_consumer_gets_all_of_a_text_beyond_the_context(length: int) -> None:
+    short = tiny_model.model(max_position_embeddings=16)
+    inputs = batch([length])
+    expected = streamed(short, inputs, max_new_tokens=30, eos_token_id=None)
+    assert streamed(short, inputs, max_new_tokens=30, eos_token_id=None, custom_generate=SPEED) == expected
+
+
+def test_a_streamers_consumer_does_not_wait_for_a_failed_generation(model: torch.nn.Module) -> None:
+    unknown = custom_generate(method="no_such_method", backend="hf")
+    _, error = streamed(model, batch([5]), max_new_tokens=8, custom_generate=unknown)
+    assert isinstance(error, UserError) and "no_such_method" in str(error)
+
+
+def test_a_cache_of_the_callers_is_filled(model: torch.nn.Module) -> None:
+    inputs = batch([5])
+    ours, own = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=8, past_key_values=own)
+    with pytest.warns(UserWarning, match="past_key_values"):
+        got = model.generate(**inputs, do_sample=False, max_new_tokens=8, past_key_values=ours, custom_generate=SPEED)
+    assert torch.equal(got, expected)
+    assert ours.get_seq_length() == own.get_seq_length() > 5
+
+
+@pytest.mark.parametrize("lengths", [[5], [5, 3]])
+def test_a_negative_eos_is_never_met(model: torch.nn.Module, lengths: list[int]) -> None:
+    options = {**batch(lengths), "do_sample": False, "max_new_tokens": 12, "eos_token_id": -1}
+    assert torch.equal(model.generate(**options, custom_generate=SPEED), model.generate(**options))
+
+
+def test_a_row_of_nothing_but_padding_is_left_to_the_model(model: torch.nn.Module) -> None:
+    inputs = batch([5, 4])
+    inputs["attention_mask"][1] = 0
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=6)
+    with pytest.warns(UserWarning, match="nothing but padding"):
+        got = model.generate(**inputs, do_sample=False, max_new_tokens=6, custom_generate=SPEED)
     assert torch.equal(got, expected)
 
 

@@ -17,7 +17,7 @@ from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.kangaroo.decode import KangarooDecodeConfig, KangarooDrafter
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.kangaroo.train import KangarooObjective
-from multirate.model.decoder import load_decoder
+from multirate.model.load import load_decoder
 from multirate.model.native import NativeDecoder
 
 from .tiny import base, disturb, ids

@@ -10,7 +10,7 @@ from multirate.methods.common.teacher import Teacher
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.train import M2R2Objective
-from multirate.model.decoder import load_decoder
+from multirate.model.load import load_decoder
 from multirate.model.rows import Rows
 
 from .tiny import base, disturb, ids

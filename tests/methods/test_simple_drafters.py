@@ -17,7 +17,7 @@ from multirate.errors import UserError
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
 from multirate.methods.prompt_lookup.decode import PromptLookupDrafter
 from multirate.methods.spec import all_specs, find, parse_variant
-from multirate.model.decoder import load_decoder
+from multirate.model.load import load_decoder
 
 PROMPTS = [[3, 7, 1, 9, 3, 7, 1], [5], [2, 2, 8, 4, 2, 2, 8, 4, 2]]
 

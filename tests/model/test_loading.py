@@ -11,9 +11,9 @@ import torch
 import transformers as tf
 
 from multirate.errors import UserError
-from multirate.model.decoder import load_decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.hf.inspect import find_parts
+from multirate.model.load import load_decoder
 from multirate.model.rows import Rows
 
 from .tiny_models import MAX_POSITIONS, VOCAB, prompts, tiny_model

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from multirate.errors import UserError
-from multirate.model.decoder import load_decoder
+from multirate.model.load import load_decoder
 from multirate.training.own_answers import answer_questions
 
 WORDS = ["what", "is", "a", "the", "cat", "dog", "sun", "red", "blue", ".", "?", "User", "Assistant", ":"]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from multirate.errors import UserError
 from multirate.methods.common.teacher import Teacher
-from multirate.model.decoder import load_decoder
+from multirate.model.load import load_decoder
 from multirate.training import teacher_states
 from multirate.training.data import load_samples
 from multirate.training.loop import train

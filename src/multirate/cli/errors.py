@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -21,17 +22,10 @@ class Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
-        usual = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-            if issubclass(category, Notice):
-                typer.echo(f"note: {message}", err=True)
-            else:
-                usual(message, category, *where, **more)
-
-        warnings.showwarning = show
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = _show(warnings.showwarning)
+                return super().invoke(ctx)
         except UserError as error:
             fail(str(error))
         except KeyboardInterrupt:
@@ -50,8 +44,18 @@ class Group(TyperGroup):
             if "No space left on device" not in str(error):
                 raise
             fail("cannot write the output: no space left on the device")
-        finally:
-            warnings.showwarning = usual
+
+
+def _show(otherwise: Callable[..., None]) -> Callable[..., None]:
+    """Our own notices take one line, without the place in the source that they come from."""
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, Notice):
+            typer.echo(f"note: {message}", err=True)
+        else:
+            otherwise(message, category, *place, **more)
+
+    return show
 
 
 def fail(sentence: str) -> None:

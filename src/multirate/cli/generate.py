@@ -58,6 +58,7 @@ def command(
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import attach
     from multirate.experts.arms import arm, parse_bytes
+    from multirate.hub import is_reference
     from multirate.methods.spec import recommended
 
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed)
@@ -72,8 +73,9 @@ def command(
     )  # fmt: skip
     if engine.experts is not None and engine.experts.runtime is not None and engine.experts.runtime.note:
         options.note(f"note: {engine.experts.runtime.note}")
-    wanted = [] if model is not None or (accelerator and not method) else [method or recommended()]
-    options.add_accelerators(engine, [accelerator] if accelerator else [], wanted, embedded=model is None)
+    embedded = is_reference(model)
+    wanted = [method or recommended()] if embedded and (method or not accelerator) else []
+    options.add_accelerators(engine, [accelerator] if accelerator else [], wanted, embedded=embedded)
     tokenizer = loaded.tokenizer
     ids = tokenizer(text)["input_ids"] if raw else encode_chat(tokenizer, [{"role": "user", "content": text}])
     if not ids:

@@ -23,8 +23,8 @@ def command(
     from multirate.bench import provenance
     from multirate.engine import attach
     from multirate.errors import UserError
-    from multirate.hub import reference_accelerators
-    from multirate.model.decoder import load_decoder
+    from multirate.hub import is_reference, reference_accelerators
+    from multirate.model.load import why_not_native
 
     loaded = options.load(model, dtype, device)
     here = provenance.collect(loaded.model.device)
@@ -45,8 +45,8 @@ def command(
     row("versions", f"multirate {here['version']}, torch {here['torch']}, transformers {here['transformers']}")
     try:
         engine = attach(loaded.model, backend="hf", tokenizer=loaded.tokenizer)
-    except UserError as reason:
-        row("supported", f"no: {reason}")
+    except UserError as unsupported:
+        row("supported", f"no: {unsupported}")
         options.console().print(table)
         return
     facts = engine.decoder.facts
@@ -60,14 +60,11 @@ def command(
     if facts.num_experts:
         row("experts", f"{facts.num_experts}, {facts.experts_per_token} per token")
     row("supported", "yes")
-    try:
-        load_decoder(loaded.model, "native")
-        row("backend", "native (packed bf16 weights)")
-    except UserError as reason:
-        row("backend", f"hf (the model's own layers); {reason}")
+    reason = why_not_native(loaded.model)
+    row("backend", "native (packed bf16 weights)" if reason is None else f"hf (the model's own layers): {reason}")
     row("methods", ", ".join(engine.methods()))
     options.console().print(table)
-    found = reference_accelerators() if model is None else {}
+    found = reference_accelerators() if is_reference(model) else {}
     for name, folder in found.items():
         typer.echo(f"\naccelerator {name} ({folder})")
         card = folder / "README.md"

@@ -30,10 +30,11 @@ def command(
     with Bar("packing experts") as bar:
         name = folder.name if Path(model).exists() else model
         index = pack(folder, out, name, on_expert=bar.to, force=force, layout=layout)
-    size = index.record.bytes
+    from multirate.bench.expert_report import size
+
+    record = index.record.bytes
     options.console().print(
-        f"{out}: {len(index.layers)} layers of {index.num_experts} experts, {size / 1e6:.2f} MB each, "
-        f"{index.data_bytes / 1e9:.2f} GB in all. A token needs {index.top_k} of each layer: "
-        f"{len(index.layers) * index.top_k * size / 1e6:.1f} MB. The least memory is "
-        f"{(index.top_k + 1) * size / 1e6:.2f} MB."
+        f"{out}: {len(index.layers)} layers of {index.num_experts} experts, {size(record)} each, "
+        f"{size(index.data_bytes)} in all. A token needs {index.top_k} of each layer: "
+        f"{size(len(index.layers) * index.top_k * record)}. The least memory is {size((index.top_k + 1) * record)}."
     )

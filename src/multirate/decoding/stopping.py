@@ -20,6 +20,7 @@ class StopSettings:
     stop_strings: a sequence ends with the token that completes one of these in the text of the *new* tokens,
         across token borders; the token is kept.
     decode: token ids → text (a tokenizer's `decode`), needed with stop_strings.
+    ends: ends(b, tokens) says whether sequence b ends with the last of its new tokens; asked after each of them.
     context_limit: prompt and new tokens together never exceed it; None: the model's number of positions.
 
     Raises UserError naming the field, the value and what is accepted.
@@ -30,6 +31,7 @@ class StopSettings:
     stop_strings: tuple[str, ...] = ()
     decode: Decode | None = None
     context_limit: int | None = None
+    ends: Callable[[int, list[int]], bool] | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and not _whole(self.max_new_tokens, 0):
@@ -106,7 +108,7 @@ class StopTracker:
             new.append(token)
             if token in self._eos:
                 self.reasons[seq] = "eos"
-            elif self._longest and self._completes_stop_string(new):
+            elif self._completes_stop_string(new) or self._ended_by_caller(seq, new):
                 self.reasons[seq] = "stop_string"
             elif len(new) == self._room[seq]:
                 self.reasons[seq] = self._end_of_room(seq)
@@ -114,7 +116,12 @@ class StopTracker:
                 break
         return new[before:]
 
+    def _ended_by_caller(self, seq: int, tokens: list[int]) -> bool:
+        return self._settings.ends is not None and self._settings.ends(seq, tokens)
+
     def _completes_stop_string(self, tokens: list[int]) -> bool:
+        if not self._longest:
+            return False
         # Decode a tail only: long enough that a match ending in the last token lies inside it, with a margin against
         # what a decoder does at a text's left border (a leading space dropped, half a UTF-8 character).
         decode = self._settings.decode

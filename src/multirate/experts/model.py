@@ -25,10 +25,11 @@ from multirate.experts.shards import Shards
 from multirate.experts.store import ExpertStore
 from multirate.hub import resolve_accelerator
 from multirate.methods.m2r2_experts.modules import ExpertForecast
-from multirate.model.decoder import BACKENDS, Decoder
+from multirate.model.decoder import Decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.hf.inspect import find_parts
 from multirate.model.hf.parts import MoEParts
+from multirate.model.load import BACKENDS
 from multirate.model.native.foresight import NativeForesight, NativeStream
 from multirate.model.native.moe import NativeMoEDecoder
 from multirate.training.checkpoint import Accelerator

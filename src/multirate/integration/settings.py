@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,6 @@ def read_request(
     logits_processor: Any,
     stopping_criteria: Any,
     arguments: dict[str, Any],
-    tokenizer: Any = None,
 ) -> Request:
     """input_ids [B, T] and what came with them → Request. Raises Unsupported."""
     mode = generation_config.get_generation_mode()
@@ -64,17 +64,19 @@ def read_request(
     if arguments.get("synced_gpus"):
         raise Unsupported("synced_gpus")
     cache = arguments.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise Unsupported("a filled past_key_values")
+    if cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)):
+        raise Unsupported("filling your own past_key_values")
     mask = _mask(input_ids, arguments.get("attention_mask"), arguments.get("position_ids"))
     prompts = [row[keep].tolist() for row, keep in zip(input_ids.cpu(), mask, strict=True)]
+    if not all(prompts):
+        raise Unsupported("a row of nothing but padding")
     eos = generation_config._eos_token_tensor
     pad = generation_config._pad_token_tensor
     eos_ids = () if eos is None else tuple(int(token) for token in eos.reshape(-1))
     return Request(
         prompts=prompts,
         sampling=_sampling(generation_config, logits_processor, mask),
-        stop=_stop(stopping_criteria, input_ids.shape[1], eos_ids, tokenizer),
+        stop=_stop(stopping_criteria, input_ids, eos_ids),
         pad_token_id=int(pad) if pad is not None else (eos_ids[0] if eos_ids else 0),
     )
 
@@ -139,25 +141,42 @@ def _check_penalised_prompt(ignored: Any, mask: torch.Tensor) -> None:
         raise Unsupported("a repetition penalty that ignores part of the prompt")
 
 
-def _stop(stopping_criteria: Any, padded_length: int, eos_ids: tuple[int, ...], tokenizer: Any) -> StopSettings:
+def _stop(stopping_criteria: Any, input_ids: torch.Tensor, eos_ids: tuple[int, ...]) -> StopSettings:
     limit: int | None = None
-    strings: tuple[str, ...] = ()
+    strings: list[criteria.StopStringCriteria] = []
     ends = set(eos_ids)
+    batch, padded_length = input_ids.shape
     for criterion in stopping_criteria:
         if type(criterion) is criteria.MaxLengthCriteria:
             room = max(0, int(criterion.max_length) - padded_length)
             limit = room if limit is None else min(limit, room)
         elif type(criterion) is criteria.EosTokenCriteria:
             ends.update(int(token) for token in criterion.eos_token_id.reshape(-1))
-        elif type(criterion) is criteria.StopStringCriteria and tokenizer is not None:
-            strings = (*strings, *criterion.stop_strings)
         elif type(criterion) is criteria.StopStringCriteria:
-            raise Unsupported("stop strings without a tokenizer (give custom_generate one)")
+            strings.append(criterion)
         else:
             raise Unsupported(f"the stopping criterion {type(criterion).__name__}")
+    if strings and batch > 1 and not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
+        # There, transformers lets a row that has ended go on until all have.
+        raise Unsupported("stop strings in a batch without an EOS id")
     return StopSettings(
         max_new_tokens=limit,
-        eos_token_ids=tuple(sorted(ends)),
-        stop_strings=strings,
-        decode=None if tokenizer is None else tokenizer.decode,
+        eos_token_ids=tuple(sorted(token for token in ends if token >= 0)),  # a negative one is never met
+        ends=_ends(strings, input_ids) if strings else None,
     )
+
+
+def _ends(strings: list[criteria.StopStringCriteria], input_ids: torch.Tensor) -> Callable[[int, list[int]], bool]:
+    """transformers' own matching of stop strings, which may begin in the prompt (padding included) and end in the last
+    token. The criteria look at a row's last tokens only."""
+    rows = input_ids.tolist()
+    longest = max(criterion.maximum_token_len for criterion in strings)
+
+    def ends(row: int, new: list[int]) -> bool:
+        last = new[-longest:]
+        if len(last) < longest:
+            last = [*rows[row][len(last) - longest :], *last]
+        ids = torch.tensor([last])
+        return any(bool(criterion(ids, None)) for criterion in strings)
+
+    return ends

@@ -1,22 +1,22 @@
-"""The abstract decoder that the decoding loops drive, and the choice of an implementation."""
+"""The abstract decoder that the decoding loops drive."""
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from multirate.errors import UserError
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
 
-BACKENDS = ("auto", "hf", "native")
+
+class NotPlain(str):
+    """A reason not to pack a model of a known family: which of its modules is not plain, and why."""
 
 
 class LayerAdapter(Protocol):
@@ -112,42 +112,3 @@ def argmax_rows(logits: Tensor) -> list[int]:
         return tokens
     chosen: list[int] = logits.argmax(dim=-1).tolist()
     return chosen
-
-
-def _native_class() -> Any:
-    try:
-        return getattr(importlib.import_module("multirate.model.native"), "NativeDecoder", None)
-    except ModuleNotFoundError as error:
-        if error.name == "multirate.model.native":
-            return None
-        raise
-
-
-def _hf_class(device: torch.device) -> Any:
-    """The decoder that calls the model's own layers; on CUDA the one that records and replays them."""
-    if device.type == "cuda":
-        return importlib.import_module("multirate.model.cuda.decoder").GraphedDecoder
-    return importlib.import_module("multirate.model.hf.decoder").HFDecoder
-
-
-def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
-    """The decoder that runs `model`: "native" (packed weights, our kernel), "hf" (the model's own layers) or "auto".
-
-    "auto" takes native where it supports the model. Raises UserError with the reason for a model or backend that
-    cannot be used.
-    """
-    if backend not in BACKENDS:
-        raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
-    if backend != "hf":
-        native = _native_class()
-        reason = "it is not part of this installation" if native is None else native.supports(model)
-        if reason is None:
-            decoder: Decoder = native(model)
-            return decoder
-        if backend == "native":
-            raise UserError(f"backend='native' cannot run this model: {reason}; use backend='hf' or 'auto'")
-        if native is not None:
-            native.say_fallback(reason)
-    parameter = next(model.parameters(), None)
-    made: Decoder = _hf_class(torch.device("cpu") if parameter is None else parameter.device)(model)
-    return made

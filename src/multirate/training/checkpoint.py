@@ -123,19 +123,10 @@ class Accelerator:
 
 
 def _folder(source: str | Path) -> Path:
-    path = Path(source)
-    if path.is_dir():
-        return path
-    if path.exists() or path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
-        raise UserError(f"Accelerator {source} is not a folder holding {DESCRIPTION} and {WEIGHTS}, nor a hub id "
-                        "of the form owner/name.")
-    from huggingface_hub import snapshot_download
+    from multirate.hub import resolve_accelerator
 
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=[WEIGHTS, DESCRIPTION, CARD]))
-    except Exception as error:  # the hub client raises many kinds: missing, gated, offline
-        raise UserError(f"Accelerator {source} is not a local folder and could not be fetched from the hub "
-                        f"({type(error).__name__}).") from None
+    path = Path(source)
+    return path if path.is_dir() else resolve_accelerator(source)
 
 
 def _read(path: Path) -> bytes:

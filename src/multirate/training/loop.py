@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 import multirate
 from multirate.errors import UserError
+from multirate.hub import load_model
 from multirate.methods.common.objective import Report, Summary
 from multirate.methods.common.teacher import Teacher
 from multirate.methods.spec import Training, find_training, recommended
-from multirate.model.decoder import load_decoder
+from multirate.model.load import load_decoder
 from multirate.training.checkpoint import Accelerator, describe_base
 from multirate.training.data import Batch, BatchPlan, Sample, load_samples
 from multirate.training.optimizers import learning_rate, optimizers
@@ -89,13 +90,9 @@ def _name(model: Any) -> str:
 
 
 def load_base(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A causal LM of transformers and its tokenizer, from a folder or the hub; UserError when either cannot be had."""
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
-        return model, transformers.AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"Model {path} cannot be loaded: {reason}") from None
+    """A causal LM and its tokenizer, by folder, hub id or embedded name. UserError when either cannot be had."""
+    loaded = load_model(str(path), str(dtype).removeprefix("torch."), "cpu")
+    return loaded.model, loaded.tokenizer
 
 
 class _Run:

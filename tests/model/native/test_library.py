@@ -15,7 +15,7 @@ from multirate.model.native import library
 
 START = """
 from multirate.model.native import library
-from multirate.model.decoder import load_decoder
+from multirate.model.load import load_decoder
 from multirate.hub import load_model
 library.FLAGS = ("-O0", *library.FLAGS[1:])
 library.kernel.cache_clear()

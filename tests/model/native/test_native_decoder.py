@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from multirate.errors import UserError
-from multirate.model.decoder import load_decoder
 from multirate.model.hf.decoder import HFDecoder
+from multirate.model.load import load_decoder
 from multirate.model.native import NativeDecoder, library
 from multirate.model.native.cache import from_native, to_native
 from multirate.model.rows import Rows
@@ -246,3 +246,19 @@ def test_missing_compiler_is_a_reason_not_a_crash(monkeypatch):
     finally:
         monkeypatch.delenv("MULTIRATE_NATIVE")
         library.kernel.cache_clear()
+
+
+def test_the_whole_context_is_run():
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SIZES, "max_position_embeddings": 131072}, head_dim=32)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+    decoder = load_decoder(model)
+    assert isinstance(decoder, NativeDecoder) and decoder.facts.max_positions == 131072
+    tokens = torch.randint(0, 133, (3,))
+    rows = Rows.causal(0, 0, 3)
+    rows.pos[:] += 131072 - 3  # no row sees another position but these three
+    cache = decoder.new_cache(1, 16)
+    ours = decoder.logits(decoder.layers(decoder.embed(tokens, rows.pos), rows, 0, 3, cache))
+    with torch.no_grad():
+        exact = model.float()(tokens[None], position_ids=torch.from_numpy(rows.pos.astype(np.int64))[None]).logits[0]
+    assert (ours - exact).norm() < 0.05 * exact.norm()

@@ -126,6 +126,11 @@ class HFDecoder(Decoder):
                 logits = parts.logits(hidden)
         except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
             raise UserError(f"{name} cannot be run: its layers could not be called one by one ({error})") from error
+        if logits.shape != expected.shape:
+            raise UserError(
+                f"{name} cannot be run: its own forward gives logits of {tuple(expected.shape)} for {_PROBE_TOKENS} "
+                "tokens (a prompt of its own put before them?), so it has a part that is not known"
+            )
         difference = (logits.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12)
         limit = 1e-3 if self.facts.dtype in (torch.float32, torch.float64) else 3e-2
         if not difference <= limit:

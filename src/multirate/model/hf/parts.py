@@ -141,8 +141,12 @@ class ModelParts:
 
     @property
     def device(self) -> torch.device:
+        """Where it computes; of offloaded weights, whose own place is the meta device, where accelerate brings them."""
         device = self.embed_tokens.weight.device
         assert isinstance(device, torch.device)
+        if device.type == "meta":
+            wanted = getattr(getattr(self.embed_tokens, "_hf_hook", None), "execution_device", None)
+            return torch.device("cpu" if wanted is None else wanted)
         return device
 
     def embed(self, ids: Tensor, position_ids: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ its call, so drafting and verifying give bit-identical logits: speculation in bf
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,19 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from multirate.errors import UserError
-from multirate.model.decoder import Decoder, DecoderFacts, LayerAdapter
+from multirate.errors import Notice, UserError
+from multirate.model.decoder import Decoder, DecoderFacts, LayerAdapter, NotPlain
 from multirate.model.hf.inspect import find_parts
 from multirate.model.kv_cache import LayerKV
 from multirate.model.native import library
 from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.packing import Owner, array_of, interleave_gate_up
+from multirate.model.native.plain import unknown_part
 from multirate.model.rows import Rows
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SPARE_BYTES = 64 << 20  # the largest K/V memory kept for the next generation
-LONGEST_TABLE = 32768  # rotary tables are computed for this many positions at most
+LONGEST_TABLE = 1 << 20  # rotary tables are computed for this many positions at most
+TABLE_CHUNK = 16384  # positions computed at once
 
 
 class NativeDecoder(Decoder):
@@ -56,6 +59,8 @@ class NativeDecoder(Decoder):
         """What of a known family's configuration the kernel cannot run; None: nothing."""
         kind = config.model_type
         parameter = next(model.parameters())
+        if parameter.is_meta:
+            return NotPlain("its weights are offloaded")
         if parameter.device.type != "cpu" or parameter.dtype != torch.bfloat16:
             return f"the native kernel runs bfloat16 on CPU, not {parameter.dtype} on {parameter.device}"
         d, dim = config.hidden_size, _head_dim(config)
@@ -70,6 +75,12 @@ class NativeDecoder(Decoder):
         rope = getattr(config, "rope_parameters", None) or {}
         if rope.get("rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
             return f"rotary type {rope.get('rope_type')} changes with the length"
+        try:
+            unknown = unknown_part(find_parts(model), kind)
+        except UserError as reason:  # no backend can run it
+            return str(reason)
+        if unknown is not None:
+            return unknown
         try:
             library.kernel()
         except library.NativeUnavailable as problem:
@@ -129,12 +140,20 @@ class NativeDecoder(Decoder):
         )
 
     def _rotary(self, parts: Any, config: Any) -> tuple[int | None, int | None, int]:
-        count = min(parts.max_positions or LONGEST_TABLE, LONGEST_TABLE)
+        wanted = parts.max_positions or LONGEST_TABLE
+        count = min(wanted, LONGEST_TABLE)
+        if wanted > count:
+            warnings.warn(
+                f"the native kernel runs the first {count} of the model's {wanted} positions", Notice, stacklevel=4
+            )
         self.facts = DecoderFacts(**{**vars(self.facts), "max_positions": count})
-        like = torch.zeros(1, 1, config.hidden_size, dtype=torch.float32)
-        cos, sin = parts.rotary_module(like, torch.arange(count)[None])
-        half = self.head_dim // 2
-        return self._owner.floats(cos[0, :, :half]), self._owner.floats(sin[0, :, :half]), count
+        like, half = torch.zeros(1, 1, config.hidden_size, dtype=torch.float32), self.head_dim // 2
+        tables = torch.empty(2, count, half)
+        for start in range(0, count, TABLE_CHUNK):
+            positions = torch.arange(start, min(start + TABLE_CHUNK, count))[None]
+            for table, values in zip(tables, parts.rotary_module(like, positions), strict=True):
+                table[start : start + TABLE_CHUNK] = values[0, :, :half]
+        return self._owner.address(tables[0]), self._owner.address(tables[1]), count
 
     def pack(self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None) -> library.Layer:
         """Layer `index` in the kernel's form. deltas: site (q, o, gate, up, down) → what is added to its weight."""

@@ -1,0 +1,44 @@
+"""Which decoder runs a model: the packed kernel where it knows every part, else the model's own layers."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+
+from multirate.errors import Notice, UserError
+from multirate.model.cuda.decoder import GraphedDecoder
+from multirate.model.decoder import Decoder, NotPlain
+from multirate.model.hf.decoder import HFDecoder
+from multirate.model.native.decoder import NativeDecoder
+
+BACKENDS = ("auto", "hf", "native")
+
+
+def why_not_native(model: nn.Module) -> str | None:
+    """Why backend "auto" runs the model's own layers; None: it packs its weights for the native kernel."""
+    return NativeDecoder.supports(model)
+
+
+def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
+    """The decoder that runs `model`.
+
+    backend: "native" (packed weights, our kernel), "hf" (the model's own layers; on CUDA recorded and replayed), or
+    "auto", which takes native where that supports the model and says so where it ought to but cannot. Raises UserError
+    with the reason for a model or backend that cannot be used.
+    """
+    if backend not in BACKENDS:
+        raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
+    if backend != "hf":
+        reason = why_not_native(model)
+        if reason is None:
+            return NativeDecoder(model)
+        if backend == "native":
+            raise UserError(f"backend='native' cannot run this model: {reason}; use backend='hf' or 'auto'")
+        NativeDecoder.say_fallback(reason)
+        if isinstance(reason, NotPlain):
+            warnings.warn(f"the model's own layers are run, not packed weights: {reason}", Notice, stacklevel=3)
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    return GraphedDecoder(model) if device.type == "cuda" else HFDecoder(model)

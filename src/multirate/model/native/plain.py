@@ -1,0 +1,131 @@
+"""Whether a model's modules are the plain ones whose weights alone say what they compute.
+
+The kernel reads weights and knows the families' forward passes by heart. What else a module may do (a LoRA wrapper, a
+hook, a parametrisation, a quantised or offloaded weight) is not in its weight, so such a module must not be packed.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multirate.model.decoder import NotPlain
+from multirate.model.hf.parts import LayerParts, ModelParts
+from multirate.model.weight_watch import foreign
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_LINEARS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+
+
+def unknown_part(parts: ModelParts, family: str) -> NotPlain | None:
+    """The first module of a Llama-like model that is not plain, by name, and why; None: all of them are.
+
+    family: transformers' name of the model type, whose classes are expected.
+    """
+    names = {module: name for name, module in parts.model.named_modules(remove_duplicate=False)}
+    home = f"transformers.models.{family}.modeling_{family}"
+    for module, kind in _modules(parts):
+        reason = _own_behaviour(module) or _of_other_class(module, kind, home) or _unusual_weight(module, kind)
+        if reason is not None:
+            return NotPlain(f"{names.get(module) or 'the model'} {reason}")
+    for layer in parts.layers:
+        reason = _other_arithmetic(layer, parts)
+        if reason is not None:
+            return NotPlain(f"{names[layer.module]} {reason}")
+    return None
+
+
+def _modules(parts: ModelParts) -> Iterator[tuple[nn.Module, type[nn.Module] | None]]:
+    """Every module that the kernel stands in for, and its class where that is torch's (None: the family's own)."""
+    yield parts.model, None
+    yield parts.base, None
+    yield parts.embed_tokens, nn.Embedding
+    for layer in parts.layers:
+        module: Any = layer.module
+        yield module, None
+        for block, linears in _LINEARS.items():
+            inner = getattr(module, block)
+            yield inner, None
+            for name in linears if layer.moe is None or block == "self_attn" else ():
+                yield getattr(inner, name), nn.Linear
+        if layer.moe is not None:
+            yield layer.moe.router, None
+        for name in ("q_norm", "k_norm"):
+            if hasattr(module.self_attn, name):
+                yield getattr(module.self_attn, name), None
+        yield module.input_layernorm, None
+        yield module.post_attention_layernorm, None
+    if parts.rotary_module is not None:
+        yield parts.rotary_module, None
+    if parts.norm is not None:
+        yield parts.norm, None
+    yield parts.head, nn.Linear
+
+
+def _own_behaviour(module: nn.Module) -> str | None:
+    """What one module does beside its class's forward."""
+    if "forward" in vars(module):
+        offloaded = ", as offloaded modules have" if hasattr(module, "_hf_hook") else ""
+        return f"has a forward of its own (set on the instance{offloaded})"
+    for name in _HOOKS:
+        for hook in foreign(getattr(module, name)):
+            return f"has a {name.strip('_').removesuffix('s').replace('_', ' ')} ({_called(hook)})"
+    if hasattr(module, "parametrizations"):
+        return f"is parametrised ({', '.join(module.parametrizations)})"  # type: ignore[arg-type]
+    return None
+
+
+def _of_other_class(module: nn.Module, kind: type[nn.Module] | None, home: str) -> str | None:
+    cls = type(module)
+    if kind is not None and cls is not kind:
+        return f"is a {cls.__module__.partition('.')[0]} {cls.__name__}, not a plain {kind.__name__}"
+    if kind is None and cls.__module__ != home:
+        return f"is a {cls.__module__.partition('.')[0]} {cls.__name__}, not one of {home}"
+    source = next(one for one in cls.__mro__ if "forward" in vars(one))
+    forward = vars(source)["forward"]
+    if not isinstance(forward, types.FunctionType) or forward.__module__ != source.__module__:
+        return f"is a {cls.__name__} whose class was given another forward ({_called(forward)})"
+    return None
+
+
+def _unusual_weight(module: nn.Module, kind: type[nn.Module] | None) -> str | None:
+    for name, parameter in module.named_parameters(recurse=False):
+        if type(parameter) not in (nn.Parameter, Tensor) or parameter.layout != torch.strided:
+            return f"has a {name} that is a {type(parameter).__name__}, not a plain tensor"
+        if parameter.device.type != "cpu":
+            return f"has its {name} on {parameter.device}, not on the CPU"
+        if kind is not None and parameter.dtype != torch.bfloat16:
+            return f"has a {name} of {str(parameter.dtype).removeprefix('torch.')}, not bfloat16"
+    if kind is not None and not isinstance(vars(module)["_parameters"].get("weight"), Tensor):
+        return "has no weight among its parameters"
+    return None
+
+
+def _other_arithmetic(layer: LayerParts, parts: ModelParts) -> str | None:
+    """A number or function that the family's forward reads from the instance and the kernel from the configuration."""
+    module: Any = layer.module
+    attention = module.self_attn
+    for norm in (module.input_layernorm, module.post_attention_layernorm):
+        if norm.variance_epsilon != parts.config.rms_norm_eps:
+            return f"has a norm with epsilon {norm.variance_epsilon}, the configuration has {parts.config.rms_norm_eps}"
+    if attention.scaling != attention.head_dim**-0.5:
+        return f"scales its attention scores by {attention.scaling}"
+    biases = {name: getattr(attention, name).bias is not None for name in ("q_proj", "k_proj", "v_proj")}
+    if len(set(biases.values())) > 1:
+        return f"has a bias in {' and '.join(name for name, has in biases.items() if has)} alone"
+    if layer.moe is None:
+        if type(module.mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+            return f"has the activation {type(module.mlp.act_fn).__name__}"
+        for name in _LINEARS["mlp"]:
+            if getattr(module.mlp, name).bias is not None:
+                return f"has a bias in {name}"
+    return None
+
+
+def _called(function: Any) -> str:
+    home = getattr(function, "__module__", None) or type(function).__module__
+    return f"{home}.{getattr(function, '__qualname__', type(function).__qualname__)}"

@@ -1,0 +1,282 @@
+"""Only plain modules are packed: whatever else a module does is done by the model's own layers, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
+
+from multirate import attach
+from multirate.errors import Notice, UserError
+from multirate.model.hf.decoder import HFDecoder
+from multirate.model.native import NativeDecoder
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=133, hidden_size=128, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15,
+)  # fmt: skip
+PROMPT = [7, 3, 99, 42, 5]
+NEW = 24
+
+
+def make(config: Any = None) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config or LlamaConfig(**SIZES, head_dim=32)).to(torch.bfloat16).eval()
+
+
+def answer(model: Any, **options: Any) -> list[int]:
+    engine = attach(model, **options)
+    return engine.generate([PROMPT], stop=engine.stopping(NEW)).sequences[0]
+
+
+class Louder(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1.5
+
+
+class Minus(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return -weight
+
+
+class Doubled(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.down_proj = block, block.down_proj
+        self.gate_proj, self.up_proj, self.act_fn = block.gate_proj, block.up_proj, block.act_fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.block(x)
+
+
+def lora(model: Any, **settings: Any) -> Any:
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **settings)
+    return peft.get_peft_model(model, config).eval()
+
+
+def subclass(model: Any) -> Any:
+    old = model.model.layers[1].self_attn.o_proj
+    new = Louder(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16)
+    new.load_state_dict(old.state_dict())
+    model.model.layers[1].self_attn.o_proj = new
+    return model
+
+
+def hook(model: Any) -> Any:
+    model.model.layers[2].mlp.register_forward_hook(lambda module, inputs, output: output * 0.5)
+    return model
+
+
+def pre_hook(model: Any) -> Any:
+    model.model.layers[0].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2, *inputs[1:]))
+    return model
+
+
+def parametrised(model: Any) -> Any:
+    nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", Minus())
+    return model
+
+
+def own_forward(model: Any) -> Any:
+    attention = model.model.layers[1].self_attn
+    before = attention.forward
+    attention.forward = lambda *a, **k: (before(*a, **k)[0] * 3, None)
+    return model
+
+
+def other_block(model: Any) -> Any:
+    model.model.layers[0].mlp = Doubled(model.model.layers[0].mlp)
+    return model
+
+
+def other_scale(model: Any) -> Any:
+    model.model.layers[0].self_attn.scaling *= 2
+    return model
+
+
+def one_bias(model: Any) -> Any:
+    linear = model.model.layers[0].self_attn.k_proj
+    linear.bias = nn.Parameter(torch.randn(linear.out_features, dtype=torch.bfloat16))
+    return model
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "lora": (lora, "peft"),
+    "lora-within": (lambda model: lora(model).get_base_model(), "q_proj is a peft Linear"),
+    "subclass": (subclass, "layers.1.self_attn.o_proj is a .* Louder, not a plain Linear"),
+    "hook": (hook, "layers.2.mlp has a forward hook"),
+    "pre-hook": (pre_hook, "layers.0 has a forward pre hook"),
+    "parametrised": (parametrised, "layers.0.mlp.up_proj is .*parametri"),
+    "own-forward": (own_forward, "layers.1.self_attn has a forward of its own"),
+    "other-block": (other_block, "layers.0.mlp is a .* Doubled"),
+    "other-scale": (other_scale, "layers.0 scales its attention scores"),
+    "one-bias": (one_bias, "layers.0 has a bias in k_proj alone"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_not_plain_is_run_by_its_own_layers(name: str) -> None:
+    change, named = CHANGES[name]
+    model = change(make())
+    with torch.no_grad():
+        plain, changed = make()(torch.tensor([PROMPT])).logits, model(torch.tensor([PROMPT])).logits
+    assert (plain - changed).norm() > 0.05 * plain.norm()  # ignoring it would be seen
+    with pytest.warns(Notice, match=f"own layers are run.*{named}") as caught:
+        engine = attach(model)
+    assert isinstance(engine.decoder, HFDecoder) and len(caught) == 1 and "\n" not in str(caught[0].message)
+    assert engine.generate([PROMPT], stop=engine.stopping(NEW)).sequences[0] == answer(model, backend="hf")
+    with pytest.raises(UserError, match=named):
+        attach(model, backend="native")
+
+
+@pytest.mark.parametrize("config", [None, Qwen3Config(**SIZES, head_dim=64)])
+def test_plain_models_are_packed_without_a_word(config: Any) -> None:
+    model = make(config)
+    model(torch.tensor([PROMPT]), output_hidden_states=True, output_attentions=True)  # leaves transformers' hooks
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(attach(model).decoder, NativeDecoder)
+
+
+def test_mixtures_without_a_store_say_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach(make(MixtralConfig(**SIZES, num_local_experts=4)))
+
+
+def test_a_merged_lora_is_packed() -> None:
+    model = lora(make())
+    merged = copy.deepcopy(model).merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = attach(merged)
+    assert isinstance(engine.decoder, NativeDecoder)
+    tokens = torch.tensor([PROMPT])
+    cache = engine.decoder.new_cache(1, 16)
+    from multirate.model.rows import Rows
+
+    rows = Rows.causal(0, 0, len(PROMPT))
+    hidden = engine.decoder.layers(engine.decoder.embed(tokens[0], rows.pos), rows, 0, 3, cache)
+    with torch.no_grad():
+        exact, plain = model.float()(tokens).logits[0], make().float()(tokens).logits[0]
+    difference = (engine.decoder.logits(hidden) - exact).norm()
+    assert difference < 0.05 * exact.norm() < (plain - exact).norm()
+
+
+def test_offloaded_modules_are_not_packed() -> None:
+    from accelerate import cpu_offload
+
+    model, expected = make(), answer(make(), backend="hf")
+    cpu_offload(model.model.layers[1], execution_device=torch.device("cpu"))
+    with pytest.warns(Notice, match=r"layers\.1.* has a forward of its own \(.*offloaded"):
+        assert answer(model) == expected
+
+
+def test_a_model_offloaded_as_a_whole_is_run() -> None:
+    from accelerate import cpu_offload
+
+    model, expected = make(), answer(make(), backend="hf")
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.warns(Notice, match="offloaded"):
+        assert answer(model) == expected
+
+
+def test_learned_prompts_are_refused_in_a_sentence() -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.warns(Notice), pytest.raises(UserError, match="cannot be run"):
+        attach(peft.get_peft_model(make(), config))
+
+
+def test_a_quantised_weight_is_not_packed() -> None:
+    class Small(torch.Tensor):
+        pass
+
+    model = make()
+    linear = model.model.layers[1].mlp.gate_proj
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Small), requires_grad=False)
+    with pytest.warns(Notice, match=r"layers\.1\.mlp\.gate_proj has a weight that is a Small"):
+        assert isinstance(attach(model).decoder, HFDecoder)
+
+
+def through_data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(1.25)
+
+
+def one_of_its_tensors(model: Any) -> None:
+    model.model.layers[1].mlp.down_proj.weight.data.neg_()
+
+
+def other_storage(model: Any) -> None:
+    weight = model.model.layers[1].mlp.down_proj.weight
+    weight.data = -weight.data
+
+
+def new_parameter(model: Any) -> None:
+    linear = model.model.layers[1].mlp.down_proj
+    linear.weight = nn.Parameter(-linear.weight.detach())
+
+
+def state_dict(model: Any) -> None:
+    model.load_state_dict({name: -value for name, value in model.state_dict().items()})
+
+
+def optimizer_step(model: Any) -> None:
+    weight = model.lm_head.weight
+    weight.grad = torch.randn_like(weight)
+    torch.optim.SGD([weight], lr=1.0).step()
+
+
+@pytest.mark.parametrize(
+    "change", [through_data, one_of_its_tensors, other_storage, new_parameter, state_dict, optimizer_step]
+)
+def test_changed_weights_are_packed_again(change: Callable[[Any], None]) -> None:
+    model = make()
+    engine = attach(model)
+    stop = engine.stopping(NEW)
+    before = engine.generate([PROMPT * 3], stop=stop).sequences
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine.generate([PROMPT * 3], stop=stop).sequences == before
+    change(model)
+    expected = attach(copy.deepcopy(model)).generate([PROMPT * 3], stop=stop).sequences
+    assert expected != before
+    for method in ("autoregressive", "layerskip"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert engine.generate([PROMPT * 3], stop=stop, method=method, speculate="always").sequences == expected
+        assert [str(w.message) for w in caught if w.category is Notice] == (
+            ["the model was changed after its weights were packed: packed again"] if method == "autoregressive" else []
+        )
+
+
+def test_a_lora_put_on_after_attaching_is_heard() -> None:
+    model = make()
+    engine = attach(model)
+    stop = engine.stopping(NEW)
+    engine.generate([PROMPT * 3], stop=stop)
+    adapted = lora(model)
+    with pytest.warns(Notice, match="own layers are run"):
+        got = engine.generate([PROMPT * 3], stop=stop).sequences
+    assert got == attach(adapted, backend="hf").generate([PROMPT * 3], stop=stop).sequences
+    with adapted.disable_adapter():  # the K/V kept from the last answer are of other weights
+        plain = engine.generate([PROMPT * 3], stop=stop).sequences
+    assert plain == attach(make(), backend="hf").generate([PROMPT * 3], stop=stop).sequences != got
+
+
+def test_a_check_is_cheap() -> None:
+    import timeit
+
+    from multirate.model.weight_watch import WeightWatch
+
+    watch = WeightWatch(make())
+    assert not watch.changed()
+    assert min(timeit.repeat(watch.changed, number=20, repeat=5)) / 20 < 0.001  # 3 layers; about 0.02 ms

@@ -9,7 +9,8 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 PACKAGE = SOURCE / "multirate"
 LAYERS = (
-    ("errors", "io"),
+    ("errors",),
+    ("io", "turns"),
     ("model",),
     ("decoding",),
     ("methods",),
@@ -21,7 +22,7 @@ LAYERS = (
     ("cli",),
 )
 """From the bottom to the top: a part imports only from parts below it, and from itself."""
-MODEL_LAYERS = (("rows", "kv_cache", "decoder"), ("hf",), ("cuda", "native"), ("load",))
+MODEL_LAYERS = (("rows",), ("kv_cache",), ("decoder",), ("hf",), ("cuda", "native"), ("load",))
 """Within model/: the interface, the model's own layers, what is faster than these, and who chooses."""
 
 

@@ -17,7 +17,8 @@ from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.speculative import generate_speculative
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import Notice, UserError
-from multirate.hub import LoadedModel, load_model, load_offloaded, resolve_accelerator
+from multirate.experts.load import load_offloaded
+from multirate.hub import LoadedModel, load_model, resolve_accelerator
 from multirate.methods import spec
 from multirate.methods.spec import PLAIN, MethodSpec
 from multirate.model.decoder import Decoder

@@ -34,7 +34,6 @@ MIXTURE = "reference-mixture"
 EMBEDDED = {"reference": _REFERENCE / "model", MIXTURE: _REFERENCE / "mixture"}
 """Models of the package, by the name that stands for a folder wherever a model is named."""
 HUB_SECONDS = 5.0  # that the hub may take to answer at all
-_PREDICTOR = "predictor"  # folder beside a mixture's files
 
 
 @dataclass
@@ -79,13 +78,13 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown: accepted are {', '.join(DTYPES)}")
     source = _source(name)
-    place = _device(device)
+    place = find_device(device)
     _check_name(source, "model", "config.json")
-    with _explained(f"model {source}"):
+    with explained(f"model {source}"):
         files = _at_hand(source)
         model: Any = AutoModelForCausalLM.from_pretrained(files, dtype=DTYPES[dtype])
         model = model.to(place).eval()
-    with _explained(f"tokenizer of {source}"):
+    with explained(f"tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(files)
     return LoadedModel(model, tokenizer, name or "reference")
 
@@ -97,39 +96,16 @@ def model_folder(name: str) -> Path:
     _check_name(name, "model", "config.json")
     if Path(name).is_dir():
         return Path(name)
-    with _explained(f"model {name}"):
+    with explained(f"model {name}"):
         wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
         return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=not _hub_answers()))
-
-
-def load_offloaded(name: str, experts: str | os.PathLike[str], device: str = "auto") -> LoadedModel:
-    """A mixture-of-experts model without its experts, which stay in the store `experts`; `.experts` leads to them. On a
-    GPU the store is read into pinned RAM, and experts go from there to the GPU.
-
-    In the checkpoint's dtype. A predictor in the model's own folder `predictor` is added. Raises UserError as
-    load_model and ExpertStore.open do.
-    """
-    from multirate.experts.model import OffloadedExperts, load_without_experts
-    from multirate.experts.shards import Shards
-    from multirate.experts.store import ExpertStore
-
-    place, folder = _device(device), model_folder(name)
-    with Shards(folder) as shards:
-        store = ExpertStore.open(experts, shards.revision())
-    with _explained(f"model {name}"):
-        model = load_without_experts(folder, place)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    offloaded = OffloadedExperts(model, store)
-    if (folder / _PREDICTOR / ACCELERATOR_FILES[0]).is_file():
-        offloaded.add(folder / _PREDICTOR)
-    return LoadedModel(model, tokenizer, name, offloaded)
 
 
 def load_config(name: str | None = None) -> Any:
     """Only the configuration of a model (see load_model for names and errors)."""
     source = _source(name)
     _check_name(source, "model", "config.json")
-    with _explained(f"model {source}"):
+    with explained(f"model {source}"):
         return AutoConfig.from_pretrained(_at_hand(source))
 
 
@@ -141,7 +117,7 @@ def resolve_accelerator(name: str | os.PathLike[str]) -> Path:
     _check_name(text, "accelerator", ACCELERATOR_FILES[0])
     if Path(text).is_dir():
         return Path(text)
-    with _explained(f"accelerator {text}"):
+    with explained(f"accelerator {text}"):
         wanted = ["*.json", "*.safetensors"]
         folder = Path(snapshot_download(text, allow_patterns=wanted, local_files_only=not _hub_answers()))
     if not (folder / ACCELERATOR_FILES[0]).is_file():
@@ -168,7 +144,7 @@ def _hub_answers() -> bool:
     return True
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -192,7 +168,7 @@ def _check_name(name: str, kind: str, needed: str) -> None:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
     """Turns what loading may raise into one sentence. Defects of our own are let through."""
     try:
         yield

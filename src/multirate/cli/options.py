@@ -66,7 +66,8 @@ def keep_transformers_quiet() -> None:
 
 def load(model: str | None, dtype: str, device: str, experts: Path | None = None) -> LoadedModel:
     """The model, its experts in a store if one is given."""
-    from multirate.hub import load_model, load_offloaded
+    from multirate.experts.load import load_offloaded
+    from multirate.hub import load_model
 
     keep_transformers_quiet()
     if experts is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from multirate.hub import load_offloaded
+from multirate.experts.load import load_offloaded
 
 
 def offload(

@@ -20,7 +20,7 @@ class TrainSettings(MethodConfig):
     """Samples are cut to this many tokens."""
     gradient_accumulation: int = 1
     optimizer: Literal["muon", "adamw"] = "muon"
-    """muon: torch.optim.Muon on matrices, AdamW on the rest."""
+    """muon: our batched Muon (training/muon.py) on matrices, AdamW on the rest."""
     lr: float = 4e-3
     """Peak rate (Muon's is matched to AdamW's update size)."""
     final_lr: float = 0.05

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -59,4 +60,4 @@ def trained_method(name: str) -> TrainedMethod:
             ExpertForecastObjective,
             start_from_experts,
         )
-    raise UserError(f"Method '{name}' cannot be trained; accepted: {', '.join((*PRESETS, 'kangaroo', EXPERTS))}.")
+    raise UserError(f"Method {reprlib.repr(name)} cannot be trained; accepted: {', '.join((*PRESETS, 'kangaroo', EXPERTS))}.")

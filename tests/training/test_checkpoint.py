@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from multirate.engine import attach
 from multirate.errors import UserError
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import find_training
@@ -98,6 +102,136 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(UserError, match="not a folder"):
         Accelerator.from_pretrained(tmp_path / "other.safetensors", model)
+
+
+@pytest.mark.parametrize("method,field,value", [
+    ("m2r2-carry", "rank", 100_000_000), ("m2r2-carry", "rank", 10**30), ("m2r2-carry", "rank", 1 << 20),
+    ("m2r2-carry", "arla_dim", 1 << 19), ("m2r2-carry", "block_intermediate", 1 << 20),
+    ("m2r2-carry", "norm_eps", 10**400), ("m2r2-carry", "rope_theta", float("inf")),
+    ("m2r2-carry", "rope_theta", 0), ("m2r2-carry", "gates", [1, 1 << 40]), ("m2r2-carry", "gates", [[[[1]]]]),
+    ("kangaroo", "heads", 1 << 20), ("kangaroo", "head_dim", 1 << 20), ("kangaroo", "threshold", float("nan")),
+])
+def test_a_config_is_compared_before_anything_is_built(
+    tmp_path: Path, method: str, field: str, value: Any
+) -> None:
+    model = small()
+    accelerator(model, method).save_pretrained(tmp_path)
+    description = tmp_path / "accelerator.json"
+    good = json.loads(description.read_text())
+    description.write_text(json.dumps({**good, "config": {**good["config"], field: value}}))
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=r"accelerator\.(json|safetensors)") as caught:
+        Accelerator.from_pretrained(tmp_path, model)
+    assert field in str(caught.value) or "tensor '" in str(caught.value)
+    assert len(str(caught.value)) < 700
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000  # KiB
+
+
+@pytest.mark.parametrize("results,words", [
+    ([], "'results'"), ({"terms": 3}, "results.terms"), ({"terms": [3]}, r"results.terms\[0\]"),
+    ({"terms": [{"gate": "x", "draft_step": 1, "agreement": 0.5}]}, "gate' is 'x'"),
+    ({"terms": [{"gate": 1, "draft_step": 10**30, "agreement": 0.5}]}, "draft_step' is 1000"),
+    ({"terms": [{"gate": 1, "draft_step": 1, "agreement": "high"}]}, "agreement' is 'high'; accepted: a number"),
+    ({"terms": [{"gate": 1, "draft_step": 1, "agreement": 1e308}]}, "agreement"),
+    ({"terms": [{"gate": 1, "draft_step": 1, "agreement": float("nan")}]}, "agreement' is nan"),
+    ({"terms": [{"gate": 1, "draft_step": 1}]}, "agreement' is None"),
+])
+def test_malformed_results_are_refused(tmp_path: Path, results: Any, words: str) -> None:
+    model = small()
+    accelerator(model).save_pretrained(tmp_path)
+    description = tmp_path / "accelerator.json"
+    description.write_text(json.dumps({**json.loads(description.read_text()), "results": results}))
+    with pytest.raises(UserError, match=rf"accelerator\.json.*{words}"):
+        Accelerator.from_pretrained(tmp_path, model)
+
+
+def test_deep_nesting_and_ids_that_are_none_are_refused(tmp_path: Path) -> None:
+    model = small()
+    accelerator(model, draft_vocab=20).save_pretrained(tmp_path)
+    description, weights = tmp_path / "accelerator.json", tmp_path / "accelerator.safetensors"
+    good = description.read_text()
+    description.write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"accelerator\.json is nested too deeply"):
+        Accelerator.from_pretrained(tmp_path, model)
+    tensors = load_file(weights)
+    for ids in (torch.arange(31, 51), torch.arange(-1, 19), torch.zeros(20, dtype=torch.int64)):
+        save_file({**tensors, "draft_tokens": ids}, weights)
+        changed = {**json.loads(good), "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
+        description.write_text(json.dumps(changed))
+        with pytest.raises(UserError, match="'draft_tokens' must hold increasing token ids below 50"):
+            Accelerator.from_pretrained(tmp_path, model)
+    save_file({**tensors, "draft_tokens": torch.arange(20.0)}, weights)
+    changed = {**json.loads(good), "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
+    description.write_text(json.dumps(changed))
+    with pytest.raises(UserError, match=r"'draft_tokens' is torch\.float32"):
+        Accelerator.from_pretrained(tmp_path, model)
+
+
+ODD: list[Any] = [None, True, -1, 0, 3, 10**9, 10**30, 1e308, float("nan"), float("inf"), "", "x" * 5000, "é\x00", [],
+                  [1], [[[[]]]], {}, {"a": {"b": []}}, [0] * 1000]
+
+
+def corrupted(good: dict[str, Any], weights: bytes, draw: random.Random) -> tuple[bytes, bytes]:
+    """accelerator.json and the weights after one random damage; checksums match where the weights were changed."""
+    kind = draw.randrange(6)
+    text = json.dumps(good).encode()
+    if kind == 0:  # bytes of the description
+        changed = bytearray(text)
+        for _ in range(draw.randint(1, 8)):
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+        return bytes(changed), weights
+    if kind == 1:
+        return text[: draw.randrange(len(text))], weights
+    if kind == 2:  # bytes of the weights' header or body, with the checksum of the damaged file
+        damaged = bytearray(weights)
+        for _ in range(draw.randint(1, 8)):
+            damaged[draw.randrange(min(len(damaged), draw.choice((8, 400, 10**9))))] = draw.randrange(256)
+        damaged = damaged[: draw.choice((len(damaged), draw.randrange(len(damaged))))]
+        return json.dumps({**good, "weights_sha256": hashlib.sha256(damaged).hexdigest()}).encode(), bytes(damaged)
+    changed_json: dict[str, Any] = json.loads(text)
+    place: Any = changed_json
+    while True:  # any field, however deep
+        key = draw.choice(list(place) if isinstance(place, dict) else range(len(place)))
+        if isinstance(place[key], (dict, list)) and place[key] and draw.random() < 0.8:
+            place = place[key]
+            continue
+        break
+    if draw.random() < 0.2 and isinstance(place, dict):
+        del place[key]
+    else:
+        place[key] = draw.choice(ODD)
+    return json.dumps(changed_json).encode(), weights
+
+
+@pytest.mark.parametrize("method", ["m2r2-carry", "kangaroo"])
+def test_250_corrupted_accelerators_load_or_are_refused_in_a_sentence(tmp_path: Path, method: str) -> None:
+    model = small()
+    made = accelerator(model, method)
+    term = {"gate": 1, "draft_step": 1, "agreement": 0.5, "overlap": 0.5, "kl": 1.0}
+    made.results = {"rows": 9, "terms": [term], "early_exit": {"terms": [term]}, "simulated_tokens_per_step": 2.0}
+    made.save_pretrained(tmp_path)
+    description, weights = tmp_path / "accelerator.json", tmp_path / "accelerator.safetensors"
+    good, good_weights = json.loads(description.read_text()), weights.read_bytes()
+    draw, refused = random.Random(5), 0
+    engine, prompt = attach(model), [[1, 2, 3, 2, 3]]
+    stop = engine.stopping(6)
+    expected = engine.generate(prompt, stop=stop, speculate="never").sequences
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(125):  # of each of two methods
+        text, tensors = corrupted(good, good_weights, draw)
+        description.write_bytes(text)
+        weights.write_bytes(tensors)
+        try:
+            engine.add(tmp_path, f"damaged{number}")
+        except UserError as error:
+            refused += 1
+            assert len(str(error)) < 900, error
+            continue
+        if number % 25 == 0:  # whatever its weights are now: drafts never change the text
+            found = engine.generate(prompt, stop=stop, method=f"damaged{number}", speculate="always").sequences
+            assert found == expected
+    assert refused > 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200_000  # KiB
 
 
 def test_fingerprint_survives_a_cast_and_sees_every_tensor() -> None:

@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import json
 import pkgutil
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -160,7 +161,7 @@ def find_training(name: str) -> Training:
     spec = all_specs().get(name)
     if spec is None or spec.training is None:
         raise UserError(
-            f"method {name!r} cannot be trained; accepted: {', '.join(trainable())}"
+            f"method {reprlib.repr(name)} cannot be trained; accepted: {', '.join(trainable())}"
         )
     return spec.training
 

@@ -20,7 +20,7 @@ class NotPlain(str):
 
 
 class LayerAdapter(Protocol):
-    """What changes one layer for the accelerated rows (method.md §1.2, [ours])."""
+    """What changes one layer for the accelerated rows (docs/methods/m2r2.md, point 2)."""
 
     def deltas(self) -> Mapping[str, nn.Module]:
         """Maps site names among "q", "o", "gate", "up", "down", "mlp" to modules f.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import reprlib
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +21,11 @@ from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import find_training
 from multirate.training.custom_generate_loader import write_custom_generate
+from multirate.training.description import FORMAT, read_description
 from multirate.training.fingerprint import fingerprint
 from multirate.training.model_card import model_card
 
 WEIGHTS, DESCRIPTION, CARD = "accelerator.safetensors", "accelerator.json", "README.md"
-FORMAT = 1
 
 
 def describe_base(model: Any, name: str = "") -> dict[str, Any]:
@@ -96,10 +97,20 @@ class Accelerator:
         ``model`` is not the base the accelerator was trained for.
         """
         directory = _folder(source)
-        description = _description(directory / DESCRIPTION)
-        training = find_training(description["method"])
-        config = training.config.from_json(description["config"])
+        path = directory / DESCRIPTION
+        description = read_description(path, _read(path))
+        base = BaseShape.of(model.config)
+        try:
+            training = find_training(description["method"])
+            config = training.config.from_json(description["config"])
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
         _check_base(directory, description["base"], model)
+        try:
+            with torch.device("meta"):  # the shapes that the config means, without any memory for them
+                module = training.build(config, base)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
         weights = _read(directory / WEIGHTS)
         if hashlib.sha256(weights).hexdigest() != description["weights_sha256"]:
             raise UserError(f"{directory / WEIGHTS} is not the file that {DESCRIPTION} describes (another checksum: "
@@ -108,18 +119,31 @@ class Accelerator:
             tensors = load(weights)
         except (SafetensorError, ValueError, KeyError) as error:
             raise UserError(f"{directory / WEIGHTS} is not a readable safetensors file ({error}).") from None
-        module = training.build(config, BaseShape.of(model.config))
-        expected = {name: tuple(t.shape) for name, t in module.state_dict().items()}
-        found = {name: tuple(t.shape) for name, t in tensors.items()}
-        for name in sorted(expected.keys() | found.keys()):
-            if expected.get(name) != found.get(name):
-                raise UserError(f"{directory / WEIGHTS}: tensor '{name}' has shape {found.get(name, 'missing')}; "
-                                f"the config needs {expected.get(name, 'no such tensor')}.")
-        module.load_state_dict(tensors)
+        _check_tensors(directory / WEIGHTS, tensors, module, base)
+        module.load_state_dict({name: t.clone() for name, t in tensors.items()}, assign=True)
         first = next(iter(model.parameters()))
         module.to(device=first.device, dtype=dtype or first.dtype).eval().requires_grad_(False)
-        return Accelerator(description["method"], config, module, description["base"], description.get("training", {}),
-                           description.get("results", {}))
+        return Accelerator(description["method"], config, module, description["base"], description["training"],
+                           description["results"])
+
+
+def _check_tensors(path: Path, tensors: dict[str, torch.Tensor], module: nn.Module, base: BaseShape) -> None:
+    """UserError unless ``tensors`` are what ``module`` (on the meta device) holds: names, shapes, kinds and ids."""
+    expected = module.state_dict()
+    for name in sorted(expected.keys() | tensors.keys()):
+        wanted, found = expected.get(name), tensors.get(name)
+        if wanted is None or found is None or wanted.shape != found.shape:
+            raise UserError(f"{path}: tensor '{name}' has shape {_shape(found, 'missing')}; "
+                            f"the config needs {_shape(wanted, 'no such tensor')}.")
+        if found.dtype != wanted.dtype and not (wanted.is_floating_point() and found.is_floating_point()):
+            raise UserError(f"{path}: tensor '{name}' is {found.dtype}; the config needs {wanted.dtype}.")
+    tokens = tensors.get("draft_tokens")
+    if tokens is not None and (tokens.min() < 0 or tokens.max() >= base.vocab_size or (tokens.diff() <= 0).any()):
+        raise UserError(f"{path}: tensor 'draft_tokens' must hold increasing token ids below {base.vocab_size}.")
+
+
+def _shape(tensor: torch.Tensor | None, otherwise: str) -> tuple[int, ...] | str:
+    return otherwise if tensor is None else tuple(tensor.shape)
 
 
 def _folder(source: str | Path) -> Path:
@@ -137,29 +161,16 @@ def _read(path: Path) -> bytes:
                         f"and {WEIGHTS}.") from None
 
 
-def _description(path: Path) -> dict[str, Any]:
-    try:
-        description = json.loads(_read(path))
-    except ValueError:
-        raise UserError(f"{path} is not valid JSON (truncated or damaged); fetch or train it again.") from None
-    needed = {"format": int, "method": str, "config": dict, "base": dict, "weights_sha256": str}
-    for name, kind in needed.items():
-        if not isinstance(description, dict) or not isinstance(description.get(name), kind):
-            raise UserError(f"{path} has no valid field '{name}'; it is not a multirate accelerator.")
-    if description["format"] != FORMAT:
-        raise UserError(f"{path}: field 'format' is {description['format']}; this version reads {FORMAT}.")
-    return description
-
-
 def _check_base(directory: Path, trained_for: dict[str, Any], model: Any) -> None:
     here = describe_base(model)
-    wrong = [f"{name} {here[name]} instead of {trained_for.get(name)}"
+    wrong = [f"{name} {here[name]} instead of {reprlib.repr(trained_for.get(name))}"
              for name in ("architecture", "num_layers", "hidden_size", "vocab_size")
              if here[name] != trained_for.get(name)]
     if not wrong and here["fingerprint"] != trained_for.get("fingerprint"):
         wrong = ["other weights (another revision or a fine-tuned copy: fingerprint "
-                 f"{here['fingerprint'][:8]} instead of {str(trained_for.get('fingerprint'))[:8]})"]
+                 f"{here['fingerprint'][:8]} instead of {reprlib.repr(trained_for.get('fingerprint'))[1:9]})"]
     if wrong:
-        name = trained_for.get("name") or "another model"
+        name = trained_for.get("name")
+        name = reprlib.repr(name)[1:-1] if isinstance(name, str) and name else "another model"
         raise UserError(f"The accelerator in {directory} was trained for {name} and does not fit this model: "
                         f"{'; '.join(wrong)}.")

@@ -32,6 +32,7 @@ from multirate.methods.spec import Training, find_training, recommended
 from multirate.model.load import load_decoder
 from multirate.training.checkpoint import Accelerator, describe_base
 from multirate.training.data import Batch, BatchPlan, Sample, load_samples
+from multirate.training.memory import RELEASE_EVERY, bound_product_caches, memory_releaser
 from multirate.training.optimizers import learning_rate, optimizers
 from multirate.training.precision import low_precision
 from multirate.training.progress import TrainProgress, describe
@@ -71,6 +72,7 @@ def train(
     settings = settings or TrainSettings()
     method = method or recommended()
     find_training(method)
+    bound_product_caches()
     out = Path(out_dir)
     prepare_output(out, settings.overwrite)
     launcher = Launcher(mixed_precision="no", cpu=not torch.cuda.is_available())
@@ -201,6 +203,7 @@ class _Run:
         batches = plan.batches(self.step * s.gradient_accumulation * world + rank, world)
         summary, losses = Summary.empty(self.objective.terms, self.objective.has_arla), []
         saved_at, clock = time.monotonic(), time.monotonic()
+        release = memory_releaser()
         with TrainProgress(s.steps, self.step, self.main) as progress:
             while self.step < s.steps:
                 seen = 0
@@ -221,6 +224,8 @@ class _Run:
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
                 self.step += 1
+                if self.step % RELEASE_EVERY == 0:
+                    release()
                 stop, seen = self._together(stop_asked(), seen)
                 self.tokens += seen
                 progress.advance(self.step, seen)

@@ -20,7 +20,7 @@ class TrainSettings(MethodConfig):
     """Samples are cut to this many tokens."""
     gradient_accumulation: int = 1
     optimizer: Literal["muon", "adamw"] = "muon"
-    """muon: torch.optim.Muon on matrices, AdamW on the rest."""
+    """muon: our batched Muon (training/muon.py) on matrices, AdamW on the rest."""
     lr: float = 4e-3
     """Peak rate (Muon's is matched to AdamW's update size)."""
     final_lr: float = 0.05
@@ -54,8 +54,11 @@ class TrainSettings(MethodConfig):
         for name in ("steps", "gradient_accumulation", "log_every", "heldout_samples"):
             self.require(getattr(self, name) >= 1, name, "at least 1")
         self.require(self.max_length >= 2, "max_length", "at least 2")
-        self.require(self.tokens_per_batch >= self.max_length, "tokens_per_batch", f"at least max_length "
-                     f"({self.max_length})")
+        self.require(
+            self.tokens_per_batch >= self.max_length,
+            "tokens_per_batch",
+            f"at least max_length ({self.max_length}, which --max-length sets)",
+        )
         for name in ("lr", "grad_clip", "step_decay", "sharpness", "checkpoint_seconds"):
             self.require(getattr(self, name) > 0, name, "above 0")
         self.require(self.warmup_steps >= 0, "warmup_steps", "0 or more")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 import types
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -9,6 +11,9 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 from multirate.errors import UserError
 
 C = TypeVar("C", bound="MethodConfig")
+MAX_COUNT = 1 << 20
+"""Of anything that decides a tensor's size: a config may come from anywhere, and products of sizes must stay below
+2^63."""
 
 
 def _accepts(value: Any, hint: Any) -> bool:
@@ -20,10 +25,19 @@ def _accepts(value: Any, hint: Any) -> bool:
     if origin is tuple:
         return isinstance(value, (list, tuple)) and all(_accepts(v, get_args(hint)[0]) for v in value)
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return _is_finite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond any float
+        return False
 
 
 def _spell(hint: Any) -> str:
@@ -64,11 +78,16 @@ class MethodConfig:
         return [f.name for f in fields(cls)]
 
     def refuse(self, field: str, value: Any, accepted: str) -> None:
-        raise UserError(f"{type(self).__name__} field '{field}' is {value!r}; accepted: {accepted}.")
+        raise UserError(f"{type(self).__name__} field '{field}' is {reprlib.repr(value)}; accepted: {accepted}.")
 
     def require(self, condition: bool, field: str, accepted: str) -> None:
         if not condition:
             self.refuse(field, getattr(self, field), accepted)
+
+    def require_count(self, *names: str, least: int = 1) -> None:
+        """Sizes and counts: from ``least`` to MAX_COUNT."""
+        for name in names:
+            self.require(least <= getattr(self, name) <= MAX_COUNT, name, f"at least {least}, at most {MAX_COUNT}")
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary; ``from_json`` restores an equal config."""
@@ -83,7 +102,8 @@ class MethodConfig:
         for name in data:
             if name not in known:
                 raise UserError(
-                    f"{cls.__name__} has no field '{name}' (value {data[name]!r}); accepted fields: {', '.join(known)}."
+                    f"{cls.__name__} has no field {reprlib.repr(name)} (value {reprlib.repr(data[name])}); "
+                    f"accepted fields: {', '.join(known)}."
                 )
         try:
             return cls(**data)

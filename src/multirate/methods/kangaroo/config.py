@@ -27,12 +27,12 @@ class KangarooConfig(MethodConfig):
     max_draft: int = 6
 
     def check(self) -> None:
-        for name in ("exit_layer", "heads", "kv_heads", "head_dim", "max_draft"):
-            self.require(getattr(self, name) >= 1, name, "at least 1")
+        self.require_count("exit_layer", "heads", "kv_heads", "head_dim", "max_draft")
         self.require(self.heads % self.kv_heads == 0, "kv_heads", "a divisor of heads")
         self.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)")
         self.require(0 <= self.threshold <= 1, "threshold", "0 to 1")
-        self.require(self.norm_eps > 0, "norm_eps", "above 0")
+        self.require(0 < self.norm_eps <= 1, "norm_eps", "above 0, at most 1")
+        self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")
 
     def check_base(self, base: BaseShape) -> None:
         """Refuse a config that does not fit ``base``."""

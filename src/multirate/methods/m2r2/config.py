@@ -60,8 +60,8 @@ class M2R2Config(MethodConfig):
             "increasing layer counts of at least 1",
         )
         self.require(self.preset in PRESETS, "preset", " or ".join(PRESETS))
-        self.require(self.rank >= 1, "rank", "at least 1")
-        self.require(self.arla_dim >= 0, "arla_dim", "0 or more")
+        self.require_count("rank")
+        self.require_count("arla_dim", least=0)
         self.require(1 <= self.unroll_steps <= 16, "unroll_steps", "1 to 16")
         self.require(
             self.unroll_steps == 1 or self.carry,
@@ -69,10 +69,10 @@ class M2R2Config(MethodConfig):
             "1 when carry is false (without it every step is the first)",
         )
         self.require(self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2")
-        self.require(self.norm_eps > 0, "norm_eps", "above 0")
+        self.require(0 < self.norm_eps <= 1, "norm_eps", "above 0, at most 1")
+        self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")
         if self.block:
-            for name in ("block_intermediate", "block_heads", "block_kv_heads", "block_head_dim"):
-                self.require(getattr(self, name) >= 1, name, "at least 1 when block is true")
+            self.require_count("block_intermediate", "block_heads", "block_kv_heads", "block_head_dim")
             self.require(self.block_heads % self.block_kv_heads == 0, "block_kv_heads", "a divisor of block_heads")
             self.require(self.block_head_dim % 2 == 0, "block_head_dim", "an even number (rotary pairs)")
 

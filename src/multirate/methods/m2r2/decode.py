@@ -3,7 +3,7 @@
 A round: the accelerated rows of the root and of the tokens accepted since the last draft run with their *true*
 carried residuals (the latter only refresh the block's K/V); every further level runs the new nodes with the
 stream's own output as carried residual. The slow rows of all nodes go through the layers below the gate in the
-same calls, so verification starts at the gate (method.md §1.7).
+same calls, so verification starts at the gate (docs/methods/m2r2.md, point 7).
 """
 
 from __future__ import annotations

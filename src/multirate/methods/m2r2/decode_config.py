@@ -22,7 +22,7 @@ class M2R2DecodeConfig(MethodConfig):
     lookup: where the last tokens (this many at most, 0: never) occurred before in the text and the stream's best next
     token is what followed there, a draft may go on as the text did, without the stream (tree.py). [ours]
     trust: what a draft is judged by: confidence (the sharpened top-1 probability) or arla (the trained estimate that
-    the argmax agrees; method.md §1.5). Both were measured: docs/experiments.md.
+    the argmax agrees: docs/methods/m2r2.md, point 5). Both were measured: docs/experiments.md.
     """
 
     depth: int = 8

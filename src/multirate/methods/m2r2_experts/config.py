@@ -33,8 +33,8 @@ class ExpertForecastConfig(MethodConfig):
 
     def check(self) -> None:
         least = 0 if self.attention and self.sketch else 1
-        self.require(self.rank >= least, "rank", f"at least {least}")
-        self.require(self.sketch >= 0, "sketch", "0 or more")
+        self.require_count("rank", least=least)
+        self.require_count("sketch", least=0)
         self.require(1 <= self.ahead <= 8, "ahead", "1 to 8")
         for name in ("membership", "alignment"):
             self.require(getattr(self, name) >= 0, name, "0 or more")

@@ -23,7 +23,7 @@ _PROBE_TOKENS = 4
 
 
 class HFDecoder(Decoder):
-    """Runs rows through the layers of `model` (method.md: the base is frozen; nothing of it is changed).
+    """Runs rows through the layers of `model`, which is frozen: nothing of it is changed.
 
     Building it runs a four-token probe through the model's own forward and through the located parts; a model whose
     logits differ is refused with a UserError: an architecture with an unforeseen part cannot give wrong text silently.

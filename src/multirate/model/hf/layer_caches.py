@@ -25,9 +25,10 @@ class RecordingKV:
 
 
 class SharedKV:
-    """Serves given slow-stream keys and values, and ignores the ones the calling rows offer (method.md §1.2, [ours]).
+    """Serves given slow-stream keys and values, and ignores the ones the calling rows offer.
 
-    An accelerated residual run through layer i with it attends to the slow stream's K/V and writes nothing.
+    An accelerated residual run through layer i with it attends to the slow stream's K/V and writes nothing
+    (docs/methods/m2r2.md, point 2).
     `keys[i]`, `values[i]`: [B, H_kv, S, D] for each layer i that will be run.
     """
 

@@ -247,3 +247,30 @@ def test_missing_compiler_is_a_reason_not_a_crash(monkeypatch):
     finally:
         monkeypatch.delenv("MULTIRATE_NATIVE")
         library.kernel.cache_clear()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("count", [1, 7, 130])
+def test_filled_keys_and_values_have_the_bits_that_layers_write(name: str, count: int) -> None:
+    decoder = load_decoder(make(name), "native")
+    expected, got = decoder.new_cache(2, 8), decoder.new_cache(2, 8)
+    rows = Rows.concat([Rows.causal(0, 3, count), Rows.causal(1, 0, 2)])
+    torch.manual_seed(count)
+    hidden = torch.randn(len(rows), decoder.facts.hidden_size)
+    kept = hidden.clone()
+    for layer in (1, 2):
+        decoder.layers(hidden, rows, layer, layer + 1, expected)
+    decoder.fill_kv(rows, hidden, 1, 3, got)
+    assert torch.equal(hidden, kept)
+    for layer in range(3):
+        for ours, theirs in zip(got.standard(layer), expected.standard(layer), strict=True):
+            assert torch.equal(ours, theirs)
+    assert got.standard(2)[0][0, :, 3 : 3 + count].any()
+
+
+def test_head_without_the_norm_and_the_likeliest_tokens() -> None:
+    decoder = load_decoder(make("llama"), "native")
+    x = torch.randn(5, decoder.facts.hidden_size)
+    logits = decoder.logits(x)
+    torch.testing.assert_close(decoder.unembed(decoder.norm(x)), logits, atol=0.05, rtol=0.01)
+    assert decoder.top_tokens(logits, 4) == logits.topk(4).indices.tolist()

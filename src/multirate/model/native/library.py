@@ -169,6 +169,7 @@ def kernel() -> ctypes.CDLL:
         raise NativeUnavailable(f"the native kernel could not be built or loaded: {problem}") from problem
     integers, floats = ctypes.c_int, ctypes.c_float
     library.mr_layers.argtypes = [pointer] * 5 + [integers] + [pointer] * 6 + [integers] * 3
+    library.mr_fill_kv.argtypes = [pointer] * 4 + [integers] + [pointer] * 3 + [integers] * 3
     library.mr_linear.argtypes = [pointer, pointer, pointer, floats, integers, pointer, integers]
     library.mr_embed.argtypes = [pointer, pointer, integers, integers, floats, pointer]
     library.mr_greedy.argtypes = [pointer] * 6 + [integers] + [pointer] * 5 + [integers] * 3 + [pointer] * 4

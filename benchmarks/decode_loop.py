@@ -21,8 +21,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multirate.bench.provenance import collect
-from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.costs import CostModel, measure_costs
+from multirate.decoding.loop import generate
+from multirate.decoding.plain import PlainStep
 from multirate.decoding.stopping import StopSettings
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.config import M2R2Config
@@ -87,7 +88,7 @@ def main() -> None:
     stop = StopSettings(max_new_tokens=args.tokens)
 
     def ours() -> list[int]:
-        return generate_autoregressive(decoder, [prompt[0].tolist()], stop=stop).sequences[0]
+        return generate(decoder, PlainStep(), [prompt[0].tolist()], stop=stop).sequences[0]
 
     @torch.no_grad()
     def theirs() -> torch.Tensor:

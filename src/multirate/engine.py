@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from multirate.decoding.autoregressive import generate_autoregressive
-from multirate.decoding.drafter import Drafter
 from multirate.decoding.logits import SamplingSettings
-from multirate.decoding.prefix_cache import Conversation
+from multirate.decoding.loop import generate
+from multirate.decoding.plain import PlainStep
+from multirate.decoding.prefix_cache import PrefixCache
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
-from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import Notice, UserError
 from multirate.experts.load import load_offloaded
@@ -82,9 +83,9 @@ def attach(
 
 @dataclass
 class _Speculation:
-    """A drafter and how well its drafts have been accepted so far."""
+    """A speculative step and how well its drafts have been accepted so far."""
 
-    drafter: Drafter
+    step: SpeculativeStep
     prior: list[float]
     accepted: int = 0
     levels: int = 0
@@ -133,7 +134,7 @@ class Engine:
         self._requested = backend
         self._watch = WeightWatch(model)
         self._speculations: dict[str, _Speculation] = {}
-        self._conversations: dict[str, Conversation] = {}  # the newest last
+        self._prefix_caches: dict[str, PrefixCache] = {}  # the newest last
 
     @property
     def backend(self) -> str:
@@ -162,7 +163,7 @@ class Engine:
         if name in (PLAIN, "generate"):
             raise UserError(f"an accelerator cannot be named {name!r}: that is the name of a baseline")
         self.accelerators[name] = accelerator
-        for known in (self._speculations, self._conversations):
+        for known in (self._speculations, self._prefix_caches):
             for variant in [v for v in known if spec.parse_variant(v)[0] == name]:
                 del known[variant]
         if self.default == PLAIN:
@@ -242,34 +243,29 @@ class Engine:
         if speculation is not None and speculate == "auto" and not self._pays(speculation):
             speculation = None
         used = PLAIN if speculation is None else (method or self.default)
-        conversation = self._conversations.pop(used, Conversation()) if len(prompts) == 1 and self.keep_bytes else None
-        if speculation is None:
-            output = generate_autoregressive(
-                self.decoder, prompts, sampling, stop, on_tokens, conversation=conversation
-            )
-        else:
-            output = generate_speculative(
-                self.decoder, speculation.drafter, prompts, sampling, stop, on_tokens, conversation=conversation
-            )
+        step: Step = PlainStep() if speculation is None else speculation.step
+        kept = self._prefix_caches.pop(used, PrefixCache()) if len(prompts) == 1 and self.keep_bytes else None
+        output = generate(self.decoder, step, prompts, sampling, stop, on_tokens, prefix_cache=kept)
+        if speculation is not None:
             speculation.observe(output.stats)
-        if conversation is not None:
-            self._keep(used, conversation)
+        if kept is not None:
+            self._keep(used, kept)
         return output
 
     def forget(self) -> None:
-        """Drops the kept conversations: the next prompt is read from its first token (in the memory they had)."""
+        """Drops the kept prefixes: the next prompt is read from its first token (in the memory they had)."""
         with self._turns.taken():
-            for conversation in self._conversations.values():
-                conversation.tokens = []
+            for kept in self._prefix_caches.values():
+                kept.tokens = []
 
     def _follow_model(self) -> None:
         """Makes a new decoder where the model was changed since the last was made: packed weights are copies, and kept
-        conversations are of the weights that wrote them. Raises UserError if the backend cannot run it any more."""
+        prefixes are of the weights that wrote them. Raises UserError if the backend cannot run it any more."""
         if not self._watch.changed():
             return
         packed, before = self.backend == "native", self.decoder.facts
         self._speculations.clear()
-        self._conversations.clear()
+        self._prefix_caches.clear()
         if self.experts is None:
             self.decoder = load_decoder(self.model, self._requested)
         else:
@@ -283,10 +279,10 @@ class Engine:
         if packed and self.backend == "native":
             warnings.warn("the model was changed after its weights were packed: packed again", Notice, stacklevel=3)
 
-    def _keep(self, name: str, conversation: Conversation) -> None:
-        self._conversations[name] = conversation
-        while sum(kept.nbytes() for kept in self._conversations.values()) > self.keep_bytes:
-            self._conversations.pop(next(iter(self._conversations)))
+    def _keep(self, name: str, prefix_cache: PrefixCache) -> None:
+        self._prefix_caches[name] = prefix_cache
+        while sum(kept.nbytes() for kept in self._prefix_caches.values()) > self.keep_bytes:
+            self._prefix_caches.pop(next(iter(self._prefix_caches)))
 
     def _spec(self, name: str) -> MethodSpec:
         """A method of this engine by its name, which may carry settings."""
@@ -306,14 +302,14 @@ class Engine:
             drafter = self._spec(base).make_drafter(self.decoder, accelerator, settings)
             if drafter is None:
                 return None
-            self._speculations[name] = _Speculation(drafter, _card_rates(accelerator))
+            self._speculations[name] = _Speculation(SpeculativeStep(drafter), _card_rates(accelerator))
         return self._speculations[name]
 
     def _pays(self, speculation: _Speculation) -> bool:
         rates = speculation.rates()
         if rates is None:
             return True
-        verdict = speculation.drafter.costs(self.decoder).verdict(rates)
+        verdict = speculation.step.costs(self.decoder).verdict(rates)
         if not verdict.pays:
             self.notice = verdict.message
         return verdict.pays

@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 
-from multirate.decoding.drafter import Draft, Drafter
+from multirate.decoding.drafter import Draft, Drafter, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.model.decoder import Decoder
 from multirate.model.load import load_decoder
@@ -66,39 +66,39 @@ class ScriptedDrafter(Drafter):
     ) -> None:
         self.script, self.decoder, self.start, self.lazy = script, decoder, start, lazy
         self.finals: dict[int, list[Tensor]] = {}
-        self.rounds = 0
+        self.steps = 0
 
     def begin(self, cache: Any, sampler: Sampler) -> None:
         self.cache = cache
         self.finals = {}
 
-    def prefill(self, seqs: Any, prompts: Any, hidden_final: Any) -> None:
+    def prefill(self, seqs: Any, prompts: Any, hidden_final: Any, taps: Any) -> None:
         for b, prompt, hidden in zip(seqs, prompts, hidden_final, strict=True):
             assert hidden.shape[0] == len(prompt)
             self.finals[b] = [hidden]
 
-    def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
+    def draft(
+        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int], sampler: Sampler
+    ) -> list[Draft]:
         drafts = []
-        for b, root, limit in zip(seqs, roots, limits, strict=True):
-            assert root == sampler.tokens[b][-1]
+        for b, last, limit in zip(seqs, last_tokens, limits, strict=True):
+            assert last == sampler.tokens[b][-1]
             assert limit >= 0
             tokens, parents = self.script(b, sampler.tokens[b], limit)
             # positions past the model's last are the loop's business to cut; rotary angles exist for them all the same
             draft = Draft(tokens, parents)
-            self.rounds += 1
-            if self.decoder is not None and not (self.lazy and self.rounds % 2):
-                from multirate.decoding.speculative import _rows_for
-
-                rows = _rows_for(self.cache.lengths[b], b, draft)
-                x = self.decoder.embed(torch.tensor([root, *tokens]), rows.pos)
+            self.steps += 1
+            if self.decoder is not None and not (self.lazy and self.steps % 2):
+                rows = draft.rows(b, self.cache.lengths[b])
+                x = self.decoder.embed(torch.tensor([last, *tokens]), rows.pos)
                 draft.hidden = self.decoder.layers(x, rows, 0, self.start, self.cache)
             drafts.append(draft)
         return drafts
 
-    def accept(self, seq: int, path: list[int], hidden_final: Tensor) -> None:
-        assert hidden_final.shape[0] == len(path)
-        assert path[0] == 0
-        self.finals[seq].append(hidden_final)
+    def accept(self, seq: int, verified: Verified) -> None:
+        assert verified.accepted.shape[0] == len(verified.path)
+        assert verified.path[0] == 0
+        self.finals[seq].append(verified.accepted)
 
 
 def random_tree(rng: np.random.Generator, nodes: int, vocab: int) -> tuple[list[int], list[int]]:
@@ -131,7 +131,7 @@ def scripts(kind: str, futures: list[list[int]], vocab: int, seed: int) -> Calla
             drafted = ahead[:6]
             wrong_from = int(rng.integers(0, 7))
             return chain([t if i < wrong_from else (t + 1) % vocab for i, t in enumerate(drafted)])
-        if kind == "mixed":  # a different shape for every sequence and round
+        if kind == "mixed":  # a different shape for every sequence and step
             return scripts(["empty", "right", "tree", "half_right"][int(rng.integers(4))], futures, vocab, len(tokens))(
                 b, tokens, limit
             )

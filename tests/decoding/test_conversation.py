@@ -13,13 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multirate.decoding import session
-from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
-from multirate.decoding.prefix_cache import MIN_SHARED, Conversation
+from multirate.decoding.loop import generate
+from multirate.decoding.plain import PlainStep
+from multirate.decoding.prefix_cache import MIN_SHARED, PrefixCache
 from multirate.decoding.results import GenerationOutput
-from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.session import Session
+from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import PLAIN, attach
 from multirate.errors import UserError
@@ -89,18 +92,18 @@ def drafter_of(name: str, decoder: Decoder) -> Drafter:
 def generator(name: str, decoder: Decoder, checked: bool = False) -> Callable[..., GenerationOutput]:
     """generate(prompt, count, **settings) with one drafter that lives as long as the function."""
     if name == PLAIN:
-        return lambda prompt, count, conversation=None, **more: generate_autoregressive(
-            decoder, [prompt], stop=StopSettings(max_new_tokens=count), conversation=conversation, **more
+        return lambda prompt, count, prefix_cache=None, **more: generate(
+            decoder, PlainStep(), [prompt], stop=StopSettings(max_new_tokens=count), prefix_cache=prefix_cache, **more
         )
     drafter = drafter_of(name, decoder)
 
-    def check(cache: Any, sampler: Any) -> None:
+    def check(session: Session, step: Step) -> None:
         if checked:
-            check_invariants(decoder, cache, sampler.tokens, atol=2e-4)
+            check_invariants(session, step, atol=2e-4)
 
-    return lambda prompt, count, conversation=None, **more: generate_speculative(
-        decoder, drafter, [prompt], stop=StopSettings(max_new_tokens=count), after_round=check,
-        conversation=conversation, **more,
+    return lambda prompt, count, prefix_cache=None, **more: generate(
+        decoder, SpeculativeStep(drafter), [prompt], stop=StopSettings(max_new_tokens=count), after_step=check,
+        prefix_cache=prefix_cache, **more,
     )  # fmt: skip
 
 
@@ -120,11 +123,11 @@ def test_turns_are_as_if_read_from_the_start(
         pytest.skip("the native kernel cannot be built here")
     decoder, rng = decoders[backend], np.random.default_rng(seed)
     going_on = generator(name, decoder, checked=backend == "hf")
-    conversation, before = Conversation(), 0
+    prefix_cache, before = PrefixCache(), 0
     history: list[int] = rng.integers(3, VOCAB, 40).tolist()
     for _ in range(5):
         count = int(rng.choice([0, 1, 2, 9, 17]))
-        output = going_on(history, count, conversation)
+        output = going_on(history, count, prefix_cache)
         fresh = generator(name, decoder)(history, count)
         assert output.sequences == fresh.sequences
         assert counts(output) == counts(fresh), "drafts differ: what the drafter kept is not what it would compute"
@@ -159,16 +162,16 @@ def test_what_a_drafter_says_it_kept_is_what_it_would_compute(
     if backend not in decoders:
         pytest.skip("the native kernel cannot be built here")
     decoder, rng = decoders[backend], np.random.default_rng(seed)
-    drafter, conversation = drafter_of(name, decoder), Conversation()
+    drafter, prefix_cache = drafter_of(name, decoder), PrefixCache()
     history: list[int] = rng.integers(3, VOCAB, 30).tolist()
     for _ in range(6):
         stop = StopSettings(max_new_tokens=int(rng.choice([1, 2, 9, 30])))
-        output = generate_speculative(decoder, drafter, [history], stop=stop, conversation=conversation)
-        assert conversation.cache is not None
-        kept = drafter.kept(conversation.cache, len(conversation.tokens))
+        output = generate(decoder, SpeculativeStep(drafter), [history], stop=stop, prefix_cache=prefix_cache)
+        assert prefix_cache.cache is not None
+        kept = drafter.usable(prefix_cache.cache, len(prefix_cache.tokens))
         if kept:
             fresh = drafter_of(name, decoder)
-            generate_speculative(decoder, fresh, [[*conversation.tokens, 3]], stop=StopSettings(max_new_tokens=2))
+            generate(decoder, SpeculativeStep(fresh), [[*prefix_cache.tokens, 3]], stop=StopSettings(max_new_tokens=2))
             for ours, theirs in zip(own_store(drafter, kept), own_store(fresh, kept), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if backend == "native" else 1e-4)
         history = [*history, *output.sequences[0]]
@@ -181,47 +184,47 @@ def test_only_what_is_new_is_read(decoders: dict[str, Decoder], monkeypatch: pyt
     layers = decoder.layers
     monkeypatch.setattr(decoder, "layers", lambda x, *rest, **more: (read.append(len(x)), layers(x, *rest, **more))[1])
     for name in (PLAIN, *DRAFTERS):
-        conversation, generate = Conversation(), generator(name, decoder)
+        prefix_cache, generate = PrefixCache(), generator(name, decoder)
         prompt = [5, *range(3, 40)]
-        first = generate(prompt, 6, conversation)
+        first = generate(prompt, 6, prefix_cache)
         assert first.stats.resumed == 0
         after = [*prompt, *first.sequences[0], 9, 9, 9]
         read.clear()
-        second = generate(after, 6, conversation)
+        second = generate(after, 6, prefix_cache)
         # at most the last draft's rows, the token in common read again, the new ones, and the last emitted one
         assert second.stats.resumed >= len(prompt) + 6 - 1 - 9, name
         assert read[0] == len(after) - second.stats.resumed, name
 
 
 def test_other_prompts_and_batches_begin_anew(decoders: dict[str, Decoder]) -> None:
-    decoder, conversation = decoders["hf"], Conversation()
+    decoder, prefix_cache = decoders["hf"], PrefixCache()
     prompt, other = list(range(3, 30)), list(range(30, 57))
-    generate_autoregressive(decoder, [prompt], stop=StopSettings(5), conversation=conversation)
-    held = conversation.tokens
-    both = generate_autoregressive(decoder, [prompt, other], stop=StopSettings(5), conversation=conversation)
-    assert both.stats.resumed == 0 and conversation.tokens == held
-    out = generate_autoregressive(decoder, [other], stop=StopSettings(5), conversation=conversation)
+    generate(decoder, PlainStep(), [prompt], stop=StopSettings(5), prefix_cache=prefix_cache)
+    held = prefix_cache.tokens
+    both = generate(decoder, PlainStep(), [prompt, other], stop=StopSettings(5), prefix_cache=prefix_cache)
+    assert both.stats.resumed == 0 and prefix_cache.tokens == held
+    out = generate(decoder, PlainStep(), [other], stop=StopSettings(5), prefix_cache=prefix_cache)
     assert out.stats.resumed == 0
     assert out.sequences[0] == both.sequences[1]
-    assert conversation.tokens[: len(other)] == other
+    assert prefix_cache.tokens[: len(other)] == other
     few = [*other[: MIN_SHARED - 1], 5, 5, 5]
-    assert generate_autoregressive(decoder, [few], stop=StopSettings(2), conversation=conversation).stats.resumed == 0
+    assert generate(decoder, PlainStep(), [few], stop=StopSettings(2), prefix_cache=prefix_cache).stats.resumed == 0
 
 
 def test_the_same_prompt_again_reads_one_token_or_two(decoders: dict[str, Decoder]) -> None:
-    decoder, conversation, prompt = decoders["hf"], Conversation(), list(range(3, 30))
-    first = generate_autoregressive(decoder, [prompt], stop=StopSettings(5), conversation=conversation)
-    again = generate_autoregressive(decoder, [prompt], stop=StopSettings(5), conversation=conversation)
+    decoder, prefix_cache, prompt = decoders["hf"], PrefixCache(), list(range(3, 30))
+    first = generate(decoder, PlainStep(), [prompt], stop=StopSettings(5), prefix_cache=prefix_cache)
+    again = generate(decoder, PlainStep(), [prompt], stop=StopSettings(5), prefix_cache=prefix_cache)
     assert again.sequences == first.sequences
     assert again.stats.resumed == len(prompt) - 2
 
 
 @pytest.mark.parametrize("name", [PLAIN, *DRAFTERS])
 def test_an_interrupted_generation_leaves_nothing(decoders: dict[str, Decoder], name: str) -> None:
-    decoder, conversation, prompt = decoders["hf"], Conversation(), list(range(3, 30))
+    decoder, prefix_cache, prompt = decoders["hf"], PrefixCache(), list(range(3, 30))
     generate = generator(name, decoder)
     true = generate(prompt, 12).sequences
-    generate(prompt, 12, conversation)
+    generate(prompt, 12, prefix_cache)
     calls = []
 
     def stop_there(seq: int, tokens: list[int]) -> None:
@@ -230,44 +233,44 @@ def test_an_interrupted_generation_leaves_nothing(decoders: dict[str, Decoder], 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        generate([*prompt[:-2], 7, 7], 40, conversation, on_tokens=stop_there)
-    assert conversation.cache is None
-    after = generate(prompt, 12, conversation)
+        generate([*prompt[:-2], 7, 7], 40, prefix_cache, on_tokens=stop_there)
+    assert prefix_cache.cache is None
+    after = generate(prompt, 12, prefix_cache)
     assert after.sequences == true and after.stats.resumed == 0
 
 
 def test_sampled_turns_are_the_same_draws(decoders: dict[str, Decoder]) -> None:
     sampling = SamplingSettings(temperature=0.9, seed=5)
     for name in (PLAIN, *DRAFTERS):
-        generate, conversation = generator(name, decoders["hf"]), Conversation()
+        generate, prefix_cache = generator(name, decoders["hf"]), PrefixCache()
         prompt = list(range(3, 30))
-        first = generate(prompt, 8, conversation, sampling=sampling)
+        first = generate(prompt, 8, prefix_cache, sampling=sampling)
         after = [*prompt, *first.sequences[0], 4, 4]
-        second = generate(after, 12, conversation, sampling=sampling)
+        second = generate(after, 12, prefix_cache, sampling=sampling)
         assert second.stats.resumed > 0
         assert second.sequences == generator(name, decoders["hf"])(after, 12, sampling=sampling).sequences
 
 
-def test_a_conversation_longer_than_its_cache(
+def test_a_prefix_longer_than_its_cache(
     decoders: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "_NEXT_TURN_SLOTS", 0)
     for backend in decoders:
         for name in (PLAIN, "m2r2-carry", "kangaroo"):
             decoder = load_decoder(model(torch.float32 if backend == "hf" else torch.bfloat16), backend)
-            generate, conversation = generator(name, decoder), Conversation()
+            generate, prefix_cache = generator(name, decoder), PrefixCache()
             history = list(range(3, 20))
-            generate(history, 3, conversation)
-            cache = conversation.cache
+            generate(history, 3, prefix_cache)
+            cache = prefix_cache.cache
             assert cache is not None
             long = [*history, *(3 + i % 50 for i in range(300))]
             assert cache.capacity < len(long)
-            output = generate(long, 40, conversation)
+            output = generate(long, 40, prefix_cache)
             assert output.stats.resumed > 0
             assert output.sequences == generator(name, decoder)(long, 40).sequences, (backend, name)
 
 
-def test_an_engine_keeps_one_conversation_per_method_within_its_bytes() -> None:
+def test_an_engine_keeps_one_prefix_per_method_within_its_bytes() -> None:
     engine = attach(model(torch.float32), backend="hf")
     prompt = list(range(3, 30))
     for name in (PLAIN, "prompt_lookup"):

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.drafter import Draft
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.loop import generate
+from multirate.decoding.plain import PlainStep
 from multirate.decoding.results import GenerationOutput
-from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings, StopTracker
 from multirate.errors import UserError
 
@@ -34,11 +35,11 @@ def both(
     futures = oracle(model, prompts)
     drafter = ScriptedDrafter(scripts(kind, futures, 13, 4), decoder if start else None, start)
     streamed: list[list[int]] = [[] for _ in prompts]
-    out = generate_speculative(
-        decoder, drafter, prompts, stop=stop, on_tokens=lambda b, t: streamed[b].extend(t),
-        after_round=lambda cache, sampler: check_invariants(decoder, cache, sampler.tokens),
+    out = generate(
+        decoder, SpeculativeStep(drafter), prompts, stop=stop, on_tokens=lambda b, t: streamed[b].extend(t),
+        after_step=check_invariants,
     )  # fmt: skip
-    plain = generate_autoregressive(decoder, prompts, stop=stop)
+    plain = generate(decoder, PlainStep(), prompts, stop=stop)
     assert out.sequences == plain.sequences == streamed
     assert out.finish_reasons == plain.finish_reasons
     return out
@@ -92,10 +93,10 @@ def test_the_models_own_context_ends_a_sequence() -> None:
     out = both(StopSettings(max_new_tokens=50), "random", 1, prompts[:1])
     assert (len(out.sequences[0]), out.finish_reasons) == (6, ["context"])
     _, decoder = tiny(3)
-    full = generate_autoregressive(decoder, prompts, stop=StopSettings(max_new_tokens=50))
+    full = generate(decoder, PlainStep(), prompts, stop=StopSettings(max_new_tokens=50))
     assert (full.sequences[1], full.finish_reasons[1]) == ([], "context")
     with pytest.raises(UserError, match=f"{MAX_POSITIONS + 1} tokens"):
-        generate_autoregressive(decoder, [[1] * (MAX_POSITIONS + 1)])
+        generate(decoder, PlainStep(), [[1] * (MAX_POSITIONS + 1)])
 
 
 def test_stop_strings_across_token_borders() -> None:
@@ -156,8 +157,8 @@ def test_an_interrupt_leaves_nothing_broken() -> None:
 
     stop = StopSettings(max_new_tokens=20)
     with pytest.raises(KeyboardInterrupt):
-        generate_speculative(decoder, drafter, PROMPTS, stop=stop, on_tokens=interrupt)
-    out = generate_speculative(decoder, drafter, PROMPTS, stop=stop)
+        generate(decoder, SpeculativeStep(drafter), PROMPTS, stop=stop, on_tokens=interrupt)
+    out = generate(decoder, SpeculativeStep(drafter), PROMPTS, stop=stop)
     assert out.sequences == [reference(model, p, 20) for p in PROMPTS]
 
 
@@ -177,11 +178,11 @@ def test_drafts_that_break_the_contract(draft: Draft) -> None:
 )
 def test_prompts_are_refused(prompts: list[list[int]], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        generate_autoregressive(tiny(3)[1], prompts)
+        generate(tiny(3)[1], PlainStep(), prompts)
 
 
 def test_no_prompts() -> None:
-    assert generate_autoregressive(tiny(3)[1], []).sequences == []
+    assert generate(tiny(3)[1], PlainStep(), []).sequences == []
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_same_seed_same_text() -> None:
     _, decoder = tiny(3)
     s, stop = SamplingSettings(1.0, seed=5), StopSettings(max_new_tokens=12)
     assert (
-        generate_autoregressive(decoder, PROMPTS, s, stop).sequences
-        == generate_autoregressive(decoder, PROMPTS, s, stop).sequences
-        != generate_autoregressive(decoder, PROMPTS, SamplingSettings(1.0, seed=6), stop).sequences
+        generate(decoder, PlainStep(), PROMPTS, s, stop).sequences
+        == generate(decoder, PlainStep(), PROMPTS, s, stop).sequences
+        != generate(decoder, PlainStep(), PROMPTS, SamplingSettings(1.0, seed=6), stop).sequences
     )

@@ -13,11 +13,13 @@ import torch
 import transformers as tf
 from scipy.stats import chi2
 
-import multirate.decoding.speculative as speculative
+import multirate.decoding.acceptance as acceptance
 from multirate.decoding.acceptance import accept_greedy, accept_sampled
-from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.logits import SamplingSettings, draw
+from multirate.decoding.loop import generate
+from multirate.decoding.plain import PlainStep
+from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.methods.spec import find
 
@@ -97,7 +99,7 @@ class Adversary(Drafter):
             q[(np.arange(VOCAB) + tokens[-1]) % 2 == 0] = 0
         return q / q.sum()
 
-    def draft(self, seqs, roots, limits, sampler):  # type: ignore[no-untyped-def]
+    def draft(self, seqs, last_tokens, limits, sampler):  # type: ignore[no-untyped-def]
         drafts = []
         for b in seqs:
             if self.kind == "tree":  # not drawn from any q at all
@@ -135,8 +137,8 @@ CASES = [(s, k) for i, s in enumerate(SETTINGS) for k in (KINDS if s in ("plain"
 
 def sampled(settings: SamplingSettings, drafter: Drafter, count: int = 1200) -> np.ndarray:
     _, decoder = tiny(5, vocab=VOCAB)
-    out = speculative.generate_speculative(
-        decoder, drafter, [PROMPT] * count, settings, StopSettings(max_new_tokens=NEW)
+    out = generate(
+        decoder, SpeculativeStep(drafter), [PROMPT] * count, settings, StopSettings(max_new_tokens=NEW)
     )
     return counted(out.sequences)
 
@@ -147,9 +149,9 @@ def test_distribution_is_kept(setting: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("setting", ["plain", "all"])
-def test_autoregressive_has_it_too(setting: str) -> None:
+def test_plain_decoding_has_it_too(setting: str) -> None:
     _, decoder = tiny(5, vocab=VOCAB)
-    out = generate_autoregressive(decoder, [PROMPT] * 1200, SETTINGS[setting], StopSettings(max_new_tokens=NEW))
+    out = generate(decoder, PlainStep(), [PROMPT] * 1200, SETTINGS[setting], StopSettings(max_new_tokens=NEW))
     assert p_value(counted(out.sequences), analytic(SETTINGS[setting], 5)) > ALARM
 
 
@@ -179,7 +181,7 @@ def _by_target_only(draft, p, q, generator):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("rule", [_always, _no_residual, _by_target_only])
 def test_a_wrong_rule_is_noticed(rule: Callable, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[type-arg]
     """By at least one of the adversaries, all of which `test_distribution_is_kept` runs."""
-    monkeypatch.setattr(speculative, "accept_sampled", rule)
+    monkeypatch.setattr(acceptance, "accept_sampled", rule)
     kinds = ("spike", "skewed", "holes")
     assert any(p_value(sampled(SETTINGS["plain"], Adversary(k)), analytic(SETTINGS["plain"], 5)) < ALARM for k in kinds)
 

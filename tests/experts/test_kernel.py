@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from multirate.decoding.autoregressive import generate_autoregressive
+from multirate.decoding.loop import generate
+from multirate.decoding.plain import PlainStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.experts.controller import SelfDisabling
@@ -30,10 +31,10 @@ STOP = StopSettings(max_new_tokens=24)
 IDS = torch.randint(2, 61, (60,), generator=torch.Generator().manual_seed(2))
 
 
-def generate(mixture: Any, runtime: ExpertRuntime, prompts: list[list[int]]) -> list[list[int]]:
+def answers(mixture: Any, runtime: ExpertRuntime, prompts: list[list[int]]) -> list[list[int]]:
     _, offload, decoder = mixture
     offload.runtime = runtime
-    return generate_autoregressive(decoder, prompts, stop=STOP).sequences
+    return generate(decoder, PlainStep(), prompts, stop=STOP).sequences
 
 
 def follow(mixture: Any, runtime: ExpertRuntime, count: int = len(IDS)) -> torch.Tensor:
@@ -132,9 +133,9 @@ def test_the_stream_that_runs_ahead_is_the_models_own(mixture: Any, depth: int) 
         assert stats.issued > 20 and stats.precision > 0.9 and stats.recall > 0.5
         batch = [[5, 9, 2, 44, 17, 30, 8], [3, 4, 50], [7]]
         with runtime_of(mixture, None) as resident, runtime_of(mixture, 9, "accelerated", depth=depth) as runtime:
-            assert generate(mixture, runtime, batch) == generate(mixture, resident, batch)
+            assert answers(mixture, runtime, batch) == answers(mixture, resident, batch)
         with runtime_of(mixture, 9, "accelerated", kernel=False, depth=1) as python:  # which asks the next router
-            generate(mixture, python, batch)
+            answers(mixture, python, batch)
             assert python.stats.issued > 0
     finally:
         offload.forecast = before
@@ -167,7 +168,7 @@ def test_threads_or_the_system_may_read(mixture: Any, threads: int) -> None:
     with runtime_of(mixture, None) as resident, runtime_of(mixture, 4, "next_layer_gate", threads=threads) as runtime:
         for slot in runtime.memory.slots:
             slot.fill_(0xFF)  # NaN: an unread slot would be seen
-        assert generate(mixture, runtime, prompts) == generate(mixture, resident, prompts)
+        assert answers(mixture, runtime, prompts) == answers(mixture, resident, prompts)
 
 
 def test_a_disk_that_goes_away_and_comes_back(mixture: Any) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers as tf
 
-from multirate.decoding.autoregressive import generate_autoregressive
-from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.loop import generate
+from multirate.decoding.plain import PlainStep
+from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.experts.model import PREDICTORS, OffloadedExperts
@@ -54,14 +55,14 @@ def test_bits_do_not_depend_on_what_is_loaded_when(mixture: Any, predictor: str,
     _, offload, decoder = mixture
     stop = StopSettings(max_new_tokens=14)
     offload.use()
-    resident = generate_autoregressive(decoder, PROMPTS, stop=stop).sequences
-    alone = [generate_autoregressive(decoder, [prompt], stop=stop).sequences[0] for prompt in PROMPTS]
+    resident = generate(decoder, PlainStep(), PROMPTS, stop=stop).sequences
+    alone = [generate(decoder, PlainStep(), [prompt], stop=stop).sequences[0] for prompt in PROMPTS]
     assert resident == alone, "a row depends on its neighbours"
     for eviction in ("none", "lru", "least_stale"):
         runtime = offload.use(ExpertSettings(slots * offload.store.index.record.bytes, eviction), predictor)
         for slot in runtime.memory.slots:
             slot.fill_(0xFF)
-        assert generate_autoregressive(decoder, PROMPTS, stop=stop).sequences == resident
+        assert generate(decoder, PlainStep(), PROMPTS, stop=stop).sequences == resident
         if predictor in ("next_layer_gate", "accelerated") and (slots > 4 or eviction == "none"):
             assert runtime.stats.issued > 0
 
@@ -71,11 +72,11 @@ def test_self_speculation_with_experts_on_disk(mixture: Any) -> None:
     _, offload, decoder = mixture
     stop = StopSettings(max_new_tokens=20)
     offload.use(ExpertSettings(4 * offload.store.index.record.bytes), "next_layer_gate")
-    plain = generate_autoregressive(decoder, PROMPTS, stop=stop).sequences
+    plain = generate(decoder, PlainStep(), PROMPTS, stop=stop).sequences
     for name, options in (("layerskip", {"exit_layer": 3, "confidence": 0.0}), ("prompt_lookup", None)):
         drafter = find(name).make_drafter(decoder, None, options)
         assert drafter is not None
-        output = generate_speculative(decoder, drafter, PROMPTS, stop=stop)
+        output = generate(decoder, SpeculativeStep(drafter), PROMPTS, stop=stop)
         assert output.sequences == plain
         assert name != "layerskip" or output.stats.accepted > 0
 

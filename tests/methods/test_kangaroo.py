@@ -6,10 +6,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.logits import SamplingSettings
-from multirate.decoding.sampler import Sampler
-from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.loop import generate
+from multirate.decoding.plain import PlainStep
+from multirate.decoding.session import Session
+from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.common.teacher import Teacher
@@ -72,7 +74,7 @@ def test_greedy_equals_plain_decoding_and_the_adapter_cache_has_no_holes(thresho
     stop = StopSettings(max_new_tokens=23)
     accepted = 0
 
-    def check(cache: object, sampler: Sampler) -> None:
+    def check(session: Session, step: Step) -> None:
         """Every adapter slot in place holds what one pass over the true tokens gives."""
         nonlocal accepted
         assert drafter._own is not None
@@ -82,14 +84,14 @@ def test_greedy_equals_plain_decoding_and_the_adapter_cache_has_no_holes(thresho
             missing = drafter._missing.get(b)
             assert missing is None or filled + len(missing) == length
             accepted += missing is not None
-            tokens = torch.tensor([sampler.tokens[b][:length]])
+            tokens = torch.tensor([session.sampler.tokens[b][:length]])
             hidden = teacher.parts.trace(tokens).hidden[2]
             _, k, v = adapter.attn.project(adapter.norm(hidden), torch.arange(length))
             torch.testing.assert_close(drafter._own.keys[0][b, :, :filled], k[0, :, :filled], atol=1e-4, rtol=1e-3)
             torch.testing.assert_close(drafter._own.values[0][b, :, :filled], v[0, :, :filled], atol=1e-4, rtol=1e-3)
 
-    got = generate_speculative(decoder, drafter, prompts, stop=stop, after_round=check)
-    plain = generate_autoregressive(decoder, prompts, stop=stop)
+    got = generate(decoder, SpeculativeStep(drafter), prompts, stop=stop, after_step=check)
+    plain = generate(decoder, PlainStep(), prompts, stop=stop)
     assert got.sequences == plain.sequences
     assert got.stats.drafted > 0
     if threshold == 1.0:
@@ -108,19 +110,19 @@ def test_full_acceptance_is_back_filled() -> None:
     decoder = load_decoder(model, "hf")
     drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.0, max_draft=3))
     seen: list[bool] = []
-    out = generate_speculative(decoder, drafter, [ids(1, 4)[0].tolist()], stop=StopSettings(max_new_tokens=25),
-                               after_round=lambda cache, sampler: seen.append(bool(drafter._missing)))
+    out = generate(decoder, SpeculativeStep(drafter), [ids(1, 4)[0].tolist()], stop=StopSettings(max_new_tokens=25),
+                               after_step=lambda session, step: seen.append(bool(drafter._missing)))
     assert any(seen)
     assert out.stats.tokens_per_step > 3.5
-    assert out.sequences == generate_autoregressive(
-        decoder, [ids(1, 4)[0].tolist()], stop=StopSettings(max_new_tokens=25)).sequences
+    assert out.sequences == generate(
+        decoder, PlainStep(), [ids(1, 4)[0].tolist()], stop=StopSettings(max_new_tokens=25)).sequences
 
 
 def test_sampling_runs_to_its_limit() -> None:
     teacher, adapter = build()
     decoder = load_decoder(teacher.parts.model, "hf")
     drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.05, max_draft=4))
-    out = generate_speculative(decoder, drafter, [[3, 4, 5], [6]], SamplingSettings(temperature=1.0, seed=4),
+    out = generate(decoder, SpeculativeStep(drafter), [[3, 4, 5], [6]], SamplingSettings(temperature=1.0, seed=4),
                                StopSettings(max_new_tokens=12))
     assert [len(s) for s in out.sequences] == [12, 12]
 
@@ -140,8 +142,8 @@ def test_runs_on_the_native_decoder_in_bf16() -> None:
     adapter = KangarooAdapter(KangarooConfig.for_base(shape), shape).bfloat16()
     drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.0))
     stop = StopSettings(max_new_tokens=20)
-    plain = generate_autoregressive(decoder, [[3, 4, 5], [9]], stop=stop)
-    assert generate_speculative(decoder, drafter, [[3, 4, 5], [9]], stop=stop).sequences == plain.sequences
+    plain = generate(decoder, PlainStep(), [[3, 4, 5], [9]], stop=stop)
+    assert generate(decoder, SpeculativeStep(drafter), [[3, 4, 5], [9]], stop=stop).sequences == plain.sequences
 
 
 def test_the_native_adapter_is_the_adapter() -> None:

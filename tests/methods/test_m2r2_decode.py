@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OlmoeConfig
 
-from multirate.decoding.autoregressive import generate_autoregressive
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
-from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.loop import generate
+from multirate.decoding.plain import PlainStep
+from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods.common.shape import BaseShape
@@ -86,8 +87,8 @@ def test_greedy_is_the_base_token_for_token(
     drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep, trust=trust,
                                                             lookup=lookup))
     stop = StopSettings(max_new_tokens=24)
-    plain = generate_autoregressive(decoder, PROMPTS, stop=stop)
-    fast = generate_speculative(decoder, drafter, PROMPTS, stop=stop)
+    plain = generate(decoder, PlainStep(), PROMPTS, stop=stop)
+    fast = generate(decoder, SpeculativeStep(drafter), PROMPTS, stop=stop)
     assert fast.sequences == plain.sequences
 
 
@@ -96,8 +97,8 @@ def test_greedy_is_the_base_on_other_architectures(name):
     decoder = HFDecoder(model_of(OTHERS[name]))
     stream = stream_of(OTHERS[name], "m2r2-carry", rank=8, mlp_adapter="parallel")
     stop = StopSettings(max_new_tokens=16)
-    plain = generate_autoregressive(decoder, PROMPTS, stop=stop)
-    fast = generate_speculative(decoder, M2R2Drafter(decoder, stream, EAGER_TREE), PROMPTS, stop=stop)
+    plain = generate(decoder, PlainStep(), PROMPTS, stop=stop)
+    fast = generate(decoder, SpeculativeStep(M2R2Drafter(decoder, stream, EAGER_TREE)), PROMPTS, stop=stop)
     assert fast.sequences == plain.sequences and fast.stats.drafted > 0
 
 
@@ -109,18 +110,18 @@ def test_presets_fit_a_model_without_gated_mlp():
     assert M2R2Config.for_base(Teacher(model_of(LLAMA)).shape, "m2r2-carry").mlp_adapter == "lora"
 
 
-def test_cache_after_every_round_is_a_fresh_prefill(decoders):
+def test_cache_after_every_step_is_a_fresh_prefill(decoders):
     decoder = decoders["hf"]
-    rounds = []
+    steps = []
 
-    def after(cache, sampler):
-        rounds.append(1)
-        check_invariants(decoder, cache, sampler.tokens)
+    def after(session, step):
+        steps.append(1)
+        check_invariants(session, step)
 
     stream = stream_of(LLAMA, "m2r2-carry", gates=(2,), rank=8)
-    generate_speculative(decoder, M2R2Drafter(decoder, stream, EAGER_TREE), PROMPTS,
-                         stop=StopSettings(max_new_tokens=20), after_round=after)
-    assert rounds
+    generate(decoder, SpeculativeStep(M2R2Drafter(decoder, stream, EAGER_TREE)), PROMPTS,
+                         stop=StopSettings(max_new_tokens=20), after_step=after)
+    assert steps
 
 
 def test_a_perfect_stream_is_accepted_whole(decoders):
@@ -134,7 +135,7 @@ def test_a_perfect_stream_is_accepted_whole(decoders):
     base = BaseShape.of(LLAMA)
     stream = AcceleratedStream(M2R2Config.for_base(base, "m2r2-carry"), base)
     drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth=4, width=1, nodes=4, expand=0, keep=0))
-    out = generate_speculative(decoder, drafter, PROMPTS[:1], stop=StopSettings(max_new_tokens=21))
+    out = generate(decoder, SpeculativeStep(drafter), PROMPTS[:1], stop=StopSettings(max_new_tokens=21))
     assert out.stats.target_passes == 4  # one token from the prefill, then 4 rounds of 5
     assert out.stats.accepted == out.stats.drafted
 
@@ -144,8 +145,8 @@ def test_sampled_tokens_do_not_depend_on_the_batch(decoders, repetition):
     stream = stream_of(LLAMA, "m2r2-carry", rank=8)
     drafter = M2R2Drafter(decoders["hf"], stream, M2R2DecodeConfig(expand=0.0, keep=0.0))
     sampling = SamplingSettings(temperature=0.9, top_p=0.9, seed=4, repetition_penalty=repetition)
-    out = generate_speculative(decoders["hf"], drafter, PROMPTS, sampling, StopSettings(max_new_tokens=12))
-    one = generate_speculative(decoders["hf"], drafter, PROMPTS[:1], sampling, StopSettings(max_new_tokens=12))
+    out = generate(decoders["hf"], SpeculativeStep(drafter), PROMPTS, sampling, StopSettings(max_new_tokens=12))
+    one = generate(decoders["hf"], SpeculativeStep(drafter), PROMPTS[:1], sampling, StopSettings(max_new_tokens=12))
     assert out.sequences[0] == one.sequences[0]
 
 
@@ -158,7 +159,7 @@ def test_sampling_keeps_the_base_distribution(decoders):
     drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth=3, expand=0.0, keep=0.0))
     settings_ = dict(temperature=1.5, top_k=6)
     draws = 1500
-    out = generate_speculative(decoder, drafter, [PROMPTS[0]] * draws, SamplingSettings(**settings_, seed=11),
+    out = generate(decoder, SpeculativeStep(drafter), [PROMPTS[0]] * draws, SamplingSettings(**settings_, seed=11),
                                StopSettings(max_new_tokens=3))
     for position in (1, 2):
         groups: dict[tuple, list[int]] = {}
@@ -229,12 +230,12 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
     base = BaseShape.of(LLAMA)
     stream = AcceleratedStream(M2R2Config.for_base(base, "m2r2-carry"), base)
     stop = StopSettings(max_new_tokens=100)
-    plain = generate_autoregressive(decoder, PROMPTS, stop=stop)
+    plain = generate(decoder, PlainStep(), PROMPTS, stop=stop)
     steps = {}
     for lookup in (0, 3):
         config = M2R2DecodeConfig(depth=2, nodes=9, expand=0.3, keep=0.2, sharpness=9.0, lookup=lookup)
-        out = generate_speculative(decoder, M2R2Drafter(decoder, stream, config), PROMPTS, stop=stop)
-        one = generate_speculative(decoder, M2R2Drafter(decoder, stream, config), PROMPTS[:1], stop=stop)
+        out = generate(decoder, SpeculativeStep(M2R2Drafter(decoder, stream, config)), PROMPTS, stop=stop)
+        one = generate(decoder, SpeculativeStep(M2R2Drafter(decoder, stream, config)), PROMPTS[:1], stop=stop)
         assert out.sequences == plain.sequences and one.sequences == plain.sequences[:1]
         steps[lookup] = out.stats.sequence_steps, one.stats.sequence_steps
     assert steps[3][0] < 0.6 * steps[0][0] and steps[3][1] < 0.6 * steps[0][1]
@@ -250,10 +251,10 @@ def test_drafts_too_long_for_a_whole_round_run_in_parts(decoders):
     if "native" not in decoders:
         pytest.skip("no native kernel here")
     decoder, prompt, stop = decoders["native"], [[8, 9] * 20], StopSettings(max_new_tokens=90)
-    plain = generate_autoregressive(decoder, prompt, stop=stop)
+    plain = generate(decoder, PlainStep(), prompt, stop=stop)
     for tokens in (63, 64, 100):
         drafter = PromptLookupDrafter(decoder, PromptLookupConfig(tokens=tokens))
-        assert generate_speculative(decoder, drafter, prompt, stop=stop).sequences == plain.sequences
+        assert generate(decoder, SpeculativeStep(drafter), prompt, stop=stop).sequences == plain.sequences
 
 
 @pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=1.0, seed=0)])
@@ -269,13 +270,13 @@ def test_arla_decides_how_long_a_draft_is(decoders, bias, levels, sampling):
     drafted = []
     original = drafter.draft
 
-    def draft(seqs, roots, limits, sampler):
-        drafts = original(seqs, roots, limits, sampler)
+    def draft(seqs, last_tokens, limits, sampler):
+        drafts = original(seqs, last_tokens, limits, sampler)
         drafted.extend(len(d.tokens) for d, limit in zip(drafts, limits, strict=True) if limit >= 5)
         return drafts
 
     drafter.draft = draft
-    generate_speculative(decoders["hf"], drafter, PROMPTS[:1], sampling, StopSettings(max_new_tokens=20))
+    generate(decoders["hf"], SpeculativeStep(drafter), PROMPTS[:1], sampling, StopSettings(max_new_tokens=20))
     assert drafted and set(drafted) == {levels}
 
 

@@ -10,8 +10,9 @@ import transformers as tf
 
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.loop import generate
 from multirate.decoding.sampler import Sampler
-from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
@@ -51,10 +52,10 @@ def test_greedy_is_generate(tiny: Any, name: str, config: dict[str, Any], batch:
     model, decoder = tiny
     drafter = find(name).make_drafter(decoder, settings=config)
     assert drafter is not None
-    out = generate_speculative(
-        decoder, drafter, PROMPTS[:batch], SamplingSettings(repetition_penalty=penalty),
+    out = generate(
+        decoder, SpeculativeStep(drafter), PROMPTS[:batch], SamplingSettings(repetition_penalty=penalty),
         StopSettings(max_new_tokens=30),
-        after_round=lambda cache, sampler: check_invariants(decoder, cache, sampler.tokens),
+        after_step=check_invariants,
     )  # fmt: skip
     for prompt, sequence in zip(PROMPTS, out.sequences, strict=False):
         ids = torch.tensor([prompt])
@@ -79,7 +80,8 @@ def test_early_exit_with_all_the_information_is_always_accepted(tiny: Any) -> No
         drafter = find("layerskip").make_drafter(decoder, settings={"exit_layer": 2, "confidence": 0.0, "tokens": 4})
         assert drafter is not None
         for sampling in (SamplingSettings(), SamplingSettings(1.0, seed=1)):
-            stats = generate_speculative(decoder, drafter, PROMPTS, sampling, StopSettings(max_new_tokens=26)).stats
+            stop = StopSettings(max_new_tokens=26)
+            stats = generate(decoder, SpeculativeStep(drafter), PROMPTS, sampling, stop).stats
             assert stats.acceptance == 1
             assert stats.tokens_per_step == 5
         for parameter, old in zip(model.model.layers[2:].parameters(), saved, strict=True):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from multirate.decoding.drafter import Drafter
-from multirate.decoding.speculative import generate_speculative
+from multirate.decoding.loop import generate
+from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.model.decoder import Decoder
 
@@ -16,13 +17,13 @@ from multirate.model.decoder import Decoder
 def assert_whole_rounds_are_rounds_in_parts(
     decoder: Decoder, make: Callable[[], Drafter], prompt: list[int], new_tokens: int = 14
 ) -> None:
-    """``make`` gives a fresh drafter whose ``round`` runs whole rounds on this decoder."""
+    """``make`` gives a fresh drafter whose ``fused_step`` runs on this decoder."""
     facts: list[Any] = []
     stores: list[list[torch.Tensor]] = []
     for whole in (True, False):
         drafter, rounds, texts = make(), [], []
         stored: list[torch.Tensor] = []
-        in_one, in_parts = drafter.round, drafter.draft
+        in_one, in_parts = drafter.fused_step, drafter.draft
 
         def one(*args: Any, in_one: Any = in_one, rounds: list[Any] = rounds, whole: bool = whole) -> Any:
             if not whole:
@@ -37,14 +38,15 @@ def assert_whole_rounds_are_rounds_in_parts(
             rounds.extend((len(d.tokens), max(d.depths)) for d in made)
             return made
 
-        def after(cache: Any, sampler: Any, texts: list[Any] = texts, stored: list[torch.Tensor] = stored) -> None:
-            texts.append(list(sampler.tokens[0]))
+        def after(session: Any, step: Any, texts: list[Any] = texts, stored: list[torch.Tensor] = stored) -> None:
+            cache = session.cache
+            texts.append(list(session.sampler.tokens[0]))
             layers = range(decoder.facts.num_layers)
             stored[:] = [t[:, :, : cache.lengths[0]].clone() for i in layers for t in cache.standard(i)]
 
-        drafter.round, drafter.draft = one, parts  # type: ignore[method-assign]
-        output = generate_speculative(
-            decoder, drafter, [prompt], stop=StopSettings(max_new_tokens=new_tokens), after_round=after
+        drafter.fused_step, drafter.draft = one, parts  # type: ignore[method-assign]
+        output = generate(
+            decoder, SpeculativeStep(drafter), [prompt], stop=StopSettings(max_new_tokens=new_tokens), after_step=after
         )
         s = output.stats
         counts = (s.drafted, s.drafted_levels, s.accepted, s.sequence_steps, s.target_passes)

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multirate.decoding.autoregressive import generate_autoregressive
+from multirate.decoding.loop import generate
+from multirate.decoding.plain import PlainStep
 from multirate.decoding.stopping import StopSettings
 from multirate.model.cuda import decoder as cuda_graphs
 from multirate.model.cuda.decoder import EagerRecorder, GraphedDecoder
@@ -161,7 +162,7 @@ def test_greedy_tokens_equal_generate(
     expected = model.generate(padded, attention_mask=mask, max_new_tokens=12, do_sample=False)[:, width:].tolist()
     decoder = GraphedDecoder(model, recorder())
     for _ in range(2):
-        out = generate_autoregressive(decoder, [t.tolist() for t in texts], stop=StopSettings(max_new_tokens=12))
+        out = generate(decoder, PlainStep(), [t.tolist() for t in texts], stop=StopSettings(max_new_tokens=12))
         assert [list(s) for s in out.sequences] == expected
     assert decoder.graph_fallback is None
     if recorder is TapeRecorder:
@@ -284,7 +285,7 @@ def test_on_cuda_greedy_tokens_equal_generate(name: str) -> None:
     expected = model.generate(text[None].cuda(), max_new_tokens=12, do_sample=False)[0, 7:].tolist()
     decoder = GraphedDecoder(model)
     for _ in range(2):
-        out = generate_autoregressive(decoder, [text.tolist()], stop=StopSettings(max_new_tokens=12))
+        out = generate(decoder, PlainStep(), [text.tolist()], stop=StopSettings(max_new_tokens=12))
         assert list(out.sequences[0]) == expected
     assert decoder.graph_fallback is None
 

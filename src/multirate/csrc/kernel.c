@@ -18,7 +18,7 @@ typedef struct {
     Rows rows;
     float *x;  // [rows, d] residual, updated in place
     int start, stop;
-    int key_rows;  // the first rows only leave their keys and values in layer `start`, which is then the only one
+    int key_rows;  // the first rows (or all) only leave their keys and values in layer `start`, which is then the only one
 } Call;
 
 // RMSNorm (epsilon inside the root), fp32, as the next product reads it.
@@ -113,6 +113,16 @@ static void qkv_of_heads(Workspace *work, const Shape *s, const Layer *layer, co
                       part < 2 ? group_of(&layer->qkv, starts[part + 1] * per_head) : group_of(&layer->o, first_group(&layer->o, id, threads)));
 }
 
+// Nothing but keys and values is asked for: the outputs behind the queries', shared out among the threads.
+static void keys_and_values(Workspace *work, const Shape *s, const Layer *layer, const element *const *x, int rows,
+                            Output out, int id, int threads) {
+    Operand operands = operand(&work->own[id], x, rows, layer->qkv.in);
+    int begin = s->heads * s->head_dim / 64, groups = 2 * s->kv_heads * s->head_dim / 64;
+    matmul_groups(&layer->qkv, &operands, rows, NULL, STORE, out, begin + groups * id / threads,
+                  begin + groups * (id + 1) / threads, NULL);
+    barrier(work, threads);
+}
+
 static void attention_of_heads(Workspace *work, const Call *call, const Layer *layer, const LayerCache *cache, AttentionScratch *scratch, int id,
                                int threads) {
     const Shape *s = call->shape;
@@ -123,7 +133,7 @@ static void attention_of_heads(Workspace *work, const Call *call, const Layer *l
         for (int n = 0; n < rows->count; n++) {
             float *row = work->qkv + (size_t)n * width;
             const float *cos = s->cos + (size_t)rows->pos[n] * (dim / 2), *sin = s->sin + (size_t)rows->pos[n] * (dim / 2);
-            for (int q = h * group; q < (h + 1) * group; q++) {
+            for (int q = h * group; q < (h + 1) * group && n >= call->key_rows; q++) {
                 if (layer->q_norm) scale_to_rms(row + q * dim, layer->q_norm, dim, s->eps);
                 rotate(row + q * dim, cos, sin, dim);
             }
@@ -205,7 +215,9 @@ static void run_layers(Workspace *work, void *context, int id, int threads) {
         row_pointers(mine->normed, d, NULL, count, from);
         Output qkv = {.y = work->qkv, .stride = width};
         if (count <= TILE_ROWS * 3) fetch_slots(s, &call->caches[l], &call->rows, id, threads);
-        if (heads_are_groups(s, threads) && !(adapter && adapter->q.rank)) {
+        if (call->key_rows == count) {
+            keys_and_values(work, s, layer, from, count, qkv, id, threads);
+        } else if (heads_are_groups(s, threads) && !(adapter && adapter->q.rank)) {
             qkv_of_heads(work, s, layer, from, count, qkv, id, threads);
         } else {
             matmul(work, &layer->qkv, from, count, NULL, STORE, qkv, &layer->o, id, threads);
@@ -216,6 +228,7 @@ static void run_layers(Workspace *work, void *context, int id, int threads) {
             }
         }
         attention_of_heads(work, call, layer, &call->caches[l], scratch, id, threads);
+        if (call->key_rows == count) return;
         barrier(work, threads);
         const element *attended = work->heads + (size_t)call->key_rows * heads;
         float *x = call->x + (size_t)call->key_rows * d;
@@ -327,6 +340,20 @@ int mr_layers(Workspace *work, const Shape *shape, const Layer *layers, const La
         run_parallel(work, run_layers, &call);
     }
     return 0;
+}
+
+// The keys and values of layers [start, stop) as if x [count, d] entered each of them; x stays as it is.
+void mr_fill_kv(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches, float *x, int count, const int32_t *seq,
+                const int32_t *slot, const int32_t *pos, int capacity, int start, int stop) {
+    make_room(work, shape, 0);
+    for (int n = 0; n < count; n += MAX_ROWS) {
+        int take = count - n < MAX_ROWS ? count - n : MAX_ROWS;
+        for (int l = start; l < stop; l++) {
+            Call call = {shape, layers, caches, NULL, {seq + n, slot + n, pos + n, NULL, NULL, NULL, take, capacity},
+                         x + (size_t)n * shape->hidden, l, l + 1, take};
+            run_parallel(work, run_layers, &call);
+        }
+    }
 }
 
 typedef struct {

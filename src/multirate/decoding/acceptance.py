@@ -1,12 +1,14 @@
-"""Who of a draft is accepted, and why the output is still the base model's.
+"""Who of a draft is accepted, and why the output is still the base model's (or, for `Typical`, is not).
 
-Pure functions. Node i of a draft is verified by row i of the target's output: row i tells what the base model
-says *after* node i (row 0: after the root).
+Node i of a draft is verified by row i of the target's output: row i tells what the base model says *after* node i
+(row 0: after the last emitted token).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,14 +16,130 @@ from torch import Tensor
 
 from multirate.decoding.drafter import Draft
 from multirate.decoding.logits import draw
+from multirate.decoding.sampler import Sampler
+
+Verdict = tuple[list[int], int]
+"""The accepted path, node 0 first, and the bonus token: the target's own after the last of them."""
+
+
+class Acceptance(Protocol):
+    """Which nodes of drafts are kept.
+
+    lossless: whether the output is the target's. A lossless rule has no choice when decoding is a
+        bare argmax; the step then applies `accept_greedy` without asking.
+    """
+
+    @property
+    def lossless(self) -> bool: ...
+
+    def __call__(
+        self, sampler: Sampler, seqs: Sequence[int], drafts: Sequence[Draft], logits: Tensor
+    ) -> list[Verdict]:
+        """The verdict on the draft of each of `seqs`; logits [N, V] after all nodes, draft after draft."""
+        ...
+
+
+class Exact:
+    """The output is the target's own: agreement with its argmax, or speculative sampling."""
+
+    lossless = True
+
+    def __call__(
+        self, sampler: Sampler, seqs: Sequence[int], drafts: Sequence[Draft], logits: Tensor
+    ) -> list[Verdict]:
+        counts, row_seqs, paths = _row_contexts(sampler, seqs, drafts)
+        if sampler.greedy or all(draft.probs is None for draft in drafts):
+            target = split(sampler.choose(logits, row_seqs, paths), counts)
+            return [accept_greedy(draft, part) for draft, part in zip(drafts, target, strict=True)]
+        probs = sampler.distribution(logits, row_seqs, paths)
+        verdicts = []
+        for b, draft, p in zip(seqs, drafts, probs.split(counts), strict=True):
+            if draft.probs is not None and draft.is_chain:
+                verdicts.append(accept_sampled(draft, p, draft.probs, sampler.generators[b]))
+            else:
+                verdicts.append(accept_greedy(draft, sampler.draw(p, [b] * len(p))))
+        return verdicts
+
+
+@dataclass(frozen=True)
+class Typical:
+    """Typical acceptance [Cai et al. 2024, Medusa]: a drafted token is kept while the target finds it likely enough.
+
+    A token x after which the target's distribution is p is kept when p(x) > min(epsilon, delta · exp(−H(p))): the
+    less certain the target is, the less probable a token may be. The deepest path whose tokens are all kept is
+    accepted, and after it the target chooses the bonus token.
+
+    Lossy when sampling: text is plausible, not distributed as the target's. When greedy, p is one-hot and this is
+    exact acceptance. epsilon, delta: above 0, below 1.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+    lossless = False
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "delta"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; accepted are numbers above 0 and below 1"
+                )
+
+    def __call__(
+        self, sampler: Sampler, seqs: Sequence[int], drafts: Sequence[Draft], logits: Tensor
+    ) -> list[Verdict]:
+        counts, row_seqs, paths = _row_contexts(sampler, seqs, drafts)
+        probs = sampler.distribution(logits, row_seqs, paths)
+        entropy = torch.special.entr(probs).sum(-1)
+        floors = torch.clamp(self.delta * torch.exp(-entropy), max=self.epsilon)
+        verdicts = []
+        for b, draft, p, floor in zip(
+            seqs, drafts, probs.split(counts), floors.split(counts), strict=True
+        ):
+            path = self._longest(draft, p, floor)
+            last = p[path[-1]][None]
+            bonus = int(last.argmax()) if sampler.greedy else sampler.draw(last, [b])[0]
+            verdicts.append((path, bonus))
+        return verdicts
+
+    @staticmethod
+    def _longest(draft: Draft, p: Tensor, floor: Tensor) -> list[int]:
+        kept: dict[int, list[int]] = {0: [0]}  # node → its path, for nodes whose whole path is kept
+        if draft.tokens:
+            parents = torch.tensor(draft.parents, device=p.device)
+            drafted = p[parents, torch.tensor(draft.tokens, device=p.device)]
+            likely = (drafted > floor[parents]).tolist()
+            for node, (parent, good) in enumerate(zip(draft.parents, likely, strict=True), start=1):
+                if good and parent in kept:
+                    kept[node] = [*kept[parent], node]
+        return max(kept.values(), key=len)
+
+
+def _row_contexts(
+    sampler: Sampler, seqs: Sequence[int], drafts: Sequence[Draft]
+) -> tuple[list[int], list[int], list[list[int]] | None]:
+    """Rows of each draft; the sequence of every row; the drafted tokens before every row, where they matter."""
+    counts = [len(draft.tokens) + 1 for draft in drafts]
+    row_seqs = [b for b, count in zip(seqs, counts, strict=True) for _ in range(count)]
+    if not sampler.settings.uses_context:
+        return counts, row_seqs, None
+    return counts, row_seqs, [path for draft in drafts for path in draft.path_tokens()]
+
+
+def split(values: list[int], counts: Sequence[int]) -> list[list[int]]:
+    """values in parts of these lengths."""
+    parts, start = [], 0
+    for count in counts:
+        parts.append(values[start : start + count])
+        start += count
+    return parts
 
 
 def accept_greedy(draft: Draft, target: Sequence[int]) -> tuple[list[int], int]:
-    """Walk down from the root as long as the target's own token is among the children of the node reached.
+    """Walk down from node 0 as long as the target's own token is among the children of the node reached.
 
     draft: a chain or a tree of n nodes. target: [n+1], the target's token after each node: its argmax, or, when
     sampling, a token drawn from its distribution there.
-    Returns (path, bonus): accepted nodes with the root 0 first, and the target's token after the last of them.
+    Returns (path, bonus): accepted nodes, 0 first, and the target's token after the last of them.
     The emitted tokens are those of path[1:], then bonus.
 
     Lossless: each emitted token is target[i] of a node i whose whole path has been emitted before it (as an accepted
@@ -44,7 +162,9 @@ def accept_greedy(draft: Draft, target: Sequence[int]) -> tuple[list[int], int]:
     return path, target[path[-1]]
 
 
-def accept_sampled(draft: Draft, p: Tensor, q: Tensor, generator: np.random.Generator) -> tuple[list[int], int]:
+def accept_sampled(
+    draft: Draft, p: Tensor, q: Tensor, generator: np.random.Generator
+) -> tuple[list[int], int]:
     """Speculative sampling over a chain [Leviathan et al. 2023, theorem 1; Chen et al. 2023].
 
     draft: a chain of n nodes, node i+1's token drawn from q[i]. p: [n+1, V] target probabilities after each node.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
@@ -13,22 +13,22 @@ from multirate.decoding.costs import CostModel, measure_costs
 from multirate.decoding.sampler import Sampler
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
-from multirate.model.rows import MAX_TREE_BIT
+from multirate.model.rows import MAX_TREE_BIT, Rows
 
 MAX_TREE_NODES = MAX_TREE_BIT + 1
 
 
 @dataclass
 class Draft:
-    """Proposed continuations of one sequence: a chain or a tree of n nodes below the root.
+    """Proposed continuations of one sequence: a chain or a tree of n nodes below its last token.
 
-    Node 0 is the root, the last emitted token, which is not in the cache yet. Node i goes to slot
+    Node 0 is the last emitted token, which is not in the cache yet. Node i goes to slot
     `length + i`, at position `length + depth(i)`.
 
-    tokens: the tokens of nodes 1..n (n may be 0: the round is then a plain step).
+    tokens: the tokens of nodes 1..n (n may be 0: the step is then a plain one).
     parents: parents[i-1] < i is the parent node of node i; a chain is [0, 1, 2, …].
-    hidden: [n+1, d], the slow residual entering layer `start` for root and nodes, whose K/V of the layers
-        below `start` the drafter has written; or None: the loop embeds and runs these layers itself.
+    hidden: [n+1, d], the target model's residual entering layer `start` for nodes 0..n, whose K/V of the layers
+        below `start` the drafter has written; or None: the step embeds and runs these layers itself.
     probs: [n, V], the distribution each node's token was drawn from, when tokens were *drawn* (a chain); None when
         they were not drawn at random (argmax, look-up, a tree's top-k). Both are verified losslessly. A drawn token
         must be proposed whatever it is: to stop drafting, look at the distribution, never at the token drawn (a token
@@ -41,7 +41,9 @@ class Draft:
     probs: Tensor | None = None
 
     @classmethod
-    def chain(cls, tokens: list[int], hidden: Tensor | None = None, probs: Tensor | None = None) -> Draft:
+    def chain(
+        cls, tokens: list[int], hidden: Tensor | None = None, probs: Tensor | None = None
+    ) -> Draft:
         """A draft whose every node continues the one before."""
         return cls(tokens, list(range(len(tokens))), hidden, probs)
 
@@ -52,14 +54,14 @@ class Draft:
 
     @cached_property
     def depths(self) -> list[int]:
-        """The depth of nodes 0..n: [n+1], the root's is 0."""
+        """The depth of nodes 0..n: [n+1], the last token's is 0."""
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent] + 1)
         return depths
 
     def path_tokens(self) -> list[list[int]]:
-        """For nodes 0..n the drafted tokens from below the root down to the node itself."""
+        """For nodes 0..n the drafted tokens from node 1 on the path down to the node itself."""
         paths: list[list[int]] = [[]]
         for token, parent in zip(self.tokens, self.parents, strict=True):
             paths.append([*paths[parent], token])
@@ -82,6 +84,13 @@ class Draft:
             None if self.probs is None else self.probs[:count],
         )
 
+    def rows(self, seq: int, length: int) -> Rows:
+        """The rows of nodes 0..n in a sequence of `length` committed tokens. Raises ValueError as `check`."""
+        self.check()
+        if self.is_chain:
+            return Rows.causal(seq, length, len(self.tokens) + 1)
+        return Rows.draft_tree(seq, length, self.parents)
+
     def check(self) -> None:
         """Raise ValueError when the draft breaks the contract (a drafter's defect, not a user's)."""
         n = len(self.tokens)
@@ -90,14 +99,46 @@ class Draft:
         if not self.is_chain and n > MAX_TREE_NODES:
             raise ValueError(f"a tree draft has {n} nodes; at most {MAX_TREE_NODES} are possible")
         if self.hidden is not None and self.hidden.shape[0] != n + 1:
-            raise ValueError(f"a draft of {n} nodes needs {n + 1} rows of hidden, got {self.hidden.shape[0]}")
+            raise ValueError(
+                f"a draft of {n} nodes needs {n + 1} rows of hidden, got {self.hidden.shape[0]}"
+            )
         if self.probs is not None and self.probs.shape[0] != n:
-            raise ValueError(f"a draft of {n} nodes needs {n} rows of probs, got {self.probs.shape[0]}")
+            raise ValueError(
+                f"a draft of {n} nodes needs {n} rows of probs, got {self.probs.shape[0]}"
+            )
+
+
+@dataclass
+class Verified:
+    """What the target model said of a draft of n nodes.
+
+    path: the accepted nodes, 0 (the last token) first.
+    hidden: [n+1, d], the final residual h_L of every node, rejected ones included.
+    taps: for each layer of `Drafter.taps` the residual entering it, [n+1, d].
+    top: [n+1][k], the target's k likeliest tokens after each node (by its own logits, before any
+        sampling settings), the likeliest first; None unless `Drafter.top` asks for them.
+    """
+
+    path: list[int]
+    hidden: Tensor
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
+    top: list[list[int]] | None = None
+
+    def of_path(self, states: Tensor) -> Tensor:
+        """The accepted nodes' rows of states [n+1, d] → [len(path), d]; a view where they are contiguous."""
+        if self.path[-1] == len(self.path) - 1:
+            return states[: len(self.path)]
+        return states[self.path]
+
+    @property
+    def accepted(self) -> Tensor:
+        """h_L of the accepted nodes, [len(path), d]."""
+        return self.of_path(self.hidden)
 
 
 @dataclass(frozen=True)
-class Round:
-    """A finished greedy round of one sequence. tokens: those it emits, the bonus last. drafted: nodes of its draft;
+class FusedStep:
+    """A finished greedy step of one sequence. tokens: those it emits, the bonus last. drafted: nodes of its draft;
     levels: their greatest depth."""
 
     tokens: list[int]
@@ -106,16 +147,21 @@ class Round:
 
 
 class Drafter(ABC):
-    """Proposes tokens that the slow stream then verifies.
+    """Proposes tokens that the target model then verifies.
 
     start: verification runs layers [start, L) on `Draft.hidden`; 0 for drafts from outside the model.
     max_nodes: no draft has more nodes; the loop reserves that many cache slots before each `draft`.
-    lossless: whether the loop's output is the base model's (it is for every drafter that keeps this contract).
+    lossless: whether exact acceptance makes the output the base model's (it does for every drafter that keeps
+        this contract).
+    taps: layers, `start` at least, whose entering residuals `prefill` and `accept` are given.
+    top: of how many of the target's likeliest tokens after each node `accept` is told.
     """
 
     start: int = 0
     max_nodes: int = MAX_TREE_NODES
     lossless: bool = True
+    taps: tuple[int, ...] = ()
+    top: int = 0
 
     _costs: CostModel | None = None
 
@@ -135,7 +181,7 @@ class Drafter(ABC):
     def begin(self, cache: KVCache, sampler: Sampler) -> None:  # noqa: B027 - a drafter without state needs none
         """A generation begins on an empty `cache`. Forget the one before, which may have been interrupted."""
 
-    def kept(self, cache: KVCache, length: int) -> int:
+    def usable(self, cache: KVCache, length: int) -> int:
         """How many of the first `length` tokens of `cache`'s only sequence this drafter can go on from after `resume`.
 
         The cache is as a finished generation left it. The default, 0, makes every generation begin anew.
@@ -143,35 +189,44 @@ class Drafter(ABC):
         return 0
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
-        """Instead of `begin`, when the last generation goes on: `cache` is its cache, cut to fewer tokens than `kept`
+        """Instead of `begin`, when the last generation goes on: `cache` is its cache, cut to fewer tokens than `usable`
         allowed. The token after these is read again, `prefill` then gets its and the later ones' h_L."""
         self.begin(cache, sampler)
 
     def prefill(  # noqa: B027 - optional
-        self, seqs: Sequence[int], prompts: Sequence[Sequence[int]], hidden_final: Sequence[Tensor]
+        self,
+        seqs: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        hidden_final: Sequence[Tensor],
+        taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
-        """The slow stream has read the prompts. hidden_final[i]: h_L of every prompt token of seqs[i], [T_i, d]; after
-        `resume` of those that were read."""
+        """The target model has read the prompts. hidden_final[i]: h_L of every prompt token of seqs[i], [T_i, d]; after
+        `resume` of those that were read. taps[i]: the same tokens' residuals entering each layer of `taps`."""
 
     @abstractmethod
-    def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
+    def draft(
+        self,
+        seqs: Sequence[int],
+        last_tokens: Sequence[int],
+        limits: Sequence[int],
+        sampler: Sampler,
+    ) -> list[Draft]:
         """One draft for each of the unfinished sequences `seqs`.
 
-        roots[i]: the last emitted token of seqs[i], to be written at slot `cache.lengths[seqs[i]]`.
+        last_tokens[i]: the last emitted token of seqs[i], to be written at slot `cache.lengths[seqs[i]]`.
         limits[i] ≥ 0: the deepest level of use to seqs[i] (tokens it may still emit, less the one that verification
-        adds). The loop drops deeper nodes.
+        adds). The step drops deeper nodes.
         """
 
-    def round(self, seq: int, root: int, limit: int) -> Round | None:
-        """A whole greedy round of sequence `seq` by itself where the drafter can run it at once; None: it cannot, and
-        the loop calls `draft`, verifies and calls `accept`.
+    def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
+        """A whole greedy step of sequence `seq` by itself where the drafter can run it at once; None: it cannot, and
+        the step calls `draft`, verifies and calls `accept`.
 
-        Same tokens as that way. The K/V of the root and of the accepted tokens end up in the slots after
-        `cache.lengths[seq]`, uncommitted. Once a sequence has had such a round, all its later ones are.
+        Same tokens as that way. The K/V of the last token and of the accepted ones end up in the slots after
+        `cache.lengths[seq]`, uncommitted. Once a sequence has had a fused step, all its later ones are.
         """
         return None
 
-    def accept(self, seq: int, path: list[int], hidden_final: Tensor) -> None:  # noqa: B027 - optional
-        """Sequence `seq` goes on. path: accepted nodes of its draft, the root 0 first; hidden_final: [len(path), d],
-        their final slow residuals h_L. The cache is committed already; `sampler.tokens[seq]` ends in the next root.
-        Not called for a sequence that has just finished."""
+    def accept(self, seq: int, verified: Verified) -> None:  # noqa: B027 - optional
+        """Sequence `seq` goes on with the nodes of `verified.path`. The cache is committed already;
+        `sampler.tokens[seq]` ends in the next step's last token. Not called for a sequence that has just finished."""

@@ -1,37 +1,63 @@
-"""What must hold after every round, checked the slow way. A debugging aid and a test oracle."""
+"""What must hold after every step, checked the slow way. A debugging aid and a test oracle."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from multirate.model.decoder import Decoder
-from multirate.model.kv_cache import KVCache
+from multirate.decoding.session import Session
+from multirate.decoding.step import Step
 from multirate.model.rows import Rows
 
 
 @torch.no_grad()
 def check_invariants(
-    decoder: Decoder, cache: KVCache, tokens: Sequence[Sequence[int]], atol: float = 1e-4, skip: Sequence[int] = ()
+    session: Session, step: Step | None = None, atol: float = 1e-4, skip: Sequence[int] = ()
 ) -> None:
-    """Every layer holds exactly the emitted tokens but the last, and the K/V that a fresh prefill would write.
+    """Every layer holds exactly the emitted tokens but the last, and, where exact, the K/V of a fresh prefill.
 
-    tokens[b]: prompt and emitted tokens of sequence b. skip: sequences that never ran (no room for a token).
+    Exact are the tokens before the first that `session.note_inexact` named, outside the holes that
+    the step declares (tokens whose deeper layers are still to run). Beyond these every committed
+    slot outside a hole must at least have been written, in every layer.
+    skip: sequences that never ran (no room for a token).
     Raises AssertionError naming sequence, layer and difference.
     """
-    for b, sequence in enumerate(tokens):
+    decoder, cache = session.decoder, session.cache
+    layers = decoder.facts.num_layers
+    for b, sequence in enumerate(session.sampler.tokens):
         if b in skip:
             continue
         length = len(sequence) - 1
         if cache.lengths[b] != length:
-            raise AssertionError(f"sequence {b}: {cache.lengths[b]} tokens are committed, {length} were accepted")
+            raise AssertionError(
+                f"sequence {b}: {cache.lengths[b]} tokens are committed, {length} were accepted"
+            )
         fresh = decoder.new_cache(1, length)
         rows = Rows.causal(0, 0, length)
         ids = torch.tensor(list(sequence[:length]), device=decoder.facts.device)
-        decoder.layers(decoder.embed(ids, rows.pos), rows, 0, decoder.facts.num_layers, fresh)
-        for name, ours, theirs in (("keys", cache.keys, fresh.keys), ("values", cache.values, fresh.values)):
-            for layer, (a, f) in enumerate(zip(ours, theirs, strict=True)):
-                gap = (a[b, :, :length] - f[0, :, :length]).abs().max().item()
-                if not gap <= atol:
-                    raise AssertionError(f"sequence {b}, layer {layer}: {name} are {gap:.3g} off a fresh prefill's")
+        decoder.layers(decoder.embed(ids, rows.pos), rows, 0, layers, fresh)
+        exact = session.exact_length(b)
+        for layer in range(layers):
+            present = torch.ones(length, dtype=torch.bool)
+            for hole in step.holes(b) if step is not None else ():
+                if hole.start <= layer < hole.stop:
+                    present[hole.first : hole.last] = False
+            pairs = zip(cache.standard(layer), fresh.standard(layer), strict=True)
+            for name, (ours, theirs) in zip(("keys", "values"), pairs, strict=True):
+                where = f"sequence {b}, layer {layer}: {name}"
+                kept, true = ours[b, :, :length].float().cpu(), theirs[0, :, :length].float().cpu()
+                # zeros where a prefill writes something else: the slot is as the cache was made
+                if bool((present & _zero(kept) & ~_zero(true)).any()):
+                    raise AssertionError(f"{where} of a committed token were never written")
+                gap = (kept - true).abs().amax((0, 2))[:exact][present[:exact]]
+                if len(gap) and not gap.max().item() <= atol:
+                    raise AssertionError(
+                        f"{where} are {gap.max().item():.3g} off a fresh prefill's"
+                    )
+
+
+def _zero(stored: Tensor) -> Tensor:
+    """[H, T, D] → [T]: whether a token's vectors are all zero."""
+    return stored.abs().amax((0, 2)) == 0

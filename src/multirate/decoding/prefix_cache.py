@@ -1,4 +1,9 @@
-"""A conversation's keys and values kept between two calls, so that its next turn reads only what is new."""
+"""Keys and values kept between two calls, so that a conversation's next turn reads only what is new.
+
+Only exact K/V are kept: those that a prefill of the same tokens through all layers writes. What a
+step that skips layers left is cut off (Session.exact_length), so that no turn depends on how the one
+before was decoded.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ MIN_SHARED = 8
 
 
 @dataclass
-class Conversation:
+class PrefixCache:
     """What one generation of one sequence left: `tokens` are those whose K/V are committed in `cache`.
 
     A session takes the cache out (`take`) and puts one back when it has finished, so that a generation which was
@@ -31,7 +36,7 @@ class Conversation:
         return same if same >= MIN_SHARED else 0
 
     def take(self) -> KVCache | None:
-        """The cache; this conversation has none until `keep`."""
+        """The cache; this object has none until `keep`."""
         cache, self.cache = self.cache, None
         return cache
 

@@ -19,7 +19,8 @@ class DecodeStats:
     sequence_steps: the same counted once per sequence taking part (equal to target_passes at batch 1).
     drafted, drafted_levels: nodes proposed, and depths of the drafts (equal for chains).
     accepted: drafted tokens emitted.
-    resumed: prompt tokens that were not read again (see conversation.py).
+    exits: layers run → tokens emitted after so many; empty where every token takes all layers.
+    resumed: prompt tokens that were not read again (see prefix_cache.py).
     seconds: wall-clock of the whole call; prefill_seconds: the part of it up to the first tokens.
     """
 
@@ -33,6 +34,17 @@ class DecodeStats:
     prefill_seconds: float = 0.0
     first_tokens: int = 0
     resumed: int = 0
+    exits: dict[int, int] = field(default_factory=dict)
+
+    def count_exits(self, layers: int, tokens: int) -> None:
+        """`tokens` tokens were emitted after `layers` layers."""
+        self.exits[layers] = self.exits.get(layers, 0) + tokens
+
+    def count_draft(self, drafted: int, levels: int, accepted: int) -> None:
+        """A draft of one sequence had `drafted` nodes, `levels` deep, of which `accepted` were emitted."""
+        self.drafted += drafted
+        self.drafted_levels += levels
+        self.accepted += accepted
 
     @property
     def tokens_per_step(self) -> float:

@@ -1,4 +1,4 @@
-"""One `generate` call: checked prompts, the prefill, emitted tokens. What both decoding loops share."""
+"""One `generate` call: checked prompts, the prefill, emitted tokens. What every kind of step works on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multirate.decoding.logits import SamplingSettings
-from multirate.decoding.prefix_cache import Conversation
+from multirate.decoding.prefix_cache import PrefixCache
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.stopping import StopSettings, StopTracker
@@ -20,15 +20,18 @@ from multirate.model.rows import Rows
 
 _PREFILL_ROWS = 1024  # rows of one prefill call; bounds the memory of masks and activations
 _EAGER_SLOTS = 1024  # cache slots for new tokens allocated at once; the cache doubles when they are used up
-_NEXT_TURN_SLOTS = 512  # more of them where a conversation may go on in the same cache
+_NEXT_TURN_SLOTS = 512  # more of them where a later turn may go on in the same cache
 
 
 class Session:
     """State of one generation over a batch of prompts.
 
-    conversation: what an earlier generation of one sequence left. A single prompt that begins with the same tokens goes
-    on in its cache; usable(cache, n) says how many of the n tokens in common the drafter can go on from.
-    `stats.resumed` of them are not read again. The finished generation is left there in turn.
+    prompts: those given. cache: K/V of prompts and emitted tokens. sampler: tokens so far, and the next ones' choice.
+    active: the sequences that have not ended. stops, stats: see there.
+    draft_slots: cache slots beyond prompt and new tokens that a step may write.
+    prefix_cache: what an earlier generation of one sequence left. A single prompt that begins with the same tokens goes
+    on in its cache; usable(cache, n) says how many of the n tokens in common the step can go on from.
+    `stats.resumed` of them are not read again. What is exact of the finished generation is left there in turn.
     Raises UserError for an empty prompt, a token id outside the vocabulary, a prompt longer than the context.
     """
 
@@ -40,7 +43,7 @@ class Session:
         stop: StopSettings | None,
         on_tokens: OnTokens | None = None,
         draft_slots: int = 0,
-        conversation: Conversation | None = None,
+        prefix_cache: PrefixCache | None = None,
         usable: Callable[[KVCache, int], int] | None = None,
     ) -> None:
         self._started = time.perf_counter()
@@ -51,23 +54,25 @@ class Session:
             if min(prompt) < 0 or max(prompt) >= facts.vocab_size:
                 raise UserError(f"prompt {b} has a token id outside 0..{facts.vocab_size - 1} (the model's vocabulary)")
         self.decoder = decoder
+        self.prompts = prompts
         self.sampler = Sampler(sampling or SamplingSettings(), prompts)
         self.stops = StopTracker(stop or StopSettings(), [len(p) for p in prompts], facts.max_positions)
         self.stats = DecodeStats()
         self._on_tokens = on_tokens
+        self._inexact_from: dict[int, int] = {}
         self.active = [b for b in range(len(prompts)) if self.stops.remaining(b) > 0]
         slots = [len(p) + min(self.stops.total_room(b), _EAGER_SLOTS) for b, p in enumerate(prompts)]
-        self._conversation = conversation if len(prompts) == 1 else None
+        self._prefix_cache = prefix_cache if len(prompts) == 1 else None
         self.cache = self._cache_for(max(slots, default=0) + draft_slots, usable)
 
     def _cache_for(self, capacity: int, usable: Callable[[KVCache, int], int] | None) -> KVCache:
-        """The conversation's cache where the prompt goes on from it, else an empty one."""
-        kept, tokens = self._conversation, self.sampler.tokens
+        """The kept cache where the prompt goes on from it, else an empty one."""
+        kept, tokens = self._prefix_cache, self.sampler.tokens
         if kept is not None:
             shared = kept.shared(tokens[0])
             cache = kept.take()
             if cache is not None:
-                # The last token in common is read again: a drafter may need its final residual.
+                # The last token in common is read again: a step may need its final residual.
                 if shared and (resumed := (shared if usable is None else usable(cache, shared)) - 1) > 0:
                     self.stats.resumed = resumed
                     cache.truncate(0, resumed)
@@ -78,11 +83,16 @@ class Session:
             capacity = max(capacity, min(capacity + _NEXT_TURN_SLOTS, limit))
         return self.decoder.new_cache(len(tokens), capacity)
 
-    def prefill(self) -> list[Tensor]:
-        """Reads the prompts of the active sequences into the cache → their final residuals h_L, [T_b, d] each (of a
-        prompt that goes on from a conversation: without its first `stats.resumed` tokens)."""
-        pieces: list[list[Tensor]] = []
-        batch: list[tuple[Rows, list[int], list[Tensor]]] = []
+    def prefill(self, taps: Sequence[int] = ()) -> tuple[list[Tensor], list[dict[int, Tensor]]]:
+        """Reads the prompts of the active sequences into the cache.
+
+        → their final residuals h_L, [T_b, d] each, and the residuals entering the layers `taps`, [T_b, d] each (of a
+        prompt that goes on from a kept cache: without its first `stats.resumed` tokens).
+        """
+        facts = self.decoder.facts
+        wanted = [*taps, facts.num_layers]
+        pieces: list[dict[int, list[Tensor]]] = []  # layer → residuals entering it, of each active sequence
+        batch: list[tuple[Rows, list[int], dict[int, list[Tensor]]]] = []
         waiting = 0
 
         def flush() -> None:
@@ -90,14 +100,18 @@ class Session:
                 return
             rows = Rows.concat([rows for rows, _, _ in batch])
             ids = [token for _, part, _ in batch for token in part]
-            hidden = self.forward(ids, rows)
-            for (part_rows, _, out), part in zip(batch, hidden.split([len(r) for r, _, _ in batch]), strict=True):
-                out.append(part)
+            counts = [len(part_rows) for part_rows, _, _ in batch]
+            x = self.decoder.embed(torch.tensor(ids, device=facts.device), rows.pos)
+            x, found = self.decoder.layers_with_taps(x, rows, 0, facts.num_layers, self.cache, taps)
+            for layer, states in (*found.items(), (facts.num_layers, x)):
+                for (_, _, out), part in zip(batch, states.split(counts), strict=True):
+                    out[layer].append(part)
+            for part_rows, _, _ in batch:
                 self.cache.commit(int(part_rows.seq[0]), len(part_rows))
             batch.clear()
 
         for b in self.active:
-            out: list[Tensor] = []
+            out: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
             pieces.append(out)
             prompt = self.sampler.tokens[b]
             for start in range(self.stats.resumed, len(prompt), _PREFILL_ROWS):
@@ -108,7 +122,11 @@ class Session:
                 batch.append((Rows.causal(b, start, len(part)), part, out))
                 waiting += len(part)
         flush()
-        return [out[0] if len(out) == 1 else torch.cat(out) for out in pieces]
+        joined = [{layer: _joined(parts) for layer, parts in out.items()} for out in pieces]
+        return (
+            [states[facts.num_layers] for states in joined],
+            [{layer: states[layer] for layer in taps} for states in joined],
+        )
 
     def first_tokens(self, hidden_final: Sequence[Tensor]) -> None:
         """Emits each active sequence's first token from the prefill's final residuals, list of [T_b, d]."""
@@ -135,6 +153,21 @@ class Session:
             self._on_tokens(seq, kept)
         return len(kept)
 
+    def note_inexact(self, seq: int, token: int) -> None:
+        """From its `token`-th token on (counted from 0), the sequence's K/V are not those of a prefill through all
+        layers: that token's were not computed so, and every later one saw them."""
+        self._inexact_from[seq] = min(token, self._inexact_from.get(seq, token))
+
+    def exact_length(self, seq: int) -> int:
+        """How many of the sequence's committed tokens have the K/V that a prefill through all layers writes."""
+        length = self.cache.lengths[seq]
+        return min(length, self._inexact_from.get(seq, length))
+
+    @property
+    def keeps_prefix(self) -> bool:
+        """Whether the cache may serve a later generation."""
+        return self._prefix_cache is not None
+
     def drop_finished(self) -> None:
         """Finished sequences leave the batch; their cache stays as it is."""
         reasons = self.stops.reasons
@@ -145,8 +178,14 @@ class Session:
         self.stats.seconds = time.perf_counter() - self._started
         reasons = [reason for reason in self.stops.reasons if reason is not None]
         assert len(reasons) == len(self.stops.reasons), "a sequence has not ended"
-        if self._conversation is not None:
-            self._conversation.keep(self.sampler.tokens[0], self.cache)
+        if self._prefix_cache is not None:
+            # a later turn must not see K/V that depend on how this one was decoded
+            self.cache.truncate(0, self.exact_length(0))
+            self._prefix_cache.keep(self.sampler.tokens[0], self.cache)
         else:
             self.decoder.release_cache(self.cache)
         return GenerationOutput(self.stops.new_tokens, reasons, self.stats)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

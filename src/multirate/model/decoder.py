@@ -85,13 +85,42 @@ class Decoder(ABC):
         `adapters[i]` modifies layer i for rows with `rows.accelerated` only.
         """
 
+    def layers_with_taps(
+        self, x: Tensor, rows: Rows, start: int, stop: int, cache: KVCache, taps: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """`layers`, and the residuals [N, d] entering each layer of `taps`, start..stop (`stop`: the result)."""
+        found: dict[int, Tensor] = {}
+        for tap in sorted(taps):
+            if not start <= tap <= stop:
+                raise ValueError(f"tap {tap} lies outside layers {start}..{stop}")
+            x = self.layers(x, rows, max([start, *found]), tap, cache)
+            found[tap] = x
+        return self.layers(x, rows, max([start, *found]), stop, cache), found
+
+    @abstractmethod
+    def fill_kv(self, rows: Rows, hidden: Tensor, start: int, stop: int, cache: KVCache) -> None:
+        """Writes the K/V of the N rows for layers [start, stop) as if `hidden` [N, d] entered each of them.
+
+        For rows that leave early: later ones find K/V in every layer. Input norm, key and value projections, key norm
+        and rotary embedding are the layer's own, with the rounding of `layers`; nothing else of a layer runs.
+        """
+
     @abstractmethod
     def norm(self, x: Tensor) -> Tensor:
         """The final norm: [N, d] → [N, d]."""
 
     @abstractmethod
+    def unembed(self, normed: Tensor) -> Tensor:
+        """LM head, scaling and soft-cap of states that have been normed already: [N, d] → float32 [N, V]."""
+
     def logits(self, x: Tensor) -> Tensor:
         """Final norm, LM head, scaling and soft-cap: [N, d] → float32 [N, V]."""
+        return self.unembed(self.norm(x))
+
+    def top_tokens(self, logits: Tensor, count: int) -> list[list[int]]:
+        """The `count` likeliest tokens of each row of logits [N, V], the likeliest first."""
+        tokens: list[list[int]] = logits.topk(count, dim=-1).indices.tolist()
+        return tokens
 
     def greedy(
         self, rows: Rows, cache: KVCache, ids: Sequence[int] | None = None, x: Tensor | None = None, start: int = 0

@@ -114,6 +114,10 @@ class KVCache:
             self.version += 1
         self.lengths[seq] += len(wanted)
 
+    def standard(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, [B, H_kv, capacity, D] each, whatever layout they are stored in."""
+        return self.keys[layer], self.values[layer]
+
     def nbytes(self) -> int:
         """Bytes of the allocated keys and values."""
         return sum(t.numel() * t.element_size() for store in (self.keys, self.values) for t in store)

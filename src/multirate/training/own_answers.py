@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multirate.decoding.autoregressive import generate_autoregressive
+from multirate.decoding.loop import generate
+from multirate.decoding.plain import PlainStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.model.decoder import Decoder
@@ -91,7 +92,7 @@ class _Answerer:
                     prompt = self.prompt([*turns, ("user", users[turn])])
                     if prompt is not None:
                         waiting.append((turns, users[turn], prompt))
-            answers = generate_autoregressive(self.decoder, [ids for _, _, ids in waiting], stop=self.stop).sequences
+            answers = generate(self.decoder, PlainStep(), [ids for _, _, ids in waiting], stop=self.stop).sequences
             for (turns, question, _), answer in zip(waiting, answers, strict=True):
                 text = self.tokenizer.decode(answer, skip_special_tokens=True).strip()
                 turns += [("user", question), ("assistant", text or " ")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -255,10 +257,36 @@ def test_the_whole_context_is_run():
     decoder = load_decoder(model)
     assert isinstance(decoder, NativeDecoder) and decoder.facts.max_positions == 131072
     tokens = torch.randint(0, 133, (3,))
-    rows = Rows.causal(0, 0, 3)
-    rows.pos[:] += 131072 - 3  # no row sees another position but these three
+    causal = Rows.causal(0, 0, 3)
+    # no row sees another position but the last three
+    rows = replace(causal, pos=causal.pos + np.int32(131072 - 3))
     cache = decoder.new_cache(1, 16)
     ours = decoder.logits(decoder.layers(decoder.embed(tokens, rows.pos), rows, 0, 3, cache))
     with torch.no_grad():
         exact = model.float()(tokens[None], position_ids=torch.from_numpy(rows.pos.astype(np.int64))[None]).logits[0]
     assert (ours - exact).norm() < 0.05 * exact.norm()
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("count", [1, 7, 130])
+def test_filled_keys_and_values_have_the_bits_that_layers_write(name: str, count: int) -> None:
+    decoder = load_decoder(make(name), "native")
+    expected, got = decoder.new_cache(2, 8), decoder.new_cache(2, 8)
+    rows = Rows.concat([Rows.causal(0, 3, count), Rows.causal(1, 0, 2)])
+    torch.manual_seed(count)
+    hidden = torch.randn(len(rows), decoder.facts.hidden_size)
+    kept = hidden.clone()
+    for layer in (1, 2):
+        decoder.layers(hidden, rows, layer, layer + 1, expected)
+    decoder.fill_kv(rows, hidden, 1, 3, got)
+    assert torch.equal(hidden, kept)
+    for layer in range(3):
+        for ours, theirs in zip(got.standard(layer), expected.standard(layer), strict=True):
+            assert torch.equal(ours, theirs)
+    assert got.standard(2)[0][0, :, 3 : 3 + count].any()
+
+
+def test_head_without_the_norm_and_the_likeliest_tokens() -> None:
+    decoder = load_decoder(make("llama"), "native")
+    x = torch.randn(5, decoder.facts.hidden_size)
+    logits = decoder.logits(x)
+    torch.testing.assert_close(decoder.unembed(decoder.norm(x)), logits, atol=0.05, rtol=0.01)
+    assert decoder.top_tokens(logits, 4) == logits.topk(4).indices.tolist()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from multirate.decoding.costs import CostModel
-from multirate.decoding.drafter import MAX_TREE_NODES, Round
+from multirate.decoding.drafter import MAX_TREE_NODES, FusedStep
 from multirate.methods.common.trust import Origin
 from multirate.model.native import NativeDecoder, library
 from multirate.model.native.cache import NativeKVCache
@@ -91,7 +91,7 @@ class NativeRounds:
     def run(
         self, depth: int, expand: np.ndarray | None = None, keep: np.ndarray | None = None, deepest: int | None = None,
         steady: float = 1.0,
-    ) -> Round:
+    ) -> FusedStep:
         """One round, with drafts of at most ``depth`` levels, suggestions of ``deepest``. The accepted tokens' K/V are
         in place, uncommitted.
 
@@ -109,7 +109,7 @@ class NativeRounds:
             self._addresses[0], length, first, self._entered - first, self._addresses[1]
         )
         self._entered = emitted
-        return Round(self._ids[:emitted].tolist(), self._round.drafted, self._round.levels)
+        return FusedStep(self._ids[:emitted].tolist(), self._round.drafted, self._round.levels)
 
     def measured(
         self, plain: CostModel, own: Callable[[NativeKVCache], NativeKVCache | None], repeats: int = 40,

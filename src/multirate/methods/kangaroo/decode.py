@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.decoding.drafter import Draft, Drafter, Round
+from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.native_rounds import NativeRounds
@@ -74,7 +74,7 @@ class KangarooDrafter(Drafter):
             assert isinstance(cache, NativeKVCache) and isinstance(self._own, NativeKVCache)
             self._rounds.begin(cache, self._own)
 
-    def kept(self, cache: KVCache, length: int) -> int:
+    def usable(self, cache: KVCache, length: int) -> int:
         return min(length, self._filled.get(0, 0)) if cache is self._cache else 0
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
@@ -85,7 +85,11 @@ class KangarooDrafter(Drafter):
             self._own.reserve(cache.capacity)
 
     def prefill(
-        self, seqs: Sequence[int], prompts: Sequence[Sequence[int]], hidden_final: Sequence[Tensor]
+        self,
+        seqs: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        hidden_final: Sequence[Tensor],
+        taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
         """The prompts' adapter K/V, from their exit residuals: layers [0, E) again, over the K/V already written."""
         assert self._cache is not None and self._own is not None
@@ -98,18 +102,20 @@ class KangarooDrafter(Drafter):
                 self.adapter.rows(self.decoder.layers(x, reads, 0, self.start, self._cache), rows, self._own)
             self._filled[b] = len(prompt)
 
-    def round(self, seq: int, root: int, limit: int) -> Round | None:
+    def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
         """See Drafter. `draft`'s rule, with the accepted tokens' K/V computed again instead of back-filled."""
         if self._rounds is None or self._missing.get(seq) is not None:
             return None  # K/V owed from rounds in parts are paid there first
         if self._entered != seq:
-            self._rounds.enter(seq, [root])
+            self._rounds.enter(seq, [last_token])
             self._entered = seq
         assert self._cache is not None
         self._filled[seq] = self._cache.lengths[seq]  # this round computes again what the last one accepted
         return self._rounds.run(min(limit, self.max_nodes))
 
-    def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
+    def draft(
+        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int], sampler: Sampler
+    ) -> list[Draft]:
         """See Drafter. The stopping rule reads the distribution, before the token is drawn, and keeps that token."""
         count = len(seqs)
         depths = [min(limit, self.max_nodes) for limit in limits]
@@ -117,7 +123,7 @@ class KangarooDrafter(Drafter):
         hidden: list[list[Tensor]] = [[] for _ in seqs]
         probs: list[list[Tensor]] = [[] for _ in seqs]
         stopped = [False] * count
-        live, entering = list(range(count)), list(roots)
+        live, entering = list(range(count)), list(last_tokens)
         for depth in range(1, max(depths, default=0) + 2):
             x = self._shallow([seqs[i] for i in live], entering, depth - 1)
             for row, i in enumerate(live):
@@ -148,11 +154,11 @@ class KangarooDrafter(Drafter):
         return [Draft.chain(tokens[i], self._exits[b], torch.cat(probs[i]) if probs[i] else None)
                 for i, b in enumerate(seqs)]
 
-    def accept(self, seq: int, path: list[int], hidden_final: Tensor) -> None:
+    def accept(self, seq: int, verified: Verified) -> None:
         """Accepted rows are a prefix of the chain; the tail the adapter was not queried at is kept for back-filling."""
         assert self._cache is not None
         length = self._cache.lengths[seq]  # committed: it includes this path
-        before = length - len(path)
+        before = length - len(verified.path)
         self._filled[seq] = min(self._filled[seq], length)
         first = max(self._filled[seq], before)
         if first < length:

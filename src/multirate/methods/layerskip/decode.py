@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multirate.decoding.costs import measure_costs
 from multirate.decoding.draft_length import DraftLengthController
-from multirate.decoding.drafter import Draft, Drafter
+from multirate.decoding.drafter import Draft, Drafter, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.methods.layerskip.config import LayerSkipConfig
 from multirate.model.decoder import Decoder
@@ -40,10 +40,12 @@ class LayerSkipDrafter(Drafter):
         self._cache = cache
         self._confidences = {}
 
-    def kept(self, cache: KVCache, length: int) -> int:
+    def usable(self, cache: KVCache, length: int) -> int:
         return length  # it has no state but the slow cache
 
-    def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
+    def draft(
+        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int], sampler: Sampler
+    ) -> list[Draft]:
         """See Drafter. Whether to go on is decided before a token is drawn, as `Draft.probs` demands."""
         depths = [min(limit, self.config.tokens) for limit in limits]
         if self.controller is not None:
@@ -54,7 +56,7 @@ class LayerSkipDrafter(Drafter):
         probs: list[list[Tensor]] = [[] for _ in seqs]
         trust: list[list[float]] = [[] for _ in seqs]
         reached = [1.0] * count
-        live, entering = list(range(count)), list(roots)
+        live, entering = list(range(count)), list(last_tokens)
         for depth in range(1, max(depths) + 2):
             x = self._shallow([seqs[i] for i in live], entering, depth - 1)  # [n, d] at the exit
             for row, i in enumerate(live):
@@ -92,11 +94,11 @@ class LayerSkipDrafter(Drafter):
             for i in range(count)
         ]
 
-    def accept(self, seq: int, path: list[int], hidden_final: Tensor) -> None:
+    def accept(self, seq: int, verified: Verified) -> None:
         """Feeds the controller; there is no other state to bring up to date."""
         if self.controller is not None:
             trust = self._confidences[seq]
-            self.controller.observe(len(trust), len(path) - 1, trust)
+            self.controller.observe(len(trust), len(verified.path) - 1, trust)
 
     def _shallow(self, seqs: list[int], tokens: list[int], depth: int) -> Tensor:
         """Layers [0, E) on one row per sequence, `depth` slots after its committed ones → [n, d]."""

@@ -9,7 +9,7 @@ same calls, so verification starts at the gate (docs/methods/m2r2.md, point 7).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from multirate.decoding.costs import CostModel
-from multirate.decoding.drafter import Draft, Drafter, Round
+from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
@@ -112,7 +112,7 @@ class M2R2Drafter(Drafter):
         if self._rounds is not None and isinstance(self.runner, NativeStreamRunner):
             self._rounds.begin(self.runner.native_cache, self.runner.own_cache)
 
-    def kept(self, cache: KVCache, length: int) -> int:
+    def usable(self, cache: KVCache, length: int) -> int:
         if cache is not self._cache or not self.runner.serves(cache):
             return 0
         return min(length, self._refreshed) if self._refresh else length
@@ -124,7 +124,11 @@ class M2R2Drafter(Drafter):
         self._refreshed = cache.lengths[0]
 
     def prefill(
-        self, seqs: Sequence[int], prompts: Sequence[Sequence[int]], hidden_final: Sequence[Tensor]
+        self,
+        seqs: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        hidden_final: Sequence[Tensor],
+        taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
         for seq, prompt, hidden in zip(seqs, prompts, hidden_final, strict=True):
             self._waiting[seq] = _Waiting([], hidden[:0], hidden[-1])
@@ -140,7 +144,8 @@ class M2R2Drafter(Drafter):
             if seq == 0:
                 self._refreshed = len(prompt)
 
-    def accept(self, seq: int, path: list[int], hidden_final: Tensor) -> None:
+    def accept(self, seq: int, verified: Verified) -> None:
+        path, hidden_final = verified.path, verified.accepted
         if self._prices is not None:
             self._prices.emitted(len(path))
         tree = self._trees.pop(seq, None)
@@ -156,13 +161,13 @@ class M2R2Drafter(Drafter):
             waiting.ids, waiting.carried = [], hidden_final[:0]
         waiting.last = hidden_final[-1]
 
-    def round(self, seq: int, root: int, limit: int) -> Round | None:
+    def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
         if self._rounds is None:
             return None
         waiting = self._waiting.pop(seq, None)
         if waiting is not None:  # the sequence's first round here
             text = self._sampler.tokens[seq] if self.config.lookup else None
-            self._rounds.enter(seq, [*waiting.ids, root], torch.cat([waiting.carried, waiting.last[None]]), text)
+            self._rounds.enter(seq, [*waiting.ids, last_token], torch.cat([waiting.carried, waiting.last[None]]), text)
         self._note_refreshed(seq)
         self._price(1)
         depth, deepest = min(self.config.depth, self.config.nodes, limit), min(self.config.nodes, limit)
@@ -186,13 +191,15 @@ class M2R2Drafter(Drafter):
             self._expand = expand if self.config.expand is None else self._expand
             self._keep = keep if self.config.keep is None else self._keep
 
-    def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
+    def draft(
+        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int], sampler: Sampler
+    ) -> list[Draft]:
         """One pass of both streams per level, all sequences in it."""
         self._price(len(seqs))
         plain = sampler.plain
         limit = min(self.config.depth, self.config.nodes)
         trees = [DraftTree(min(limit, wanted), min(self.config.nodes, wanted)) for wanted in limits]
-        h_gate, p = self._first_pass(seqs, roots)
+        h_gate, p = self._first_pass(seqs, last_tokens)
         hidden: list[list[Tensor]] = [[row] for row in h_gate.split(1)]
         outputs: list[dict[int, Tensor]] = [{0: row} for row in p.split(1)]  # node → its p [1, d]
         probs: list[list[Tensor]] = [[] for _ in seqs]
@@ -219,7 +226,7 @@ class M2R2Drafter(Drafter):
 
     # -- the passes ---------------------------------------------------------------------------------
 
-    def _first_pass(self, seqs: Sequence[int], roots: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _first_pass(self, seqs: Sequence[int], last_tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Refreshed rows of all sequences, then their roots → (h_G, p), [len(seqs), d] each, of the roots."""
         assert self._cache is not None
         lengths = self._cache.lengths
@@ -231,9 +238,9 @@ class M2R2Drafter(Drafter):
                 parts.append(Rows.causal(seq, lengths[seq] - len(waiting.ids), len(waiting.ids)))
                 ids += waiting.ids
                 carried.append(waiting.carried)
-        for seq, root in zip(seqs, roots, strict=True):
+        for seq, token in zip(seqs, last_tokens, strict=True):
             parts.append(Rows.causal(seq, lengths[seq], 1))
-            ids.append(root)
+            ids.append(token)
             carried.append(self._waiting[seq].last[None])
         h_gate, p = self.runner.step(
             ids, Rows.concat(parts), torch.cat(carried) if self._carry else None, fresh=len(seqs)

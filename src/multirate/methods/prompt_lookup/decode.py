@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from multirate.decoding.drafter import Draft, Drafter, Round
+from multirate.decoding.drafter import Draft, Drafter, FusedStep
 from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
 from multirate.methods.common.native_rounds import NativeRounds
@@ -46,10 +46,12 @@ class PromptLookupDrafter(Drafter):
             assert isinstance(cache, NativeKVCache)
             self._rounds.begin(cache, None)
 
-    def kept(self, cache: KVCache, length: int) -> int:
+    def usable(self, cache: KVCache, length: int) -> int:
         return length  # the index is made anew from the tokens
 
-    def draft(self, seqs: Sequence[int], roots: Sequence[int], limits: Sequence[int], sampler: Sampler) -> list[Draft]:
+    def draft(
+        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int], sampler: Sampler
+    ) -> list[Draft]:
         """See Drafter. The draft is empty where not even the last token occurred before."""
         tokens = self.config.tokens
         return [
@@ -57,10 +59,10 @@ class PromptLookupDrafter(Drafter):
             for b, limit in zip(seqs, limits, strict=True)
         ]
 
-    def round(self, seq: int, root: int, limit: int) -> Round | None:
+    def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
         if self._rounds is None:
             return None
         if self._entered != seq:
-            self._rounds.enter(seq, [root], text=self._sampler.tokens[seq])
+            self._rounds.enter(seq, [last_token], text=self._sampler.tokens[seq])
             self._entered = seq
         return self._rounds.run(min(limit, self.config.tokens))

@@ -87,12 +87,27 @@ class HFDecoder(Decoder):
             return plan.unpad(hidden)
 
     @torch.no_grad()
+    def fill_kv(self, rows: Rows, hidden: Tensor, start: int, stop: int, cache: KVCache) -> None:
+        if len(rows) != len(hidden):
+            raise ValueError(f"hidden has {len(hidden)} rows but rows describes {len(rows)}")
+        if not len(rows) or start >= stop:
+            return
+        parts = self.parts
+        with self._frozen() as implementation:
+            plan = self._plan_for(rows, cache, hidden, implementation)
+            x = plan.pad(hidden)
+            if plan.rotary is None:
+                plan.rotary = parts.position_embeddings(x, plan.position_ids)
+            for i in range(start, stop):
+                parts.run_to_kv(i, x, plan.mask(parts.layers[i].window), plan.position_ids, plan.rotary, plan)
+
+    @torch.no_grad()
     def norm(self, x: Tensor) -> Tensor:
         return self.parts.final_norm(x)
 
     @torch.no_grad()
-    def logits(self, x: Tensor) -> Tensor:
-        return self.parts.logits(x).float()
+    def unembed(self, normed: Tensor) -> Tensor:
+        return self.parts.unembed(normed).float()
 
     # -- internals --------------------------------------------------------------------------------------------------
 

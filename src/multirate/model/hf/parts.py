@@ -92,6 +92,21 @@ class Trace:
     values: dict[int, Tensor]
 
 
+class _KVWritten(Exception):
+    """Ends a layer when its keys and values have been written."""
+
+
+class _WriteOnly:
+    """Hands keys and values on to a cache, and ends the layer there."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def update(self, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        self._cache.update(*arguments, **more)
+        raise _KVWritten
+
+
 class _AtRouter(Exception):
     """Ends a layer at its router."""
 
@@ -195,6 +210,23 @@ class ModelParts:
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
+    def run_to_kv(
+        self,
+        index: int,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        position_embeddings: PositionEmbeddings | None,
+        cache: Any,
+    ) -> None:
+        """As `run_layer` (same arguments), up to where the layer gives its keys and values to `cache`."""
+        try:
+            # Ended from inside: no family needs to be told how it makes keys and values.
+            self.run_layer(index, hidden, attention_mask, position_ids, position_embeddings, _WriteOnly(cache))
+        except _KVWritten:
+            return
+        raise RuntimeError(f"layer {index} never wrote keys and values")
+
     def run_to_router(self, index: int, hidden: Tensor, *arguments: Any) -> tuple[Tensor, nn.Module]:
         """As `run_layer` (same arguments), a mixture layer up to its router → the stream after attention [B, T, d], and
         the norm through which the router reads it."""
@@ -218,7 +250,11 @@ class ModelParts:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm, LM head, scale and soft-cap: [..., d] → [..., V] in the head's dtype."""
-        logits: Tensor = self.head(self.final_norm(hidden))
+        return self.unembed(self.final_norm(hidden))
+
+    def unembed(self, normed: Tensor) -> Tensor:
+        """LM head, scale and soft-cap of what the final norm gave: [..., d] → [..., V] in the head's dtype."""
+        logits: Tensor = self.head(normed)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.logit_softcap is not None:

@@ -230,6 +230,14 @@ class NativeDecoder(Decoder):
             cache.capacity, start, stop,
         )
 
+    def fill_kv(self, rows: Rows, hidden: Tensor, start: int, stop: int, cache: Any) -> None:
+        x = hidden.float().contiguous()
+        cache.make_room(rows)
+        self._library.mr_fill_kv(
+            self._work, self._shape_address, self._layers_address, cache.address, x.data_ptr(), len(rows.seq),
+            rows.seq.ctypes.data, rows.slot.ctypes.data, rows.pos.ctypes.data, cache.capacity, start, stop,
+        )
+
     def greedy(
         self, rows: Rows, cache: Any, ids: Sequence[int] | None = None, x: Tensor | None = None, start: int = 0
     ) -> tuple[Tensor, list[int]]:
@@ -255,6 +263,9 @@ class NativeDecoder(Decoder):
     def norm(self, x: Tensor) -> Tensor:
         x = x.float()
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self._norm_weight
+
+    def unembed(self, normed: Tensor) -> Tensor:
+        return self.product(self.head, normed, None)[:, : self.facts.vocab_size]
 
     def logits(self, x: Tensor) -> Tensor:
         return self.product(self.head, x, self.norm_address)[:, : self.facts.vocab_size]
@@ -282,6 +293,17 @@ class NativeDecoder(Decoder):
             logits.data_ptr(), ids.ctypes.data, probs.ctypes.data,
         )
         return ids.tolist(), probs.tolist()
+
+    def top_tokens(self, logits: Tensor, count: int) -> list[list[int]]:
+        n, vocab = logits.shape
+        if not n or logits.dtype != torch.float32 or logits.stride(1) != 1:
+            return super().top_tokens(logits, count)
+        ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
+        self._library.mr_top(
+            logits.data_ptr(), n, vocab, logits.stride(0), count, 1.0, ids.ctypes.data, probs.ctypes.data
+        )
+        chosen: list[list[int]] = ids.tolist()
+        return chosen
 
     def packed_adapters(self, adapters: Mapping[int, LayerAdapter] | None) -> int | None:
         """The adapters in the kernel's form, packed on first use and again when other modules are given."""

@@ -31,8 +31,8 @@ SOURCE_FOLDER = Path(__file__).parents[2] / "csrc"
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 
 WORKING = (
-    "mr_layers", "mr_linear", "mr_greedy", "mr_stream_step", "mr_head_top", "mr_route", "mr_experts", "mr_foresee",
-    "mr_thinned", "mr_mixture", "mr_round",
+    "mr_layers", "mr_fill_kv", "mr_linear", "mr_greedy", "mr_stream_step", "mr_head_top", "mr_route", "mr_experts",
+    "mr_foresee", "mr_thinned", "mr_mixture", "mr_round",
 )
 """The calls that need a workspace."""
 
@@ -316,6 +316,7 @@ if hasattr(os, "register_at_fork"):
 def _declare(library: ctypes.CDLL) -> None:
     integers, floats = ctypes.c_int, ctypes.c_float
     library.mr_layers.argtypes = [pointer] * 5 + [integers] + [pointer] * 6 + [integers] * 3
+    library.mr_fill_kv.argtypes = [pointer] * 4 + [integers] + [pointer] * 3 + [integers] * 3
     library.mr_linear.argtypes = [pointer, pointer, pointer, floats, integers, pointer, integers]
     library.mr_embed.argtypes = [pointer, pointer, integers, integers, floats, pointer]
     library.mr_greedy.argtypes = [pointer] * 6 + [integers] + [pointer] * 5 + [integers] * 3 + [pointer] * 4

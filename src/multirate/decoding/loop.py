@@ -1,0 +1,66 @@
+"""The decoding loop. There is one; what a pass does is the step's business (step.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.prefix_cache import PrefixCache
+from multirate.decoding.results import GenerationOutput, OnTokens
+from multirate.decoding.session import Session
+from multirate.decoding.step import Step
+from multirate.decoding.stopping import StopSettings
+from multirate.model.decoder import Decoder
+
+AfterStep = Callable[[Session, Step], None]
+
+
+@torch.no_grad()
+def generate(
+    decoder: Decoder,
+    step: Step,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingSettings | None = None,
+    stop: StopSettings | None = None,
+    on_tokens: OnTokens | None = None,
+    after_step: AfterStep | None = None,
+    prefix_cache: PrefixCache | None = None,
+) -> GenerationOutput:
+    """Continues every prompt (token ids); see SamplingSettings and StopSettings for the defaults.
+
+    With a lossless step the output is the base model's own, whatever kind of step it is.
+    on_tokens(b, tokens): called with the new tokens of sequence b as they are emitted.
+    after_step(session, step): for tests; called when a step is committed, see invariants.py.
+    prefix_cache: what an earlier generation with this step left, which a single prompt may go on
+        from; this generation is left there in turn (see Session).
+    Raises UserError for prompts that cannot be used, ValueError for a step that breaks its contract.
+    """
+    session = Session(
+        decoder, prompts, sampling, stop, on_tokens, step.slots, prefix_cache, usable=step.usable
+    )
+    step.begin(session, resumed=session.stats.resumed > 0)
+    if session.active:
+        _read_prompts(session, step)
+    while session.active:
+        session.stats.target_passes += 1
+        session.stats.sequence_steps += len(session.active)
+        step.run(session)
+        session.drop_finished()
+        if after_step is not None:
+            after_step(session, step)
+    step.finish(session)
+    return session.output()
+
+
+def _read_prompts(session: Session, step: Step) -> None:
+    """The prefill and the first tokens. A function of its own: the prompts' residuals are freed when it returns."""
+    seqs = session.active
+    hidden, taps = session.prefill(step.taps)
+    session.first_tokens(hidden)
+    going = [i for i, b in enumerate(seqs) if session.stops.reasons[b] is None]
+    if going:
+        step.prefilled(
+            session, [seqs[i] for i in going], [hidden[i] for i in going], [taps[i] for i in going]
+        )

@@ -1,0 +1,24 @@
+"""Plain decoding, one token per pass: the baseline that every speedup is quoted against."""
+
+from __future__ import annotations
+
+from multirate.decoding.session import Session
+from multirate.decoding.step import Step
+from multirate.model.rows import Rows
+
+
+class PlainStep(Step):
+    """Each active sequence's last token through all layers; the next token from its logits."""
+
+    def run(self, session: Session) -> None:
+        cache, sampler, decoder = session.cache, session.sampler, session.decoder
+        seqs = session.active
+        rows = Rows.concat([Rows.causal(b, cache.lengths[b], 1) for b in seqs])
+        ids = [sampler.tokens[b][-1] for b in seqs]
+        if sampler.plain:
+            _, tokens = decoder.greedy(rows, cache, ids)
+        else:
+            tokens = sampler.choose(decoder.logits(session.forward(ids, rows)), seqs)
+        for b, token in zip(seqs, tokens, strict=True):
+            cache.commit(b, 1)
+            session.emit(b, [token])

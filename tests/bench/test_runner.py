@@ -6,6 +6,7 @@ import torch
 from rich.console import Console
 
 from bench import tiny_model
+from multirate import io
 from multirate.bench import provenance, report
 from multirate.bench.divergence import Judge, first_difference
 from multirate.bench.prompts import Prompt
@@ -203,8 +204,8 @@ def test_table_fits_in_80_columns_and_json_is_complete(model: torch.nn.Module, t
     content = report.document(
         facts, rows, dtype="float32", model="tiny", suite="text", prompts=4, max_new_tokens=6
     )
-    path = report.check_writable(tmp_path / "out.json")
-    report.write_json(path, content)
+    path = io.check_writable(tmp_path / "out.json")
+    io.write_json(path, content)
     read = json.loads(path.read_text())
     top = ["version", "commit", "device", "threads", "dtype", "model", "suite", "prompts", "max_new_tokens", "rows"]
     assert set(top) <= set(read)
@@ -217,17 +218,17 @@ def test_table_fits_in_80_columns_and_json_is_complete(model: torch.nn.Module, t
 
 def test_unwritable_outputs_are_found_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it is a folder"):
-        report.check_writable(tmp_path)
+        io.check_writable(tmp_path)
     with pytest.raises(UserError, match=r"cannot write .*missing/out\.json: no such file"):
-        report.check_writable(tmp_path / "missing" / "out.json")
+        io.check_writable(tmp_path / "missing" / "out.json")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="not a directory"):
-        report.check_writable(tmp_path / "file" / "out.json")
+        io.check_writable(tmp_path / "file" / "out.json")
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_text("old")
     with pytest.raises(ValueError):
-        report.write_json(path, {"bad": float("nan")})
+        io.write_json(path, {"bad": float("nan")})
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["out.json"]

@@ -1,18 +1,13 @@
-"""A bench run as a table that fits in 80 columns, and as JSON that is written whole or not at all."""
+"""A bench run as a table that fits in 80 columns, and as JSON."""
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from multirate.bench.runner import Row, baseline
-from multirate.errors import UserError
 
 
 def table(rows: Sequence[Row], title: str | None = None) -> Table:
@@ -72,40 +67,3 @@ def document(provenance: dict[str, Any], rows: Sequence[Row], **settings: Any) -
         "baseline": None if against is None else against.method,
         "rows": [row.as_dict() for row in rows],
     }
-
-
-def check_writable(path: str | Path) -> Path:
-    """The path, after a trial write beside it: a long run must not end at an output that cannot be written."""
-    path = Path(path)
-    if path.is_dir():
-        raise UserError(f"cannot write {path}: it is a folder, a file name is needed")
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".multirate-"):
-            pass
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
-    if path.exists() and not os.access(path, os.W_OK):
-        raise UserError(f"cannot write {path}: permission denied")
-    return path
-
-
-def write_json(path: str | Path, content: dict[str, Any]) -> None:
-    """Writes beside the target and renames, so that a reader never sees half a file. UserError when it cannot."""
-    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """The same for any text."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None

@@ -30,8 +30,8 @@ def command(
 
     from rich.progress import Progress
 
-    from multirate.bench.report import check_writable
     from multirate.engine import attach
+    from multirate.io import check_writable
     from multirate.training.own_answers import answer_questions
 
     check_writable(out)

@@ -83,7 +83,7 @@ def command(
 
     questions = load_suite(suite, data, limit)
 
-    from multirate.bench.report import check_writable, write_json
+    from multirate.io import check_writable, write_json
 
     if json is not None:
         check_writable(json)

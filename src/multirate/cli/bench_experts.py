@@ -11,6 +11,7 @@ from multirate.cli import options
 from multirate.cli.bench_prompts import prepared
 from multirate.cli.progress import Bar
 from multirate.errors import UserError
+from multirate.io import check_writable, write_atomically, write_json
 
 if TYPE_CHECKING:
     from multirate.bench.suites import Question
@@ -37,7 +38,7 @@ def command(
 
     names: arms, or just "experts" for all of them.
     """
-    from multirate.bench import expert_report, provenance, report
+    from multirate.bench import expert_report, provenance
     from multirate.bench.expert_arms import ALL_ARMS, measure_arms
     from multirate.engine import attach
     from multirate.experts.arms import parse_bytes
@@ -52,7 +53,7 @@ def command(
     speed = parse_bytes(given.disk_speed.removesuffix("/s"), "--disk-speed") if given.disk_speed else None
     for place in (json, given.page):
         if place is not None:
-            report.check_writable(place)
+            check_writable(place)
     engine = attach(model, experts=given.store, expert_predictor=given.predictor)
     assert engine.experts is not None and engine.experts.runtime is not None
     arms = arms or [arm for arm in ALL_ARMS if arm != "accelerated" or engine.experts.has_accelerated]
@@ -84,9 +85,9 @@ def command(
         title = f"{expert_report.size(budget)} for experts ({100 * budget / everything:.0f}% of them), batch 1, greedy"
         console.print(expert_report.table(rows, title))
     if json is not None:
-        report.write_json(json, content)
+        write_json(json, content)
     if given.page is not None:
-        report.write_text(given.page, expert_report.page(run, content))
+        write_atomically(given.page, expert_report.page(run, content))
         console.print(f"page: {given.page}")
     engine.experts.remove()
     return all(row.identical for row in run.rows), run.interrupted

@@ -16,6 +16,7 @@ from multirate.errors import UserError
 from multirate.experts.layout import MODULE, NATIVE, ExpertTensors
 from multirate.experts.shards import Shards
 from multirate.experts.store import DATA, INDEX, VERIFIED, ExpertStore, StoreIndex
+from multirate.io import write_atomically
 from multirate.model.native.moe import MOE_FAMILIES, expert_tiles, pack_expert
 
 _PARTIAL, _PROGRESS = "experts.bin.partial", "packing.json"
@@ -107,7 +108,7 @@ class _Packer:
             (out / INDEX).unlink(missing_ok=True)  # never an index beside data that it does not describe
             (out / VERIFIED).unlink(missing_ok=True)
             os.replace(partial, out / DATA)
-            _write_atomically(out / INDEX, index.to_json())
+            write_atomically(out / INDEX, json.dumps(index.to_json()))
             (out / _PROGRESS).unlink(missing_ok=True)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
@@ -147,8 +148,13 @@ class _Packer:
     def _save(self, file: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
-        _write_atomically(self._out / _PROGRESS, {"revision": self._revision, "record_bytes": self._bytes,
-                                                  "layout": self._layout, "checksums": self._checksums})  # fmt: skip
+        progress = {
+            "revision": self._revision,
+            "record_bytes": self._bytes,
+            "layout": self._layout,
+            "checksums": self._checksums,
+        }
+        write_atomically(self._out / _PROGRESS, json.dumps(progress))
 
     def _resume(self) -> None:
         """Takes over the records of an interrupted packing of the same checkpoint."""
@@ -166,9 +172,3 @@ class _Packer:
         free = shutil.disk_usage(self._out).free
         if needed > free:
             raise UserError(f"{self._out} has {free / 1e9:.1f} GB free; the experts take {needed / 1e9:.1f} GB")
-
-
-def _write_atomically(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content))
-    os.replace(temporary, path)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import reprlib
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 from multirate.errors import UserError
+from multirate.io import write_atomically
 from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import find_training
@@ -33,23 +32,6 @@ def describe_base(model: Any, name: str = "") -> dict[str, Any]:
     shape = BaseShape.of(model.config)
     return {"name": name, "architecture": shape.architecture, "num_layers": shape.num_layers,
             "hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "fingerprint": fingerprint(model)}
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """The whole of ``data`` or nothing appears at ``path``. UserError when it cannot be written (space, permission)."""
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as handle:
-            temporary = handle.name
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from None
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from multirate.errors import UserError
+from multirate.io import write_atomically
 
 _LOADER = '''"""Lossless speed-up of this accelerator's base model: the text is the model's own, sooner.
 
@@ -26,7 +27,7 @@ def write_custom_generate(folder: str | Path) -> None:
     place = Path(folder) / "custom_generate"
     try:
         place.mkdir(parents=True, exist_ok=True)
-        (place / "generate.py").write_text(_LOADER, encoding="utf-8")
-        (place / "requirements.txt").write_text(_REQUIREMENTS, encoding="utf-8")
+        write_atomically(place / "generate.py", _LOADER)
+        write_atomically(place / "requirements.txt", _REQUIREMENTS)
     except OSError as error:
         raise UserError(f"cannot write {place}: {(error.strerror or str(error)).lower()}") from None

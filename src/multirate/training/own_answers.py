@@ -16,6 +16,7 @@ from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
+from multirate.io import write_atomically
 from multirate.model.decoder import Decoder
 from multirate.training.data import read_conversations, render_prompt
 
@@ -119,7 +120,7 @@ def _resume(path: Path, questions: Sequence[Questions]) -> int:
     lines = path.read_bytes().split(b"\n")
     whole, rest = lines[:-1], lines[-1]
     if rest:
-        path.write_bytes(b"".join(line + b"\n" for line in whole))
+        write_atomically(path, b"".join(line + b"\n" for line in whole))
     for number, (line, users) in enumerate(zip(whole, questions, strict=False), start=1):
         try:
             found = _asked(json.loads(line))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from multirate.errors import UserError
-from multirate.training.checkpoint import DESCRIPTION, write_atomically
+from multirate.io import write_atomically
+from multirate.training.checkpoint import DESCRIPTION
 
 STATE = "training_state.pt"
 

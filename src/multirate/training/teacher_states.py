@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from multirate.errors import UserError
+from multirate.io import write_atomically
 from multirate.model.decoder import Decoder
 from multirate.model.rows import Rows
-from multirate.training.checkpoint import write_atomically
 from multirate.training.data import Sample
 
 STATES, INDEX = "final_residuals.bf16", "final_residuals.json"

@@ -1,0 +1,59 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from multirate.errors import UserError
+
+
+def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Writes `data` beside `path`, to the disk, and renames. Raises OSError; nothing is left then."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_atomically(path: str | Path, data: bytes | str) -> None:
+    """As `replace_file`, text as UTF-8. Raises UserError when it cannot be written."""
+    content = data.encode() if isinstance(data, str) else data
+    try:
+        replace_file(Path(path), content)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"cannot write {path}: {reason}") from None
+
+
+def write_json(path: str | Path, content: dict[str, Any]) -> None:
+    """Indented JSON; numbers that JSON does not have are refused."""
+    write_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def check_writable(path: str | Path) -> Path:
+    """The path, after a trial write beside it.
+
+    A long run must not end at an output that cannot be written. Raises UserError.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder, a file name is needed")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".multirate-"):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
+    if path.exists() and not os.access(path, os.W_OK):
+        raise UserError(f"cannot write {path}: permission denied")
+    return path

@@ -157,14 +157,14 @@ def find_device(name: str) -> torch.device:
 
 def _check_name(name: str, kind: str, needed: str) -> None:
     """A path that is no folder, or a folder without the file `needed`, is said before the hub is asked for it."""
-    path = Path(name)
+    path, one = Path(name), f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
     if path.is_dir():
         if not (path / needed).is_file():
-            raise UserError(f"{name} is not {'an' if kind[0] in 'aeiou' else 'a'} {kind}: it has no {needed}")
+            raise UserError(f"{name} is not {one}: it has no {needed}")
     elif path.exists():
-        raise UserError(f"{name} is a file: a {kind} is a folder or a hub id such as owner/name")
+        raise UserError(f"{name} is a file: {one} is a folder or a hub id such as owner/name")
     elif not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or os.sep == "\\" in name:
-        raise UserError(f"there is no folder {name!r}: a {kind} is a local folder or a hub id such as owner/name")
+        raise UserError(f"there is no folder {name!r}: {one} is a local folder or a hub id such as owner/name")
 
 
 @contextmanager

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from multirate.errors import UserError
-from multirate.training.data import BatchPlan, Conversation, Sample, collate, encode, load_samples, read_conversations
+from multirate.training.data import (
+    BatchPlan,
+    Conversation,
+    Sample,
+    collate,
+    encode,
+    load_samples,
+    read_conversations,
+    set_aside,
+)
 
 from .tiny import tokenizer
 
@@ -99,3 +108,31 @@ def test_batches_cover_every_sample_once_within_the_budget() -> None:
     whole = [b.ids for _, b in zip(range(2 * len(plan.epoch(0)) + 5), plan.batches(), strict=False)]
     odd = [b.ids for _, b in zip(range(len(whole) // 2), plan.batches(1, 2), strict=False)]
     assert all((a == b).all() for a, b in zip(whole[1::2], odd, strict=True))
+
+
+def test_self_instruct_seeds_have_a_sample_for_each_instance(tmp_path: Path) -> None:
+    seed = {"id": "seed_task_0", "instruction": "ab", "is_classification": False,
+            "instances": [{"input": "", "output": "ef"}, {"input": "cd", "output": "gh"}]}
+    path = tmp_path / "seeds.jsonl"
+    path.write_text(json.dumps(seed) + "\n")
+    assert read_conversations(path) == [Conversation((("user", "ab"), ("assistant", "ef"))),
+                                        Conversation((("user", "ab\ncd"), ("assistant", "gh")))]
+    for instances in ([], 3, [3], [{"input": "x"}]):
+        path.write_text(json.dumps({**seed, "instances": instances}) + "\n")
+        with pytest.raises(UserError, match=r"line 1.*accepted|line 1: field 'instances'"):
+            read_conversations(path)
+
+
+def test_no_prompt_is_on_both_sides_of_the_split() -> None:
+    """Like the file of 9,430 records with 317 instructions that made held-out figures look three times as good."""
+    texts = [f"Question {n % 40}" if n % 3 else f"  question   {n % 40} " for n in range(1200)]
+    samples = [encode(Conversation((("user", t), ("assistant", f"{n}"))), tokenizer(), 99) for n, t in enumerate(texts)]
+    trained, heldout = set_aside(samples, 100, 0)
+    assert heldout and trained and not {s.prompt for s in trained} & {s.prompt for s in heldout}
+    assert len({s.prompt for s in trained}) + len(heldout) == 40  # each held-out prompt is evaluated once
+    # Other order, more data: a prompt stays on its side.
+    more = [encode(Conversation((("user", f"more {n}"), ("assistant", "x"))), tokenizer(), 99) for n in range(300)]
+    trained_more, heldout_more = set_aside([*more, *reversed(samples)], 1000, 0)
+    assert {s.prompt for s in heldout} <= {s.prompt for s in heldout_more}
+    assert {s.prompt for s in trained} <= {s.prompt for s in trained_more}
+    assert len(set_aside(more, 5, 0)[1]) == 5 and set_aside(samples[:1], 5, 0) == (samples[:1], [])

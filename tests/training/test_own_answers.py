@@ -88,3 +88,12 @@ def test_limit_spreads_over_the_data(setup, data, tmp_path):
     asked = [json.loads(line)["instruction"] for line in out.read_text().splitlines()]
     every = [json.loads(line)["instruction"] for line in data.read_text().splitlines()]
     assert asked == [every[0], every[2]]
+
+
+def test_equal_questions_are_asked_once(setup, tmp_path):
+    model, tokenizer = setup
+    data, out = tmp_path / "many.jsonl", tmp_path / "own.jsonl"
+    asked = ["what is a cat ?", "What  is a cat ?", "the sun ?", "what is a cat ?\n"] * 5
+    data.write_text("".join(json.dumps({"instruction": q, "output": "red"}) + "\n" for q in asked))
+    assert answer_questions(load_decoder(model), tokenizer, [data], out, (), max_new_tokens=2) == 2
+    assert [json.loads(line)["instruction"] for line in out.read_text().splitlines()] == asked[:3:2]

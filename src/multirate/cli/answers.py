@@ -28,8 +28,7 @@ def command(
     """
     options.set_threads(threads)
 
-    from rich.progress import Progress
-
+    from multirate.cli.progress import Lines
     from multirate.engine import attach
     from multirate.io import check_writable
     from multirate.training.own_answers import answer_questions
@@ -37,10 +36,9 @@ def command(
     check_writable(out)
     loaded = options.load(model, dtype, device, experts)
     engine = attach(loaded, expert_policy=None if experts is None else "lru")
-    with Progress(console=options.console(), transient=True) as bar:
-        task = bar.add_task("answering", total=None)
+    with Lines("answering") as bar:
         count = answer_questions(
             engine.decoder, loaded.tokenizer, data, out, engine.stopping().eos_token_ids, max_new_tokens, limit, batch,
-            lambda done, total: bar.update(task, completed=done, total=total),
+            bar.to,
         )
     typer.echo(f"{count} answers in {out}")

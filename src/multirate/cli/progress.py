@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 
 from multirate.cli import options
+from multirate.training.pace import SAY_EVERY, duration
 
 
 class Bar:
@@ -32,3 +34,25 @@ class Bar:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self._progress.stop()
+
+
+class Lines(Bar):
+    """A bar that, where stderr is not a terminal, writes a line now and then instead."""
+
+    def __init__(self, text: str, total: int | None = None) -> None:
+        super().__init__(text, total)
+        self._text, self._began, self._said = text, time.monotonic(), time.monotonic()
+        self._first: int | None = None
+
+    def to(self, done: int, total: int) -> None:
+        """So far `done` of `total`."""
+        super().to(done, total)
+        now = time.monotonic()
+        if self._first is None:
+            self._first, self._began = done, now  # what an earlier run had done took no time
+        if not self._progress.disable or now - self._said < SAY_EVERY:
+            return
+        self._said = now
+        pace = (done - self._first) / max(1e-9, now - self._began)
+        left = f", {duration((total - done) / pace)} left" if pace > 0 else ""
+        options.note(f"{self._text}: {done} of {total}{left}")

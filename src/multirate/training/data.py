@@ -7,7 +7,9 @@ fast, mask-free path whatever its architecture. Batches hold samples of similar 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +21,8 @@ from torch import Tensor
 
 from multirate.errors import UserError
 
-ACCEPTED = ('{"instruction", "input"?, "output" or "response"}, {"prompt", "completion"}, {"messages"}, '
+ACCEPTED = ('{"instruction", "input"?, "output" or "response"}, {"instruction", "instances": [{"input", "output"}]}, '
+            '{"prompt", "completion"}, {"messages"}, '
             '{"question", "answer"} or {"text"}')
 POOL = 32
 """Batches drawn together and cut from one length-sorted pool."""
@@ -35,10 +38,58 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Sample:
-    """``ids`` int32 [T]; ``response`` bool [T]: the token is one the model has to write."""
+    """``ids`` int32 [T]; ``response`` bool [T]: the token is one the model has to write; ``prompt``: normalised."""
 
     ids: np.ndarray
     response: np.ndarray
+    prompt: str = ""
+
+
+def normalised(text: str) -> str:
+    """One form for texts that differ in case, white space or Unicode's compatible characters only."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def prompt_of(conversation: Conversation) -> str:
+    """What decides which side of a split a conversation is on: its first question; all of a plain text."""
+    asked = next((text for role, text in conversation.turns if role == "user"), conversation.text)
+    return normalised(asked)
+
+
+def prompt_rank(prompt: str, seed: int) -> bytes:
+    """A place in an order of prompts that depends on nothing but the prompt and the seed."""
+    return hashlib.sha256(f"{seed} {prompt}".encode()).digest()
+
+
+def set_aside(samples: Sequence[Sample], most: int, seed: int) -> tuple[list[Sample], list[Sample]]:
+    """(training, held-out) samples, no prompt on both sides; at most ``most`` held out, about a tenth of the prompts.
+
+    Whether a prompt is held out depends on its hash alone, not on the order of the data or on what else is in it.
+    Of the held-out prompts' samples the first of each prompt is evaluated, the others are left out.
+    """
+    cut = (1 << 64) // 10
+    chosen = {s.prompt for s in samples if int.from_bytes(prompt_rank(s.prompt, seed)[:8]) < cut}
+    if len(chosen) == len({s.prompt for s in samples}):
+        chosen = set()  # a handful of prompts: training needs them
+    first: dict[str, Sample] = {}
+    for sample in samples:
+        if sample.prompt in chosen:
+            first.setdefault(sample.prompt, sample)
+    heldout = [first[p] for p in sorted(first, key=lambda p: prompt_rank(p, seed))[:most]]
+    return [s for s in samples if s.prompt not in chosen], heldout
+
+
+def _conversations(record: Any, where: str) -> list[Conversation]:
+    """One for a record, or one for each instance of Self-Instruct's seed format."""
+    if not isinstance(record, dict) or "instances" not in record or "instruction" not in record:
+        return [_conversation(record, where)]
+    instances = record["instances"]
+    if not isinstance(instances, list) or not instances or not all(isinstance(i, dict) for i in instances):
+        raise UserError(f"{where}: field 'instances' must be a non-empty list of {{'input', 'output'}}.")
+    return [
+        _conversation({"instruction": record["instruction"], **instance}, f"{where}, instance {number}")
+        for number, instance in enumerate(instances, start=1)
+    ]
 
 
 def _conversation(record: Any, where: str) -> Conversation:
@@ -95,7 +146,7 @@ def read_conversations(path: str | Path) -> list[Conversation]:
             raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
         if not isinstance(records, list) or not records:
             raise UserError(f"Data file {path} must hold a non-empty JSON array of {ACCEPTED}.")
-        return [_conversation(r, f"{path}, element {n}") for n, r in enumerate(records, start=1)]
+        return [c for n, r in enumerate(records, start=1) for c in _conversations(r, f"{path}, element {n}")]
     out = []
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
@@ -104,7 +155,7 @@ def read_conversations(path: str | Path) -> list[Conversation]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{path}, line {number}: not valid JSON ({error.msg}).") from None
-        out.append(_conversation(record, f"{path}, line {number}"))
+        out += _conversations(record, f"{path}, line {number}")
     return out
 
 
@@ -137,7 +188,7 @@ def encode(conversation: Conversation, tokenizer: Any, max_length: int) -> Sampl
     if not conversation.turns:
         bos, eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
         ids = _ids(tokenizer, bos + conversation.text + eos)[:max_length]
-        return Sample(np.asarray(ids, np.int32), np.ones(len(ids), np.bool_))
+        return Sample(np.asarray(ids, np.int32), np.ones(len(ids), np.bool_), prompt_of(conversation))
     ids, response = [], []
     done = ""
     for number, (role, _) in enumerate(conversation.turns, start=1):
@@ -156,7 +207,8 @@ def encode(conversation: Conversation, tokenizer: Any, max_length: int) -> Sampl
         done = prompt + answer[:end]
         if len(ids) >= max_length:
             break
-    return Sample(np.asarray(ids[:max_length], np.int32), np.asarray(response[:max_length], np.bool_))
+    mask = np.asarray(response[:max_length], np.bool_)
+    return Sample(np.asarray(ids[:max_length], np.int32), mask, prompt_of(conversation))
 
 
 def load_samples(paths: Sequence[str | Path], tokenizer: Any, max_length: int) -> list[Sample]:

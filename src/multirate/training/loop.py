@@ -31,7 +31,7 @@ from multirate.methods.common.teacher import Teacher
 from multirate.methods.spec import Training, find_training, recommended
 from multirate.model.load import load_decoder
 from multirate.training.checkpoint import Accelerator, describe_base
-from multirate.training.data import Batch, BatchPlan, Sample, load_samples
+from multirate.training.data import Batch, BatchPlan, Sample, load_samples, set_aside
 from multirate.training.memory import RELEASE_EVERY, bound_product_caches, memory_releaser
 from multirate.training.optimizers import learning_rate, optimizers
 from multirate.training.precision import low_precision
@@ -128,13 +128,16 @@ class _Run:
     def _data(self, files: Sequence[str | Path], tokenizer: Any) -> tuple[list[Sample], list[Sample]]:
         limit = self.settings.max_length
         samples = load_samples(files, tokenizer, limit)
-        if self.settings.heldout_files:
-            return samples, load_samples(self.settings.heldout_files, tokenizer, limit)[: self.settings.heldout_samples]
-        count = min(self.settings.heldout_samples, len(samples) // 10)
-        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(self.settings.seed)).tolist()
-        chosen = set(order[:count])
-        return ([s for i, s in enumerate(samples) if i not in chosen],
-                [s for i, s in enumerate(samples) if i in chosen])
+        most = self.settings.heldout_samples
+        if not self.settings.heldout_files:
+            return set_aside(samples, most, self.settings.seed)
+        trained_on = {s.prompt for s in samples}
+        given = load_samples(self.settings.heldout_files, tokenizer, limit)
+        heldout = [s for s in given if s.prompt not in trained_on]
+        if len(heldout) < len(given) and self.main:
+            print(f"{len(given) - len(heldout)} of {len(given)} held-out samples have prompts of the training data: "
+                  "they are left out", file=sys.stderr)
+        return samples, heldout[:most]
 
     def _initialise(self, trained: Training) -> None:
         """A reduced draft head takes the tokens that responses use most; a method may start from the base's weights."""
@@ -162,7 +165,9 @@ class _Run:
         argv = [Path(a).name if a.startswith("/") else a for a in sys.argv]
         return {
             "data": [Path(f).name for f in files],
-            "samples": len(self.samples), "data_sha256": digest.hexdigest(), "settings": settings,
+            "samples": len(self.samples), "distinct_prompts": len({s.prompt for s in self.samples}),
+            "heldout_samples": len(self.heldout), "heldout_prompts": len({s.prompt for s in self.heldout}),
+            "data_sha256": digest.hexdigest(), "settings": settings,
             "processes": self.launcher.num_processes, "argv": argv, "multirate": multirate.__version__,
             "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
 
@@ -231,7 +236,7 @@ class _Run:
                 progress.advance(self.step, seen)
                 now = time.monotonic()
                 self.seconds, clock = self.seconds + now - clock, now
-                if self.step % s.log_every == 0:
+                if self.step % s.log_every == 0 or progress.due():
                     progress.report(self.step, describe(summary, sum(losses) / len(losses), self.objective.drafts))
                     summary, losses = Summary.empty(self.objective.terms, self.objective.has_arla), []
                 stop = stop and self.step < s.steps
@@ -280,31 +285,38 @@ class _Run:
         """Held-out agreement, overlap, KL, AUC and calibration per gate and draft step, and the base's early exit."""
         if not self.heldout:
             return {}
-        world, rank = self.launcher.num_processes, self.launcher.process_index
-        plan = BatchPlan(self.heldout, self.settings.tokens_per_batch, 0)
-        trained = Summary.empty(self.objective.terms, self.objective.has_arla)
-        exits: Summary | None = None
         self.stream.eval()
-        mine = range(rank, len(plan.epoch(0)), world)
-        for _, batch in zip(mine, plan.batches(rank, world), strict=False):
-            ids, mask = batch.ids.to(self.launcher.device), batch.mask.to(self.launcher.device)
-            with self._autocast():
-                _, report = self.objective(ids, mask)
-                terms, exit_ = self.objective.early_exit(ids, mask)
-            trained.add(report.sums())
-            exits = exits or Summary.empty(terms)
-            exits.add(Report(terms, exit_, 0.0).sums())
+        with self._autocast():
+            results = evaluate(self.objective, self.heldout, self.settings.tokens_per_batch, self.launcher)
         self.stream.train()
-        exits = exits or Summary.empty([t for t in self.objective.terms if t.step == 1])
-        if world > 1:
-            for summary in (trained, exits):
-                summary.sums = self.launcher.reduce(summary.sums.to(self.launcher.device)).cpu()
-        plain = exits.to_json()
-        results = {**trained.to_json(), "early_exit": {
-            "terms": plain["terms"], "simulated_tokens_per_step": plain["simulated_tokens_per_step"]}}
-        if not self.objective.drafts:
-            del results["simulated_tokens_per_step"], results["early_exit"]["simulated_tokens_per_step"]
         return results
+
+
+@torch.no_grad()
+def evaluate(objective: Any, heldout: Sequence[Sample], tokens_per_batch: int, launcher: Launcher) -> dict[str, Any]:
+    """What a card's "results" hold, of ``objective`` (its modules in eval mode) over ``heldout``, by all processes."""
+    world, rank, device = launcher.num_processes, launcher.process_index, launcher.device
+    plan = BatchPlan(heldout, tokens_per_batch, 0)
+    trained = Summary.empty(objective.terms, objective.has_arla)
+    exits: Summary | None = None
+    mine = range(rank, len(plan.epoch(0)), world)
+    for _, batch in zip(mine, plan.batches(rank, world), strict=False):
+        ids, mask = batch.ids.to(device), batch.mask.to(device)
+        _, report = objective(ids, mask)
+        terms, exit_ = objective.early_exit(ids, mask)
+        trained.add(report.sums())
+        exits = exits or Summary.empty(terms)
+        exits.add(Report(terms, exit_, 0.0).sums())
+    exits = exits or Summary.empty([t for t in objective.terms if t.step == 1])
+    if world > 1:
+        for summary in (trained, exits):
+            summary.sums = launcher.reduce(summary.sums.to(device)).cpu()
+    plain = exits.to_json()
+    results = {**trained.to_json(), "prompts": len({s.prompt for s in heldout}), "early_exit": {
+        "terms": plain["terms"], "simulated_tokens_per_step": plain["simulated_tokens_per_step"]}}
+    if not objective.drafts:
+        del results["simulated_tokens_per_step"], results["early_exit"]["simulated_tokens_per_step"]
+    return results
 
 
 @contextmanager

@@ -29,15 +29,21 @@ def _experts_table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _prompts(results: dict[str, Any]) -> list[str]:
+    if "prompts" not in results:
+        return []
+    return [f"Answers to {results['prompts']} distinct prompts, none of which is in the training data.", ""]
+
+
 def _measured(description: dict[str, Any]) -> list[str]:
     results = description["results"]
     if not results.get("terms"):
         return []
     if find(description["method"]).role == "experts":
-        return ["## Measured on held-out text", "",
+        return ["## Measured on held-out text", "", *_prompts(results),
                 "Recall: share of a token's experts among the k likeliest that were named; the gate's own: the later "
                 "layer's router on the current residual.", "", *_experts_table(results), ""]  # fmt: skip
-    return ["## Measured on held-out text", "",
+    return ["## Measured on held-out text", "", *_prompts(results),
             f"{results['rows']} response tokens, teacher-forced; agreement is top-1 with the full model. "
             f"Simulated tokens per verify step (chain of 5, bonus token included): "
             f"**{results['simulated_tokens_per_step']}**.", "", *_table(results), ""]  # fmt: skip

@@ -18,7 +18,7 @@ from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.io import write_atomically
 from multirate.model.decoder import Decoder
-from multirate.training.data import read_conversations, render_prompt
+from multirate.training.data import normalised, read_conversations, render_prompt
 
 Turns = list[tuple[str, str]]
 Questions = tuple[str, ...]
@@ -39,13 +39,18 @@ def answer_questions(
     """Writes the data's conversations to `out`, every user turn answered by the model after its own earlier answers.
 
     One {"instruction", "output"} line per conversation of one turn, {"messages"} for several. limit: at most so many
-    conversations, spread evenly over the data. progress(done, total). Returns the number of records in the file.
+    conversations, spread evenly over the data. Equal questions (normalised text) are asked once.
+    progress(done, total). Returns the number of records in the file.
     Questions that leave no room in the context are left out; later turns without room end their conversation.
     Raises UserError for unusable data or an `out` that was made from other questions.
     """
     conversations = [c.turns for f in data_files for c in read_conversations(f)]
     asked = [tuple(text for role, text in turns if role == "user") for turns in conversations]
-    questions = [users for users in asked if users]
+    distinct: dict[Questions, Questions] = {}
+    for users in asked:
+        if users:
+            distinct.setdefault(tuple(map(normalised, users)), users)
+    questions = list(distinct.values())  # in the data's order
     if not questions:
         names = ", ".join(str(f) for f in data_files)
         raise UserError(f"no user turns in {names}; accepted are chat or question records")

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from multirate.methods.common.distillation import simulated_tokens_per_step
 from multirate.methods.common.objective import Summary
+from multirate.training.pace import SAY_EVERY, duration
 
 
 def describe(summary: Summary, loss: float, drafts: bool = True) -> str:
@@ -33,6 +34,7 @@ class TrainProgress:
     def __init__(self, total: int, start: int, shown: bool, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self.shown, self.total, self.start, self.began, self.tokens = shown, total, start, time.monotonic(), 0
+        self.said = self.began
         self.bar = Progress(TextColumn("training"), BarColumn(bar_width=20), MofNCompleteColumn(),
                             TimeRemainingColumn(), TextColumn("{task.description}"), console=self.console)
         self.task = self.bar.add_task("", total=total, completed=start)
@@ -55,10 +57,19 @@ class TrainProgress:
 
     def report(self, step: int, text: str) -> None:
         """New figures: beside the bar, or as a line of a log."""
-        text = f"{text}  {self.tokens / max(1e-9, time.monotonic() - self.began):.0f} tok/s"
+        now = time.monotonic()
+        self.said = now
+        seconds = max(1e-9, now - self.began)
+        text = f"{text}  {self.tokens / seconds:.0f} tok/s"
         if not self.shown:
             return
         if self.console.is_terminal:
             self.bar.update(self.task, description=text)
         else:
-            self.console.print(f"step {step}/{self.total}  {text}", soft_wrap=True, highlight=False)
+            left = seconds / max(1, step - self.start) * (self.total - step)
+            line = f"step {step}/{self.total}  {text}  {duration(left)} left"
+            self.console.print(line, soft_wrap=True, highlight=False)
+
+    def due(self) -> bool:
+        """Whether nothing was said for SAY_EVERY seconds."""
+        return time.monotonic() - self.said >= SAY_EVERY

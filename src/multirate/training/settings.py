@@ -36,7 +36,7 @@ class TrainSettings(MethodConfig):
     heldout_files: tuple[str, ...] = ()
     """Evaluated at the end; empty: ``heldout_samples`` of the training data are set aside."""
     heldout_samples: int = 256
-    """At most this many samples are evaluated; at most a tenth of the data is set aside."""
+    """At most this many samples are evaluated; about a tenth of the prompts is set aside."""
     checkpoint_seconds: float = 120.0
     checkpoint_steps: int | None = None
     """Also write a checkpoint every this many steps."""

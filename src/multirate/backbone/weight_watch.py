@@ -75,4 +75,4 @@ def _places(parameter: nn.Parameter) -> list[memoryview]:
     count = _SAMPLE // parameter.element_size()
     flat = parameter.detach().view(-1)
     starts = [0] if len(flat) < 4 * count else [0, len(flat) // 2]
-    return [memoryview(flat[start : start + count].view(torch.uint8).numpy()) for start in starts]
+    return [flat[start : start + count].view(torch.uint8).numpy().data for start in starts]

@@ -108,15 +108,18 @@ class StopTracker:
             new.append(token)
             if token in self._eos:
                 self.reasons[seq] = "eos"
-            elif self._longest and self._completes_stop_string(new):
-                self.reasons[seq] = "stop_string"
-            elif self._settings.ends is not None and self._settings.ends(seq, new):
+            elif self._stops(seq, new):
                 self.reasons[seq] = "stop_string"
             elif len(new) == self._room[seq]:
                 self.reasons[seq] = self._end_of_room(seq)
             if self.reasons[seq] is not None:
                 break
         return new[before:]
+
+    def _stops(self, seq: int, new: list[int]) -> bool:
+        if self._longest and self._completes_stop_string(new):
+            return True
+        return self._settings.ends is not None and self._settings.ends(seq, new)
 
     def _completes_stop_string(self, tokens: list[int]) -> bool:
         # Decode a tail only: long enough that a match ending in the last token lies inside it, with a margin against

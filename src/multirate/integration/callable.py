@@ -35,7 +35,8 @@ def custom_generate(
     """`model.generate(**inputs, custom_generate=multirate.custom_generate("path/to/accelerator"))`.
 
     The other arguments are those of `multirate.attach` and `Engine.generate`; `tokenizer` is needed with stop strings
-    only, where `generate` was not given one. The first call packs the model's weights; they are kept on the model for the calls that follow.
+    only, where `generate` was not given one. The first call packs the model's weights; they are kept on the model for
+    the calls that follow.
     """
     return CustomGenerate(accelerator, method, backend, speculate, tokenizer, streamer)
 

@@ -88,7 +88,10 @@ def _name(model: Any) -> str:
 
 
 def load_base(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A causal LM of transformers and its tokenizer, from a folder, the hub or by an embedded name; UserError when either cannot be had."""
+    """A causal LM of transformers and its tokenizer, from a folder, the hub or by an embedded name.
+
+    Raises UserError when either cannot be had.
+    """
     from multirate.hub import load_model
 
     loaded = load_model(str(path), str(dtype).removeprefix("torch."), "cpu")

@@ -108,7 +108,7 @@ class StopTracker:
             new.append(token)
             if token in self._eos:
                 self.reasons[seq] = "eos"
-            elif self._completes_stop_string(new) or self._ended_by_caller(seq, new):
+            elif self._stops(seq, new):
                 self.reasons[seq] = "stop_string"
             elif len(new) == self._room[seq]:
                 self.reasons[seq] = self._end_of_room(seq)
@@ -116,12 +116,12 @@ class StopTracker:
                 break
         return new[before:]
 
-    def _ended_by_caller(self, seq: int, tokens: list[int]) -> bool:
-        return self._settings.ends is not None and self._settings.ends(seq, tokens)
+    def _stops(self, seq: int, new: list[int]) -> bool:
+        if self._longest and self._completes_stop_string(new):
+            return True
+        return self._settings.ends is not None and self._settings.ends(seq, new)
 
     def _completes_stop_string(self, tokens: list[int]) -> bool:
-        if not self._longest:
-            return False
         # Decode a tail only: long enough that a match ending in the last token lies inside it, with a margin against
         # what a decoder does at a text's left border (a leading space dropped, half a UTF-8 character).
         decode = self._settings.decode

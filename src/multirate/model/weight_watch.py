@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,4 +75,4 @@ def _places(parameter: nn.Parameter) -> list[memoryview]:
     count = _SAMPLE // parameter.element_size()
     flat = parameter.detach().view(-1)
     starts = [0] if len(flat) < 4 * count else [0, len(flat) // 2]
-    return [memoryview(cast(Any, flat[start : start + count].view(torch.uint8).numpy())) for start in starts]
+    return [flat[start : start + count].view(torch.uint8).numpy().data for start in starts]

@@ -132,10 +132,14 @@ def test_the_stream_that_runs_ahead_is_the_models_own(mixture: Any, depth: int) 
         assert stats.issued > 20 and stats.precision > 0.9 and stats.recall > 0.5
         batch = [[5, 9, 2, 44, 17, 30, 8], [3, 4, 50], [7]]
         with runtime_of(mixture, None) as resident, runtime_of(mixture, 9, "accelerated", depth=depth) as runtime:
-            assert generate(mixture, runtime, batch) == generate(mixture, resident, batch)
-        with runtime_of(mixture, 9, "accelerated", kernel=False, depth=1) as python:  # which asks the next router
-            generate(mixture, python, batch)
-            assert python.stats.issued > 0
+            right = generate(mixture, resident, batch)
+            assert generate(mixture, runtime, batch) == right
+        for other in ({"kernel": False}, {"direct": False}):  # Python leads the pass: the same residual, the same text
+            with runtime_of(mixture, 12, "accelerated", worth=0.0, depth=depth, **other) as python:
+                follow(mixture, python)
+                assert python._kernel is None
+                assert python.stats.precision > 0.9 and python.stats.recall > 0.5
+                assert generate(mixture, python, batch) == right
     finally:
         offload.forecast = before
 
@@ -147,9 +151,30 @@ def test_a_stream_that_nobody_can_run_is_refused(mixture: Any) -> None:
     try:
         with pytest.raises(UserError, match="attention=false"):
             offload.predictor("accelerated")
+        with pytest.raises(UserError, match="expert policy accelerated"):
+            offload.use_policy("accelerated")
         assert [type(one) for one in offload.policy_predictor("aot").ways] == [NextLayerGate]
     finally:
         offload.forecast, offload.native = before, native
+
+
+def test_layers_that_cannot_run_ahead_refuse_it_by_name(mixture: Any) -> None:
+    """transformers' own layers: the policy accelerated is an error, and aot says that the gate predicts."""
+    offload = mixture[1]
+    before, offload.forecast = offload.forecast, whole_experts(mixture, 1)
+    budget = 9 * offload.store.index.record.bytes
+    try:
+        offload.use_policy("accelerated", budget)
+        with pytest.raises(UserError, match="expert policy accelerated.*aot and next_layer_gate"), torch.no_grad():
+            offload.model(IDS[None, :4])
+        chooser = offload.use_policy("aot", budget).predictor
+        assert isinstance(chooser, SelfDisabling)
+        chooser.way = 1
+        with pytest.warns(UserWarning, match="experts are predicted by next_layer_gate"), torch.no_grad():
+            offload.model(IDS[None, :4])
+    finally:
+        offload.forecast = before
+        offload.use()
 
 
 def test_beladys_cache_hits_most(mixture: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -36,7 +37,7 @@ class SelfDisabling(Predictor):
         self._times: list[dict[int, float]] = [{}]  # of each turn: mean seconds of a pass, by way
         self.way, self.on = 0, True
         self._began: float | None = None
-        self._single, self._left = True, 0
+        self._single, self._left, self._said = True, 0, False
         self._seconds: list[float] = []
 
     @property
@@ -97,7 +98,25 @@ class SelfDisabling(Predictor):
             predictor.routed(experts, weights)
 
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
-        return self._inner[self.way].predict(row, residual) if self.on else []
+        if not self.on:
+            return []
+        chosen = self._inner[self.way]
+        if not chosen.can_run:  # transformers' own layers run this pass
+            runnable = next((i for i, one in enumerate(self._inner) if one.can_run), None)
+            self._say(self._names[self.way], None if runnable is None else self._names[runnable])
+            if runnable is None:
+                return []
+            chosen = self._inner[runnable]
+        return chosen.predict(row, residual)
+
+    def _say(self, name: str, other: str | None) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"expert policy aot: {name} needs passes of the native kernel (custom_generate="
+                f"multirate.custom_generate()); here experts are predicted by {other or 'nothing'}",
+                stacklevel=2,
+            )
 
     def _count(self, seconds: float) -> None:
         if self._left:  # a decision stands

@@ -145,6 +145,7 @@ class OffloadedExperts:
         if backend == "native" and reason is not None:
             raise UserError(f"backend='native' cannot run this model: {reason}")
         if reason is not None or backend == "hf":
+            self.native = None  # predictors must not count on its passes
             return HFDecoder(self.model)  # on a GPU too: what waits for a copy cannot be recorded
         if self.native is None:
             self.native = NativeMoEDecoder(self.model, self._provider)
@@ -213,13 +214,16 @@ class OffloadedExperts:
     def _stream(self, forecast: ExpertForecast) -> AcceleratedStream:
         sketch, gated, down = forecast.sketch, forecast.gated, forecast.down
         if self.native is None or sketch is None or gated is None:
-            raise UserError("this predictor runs the model's attention ahead (attention=true), which only the native "
-                            "kernel does, and with sketches; train one with --option attention=false")  # fmt: skip
+            raise UserError(
+                "expert policy accelerated cannot run this predictor here: with attention=true it needs sketches and "
+                "the native kernel's decoder; accepted are the policies aot and next_layer_gate, or a predictor "
+                "trained with --option attention=false"
+            )
         native = NativeStream(
             None if down is None else down.detach(), forecast.up[0].detach(), sketch.detach(), gated.detach(),
             forecast.config.sketch, forecast.config.ahead,
         )
-        return AcceleratedStream(native, self.store.index.layers, self.selections())
+        return AcceleratedStream(native, self.store.index.layers, self.selections(), self.native)
 
     @staticmethod
     def _native_foresight(forecast: ExpertForecast) -> NativeForesight:

@@ -32,6 +32,11 @@ class Predictor(ABC):
     def ways(self) -> Sequence[Predictor]:
         return [self]
 
+    @property
+    def can_run(self) -> bool:
+        """Whether it can predict in the pass that runs now."""
+        return True
+
     def began(self, rows: int) -> None:  # noqa: B027 - optional
         """A pass over the layers begins, with so many rows."""
 

@@ -20,6 +20,7 @@ from multirate.experts.policies import Belady, eviction_policy
 from multirate.experts.predictors import NextLayerGate, Oracle, Popularity, PreviousToken, Shuffled
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
 from multirate.experts.stats import ExpertStats
+from multirate.experts.store import ExpertStore
 from multirate.methods.m2r2_experts.config import ExpertForecastConfig
 from multirate.methods.m2r2_experts.modules import ExpertForecast
 from multirate.methods.m2r2_experts.start import start_from_experts
@@ -165,7 +166,7 @@ def test_layers_that_cannot_run_ahead_refuse_it_by_name(mixture: Any) -> None:
     budget = 9 * offload.store.index.record.bytes
     try:
         offload.use_policy("accelerated", budget)
-        with pytest.raises(UserError, match="expert policy accelerated.*aot and next_layer_gate"), torch.no_grad():
+        with pytest.raises(UserError, match=r"expert policy accelerated.*aot and next_layer_gate"), torch.no_grad():
             offload.model(IDS[None, :4])
         chooser = offload.use_policy("aot", budget).predictor
         assert isinstance(chooser, SelfDisabling)
@@ -208,6 +209,32 @@ def test_a_disk_that_goes_away_and_comes_back(mixture: Any) -> None:
         os.close(kept)
         os.close(nothing)
         assert torch.equal(follow(mixture, runtime), right)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_damage_after_the_store_was_sealed(mixture: Any, kernel: bool) -> None:
+    """Bytes that change after the store was opened: an error where an expert is first read, whoever reads it."""
+    offload = mixture[1]
+    store = ExpertStore.open(offload.store.folder)
+    place = store.offset(len(store.index.layers) - 1, 0)
+    size = store.index.num_experts * store.index.record.bytes
+    whole = store.path.read_bytes()
+    offload.store, before = store, offload.store
+    try:
+        with store.path.open("r+b") as file:
+            file.seek(place)
+            file.write(bytes(byte ^ 4 for byte in whole[place : place + size]))
+            os.fsync(file.fileno())
+        for predictor in ("none", "next_layer_gate"):
+            with (
+                runtime_of(mixture, 9, predictor, kernel=kernel) as runtime,
+                pytest.raises(UserError, match=r"expert \d of layer 3 could not be read .*its checksum is not"),
+            ):
+                follow(mixture, runtime)
+            assert runtime.stats.errors > 0
+    finally:
+        store.path.write_bytes(whole)
+        offload.store = before
 
 
 def test_ctrl_c_while_a_read_takes_for_ever(mixture: Any) -> None:

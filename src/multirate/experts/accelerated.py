@@ -58,11 +58,11 @@ class AcceleratedResidual(Predictor):
 
 
 class AcceleratedStream(NextLayerGate):
-    """The accelerated residual that runs the later layers' attention over the keys and values of the running pass.
+    """The accelerated residual that runs the later layers' attention over the running pass's keys and values.
 
-    Passes with more than STREAM_ROWS rows (prompts, which need most experts anyway) ask the next layers' routers as they
-    are. decoder: runs the attention. Raises UserError where transformers' own layers run the model instead: they
-    cannot run ahead of themselves.
+    Passes with more than STREAM_ROWS rows (prompts, which need most experts anyway) ask the next layers' routers
+    as they are. decoder: runs the attention. Raises UserError where transformers' own layers run the model
+    instead: they cannot run ahead of themselves.
     """
 
     def __init__(

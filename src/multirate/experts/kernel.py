@@ -144,6 +144,10 @@ class KernelExperts:
         plan = c.ResidencyPlan(rows=rows, experts=experts, slots=len(slots), reads=reads.handle)
         plan.policy = c.EVICTIONS.index(_EVICTIONS[type(eviction)])
         plan.offsets = self._kept.array([store.offset(r, e) for r in range(rows) for e in range(experts)], np.int64)
+        plan.checksums = self._kept.array(index.checksums, np.uint32)
+        checked = (ctypes.c_uint8 * len(store.checked)).from_buffer(store.checked)
+        self._kept.kept.append(checked)
+        plan.checked = ctypes.addressof(checked)
         if isinstance(eviction, DecayedFrequency):
             plan.loss = eviction.loss
         if isinstance(eviction, Belady):

@@ -8,7 +8,7 @@ predicted any more, is dropped.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,7 +54,12 @@ class ExpertLoader:
     as a UserError naming the file; a failed speculative read only counts as an error.
     """
 
-    def __init__(self, store: ExpertStore, cache: SlotCache, reads: Reads, stats: ExpertStats) -> None:
+    def __init__(
+        self, store: ExpertStore, cache: SlotCache, reads: Reads, stats: ExpertStats,
+        intact: Callable[[Key, int], bool] = lambda key, slot: True,
+    ) -> None:
+        """intact(key, slot): whether the record that has been read into the slot is what was packed."""
+        self._intact = intact
         self._store, self._cache, self._reads, self.stats = store, cache, reads, stats
         self._loads: dict[Key, _Load] = {}
         self._of_slot: dict[int, _Load] = {}
@@ -186,6 +191,8 @@ class ExpertLoader:
 
     def _over(self, one: Ended) -> None:
         load = self._of_slot[one.slot]
+        if not one.error and not self._intact(load.key, one.slot):
+            one.error = errno.EBADMSG
         ahead = load.early or not load.demanded
         if ahead:
             self.stats.speculative_bytes += one.bytes

@@ -28,7 +28,7 @@ from multirate.experts.policies import EvictionPolicy
 from multirate.experts.predictors import NextLayerGate, Popularity, Predictor, PreviousToken, SelectExperts
 from multirate.experts.runtime import IMPLEMENTATION, ExpertRuntime, ExpertSettings
 from multirate.experts.shards import Shards
-from multirate.experts.store import ExpertStore
+from multirate.experts.store import INDEX, ExpertStore
 from multirate.hub import resolve_accelerator
 from multirate.methods.m2r2_experts.modules import ExpertForecast
 from multirate.training.checkpoint import Accelerator
@@ -95,6 +95,19 @@ def _experts_function(
     return offload.forward(self, hidden_states, top_k_index, top_k_weights)
 
 
+def _check_shapes(store: ExpertStore, layer: int, moe: MoEParts) -> None:
+    """UserError unless the store's records are the experts of this layer."""
+    index, place = store.index, store.folder / INDEX
+    for name, value in (("num_experts", moe.num_experts), ("top_k", moe.top_k)):
+        if getattr(index, name) != value:
+            raise UserError(f"{place}: {name} is {getattr(index, name)}; layer {layer} of the model has {value}")
+    packed = {field.name: field.shape for field in index.record.fields}
+    for name, parameter in moe.experts.named_parameters():
+        shape = tuple(parameter.shape[1:])
+        if packed.get(name) != shape:
+            raise UserError(f"{place}: {name} is {packed.get(name)}; layer {layer} of the model has {shape}")
+
+
 class OffloadedExperts:
     """Leads the experts modules of `model` to a runtime; the runtime may be exchanged between two generations.
 
@@ -114,6 +127,8 @@ class OffloadedExperts:
             held = list(store.index.layers)
             raise UserError(f"{store.folder} holds experts of layers {held}; the model's are {list(found)}")
         self._moe: list[MoEParts] = [moe for _, moe in blocks]
+        for layer, moe in blocks:
+            _check_shapes(store, layer.index, moe)
         self._norms: list[nn.Module | None] = [None] * len(blocks)
         self._seen: tuple[nn.Module, Tensor] | None = None  # the norm that ran last, and its input
         self._handles = [handle for layer, _ in blocks for handle in layer.before_norms(self._see)]

@@ -97,7 +97,7 @@ class ExpertRuntime:
         self.note = self.memory.note
         self._kernel: KernelExperts | None = None
         self._reads = self.memory.reads(self.settings.threads)
-        self.loader = ExpertLoader(store, self.cache, self._reads, self._stats)
+        self.loader = ExpertLoader(store, self.cache, self._reads, self._stats, self.memory.intact)
         self.predictor: Predictor | None = None
         self._depth: MeasuredDepth | None = None
         self.predict_with(predictor)
@@ -143,7 +143,7 @@ class ExpertRuntime:
                 if loaded:
                     fresh = eviction_policy(self.settings.eviction)
                     self.cache = SlotCache(len(self.cache.slots), fresh, self._evicted)
-                    self.loader = ExpertLoader(self.store, self.cache, self._reads, self._stats)
+                    self.loader = ExpertLoader(self.store, self.cache, self._reads, self._stats, self.memory.intact)
                     self._running(lambda kernel: kernel.load(loaded))
         return self._pass if self._kernel is not None and self.trace is None else None
 
@@ -173,7 +173,7 @@ class ExpertRuntime:
         self._kernel.close()
         self._kernel = None
         self._reads = self.memory.reads(self.settings.threads)
-        self.loader = ExpertLoader(self.store, self.cache, self._reads, self._stats)
+        self.loader = ExpertLoader(self.store, self.cache, self._reads, self._stats, self.memory.intact)
 
     def run(
         self, row: int, needed: list[int], compute: ComputeExperts, residual: Tensor,

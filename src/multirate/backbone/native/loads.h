@@ -104,10 +104,51 @@ static void speculate(Residency *e, const Prediction *found, int count) {
     if (missing) go_on(e);
 }
 
+// crc32 as zlib's: 16 bytes a step, each looked up in the table of its distance from the step's end.
+static uint32_t crc_tables[16][256];
+static pthread_once_t crc_once = PTHREAD_ONCE_INIT;
+
+static void make_crc_tables(void) {
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t c = i;
+        for (int bit = 0; bit < 8; bit++) c = c & 1 ? c >> 1 ^ 0xedb88320u : c >> 1;
+        crc_tables[0][i] = c;
+    }
+    for (int t = 1; t < 16; t++)
+        for (int i = 0; i < 256; i++) {
+            uint32_t before = crc_tables[t - 1][i];
+            crc_tables[t][i] = before >> 8 ^ crc_tables[0][before & 255];
+        }
+}
+
+// size: a multiple of 16, as records are.
+uint32_t mr_crc32(const uint8_t *data, int64_t size) {
+    pthread_once(&crc_once, make_crc_tables);
+    uint32_t crc = ~0u;
+    for (int64_t at = 0; at + 16 <= size; at += 16) {
+        const uint8_t *d = data + at;
+        uint32_t next = 0;
+        for (int i = 0; i < 4; i++) next ^= crc_tables[15 - i][d[i] ^ (crc >> 8 * i & 255)];
+        for (int i = 4; i < 16; i++) next ^= crc_tables[15 - i][d[i]];
+        crc = next;
+    }
+    return ~crc;
+}
+
+// Whether the record that has been read into `slot` is what was packed. Looked at when a record is first read.
+static int is_intact(Residency *e, const Slot *slot) {
+    int key = slot->key;
+    if (e->plan.checked[key]) return 1;
+    const Reads *r = e->plan.reads;
+    const uint8_t *record = r->base + (size_t)(slot - e->slots) * (size_t)r->size;
+    return e->plan.checked[key] = mr_crc32(record, r->size) == e->plan.checksums[key];
+}
+
 static void load_over(Residency *e, int at) {
     Slot *slot = &e->slots[e->ended_slot[at]];
     Counts *counts = &e->controls.counts;
     int ahead = slot->early || !slot->demanded, status = e->ended_status[at], key = slot->key;
+    if (!status && !is_intact(e, slot)) status = EBADMSG;
     *(ahead ? &counts->speculative_bytes : &counts->demand_bytes) += e->ended_bytes[at];
     double began = e->ended_began[at] > e->busy_until ? e->ended_began[at] : e->busy_until;  // two reads at a time count once
     if (e->ended_over[at] > began) {

@@ -50,6 +50,8 @@ typedef struct {
     Reads *reads;
     const int64_t *offsets;  // [keys] of the records in the file
     const int32_t *future, *future_ends;  // EVICT_BELADY: positions of each key's uses, rising; where the next key's begin
+    const uint32_t *checksums;  // [keys] crc32 of the records
+    uint8_t *checked;           // [keys] whether a record's has been found right
 } ResidencyPlan;
 
 typedef struct Forecaster Forecaster;

@@ -42,7 +42,7 @@ class ResidencyPlan(ctypes.Structure):
     _fields_ = [
         *((name, int32) for name in ("rows", "experts", "slots", "policy")),
         ("loss", double),
-        *((name, pointer) for name in ("reads", "offsets", "future", "future_ends")),
+        *((name, pointer) for name in ("reads", "offsets", "future", "future_ends", "checksums", "checked")),
     ]
 
 

@@ -21,7 +21,7 @@ import multirate
 from multirate.backbone.native.moe import NativeMoEDecoder
 from multirate.backbone.rows import Rows
 from multirate.evaluation.prompts import encode_chat
-from multirate.experts.arms import arm
+from multirate.experts.arms import policy_named
 from multirate.experts.policies import eviction_policy
 from multirate.experts.predictors import Oracle
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
@@ -90,7 +90,7 @@ def main() -> None:
         runs: list[tuple[bool, Run]] = []
         whole = policy == "resident"
         bound = whole or policy == "oracle"
-        eviction = "lrfu" if bound else arm(policy).eviction
+        eviction = "lrfu" if bound else policy_named(policy).eviction
         for copy in range(2 * args.copies):
             c = bool((copy + copy // 2) % 2)
             settings = ExpertSettings(None if whole else budget, eviction, kernel=c)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from multirate.backbone.native.foresight import NativeForesight, NativeStream
+from multirate.backbone.native.foresight import NativeAcceleratedResidual, NativeResidualWithAttention
 from multirate.backbone.native.moe import NativeMoEDecoder
 from multirate.errors import UserError
 from multirate.experts.loader import Prediction
@@ -27,8 +27,12 @@ class AcceleratedResidual(Predictor):
     """
 
     def __init__(
-        self, advance: Advance, layers: Sequence[int], select: Sequence[SelectExperts], most_depth: int,
-        native: NativeForesight | None = None,
+        self,
+        advance: Advance,
+        layers: Sequence[int],
+        select: Sequence[SelectExperts],
+        most_depth: int,
+        native: NativeAcceleratedResidual | None = None,
     ) -> None:
         self._advance, self.layers, self._select = advance, list(layers), list(select)
         self.native = native
@@ -57,7 +61,7 @@ class AcceleratedResidual(Predictor):
         ]  # fmt: skip
 
 
-class AcceleratedStream(NextLayerGate):
+class AcceleratedWithAttention(NextLayerGate):
     """The accelerated residual that runs the later layers' attention over the running pass's keys and values.
 
     Passes with more than STREAM_ROWS rows (prompts, which need most experts anyway) ask the next layers' routers
@@ -66,7 +70,11 @@ class AcceleratedStream(NextLayerGate):
     """
 
     def __init__(
-        self, native: NativeStream, layers: Sequence[int], select: Sequence[SelectExperts], decoder: NativeMoEDecoder
+        self,
+        native: NativeResidualWithAttention,
+        layers: Sequence[int],
+        select: Sequence[SelectExperts],
+        decoder: NativeMoEDecoder,
     ) -> None:
         super().__init__(select)
         self.native, self.layers, self._decoder = native, list(layers), decoder

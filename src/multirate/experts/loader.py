@@ -107,11 +107,11 @@ class ExpertLoader:
             for one in self._reads.ended(patience):
                 self._over(one)
 
-    def speculate(self, predictions: Sequence[Prediction]) -> None:
+    def prefetch(self, predictions: Sequence[Prediction]) -> None:
         """These experts may be needed; ones that are there or asked for already are left alone. What was predicted for
         the same layers before and is not named again is dropped, unless its read has begun."""
         rows, named = {one.deadline for one in predictions}, {one.key for one in predictions}
-        self._cache.soon = {key for key in self._cache.soon if key[0] not in rows} | named
+        self._cache.protected = {key for key in self._cache.protected if key[0] not in rows} | named
         if self._loads or self._pending:
             for load in [x for x in self._loads.values() if not x.demanded and x.deadline in rows]:
                 if load.key not in named:
@@ -141,9 +141,9 @@ class ExpertLoader:
         """Layer `row` of `token` begins: what was predicted for earlier ones is dropped unless it is demanded."""
         if token != self._cache.token:
             self._pending = []
-            self._cache.soon = set()
+            self._cache.protected = set()
         self._pending = [one for one in self._pending if one.deadline > row]
-        self._cache.soon = {key for key in self._cache.soon if key[0] > row}
+        self._cache.protected = {key for key in self._cache.protected if key[0] > row}
         self._cache.token, self._cache.row = token, row
         if self._loads:
             self.poll()

@@ -237,7 +237,7 @@ class ExpertStore:
         """Whether a record [bytes] uint8 that has just been read is what was packed; looked at once for each."""
         number = row * self.index.num_experts + expert
         if not self.checked[number]:
-            self.checked[number] = zlib.crc32(record.numpy()) == self.index.checksums[number]
+            self.checked[number] = zlib.crc32(record.numpy().data) == self.index.checksums[number]
         return bool(self.checked[number])
 
     def _check_data(self, on_bytes: Callable[[int, int], None] | None) -> None:

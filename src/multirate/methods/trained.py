@@ -16,14 +16,14 @@ from multirate.methods.kangaroo.train import KangarooObjective
 from multirate.methods.m2r2.config import PRESETS, M2R2Config
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.train import M2R2Objective
-from multirate.methods.m2r2_experts.config import ExpertForecastConfig
-from multirate.methods.m2r2_experts.modules import ExpertForecast
+from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
+from multirate.methods.m2r2_experts.modules import ExpertPredictor
 from multirate.methods.m2r2_experts.start import start_from_experts
-from multirate.methods.m2r2_experts.train import ExpertForecastObjective
+from multirate.methods.m2r2_experts.train import ExpertPredictorObjective
 from multirate.methods.shape import BaseShape
 from multirate.methods.teacher import Teacher
 
-EXPERTS = ExpertForecastConfig.METHOD
+EXPERTS = ExpertPredictorConfig.METHOD
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ def trained_method(name: str) -> TrainedMethod:
         return TrainedMethod(KangarooConfig, KangarooConfig.for_base, KangarooAdapter, KangarooObjective)
     if name == EXPERTS:
         return TrainedMethod(
-            ExpertForecastConfig,
-            ExpertForecastConfig.for_base,
-            ExpertForecast,
-            ExpertForecastObjective,
+            ExpertPredictorConfig,
+            ExpertPredictorConfig.for_base,
+            ExpertPredictor,
+            ExpertPredictorObjective,
             start_from_experts,
         )
     raise UserError(f"Method '{name}' cannot be trained; accepted: {', '.join((*PRESETS, 'kangaroo', EXPERTS))}.")

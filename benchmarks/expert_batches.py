@@ -21,7 +21,7 @@ import multirate
 from multirate.bench.prompts import encode_chat
 from multirate.bench.provenance import collect
 from multirate.bench.suites import load_suite
-from multirate.experts.arms import arm
+from multirate.experts.named_policies import policy_named
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
 
 BATCHES = (1, 2, 4)
@@ -79,7 +79,7 @@ def main() -> None:
     runtimes = {}
     for policy in POLICIES:
         whole = policy == "resident"
-        settings = ExpertSettings(None if whole else budget, "lru" if whole else arm(policy).eviction)
+        settings = ExpertSettings(None if whole else budget, "lru" if whole else policy_named(policy).eviction)
         predictor = None if whole else offload.policy_predictor(policy)
         runtimes[policy] = ExpertRuntime(store, settings, predictor)
     ways = runs(engine, prompts, args.tokens)

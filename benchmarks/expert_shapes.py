@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from multirate.bench.expert_policies import measure_policies
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import multirate
-from multirate.bench.expert_arms import measure_arms
 from multirate.bench.prompts import Prompt
 from multirate.bench.provenance import collect
 from multirate.experts.pack import pack
@@ -28,7 +28,7 @@ SHAPES = {  # hidden, expert width, experts, top k, layers here, layers of the r
     "qwen3-30b-a3b": (2048, 768, 128, 8, 3, 48, 32, 4),
     "mixtral": (4096, 14336, 8, 2, 1, 32, 32, 8),
 }
-ARMS = ("on_demand", "lru", "oracle", "resident")
+POLICIES = ("on_demand", "lru", "oracle", "resident")
 
 
 def build(shape: str, folder: Path) -> None:
@@ -65,8 +65,8 @@ def measure(shape: str, folder: Path, tokens: int, repeats: int, share: float) -
     index = engine.experts.store.index
     prompts = [Prompt(f"random {i}", list(range(10 + i, 26 + i))) for i in range(2)]
     budget = int(index.data_bytes * share)
-    run = measure_arms(
-        engine, prompts, ARMS, [budget], lambda size: ExpertSettings(size), max_new_tokens=tokens, repeats=repeats
+    run = measure_policies(
+        engine, prompts, POLICIES, [budget], lambda size: ExpertSettings(size), max_new_tokens=tokens, repeats=repeats
     )
     engine.experts.remove()
     hidden, inner, experts, top_k, layers, whole, *_ = SHAPES[shape]

@@ -54,8 +54,8 @@ def attach(
     tokenizer: needed with stop strings only.
     experts: for a mixture of experts named by folder or hub id, the store (`multirate pack`) that its experts are read
     from as they are needed. For it, or a model that `offload` gave: expert_memory: how much of them is held, such as
-    "2GB" (default: all); expert_policy: see experts/arms.py (default: aot); expert_predictor: what `train --objective
-    experts` made, a folder or hub id.
+    "2GB" (default: all); expert_policy: see experts/named_policies.py (default: aot);
+    expert_predictor: what `train --objective experts` made, a folder or hub id.
     Raises UserError with the reason for what cannot be used.
     """
     if isinstance(model, (str, os.PathLike)):

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from bench import tiny_model
+from multirate.bench.expert_policies import ALL_POLICIES
 from transformers import OlmoeConfig, OlmoeForCausalLM
 from typer.testing import CliRunner, Result
 
-from multirate.bench.expert_arms import ALL_ARMS
 from multirate.cli.main import app
 from multirate.engine import attach
 from multirate.errors import UserError
-from multirate.experts.arms import POLICIES, parse_bytes
+from multirate.experts.named_policies import POLICIES, parse_bytes
 from multirate.experts.store import DATA
 
 
@@ -130,7 +130,7 @@ def test_all_arms_in_one_command(model: Path, store: Path, tmp_path: Path) -> No
                  "--json", str(tmp_path / "o.json"), "--html", str(tmp_path / "o.html"))  # fmt: skip
     assert result.exit_code == 0, result.output
     content = json.loads((tmp_path / "o.json").read_text())
-    assert [row["method"] for row in content["rows"]] == 2 * [arm for arm in ALL_ARMS if arm != "accelerated"]
+    assert [row["method"] for row in content["rows"]] == 2 * [arm for arm in ALL_POLICIES if arm != "accelerated"]
     for row in content["rows"]:
         assert row["identical"] and row["tokens"] == 20 and row["seconds"] > 0
         assert row["bytes_per_token"] == 0 or row["method"] != "resident"
@@ -139,7 +139,7 @@ def test_all_arms_in_one_command(model: Path, store: Path, tmp_path: Path) -> No
     assert content["disk_bytes_per_second"] == 200_000_000
     assert max(len(line) for line in result.stdout.splitlines()) <= 80
     page = (tmp_path / "o.html").read_text()
-    assert page.count("<svg") == len(ALL_ARMS) - 1 and page.count("<table>") == 2 and "belady" in page
+    assert page.count("<svg") == len(ALL_POLICIES) - 1 and page.count("<table>") == 2 and "belady" in page
     refused(run(*arguments[:-2]), "--experts DIR")
     refused(run(*arguments, "--expert-memory", "1KB"), "at least 3")
     refused(run(*[a if a != "experts" else "experts,magic" for a in arguments]), "magic", "belady")

@@ -14,8 +14,8 @@ from multirate.experts.model import OffloadedExperts, load_without_experts
 from multirate.experts.pack import pack
 from multirate.experts.store import ExpertStore
 from multirate.methods.common.shape import BaseShape
-from multirate.methods.m2r2_experts.config import ExpertForecastConfig
-from multirate.methods.m2r2_experts.modules import ExpertForecast
+from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
+from multirate.methods.m2r2_experts.modules import ExpertPredictor
 from multirate.model.native.moe import NativeMoEDecoder
 
 SHAPE: dict[str, Any] = dict(
@@ -49,10 +49,10 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert index.layout == "native"
     offload = OffloadedExperts(model, ExpertStore.open(folder / "store"))
     shape = BaseShape.of(model.config)
-    forecast = ExpertForecast(ExpertForecastConfig.for_base(shape, rank=8), shape)
+    forecast = ExpertPredictor(ExpertPredictorConfig.for_base(shape, rank=8), shape)
     with torch.no_grad():
         forecast.up[0].normal_(0, 0.3)  # it names others than the gate
-    offload.forecast = forecast
+    offload.trained_predictor = forecast
     offload.use()
     decoder = offload.decoder()
     assert isinstance(decoder, NativeMoEDecoder)

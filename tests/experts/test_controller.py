@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from multirate.experts.controller import SelfDisabling
+from multirate.experts.controller import AdaptivePredictor
 from multirate.experts.loader import Prediction
 from multirate.experts.predictors import PreviousToken
 
@@ -15,7 +15,9 @@ class Machine:
     def __init__(self, on: float, off: float) -> None:
         self.on, self.off, self.now = on, off, 0.0
         inner = PreviousToken(3)
-        self.controller = SelfDisabling({"previous_token": inner}, block=4, turns=3, trust=50, clock=lambda: self.now)
+        self.controller = AdaptivePredictor(
+            {"previous_token": inner}, block=4, turns=3, trust=50, clock=lambda: self.now
+        )
         self.passes: list[bool] = []
 
     def run(self, count: int, rows: int = 1) -> None:
@@ -63,7 +65,7 @@ def test_a_machine_that_changes_is_noticed() -> None:
     machine.on, machine.off = 1.0, 1.5
     machine.run(130)
     assert machine.passes[-1]
-    assert SelfDisabling({"previous_token": PreviousToken(2)}).verdict == "reading ahead has not been measured yet"
+    assert AdaptivePredictor({"previous_token": PreviousToken(2)}).verdict == "reading ahead has not been measured yet"
 
 
 def test_the_fastest_of_several_names() -> None:
@@ -80,11 +82,11 @@ def test_the_fastest_of_several_names() -> None:
     for seconds, best in (([1.2, 1.0, 1.5], 1), ([1.0, 1.2, 1.5], 0), ([2.0, 2.2, 1.0], None)):
         now = 0.0
         names = {"first": Named(0), "second": Named(1)}
-        chooser = SelfDisabling(names, block=4, turns=3, trust=200, clock=lambda: now)  # noqa: B023
+        chooser = AdaptivePredictor(names, block=4, turns=3, trust=200, clock=lambda: now)  # noqa: B023
         asked: list[int | None] = []
         for _ in range(90):
             chooser.began(1)
-            chooser.depth = 1 + chooser.way
+            chooser.depth = 1 + chooser.candidate
             found = chooser.predict(0, torch.zeros(1, 4))
             asked.append(found[0].key[1] if found else None)
             now += seconds[2] if asked[-1] is None else seconds[asked[-1]]

@@ -203,7 +203,7 @@ def test_a_replayed_trace_gives_the_live_hits(offload: OffloadedExperts) -> None
         for row, experts in trace:
             token, last = token + (row <= last), row
             cache.token, cache.row = token, row
-            cache.want((row, e) for e in experts)
+            cache.pin((row, e) for e in experts)
             present = [e for e in experts if cache.find((row, e)) is not None]
             replayed += len(present)
             for expert in [*present, *(e for e in experts if e not in present)]:
@@ -214,7 +214,7 @@ def test_a_replayed_trace_gives_the_live_hits(offload: OffloadedExperts) -> None
                 found = cache.find((row, expert))
                 assert found is not None
                 cache.touch(found)
-            cache.want(())
+            cache.pin(())
         assert replayed == live.stats.hits, name
     assert hits["belady"] >= max(hits.values())
 
@@ -316,11 +316,11 @@ def test_the_slot_machine(seed: int, eviction: str, count: int) -> None:
         for row in range(3):
             loader.pass_row(token, row)
             waiting = [(row, expert) for expert in draw.sample(range(8), draw.randint(1, 6))]
-            cache.want(waiting)
+            cache.pin(waiting)
             loader.forget_failures()
             loader.demand(waiting)
             named = [Prediction((r, e), r, draw.random()) for r in range(row + 1, 3) for e in range(8)]
-            loader.speculate(draw.sample(named, draw.randint(0, min(len(named), 6))))
+            loader.prefetch(draw.sample(named, draw.randint(0, min(len(named), 6))))
             while waiting:
                 try:
                     slot = loader.wait(waiting)
@@ -337,5 +337,5 @@ def test_the_slot_machine(seed: int, eviction: str, count: int) -> None:
                 keys = [s.key for s in cache.slots if s.key is not None]
                 assert len(set(keys)) == len(keys), "an expert is in two slots"
                 assert all((s.state is State.FREE) == (s.key is None) for s in cache.slots)
-            cache.want(())
+            cache.pin(())
     assert set(reads.open) == {s.index for s in cache.slots if s.state is State.LOADING}

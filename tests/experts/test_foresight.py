@@ -16,19 +16,22 @@ from multirate.experts.predictors import NextLayerGate, likeliest
 from multirate.experts.reads import ThreadReads
 from multirate.experts.slot_cache import SlotCache, State
 from multirate.experts.stats import ExpertStats
-from multirate.methods.m2r2_experts.config import ExpertForecastConfig
-from multirate.methods.m2r2_experts.modules import ExpertForecast
-from multirate.model.native.foresight import NativeForesight, NativeStream
+from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
+from multirate.methods.m2r2_experts.modules import ExpertPredictor
+from multirate.model.native.foresight import (
+    NativeAcceleratedResidual,
+    NativeResidualWithAttention,
+)
 from multirate.model.native.library import NativeUnavailable, kernel
 
 SHAPE = SimpleNamespace(num_layers=5, hidden_size=128, is_moe=True, num_experts=6)
 
 
-def forecast(ahead: int, rank: int, sketch: int, attention: bool = False) -> ExpertForecast:
+def forecast(ahead: int, rank: int, sketch: int, attention: bool = False) -> ExpertPredictor:
     torch.manual_seed(3)
-    config = ExpertForecastConfig(rank=rank, ahead=ahead, sketch=sketch, attention=attention)
+    config = ExpertPredictorConfig(rank=rank, ahead=ahead, sketch=sketch, attention=attention)
     base: Any = SHAPE
-    made = ExpertForecast(config, base)
+    made = ExpertPredictor(config, base)
     with torch.no_grad():
         for up in made.up:
             up.normal_(0, 0.2)
@@ -49,7 +52,7 @@ def native() -> None:
 @pytest.mark.parametrize(("rank", "sketch"), [(8, 0), (64, 3), (16, 8)])
 def test_the_kernels_forecast_is_the_modules(ahead: int, rank: int, sketch: int) -> None:
     module = forecast(ahead, rank, sketch)
-    native = NativeForesight(module.down, list(module.up), module.sketch, sketch)
+    native = NativeAcceleratedResidual(module.down, list(module.up), module.sketch, sketch)
     for rows in (1, 3, 70):
         state: torch.Tensor | None = None
         for layer in range(SHAPE.num_layers):
@@ -69,7 +72,7 @@ def test_the_kernels_forecast_is_the_modules(ahead: int, rank: int, sketch: int)
 def test_the_kernels_thinned_experts_are_the_modules(rank: int, sketch: int) -> None:
     module = forecast(2, rank, sketch, attention=True)
     assert module.sketch is not None and module.gated is not None
-    native = NativeStream(module.down, module.up[0], module.sketch, module.gated, sketch, 2)
+    native = NativeResidualWithAttention(module.down, module.up[0], module.sketch, module.gated, sketch, 2)
     for rows in (1, 3, 70):
         for layer in (0, 3):
             residual = torch.randn(rows, SHAPE.hidden_size)
@@ -144,10 +147,10 @@ def test_what_is_not_named_again_is_not_read() -> None:
     cache = SlotCache(8, eviction_policy("lru"))
     stats, reads = ExpertStats(), ThreadReads(fill, 8, 1)
     with ExpertLoader(store, cache, reads, stats) as loader:
-        loader.speculate([Prediction((2, e), 2, 1.0 - e / 10) for e in (0, 1, 2)])
+        loader.prefetch([Prediction((2, e), 2, 1.0 - e / 10) for e in (0, 1, 2)])
         while len(reads._queue) == 3:  # until the first is being read
             pass
-        loader.speculate([Prediction((2, e), 2, 1.0) for e in (2, 3)])
+        loader.prefetch([Prediction((2, e), 2, 1.0) for e in (2, 3)])
         for _ in range(8):
             leave.release()
         ready: set[Any] = set()

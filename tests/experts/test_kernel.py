@@ -14,16 +14,17 @@ from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.experts.controller import SelfDisabling
+from multirate.experts.controller import AdaptivePredictor
 from multirate.experts.kernel import plan_of, plans_of
 from multirate.experts.policies import Belady, eviction_policy
 from multirate.experts.predictors import NextLayerGate, Oracle, Popularity, PreviousToken, Shuffled
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
 from multirate.experts.stats import ExpertStats
+from multirate.experts.store import ExpertStore
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.common.teacher import Teacher
-from multirate.methods.m2r2_experts.config import ExpertForecastConfig
-from multirate.methods.m2r2_experts.modules import ExpertForecast
+from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
+from multirate.methods.m2r2_experts.modules import ExpertPredictor
 from multirate.methods.m2r2_experts.start import start_from_experts
 from multirate.model.rows import Rows
 
@@ -88,7 +89,7 @@ def test_the_same_experts_stay_and_leave(mixture: Any, slots: int | None, evicti
 def test_the_same_experts_are_named(mixture: Any, predictor: str, eviction: str) -> None:
     """What was named ahead of time among what was missing, timely or not, is nearly the same: reads differ in speed."""
     kernel, python = (
-        counts(mixture, 9, one, predictor, eviction=eviction, worth=0.0, depth=1) for one in (True, False)
+        counts(mixture, 9, one, predictor, eviction=eviction, prefetch_threshold=0.0, depth=1) for one in (True, False)
     )
     assert kernel.uses == python.uses and (kernel.issued > 0 or predictor == "popularity")
     if predictor == "popularity":
@@ -100,7 +101,7 @@ def test_the_same_experts_are_named(mixture: Any, predictor: str, eviction: str)
 def test_an_oracle_is_never_wrong(mixture: Any) -> None:
     trace = trace_of(mixture)
     for depth in (1, 2, 3):
-        with runtime_of(mixture, 12, depth=depth, worth=0.0) as runtime:
+        with runtime_of(mixture, 12, depth=depth, prefetch_threshold=0.0) as runtime:
             runtime.predict_with(Oracle(trace))
             follow(mixture, runtime)
             stats = runtime.stats
@@ -109,13 +110,13 @@ def test_an_oracle_is_never_wrong(mixture: Any) -> None:
             assert stats.precision > 0.9 and stats.recall > 0.5
 
 
-def whole_experts(mixture: Any, depth: int) -> ExpertForecast:
+def whole_experts(mixture: Any, depth: int) -> ExpertPredictor:
     """A forecast whose sketches are the experts themselves: the stream that it runs ahead is the true one."""
     original = mixture[0]
     shape = BaseShape.of(original.config)
     neurons = getattr(original.config, "moe_intermediate_size", None) or original.config.intermediate_size
-    config = ExpertForecastConfig.for_base(shape, ahead=depth, attention=True, sketch=neurons)
-    made = ExpertForecast(config, shape)
+    config = ExpertPredictorConfig.for_base(shape, ahead=depth, attention=True, sketch=neurons)
+    made = ExpertPredictor(config, shape)
     tokens = IDS.view(4, 15)
     teacher = Teacher(original.bfloat16())
     start_from_experts(teacher, made, [(tokens, torch.ones_like(tokens, dtype=torch.bool))])
@@ -127,30 +128,55 @@ def test_the_stream_that_runs_ahead_is_the_models_own(mixture: Any, depth: int) 
     """With whole experts for sketches nearly all that is named is needed, at any depth, across a dense layer too; and
     what is left in the caches of layers that have not run disturbs nobody."""
     offload = mixture[1]
-    before, offload.forecast = offload.forecast, whole_experts(mixture, depth)
+    before, offload.trained_predictor = offload.trained_predictor, whole_experts(mixture, depth)
     try:
-        stats = counts(mixture, 12, True, "accelerated", worth=0.0, depth=depth)
+        stats = counts(mixture, 12, True, "accelerated", prefetch_threshold=0.0, depth=depth)
         assert stats.issued > 20 and stats.precision > 0.9 and stats.recall > 0.5
         batch = [[5, 9, 2, 44, 17, 30, 8], [3, 4, 50], [7]]
         with runtime_of(mixture, None) as resident, runtime_of(mixture, 9, "accelerated", depth=depth) as runtime:
-            assert answers(mixture, runtime, batch) == answers(mixture, resident, batch)
-        with runtime_of(mixture, 9, "accelerated", kernel=False, depth=1) as python:  # which asks the next router
-            answers(mixture, python, batch)
-            assert python.stats.issued > 0
+            right = answers(mixture, resident, batch)
+            assert answers(mixture, runtime, batch) == right
+        for other in ({"kernel": False}, {"direct": False}):  # Python leads the pass: the same residual, the same text
+            with runtime_of(mixture, 12, "accelerated", prefetch_threshold=0.0, depth=depth, **other) as python:
+                follow(mixture, python)
+                assert python._kernel is None
+                assert python.stats.precision > 0.9 and python.stats.recall > 0.5
+                assert answers(mixture, python, batch) == right
     finally:
-        offload.forecast = before
+        offload.trained_predictor = before
 
 
 def test_a_stream_that_nobody_can_run_is_refused(mixture: Any) -> None:
     offload = mixture[1]
-    before, native, offload.forecast = offload.forecast, offload.native, whole_experts(mixture, 1)
+    before, native, offload.trained_predictor = offload.trained_predictor, offload.native, whole_experts(mixture, 1)
     offload.native = None
     try:
         with pytest.raises(UserError, match="attention=false"):
             offload.predictor("accelerated")
-        assert [type(one) for one in offload.policy_predictor("aot").ways] == [NextLayerGate]
+        with pytest.raises(UserError, match="expert policy accelerated"):
+            offload.use_policy("accelerated")
+        assert [type(one) for one in offload.policy_predictor("aot").candidates] == [NextLayerGate]
     finally:
-        offload.forecast, offload.native = before, native
+        offload.trained_predictor, offload.native = before, native
+
+
+def test_layers_that_cannot_run_ahead_refuse_it_by_name(mixture: Any) -> None:
+    """transformers' own layers: the policy accelerated is an error, and aot says that the gate predicts."""
+    offload = mixture[1]
+    before, offload.trained_predictor = offload.trained_predictor, whole_experts(mixture, 1)
+    budget = 9 * offload.store.index.record.bytes
+    try:
+        offload.use_policy("accelerated", budget)
+        with pytest.raises(UserError, match=r"expert policy accelerated.*aot and next_layer_gate"), torch.no_grad():
+            offload.model(IDS[None, :4])
+        chooser = offload.use_policy("aot", budget).predictor
+        assert isinstance(chooser, AdaptivePredictor)
+        chooser.candidate = 1
+        with pytest.warns(UserWarning, match="experts are predicted by next_layer_gate"), torch.no_grad():
+            offload.model(IDS[None, :4])
+    finally:
+        offload.trained_predictor = before
+        offload.use()
 
 
 def test_beladys_cache_hits_most(mixture: Any) -> None:
@@ -184,6 +210,32 @@ def test_a_disk_that_goes_away_and_comes_back(mixture: Any) -> None:
         os.close(kept)
         os.close(nothing)
         assert torch.equal(follow(mixture, runtime), right)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_damage_after_the_store_was_sealed(mixture: Any, kernel: bool) -> None:
+    """Bytes that change after the store was opened: an error where an expert is first read, whoever reads it."""
+    offload = mixture[1]
+    store = ExpertStore.open(offload.store.folder)
+    place = store.offset(len(store.index.layers) - 1, 0)
+    size = store.index.num_experts * store.index.record.bytes
+    whole = store.path.read_bytes()
+    offload.store, before = store, offload.store
+    try:
+        with store.path.open("r+b") as file:
+            file.seek(place)
+            file.write(bytes(byte ^ 4 for byte in whole[place : place + size]))
+            os.fsync(file.fileno())
+        for predictor in ("none", "next_layer_gate"):
+            with (
+                runtime_of(mixture, 9, predictor, kernel=kernel) as runtime,
+                pytest.raises(UserError, match=r"expert \d of layer 3 could not be read .*its checksum is not"),
+            ):
+                follow(mixture, runtime)
+            assert runtime.stats.errors > 0
+    finally:
+        store.path.write_bytes(whole)
+        offload.store = before
 
 
 def test_ctrl_c_while_a_read_takes_for_ever(mixture: Any) -> None:
@@ -250,11 +302,11 @@ def test_several_predictors_take_turns(mixture: Any) -> None:
         right = follow(mixture, resident)
     rows = len(index.layers)
     ways = {"last": PreviousToken(rows), "all": Popularity(rows, index.num_experts)}
-    chooser = SelfDisabling(ways, trust=10**9)
-    with runtime_of(mixture, 9, chooser, worth=0.0, depth=1) as runtime:
+    chooser = AdaptivePredictor(ways, trust=10**9)
+    with runtime_of(mixture, 9, chooser, prefetch_threshold=0.0, depth=1) as runtime:
         chooser._left = 10**9
         issued = []
-        for chooser.way in (1, 0, 1, 0, 1):  # popularity learns in the first, and does not forget
+        for chooser.candidate in (1, 0, 1, 0, 1):  # popularity learns in the first, and does not forget
             runtime.reset()
             assert torch.equal(follow(mixture, runtime), right)
             assert runtime._kernel is not None
@@ -290,6 +342,6 @@ def test_what_the_kernel_knows() -> None:
 
     assert plan_of(None, 0.5) is not None and plan_of(Popularity(3, 2), 0.5) is not None
     assert plan_of(Mine(3), 0.5) is None
-    several = plans_of(SelfDisabling({"a": PreviousToken(3), "b": Popularity(3, 2)}), 0.5)
+    several = plans_of(AdaptivePredictor({"a": PreviousToken(3), "b": Popularity(3, 2)}), 0.5)
     assert several is not None and [one.plan.kind for one in several] == [1, 2] and several[0].plan.most_depth == 2
-    assert plans_of(SelfDisabling({"a": PreviousToken(3), "b": Mine(3)}), 0.5) is None
+    assert plans_of(AdaptivePredictor({"a": PreviousToken(3), "b": Mine(3)}), 0.5) is None

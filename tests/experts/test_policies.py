@@ -23,8 +23,8 @@ def test_the_victim_has_the_least_decayed_uses(uses: list[tuple[int, int]], deca
         key = (0, expert)
         if key not in slots:
             slots[key] = Slot(len(slots), State.READY, key)
-            policy.came(slots[key])
-        policy.used(slots[key], token)
+            policy.on_insert(slots[key])
+        policy.on_access(slots[key], token)
         history.setdefault(key, []).append(token)
     scores = {key: sum(decay ** (token - then) for then in times) for key, times in history.items()}
     ordered = [slot.key for slot in policy.order(token, 0)]
@@ -58,8 +58,8 @@ def test_a_slot_that_was_never_used_leaves_first() -> None:
     policy = DecayedFrequency()
     slots = [Slot(0, State.READY, (0, 1)), Slot(1, State.READY, (0, 2))]
     for slot in slots:
-        policy.came(slot)
-    policy.used(slots[0], 0)
+        policy.on_insert(slot)
+    policy.on_access(slots[0], 0)
     assert [slot.key for slot in policy.order(5, 0)] == [(0, 2), (0, 1)]
 
 
@@ -75,12 +75,12 @@ def test_least_stale_is_its_definition(seed: int) -> None:
         clock += 1
         if key not in slots:
             slots[key] = Slot(clock, State.READY, key, token=token)
-            policy.came(slots[key])
+            policy.on_insert(slots[key])
         elif draw.random() < 0.2:
-            policy.gone(slots.pop(key))
+            policy.on_evict(slots.pop(key))
             continue
         slots[key].token, last[key] = token, clock
-        policy.used(slots[key], token)
+        policy.on_access(slots[key], token)
     row = draw.randrange(4)
 
     def order(key: Key) -> tuple[int, int, int]:

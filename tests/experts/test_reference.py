@@ -39,7 +39,7 @@ def test_it_says_the_same_with_experts_on_disk(store: Path) -> None:
         del arms[2]
     for memory, policy in arms:
         engine = multirate.attach(MIXTURE, experts=store, expert_memory=memory, expert_policy=policy)
-        assert engine.experts is not None and engine.experts.forecast is not None
+        assert engine.experts is not None and engine.experts.trained_predictor is not None
         ids = encode_chat(engine.tokenizer, [{"role": "user", "content": "Tell me about a dog."}])
         texts.append(engine.generate([ids], stop=engine.stopping(40), method=PLAIN).sequences[0])
         assert engine.experts.runtime is not None

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 import multirate.experts.pack as packing
 from multirate.errors import UserError
 from multirate.experts.layout import ALIGNMENT
+from multirate.experts.model import OffloadedExperts, load_without_experts
 from multirate.experts.pack import pack
 from multirate.experts.shards import Shards
-from multirate.experts.store import DATA, INDEX, VERIFIED, ExpertStore
+from multirate.experts.store import DATA, INDEX, VERIFIED, ExpertStore, _digest
 
 from .tiny import EXPERTS, FAMILIES, TOP_K, save
 
@@ -138,6 +139,90 @@ def test_damage_is_refused(kind: str, message: str, opened_before: bool, tmp_pat
     with pytest.raises(UserError, match=message) as caught:
         ExpertStore.open(store)
     assert "\n" not in str(caught.value)
+
+
+def nested(depth: int) -> Any:
+    made: Any = 1
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
+FIELD = {"name": "down_proj", "shape": [32, 16], "offset": 4096}
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("layout", "weird", r"layout is 'weird'; accepted: module, native"),
+    ("layout", "native", r"layout is 'native'; accepted: module"),
+    ("layout", None, r"layout is None"),
+    ("dtype", "float64", r"dtype is 'float64'; accepted: bfloat16, float16, float32"),
+    ("dtype", "Tensor", r"dtype is 'Tensor'"),
+    ("num_experts", 10**18, r"num_experts is 1000000000000000000; accepted: 1 to"),
+    ("num_experts", 10**400, r"num_experts is 1000.*\.\.\..*; accepted"),
+    ("num_experts", -1, r"num_experts is -1"),
+    ("num_experts", 6.0, r"num_experts is 6.0"),
+    ("num_experts", True, r"num_experts is True"),
+    ("num_experts", 7, r"checksums is .*eight hex digits for each of 21 records"),
+    ("top_k", 7, r"top_k is 7; accepted: 1 to 6"),
+    ("top_k", float("nan"), r"top_k is nan"),
+    ("record_bytes", 10**12, r"bytes, not the 18000"),
+    ("record_bytes", 8191, r"record_bytes is 8191; accepted: a multiple of 4096"),
+    ("record_bytes", 1 << 60, r"record_bytes is 1152921504606846976"),
+    ("layers", [0, 0, 1], r"layers is \[0, 0, 1\]"),
+    ("layers", [2, 1, 0], r"layers is \[2, 1, 0\]"),
+    ("layers", "012", r"layers is '012'"),
+    ("layers", nested(200), r"layers is \[\[\["),
+    ("fields", [], r"fields is \[\]"),
+    ("fields", [FIELD], r"fields is"),
+    ("fields", [FIELD, {**FIELD, "name": "gate_up_proj"}], r"fields is"),
+    ("fields", [{"name": "gate_up_proj", "shape": [10**9, 10**9], "offset": 0}, FIELD], r"fields is"),
+    ("fields", [7], r"fields is \[7\]"),
+    ("checksums", ["zzzzzzzz"] * 18, r"checksums is"),
+    ("checksums", [], r"checksums is \[\]"),
+    ("model", 7, r"model is 7; accepted: a string"),
+    ("version", nested(200), r"has version \[\[\["),
+])  # fmt: skip
+def test_an_index_that_was_made_up_is_refused(name: str, value: Any, message: str, tmp_path: Path) -> None:
+    """With a right digest: each value is compared before anything is built from it."""
+    save("olmoe", tmp_path)
+    pack(tmp_path, tmp_path / "store")
+    place = tmp_path / "store" / INDEX
+    content = {**json.loads(place.read_text()), name: value}
+    del content["digest"]
+    place.write_text(json.dumps({**content, "digest": _digest(content)}))
+    with pytest.raises(UserError, match=message) as caught:
+        ExpertStore.open(tmp_path / "store")
+    assert str(place) in str(caught.value) or "experts.bin" in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def test_an_index_nested_too_deeply(tmp_path: Path) -> None:
+    save("olmoe", tmp_path)
+    pack(tmp_path, tmp_path / "store")
+    place = tmp_path / "store" / INDEX
+    place.write_text("[" * 200_000)
+    with pytest.raises(UserError, match=f"{place} cannot be read: its JSON is nested too deeply"):
+        ExpertStore.open(tmp_path / "store")
+
+
+def test_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
+    """The index is right in itself, and not the model's."""
+    save("olmoe", tmp_path)
+    pack(tmp_path, tmp_path / "store")
+    place = tmp_path / "store" / INDEX
+    for name, value, message in (("top_k", 3, "top_k is 3; layer 0 of the model has 2"),
+                                 ("fields", None, r"gate_up_proj is \(16, 64\); layer 0 of the model has")):
+        whole = place.read_text()
+        content = json.loads(whole)
+        del content["digest"]
+        if value is None:
+            value = [{**one, "shape": [one["shape"][0] // 2, one["shape"][1] * 2]} for one in content["fields"]]
+        content[name] = value
+        place.write_text(json.dumps({**content, "digest": _digest(content)}))
+        store = ExpertStore.open(tmp_path / "store")
+        with pytest.raises(UserError, match=message):
+            OffloadedExperts(load_without_experts(tmp_path), store)
+        place.write_text(whole)
 
 
 @pytest.mark.parametrize(("spoil", "message"), [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from multirate.experts.worth import Worth
+from multirate.experts.worth import PrefetchFilter
 
 
-def play(worth: Worth, draw: random.Random, truth: dict[float, float], passes: int) -> dict[float, int]:
+def play(worth: PrefetchFilter, draw: random.Random, truth: dict[float, float], passes: int) -> dict[float, int]:
     kept = dict.fromkeys(truth, 0)
     for _ in range(passes):
         needed = []
@@ -20,7 +20,7 @@ def play(worth: Worth, draw: random.Random, truth: dict[float, float], passes: i
 
 
 def test_ranks_are_judged_by_what_came_true() -> None:
-    worth, draw = Worth(0.6), random.Random(0)
+    worth, draw = PrefetchFilter(0.6), random.Random(0)
     assert play(worth, draw, {1.0: 0.95, 0.25: 0.3}, 3)[1.0] == 3, "trusted at first"
     play(worth, draw, {1.0: 0.95, 0.25: 0.3}, 100)
     late = play(worth, draw, {1.0: 0.95, 0.25: 0.3}, 100)
@@ -31,7 +31,7 @@ def test_ranks_are_judged_by_what_came_true() -> None:
 
 
 def test_a_prediction_is_judged_once_and_by_its_own_layer() -> None:
-    worth = Worth(0.5)
+    worth = PrefetchFilter(0.5)
     worth.keep((2, 7), 1, 1.0)
     worth.outcome(1, [7])
     assert not worth._counts

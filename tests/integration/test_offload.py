@@ -16,8 +16,8 @@ from multirate.errors import UserError
 from multirate.experts.model import experts_on_disk
 from multirate.experts.pack import pack
 from multirate.methods.common.shape import BaseShape
-from multirate.methods.m2r2_experts.config import ExpertForecastConfig
-from multirate.methods.m2r2_experts.modules import ExpertForecast
+from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
+from multirate.methods.m2r2_experts.modules import ExpertPredictor
 from multirate.training.checkpoint import Accelerator, describe_base
 
 PROMPT = torch.tensor([[5, 9, 2, 44, 17]])
@@ -57,13 +57,13 @@ def test_a_predictors_folder_is_one_argument(folder: Path, tmp_path: Path) -> No
     offloaded = experts_on_disk(model)
     assert offloaded is not None
     shape = BaseShape.of(model.config)
-    config = ExpertForecastConfig.for_base(shape, rank=8)
-    Accelerator("m2r2-experts", config, ExpertForecast(config, shape), describe_base(model)).save_pretrained(tmp_path)
+    config = ExpertPredictorConfig.for_base(shape, rank=8)
+    Accelerator("m2r2-experts", config, ExpertPredictor(config, shape), describe_base(model)).save_pretrained(tmp_path)
     ours = model.generate(
         PROMPT, max_new_tokens=12, do_sample=False, custom_generate=str(tmp_path), trust_remote_code=True
     )
     assert ours[0].tolist() == wanted(folder)
-    assert offloaded.forecast is not None
+    assert offloaded.trained_predictor is not None
     offloaded.remove()
 
 

@@ -7,21 +7,21 @@ from typing import Any
 import torch
 
 from multirate.methods.common.teacher import Teacher
-from multirate.methods.m2r2_experts.config import ExpertForecastConfig
-from multirate.methods.m2r2_experts.modules import ExpertForecast
-from multirate.methods.m2r2_experts.train import ExpertForecastObjective
+from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
+from multirate.methods.m2r2_experts.modules import ExpertPredictor
+from multirate.methods.m2r2_experts.train import ExpertPredictorObjective
 
 from .tiny import base, disturb, ids
 
 
-def built(ahead: int = 2, **options: Any) -> tuple[Teacher, ExpertForecast]:
+def built(ahead: int = 2, **options: Any) -> tuple[Teacher, ExpertPredictor]:
     teacher = Teacher(base("mixtral"))
-    config = ExpertForecastConfig.for_base(teacher.shape, rank=16, ahead=ahead, **options)
+    config = ExpertPredictorConfig.for_base(teacher.shape, rank=16, ahead=ahead, **options)
     torch.manual_seed(0)
-    return teacher, ExpertForecast(config, teacher.shape)
+    return teacher, ExpertPredictor(config, teacher.shape)
 
 
-def recalls(objective: ExpertForecastObjective, tokens: torch.Tensor) -> torch.Tensor:
+def recalls(objective: ExpertPredictorObjective, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         _, report = objective(tokens, torch.ones_like(tokens, dtype=torch.bool))
     return report.result.agree.float().mean(1)
@@ -29,7 +29,7 @@ def recalls(objective: ExpertForecastObjective, tokens: torch.Tensor) -> torch.T
 
 def test_untrained_it_is_the_gate_of_the_later_layer() -> None:
     teacher, forecast = built()
-    objective = ExpertForecastObjective(teacher, forecast)
+    objective = ExpertPredictorObjective(teacher, forecast)
     tokens = ids(2, 20)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     terms, exit_ = objective.early_exit(tokens, mask)
@@ -43,7 +43,7 @@ def test_untrained_it_is_the_gate_of_the_later_layer() -> None:
 def test_the_truth_is_named_with_certainty() -> None:
     """Given the true residual of the later layer, recall is 1 and KL 0: the report measures what it says."""
     teacher, forecast = built(ahead=1)
-    objective = ExpertForecastObjective(teacher, forecast)
+    objective = ExpertPredictorObjective(teacher, forecast)
     tokens = ids(2, 12)
     rows, _ = objective._residuals(tokens, torch.ones_like(tokens, dtype=torch.bool))
     _, report = objective._judge(rows, [[row] for row in [*rows[1:], rows[-1]]])
@@ -54,7 +54,7 @@ def test_the_truth_is_named_with_certainty() -> None:
 
 def test_training_raises_recall() -> None:
     teacher, forecast = built(ahead=1)
-    objective = ExpertForecastObjective(teacher, forecast)
+    objective = ExpertPredictorObjective(teacher, forecast)
     optimizer = torch.optim.Adam(forecast.parameters(), lr=5e-3)
     mask = torch.ones(4, 40, dtype=torch.bool)
     before = recalls(objective, ids(4, 40, seed=99))

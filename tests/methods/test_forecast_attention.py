@@ -11,10 +11,10 @@ from torch import Tensor
 
 from multirate.errors import UserError
 from multirate.methods.common.teacher import Teacher
-from multirate.methods.m2r2_experts.config import ExpertForecastConfig
-from multirate.methods.m2r2_experts.modules import Arrival, ExpertForecast
+from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
+from multirate.methods.m2r2_experts.modules import Arrival, ExpertPredictor
 from multirate.methods.m2r2_experts.start import start_from_experts
-from multirate.methods.m2r2_experts.train import ExpertForecastObjective
+from multirate.methods.m2r2_experts.train import ExpertPredictorObjective
 
 from .test_expert_forecast import built, recalls
 from .tiny import disturb, ids
@@ -30,8 +30,8 @@ def test_the_true_stream_arrives_where_the_base_does(name: str) -> None:
     """Given what really leaves a mixture, the residual at the next one's router is the base's own: with windows, sinks,
     clipped projections, and a dense layer on the way."""
     teacher = Teacher(tiny_model(name))
-    config = ExpertForecastConfig.for_base(teacher.shape, rank=4, ahead=1, attention=True)
-    objective = ExpertForecastObjective(teacher, ExpertForecast(config, teacher.shape))
+    config = ExpertPredictorConfig.for_base(teacher.shape, rank=4, ahead=1, attention=True)
+    objective = ExpertPredictorObjective(teacher, ExpertPredictor(config, teacher.shape))
     tokens = ids(2, 14)
     mask = rows_of(tokens)
     rows, slow = objective._residuals(tokens, mask)
@@ -48,7 +48,7 @@ def test_the_true_stream_arrives_where_the_base_does(name: str) -> None:
 def test_a_row_sees_no_other_estimate() -> None:
     """Changing what is thought of one token changes that token's arrival alone."""
     teacher, forecast = built(ahead=1, attention=True)
-    objective = ExpertForecastObjective(teacher, forecast)
+    objective = ExpertPredictorObjective(teacher, forecast)
     tokens = ids(1, 9)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     rows, slow = objective._residuals(tokens, mask)
@@ -65,16 +65,16 @@ def test_a_row_sees_no_other_estimate() -> None:
 def test_with_every_neuron_in_its_sketch_it_is_never_wrong(name: str, neurons: int) -> None:
     """A sketch of all of an expert's neurons is that expert, so every depth's residual is the true one."""
     teacher = Teacher(tiny_model(name))
-    config = ExpertForecastConfig.for_base(teacher.shape, rank=4, ahead=1, attention=True, sketch=neurons)
-    forecast = ExpertForecast(config, teacher.shape)
+    config = ExpertPredictorConfig.for_base(teacher.shape, rank=4, ahead=1, attention=True, sketch=neurons)
+    forecast = ExpertPredictor(config, teacher.shape)
     tokens = ids(2, 16)
     start_from_experts(teacher, forecast, [(tokens, torch.ones_like(tokens, dtype=torch.bool))] * 2)
-    assert recalls(ExpertForecastObjective(teacher, forecast), ids(2, 20, seed=8)).min() > 0.99
+    assert recalls(ExpertPredictorObjective(teacher, forecast), ids(2, 20, seed=8)).min() > 0.99
 
 
 def test_the_start_and_training_each_raise_recall() -> None:
     teacher, forecast = built(ahead=1, attention=True)
-    objective = ExpertForecastObjective(teacher, forecast)
+    objective = ExpertPredictorObjective(teacher, forecast)
     untrained = recalls(objective, ids(4, 40, seed=99)).mean()
     optimizer = torch.optim.Adam(forecast.parameters(), lr=5e-3)
     for step in range(60):
@@ -86,7 +86,7 @@ def test_the_start_and_training_each_raise_recall() -> None:
     assert all(p.grad is None for p in teacher.parts.model.parameters())
     _, started = built(ahead=1, attention=True)
     start_from_experts(teacher, started, [(ids(32, 40, seed=5), torch.ones(32, 40, dtype=torch.bool))])
-    assert recalls(ExpertForecastObjective(teacher, started), ids(4, 40, seed=99)).mean() > untrained + 0.005
+    assert recalls(ExpertPredictorObjective(teacher, started), ids(4, 40, seed=99)).mean() > untrained + 0.005
 
 
 def test_depths_continue_the_same_stream() -> None:
@@ -107,11 +107,11 @@ def test_depths_continue_the_same_stream() -> None:
 
 def test_predictors_from_before_attention_still_load() -> None:
     written = {"rank": 64, "sketch": 8, "ahead": 2, "membership": 0.5, "alignment": 0.1}
-    config = ExpertForecastConfig.from_json(written)
+    config = ExpertPredictorConfig.from_json(written)
     assert not config.attention
     _, forecast = built(ahead=2)
     assert {name for name, _ in forecast.named_parameters()} == {"down", "sketch", "up.0", "up.1"}
     with pytest.raises(UserError, match="attention"):
-        ExpertForecastConfig.from_json({**written, "attention": 1})
+        ExpertPredictorConfig.from_json({**written, "attention": 1})
 
 

@@ -111,7 +111,7 @@ def test_refusals_come_before_work(tmp_path: Path, model_dir: Path, data: Path) 
     with pytest.raises(UserError, match="medusa"):
         train(model_dir, [data], tmp_path / "out", "medusa", settings())
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UserError, match="it has no config.json"):
+    with pytest.raises(UserError, match="it has no config"):
         train(tmp_path, [data], tmp_path / "out", settings=settings())
     with pytest.raises(UserError, match="gates"):
         train(model_dir, [data], tmp_path / "out", settings=settings(), options={"gates": [9]})

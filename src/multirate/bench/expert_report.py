@@ -10,7 +10,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from multirate.bench.expert_arms import RESIDENT, ExpertRow, ExpertRun
+from multirate.bench.expert_policies import RESIDENT, ExpertRow, ExpertRun
 from multirate.experts.stats import Event
 
 _LANES = {"compute": 0, "predict": 0, "stall": 0, "demand": 1, "speculative": 2}

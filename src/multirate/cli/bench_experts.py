@@ -31,32 +31,42 @@ class ExpertOptions:
 
 
 def command(
-    model: str | None, questions: list[Question], suite: str, data: Path, names: list[str], given: ExpertOptions, *,
-    max_new_tokens: int, repeats: int, truncate: bool, json: Path | None,
+    model: str | None,
+    questions: list[Question],
+    suite: str,
+    data: Path,
+    names: list[str],
+    given: ExpertOptions,
+    *,
+    max_new_tokens: int,
+    repeats: int,
+    truncate: bool,
+    json: Path | None,
 ) -> tuple[bool, bool]:
     """Measures, prints a table per budget, writes JSON and page → (whether every token was the same, interrupted).
 
-    names: arms, or just "experts" for all of them.
+    names: policies, or just "experts" for all of them.
     """
     from multirate.bench import expert_report, provenance
-    from multirate.bench.expert_arms import ALL_ARMS, measure_arms
+    from multirate.bench.expert_policies import ALL_POLICIES, measure_policies
     from multirate.engine import attach
-    from multirate.experts.arms import parse_bytes
+    from multirate.experts.named_policies import parse_bytes
     from multirate.experts.runtime import ExpertSettings, slots_for
 
     if model is None or given.store is None:
         raise UserError("--methods experts needs MODEL and --experts DIR, the store that multirate pack made of it")
-    arms = [name for name in names if name != EXPERTS]
-    unknown = [name for name in arms if name not in ALL_ARMS]
+    policies = [name for name in names if name != EXPERTS]
+    unknown = [name for name in policies if name not in ALL_POLICIES]
     if unknown:
-        raise UserError(f"expert arm {unknown[0]!r} is unknown; accepted: {', '.join(ALL_ARMS)}")
+        raise UserError(f"expert policy {unknown[0]!r} is unknown; accepted: {', '.join(ALL_POLICIES)}")
     speed = parse_bytes(given.disk_speed.removesuffix("/s"), "--disk-speed") if given.disk_speed else None
     for place in (json, given.page):
         if place is not None:
             check_writable(place)
     engine = attach(model, experts=given.store, expert_predictor=given.predictor)
     assert engine.experts is not None and engine.experts.runtime is not None
-    arms = arms or [arm for arm in ALL_ARMS if arm != "accelerated" or engine.experts.has_accelerated]
+    if not policies:
+        policies = [one for one in ALL_POLICIES if one != "accelerated" or engine.experts.has_accelerated]
     index = engine.experts.store.index
     everything = index.data_bytes
     texts = [part.strip() for part in given.memory.split(",")] if given.memory else []
@@ -65,10 +75,11 @@ def command(
     for budget in budgets:
         slots_for(engine.experts.store, budget)
     prompts = prepared(engine, questions, max_new_tokens, truncate)
-    total = len(budgets) * repeats * len(prompts.prompts) * len(arms)
+    total = len(budgets) * repeats * len(prompts.prompts) * len(policies)
     with Bar("measuring", total) as bar:
-        run = measure_arms(
-            engine, prompts.prompts, arms, budgets, lambda budget: ExpertSettings(budget, disk_bytes_per_second=speed),
+        run = measure_policies(
+            engine, prompts.prompts, policies, budgets,
+            lambda budget: ExpertSettings(budget, disk_bytes_per_second=speed),
             max_new_tokens=max_new_tokens, repeats=repeats, on_answer=bar.advance,
         )  # fmt: skip
     reads = engine.experts.runtime.note or "O_DIRECT"
@@ -95,7 +106,7 @@ def command(
 
 def _budget(text: str, everything: int) -> int | None:
     """A size, or a share of all experts such as 50%."""
-    from multirate.experts.arms import parse_bytes
+    from multirate.experts.named_policies import parse_bytes
 
     if text.endswith("%") and text[:-1].replace(".", "", 1).isdigit():
         return math.ceil(everything * float(text[:-1]) / 100)

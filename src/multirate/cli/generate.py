@@ -57,12 +57,12 @@ def command(
     from multirate.bench.prompts import encode_chat
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import attach
-    from multirate.experts.arms import arm, parse_bytes
+    from multirate.experts.named_policies import parse_bytes, policy_named
     from multirate.hub import is_reference
     from multirate.methods.spec import recommended
 
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    arm(expert_policy)  # a wrong word is said before anything is loaded
+    policy_named(expert_policy)  # a wrong word is said before anything is loaded
     parse_bytes(expert_memory)
     if experts is None and expert_memory is not None:
         raise UserError("--expert-memory needs --experts DIR, the store that multirate pack made")

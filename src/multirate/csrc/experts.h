@@ -118,10 +118,10 @@ typedef struct {
     float eps;
     int count, k;
     float *drawn;  // [n, k · rows]: what each row of a sketch adds
-} Foresight;
+} ResidualRows;
 
 // share · SiLU(down n(residual)) of row n's experts.
-static void draw_sketches(const Foresight *f, int n, int d) {
+static void draw_sketches(const ResidualRows *f, int n, int d) {
     const Sketch *s = f->sketch;
     const float *x = f->residual + (size_t)n * d, *weights = f->weights + (size_t)n * f->k;
     float *z = f->drawn + (size_t)n * f->k * s->rows;
@@ -140,7 +140,7 @@ static void draw_sketches(const Foresight *f, int n, int d) {
 }
 
 // p[begin … end) += Σ drawn · up of row n's experts.
-static void add_sketches(const Foresight *f, const bf16 *ups, float *p, int n, int d, int begin, int end) {
+static void add_sketches(const ResidualRows *f, const bf16 *ups, float *p, int n, int d, int begin, int end) {
     int rows = f->sketch->rows;
     const float *z = f->drawn + (size_t)n * f->k * rows;
     for (int j = 0; j < f->k; j++)
@@ -151,9 +151,9 @@ static void add_sketches(const Foresight *f, const bf16 *ups, float *p, int n, i
         }
 }
 
-static void run_foresight(Workspace *work, void *context, int id, int threads) {
+static void run_residual(Workspace *work, void *context, int id, int threads) {
     ThreadScratch *mine = &work->own[id];
-    const Foresight *f = context;
+    const ResidualRows *f = context;
     int d = f->near->a.in / 2;
     mine->normed = grown(mine->normed, &mine->normed_size, (size_t)MAX_ROWS * 2 * d * sizeof(element));
     for (int n = 0; n < f->count; n++) {
@@ -184,7 +184,7 @@ static void run_foresight(Workspace *work, void *context, int id, int threads) {
 // The accelerated residual (methods/m2r2_experts/modules.py): p = residual + U SiLU(D [n(residual); n(state)]) for the U of
 // `near` and, unless NULL, that of `far`, whose D is the same; and the experts' sketches, unless NULL. residual, state (or
 // NULL), p [n, d]; ones [d]; ids, weights [n, k].
-void mr_foresee(Workspace *work, const LowRank *near, const LowRank *far, const Sketch *sketch, const int64_t *ids, const float *weights,
+void mr_accelerated_residual(Workspace *work, const LowRank *near, const LowRank *far, const Sketch *sketch, const int64_t *ids, const float *weights,
                 int k, const float *ones, float eps, const float *residual, const float *state, int n, float *p_near,
                 float *p_far) {
     size_t d = near->a.in / 2;
@@ -194,10 +194,10 @@ void mr_foresee(Workspace *work, const LowRank *near, const LowRank *far, const 
     for (int r = 0; r < n; r += MAX_ROWS) {
         size_t at = r * d;
         size_t use = (size_t)r * (size_t)k;
-        Foresight f = {near, far, sketch, ids ? ids + use : NULL, weights ? weights + use : NULL, ones, residual + at,
+        ResidualRows f = {near, far, sketch, ids ? ids + use : NULL, weights ? weights + use : NULL, ones, residual + at,
                        state ? state + at : NULL, p_near + at, far ? p_far + at : NULL, eps,
                        n - r < MAX_ROWS ? n - r : MAX_ROWS, k, work->drawn};
-        run_parallel(work, run_foresight, &f);
+        run_parallel(work, run_residual, &f);
     }
 }
 

@@ -19,16 +19,16 @@ typedef struct {
     float *weights, *parts;
 } RoutedRows;
 
-static void predict_ahead(Workspace *work, const Mixture *m, Residency *e, const PassRows *rows, int row, const float *x, int n, const RoutedRows *g) {
+static void predict_ahead(Workspace *work, const Mixture *m, ExpertCache *e, const PassRows *rows, int row, const float *x, int n, const RoutedRows *g) {
     double began = now_seconds();
-    int count = forecast(work, e, &m->routers, rows, row, x, n, g->ids, g->weights);
+    int count = predict(work, e, &m->routers, rows, row, x, n, g->ids, g->weights);
     double now = now_seconds();
     e->controls.counts.predictor_seconds += now - began;
     note(e, EVENT_PREDICT, began, now, row, -1);
-    if ((count = worth_reading(e, row, count))) speculate(e, e->forecaster->found, count);
+    if ((count = filter_predictions(e, row, count))) prefetch(e, e->predictor->found, count);
 }
 
-static int run_mixture_layer(Workspace *work, const Mixture *m, Residency *e, const PassRows *pass, int row, const float *x, int n,
+static int run_mixture_layer(Workspace *work, const Mixture *m, ExpertCache *e, const PassRows *pass, int row, const float *x, int n,
                              const RoutedRows *g) {
     int experts = m->routers.experts, k = m->routers.top_k, all = n * k, base = row * experts, needed = 0, state = LAYER_DONE;
     work->uses = grown(work->uses, &work->uses_size, sizeof(int32_t) * (size_t)(6 * experts + 1 + 3 * all));
@@ -53,16 +53,16 @@ static int run_mixture_layer(Workspace *work, const Mixture *m, Residency *e, co
         e->left_count = 0;
         goto compute;
     }
-    if (row <= e->controls.last_row && e->forecaster) {
-        e->forecaster = e->forecasters[e->controls.forecaster];
-        forget_names(e);
+    if (row <= e->controls.last_row && e->predictor) {
+        e->predictor = e->predictors[e->controls.predictor];
+        forget_predictions(e);
     }
     enter_row(e, row);
     waiting = needed;
     c->calls++;
     c->uses += needed;
-    for (int i = 0; i < needed; i++) e->wanted[keys[i] = base + list[i]] = 1;
-    e->wanted_count = needed;
+    for (int i = 0; i < needed; i++) e->pinned[keys[i] = base + list[i]] = 1;
+    e->pinned_count = needed;
     for (int i = 0; i < needed; i++) {
         Slot *slot = find(e, keys[i]);
         if (!slot || slot->state != SLOT_READY) {
@@ -71,10 +71,10 @@ static int run_mixture_layer(Workspace *work, const Mixture *m, Residency *e, co
         }
         c->hits++;
         c->timely += slot->fresh;
-        touch(e, slot);
+        on_access(e, slot);
     }
     if (missing) demand(e, keys, needed);
-    if (e->forecaster) {
+    if (e->predictor) {
         outcome(e, row, list, needed);
         if (e->controls.active && occupied(e) < e->plan.rows * experts) predict_ahead(work, m, e, pass, row, x, n, g);
     }
@@ -114,24 +114,24 @@ compute:
         }
         mr_experts(work, chosen, counts, count, g->normed, rows, places, g->parts);
         for (int i = 0; i < count; i++) {
-            if (e->wanted_count >= e->plan.slots) {  // more than fit: one that is done with makes room
-                e->wanted[ready[i]] = 0;
-                e->wanted_count--;
+            if (e->pinned_count >= e->plan.slots) {  // more than fit: one that is done with makes room
+                e->pinned[ready[i]] = 0;
+                e->pinned_count--;
             }
-            if (e->plan.policy == EVICT_NONE) empty(e, find(e, ready[i]));
+            if (e->plan.policy == EVICT_NONE) on_evict(e, find(e, ready[i]));
         }
         waiting = left;
         if (waiting) demand(e, keys, waiting);  // slots have become free: for these first
         go_on(e);
         note(e, EVENT_COMPUTE, began, now_seconds(), row, count == 1 ? ready[0] - base : -1);
     }
-    memset(e->wanted + base, 0, (size_t)experts);
+    memset(e->pinned + base, 0, (size_t)experts);
     return state;
 }
 
 // Layers [start, stop) as mr_layers, each mixture's router, experts and sum included. PAUSED: the same call with start =
 // controls.paused_layer goes on, any other forgets it. READ_FAILED, NOTHING_LEFT: x is lost, and controls says of what.
-int mr_mixture(Workspace *work, const Mixture *m, Residency *e, const LayerCache *caches, const Adapter *const *adapters, float *x, int n,
+int mr_mixture(Workspace *work, const Mixture *m, ExpertCache *e, const LayerCache *caches, const Adapter *const *adapters, float *x, int n,
                const int32_t *seq, const int32_t *slot, const int32_t *pos, const int32_t *prefix, const int64_t *tree,
                const uint8_t *accelerated, int capacity, int start, int stop, const RoutedRows *g) {
     const Routers *routers = &m->routers;

@@ -41,7 +41,7 @@ typedef struct {
     Event *events;                // [event_count] where record is set
     int32_t event_count, record;
     int32_t paused_layer;         // the model's, where a pass that returned PAUSED goes on
-    int32_t forecaster;           // which of several predictors is asked from the next pass on
+    int32_t predictor;           // which of several predictors is asked from the next pass on
 } Controls;
 
 typedef struct {
@@ -50,23 +50,25 @@ typedef struct {
     Reads *reads;
     const int64_t *offsets;  // [keys] of the records in the file
     const int32_t *future, *future_ends;  // EVICT_BELADY: positions of each key's uses, rising; where the next key's begin
-} ResidencyPlan;
+    const uint32_t *checksums;  // [keys] crc32 of the records
+    uint8_t *checked;           // [keys] whether a record's has been found right
+} ExpertCachePlan;
 
-typedef struct Forecaster Forecaster;
-#define MOST_FORECASTERS 4
-void mr_forecaster_close(Forecaster *f);
+typedef struct Predictor Predictor;
+#define MOST_PREDICTORS 4
+void mr_predictor_close(Predictor *f);
 
 typedef struct {
     Controls controls;
-    ResidencyPlan plan;
+    ExpertCachePlan plan;
     Slot *slots;
     int32_t *slot_of;          // [keys], -1: in none
     double *rank;              // [keys] of EVICT_LFU, EVICT_LRFU
     int32_t *next_use;         // [keys] of EVICT_BELADY: index into future
-    uint8_t *wanted, *soon;    // [keys]: what the running layer computes with; named for the next layers, evicted last
+    uint8_t *pinned, *protected;    // [keys]: what the running layer computes with; named for the next layers, evicted last
     int32_t *failed;           // [keys] errno of this layer's failed reads
     int32_t *left, left_count; // keys that a paused layer still waits for; none: no layer is
-    int32_t *free, free_count, wanted_count, loading, failures, event_room;
+    int32_t *free, free_count, pinned_count, loading, failures, event_room;
     int64_t number, numbers;
     double busy_until;         // the disk, by the reads that have ended
     Prediction *pending;       // without a slot yet, in the order to read them
@@ -74,12 +76,12 @@ typedef struct {
     int32_t *ended_slot, *ended_status;  // [slots] of a poll
     int64_t *ended_bytes;
     double *ended_began, *ended_over;
-    Forecaster *forecaster;    // that of controls.forecaster, or NULL
-    Forecaster *forecasters[MOST_FORECASTERS];
-    int32_t forecaster_count;
-} Residency;
+    Predictor *predictor;    // that of controls.predictor, or NULL
+    Predictor *predictors[MOST_PREDICTORS];
+    int32_t predictor_count;
+} ExpertCache;
 
-static void note(Residency *e, int kind, double begin, double end, int row, int expert) {
+static void note(ExpertCache *e, int kind, double begin, double end, int row, int expert) {
     Controls *c = &e->controls;
     if (!c->record) return;
     if (c->event_count == e->event_room) {
@@ -92,17 +94,17 @@ static void note(Residency *e, int kind, double begin, double end, int row, int 
     c->events[c->event_count++] = (Event){begin, end, kind, row, expert, 0};
 }
 
-static inline int occupied(const Residency *e) { return e->plan.slots - e->free_count; }
+static inline int occupied(const ExpertCache *e) { return e->plan.slots - e->free_count; }
 
 // READY now, or used again: the last of its equals.
-static inline void came(Residency *e, Slot *slot) { slot->when = ++e->number; }
+static inline void on_insert(ExpertCache *e, Slot *slot) { slot->when = ++e->number; }
 
 // A READY slot's expert is needed by the running layer.
-static void touch(Residency *e, Slot *slot) {
+static void on_access(ExpertCache *e, Slot *slot) {
     int key = slot->key;
     slot->token = e->controls.token;
     slot->fresh = 0;
-    came(e, slot);
+    on_insert(e, slot);
     double before = e->rank[key];
     if (e->plan.policy == EVICT_LFU) e->rank[key] = before == -INFINITY ? 1.0 : before + 1.0;
     if (e->plan.policy == EVICT_LRFU) {  // ln(score) + loss · token: all scores fade alike, so ranks stand
@@ -112,17 +114,17 @@ static void touch(Residency *e, Slot *slot) {
     if (e->plan.policy == EVICT_BELADY && e->next_use[key] < e->plan.future_ends[key]) e->next_use[key]++;
 }
 
-static inline int next_use_of(const Residency *e, int key) {
+static inline int next_use_of(const ExpertCache *e, int key) {
     return e->next_use[key] < e->plan.future_ends[key] ? e->plan.future[e->next_use[key]] : INT32_MAX;
 }
 
 // 0: an earlier token left it, of a layer that this one has passed; 1: of the running layer or one ahead; 2: of this token.
-static inline int staleness(const Residency *e, const Slot *s) {
+static inline int staleness(const ExpertCache *e, const Slot *s) {
     if (s->token >= e->controls.token) return 2;
     return s->key / e->plan.experts < e->controls.row ? 0 : 1;
 }
 
-static int leaves_before(const Residency *e, const Slot *a, const Slot *b) {
+static int leaves_before(const ExpertCache *e, const Slot *a, const Slot *b) {
     switch (e->plan.policy) {
     case EVICT_LFU:
     case EVICT_LRFU:
@@ -146,7 +148,7 @@ static int leaves_before(const Residency *e, const Slot *a, const Slot *b) {
     return a->when < b->when;
 }
 
-static void empty(Residency *e, Slot *slot) {
+static void on_evict(ExpertCache *e, Slot *slot) {
     if (slot->state == SLOT_READY) e->controls.counts.wasted += slot->fresh;
     e->slot_of[slot->key] = -1;
     slot->state = SLOT_FREE;
@@ -156,22 +158,22 @@ static void empty(Residency *e, Slot *slot) {
 
 // Whether a slot is free now. A prediction takes only what this token has not used; what is named for the next layers
 // leaves for a demand only, and last.
-static int evict(Residency *e, int speculative) {
+static int evict(ExpertCache *e, int speculative) {
     Slot *best = NULL, *spared = NULL;
     for (int i = 0; i < e->plan.slots; i++) {
         Slot *slot = &e->slots[i];
-        if (slot->state != SLOT_READY || e->wanted[slot->key] || (speculative && slot->token >= e->controls.token)) continue;
-        Slot **first = e->soon[slot->key] ? &spared : &best;
+        if (slot->state != SLOT_READY || e->pinned[slot->key] || (speculative && slot->token >= e->controls.token)) continue;
+        Slot **first = e->protected[slot->key] ? &spared : &best;
         if (!*first || leaves_before(e, slot, *first)) *first = slot;
     }
     if (!best && !speculative) best = spared;
     if (!best) return 0;
-    empty(e, best);
+    on_evict(e, best);
     return 1;
 }
 
 // A slot for `key`, LOADING; NULL when none may be taken now.
-static Slot *reserve(Residency *e, int key, int speculative) {
+static Slot *reserve(ExpertCache *e, int key, int speculative) {
     if (!e->free_count && !evict(e, speculative)) return NULL;
     Slot *slot = &e->slots[e->free[--e->free_count]];
     *slot = (Slot){.state = SLOT_LOADING, .key = key, .fresh = speculative, .demanded = !speculative, .token = e->controls.token};
@@ -180,25 +182,25 @@ static Slot *reserve(Residency *e, int key, int speculative) {
     return slot;
 }
 
-static inline Slot *find(const Residency *e, int key) { return e->slot_of[key] < 0 ? NULL : &e->slots[e->slot_of[key]]; }
+static inline Slot *find(const ExpertCache *e, int key) { return e->slot_of[key] < 0 ? NULL : &e->slots[e->slot_of[key]]; }
 
-static inline int is_ready(const Residency *e, int key) {
+static inline int is_ready(const ExpertCache *e, int key) {
     const Slot *slot = find(e, key);
     return slot && slot->state == SLOT_READY;
 }
 
-void mr_residency_close(Residency *e) {
+void mr_expert_cache_close(ExpertCache *e) {
     if (!e) return;
-    for (int i = 0; i < e->forecaster_count; i++) mr_forecaster_close(e->forecasters[i]);
-    void *parts[] = {e->slots, e->slot_of, e->rank, e->next_use, e->wanted, e->soon, e->failed, e->left, e->free, e->pending,
+    for (int i = 0; i < e->predictor_count; i++) mr_predictor_close(e->predictors[i]);
+    void *parts[] = {e->slots, e->slot_of, e->rank, e->next_use, e->pinned, e->protected, e->failed, e->left, e->free, e->pending,
                      e->ended_slot, e->ended_status, e->ended_bytes, e->ended_began, e->ended_over, e->controls.events};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) free(parts[i]);
     free(e);
 }
 
 // Everything in `plan` outlives the result. NULL: no memory.
-Residency *mr_residency_open(const ResidencyPlan *plan) {
-    Residency *e = calloc(1, sizeof *e);
+ExpertCache *mr_expert_cache_open(const ExpertCachePlan *plan) {
+    ExpertCache *e = calloc(1, sizeof *e);
     if (!e) return NULL;
     size_t keys = (size_t)plan->rows * (size_t)plan->experts, slots = (size_t)plan->slots;
     e->plan = *plan;
@@ -210,8 +212,8 @@ Residency *mr_residency_open(const ResidencyPlan *plan) {
     e->slot_of = calloc(keys, sizeof *e->slot_of);
     e->rank = calloc(keys, sizeof *e->rank);
     e->next_use = calloc(keys, sizeof *e->next_use);
-    e->wanted = calloc(keys, 1);
-    e->soon = calloc(keys, 1);
+    e->pinned = calloc(keys, 1);
+    e->protected = calloc(keys, 1);
     e->failed = calloc(keys, sizeof *e->failed);
     e->pending = calloc(2 * keys, sizeof *e->pending);
     e->ended_slot = calloc(slots, sizeof *e->ended_slot);
@@ -219,9 +221,9 @@ Residency *mr_residency_open(const ResidencyPlan *plan) {
     e->ended_bytes = calloc(slots, sizeof *e->ended_bytes);
     e->ended_began = calloc(slots, sizeof *e->ended_began);
     e->ended_over = calloc(slots, sizeof *e->ended_over);
-    if (!e->slots || !e->free || !e->left || !e->slot_of || !e->rank || !e->next_use || !e->wanted || !e->soon || !e->failed || !e->pending ||
+    if (!e->slots || !e->free || !e->left || !e->slot_of || !e->rank || !e->next_use || !e->pinned || !e->protected || !e->failed || !e->pending ||
         !e->ended_slot || !e->ended_status || !e->ended_bytes || !e->ended_began || !e->ended_over) {
-        mr_residency_close(e);
+        mr_expert_cache_close(e);
         return NULL;
     }
     for (size_t key = 0; key < keys; key++) {

@@ -7,16 +7,16 @@ typedef struct {
     const LowRank *site;                       // beside the experts, or NULL
     const bf16 *gate, *up, *down, *constants;  // [E, rows, d] each, and [E, d]
     int32_t rows, pad;
-} Thinned;
+} PrunedExperts;
 
 typedef struct {
-    const Thinned *layer;
+    const PrunedExperts *layer;
     const int64_t *ids;    // [n, k] with weights [n, k]: the experts of the layer
     const float *weights, *ones;
     float *x, *drawn;      // [n, d]; [n, k · rows]
     float eps;
     int count, k, d;
-} Thinning;
+} PrunedRows;
 
 static float dot_bf16(const float *x, const bf16 *w, int d) {
     fv dot = all(0.0f);
@@ -24,16 +24,16 @@ static float dot_bf16(const float *x, const bf16 *w, int d) {
     return sum_v(dot);
 }
 
-static inline float total_weight(const Thinning *t, int n) {
+static inline float total_weight(const PrunedRows *t, int n) {
     float total = 0.0f;
     for (int j = 0; j < t->k; j++) total += t->weights[(size_t)n * t->k + j];
     return total;
 }
 
-static void run_thinned(Workspace *work, void *context, int id, int threads) {
+static void run_pruned(Workspace *work, void *context, int id, int threads) {
     ThreadScratch *mine = &work->own[id];
-    const Thinning *t = context;
-    const Thinned *s = t->layer;
+    const PrunedRows *t = context;
+    const PrunedExperts *s = t->layer;
     int d = t->d, rows = s->rows, each = t->k * rows;
     if (s->site) {
         mine->normed = grown(mine->normed, &mine->normed_size, (size_t)MAX_ROWS * d * sizeof(element));
@@ -73,14 +73,14 @@ static void run_thinned(Workspace *work, void *context, int id, int threads) {
 }
 
 // x [n, d], the stream after a layer's attention, becomes what is thought to leave that layer.
-void mr_thinned(Workspace *work, const Thinned *layer, const int64_t *ids, const float *weights, int k, const float *ones, float eps, float *x,
+void mr_pruned_experts(Workspace *work, const PrunedExperts *layer, const int64_t *ids, const float *weights, int k, const float *ones, float eps, float *x,
                 int n, int d) {
     work->drawn = grown(work->drawn, &work->drawn_size, MAX_ROWS * (size_t)k * (size_t)layer->rows * sizeof(float));
     if (layer->site) room_for_adapters(work);
     for (int r = 0; r < n; r += MAX_ROWS) {
-        Thinning t = {layer, ids + (size_t)r * k, weights + (size_t)r * k, ones, x + (size_t)r * d, work->drawn, eps,
+        PrunedRows t = {layer, ids + (size_t)r * k, weights + (size_t)r * k, ones, x + (size_t)r * d, work->drawn, eps,
                       n - r < MAX_ROWS ? n - r : MAX_ROWS, k, d};
-        run_parallel(work, run_thinned, &t);
+        run_parallel(work, run_pruned, &t);
     }
 }
 #endif

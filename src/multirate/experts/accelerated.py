@@ -7,9 +7,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from multirate.errors import UserError
 from multirate.experts.loader import Prediction
 from multirate.experts.predictors import NextLayerGate, Predictor, SelectExperts, likeliest
-from multirate.model.native.foresight import NativeForesight, NativeStream
+from multirate.model.native.foresight import (
+    NativeAcceleratedResidual,
+    NativeResidualWithAttention,
+)
+from multirate.model.native.moe import NativeMoEDecoder
+
+STREAM_ROWS = 16  # as in the kernel (forecasts.h)
 
 Advance = Callable[[int, Tensor, "Tensor | None", int, "tuple[Tensor, Tensor] | None"], list[Tensor]]
 """(layer, residual [N, d], accelerated state or None, depths, routing) → p of each depth, [N, d] (modules.py)."""
@@ -23,8 +30,12 @@ class AcceleratedResidual(Predictor):
     """
 
     def __init__(
-        self, advance: Advance, layers: Sequence[int], select: Sequence[SelectExperts], most_depth: int,
-        native: NativeForesight | None = None,
+        self,
+        advance: Advance,
+        layers: Sequence[int],
+        select: Sequence[SelectExperts],
+        most_depth: int,
+        native: NativeAcceleratedResidual | None = None,
     ) -> None:
         self._advance, self.layers, self._select = advance, list(layers), list(select)
         self.native = native
@@ -53,12 +64,48 @@ class AcceleratedResidual(Predictor):
         ]  # fmt: skip
 
 
-class AcceleratedStream(NextLayerGate):
-    """The accelerated residual that runs the later layers' attention, in the kernel's own passes. Where Python leads a
-    pass from layer to layer, nothing can run ahead of it, and the next layers' routers are asked as they are.
+class AcceleratedWithAttention(NextLayerGate):
+    """The accelerated residual that runs the later layers' attention over the running pass's keys and values.
+
+    Passes with more than STREAM_ROWS rows (prompts, which need most experts anyway) ask the next layers' routers
+    as they are. decoder: runs the attention. Raises UserError where transformers' own layers run the model
+    instead: they cannot run ahead of themselves.
     """
 
-    def __init__(self, native: NativeStream, layers: Sequence[int], select: Sequence[SelectExperts]) -> None:
+    def __init__(
+        self,
+        native: NativeResidualWithAttention,
+        layers: Sequence[int],
+        select: Sequence[SelectExperts],
+        decoder: NativeMoEDecoder,
+    ) -> None:
         super().__init__(select)
-        self.native, self.layers = native, list(layers)
+        self.native, self.layers, self._decoder = native, list(layers), decoder
         self.most_depth = min(native.most_depth, self.most_depth)
+        self._routing: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def can_run(self) -> bool:
+        return self._decoder.running is not None
+
+    def routed(self, experts: Tensor, weights: Tensor) -> None:
+        self._routing = experts, weights
+
+    @torch.no_grad()
+    def predict(self, row: int, residual: Tensor) -> list[Prediction]:
+        if not self.can_run:
+            raise UserError(
+                "expert policy accelerated cannot be used with transformers' own layers, which cannot run attention "
+                "ahead as this predictor does (attention=true); accepted are generate(custom_generate="
+                "multirate.custom_generate()), or the policies aot and next_layer_gate"
+            )
+        if len(residual) > STREAM_ROWS:
+            return super().predict(row, residual)
+        assert self._routing is not None
+        x, routing, found = residual, self._routing, []
+        for target in range(row + 1, min(row + self.depth + 1, len(self.layers))):
+            x = self.native.leaving(self.layers[target - 1], x, routing)
+            self._decoder.run_ahead(x, self.layers[target - 1] + 1, self.layers[target] + 1)
+            routing = self._decoder.route(target, x)
+            found += likeliest(routing[0], target)
+        return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from multirate.experts.predictors import Predictor
 _OFF = -1
 
 
-class SelfDisabling(Predictor):
+class AdaptivePredictor(Predictor):
     """Passes on what one of several predictors names, only while that makes passes faster.
 
     Single-token passes are timed in blocks, with each predictor and without any in turn. How much a text misses changes
@@ -33,28 +34,28 @@ class SelfDisabling(Predictor):
         self._block, self._turns, self._trust, self._clock = block, turns, trust, clock
         self._margin = margin
         self._tried = [*range(len(self._inner)), _OFF]
-        self._times: list[dict[int, float]] = [{}]  # of each turn: mean seconds of a pass, by way
-        self.way, self.on = 0, True
+        self._times: list[dict[int, float]] = [{}]  # of each turn: mean seconds of a pass, by candidate
+        self.candidate, self.on = 0, True
         self._began: float | None = None
-        self._single, self._left = True, 0
+        self._single, self._left, self._said = True, 0, False
         self._seconds: list[float] = []
 
     @property
-    def ways(self) -> Sequence[Predictor]:
+    def candidates(self) -> Sequence[Predictor]:
         return self._inner
 
     @property
     def depth(self) -> int:
         """Of the one that names now."""
-        return self._inner[self.way].depth
+        return self._inner[self.candidate].depth
 
     @depth.setter
     def depth(self, depth: int) -> None:
-        self._inner[self.way].depth = depth
+        self._inner[self.candidate].depth = depth
 
     @property
     def most_depth(self) -> int:  # type: ignore[override]
-        return self._inner[self.way].most_depth
+        return self._inner[self.candidate].most_depth
 
     @property
     def verdict(self) -> str:
@@ -72,12 +73,12 @@ class SelfDisabling(Predictor):
         return best, ratios[best] <= 1 - self._margin
 
     def _ratios(self) -> dict[int, float]:
-        """A pass's time with each predictor over that without any, by way; of those that have been measured."""
+        """A pass's time with each predictor over that without any, by candidate; of those that have been measured."""
         found: dict[int, float] = {}
-        for way in range(len(self._inner)):
-            pairs = [turn[way] / turn[_OFF] for turn in self._times if way in turn and _OFF in turn]
+        for candidate in range(len(self._inner)):
+            pairs = [turn[candidate] / turn[_OFF] for turn in self._times if candidate in turn and _OFF in turn]
             if pairs:
-                found[way] = statistics.median(pairs)
+                found[candidate] = statistics.median(pairs)
         return found
 
     def began(self, rows: int) -> None:
@@ -97,7 +98,25 @@ class SelfDisabling(Predictor):
             predictor.routed(experts, weights)
 
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
-        return self._inner[self.way].predict(row, residual) if self.on else []
+        if not self.on:
+            return []
+        chosen = self._inner[self.candidate]
+        if not chosen.can_run:  # transformers' own layers run this pass
+            runnable = next((i for i, one in enumerate(self._inner) if one.can_run), None)
+            self._say(self._names[self.candidate], None if runnable is None else self._names[runnable])
+            if runnable is None:
+                return []
+            chosen = self._inner[runnable]
+        return chosen.predict(row, residual)
+
+    def _say(self, name: str, other: str | None) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"expert policy aot: {name} needs passes of the native kernel (custom_generate="
+                f"multirate.custom_generate()); here experts are predicted by {other or 'nothing'}",
+                stacklevel=2,
+            )
 
     def _count(self, seconds: float) -> None:
         if self._left:  # a decision stands
@@ -109,9 +128,9 @@ class SelfDisabling(Predictor):
         if len(self._seconds) <= self._block:
             return
         # the first pass of a block still has what the last block left in the cache
-        self._times[-1][self.way if self.on else _OFF] = statistics.fmean(self._seconds[1:])
+        self._times[-1][self.candidate if self.on else _OFF] = statistics.fmean(self._seconds[1:])
         self._seconds = []
-        waiting = [way for way in self._tried if way not in self._times[-1]]
+        waiting = [candidate for candidate in self._tried if candidate not in self._times[-1]]
         if waiting:
             self._use(waiting[0])
         elif len(self._times) < self._turns:
@@ -121,8 +140,8 @@ class SelfDisabling(Predictor):
 
     def _next_turn(self) -> None:
         if 2 * len(self._times) >= self._turns:
-            slow = {way for way, ratio in self._ratios().items() if ratio > 1.1}
-            self._tried = [way for way in self._tried if way not in slow]
+            slow = {candidate for candidate, ratio in self._ratios().items() if ratio > 1.1}
+            self._tried = [candidate for candidate in self._tried if candidate not in slow]
         if self._tried == [_OFF]:
             self._decide()
             return
@@ -135,7 +154,7 @@ class SelfDisabling(Predictor):
         self._use(best if pays else _OFF)
         self._left = self._trust
 
-    def _use(self, way: int) -> None:
-        self.on = way != _OFF
+    def _use(self, candidate: int) -> None:
+        self.on = candidate != _OFF
         if self.on:
-            self.way = way
+            self.candidate = candidate

@@ -36,14 +36,14 @@ class MeasuredDepth:
         self, predictor: Predictor, rows: int, window: int = 24, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._predictor, self._rows, self._window, self._clock = predictor, rows, window, clock
-        self._passes, self._way = 0, predictor.way
+        self._passes, self._candidate = 0, predictor.candidate
         self._since: tuple[float, ExpertStats] | None = None
 
     def new_pass(self, stats: Callable[[], ExpertStats], rows: int) -> None:
         """A pass over the layers begins; stats: the counts until now; rows: how many tokens it is for (a prompt's
         passes are left out)."""
-        if not self._predictor.on or self._predictor.way != self._way:  # nobody names now, or another
-            self._way, self._since = self._predictor.way, None
+        if not self._predictor.on or self._predictor.candidate != self._candidate:  # nobody names now, or another
+            self._candidate, self._since = self._predictor.candidate, None
         if not self._predictor.on:
             return
         self._passes += 1

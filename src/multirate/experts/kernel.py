@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from multirate.experts.accelerated import AcceleratedResidual, AcceleratedStream
+from multirate.experts.accelerated import AcceleratedResidual, AcceleratedWithAttention
 from multirate.experts.policies import (
     Belady,
     DecayedFrequency,
@@ -31,7 +31,7 @@ from multirate.experts.stats import Event, ExpertStats
 from multirate.experts.store import ExpertStore
 from multirate.model.native import library
 from multirate.model.native import residency as c
-from multirate.model.native.foresight import NativeForesight
+from multirate.model.native.foresight import NativeAcceleratedResidual
 from multirate.model.native.moe import KernelCall, NativeMoEDecoder
 
 _EVICTIONS: dict[type[EvictionPolicy], str] = {
@@ -68,24 +68,24 @@ class _Memory:
 
 
 class _Plan(_Memory):
-    """A ForecastPlan and the memory that it points to."""
+    """A PredictorPlan and the memory that it points to."""
 
-    def __init__(self, worth: float) -> None:
+    def __init__(self, threshold: float) -> None:
         super().__init__()
-        self.plan = c.ForecastPlan(kind=0, worth=worth)
+        self.plan = c.PredictorPlan(kind=0, threshold=threshold)
 
 
-def plans_of(predictor: Predictor | None, worth: float) -> list[_Plan] | None:
+def plans_of(predictor: Predictor | None, threshold: float) -> list[_Plan] | None:
     """The kernel's form of a predictor, or of each that it chooses from; None: there is none of some."""
-    ways: Sequence[Predictor | None] = [None] if predictor is None else predictor.ways
-    plans = [plan_of(way, worth) for way in ways]
+    candidates: Sequence[Predictor | None] = [None] if predictor is None else predictor.candidates
+    plans = [plan_of(one, threshold) for one in candidates]
     known = [plan for plan in plans if plan is not None]
-    return known if len(known) == len(plans) <= c.MOST_FORECASTERS else None
+    return known if len(known) == len(plans) <= c.MOST_PREDICTORS else None
 
 
-def plan_of(predictor: Predictor | None, worth: float) -> _Plan | None:
+def plan_of(predictor: Predictor | None, threshold: float) -> _Plan | None:
     """The kernel's form of one predictor; None: it has none."""
-    made = _Plan(worth)
+    made = _Plan(threshold)
     plan = made.plan
     if predictor is None:
         return made
@@ -97,7 +97,7 @@ def plan_of(predictor: Predictor | None, worth: float) -> _Plan | None:
         plan.kind, plan.count = c.PREDICTORS.index("popularity"), predictor.count
     elif kind is NextLayerGate:
         plan.kind = c.PREDICTORS.index("next_layer_gate")
-    elif isinstance(predictor, AcceleratedResidual) and isinstance(predictor.native, NativeForesight):
+    elif isinstance(predictor, AcceleratedResidual) and isinstance(predictor.native, NativeAcceleratedResidual):
         plan.kind = c.PREDICTORS.index("accelerated")
         native = predictor.native
         made.kept.append(native)
@@ -106,10 +106,10 @@ def plan_of(predictor: Predictor | None, worth: float) -> _Plan | None:
         sketches = native.sketches(plan.most_depth)
         plan.sketches = made.pointers(sketches) if sketches else None
         plan.layer_of, plan.ones, plan.eps = made.array(predictor.layers), native.ones, native.eps
-    elif isinstance(predictor, AcceleratedStream):
+    elif isinstance(predictor, AcceleratedWithAttention):
         plan.kind = c.PREDICTORS.index("stream")
         made.kept.append(predictor.native)
-        plan.thinned, plan.layer_of = predictor.native.address, made.array(predictor.layers)
+        plan.pruned, plan.layer_of = predictor.native.address, made.array(predictor.layers)
         plan.ones, plan.eps = predictor.native.ones, predictor.native.eps
     elif isinstance(predictor, Oracle) and kind is Oracle:
         plan.kind = c.PREDICTORS.index("oracle")
@@ -141,9 +141,13 @@ class KernelExperts:
         rows, experts = len(index.layers), index.num_experts
         self._experts = experts
         self._kept = _Memory()
-        plan = c.ResidencyPlan(rows=rows, experts=experts, slots=len(slots), reads=reads.handle)
+        plan = c.ExpertCachePlan(rows=rows, experts=experts, slots=len(slots), reads=reads.handle)
         plan.policy = c.EVICTIONS.index(_EVICTIONS[type(eviction)])
         plan.offsets = self._kept.array([store.offset(r, e) for r in range(rows) for e in range(experts)], np.int64)
+        plan.checksums = self._kept.array(index.checksums, np.uint32)
+        checked = (ctypes.c_uint8 * len(store.checked)).from_buffer(store.checked)
+        self._kept.kept.append(checked)
+        plan.checked = ctypes.addressof(checked)
         if isinstance(eviction, DecayedFrequency):
             plan.loss = eviction.loss
         if isinstance(eviction, Belady):
@@ -152,7 +156,7 @@ class KernelExperts:
                 uses[row * experts + expert].append(at)
             plan.future = self._kept.array([at for one in uses for at in one])
             plan.future_ends = self._kept.array(np.cumsum([len(one) for one in uses]))
-        self._handle: int | None = self._library.mr_residency_open(ctypes.byref(plan))
+        self._handle: int | None = self._library.mr_expert_cache_open(ctypes.byref(plan))
         if not self._handle:
             raise MemoryError("no memory for the experts' tables")
         self.controls = c.Controls.from_address(self._handle)
@@ -160,10 +164,10 @@ class KernelExperts:
         self.predict_with(forecasts)
 
     def predict_with(self, forecasts: Sequence[_Plan]) -> None:
-        """Other predictors from now on, of which controls.forecaster chooses."""
+        """Other predictors from now on, of which controls.predictor chooses."""
         self._forecasts = forecasts
-        plans = (c.ForecastPlan * len(forecasts))(*(forecast.plan for forecast in forecasts))
-        if not self._library.mr_residency_predict(self._handle, plans, len(plans)):
+        plans = (c.PredictorPlan * len(forecasts))(*(forecast.plan for forecast in forecasts))
+        if not self._library.mr_expert_cache_predict(self._handle, plans, len(plans)):
             raise MemoryError("no memory for the predictor's tables")
 
     def run(self, call: KernelCall, start: int, stop: int, into: int) -> None:
@@ -178,7 +182,7 @@ class KernelExperts:
     def load(self, count: int) -> None:
         """The first `count` experts, layer by layer, into memory. Raises as `run`."""
         keys = np.arange(count, dtype=np.int32)
-        while (state := self._library.mr_residency_load(self._handle, keys.ctypes.data, count)) == c.PAUSED:
+        while (state := self._library.mr_expert_cache_load(self._handle, keys.ctypes.data, count)) == c.PAUSED:
             pass
         self._check(state)
 
@@ -199,7 +203,7 @@ class KernelExperts:
     def close(self) -> None:
         """Frees the tables; reads under way still write into the slots."""
         if self._handle is not None:
-            self._library.mr_residency_close(self._handle)
+            self._library.mr_expert_cache_close(self._handle)
             self._handle = None
 
     def _check(self, state: int) -> None:

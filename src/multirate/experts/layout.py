@@ -17,14 +17,14 @@ from multirate.errors import UserError
 from multirate.experts.shards import Shards
 
 ALIGNMENT = 4096  # what O_DIRECT asks of offsets, lengths and buffers, whatever the device
-_FIELD_ALIGNMENT = 64
+FIELD_ALIGNMENT = 64
 MODULE, NATIVE = "module", "native"
 """A record's numbers as transformers' experts module has them, or as the kernel reads them (same shapes)."""
 _ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _SEPARATE = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
 _FUSED = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\.((?:gate_up_proj|down_proj)(?:_bias)?)$")
 _QUANTISED = re.compile(r"\bexperts\..*(?:_blocks|_scales|\.qweight|\.weight_scale.*)$")
-_FIELDS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+FIELDS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class RecordFormat:
 
     @staticmethod
     def of(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> RecordFormat:
-        """The record of these parameter slices, in the order of _FIELDS."""
+        """The record of these parameter slices, in the order of FIELDS."""
         fields, at = [], 0
-        for name in (n for n in _FIELDS if n in shapes):
+        for name in (n for n in FIELDS if n in shapes):
             fields.append(Field(name, shapes[name], at))
             size = torch.Size(shapes[name]).numel() * dtype.itemsize
-            at += -(-size // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
+            at += -(-size // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
         return RecordFormat(dtype, tuple(fields), -(-at // ALIGNMENT) * ALIGNMENT)
 
     def write(self, values: dict[str, Tensor], into: Tensor) -> None:

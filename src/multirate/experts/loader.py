@@ -8,7 +8,7 @@ predicted any more, is dropped.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,7 +54,12 @@ class ExpertLoader:
     as a UserError naming the file; a failed speculative read only counts as an error.
     """
 
-    def __init__(self, store: ExpertStore, cache: SlotCache, reads: Reads, stats: ExpertStats) -> None:
+    def __init__(
+        self, store: ExpertStore, cache: SlotCache, reads: Reads, stats: ExpertStats,
+        intact: Callable[[Key, int], bool] = lambda key, slot: True,
+    ) -> None:
+        """intact(key, slot): whether the record that has been read into the slot is what was packed."""
+        self._intact = intact
         self._store, self._cache, self._reads, self.stats = store, cache, reads, stats
         self._loads: dict[Key, _Load] = {}
         self._of_slot: dict[int, _Load] = {}
@@ -102,11 +107,11 @@ class ExpertLoader:
             for one in self._reads.ended(patience):
                 self._over(one)
 
-    def speculate(self, predictions: Sequence[Prediction]) -> None:
+    def prefetch(self, predictions: Sequence[Prediction]) -> None:
         """These experts may be needed; ones that are there or asked for already are left alone. What was predicted for
         the same layers before and is not named again is dropped, unless its read has begun."""
         rows, named = {one.deadline for one in predictions}, {one.key for one in predictions}
-        self._cache.soon = {key for key in self._cache.soon if key[0] not in rows} | named
+        self._cache.protected = {key for key in self._cache.protected if key[0] not in rows} | named
         if self._loads or self._pending:
             for load in [x for x in self._loads.values() if not x.demanded and x.deadline in rows]:
                 if load.key not in named:
@@ -136,9 +141,9 @@ class ExpertLoader:
         """Layer `row` of `token` begins: what was predicted for earlier ones is dropped unless it is demanded."""
         if token != self._cache.token:
             self._pending = []
-            self._cache.soon = set()
+            self._cache.protected = set()
         self._pending = [one for one in self._pending if one.deadline > row]
-        self._cache.soon = {key for key in self._cache.soon if key[0] > row}
+        self._cache.protected = {key for key in self._cache.protected if key[0] > row}
         self._cache.token, self._cache.row = token, row
         if self._loads:
             self.poll()
@@ -186,6 +191,8 @@ class ExpertLoader:
 
     def _over(self, one: Ended) -> None:
         load = self._of_slot[one.slot]
+        if not one.error and not self._intact(load.key, one.slot):
+            one.error = errno.EBADMSG
         ahead = load.early or not load.demanded
         if ahead:
             self.stats.speculative_bytes += one.bytes

@@ -9,6 +9,7 @@ Written without a GPU at hand: the order of copies and events is tested on CPU w
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from multirate.errors import UserError
 from multirate.experts.layout import ALIGNMENT
+from multirate.experts.loader import unreadable
 from multirate.experts.reader import Arena, RecordReader, Throttle
-from multirate.experts.reads import CHUNK, NativeReads, Reads, ThreadReads
+from multirate.experts.reads import CHUNK, NativeReads, Reads, ThreadReads, reason
 from multirate.experts.store import ExpertStore
 from multirate.model.native import library
 
@@ -44,6 +46,10 @@ class SlotMemory(ABC):
     def reads(self, threads: int | None) -> Reads:
         """What fills the slots, with so many threads; 0: the system alone, where it can; None: whatever suits."""
         return ThreadReads(self.fill, self.store.index.record.bytes, threads or 1, CHUNK)
+
+    def intact(self, key: tuple[int, int], slot: int) -> bool:
+        """Whether the record that has been read into a slot is what was packed."""
+        return True
 
     def used(self, slots: Iterable[int]) -> None:  # noqa: B027 - optional
         """Computing with these has been asked of the device, and may still be under way."""
@@ -81,6 +87,9 @@ class HostMemory(SlotMemory):
 
     def fill(self, slot: int, offset: int, begin: int, end: int) -> None:
         self.reader.read(offset + begin, self._arena.buffers[slot][begin:end])
+
+    def intact(self, key: tuple[int, int], slot: int) -> bool:
+        return self.store.intact(*key, self.slots[slot])
 
     def close(self) -> None:
         self.reader.close()
@@ -158,6 +167,11 @@ class DeviceMemory(SlotMemory):
                 take = min(CHUNK, total - at)
                 reader.read(at, staging.buffers[0][:take])
                 self._records[at : at + take] = staging.slots[0][:take]
+            for number in range(len(store.index.checksums)):
+                row, expert = divmod(number, store.index.num_experts)
+                at = store.offset(row, expert)
+                if not store.intact(row, expert, self._records[at : at + store.index.record.bytes]):
+                    raise unreadable(store, (row, expert), reason(errno.EBADMSG))
         except OSError as error:
             raise UserError(f"{store.path} cannot be read: {error.strerror or error}") from None
         finally:

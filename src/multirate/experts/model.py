@@ -13,24 +13,24 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from multirate.errors import UserError
-from multirate.experts.accelerated import AcceleratedResidual, AcceleratedStream, Advance
-from multirate.experts.arms import AHEAD_OF_TIME, arm, parse_bytes
-from multirate.experts.controller import SelfDisabling
+from multirate.experts.accelerated import AcceleratedResidual, AcceleratedWithAttention, Advance
+from multirate.experts.controller import AdaptivePredictor
 from multirate.experts.layout import NATIVE, ExpertTensors
 from multirate.experts.memory import CopyStream, CudaCopies
+from multirate.experts.named_policies import AHEAD_OF_TIME, parse_bytes, policy_named
 from multirate.experts.policies import EvictionPolicy
 from multirate.experts.predictors import NextLayerGate, Popularity, Predictor, PreviousToken, SelectExperts
 from multirate.experts.runtime import IMPLEMENTATION, ExpertRuntime, ExpertSettings
 from multirate.experts.shards import Shards
-from multirate.experts.store import ExpertStore
+from multirate.experts.store import INDEX, ExpertStore
 from multirate.hub import resolve_accelerator
-from multirate.methods.m2r2_experts.modules import ExpertForecast
+from multirate.methods.m2r2_experts.modules import ExpertPredictor
 from multirate.model.decoder import Decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.hf.inspect import find_parts
 from multirate.model.hf.parts import MoEParts
 from multirate.model.load import BACKENDS
-from multirate.model.native.foresight import NativeForesight, NativeStream
+from multirate.model.native.foresight import NativeAcceleratedResidual, NativeResidualWithAttention
 from multirate.model.native.moe import NativeMoEDecoder
 from multirate.training.checkpoint import Accelerator
 
@@ -96,6 +96,19 @@ def _experts_function(
     return offload.forward(self, hidden_states, top_k_index, top_k_weights)
 
 
+def _check_shapes(store: ExpertStore, layer: int, moe: MoEParts) -> None:
+    """UserError unless the store's records are the experts of this layer."""
+    index, place = store.index, store.folder / INDEX
+    for name, value in (("num_experts", moe.num_experts), ("top_k", moe.top_k)):
+        if getattr(index, name) != value:
+            raise UserError(f"{place}: {name} is {getattr(index, name)}; layer {layer} of the model has {value}")
+    packed = {field.name: field.shape for field in index.record.fields}
+    for name, parameter in moe.experts.named_parameters():
+        shape = tuple(parameter.shape[1:])
+        if packed.get(name) != shape:
+            raise UserError(f"{place}: {name} is {packed.get(name)}; layer {layer} of the model has {shape}")
+
+
 class OffloadedExperts:
     """Leads the experts modules of `model` to a runtime; the runtime may be exchanged between two generations.
 
@@ -115,6 +128,8 @@ class OffloadedExperts:
             held = list(store.index.layers)
             raise UserError(f"{store.folder} holds experts of layers {held}; the model's are {list(found)}")
         self._moe: list[MoEParts] = [moe for _, moe in blocks]
+        for layer, moe in blocks:
+            _check_shapes(store, layer.index, moe)
         self._norms: list[nn.Module | None] = [None] * len(blocks)
         self._seen: tuple[nn.Module, Tensor] | None = None  # the norm that ran last, and its input
         self._handles = [handle for layer, _ in blocks for handle in layer.before_norms(self._see)]
@@ -126,7 +141,7 @@ class OffloadedExperts:
         with contextlib.suppress(ValueError):  # registered already
             ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_function)
         self.native: NativeMoEDecoder | None = None
-        self.forecast: ExpertForecast | None = None
+        self.trained_predictor: ExpertPredictor | None = None
         self._before = model.config._experts_implementation
         model.set_experts_implementation(IMPLEMENTATION)
 
@@ -148,6 +163,7 @@ class OffloadedExperts:
         if reason is not None and backend == "auto":
             NativeMoEDecoder.say_fallback(reason)
         if reason is not None or backend == "hf":
+            self.native = None  # predictors must not count on its passes
             return HFDecoder(self.model)  # on a GPU too: what waits for a copy cannot be recorded
         if self.native is None:
             self.native = NativeMoEDecoder(self.model, self._provider)
@@ -171,21 +187,22 @@ class OffloadedExperts:
     def use_policy(self, policy: str = "aot", memory: str | int | None = None) -> ExpertRuntime:
         """A new runtime by the name of a policy (arms.py) and a size such as "2GB". UserError for what is neither."""
         self.policy, self.memory = policy, memory
-        settings = ExpertSettings(parse_bytes(memory), arm(policy).eviction)
+        settings = ExpertSettings(parse_bytes(memory), policy_named(policy).eviction)
         return self.use(settings, self.policy_predictor(policy) or "none")
 
     @property
     def has_accelerated(self) -> bool:
         """Whether a trained predictor was added that can be run here: with attention, only by the native kernel."""
-        return self.forecast is not None and (self.native is not None or not self.forecast.config.attention)
+        trained = self.trained_predictor
+        return trained is not None and (self.native is not None or not trained.config.attention)
 
     def policy_predictor(self, policy: str) -> Predictor | None:
         """Who names experts by the name of a policy (arms.py)."""
         if policy != AHEAD_OF_TIME:
-            return self.predictor(arm(policy).predictor)
-        names = [arm(policy).predictor, *(["accelerated"] if self.has_accelerated else [])]
+            return self.predictor(policy_named(policy).predictor)
+        names = [policy_named(policy).predictor, *(["accelerated"] if self.has_accelerated else [])]
         inner = {name: self.predictor(name) for name in names}
-        return SelfDisabling({name: one for name, one in inner.items() if one is not None})
+        return AdaptivePredictor({name: one for name, one in inner.items() if one is not None})
 
     def predictor(self, predictor: str | Predictor) -> Predictor | None:
         """A predictor for this model by name. UserError for another."""
@@ -201,38 +218,41 @@ class OffloadedExperts:
         if predictor == "next_layer_gate":
             return NextLayerGate(self.selections())
         if predictor == "accelerated":
-            if self.forecast is None:
+            if self.trained_predictor is None:
                 raise UserError("expert policy accelerated needs a predictor: multirate train MODEL --objective "
                                 "experts --data FILE --out DIR, then --expert-predictor DIR")  # fmt: skip
-            if self.forecast.config.attention:
-                return self._stream(self.forecast)
-            native = None if self.native is None else self._native_foresight(self.forecast)
-            advance = self._advance(self.forecast) if native is None else native.step
+            if self.trained_predictor.config.attention:
+                return self._stream(self.trained_predictor)
+            native = None if self.native is None else self._native_residual(self.trained_predictor)
+            advance = self._advance(self.trained_predictor) if native is None else native.step
             return AcceleratedResidual(
-                advance, index.layers, self.selections(), self.forecast.config.ahead, native
+                advance, index.layers, self.selections(), self.trained_predictor.config.ahead, native
             )
         raise UserError(f"expert predictor {predictor!r} is unknown; accepted: {', '.join(PREDICTORS)}")
 
-    def _stream(self, forecast: ExpertForecast) -> AcceleratedStream:
+    def _stream(self, forecast: ExpertPredictor) -> AcceleratedWithAttention:
         sketch, gated, down = forecast.sketch, forecast.gated, forecast.down
         if self.native is None or sketch is None or gated is None:
-            raise UserError("this predictor runs the model's attention ahead (attention=true), which only the native "
-                            "kernel does, and with sketches; train one with --option attention=false")  # fmt: skip
-        native = NativeStream(
+            raise UserError(
+                "expert policy accelerated cannot run this predictor here: with attention=true it needs sketches and "
+                "the native kernel's decoder; accepted are the policies aot and next_layer_gate, or a predictor "
+                "trained with --option attention=false"
+            )
+        native = NativeResidualWithAttention(
             None if down is None else down.detach(), forecast.up[0].detach(), sketch.detach(), gated.detach(),
             forecast.config.sketch, forecast.config.ahead,
         )
-        return AcceleratedStream(native, self.store.index.layers, self.selections())
+        return AcceleratedWithAttention(native, self.store.index.layers, self.selections(), self.native)
 
     @staticmethod
-    def _native_foresight(forecast: ExpertForecast) -> NativeForesight:
+    def _native_residual(forecast: ExpertPredictor) -> NativeAcceleratedResidual:
         assert forecast.down is not None  # there is, without attention
         sketch = None if forecast.sketch is None else forecast.sketch.detach()
         ups = [up.detach() for up in forecast.up]
-        return NativeForesight(forecast.down.detach(), ups, sketch, forecast.config.sketch)
+        return NativeAcceleratedResidual(forecast.down.detach(), ups, sketch, forecast.config.sketch)
 
     @staticmethod
-    def _advance(forecast: ExpertForecast) -> Advance:
+    def _advance(forecast: ExpertPredictor) -> Advance:
         slow = forecast.float().eval().requires_grad_(False)
         return lambda layer, residual, state, depths, routing: [
             seen.to(residual.dtype) for seen in slow.step(layer, residual.float(), state, depths, routing)
@@ -251,9 +271,9 @@ class OffloadedExperts:
         loaded = accelerator
         if not isinstance(loaded, Accelerator):
             loaded = Accelerator.from_pretrained(resolve_accelerator(loaded), self.model, torch.float32)
-        if not isinstance(loaded.module, ExpertForecast):
+        if not isinstance(loaded.module, ExpertPredictor):
             raise UserError(f"{accelerator} is for drafts ({loaded.method}); accepted: of train --objective experts")
-        self.forecast = loaded.module
+        self.trained_predictor = loaded.module
 
     def selections(self) -> list[SelectExperts]:
         """For each row: the stream after attention → the experts that its norm, router and rule would choose."""

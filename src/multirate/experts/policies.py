@@ -21,15 +21,15 @@ class EvictionPolicy(ABC):
     keeps = True
 
     @abstractmethod
-    def came(self, slot: Slot) -> None:
+    def on_insert(self, slot: Slot) -> None:
         """It is READY now, and not used yet."""
 
     @abstractmethod
-    def used(self, slot: Slot, token: int) -> None:
+    def on_access(self, slot: Slot, token: int) -> None:
         """Its expert is about to be computed with, in the `token`-th pass over the layers."""
 
     @abstractmethod
-    def gone(self, slot: Slot) -> None:
+    def on_evict(self, slot: Slot) -> None:
         """It loses its expert."""
 
     @abstractmethod
@@ -44,14 +44,14 @@ class LeastRecentlyUsed(EvictionPolicy):
     def __init__(self) -> None:
         self._recent: OrderedDict[int, Slot] = OrderedDict()
 
-    def came(self, slot: Slot) -> None:
+    def on_insert(self, slot: Slot) -> None:
         self._recent[slot.index] = slot
         self._recent.move_to_end(slot.index)
 
-    def used(self, slot: Slot, token: int) -> None:
+    def on_access(self, slot: Slot, token: int) -> None:
         self._recent.move_to_end(slot.index)
 
-    def gone(self, slot: Slot) -> None:
+    def on_evict(self, slot: Slot) -> None:
         del self._recent[slot.index]
 
     def order(self, token: int, row: int) -> Iterable[Slot]:
@@ -77,7 +77,7 @@ class LeastStale(EvictionPolicy):
         self._when: dict[int, int] = {}  # slot → number of its last use
         self._number = 0
 
-    def came(self, slot: Slot) -> None:
+    def on_insert(self, slot: Slot) -> None:
         assert slot.key is not None
         self._number += 1
         self._when[slot.index] = self._number
@@ -85,10 +85,10 @@ class LeastStale(EvictionPolicy):
         row[slot.index] = slot
         row.move_to_end(slot.index)
 
-    def used(self, slot: Slot, token: int) -> None:
-        self.came(slot)
+    def on_access(self, slot: Slot, token: int) -> None:
+        self.on_insert(slot)
 
-    def gone(self, slot: Slot) -> None:
+    def on_evict(self, slot: Slot) -> None:
         assert slot.key is not None
         del self._rows[slot.key[0]][slot.index], self._when[slot.index]
 
@@ -122,19 +122,19 @@ class _Ranked(EvictionPolicy):
         self._current: dict[int, int] = {}  # slot → number of its one valid entry
         self._number = 0
 
-    def came(self, slot: Slot) -> None:
+    def on_insert(self, slot: Slot) -> None:
         assert slot.key is not None
         self._number += 1
         self._current[slot.index] = self._number
         heapq.heappush(self._heap, (self._rank.get(slot.key, -math.inf), self._number, slot, slot.key))
 
-    def gone(self, slot: Slot) -> None:
+    def on_evict(self, slot: Slot) -> None:
         del self._current[slot.index]
 
-    def used(self, slot: Slot, token: int) -> None:
+    def on_access(self, slot: Slot, token: int) -> None:
         assert slot.key is not None
         self._rank[slot.key] = self.ranked(self._rank.get(slot.key), token)
-        self.came(slot)
+        self.on_insert(slot)
         if len(self._heap) > 16 * len(self._current) + 64:
             self._heap = [entry for entry in self._heap if self._valid(entry)]
             heapq.heapify(self._heap)
@@ -191,16 +191,16 @@ class Belady(EvictionPolicy):
         for at in range(len(trace) - 1, -1, -1):
             self._uses.setdefault(trace[at], []).append(at)  # the next use is the last of the list
 
-    def came(self, slot: Slot) -> None:
+    def on_insert(self, slot: Slot) -> None:
         self._ready[slot.index] = slot
 
-    def used(self, slot: Slot, token: int) -> None:
+    def on_access(self, slot: Slot, token: int) -> None:
         assert slot.key is not None
         ahead = self._uses.get(slot.key)
         if ahead:
             ahead.pop()
 
-    def gone(self, slot: Slot) -> None:
+    def on_evict(self, slot: Slot) -> None:
         del self._ready[slot.index]
 
     def order(self, token: int, row: int) -> Iterable[Slot]:

@@ -20,17 +20,22 @@ class Predictor(ABC):
     """Names experts of later layers when the experts of layer `row` are asked for.
 
     depth: how many rows ahead are named, up to most_depth; the runtime may set it (depth.py). on: whether it names any.
-    ways: the predictors that it chooses from, and way: which of them it is now; most are just themselves.
+    candidates: the predictors that it chooses from, and candidate: which of them it is now; most are just themselves.
     """
 
     depth = 1
     most_depth = 1
     on = True
-    way = 0
+    candidate = 0
 
     @property
-    def ways(self) -> Sequence[Predictor]:
+    def candidates(self) -> Sequence[Predictor]:
         return [self]
+
+    @property
+    def can_run(self) -> bool:
+        """Whether it can predict in the pass that runs now."""
+        return True
 
     def began(self, rows: int) -> None:  # noqa: B027 - optional
         """A pass over the layers begins, with so many rows."""

@@ -39,6 +39,8 @@ class Ended:
 
 def reason(error: int) -> str:
     """Of a failed read, in words."""
+    if error == errno.EBADMSG:
+        return "its checksum is not that of what was packed: the file is damaged, pack it again"
     return "it was truncated while in use" if error == errno.ENODATA else os.strerror(error)
 
 

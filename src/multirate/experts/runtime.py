@@ -28,7 +28,7 @@ from multirate.experts.reads import NativeReads, reason
 from multirate.experts.slot_cache import Key, Slot, SlotCache, State
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
-from multirate.experts.worth import Worth
+from multirate.experts.worth import PrefetchFilter
 from multirate.model.native.moe import ComputeExperts, KernelCall, KernelPasses, NativeMoEDecoder, unpack_expert
 
 IMPLEMENTATION = "multirate"
@@ -41,8 +41,8 @@ class ExpertSettings:
 
     disk_bytes_per_second: slows reads down to this, for measurements that repeat; None: the real disk. direct: past the
     page cache. depth: how many layers ahead experts are named, at most what the predictor can; None: as measured
-    compute and reads have it (depth.py). worth: the least share of predictions of the same rank that must have come
-    true lately for one to be read (worth.py); 0: all are. kernel: passes are the native kernel's where it can
+    compute and reads have it (depth.py). prefetch_threshold: the least share of predictions of the same rank that must
+    have come true lately for one to be read (worth.py); 0: all are. kernel: passes are the native kernel's where it can
     (kernel.py).
     """
 
@@ -52,7 +52,7 @@ class ExpertSettings:
     direct: bool = True
     threads: int | None = None
     depth: int | None = None
-    worth: float = 0.65
+    prefetch_threshold: float = 0.65
     kernel: bool = True
 
 
@@ -97,11 +97,12 @@ class ExpertRuntime:
         self.note = self.memory.note
         self._kernel: KernelExperts | None = None
         self._reads = self.memory.reads(self.settings.threads)
-        self.loader = ExpertLoader(store, self.cache, self._reads, self._stats)
+        self.loader = ExpertLoader(store, self.cache, self._reads, self._stats, self.memory.intact)
         self.predictor: Predictor | None = None
         self._depth: MeasuredDepth | None = None
         self.predict_with(predictor)
-        self._worth = Worth(self.settings.worth) if self.settings.worth > 0 else None
+        least = self.settings.prefetch_threshold
+        self._filter = PrefetchFilter(least) if least > 0 else None
         self._token = 0
         self._last_row = len(store.index.layers)
 
@@ -120,11 +121,11 @@ class ExpertRuntime:
         fixed, last = self.settings.depth, 1 if self.predictor is None else self.predictor.depth
         self.predictor, self._depth = predictor, None
         if predictor is not None:
-            for way in predictor.ways:
-                way.depth = min(fixed or last, way.most_depth)
+            for one in predictor.candidates:
+                one.depth = min(fixed or last, one.most_depth)
             self._depth = MeasuredDepth(predictor, len(self.store.index.layers)) if fixed is None else None
         if self._kernel is not None:
-            plans = plans_of(predictor, self.settings.worth)
+            plans = plans_of(predictor, self.settings.prefetch_threshold)
             if plans is None:
                 self._leave_kernel()
             else:
@@ -134,7 +135,7 @@ class ExpertRuntime:
         """Runs passes of `decoder` from now on; None where Python has to (kernel.py), or has begun to."""
         untouched = not self.cache.occupied or self._token == 0  # but for `preload`
         if self._kernel is None and self.settings.kernel and untouched and self.trace is None:
-            plans = plans_of(self.predictor, self.settings.worth)
+            plans = plans_of(self.predictor, self.settings.prefetch_threshold)
             if plans is not None and knows(self._eviction) and isinstance(self._reads, NativeReads):
                 loaded = self.cache.occupied
                 self._kernel = KernelExperts(
@@ -143,7 +144,7 @@ class ExpertRuntime:
                 if loaded:
                     fresh = eviction_policy(self.settings.eviction)
                     self.cache = SlotCache(len(self.cache.slots), fresh, self._evicted)
-                    self.loader = ExpertLoader(self.store, self.cache, self._reads, self._stats)
+                    self.loader = ExpertLoader(self.store, self.cache, self._reads, self._stats, self.memory.intact)
                     self._running(lambda kernel: kernel.load(loaded))
         return self._pass if self._kernel is not None and self.trace is None else None
 
@@ -154,7 +155,7 @@ class ExpertRuntime:
         if self.predictor is not None and len(self.cache.slots) < self._everything:  # else nothing is ever named
             if row <= controls.last_row:
                 self._new_pass(rows)
-            controls.depth, controls.forecaster = self.predictor.depth, self.predictor.way
+            controls.depth, controls.predictor = self.predictor.depth, self.predictor.candidate
             controls.active = self.predictor.on
         self._running(lambda kernel: kernel.run(call, start, stop, into))
 
@@ -173,7 +174,7 @@ class ExpertRuntime:
         self._kernel.close()
         self._kernel = None
         self._reads = self.memory.reads(self.settings.threads)
-        self.loader = ExpertLoader(self.store, self.cache, self._reads, self._stats)
+        self.loader = ExpertLoader(self.store, self.cache, self._reads, self._stats, self.memory.intact)
 
     def run(
         self, row: int, needed: list[int], compute: ComputeExperts, residual: Tensor,
@@ -192,8 +193,8 @@ class ExpertRuntime:
         waiting = self._ask(row, needed)
         if self.predictor is not None:
             self.predictor.used(row, needed)
-            if self._worth is not None:
-                self._worth.outcome(row, needed)
+            if self._filter is not None:
+                self._filter.outcome(row, needed)
             if self.cache.occupied < self._everything:
                 if routing is not None:
                     self.predictor.routed(*routing)
@@ -214,7 +215,7 @@ class ExpertRuntime:
                 self.loader.go_on()
                 self._stats.note("compute", began, row, keys[0][1] if len(keys) == 1 else -1)
         finally:
-            self.cache.want(())
+            self.cache.pin(())
 
     def forward(
         self, module: Any, row: int, hidden: Tensor, top_index: Tensor, top_weights: Tensor, residual: Tensor
@@ -271,8 +272,8 @@ class ExpertRuntime:
         if row <= self._last_row:
             self._token += 1
             self._new_pass(rows)
-            if self._worth is not None:
-                self._worth.new_pass()
+            if self._filter is not None:
+                self._filter.new_pass()
             self._stats.note("token", time.perf_counter(), row)
         self._last_row = row
         self.loader.pass_row(self._token, row)
@@ -288,7 +289,7 @@ class ExpertRuntime:
         self._stats.calls += 1
         self._stats.uses += len(keys)
         self.loader.forget_failures()
-        self.cache.want(keys)
+        self.cache.pin(keys)
         missing = []
         for key in keys:
             slot = self.cache.find(key)
@@ -308,14 +309,14 @@ class ExpertRuntime:
         found = self.predictor.predict(row, residual)
         self._stats.predictor_seconds += time.perf_counter() - began
         self._stats.note("predict", began, row)
-        if self._worth is not None:
-            keep = self._worth.keep
+        if self._filter is not None:
+            keep = self._filter.keep
             found = [
                 one for one in found
                 if self.cache.find(one.key) is not None or keep(one.key, one.deadline - row, one.chance)
             ]  # fmt: skip
         if found:
-            self.loader.speculate(found)
+            self.loader.prefetch(found)
 
     def _next(self, row: int, keys: list[Key]) -> list[Slot]:
         """Holds those of `keys` that are READY, or waits for one."""

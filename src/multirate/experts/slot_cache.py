@@ -2,7 +2,7 @@
 
 FREE → LOADING → READY → FREE or LOADING (another expert). Invariants, checked by a property test:
 - compute reads only READY slots that it holds (refs > 0);
-- a held or LOADING slot is never evicted, nor one whose expert the running layer wants: whoever needs one waits;
+- a held or LOADING slot is never evicted, nor one whose expert is pinned by the running layer: whoever needs one waits;
 - a speculative load takes only a FREE slot or one that this token has not used;
 - a key is in one slot at most; `generation` grows with every load.
 """
@@ -41,8 +41,8 @@ class Slot:
 
 
 class SlotCache:
-    """`count` slots. token, row: the pass over the layers and the layer that is running; wanted: what it computes with;
-    soon: predicted for the next layers, evicted for a demand only, and last.
+    """`count` slots. token, row: the pass over the layers and the layer that is running; pinned: what it computes with;
+    protected: predicted for the next layers, evicted for a demand only, and last.
 
     on_evict(slot): called before a READY slot loses its expert (statistics, tests).
     """
@@ -50,8 +50,8 @@ class SlotCache:
     def __init__(self, count: int, policy: EvictionPolicy, on_evict: Callable[[Slot], None] | None = None) -> None:
         self.slots = [Slot(i) for i in range(count)]
         self.token, self.row = 0, 0
-        self.wanted: set[Key] = set()
-        self.soon: set[Key] = set()
+        self.pinned: set[Key] = set()
+        self.protected: set[Key] = set()
         self._policy, self._on_evict = policy, on_evict
         self._slot_of: dict[Key, Slot] = {}
         self._free = list(reversed(self.slots))
@@ -78,7 +78,7 @@ class SlotCache:
         """A READY slot's expert is needed by the running layer. Not left to `hold`, whose order is that of the reads:
         what is evicted must not depend on it."""
         slot.token, slot.fresh = self.token, False
-        self._policy.used(slot, self.token)
+        self._policy.on_access(slot, self.token)
 
     def release(self, slots: Iterable[Slot]) -> None:
         """Ends one hold of each."""
@@ -86,14 +86,14 @@ class SlotCache:
             assert slot.refs > 0, "released more often than held"
             assert slot.key is not None
             slot.refs -= 1
-            if len(self.wanted) >= len(self.slots):  # more than fit: one that is done with makes room
-                self.wanted.discard(slot.key)
+            if len(self.pinned) >= len(self.slots):  # more than fit: one that is done with makes room
+                self.pinned.discard(slot.key)
             if not slot.refs and not self._policy.keeps:
                 self._empty(slot)
 
-    def want(self, keys: Iterable[Key]) -> None:
+    def pin(self, keys: Iterable[Key]) -> None:
         """The running layer computes with these, which are not evicted; none when it is done."""
-        self.wanted = set(keys)
+        self.pinned = set(keys)
 
     def reserve(self, key: Key, speculative: bool) -> Slot | None:
         """A slot for `key`, LOADING; None when none may be taken now."""
@@ -111,7 +111,7 @@ class SlotCache:
         """LOADING → READY."""
         assert slot.state is State.LOADING
         slot.state = State.READY
-        self._policy.came(slot)
+        self._policy.on_insert(slot)
 
     def abandon(self, slot: Slot) -> None:
         """LOADING → FREE: the load failed or is not wanted any more."""
@@ -121,9 +121,9 @@ class SlotCache:
     def _evict(self, speculative: bool) -> Slot | None:
         spared: Slot | None = None
         for slot in self._policy.order(self.token, self.row):
-            if slot.refs or slot.key in self.wanted or (speculative and slot.token >= self.token):
+            if slot.refs or slot.key in self.pinned or (speculative and slot.token >= self.token):
                 continue
-            if slot.key in self.soon:
+            if slot.key in self.protected:
                 spared = spared or slot
                 continue
             self._empty(slot)
@@ -137,7 +137,7 @@ class SlotCache:
         if slot.state is State.READY:
             if self._on_evict is not None:
                 self._on_evict(slot)
-            self._policy.gone(slot)
+            self._policy.on_evict(slot)
         if slot.key is not None:
             del self._slot_of[slot.key]
         slot.state, slot.key, slot.refs, slot.fresh = State.FREE, None, 0, False

@@ -8,21 +8,28 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
+import re
+import reprlib
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from multirate.errors import UserError
-from multirate.experts.layout import MODULE, Field, RecordFormat
+from multirate.experts.layout import ALIGNMENT, FIELD_ALIGNMENT, FIELDS, MODULE, NATIVE, Field, RecordFormat
+from multirate.model.native.moe import expert_tiles
 
 DATA, INDEX, VERIFIED = "experts.bin", "experts.json", "verified.json"
 FORMAT, VERSION = "multirate-experts", 1
 _CHUNK = 8 << 20
+_DTYPES = ("bfloat16", "float16", "float32")
+_MOST_LAYERS, _MOST_EXPERTS, _MOST_BYTES = 10_000, 100_000, 1 << 40  # far above any model's
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class StoreIndex:
             "format": FORMAT, "version": VERSION, "model": self.model, "revision": self.revision,
             "layout": self.layout, "layers": list(self.layers), "num_experts": self.num_experts, "top_k": self.top_k,
             "dtype": str(self.record.dtype).removeprefix("torch."), "record_bytes": self.record.bytes,
-            "fields": [asdict(field) for field in self.record.fields],
+            "fields": [asdict(one) for one in self.record.fields],
             "checksums": [f"{value:08x}" for value in self.checksums],
         }  # fmt: skip
         return {**content, "digest": _digest(content)}
@@ -64,16 +71,113 @@ class StoreIndex:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise UserError(f"{place} is not the index of an expert store (multirate pack MODEL --out DIR makes one)")
         if content.get("version") != VERSION:
-            raise UserError(f"{place} has version {content.get('version')!r}; accepted is {VERSION}: pack it again")
+            raise UserError(
+                f"{place} has version {_shown(content.get('version'))}; accepted is {VERSION}: pack it again"
+            )
         claimed = content.pop("digest", None)
         if claimed != _digest(content):
             raise UserError(f"{place} is damaged: its digest does not match; pack it again")
-        fields = tuple(Field(f["name"], tuple(f["shape"]), f["offset"]) for f in content["fields"])
+        return _Values(content, place).index()
+
+
+class _Values:
+    """The values of an index, each checked before anything is built from it."""
+
+    def __init__(self, content: dict[str, Any], place: Path) -> None:
+        self._content, self._place = content, place
+
+    def index(self) -> StoreIndex:
+        """Raises UserError naming the field, its value and what is accepted."""
+        layers = self._list("layers", "the model's layers with experts, rising", _MOST_LAYERS)
+        if not layers or not all(_whole(one, 0, _MOST_LAYERS) for one in layers) or sorted({*layers}) != layers:
+            self._refuse("layers", "the model's layers with experts, rising")
+        experts = self._number("num_experts", 1, _MOST_EXPERTS)
+        top_k = self._number("top_k", 1, experts)
+        dtype = self._one_of("dtype", _DTYPES)
+        layout = self._one_of("layout", (MODULE, NATIVE))
+        size = self._number("record_bytes", ALIGNMENT, _MOST_BYTES)
+        if size % ALIGNMENT:
+            self._refuse("record_bytes", f"a multiple of {ALIGNMENT}")
+        fields = self._fields(getattr(torch, dtype), size)
+        shapes = {field.name: field.shape for field in fields}
+        plain = dtype == "bfloat16" and shapes.keys() == {"gate_up_proj", "down_proj"}
+        if layout == NATIVE and not (plain and expert_tiles(*shapes["down_proj"])):
+            self._refuse("layout", f"{MODULE}, since {NATIVE} is for bfloat16 experts whose size the kernel tiles")
+        checksums = self._list("checksums", "eight hex digits for each record", len(layers) * experts)
+        if len(checksums) != len(layers) * experts or not all(_is_checksum(one) for one in checksums):
+            self._refuse("checksums", f"eight hex digits for each of {len(layers) * experts} records")
         return StoreIndex(
-            content["model"], content["revision"], tuple(content["layers"]), content["num_experts"], content["top_k"],
-            RecordFormat(getattr(torch, content["dtype"]), fields, content["record_bytes"]),
-            tuple(int(value, 16) for value in content["checksums"]), content["layout"],
+            self._text("model"), self._text("revision"), tuple(layers), experts, top_k,
+            RecordFormat(getattr(torch, dtype), fields, size), tuple(int(one, 16) for one in checksums), layout,
         )  # fmt: skip
+
+    def _fields(self, dtype: torch.dtype, size: int) -> tuple[Field, ...]:
+        accepted = "gate_up_proj and down_proj, with or without biases, one after the other within record_bytes"
+        found, end = [], 0
+        for one in self._list("fields", accepted, len(FIELDS)):
+            shape = one.get("shape") if isinstance(one, dict) else None
+            if (
+                not isinstance(shape, list) or not 1 <= len(shape) <= 2
+                or not all(_whole(length, 1, _MOST_BYTES) for length in shape)
+                or one.get("name") not in FIELDS or not _whole(one.get("offset"), end, size)
+                or one["offset"] % FIELD_ALIGNMENT
+            ):  # fmt: skip
+                self._refuse("fields", accepted)
+            end = one["offset"] + math.prod(shape) * dtype.itemsize
+            found.append(Field(one["name"], tuple(shape), one["offset"]))
+        names = [field.name for field in found]
+        dimensions = {field.name: len(field.shape) for field in found}
+        if (
+            end > size or len({*names}) != len(names)
+            or dimensions.get("gate_up_proj") != 2 or dimensions.get("down_proj") != 2
+        ):  # fmt: skip
+            self._refuse("fields", accepted)
+        return tuple(found)
+
+    def _number(self, name: str, least: int, most: int) -> int:
+        value = self._content.get(name)
+        if not _whole(value, least, most):
+            self._refuse(name, f"{least} to {most}")
+        assert isinstance(value, int)
+        return value
+
+    def _text(self, name: str) -> str:
+        value = self._content.get(name)
+        if not isinstance(value, str):
+            self._refuse(name, "a string")
+        assert isinstance(value, str)
+        return value
+
+    def _one_of(self, name: str, accepted: tuple[str, ...]) -> str:
+        value = self._content.get(name)
+        if not isinstance(value, str) or value not in accepted:
+            self._refuse(name, ", ".join(accepted))
+        assert isinstance(value, str)
+        return value
+
+    def _list(self, name: str, accepted: str, most: int) -> list[Any]:
+        value = self._content.get(name)
+        if not isinstance(value, list) or len(value) > most:
+            self._refuse(name, accepted)
+        assert isinstance(value, list)
+        return value
+
+    def _refuse(self, name: str, accepted: str) -> NoReturn:
+        value = _shown(self._content.get(name))
+        raise UserError(f"{self._place}: {name} is {value}; accepted: {accepted}. Pack it again")
+
+
+def _whole(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_checksum(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) is not None
+
+
+def _shown(value: Any) -> str:
+    """A value in an error, however long or deep it is."""
+    return reprlib.repr(value)
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -86,6 +190,11 @@ class ExpertStore:
 
     folder: Path
     index: StoreIndex
+    checked: bytearray = field(default_factory=bytearray, compare=False, repr=False)
+    """By record: whether its checksum has been found right since the store was opened."""
+
+    def __post_init__(self) -> None:
+        self.checked.extend(bytes(len(self.index.checksums)))
 
     @property
     def path(self) -> Path:
@@ -107,6 +216,8 @@ class ExpertStore:
             raise UserError(f"{folder} is not an expert store: it has no {INDEX} (multirate pack MODEL --out DIR)")
         try:
             content = json.loads(place.read_text())
+        except RecursionError:
+            raise UserError(f"{place} cannot be read: its JSON is nested too deeply; pack it again") from None
         except (OSError, ValueError) as error:
             raise UserError(f"{place} cannot be read: {error}") from None
         store = ExpertStore(folder, StoreIndex.from_json(content, place))
@@ -122,9 +233,12 @@ class ExpertStore:
         """Where a record begins in the data file."""
         return (row * self.index.num_experts + expert) * self.index.record.bytes
 
-    def checksum(self, row: int, expert: int) -> int:
-        """crc32 of a record."""
-        return self.index.checksums[row * self.index.num_experts + expert]
+    def intact(self, row: int, expert: int, record: Tensor) -> bool:
+        """Whether a record [bytes] uint8 that has just been read is what was packed; looked at once for each."""
+        number = row * self.index.num_experts + expert
+        if not self.checked[number]:
+            self.checked[number] = zlib.crc32(record.numpy().data) == self.index.checksums[number]
+        return bool(self.checked[number])
 
     def _check_data(self, on_bytes: Callable[[int, int], None] | None) -> None:
         if not self.path.is_file():

@@ -14,7 +14,7 @@ _DECAY = 0.99
 _PRIOR = (2.0, 2.0)  # right and all: a rank that nothing is known of is trusted
 
 
-class Worth:
+class PrefetchFilter:
     """least: the share that must come true. Ranks are told apart by (depth, chance)."""
 
     def __init__(self, least: float) -> None:

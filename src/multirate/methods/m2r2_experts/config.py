@@ -10,7 +10,7 @@ from multirate.methods.common.shape import BaseShape
 
 
 @dataclass(frozen=True)
-class ExpertForecastConfig(MethodConfig):
+class ExpertPredictorConfig(MethodConfig):
     """Low-rank adapters, one per layer, that push the current residual towards that of a later layer. [ours]"""
 
     METHOD: ClassVar[str] = "m2r2-experts"
@@ -40,11 +40,11 @@ class ExpertForecastConfig(MethodConfig):
             self.require(getattr(self, name) >= 0, name, "0 or more")
 
     @staticmethod
-    def for_base(base: BaseShape, **options: Any) -> ExpertForecastConfig:
+    def for_base(base: BaseShape, **options: Any) -> ExpertPredictorConfig:
         """Defaults for a base, with ``options`` replacing fields. UserError for a model without experts."""
         if options.get("attention") is True:
             options = {"membership": 0.0, "rank": 0, **options}
-        config = ExpertForecastConfig.from_json(options)
+        config = ExpertPredictorConfig.from_json(options)
         config.check_base(base)
         return config
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from multirate.methods.common.shape import BaseShape
-from multirate.methods.m2r2_experts.config import ExpertForecastConfig
+from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
 
 Routing = tuple[Tensor, Tensor]
 """A layer's experts [N, k] and the weights that its router gave them [N, k]."""
@@ -54,12 +54,12 @@ class Onward(Protocol):
         ...
 
 
-class ExpertForecast(nn.Module):
+class ExpertPredictor(nn.Module):
     """``down`` [L, rank, 2d], ``sketch`` [L, E · s, d] and ``up[δ − 1]`` [L, d, rank + E · s], for every layer of the
     base (dense ones are not used). With ``attention``: ``down`` [L, rank, d] or None, beside ``sketch`` also ``gated``
     [L, E · s, d], and a single ``up`` [L, d, rank + E · s + E]."""
 
-    def __init__(self, config: ExpertForecastConfig, base: BaseShape) -> None:
+    def __init__(self, config: ExpertPredictorConfig, base: BaseShape) -> None:
         super().__init__()
         config.check_base(base)
         self.config, self.base = config, base

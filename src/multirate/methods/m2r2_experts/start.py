@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from multirate.methods.common.teacher import Teacher
-from multirate.methods.m2r2_experts.modules import ExpertForecast, Routing
+from multirate.methods.m2r2_experts.modules import ExpertPredictor, Routing
 from multirate.model.hf.parts import LayerParts
 
 RIDGE = 1e-3
@@ -23,7 +23,7 @@ RIDGE = 1e-3
 
 
 @torch.no_grad()
-def start_from_experts(teacher: Teacher, forecast: ExpertForecast, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
+def start_from_experts(teacher: Teacher, forecast: ExpertPredictor, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Sets the sketches and ``up`` of ``forecast`` by what the layers do with the rows of ``batches`` (ids and mask
     [B, T]). Experts that are not transformers' fused modules keep their sketches as they are."""
     if not forecast.config.attention:
@@ -119,7 +119,7 @@ class _Neurons:
         matrices: Tensor = getattr(self._experts, name).detach()
         return matrices.mT if getattr(self._experts, "is_transposed", False) else matrices
 
-    def draw(self, forecast: ExpertForecast) -> None:
+    def draw(self, forecast: ExpertPredictor) -> None:
         """The strongest neurons of each expert become its sketch, which reads n(r) where the expert reads the layer's
         norm of r: that norm's weights go into the matrices."""
         if self._energy is None:
@@ -141,7 +141,7 @@ class _Neurons:
 class _Fit:
     """Least squares for ``up`` of one mixture: features to what the layer adds, each row relative to its rms."""
 
-    def __init__(self, seen: _Seen, forecast: ExpertForecast) -> None:
+    def __init__(self, seen: _Seen, forecast: ExpertPredictor) -> None:
         self._seen, self._forecast = seen, forecast
         size, width = forecast.up[0].shape[2], forecast.base.hidden_size
         self._gram = torch.zeros(size, size, dtype=torch.float64)

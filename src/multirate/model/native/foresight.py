@@ -12,7 +12,7 @@ from multirate.model.native import library
 from multirate.model.native.packing import Owner, array_of
 
 
-class NativeForesight:
+class NativeAcceleratedResidual:
     """down [L, rank, 2d], sketch [L, E · s, d] or None, up[δ − 1] [L, d, rank + E · s] in the kernel's form
     (bf16): what is named may differ from what fp32 would name, which changes no token."""
 
@@ -45,10 +45,14 @@ class NativeForesight:
         return [ctypes.addressof(one) for layer in self._sketches for one in layer[:depths]]
 
     def step(
-        self, layer: int, residual: Tensor, state: Tensor | None, depths: int,
+        self,
+        layer: int,
+        residual: Tensor,
+        state: Tensor | None,
+        depths: int,
         routing: tuple[Tensor, Tensor] | None = None,
     ) -> list[Tensor]:
-        """As ExpertForecast.step: residual, state fp32 [N, d], routing int64 and fp32 [N, k] → p of each depth."""
+        """As ExpertPredictor.step: residual, state fp32 [N, d], routing int64 and fp32 [N, k] → p of each depth."""
         residual = residual.float().contiguous()
         sites, sketches = self._addresses[layer][:depths], None
         found = [torch.empty_like(residual) for _ in sites]
@@ -62,15 +66,26 @@ class NativeForesight:
         for i in range(1, max(len(sites), 2)):  # two depths a call: they share the product with `down`
             far = (sites[i], found[i].data_ptr()) if i < len(sites) else (None, None)
             drawn = None if sketches is None else ctypes.addressof(sketches[min(i, len(sketches) - 1)])
-            self._library.mr_foresee(
+            self._library.mr_accelerated_residual(
                 self._workspace.address,
-                sites[0], far[0], drawn, ids, weights, k, self.ones, self.eps, residual.data_ptr(), before,
-                len(residual), found[0].data_ptr(), far[1],
+                sites[0],
+                far[0],
+                drawn,
+                ids,
+                weights,
+                k,
+                self.ones,
+                self.eps,
+                residual.data_ptr(),
+                before,
+                len(residual),
+                found[0].data_ptr(),
+                far[1],
             )
         return found
 
 
-class NativeStream:
+class NativeResidualWithAttention:
     """What a forecast with attention needs beside the decoder's own layers, in the kernel's form (bf16).
 
     sketch, gated [L, E · s, d], up [L, d, rank + E · s + E], down [L, rank, d] or None.
@@ -92,18 +107,24 @@ class NativeStream:
                 self._sites.append(self._owner.low_rank(down[layer].float(), up[layer, :, :rank].float(), silu=True))
                 site = ctypes.addressof(self._sites[-1])
             places = [sketch[layer], gated[layer], up[layer, :, rank : rank + drawn].T, up[layer, :, rank + drawn :].T]
-            layers.append(library.Thinned(site, *(keep(self._owner, one) for one in places), rows))
-        self._layers = array_of(library.Thinned, layers)
+            layers.append(library.PrunedExperts(site, *(keep(self._owner, one) for one in places), rows))
+        self._layers = array_of(library.PrunedExperts, layers)
         self.address = ctypes.addressof(self._layers)
 
     def leaving(self, layer: int, residual: Tensor, routing: tuple[Tensor, Tensor]) -> Tensor:
         """The stream after attention of `layer` [N, d] and its routing [N, k] → what is thought to leave it."""
         x = residual.float().clone(memory_format=torch.contiguous_format)
         ids, weights = routing[0].contiguous(), routing[1].float().contiguous()
-        self._library.mr_thinned(
+        self._library.mr_pruned_experts(
             self._workspace.address,
-            self.address + layer * ctypes.sizeof(library.Thinned), ids.data_ptr(), weights.data_ptr(), ids.shape[1],
-            self.ones, self.eps, x.data_ptr(), *x.shape,
+            self.address + layer * ctypes.sizeof(library.PrunedExperts),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            ids.shape[1],
+            self.ones,
+            self.eps,
+            x.data_ptr(),
+            *x.shape,
         )
         return x
 

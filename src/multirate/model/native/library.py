@@ -32,7 +32,7 @@ FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread", "
 
 WORKING = (
     "mr_layers", "mr_fill_kv", "mr_linear", "mr_greedy", "mr_stream_step", "mr_head_top", "mr_route", "mr_experts",
-    "mr_foresee", "mr_thinned", "mr_mixture", "mr_round",
+    "mr_accelerated_residual", "mr_pruned_experts", "mr_mixture", "mr_round",
 )
 """The calls that need a workspace."""
 
@@ -96,7 +96,7 @@ class Sketch(ctypes.Structure):
     _fields_ = [*((name, pointer) for name in ("down", "near", "far")), ("rows", int32), ("pad", int32)]
 
 
-class Thinned(ctypes.Structure):
+class PrunedExperts(ctypes.Structure):
     _fields_ = [
         *((name, pointer) for name in ("site", "gate", "up", "down", "constants")),
         ("rows", int32),
@@ -328,10 +328,10 @@ def _declare(library: ctypes.CDLL) -> None:
     library.mr_head_top.argtypes = [pointer, pointer, floats, pointer, *[integers] * 3, floats, *[pointer] * 3]
     library.mr_route.argtypes = [pointer, pointer, floats, pointer, *[integers] * 4, *[pointer] * 4]
     library.mr_experts.argtypes = [pointer, pointer, integers, *[pointer] * 4]
-    library.mr_foresee.argtypes = [
+    library.mr_accelerated_residual.argtypes = [
         *[pointer] * 5, integers, pointer, floats, pointer, pointer, integers, pointer, pointer
     ]
-    library.mr_thinned.argtypes = [*[pointer] * 3, integers, pointer, floats, pointer, integers, integers]
+    library.mr_pruned_experts.argtypes = [*[pointer] * 3, integers, pointer, floats, pointer, integers, integers]
     library.mr_combine.argtypes = [pointer, pointer, integers, integers, integers, pointer]
     long, double = ctypes.c_int64, ctypes.c_double
     library.mr_reads_open.argtypes = [integers, pointer, integers, long, long, integers, double, integers, double]
@@ -340,10 +340,10 @@ def _declare(library: ctypes.CDLL) -> None:
     library.mr_reads_submit.argtypes = [pointer, integers, long, long, integers]
     library.mr_reads_promote.argtypes = library.mr_reads_cancel.argtypes = [pointer, integers]
     library.mr_reads_ended.argtypes = [pointer, double, *[pointer] * 5]
-    library.mr_residency_open.argtypes = library.mr_residency_close.argtypes = [pointer]
-    library.mr_residency_open.restype = pointer
-    library.mr_residency_predict.argtypes = [pointer, pointer, integers]
-    library.mr_residency_load.argtypes = [pointer, pointer, integers]
+    library.mr_expert_cache_open.argtypes = library.mr_expert_cache_close.argtypes = [pointer]
+    library.mr_expert_cache_open.restype = pointer
+    library.mr_expert_cache_predict.argtypes = [pointer, pointer, integers]
+    library.mr_expert_cache_load.argtypes = [pointer, pointer, integers]
     library.mr_mixture.argtypes = [*[pointer] * 5, integers, *[pointer] * 6, integers, integers, integers, pointer]
     library.mr_round.argtypes = [pointer, integers, integers, integers, pointer]
     library.mr_workspace_open.argtypes = [integers]

@@ -118,6 +118,7 @@ class NativeMoEDecoder(NativeDecoder):
         self._router_weights = {i: self._owner.linear(moe[i].router.weight) for i in self.row_of}
         self.routers = {i: ctypes.addressof(linear) for i, linear in self._router_weights.items()}
         self._kept: _Routing | None = None
+        self.running: tuple[Rows, Any] | None = None  # rows and cache of a pass that Python leads layer by layer
         self._asked: _Routing | None = None  # of `select`, which is called between a layer's routing and its sum
         self.norms = {
             i: self._owner.floats(self._layers[i].module.post_attention_layernorm.weight) for i in self.row_of
@@ -140,15 +141,32 @@ class NativeMoEDecoder(NativeDecoder):
         if kernel is not None:
             self._passes(kernel, x, rows, start, stop, cache, packed, adapters)
             return x
-        begin = start
-        for i in range(start, stop):
-            if i in self.row_of:
-                self._run(x, rows, begin, i + 1, cache, packed)
-                begin = i + 1
-                self._mixture(i, x, rows, None if adapters is None else adapters.get(i))
+        begin, self.running = start, (rows, cache)
+        try:
+            for i in range(start, stop):
+                if i in self.row_of:
+                    self._run(x, rows, begin, i + 1, cache, packed)
+                    begin = i + 1
+                    self._mixture(i, x, rows, None if adapters is None else adapters.get(i))
+        finally:
+            self.running = None
         if begin < stop:
             self._run(x, rows, begin, stop, cache, packed)
         return x
+
+    def run_ahead(self, x: Tensor, start: int, stop: int) -> None:
+        """Layers [start, stop) for x, a guess of what will enter them [N, d] fp32, in place, without the experts of
+        mixture layers. x has the rows of the pass that is running: it attends to what that has cached, and leaves keys
+        and values where the pass itself will overwrite them."""
+        assert self.running is not None
+        self._run(x, self.running[0], start, stop, self.running[1], None)
+
+    def route(self, row: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the row-th mixture layer's router says of the stream x [N, d] fp32: experts int64 and weights fp32
+        [N, k], overwritten by the next call."""
+        if self._asked is None or self._asked.rows != len(x):
+            self._asked = self._new_routing(len(x))
+        return self._route(self._layer_of[row], x, self._asked).chosen
 
     def _passes(
         self, kernel: KernelPasses, x: Tensor, rows: Rows, start: int, stop: int, cache: Any, packed: int | None,
@@ -184,10 +202,7 @@ class NativeMoEDecoder(NativeDecoder):
     def select(self, row: int, residual: Tensor) -> np.ndarray:
         """The experts [N, k] that the row-th mixture layer would choose for the stream residual [N, d], the likeliest
         first; overwritten by the next call."""
-        if self._asked is None or self._asked.rows != len(residual):
-            self._asked = self._new_routing(len(residual))
-        x = residual if residual.dtype == torch.float32 and residual.is_contiguous() else residual.float().contiguous()
-        return self._route(self._layer_of[row], x, self._asked).ids
+        return self.route(row, residual.float().contiguous())[0].numpy()
 
     def _new_routing(self, rows: int) -> _Routing:
         return _Routing(rows, self.top_k, self.num_experts, self.facts.hidden_size)

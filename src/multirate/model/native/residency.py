@@ -11,7 +11,7 @@ int64, double = ctypes.c_int64, ctypes.c_double
 EVICTIONS = ("none", "lru", "lfu", "lrfu", "least_stale", "belady")
 PREDICTORS = ("none", "previous_token", "popularity", "next_layer_gate", "accelerated", "oracle", "stream")
 EVENTS = ("compute", "demand", "speculative", "stall", "predict", "token")
-MOST_AHEAD, MOST_FORECASTERS = 8, 4
+MOST_AHEAD, MOST_PREDICTORS = 8, 4
 
 DONE, READ_FAILED, PAUSED = 0, 1, 2
 
@@ -34,23 +34,23 @@ class Controls(ctypes.Structure):
         ("token", int64),
         *((name, int32) for name in ("row", "last_row", "depth", "active", "failed_key", "failure")),
         ("events", ctypes.POINTER(Event)),
-        *((name, int32) for name in ("event_count", "record", "paused_layer", "forecaster")),
+        *((name, int32) for name in ("event_count", "record", "paused_layer", "predictor")),
     ]
 
 
-class ResidencyPlan(ctypes.Structure):
+class ExpertCachePlan(ctypes.Structure):
     _fields_ = [
         *((name, int32) for name in ("rows", "experts", "slots", "policy")),
         ("loss", double),
-        *((name, pointer) for name in ("reads", "offsets", "future", "future_ends")),
+        *((name, pointer) for name in ("reads", "offsets", "future", "future_ends", "checksums", "checked")),
     ]
 
 
-class ForecastPlan(ctypes.Structure):
+class PredictorPlan(ctypes.Structure):
     _fields_ = [
         *((name, int32) for name in ("kind", "most_depth")),
-        ("worth", double),
-        *((name, pointer) for name in ("sites", "sketches", "thinned", "layer_of", "ones")),
+        ("threshold", double),
+        *((name, pointer) for name in ("sites", "sketches", "pruned", "layer_of", "ones")),
         ("eps", ctypes.c_float),
         ("count", int32),
         *((name, pointer) for name in ("trace", "trace_ends", "trace_rows")),

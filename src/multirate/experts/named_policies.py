@@ -16,7 +16,7 @@ _UNITS = {"": 1, "b": 1} | {
 
 
 @dataclass(frozen=True)
-class Arm:
+class Policy:
     """Who is evicted, and who names experts ahead of time (policies.py, model.PREDICTORS)."""
 
     eviction: str
@@ -24,32 +24,32 @@ class Arm:
     description: str
 
 
-ARMS: Mapping[str, Arm] = {
-    "on_demand": Arm("none", "none", "every use is a read"),
-    "lru": Arm("lru", "none", "a cache, the least recently used leaves"),
-    "least_stale": Arm("least_stale", "none", "a cache, what an earlier token left leaves first"),
-    "lrfu": Arm("lrfu", "none", "a cache, the least used leaves, old uses counting less"),
-    "previous_token": Arm("lrfu", "previous_token", "and the experts of the previous token are read ahead"),
-    "popularity": Arm("lrfu", "popularity", "and the most used experts are read ahead"),
-    "next_layer_gate": Arm("lrfu", "next_layer_gate", "and the next layer's router, asked now, is read ahead"),
-    "accelerated": Arm("lrfu", "accelerated", "the same router, asked with the accelerated residual"),
+FIXED_POLICIES: Mapping[str, Policy] = {
+    "on_demand": Policy("none", "none", "every use is a read"),
+    "lru": Policy("lru", "none", "a cache, the least recently used leaves"),
+    "least_stale": Policy("least_stale", "none", "a cache, what an earlier token left leaves first"),
+    "lrfu": Policy("lrfu", "none", "a cache, the least used leaves, old uses counting less"),
+    "previous_token": Policy("lrfu", "previous_token", "and the experts of the previous token are read ahead"),
+    "popularity": Policy("lrfu", "popularity", "and the most used experts are read ahead"),
+    "next_layer_gate": Policy("lrfu", "next_layer_gate", "and the next layer's router, asked now, is read ahead"),
+    "accelerated": Policy("lrfu", "accelerated", "the same router, asked with the accelerated residual"),
 }
 AHEAD_OF_TIME = "aot"
-_BEST = Arm("lrfu", "next_layer_gate", "and whoever names experts best here as measured, or nobody")
-POLICIES = (*ARMS, AHEAD_OF_TIME)
+_BEST = Policy("lrfu", "next_layer_gate", "and whoever names experts best here as measured, or nobody")
+POLICIES = (*FIXED_POLICIES, AHEAD_OF_TIME)
 
 
-def arm(policy: str) -> Arm:
-    """The arm of a policy; "aot", ahead of time, is what is fastest here as measured: the next layer's gate, the
+def policy_named(policy: str) -> Policy:
+    """What a policy consists of; "aot", ahead of time, is what is fastest here as measured: the next layer's gate, the
     accelerated residual where a trained one was added, or no predictions (controller.py).
 
     UserError for another name.
     """
     if policy == AHEAD_OF_TIME:
         return _BEST
-    if policy not in ARMS:
+    if policy not in FIXED_POLICIES:
         raise UserError(f"expert policy {policy!r} is unknown; accepted: {', '.join(POLICIES)}")
-    return ARMS[policy]
+    return FIXED_POLICIES[policy]
 
 
 def parse_bytes(text: str | int | None, name: str = "expert memory") -> int | None:

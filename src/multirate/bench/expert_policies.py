@@ -1,4 +1,4 @@
-"""All ways of loading experts on the same tokens: arms interleaved, every token compared, each budget in turn."""
+"""All ways of loading experts on the same tokens: runs interleaved, every token compared, each budget in turn."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from multirate.bench.prompts import Prompt
 from multirate.engine import PLAIN, Engine
-from multirate.experts.arms import AHEAD_OF_TIME, ARMS, arm
 from multirate.experts.model import OffloadedExperts
+from multirate.experts.named_policies import AHEAD_OF_TIME, FIXED_POLICIES, policy_named
 from multirate.experts.policies import Belady, EvictionPolicy, eviction_policy
 from multirate.experts.predictors import Oracle
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
@@ -21,16 +21,16 @@ from multirate.experts.stats import Event, ExpertStats
 Trace = list[tuple[int, list[int]]]
 RESIDENT = "resident"
 BOUNDS = ("oracle", "belady", RESIDENT)
-ALL_ARMS = (*ARMS, AHEAD_OF_TIME, *BOUNDS)
+ALL_POLICIES = (*FIXED_POLICIES, AHEAD_OF_TIME, *BOUNDS)
 
 
 @dataclass
 class ExpertRow:
-    """One arm at one budget.
+    """One policy at one budget.
 
     tokens, seconds, tokens_per_second: total tokens over total time of the median repeat, from the first token of each
     answer to its last; first_token_ms: the prompt until then, a mean (a prompt of some length needs every expert,
-    whatever the arm); total_tokens_per_second: both together. spread: of the seconds.
+    whatever the policy); total_tokens_per_second: both together. spread: of the seconds.
 
     The rest is of the decoding phase too. hit_rate: needs that the cache alone served. prefetch_recall: share of the
     others whose read was issued ahead of time; prefetch_precision: share of those reads that were needed. late: needed
@@ -68,7 +68,7 @@ class ExpertRow:
 
 @dataclass
 class ExpertRun:
-    """Each budget with its rows, and the timeline of one token for each arm (of the first budget measured)."""
+    """Each budget with its rows, and the timeline of one token for each policy (of the first budget measured)."""
 
     budgets: list[tuple[int, list[ExpertRow]]]
     timelines: dict[str, list[Event]]
@@ -89,8 +89,8 @@ class _Answer:
     rest: float
 
 
-class _Contestant:
-    """An arm with a runtime of its own, whose cache lives through the whole run. decoding: counts of all decoding."""
+class _Run:
+    """A policy with a runtime of its own, whose cache lives through the whole run. decoding: counts of all decoding."""
 
     def __init__(self, offload: OffloadedExperts, name: str, settings: ExpertSettings, traces: Sequence[Trace],
                  order: Sequence[int]) -> None:  # fmt: skip
@@ -102,7 +102,7 @@ class _Contestant:
             keys: list[Key] = [(row, e) for index in order for row, experts in traces[index] for e in experts]
             eviction = Belady(keys)
         else:
-            eviction = eviction_policy("lrfu" if name in BOUNDS else arm(name).eviction)
+            eviction = eviction_policy("lrfu" if name in BOUNDS else policy_named(name).eviction)
         if name == RESIDENT:
             settings = ExpertSettings(None, direct=settings.direct)
         predictor = None if name in BOUNDS else offload.policy_predictor(name)
@@ -114,7 +114,7 @@ class _Contestant:
             self.runtime.predict_with(Oracle(self._traces[index]))
 
 
-def measure_arms(
+def measure_policies(
     engine: Engine,
     prompts: Sequence[Prompt],
     names: Sequence[str],
@@ -125,9 +125,9 @@ def measure_arms(
     repeats: int,
     on_answer: Callable[[], None] | None = None,
 ) -> ExpertRun:
-    """Every arm on every prompt at every budget. settings(budget): how a runtime of that budget reads.
+    """Every policy on every prompt at every budget. settings(budget): how a runtime of that budget reads.
 
-    The true tokens and needs are recorded with all experts resident first. One prompt warms each arm up. Ctrl-C ends
+    The true tokens and needs are recorded with all experts resident first. One prompt warms each policy up. Ctrl-C ends
     the run with the budgets that are complete.
     """
     offload = engine.experts
@@ -163,35 +163,35 @@ def measure_arms(
     order = [0, *(index for _ in range(repeats) for index in range(len(prompts)))]
     try:
         for budget in budgets:
-            arms = [_Contestant(offload, name, settings(budget), traces, order) for name in names]
+            runs = [_Run(offload, name, settings(budget), traces, order) for name in names]
             try:
-                for contestant in arms:
-                    if contestant.name == RESIDENT:
-                        contestant.runtime.preload()
-                    contestant.ready(0)
-                    answer(contestant.runtime, prompts[0])
-                    contestant.runtime.reset()
+                for run in runs:
+                    if run.name == RESIDENT:
+                        run.runtime.preload()
+                    run.ready(0)
+                    answer(run.runtime, prompts[0])
+                    run.runtime.reset()
                 for repeat in range(repeats):
-                    for contestant in arms:
-                        contestant.samples.append([])
+                    for run in runs:
+                        run.samples.append([])
                     for index, prompt in enumerate(prompts):
-                        turn = (repeat + index) % len(arms)
-                        for contestant in [*arms[turn:], *arms[:turn]]:
-                            contestant.ready(index)
-                            contestant.samples[-1].append(answer(contestant.runtime, prompt, contestant.decoding))
+                        turn = (repeat + index) % len(runs)
+                        for run in [*runs[turn:], *runs[:turn]]:
+                            run.ready(index)
+                            run.samples[-1].append(answer(run.runtime, prompt, run.decoding))
                             advance()
-                rows = [_row(contestant, budget, truth) for contestant in arms]
+                rows = [_row(run, budget, truth) for run in runs]
                 _speedups(rows)
                 result.budgets.append((budget, rows))
                 if not result.timelines:
-                    for contestant in arms:
-                        contestant.ready(0)
-                        contestant.runtime.reset(events=True)
-                        answer(contestant.runtime, prompts[0])
-                        result.timelines[contestant.name] = _last_token(contestant.runtime.stats.events or [])
+                    for run in runs:
+                        run.ready(0)
+                        run.runtime.reset(events=True)
+                        answer(run.runtime, prompts[0])
+                        result.timelines[run.name] = _last_token(run.runtime.stats.events or [])
             finally:
-                for contestant in arms:
-                    contestant.runtime.close()
+                for run in runs:
+                    run.runtime.close()
     except KeyboardInterrupt:
         result.interrupted = True
     finally:
@@ -199,18 +199,18 @@ def measure_arms(
     return result
 
 
-def _row(contestant: _Contestant, budget: int, truth: Sequence[list[int]]) -> ExpertRow:
-    repeats = contestant.samples
+def _row(run: _Run, budget: int, truth: Sequence[list[int]]) -> ExpertRow:
+    repeats = run.samples
     seconds = [sum(answer.rest for answer in repeat) for repeat in repeats]
     whole = statistics.median_low([sum(answer.first + answer.rest for answer in repeat) for repeat in repeats])
     tokens = sum(max(len(text) - 1, 0) for text in truth)  # the first of an answer is the prompt's
     middle = statistics.median_low(seconds)
-    stats, all_tokens = contestant.decoding, max(tokens * len(seconds), 1)
+    stats, all_tokens = run.decoding, max(tokens * len(seconds), 1)
     firsts = [answer.first for repeat in repeats for answer in repeat]
-    predictor = contestant.runtime.predictor
+    predictor = run.runtime.predictor
     return ExpertRow(
-        method=contestant.name,
-        expert_memory_bytes=contestant.runtime.memory_bytes if contestant.name == RESIDENT else budget,
+        method=run.name,
+        expert_memory_bytes=run.runtime.memory_bytes if run.name == RESIDENT else budget,
         tokens=tokens,
         seconds=middle,
         tokens_per_second=tokens / middle if middle else 0.0,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from multirate.decoding.acceptance_statistics import OverallRates
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -31,7 +32,6 @@ PLAIN = "autoregressive"
 TRAINED = (*PRESETS, "kangaroo")
 SPECULATE = ("auto", "always", "never")
 KEPT_BYTES = 256 << 20  # K/V of finished generations kept for a conversation's next turn, all methods together
-_ENOUGH_LEVELS = 64  # drafted levels after which observed acceptance outweighs what the accelerator's card says
 
 
 def attach(
@@ -82,21 +82,10 @@ class _Speculation:
     """A speculative step and how well its drafts have been accepted so far."""
 
     step: SpeculativeStep
-    prior: list[float]
-    accepted: int = 0
-    levels: int = 0
-    rounds: int = 0
+    acceptance: OverallRates
 
     def observe(self, stats: DecodeStats) -> None:
-        self.accepted += stats.accepted
-        self.levels += stats.drafted_levels
-        self.rounds += stats.sequence_steps
-
-    def rates(self) -> list[float] | float | None:
-        """Acceptance per depth as the accelerator's card says, or per token as observed; None: nothing is known yet."""
-        if self.levels >= _ENOUGH_LEVELS:
-            return per_token_rate(self.accepted / self.rounds, self.levels / self.rounds)
-        return self.prior or None
+        self.acceptance.observe(stats.sequence_steps, stats.drafted_levels, stats.accepted)
 
 
 class Engine:
@@ -232,31 +221,19 @@ class Engine:
             drafter = registry.method(self._registered(base)).drafter(self.decoder, accelerator, settings or None)
             if drafter is None:
                 return None
-            self._speculations[name] = _Speculation(SpeculativeStep(drafter), _card_rates(accelerator))
+            self._speculations[name] = _Speculation(
+                SpeculativeStep(drafter), OverallRates(_card_rates(accelerator))
+            )
         return self._speculations[name]
 
     def _pays(self, speculation: _Speculation) -> bool:
-        rates = speculation.rates()
+        rates = speculation.acceptance.rates()
         if rates is None:
             return True
         verdict = speculation.step.costs(self.decoder).verdict(rates)
         if not verdict.pays:
             self.notice = verdict.message
         return verdict.pays
-
-
-def per_token_rate(accepted: float, length: float) -> float:
-    """The acceptance a per drafted token at which chains of `length` have `accepted` tokens accepted on average.
-
-    Solves a + a² + … + a^length = accepted (tokens after the first rejection are never accepted); 1 at most.
-    """
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        whole, rest = int(length), length - int(length)
-        expected = sum(middle**depth for depth in range(1, whole + 1)) + rest * middle ** (whole + 1)
-        low, high = (middle, high) if expected < accepted else (low, middle)
-    return high
 
 
 def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:

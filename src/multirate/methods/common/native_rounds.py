@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multirate.decoding.acceptance_statistics import Origin
 from multirate.decoding.costs import CostModel
 from multirate.decoding.drafter import MAX_TREE_NODES, FusedStep
-from multirate.methods.common.trust import Origin
 from multirate.model.native import NativeDecoder, library
 from multirate.model.native.cache import NativeKVCache
 
@@ -141,7 +141,7 @@ class NativeRounds:
         return replace(plain, costs=replace(costs, draft_step=level, draft_fixed=fixed))
 
     def origin(self) -> tuple[Origin, int, int]:
-        """Where the last round's draft came from, and how much of either kind was accepted (common/trust.py)."""
+        """Where the last step's draft came from, and how much of either kind was accepted."""
         record = self._round
         text = record.text
         return Origin(text.drawn, text.followed, text.matched), record.true_drawn, record.true_followed

@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multirate.decoding.acceptance_statistics import SuggestionRates
 from multirate.decoding.costs import CostModel
+from multirate.decoding.draft_length import DraftLengthController
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.methods.common.native_rounds import NativeRounds
-from multirate.methods.common.trust import Trust
 from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
-from multirate.methods.m2r2.prices import Prices
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.m2r2.tree import DraftTree
 from multirate.methods.registry import register
@@ -65,7 +65,7 @@ class M2R2Drafter(Drafter):
             if stream.arla is None:
                 raise UserError("m2r2 setting trust='arla' needs an accelerator with ARLA; this one has arla_dim=0")
             self._arla = copy.deepcopy(stream.arla).float()
-        self._trust = Trust(self.config.lookup)
+        self._suggestions = SuggestionRates(self.config.lookup)
         self._texts: dict[int, TextIndex] = {}
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
         self._rounds: NativeRounds | None = None
@@ -73,10 +73,10 @@ class M2R2Drafter(Drafter):
             c = self.config
             limits = library.TreeLimits(nodes=c.nodes, width=c.width, top=self._candidates, sharpness=c.sharpness)
             limits.lookup = library.Lookup(
-                longest=c.lookup, agree=self._trust.agree.ctypes.data, onward=self._trust.onward.ctypes.data
+                longest=c.lookup, agree=self._suggestions.agree.ctypes.data, onward=self._suggestions.onward.ctypes.data
             )
             self._rounds = NativeRounds(decoder, self.runner.packed, self.runner.head, limits, refresh=self._refresh)
-        self._prices: Prices | None = None
+        self._controller: DraftLengthController | None = None
         self._expand, self._keep = (np.full(self.max_nodes, c or 0.0) for c in (self.config.expand, self.config.keep))
 
     def trial_step(self) -> Callable[[], object]:
@@ -100,10 +100,10 @@ class M2R2Drafter(Drafter):
         return self._costs
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
-        if self._prices is None and (self.config.expand is None or self.config.keep is None):
-            self._prices = Prices.of(self.costs(self.decoder).costs, self.config.nodes)
-        if self._prices is not None:
-            self._prices.pause()
+        if self._controller is None and (self.config.expand is None or self.config.keep is None):
+            self._controller = DraftLengthController.of(self.costs(self.decoder).costs, self.config.nodes)
+        if self._controller is not None:
+            self._controller.pause()
         self.runner.begin(cache)
         self._enter(cache, sampler)
 
@@ -120,8 +120,8 @@ class M2R2Drafter(Drafter):
         return min(length, self._refreshed) if self._refresh else length
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
-        if self._prices is not None:
-            self._prices.pause()
+        if self._controller is not None:
+            self._controller.pause()
         self._enter(cache, sampler)
         self._refreshed = cache.lengths[0]
 
@@ -148,11 +148,11 @@ class M2R2Drafter(Drafter):
 
     def accept(self, seq: int, verified: Verified) -> None:
         path, hidden_final = verified.path, verified.accepted
-        if self._prices is not None:
-            self._prices.emitted(len(path))
+        if self._controller is not None:
+            self._controller.emitted(len(path))
         tree = self._trees.pop(seq, None)
         if tree is not None:
-            self._trust.observe(tree.origin, *tree.accepted(path))
+            self._suggestions.observe(tree.origin, *tree.accepted(path))
         waiting = self._waiting[seq]
         if self._refresh and len(path) > 1:
             tokens = self._sampler.tokens[seq]
@@ -173,11 +173,11 @@ class M2R2Drafter(Drafter):
         self._note_refreshed(seq)
         self._price(1)
         depth, deepest = min(self.config.depth, self.config.nodes, limit), min(self.config.nodes, limit)
-        done = self._rounds.run(depth, self._expand, self._keep, deepest, self._trust.steady)
+        done = self._rounds.run(depth, self._expand, self._keep, deepest, self._suggestions.steady)
         if self.config.lookup:
-            self._trust.observe(*self._rounds.origin())
-        if self._prices is not None:
-            self._prices.emitted(len(done.tokens))
+            self._suggestions.observe(*self._rounds.origin())
+        if self._controller is not None:
+            self._controller.emitted(len(done.tokens))
         return done
 
     def _note_refreshed(self, seq: int) -> None:
@@ -188,8 +188,8 @@ class M2R2Drafter(Drafter):
 
     def _price(self, sequences: int) -> None:
         """Thresholds of the next round, from measured costs where the settings leave them open."""
-        if self._prices is not None:
-            expand, keep = self._prices.thresholds(sequences)
+        if self._controller is not None:
+            expand, keep = self._controller.thresholds(sequences)
             self._expand = expand if self.config.expand is None else self._expand
             self._keep = keep if self.config.keep is None else self._keep
 
@@ -304,7 +304,7 @@ class M2R2Drafter(Drafter):
         suggestion, matched = index.look_up(self._sampler.tokens[seq], most, tree.tokens)
         if not matched or suggestion[0] != best:
             return False
-        length = tree.worth_following(most, own, matched, self._trust, self._expand, self._keep)
+        length = tree.worth_following(most, own, matched, self._suggestions, self._expand, self._keep)
         tree.follow(suggestion[:length], matched)
         return length > 0
 

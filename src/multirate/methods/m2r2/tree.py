@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from multirate.methods.common.trust import Origin, Trust
+from multirate.decoding.acceptance_statistics import Origin, SuggestionRates
 
 
 @dataclass
@@ -85,7 +85,7 @@ class DraftTree:
         return self.depth[-1] == len(self.tokens)
 
     def worth_following(
-        self, suggested: int, own: float, matched: int, trust: Trust, expand: np.ndarray, keep: np.ndarray
+        self, suggested: int, own: float, matched: int, rates: SuggestionRates, expand: np.ndarray, keep: np.ndarray
     ) -> int:
         """How many of `suggested` tokens below the last node of this chain make a better draft than going on with the
         stream, whose best token, of probability `own`, is the suggestion's first. lookup.h, worth_following.
@@ -94,15 +94,15 @@ class DraftTree:
         """
         n, reach = len(self.tokens), self.reach[-1]
         gain = other = 0.0
-        length, here = 0, reach * float(trust.agree[matched])
+        length, here = 0, reach * float(rates.agree[matched])
         while length < suggested and here >= keep[n + length]:
             gain += here - float(keep[n + length])
-            here *= float(trust.onward[matched])
+            here *= float(rates.onward[matched])
             length += 1
         here, i = reach * own, n
         while i < len(keep) and i + 1 < self.depth_limit and here >= expand[i]:
             other += here - float(expand[i])
-            here *= trust.steady
+            here *= rates.steady
             i += 1
         if i < len(keep) and here >= keep[i]:
             other += here - float(keep[i])

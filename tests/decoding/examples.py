@@ -43,9 +43,9 @@ class TwoModelDrafter(Drafter):
             fresh = text[self.own.lengths[b] :]
             for depth in range(min(limit, self.max_nodes)):
                 rows = Rows.causal(b, self.own.lengths[b] + depth, len(fresh))
-                model, facts = self.draft_model, self.draft_model.facts
-                hidden = model.embed(torch.tensor(fresh, device=facts.device), rows.pos)
-                hidden = model.layers(hidden, rows, 0, facts.num_layers, self.own)
+                model, info = self.draft_model, self.draft_model.info
+                hidden = model.embed(torch.tensor(fresh, device=info.device), rows.pos)
+                hidden = model.layers(hidden, rows, 0, info.num_layers, self.own)
                 if depth == 0:
                     self.own.commit(b, len(fresh) - 1)
                 logits = model.logits(hidden[-1:])
@@ -72,7 +72,7 @@ class HeadsDrafter(Drafter):
 
     def __init__(self, decoder: Decoder, heads: int = 3, width: int = 2) -> None:
         torch.manual_seed(5)
-        d = decoder.facts.hidden_size
+        d = decoder.info.hidden_size
         self.decoder, self.width = decoder, width
         self.blocks = [torch.randn(d, d) * 0.1 / d**0.5 for _ in range(heads)]
         self.states: dict[int, Tensor] = {}

@@ -18,7 +18,7 @@ def assert_whole_rounds_are_rounds_in_parts(
     decoder: Decoder, make: Callable[[], Drafter], prompt: list[int], new_tokens: int = 14
 ) -> None:
     """``make`` gives a fresh drafter whose ``fused_step`` runs on this decoder."""
-    facts: list[Any] = []
+    outcomes: list[Any] = []
     stores: list[list[torch.Tensor]] = []
     for whole in (True, False):
         drafter, rounds, texts = make(), [], []
@@ -41,7 +41,7 @@ def assert_whole_rounds_are_rounds_in_parts(
         def after(session: Any, step: Any, texts: list[Any] = texts, stored: list[torch.Tensor] = stored) -> None:
             cache = session.cache
             texts.append(list(session.sampler.tokens[0]))
-            layers = range(decoder.facts.num_layers)
+            layers = range(decoder.info.num_layers)
             stored[:] = [t[:, :, : cache.lengths[0]].clone() for i in layers for t in cache.standard(i)]
 
         drafter.fused_step, drafter.draft = one, parts  # type: ignore[method-assign]
@@ -50,8 +50,8 @@ def assert_whole_rounds_are_rounds_in_parts(
         )
         s = output.stats
         counts = (s.drafted, s.drafted_levels, s.accepted, s.sequence_steps, s.target_passes)
-        facts.append((output.sequences, rounds, texts, counts))
+        outcomes.append((output.sequences, rounds, texts, counts))
         stores.append(stored)
-    assert facts[0] == facts[1]
+    assert outcomes[0] == outcomes[1]
     for one_store, other in zip(*stores, strict=True):
         assert torch.equal(one_store, other)

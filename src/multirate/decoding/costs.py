@@ -91,25 +91,25 @@ def measure_costs(
     or nothing for start = 0. Takes about `budget_seconds` (at least one repeat of three measurements): when the time
     is up, remaining row counts are left out and interpolated. Generates nothing and keeps nothing.
     """
-    facts = decoder.facts
+    info = decoder.info
     deadline = time.perf_counter() + budget_seconds
     cache = decoder.new_cache(1, _CONTEXT + max(VERIFY_ROWS))
-    ids = torch.arange(_CONTEXT + max(VERIFY_ROWS), device=facts.device) % facts.vocab_size
+    ids = torch.arange(_CONTEXT + max(VERIFY_ROWS), device=info.device) % info.vocab_size
     context = Rows.causal(0, 0, _CONTEXT)
     hidden = decoder.embed(ids[:_CONTEXT], context.pos)
-    decoder.layers(hidden, context, 0, facts.num_layers, cache)  # warms up, too
+    decoder.layers(hidden, context, 0, info.num_layers, cache)  # warms up, too
     cache.commit(0, _CONTEXT)
 
     def run(rows_count: int, first: int, last: int) -> None:
         rows = Rows.causal(0, _CONTEXT, rows_count)
         x = decoder.embed(ids[:rows_count], rows.pos) if first == 0 else hidden[:rows_count]
-        if last < facts.num_layers:
+        if last < info.num_layers:
             x = decoder.layers(x, rows, first, last, cache)
             greedy_tokens(decoder.logits(x), GREEDY)
         else:
             decoder.greedy(rows, cache, x=x, start=first)
 
-    layers = facts.num_layers
+    layers = info.num_layers
     draft = draft_step if draft_step is not None else (lambda: run(1, 0, start)) if start else None
     pieces: dict[str | int, Callable[[], object]] = {"plain": lambda: run(1, 0, layers)}
     if draft is not None:
@@ -125,8 +125,8 @@ def measure_costs(
                 continue
             begin = time.perf_counter()
             piece()
-            if facts.device.type == "cuda":
-                torch.cuda.synchronize(facts.device)
+            if info.device.type == "cuda":
+                torch.cuda.synchronize(info.device)
             taken[name].append(time.perf_counter() - begin)
     # the first call of a shape may pay for its set-up
     medians = {name: statistics.median(times[1:] or times) for name, times in taken.items() if times}

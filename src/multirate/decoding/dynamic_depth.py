@@ -63,7 +63,7 @@ class DynamicDepthStep(Step):
         self._holes: dict[int, list[Hole]] = {}
 
     def begin(self, session: Session, resumed: bool) -> None:
-        exits, layers = self.policy.exits, session.decoder.facts.num_layers
+        exits, layers = self.policy.exits, session.decoder.info.num_layers
         if list(exits) != sorted(set(exits)) or not all(0 < exit < layers for exit in exits):
             raise ValueError(
                 f"exits {exits} of a model with {layers} layers; accepted: rising, 1..{layers - 1}"
@@ -102,7 +102,7 @@ class DynamicDepthStep(Step):
 
     def flush(self, session: Session) -> None:
         """Runs all waiting tokens through the rest of the layers."""
-        layers = session.decoder.facts.num_layers
+        layers = session.decoder.info.num_layers
         for b, waiting in self._pending.items():
             while waiting:
                 part = self._joined(b, None, waiting[-1].depth)
@@ -120,7 +120,7 @@ class DynamicDepthStep(Step):
         only: the one exit, where all rows leave; None: the policy's.
         """
         decoder, cache, policy = session.decoder, session.cache, self.policy
-        layers = decoder.facts.num_layers
+        layers = decoder.info.num_layers
         exits = policy.exits if only is None else (only,)
         waiting = {part.depth for b in seqs for part in self._pending.get(b, [])}
         tokens: dict[int, int] = {}
@@ -169,7 +169,7 @@ class DynamicDepthStep(Step):
             [Rows.causal(b, part.first, 1) for b, part in zip(seqs, parts, strict=True)]
         )
         hidden = torch.cat([part.hidden for part in parts])
-        layers = session.decoder.facts.num_layers
+        layers = session.decoder.info.num_layers
         session.decoder.fill_kv(rows, hidden, parts[0].depth, layers, session.cache)
         for b, part in zip(seqs, parts, strict=True):
             session.note_inexact(b, part.first)
@@ -189,7 +189,7 @@ class DynamicDepthStep(Step):
         self, session: Session, seqs: list[int], ranges: Sequence[LayerRange]
     ) -> dict[int, int]:
         decoder, cache = session.decoder, session.cache
-        layers = decoder.facts.num_layers
+        layers = decoder.info.num_layers
         x, rows = _enter(session, seqs)
         at = 0
         skipped: list[LayerRange] = []
@@ -234,7 +234,7 @@ def _enter(session: Session, seqs: list[int]) -> tuple[Tensor, Rows]:
     """The residuals [n, d] with which the sequences' last tokens enter layer 0, and their rows."""
     decoder, cache = session.decoder, session.cache
     rows = Rows.concat([Rows.causal(b, cache.lengths[b], 1) for b in seqs])
-    ids = torch.tensor([session.sampler.tokens[b][-1] for b in seqs], device=decoder.facts.device)
+    ids = torch.tensor([session.sampler.tokens[b][-1] for b in seqs], device=decoder.info.device)
     return decoder.embed(ids, rows.pos), rows
 
 
@@ -256,7 +256,7 @@ def _run(
 
 def _check(ranges: Sequence[LayerRange], decoder: Decoder) -> None:
     ends = [end for layer_range in ranges for end in layer_range]
-    layers = decoder.facts.num_layers
+    layers = decoder.info.num_layers
     rising = ends == sorted(ends) and all(start < stop for start, stop in ranges)
     if not ends or not rising or ends[0] < 0 or ends[-1] > layers:
         raise ValueError(

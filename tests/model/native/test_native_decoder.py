@@ -48,7 +48,7 @@ def make(name: str):
 def run(decoder, tokens, start: int, cache, stops=None):
     rows = Rows.causal(0, start, len(tokens))
     x = decoder.embed(torch.tensor(tokens), rows.pos)
-    for low, high in zip([0, *(stops or [])], [*(stops or []), decoder.facts.num_layers], strict=True):
+    for low, high in zip([0, *(stops or [])], [*(stops or []), decoder.info.num_layers], strict=True):
         x = decoder.layers(x, rows, low, high, cache)
     return decoder.logits(x)
 
@@ -101,7 +101,7 @@ def test_tree_nodes_equal_their_path_as_a_chain_bit_for_bit(name, seed):
     cache.commit(0, len(prompt))
     rows = Rows.draft_tree(0, len(prompt), parents)
     tree = decoder.logits(
-        decoder.layers(decoder.embed(torch.tensor(tokens), rows.pos), rows, 0, decoder.facts.num_layers, cache)
+        decoder.layers(decoder.embed(torch.tensor(tokens), rows.pos), rows, 0, decoder.info.num_layers, cache)
     )
     for node in range(nodes + 1):
         path = [node]
@@ -117,7 +117,7 @@ def test_tree_nodes_equal_their_path_as_a_chain_bit_for_bit(name, seed):
     assert torch.equal(tree[path], chain)
     cache.keep(0, [len(prompt) + i for i in path])
     total = len(prompt) + len(path)
-    for layer in range(decoder.facts.num_layers):
+    for layer in range(decoder.info.num_layers):
         for mine, fresh in zip(cache.standard(layer), other.standard(layer), strict=True):
             assert torch.equal(mine[:, :, :total], fresh[:, :, :total])
 
@@ -256,7 +256,7 @@ def test_filled_keys_and_values_have_the_bits_that_layers_write(name: str, count
     expected, got = decoder.new_cache(2, 8), decoder.new_cache(2, 8)
     rows = Rows.concat([Rows.causal(0, 3, count), Rows.causal(1, 0, 2)])
     torch.manual_seed(count)
-    hidden = torch.randn(len(rows), decoder.facts.hidden_size)
+    hidden = torch.randn(len(rows), decoder.info.hidden_size)
     kept = hidden.clone()
     for layer in (1, 2):
         decoder.layers(hidden, rows, layer, layer + 1, expected)
@@ -270,7 +270,7 @@ def test_filled_keys_and_values_have_the_bits_that_layers_write(name: str, count
 
 def test_head_without_the_norm_and_the_likeliest_tokens() -> None:
     decoder = load_decoder(make("llama"), "native")
-    x = torch.randn(5, decoder.facts.hidden_size)
+    x = torch.randn(5, decoder.info.hidden_size)
     logits = decoder.logits(x)
     torch.testing.assert_close(decoder.unembed(decoder.norm(x)), logits, atol=0.05, rtol=0.01)
     assert decoder.top_tokens(logits, 4) == logits.topk(4).indices.tolist()

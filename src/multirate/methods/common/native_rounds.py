@@ -49,7 +49,7 @@ class NativeRounds:
         self, decoder: NativeDecoder, stream: library.Stream, head: DraftHead | None, limits: library.TreeLimits,
         refresh: bool,
     ) -> None:
-        nodes, d = limits.nodes, decoder.facts.hidden_size
+        nodes, d = limits.nodes, decoder.info.hidden_size
         self._library = library.kernel()
         self._decoder, self._nodes, self._refresh, self._entered = decoder, nodes, refresh, 0
         self._ids = np.zeros(nodes + 1, np.int64)
@@ -67,7 +67,7 @@ class NativeRounds:
             head=ctypes.addressof(decoder.head), norm=decoder.norm_address, token_map=head.token_map if head else None,
             ids=self._ids.ctypes.data, carried=self._carried.data_ptr(), tokens=self._tokens.ctypes.data,
             parents=self._parents.ctypes.data, hidden=self._hidden.data_ptr(), scratch=self._scratch.data_ptr(),
-            draft_vocab=head.vocab if head else 0, layers=decoder.facts.num_layers,
+            draft_vocab=head.vocab if head else 0, layers=decoder.info.num_layers,
         )
         self._addresses = ctypes.addressof(self._round), ctypes.addressof(self._limits)
 

@@ -49,7 +49,7 @@ class KangarooDrafter(Drafter):
 
     def __init__(self, decoder: Decoder, adapter: KangarooAdapter, config: KangarooDecodeConfig) -> None:
         # the decoder's residuals decide the dtype: the native kernel keeps them in fp32 whatever the weights are
-        probe = decoder.embed(torch.zeros(1, dtype=torch.int64, device=decoder.facts.device), np.zeros(1, np.int32))
+        probe = decoder.embed(torch.zeros(1, dtype=torch.int64, device=decoder.info.device), np.zeros(1, np.int32))
         self.decoder = decoder
         adapter = adapter.to(dtype=probe.dtype)
         self.adapter: KangarooAdapter | NativeKangarooAdapter = adapter
@@ -101,7 +101,7 @@ class KangarooDrafter(Drafter):
                 part = list(prompt[begin : begin + _PREFILL_ROWS])
                 rows = Rows.causal(b, begin, len(part))
                 reads = Rows(rows.seq, np.full(len(part), -1, np.int32), rows.pos, rows.prefix, rows.tree)
-                x = self.decoder.embed(torch.tensor(part, device=self.decoder.facts.device), rows.pos)
+                x = self.decoder.embed(torch.tensor(part, device=self.decoder.info.device), rows.pos)
                 self.adapter.rows(self.decoder.layers(x, reads, 0, self.start, self._cache), rows, self._own)
             self._filled[b] = len(prompt)
 
@@ -173,7 +173,7 @@ class KangarooDrafter(Drafter):
         """Layers [0, E) on one row per sequence, ``depth`` slots after its committed ones → h_E [n, d]."""
         assert self._cache is not None
         rows = _after(self._cache, seqs, depth)
-        x = self.decoder.embed(torch.tensor(tokens, device=self.decoder.facts.device), rows.pos)
+        x = self.decoder.embed(torch.tensor(tokens, device=self.decoder.info.device), rows.pos)
         return self.decoder.layers(x, rows, 0, self.start, self._cache)
 
     def _query(self, seqs: list[int], exits: Tensor, depth: int) -> Tensor:

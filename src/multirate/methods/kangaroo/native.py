@@ -46,7 +46,7 @@ class NativeKangarooAdapter:
             norm_out=self._owner.floats(self._norm_out.weight), gate=exit_layer,
         )
         limits = library.TreeLimits(nodes=max_draft, width=1, top=1, sharpness=1.0, least=threshold)
-        head = DraftHead(decoder.head, decoder.facts.vocab_size)
+        head = DraftHead(decoder.head, decoder.info.vocab_size)
         return NativeRounds(decoder, stream, head, limits, refresh=True)
 
     def new_cache(self, batch: int, capacity: int) -> NativeKVCache:
@@ -62,5 +62,5 @@ class NativeKangarooAdapter:
     def top(self, y: Tensor) -> tuple[list[int], list[float]]:
         """The likeliest token after each row of y [n, d] and its probability."""
         decoder = self._decoder
-        ids, probs = decoder.top(decoder.head, decoder.facts.vocab_size, y, 1)
+        ids, probs = decoder.top(decoder.head, decoder.info.vocab_size, y, 1)
         return [row[0] for row in ids], [row[0] for row in probs]

@@ -30,7 +30,7 @@ class LayerSkipDrafter(Drafter):
     def __init__(self, decoder: Decoder, config: LayerSkipConfig) -> None:
         self.decoder = decoder
         self.config = config
-        self.start = config.exit_of(decoder.facts.num_layers)
+        self.start = config.exit_of(decoder.info.num_layers)
         self.max_nodes = config.tokens
         self.controller: DraftLengthController | None = None
         if config.adaptive:
@@ -113,7 +113,7 @@ class LayerSkipDrafter(Drafter):
         assert self._cache is not None
         slot = np.array([self._cache.lengths[b] + depth for b in seqs], dtype=np.int32)
         rows = Rows(np.array(seqs, dtype=np.int32), slot, slot, slot + 1, np.zeros(len(seqs), dtype=np.int64))
-        x = self.decoder.embed(torch.tensor(tokens, device=self.decoder.facts.device), slot)
+        x = self.decoder.embed(torch.tensor(tokens, device=self.decoder.info.device), slot)
         return self.decoder.layers(x, rows, 0, self.start, self._cache)
 
     def _confidence(self, logits: Tensor) -> list[float]:

@@ -83,7 +83,7 @@ class M2R2Drafter(Drafter):
         """One level of one node on a cache of its own."""
         self.runner.begin(self.decoder.new_cache(1, 64))
         rows = Rows.causal(0, 40, 1)
-        carried = torch.zeros(1, self.decoder.facts.hidden_size, device=self.decoder.facts.device)
+        carried = torch.zeros(1, self.decoder.info.hidden_size, device=self.decoder.info.device)
 
         def level() -> object:
             _, p = self.runner.step([0], rows, carried if self._carry else None, fresh=1)

@@ -38,9 +38,9 @@ class NativeStreamRunner(StreamRunner):
         super().__init__(decoder, stream, gate)
         self._library = library.kernel()
         self._owner = owner = Owner()
-        self._d = decoder.facts.hidden_size
+        self._d = decoder.info.hidden_size
         config, carry = stream.config, stream.carry
-        self.head = DraftHead(decoder.head, decoder.facts.vocab_size)
+        self.head = DraftHead(decoder.head, decoder.info.vocab_size)
         self._token_list: list[int] | None = None
         if stream.draft_tokens is not None:
             chosen = stream.draft_tokens.cpu()
@@ -48,7 +48,7 @@ class NativeStreamRunner(StreamRunner):
             self._token_list = chosen.tolist()
             token_map = owner.address(chosen.to(torch.int64).contiguous())
             self.head = DraftHead(owner.linear(decoder.head_weight[chosen], bias), len(chosen), token_map)
-        self._adapters = AdapterPack(self.adapters, decoder.facts.num_layers) if self.adapters else None
+        self._adapters = AdapterPack(self.adapters, decoder.info.num_layers) if self.adapters else None
         self.packed = library.Stream(
             shape=ctypes.addressof(decoder.shape),
             layers=ctypes.addressof(decoder.packed_layers),

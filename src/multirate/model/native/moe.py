@@ -189,7 +189,7 @@ class NativeMoEDecoder(NativeDecoder):
         return self._route(self._layer_of[row], x, self._asked).ids
 
     def _new_routing(self, rows: int) -> _Routing:
-        return _Routing(rows, self.top_k, self.num_experts, self.facts.hidden_size)
+        return _Routing(rows, self.top_k, self.num_experts, self.info.hidden_size)
 
     def _routing(self, rows: int) -> _Routing:
         """Memory for a call of so many rows, kept for the next: layers run one after the other."""
@@ -246,14 +246,14 @@ class KernelMixture:
     """A decoder's layers and routers, and the experts of each slot, as mixture.h has them. Outlived by the decoder."""
 
     def __init__(self, decoder: NativeMoEDecoder, experts: Sequence[int]) -> None:
-        facts = decoder.facts
+        info = decoder.info
         self._routers = (ctypes.c_void_p * len(decoder.routers))(*decoder.routers.values())
         self._norms = (ctypes.c_void_p * len(decoder.norms))(*decoder.norms.values())
-        self._row_of = np.array([decoder.row_of.get(i, -1) for i in range(facts.num_layers)], np.int32)
+        self._row_of = np.array([decoder.row_of.get(i, -1) for i in range(info.num_layers)], np.int32)
         self._experts = (_Expert * len(experts))(*(_Expert.from_address(one) for one in experts))
         routers = Routers(
             ctypes.addressof(self._routers), ctypes.addressof(self._norms), decoder.eps, decoder.num_experts,
-            decoder.top_k, decoder.normalise, facts.hidden_size,
+            decoder.top_k, decoder.normalise, info.hidden_size,
         )
         self._mixture = Mixture(
             ctypes.addressof(decoder.shape), ctypes.addressof(decoder.packed_layers), routers, self._row_of.ctypes.data,

@@ -23,7 +23,7 @@ class NativeKangarooAdapter:
     @staticmethod
     def supports(decoder: object, adapter: KangarooAdapter) -> bool:
         c = adapter.config
-        return isinstance(decoder, NativeDecoder) and decoder.alone and tiles(decoder, c.heads, c.kv_heads, c.head_dim)
+        return isinstance(decoder, NativeDecoder) and decoder.supports_fused and tiles(decoder, c.heads, c.kv_heads, c.head_dim)
 
     def __init__(self, decoder: NativeDecoder, adapter: KangarooAdapter) -> None:
         c, attention, owner = adapter.config, adapter.attn, Owner()

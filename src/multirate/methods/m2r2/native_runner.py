@@ -32,7 +32,7 @@ class NativeStreamRunner(StreamRunner):
         """Whether the block's shape tiles; its heads must be as long as the base's (one cache layout)."""
         c = stream.config
         sizes = c.block_heads, c.block_kv_heads, c.block_head_dim, c.block_intermediate
-        return decoder.alone and (not c.block or tiles(decoder, *sizes))
+        return decoder.supports_fused and (not c.block or tiles(decoder, *sizes))
 
     def __init__(self, decoder: NativeDecoder, stream: AcceleratedStream, gate: int) -> None:
         super().__init__(decoder, stream, gate)

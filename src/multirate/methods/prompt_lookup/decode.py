@@ -32,7 +32,7 @@ class PromptLookupDrafter(Drafter):
         self._texts: list[TextIndex] = []
         self._rounds: NativeRounds | None = None
         self._entered: int | None = None  # the sequence whose rounds run whole
-        if isinstance(decoder, NativeDecoder) and decoder.alone and NativeRounds.can_draft(config.tokens):
+        if isinstance(decoder, NativeDecoder) and decoder.supports_fused and NativeRounds.can_draft(config.tokens):
             self._stream = library.Stream(
                 shape=ctypes.addressof(decoder.shape), layers=ctypes.addressof(decoder.packed_layers),
                 table=decoder.table.data_ptr(),

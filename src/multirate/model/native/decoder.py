@@ -34,8 +34,8 @@ class NativeDecoder(Decoder):
     """Runs `model` (bf16, CPU, Llama-like) with packed copies of its weights. Inputs and outputs are fp32 [N, d]."""
 
     info: DecoderInfo
-    alone = True
-    """Whether the kernel can run all layers by itself, and so drafts and whole rounds."""
+    supports_fused = True
+    """Whether the kernel can run all layers by itself, and so fused steps: draft and verification in one call."""
 
     @staticmethod
     def supports(model: nn.Module) -> str | None:

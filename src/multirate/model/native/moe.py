@@ -90,7 +90,7 @@ class _Expert(ctypes.Structure):
 class NativeMoEDecoder(NativeDecoder):
     """A NativeDecoder whose mixture layers get their experts from `provider`. Not for batches of drafts in one call."""
 
-    alone = False
+    supports_fused = False
 
     @staticmethod
     def supports(model: nn.Module) -> str | None:

@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 
 from multirate.decoding.acceptance_statistics import Calibration, DecayedRate
 from multirate.decoding.costs import VERIFY_ROWS, CostModel, measure_costs
-from multirate.decoding.draft_length import DraftLengthController, RoundCosts, expected_tokens
+from multirate.decoding.draft_length import DraftLengthController, StepCosts, expected_tokens
 
 from .helpers import tiny
 
-CHEAP = RoundCosts(plain_step=1.0, verify={1: 0.9, 8: 1.0, 16: 1.4}, draft_step=0.1, draft_fixed=0.1)
-DEAR = RoundCosts(plain_step=1.0, verify={1: 1.0, 8: 4.0}, draft_step=0.9)
+CHEAP = StepCosts(plain_step=1.0, verify={1: 0.9, 8: 1.0, 16: 1.4}, draft_step=0.1, draft_fixed=0.1)
+DEAR = StepCosts(plain_step=1.0, verify={1: 1.0, 8: 4.0}, draft_step=0.9)
 
 
 def test_verify_seconds_interpolate_and_extrapolate() -> None:
     assert CHEAP.verify_seconds(1) == 0.9
     assert CHEAP.verify_seconds(12) == pytest.approx(1.2)
     assert CHEAP.verify_seconds(24) == pytest.approx(1.8)
-    assert RoundCosts(1.0, {4: 2.0}, 0.1).verify_seconds(9) == 2.0
+    assert StepCosts(1.0, {4: 2.0}, 0.1).verify_seconds(9) == 2.0
 
 
 @given(rates=st.lists(st.floats(0, 1), min_size=1, max_size=6), seed=st.integers(0, 50))
@@ -40,7 +40,7 @@ def test_best_length_follows_costs_and_acceptance() -> None:
     assert cheap.speedup(0.05)[1] < 1
     assert lengths[-1] >= 7
     _, speed = cheap.speedup(0.8)
-    assert speed == max(expected_tokens([0.8] * 12, n) / CHEAP.round_seconds(n) for n in range(1, 13))
+    assert speed == max(expected_tokens([0.8] * 12, n) / CHEAP.step_seconds(n) for n in range(1, 13))
     assert cheap.speedup([0.99] * 3)[0] == 3
 
 
@@ -80,7 +80,7 @@ def test_a_node_is_worth_its_chance() -> None:
 def test_the_confidence_rule_beats_every_fixed_length() -> None:
     """Simulated text of easy and hard stretches: stopping by confidence yields more tokens per second."""
     rng = np.random.default_rng(1)
-    costs = RoundCosts(1.0, {1: 0.8, 16: 1.2}, 0.15, 0.15)
+    costs = StepCosts(1.0, {1: 0.8, 16: 1.2}, 0.15, 0.15)
     texts = [rng.choice([0.35, 0.97], 12) for _ in range(1500)]
     now = 0.0
     controller, calibrated = DraftLengthController.of(costs, 10), Calibration()
@@ -101,10 +101,10 @@ def test_the_confidence_rule_beats_every_fixed_length() -> None:
         accepted = accepted_of(chances[:length])
         calibrated.observe(chances[:length].tolist(), accepted)
         controller.emitted(accepted + 1)
-        now += costs.round_seconds(length)
+        now += costs.step_seconds(length)
         tokens += accepted + 1
-        seconds += costs.round_seconds(length)
-    fixed = [sum(accepted_of(c[:n]) + 1 for c in texts) / (len(texts) * costs.round_seconds(n)) for n in range(11)]
+        seconds += costs.step_seconds(length)
+    fixed = [sum(accepted_of(c[:n]) + 1 for c in texts) / (len(texts) * costs.step_seconds(n)) for n in range(11)]
     assert tokens / seconds > 1.03 * max(fixed)
 
 

@@ -10,7 +10,7 @@ from transformers import TextStreamer
 
 import multirate
 from multirate.decoding.costs import CostModel
-from multirate.decoding.draft_length import RoundCosts
+from multirate.decoding.draft_length import StepCosts
 from multirate.integration import write_custom_generate
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.trained import trained_method
@@ -121,7 +121,7 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
     assert speculation is not None
     rates = speculation.acceptance.rates()
     assert isinstance(rates, list) and rates[:3] == [0.6] * 3
-    speculation.step.drafter._costs = CostModel(RoundCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step))
+    speculation.step.drafter._costs = CostModel(StepCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step))
     expected = model.generate(prompt(), do_sample=False, max_new_tokens=6)[0, 4:].tolist()
     output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(6))
     assert output.sequences == [expected]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from multirate.decoding.draft_length import RoundCosts, expected_tokens
+from multirate.decoding.draft_length import StepCosts, expected_tokens
 from multirate.decoding.logits import SamplingSettings, greedy_tokens
 from multirate.model.decoder import Decoder
 from multirate.model.rows import Rows
@@ -39,14 +39,14 @@ class Verdict:
 class CostModel:
     """Measured costs of one decoder and drafter on this machine."""
 
-    costs: RoundCosts
+    costs: StepCosts
     longest: int = 15
 
     def speedup(self, acceptance: float | Sequence[float]) -> tuple[int, float]:
         """(best draft length ≥ 1, expected speedup over plain decoding) at a per-token or per-depth acceptance."""
         rates = [acceptance] * self.longest if isinstance(acceptance, (int, float)) else list(acceptance)
         lengths = range(1, len(rates) + 1)
-        speeds = {n: expected_tokens(rates, n) * self.costs.plain_step / self.costs.round_seconds(n) for n in lengths}
+        speeds = {n: expected_tokens(rates, n) * self.costs.plain_step / self.costs.step_seconds(n) for n in lengths}
         length = max(speeds, key=speeds.__getitem__)
         return length, speeds[length]
 
@@ -132,6 +132,6 @@ def measure_costs(
     medians = {name: statistics.median(times[1:] or times) for name, times in taken.items() if times}
     plain, draft_seconds = medians["plain"], medians.get("draft", 0.0)
     verify = {count: medians[count] for count in _MEASURE_ORDER if count in medians}
-    # the last drafted token has to pass the layers below `start` as well: one more draft step per round
+    # the last drafted token has to pass the layers below `start` as well: one more draft step per speculative step
     fixed = draft_seconds if start else 0.0
-    return CostModel(RoundCosts(plain, dict(sorted(verify.items())), draft_seconds, fixed))
+    return CostModel(StepCosts(plain, dict(sorted(verify.items())), draft_seconds, fixed))

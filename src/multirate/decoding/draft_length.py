@@ -19,11 +19,11 @@ _CHANGE = 0.05  # of the rate, below which thresholds stay as they are
 
 
 @dataclass(frozen=True)
-class RoundCosts:
-    """Measured seconds of the pieces of a round.
+class StepCosts:
+    """Measured seconds of the pieces of a speculative step.
 
     plain_step: one plain decoding step. verify: rows → seconds of verifying that many rows (layers [start, L), head).
-    draft_step: one more drafted level. draft_fixed: drafting's cost per round that does not depend on its length.
+    draft_step: one more drafted level. draft_fixed: drafting's cost per step that does not depend on its length.
     """
 
     plain_step: float
@@ -41,15 +41,18 @@ class RoundCosts:
         slope = (self.verify[right] - self.verify[left]) / (right - left)
         return self.verify[left] + max(slope, 0.0) * (rows - left)
 
-    def round_seconds(self, length: int, sequences: int = 1) -> float:
-        """Seconds of a round with chains of `length` drafted tokens in each of `sequences`; length 0: a plain step."""
+    def step_seconds(self, length: int, sequences: int = 1) -> float:
+        """Seconds of a speculative step with chains of `length` drafted tokens in each of `sequences`.
+
+        Length 0: a plain step.
+        """
         if length == 0:
             return self.plain_step
         return self.draft_fixed + length * self.draft_step + self.verify_seconds(sequences * (length + 1))
 
 
 def expected_tokens(rates: Sequence[float], length: int) -> float:
-    """Tokens a round emits on average: 1 + a₁ + a₁a₂ + … for conditional acceptance rates a of each depth."""
+    """Tokens a step emits on average: 1 + a₁ + a₁a₂ + … for conditional acceptance rates a of each depth."""
     total = reached = 1.0
     for rate in rates[:length]:
         reached *= rate
@@ -74,7 +77,7 @@ class DraftLengthController:
     _thresholds: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
 
     @staticmethod
-    def of(costs: RoundCosts, nodes: int = 8) -> DraftLengthController:
+    def of(costs: StepCosts, nodes: int = 8) -> DraftLengthController:
         """For drafts of up to ``nodes`` nodes."""
         seconds = [costs.verify_seconds(1 + n) for n in range(nodes + 1)]
         # before the first steps: as if speculation halved the time of a token

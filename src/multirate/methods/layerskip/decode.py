@@ -48,7 +48,7 @@ class LayerSkipDrafter(Drafter):
             self.controller.pause()
 
     def usable(self, cache: KVCache, length: int) -> int:
-        return length  # it has no state but the slow cache
+        return length  # it has no state but the target's cache
 
     def draft(
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int], sampler: Sampler

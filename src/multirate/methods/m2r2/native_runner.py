@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.methods.common.native_rounds import DraftHead
+from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.model.kv_cache import KVCache

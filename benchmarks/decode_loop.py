@@ -95,7 +95,7 @@ def main() -> None:
         return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=args.tokens,
                               do_sample=False)
 
-    layers, d = decoder.facts.num_layers, decoder.facts.hidden_size
+    layers, d = decoder.info.num_layers, decoder.info.hidden_size
     cache = decoder.new_cache(1, 256)
 
     def step(rows: Rows) -> None:

@@ -51,7 +51,7 @@ class Run:
         rows = Rows.causal(0, self.length, len(tokens))
         began = time.perf_counter()
         x = self.decoder.embed(torch.tensor(tokens), rows.pos)
-        x = self.decoder.layers(x, rows, 0, self.decoder.facts.num_layers, self.cache)
+        x = self.decoder.layers(x, rows, 0, self.decoder.info.num_layers, self.cache)
         logits = self.decoder.logits(x[-1:])
         self.length += len(tokens)
         return logits, time.perf_counter() - began

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from multirate.decoding.acceptance_statistics import OverallRates
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 SPECULATE = ("auto", "always", "never")
 KEPT_BYTES = 256 << 20  # K/V of finished generations kept for a conversation's next turn, all methods together
-_ENOUGH_LEVELS = 64  # drafted levels after which observed acceptance outweighs what the accelerator's card says
 
 
 def attach(
@@ -86,21 +86,10 @@ class _Speculation:
     """A speculative step and how well its drafts have been accepted so far."""
 
     step: SpeculativeStep
-    prior: list[float]
-    accepted: int = 0
-    levels: int = 0
-    rounds: int = 0
+    acceptance: OverallRates
 
     def observe(self, stats: DecodeStats) -> None:
-        self.accepted += stats.accepted
-        self.levels += stats.drafted_levels
-        self.rounds += stats.sequence_steps
-
-    def rates(self) -> list[float] | float | None:
-        """Acceptance per depth as the accelerator's card says, or per token as observed; None: nothing is known yet."""
-        if self.levels >= _ENOUGH_LEVELS:
-            return per_token_rate(self.accepted / self.rounds, self.levels / self.rounds)
-        return self.prior or None
+        self.acceptance.observe(stats.sequence_steps, stats.drafted_levels, stats.accepted)
 
 
 class Engine:
@@ -263,7 +252,7 @@ class Engine:
         prefixes are of the weights that wrote them. Raises UserError if the backend cannot run it any more."""
         if not self._watch.changed():
             return
-        packed, before = self.backend == "native", self.decoder.facts
+        packed, before = self.backend == "native", self.decoder.info
         self._speculations.clear()
         self._prefix_caches.clear()
         if self.experts is None:
@@ -272,7 +261,7 @@ class Engine:
             self.experts.native = None
             self.decoder = self.experts.start(self._requested)
         self._watch.renew()
-        now = self.decoder.facts
+        now = self.decoder.info
         if (now.dtype, now.device) != (before.dtype, before.device):
             for accelerator in self.accelerators.values():
                 accelerator.module.to(now.device, now.dtype)
@@ -302,31 +291,19 @@ class Engine:
             drafter = self._spec(base).make_drafter(self.decoder, accelerator, settings)
             if drafter is None:
                 return None
-            self._speculations[name] = _Speculation(SpeculativeStep(drafter), _card_rates(accelerator))
+            self._speculations[name] = _Speculation(
+                SpeculativeStep(drafter), OverallRates(_card_rates(accelerator))
+            )
         return self._speculations[name]
 
     def _pays(self, speculation: _Speculation) -> bool:
-        rates = speculation.rates()
+        rates = speculation.acceptance.rates()
         if rates is None:
             return True
         verdict = speculation.step.costs(self.decoder).verdict(rates)
         if not verdict.pays:
             self.notice = verdict.message
         return verdict.pays
-
-
-def per_token_rate(accepted: float, length: float) -> float:
-    """The acceptance a per drafted token at which chains of `length` have `accepted` tokens accepted on average.
-
-    Solves a + a² + … + a^length = accepted (tokens after the first rejection are never accepted); 1 at most.
-    """
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        whole, rest = int(length), length - int(length)
-        expected = sum(middle**depth for depth in range(1, whole + 1)) + rest * middle ** (whole + 1)
-        low, high = (middle, high) if expected < accepted else (low, middle)
-    return high
 
 
 def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:

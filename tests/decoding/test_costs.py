@@ -7,26 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multirate.decoding.acceptance_statistics import Calibration, DecayedRate
 from multirate.decoding.costs import VERIFY_ROWS, CostModel, measure_costs
-from multirate.decoding.draft_length import (
-    AcceptanceEstimate,
-    DraftLengthController,
-    RoundCosts,
-    best_length,
-    expected_tokens,
-)
+from multirate.decoding.draft_length import DraftLengthController, StepCosts, expected_tokens
 
 from .helpers import tiny
 
-CHEAP = RoundCosts(plain_step=1.0, verify={1: 0.9, 8: 1.0, 16: 1.4}, draft_step=0.1, draft_fixed=0.1)
-DEAR = RoundCosts(plain_step=1.0, verify={1: 1.0, 8: 4.0}, draft_step=0.9)
+CHEAP = StepCosts(plain_step=1.0, verify={1: 0.9, 8: 1.0, 16: 1.4}, draft_step=0.1, draft_fixed=0.1)
+DEAR = StepCosts(plain_step=1.0, verify={1: 1.0, 8: 4.0}, draft_step=0.9)
 
 
 def test_verify_seconds_interpolate_and_extrapolate() -> None:
     assert CHEAP.verify_seconds(1) == 0.9
     assert CHEAP.verify_seconds(12) == pytest.approx(1.2)
     assert CHEAP.verify_seconds(24) == pytest.approx(1.8)
-    assert RoundCosts(1.0, {4: 2.0}, 0.1).verify_seconds(9) == 2.0
+    assert StepCosts(1.0, {4: 2.0}, 0.1).verify_seconds(9) == 2.0
 
 
 @given(rates=st.lists(st.floats(0, 1), min_size=1, max_size=6), seed=st.integers(0, 50))
@@ -38,79 +33,87 @@ def test_expected_tokens_is_the_mean_of_simulated_rounds(rates: list[float], see
 
 
 def test_best_length_follows_costs_and_acceptance() -> None:
-    assert best_length(DEAR, [0.5] * 8, 8)[0] == 0
-    lengths = [best_length(CHEAP, [a] * 12, 12)[0] for a in (0.05, 0.5, 0.8, 0.99)]
+    cheap, dear = CostModel(CHEAP, longest=12), CostModel(DEAR, longest=8)
+    assert dear.speedup(0.5)[1] < 1
+    lengths = [cheap.speedup(a)[0] for a in (0.05, 0.5, 0.8, 0.99)]
     assert lengths == sorted(lengths)
-    assert lengths[0] == 0
+    assert cheap.speedup(0.05)[1] < 1
     assert lengths[-1] >= 7
-    _, speed = best_length(CHEAP, [0.8] * 12, 12)
-    assert speed == max(expected_tokens([0.8] * 12, n) / CHEAP.round_seconds(n) for n in range(13))
-    assert best_length(CHEAP, [0.99] * 12, 3)[0] == 3
+    _, speed = cheap.speedup(0.8)
+    assert speed == max(expected_tokens([0.8] * 12, n) / CHEAP.step_seconds(n) for n in range(1, 13))
+    assert cheap.speedup([0.99] * 3)[0] == 3
 
 
-def test_estimate_learns_conditional_rates() -> None:
+def test_a_rate_learns_and_forgets() -> None:
     rng = np.random.default_rng(0)
-    estimate = AcceptanceEstimate(4, decay=1.0)
-    true = [0.9, 0.6, 0.8, 0.3]
-    for _ in range(3000):
-        hits = rng.random(4) < true
-        estimate.observe(4, int(np.cumprod(hits).sum()))
-    assert estimate.rates() == pytest.approx(true, abs=0.04)
-
-
-def test_controller_shortens_lengthens_and_probes() -> None:
-    controller = DraftLengthController(CHEAP, 8, probe_every=5)
-    for _ in range(200):
-        controller.observe(6, 0)
-    asked = [controller.length(8) for _ in range(10)]
-    assert asked == [0, 0, 0, 0, 1] * 2
-    for _ in range(200):
-        controller.observe(8, 8)
-    assert controller.length(8) >= 6
-    assert controller.length(2) == 2
-    assert controller.length(0) == 0
+    lasting = DecayedRate(memory=1.0)
+    for held in rng.random(3000) < 0.6:
+        lasting.observe(1, int(held))
+    assert lasting.rate(0.1) == pytest.approx(0.6, abs=0.04)
+    assert DecayedRate().rate(0.7) == 0.7
+    recent = DecayedRate()
+    recent.observe(300, 300)
+    recent.observe(200, 0)
+    assert recent.rate(0.5) < 0.1
 
 
 def test_a_node_is_worth_its_chance() -> None:
-    controller = DraftLengthController(CHEAP, 8)
-    assert controller.worth_node(1, 0.9)
-    assert not controller.worth_node(3, 0.05)
-    assert not controller.worth_node(9, 1.0)
-    assert not DraftLengthController(DEAR, 8).worth_node(1, 0.9)
+    """Where tokens take longer a smaller chance is worth a node; none is where a level costs what a token does."""
+    now = 0.0
+    controller = DraftLengthController.of(CHEAP, 8)
+    controller.clock = lambda: now
+    before = controller.thresholds()[0].copy()
+    assert before[0] < 0.5 and (np.diff(before) >= 0).all()
+    for _ in range(100):
+        now += 5.0
+        controller.emitted(1)
+        slow, keep = controller.thresholds()
+    assert (slow < before).all() and (keep <= slow).all()
+    for _ in range(100):
+        now += 0.25
+        controller.emitted(1)
+        fast, _ = controller.thresholds()
+    assert (fast > slow).all()
+    assert (DraftLengthController.of(DEAR, 8).thresholds()[0] >= 0.9).all()
 
 
 def test_the_confidence_rule_beats_every_fixed_length() -> None:
     """Simulated text of easy and hard stretches: stopping by confidence yields more tokens per second."""
     rng = np.random.default_rng(1)
-    costs = RoundCosts(1.0, {1: 0.8, 16: 1.2}, 0.15, 0.15)
+    costs = StepCosts(1.0, {1: 0.8, 16: 1.2}, 0.15, 0.15)
     texts = [rng.choice([0.35, 0.97], 12) for _ in range(1500)]
-    controller = DraftLengthController(costs, 10)
+    now = 0.0
+    controller, calibrated = DraftLengthController.of(costs, 10), Calibration()
+    controller.clock = lambda: now
 
     def accepted_of(chances: np.ndarray) -> int:
         return int(np.cumprod(rng.random(len(chances)) < chances).sum())
 
     tokens = seconds = 0.0
     for chances in texts:
-        reached, length = 1.0, 0
+        path, length = 1.0, 0
+        worth, _ = controller.thresholds()
         while length < 10:
-            reached *= controller.calibrated(float(chances[length]))
-            if length and not controller.worth_node(length + 1, reached):
+            path *= calibrated(float(chances[length]))
+            if length and path < worth[length]:
                 break
             length += 1
         accepted = accepted_of(chances[:length])
-        controller.observe(length, accepted, chances[:length].tolist())
+        calibrated.observe(chances[:length].tolist(), accepted)
+        controller.emitted(accepted + 1)
+        now += costs.step_seconds(length)
         tokens += accepted + 1
-        seconds += costs.round_seconds(length)
-    fixed = [sum(accepted_of(c[:n]) + 1 for c in texts) / (len(texts) * costs.round_seconds(n)) for n in range(11)]
+        seconds += costs.step_seconds(length)
+    fixed = [sum(accepted_of(c[:n]) + 1 for c in texts) / (len(texts) * costs.step_seconds(n)) for n in range(11)]
     assert tokens / seconds > 1.03 * max(fixed)
 
 
 def test_calibration_learns_overconfidence() -> None:
-    controller = DraftLengthController(CHEAP, 4)
+    calibrated = Calibration()
     for i in range(400):
-        controller.observe(1, int(i % 2 == 0), [0.95])
-    assert controller.calibrated(0.95) == pytest.approx(0.5, abs=0.1)
-    assert controller.calibrated(0.25) == 0.25
+        calibrated.observe([0.95], int(i % 2 == 0))
+    assert calibrated(0.95) == pytest.approx(0.5, abs=0.1)
+    assert calibrated(0.25) == 0.25
 
 
 def test_verdicts() -> None:

@@ -10,7 +10,7 @@ from transformers import TextStreamer
 
 import multirate
 from multirate.decoding.costs import CostModel
-from multirate.decoding.draft_length import RoundCosts
+from multirate.decoding.draft_length import StepCosts
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import find_training
 from multirate.training.checkpoint import Accelerator, describe_base
@@ -118,8 +118,10 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
     accelerator.results["terms"] = [{"gate": 1, "draft_step": step, "agreement": 0.6} for step in (1, 2, 3)]
     engine = multirate.attach(model, accelerator, backend="hf")
     speculation = engine._speculation("m2r2-carry")
-    assert speculation is not None and speculation.prior[:3] == [0.6] * 3
-    speculation.drafter._costs = CostModel(RoundCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step))
+    assert speculation is not None
+    rates = speculation.acceptance.rates()
+    assert isinstance(rates, list) and rates[:3] == [0.6] * 3
+    speculation.step.drafter._costs = CostModel(StepCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step))
     expected = model.generate(prompt(), do_sample=False, max_new_tokens=6)[0, 4:].tolist()
     output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(6))
     assert output.sequences == [expected]
@@ -138,6 +140,6 @@ def test_costs_are_measured_on_first_use(model: Any, folder: Path) -> None:
     engine = multirate.attach(model, accelerator, backend="hf")
     engine.generate([prompt()[0].tolist()], stop=engine.stopping(2))
     speculation = engine._speculation("m2r2-carry")
-    assert speculation is not None and speculation.drafter._costs is not None
-    measured = speculation.drafter._costs.costs
+    assert speculation is not None and speculation.step.drafter._costs is not None
+    measured = speculation.step.drafter._costs.costs
     assert measured.plain_step > 0 and measured.draft_step > 0

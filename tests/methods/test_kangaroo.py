@@ -22,8 +22,8 @@ from multirate.methods.kangaroo.train import KangarooObjective
 from multirate.model.load import load_decoder
 from multirate.model.native import NativeDecoder
 
+from .fused_steps import assert_fused_steps_are_steps_in_parts
 from .tiny import base, disturb, ids
-from .whole_rounds import assert_whole_rounds_are_rounds_in_parts
 
 
 def build(exit_layer: int = 2) -> tuple[Teacher, KangarooAdapter]:
@@ -177,6 +177,6 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(threshold: float, seed
     adapter = KangarooAdapter(KangarooConfig.for_base(shape), shape)
     disturb(adapter, seed=seed)
     settings = KangarooDecodeConfig(threshold=threshold, max_draft=5)
-    assert_whole_rounds_are_rounds_in_parts(
+    assert_fused_steps_are_steps_in_parts(
         decoder, lambda: KangarooDrafter(decoder, adapter, settings), [3, 4, 5 + seed], new_tokens=16
     )

@@ -29,7 +29,7 @@ from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native import NativeDecoder
 from multirate.model.rows import Rows
 
-from .whole_rounds import assert_whole_rounds_are_rounds_in_parts
+from .fused_steps import assert_fused_steps_are_steps_in_parts
 
 LLAMA = LlamaConfig(vocab_size=61, hidden_size=128, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
                     num_key_value_heads=2, head_dim=64, max_position_embeddings=160)
@@ -136,7 +136,7 @@ def test_a_perfect_stream_is_accepted_whole(decoders):
     stream = AcceleratedStream(M2R2Config.for_base(base, "m2r2-carry"), base)
     drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth=4, width=1, nodes=4, expand=0, keep=0))
     out = generate(decoder, SpeculativeStep(drafter), PROMPTS[:1], stop=StopSettings(max_new_tokens=21))
-    assert out.stats.target_passes == 4  # one token from the prefill, then 4 rounds of 5
+    assert out.stats.target_passes == 4  # one token from the prefill, then 4 steps of 5
     assert out.stats.accepted == out.stats.drafted
 
 
@@ -207,18 +207,18 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate):
 def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     decoders, seed, preset, gate, depth, width, nodes, keep, reduced, lookup
 ):
-    """Same drafts, same tokens round by round, and the same committed keys and values, bit for bit."""
+    """Same drafts, same tokens step by step, and the same committed keys and values, bit for bit."""
     if "native" not in decoders:
         pytest.skip("no native kernel here")
     decoder = decoders["native"]
     stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced)
     config = M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep, lookup=lookup)
-    assert_whole_rounds_are_rounds_in_parts(decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0])
+    assert_fused_steps_are_steps_in_parts(decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0])
 
 
 @pytest.mark.parametrize("backend", ["hf", "native"])
 def test_a_text_that_repeats_itself_is_followed(decoders, backend):
-    """One level a round is drafted, the rest is what the text said before; whole rounds and parts follow alike."""
+    """One level a step is drafted, the rest is what the text said before; fused steps and parts follow alike."""
     if backend not in decoders:
         pytest.skip("no native kernel here")
     model = model_of(LLAMA, torch.bfloat16 if backend == "native" else torch.float32)
@@ -240,8 +240,8 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
         steps[lookup] = out.stats.sequence_steps, one.stats.sequence_steps
     assert steps[3][0] < 0.6 * steps[0][0] and steps[3][1] < 0.6 * steps[0][1]
     if backend == "native":
-        assert_whole_rounds_are_rounds_in_parts(decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0], 100)
-        assert_whole_rounds_are_rounds_in_parts(
+        assert_fused_steps_are_steps_in_parts(decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0], 100)
+        assert_fused_steps_are_steps_in_parts(
             decoder, lambda: PromptLookupDrafter(decoder, PromptLookupConfig()), PROMPTS[0], 100
         )
 

@@ -94,7 +94,7 @@ def test_prompt_lookup_proposes_what_followed_last(tiny: Any) -> None:
         drafter = PromptLookupDrafter(tiny[1], PromptLookupConfig(**config))
         drafter.begin(None, sampler)  # type: ignore[arg-type]
         drafter.draft([0], [text[-2]], [limit], sampler)
-        sampler.tokens[0].append(text[-1])  # the index grows between rounds
+        sampler.tokens[0].append(text[-1])  # the index grows between steps
         return drafter.draft([0], [text[-1]], [limit], sampler)[0].tokens
 
     assert draft([1, 2, 3, 4, 5, 9, 2, 3]) == [4, 5, 9, 2, 3]

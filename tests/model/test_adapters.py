@@ -71,7 +71,7 @@ def test_deltas_equal_changed_weights_and_touch_accelerated_rows_only(name: str)
     decoder, (ids,) = HFDecoder(tiny_model(name)), prompts(11, seed=3)
     slow, fast = Rows.causal(0, 0, 11), Rows.accelerated_at(0, np.arange(11))
     x = decoder.embed(ids, slow.pos)
-    for index in range(decoder.facts.num_layers):
+    for index in range(decoder.info.num_layers):
         layer = decoder.parts.layers[index]
         adapter = LinearAdapter(layer, {"q", "o", "gate", "up", "down"})
         assert {"q", "o"} <= set(adapter.sites) and (layer.moe is not None or {"up", "down"} <= set(adapter.sites))
@@ -133,7 +133,7 @@ def test_training_pieces_equal_the_decoder_and_carry_gradients(name: str) -> Non
     """p rows over shared slow K/V, padded batch, all layers adapted: the same numbers that drafting will compute."""
     torch.manual_seed(3)
     decoder = HFDecoder(tiny_model(name))
-    parts, total = decoder.parts, decoder.facts.num_layers
+    parts, total = decoder.parts, decoder.info.num_layers
     sites = {"q", "o", "mlp"} if name in MOE else {"q", "o", "gate", "up", "down"}
     adapters = {i: LinearAdapter(parts.layers[i], sites) for i in range(total)}
     ids = torch.stack(prompts(10, 10, seed=6))

@@ -24,7 +24,7 @@ def run(decoder: HFDecoder, ids: list[torch.Tensor], starts: list[int], cache: K
     seqs = range(len(ids)) if seqs is None else seqs
     rows = Rows.concat([Rows.causal(b, s, len(x)) for b, s, x in zip(seqs, starts, ids, strict=True)])
     x = decoder.embed(torch.cat(ids), rows.pos)
-    return decoder.logits(decoder.layers(x, rows, 0, decoder.facts.num_layers, cache))
+    return decoder.logits(decoder.layers(x, rows, 0, decoder.info.num_layers, cache))
 
 
 def greedy(decoder: HFDecoder, ids: list[torch.Tensor], count: int) -> list[list[int]]:
@@ -57,7 +57,7 @@ def test_logits_equal_the_models_own_forward(name: str) -> None:
 def test_window_is_the_models_own(name: str) -> None:
     """The first token beyond every window no longer matters exactly where the model itself has windows only."""
     decoder = HFDecoder(tiny_model(name))
-    windows = decoder.facts.windows
+    windows = decoder.info.windows
     assert (WINDOW in windows) == (name in WINDOWED)
     assert set(windows) <= {WINDOW, None}
 
@@ -89,7 +89,7 @@ def test_chunks_pieces_and_batches_equal_one_shot(name: str) -> None:
     torch.testing.assert_close(torch.cat(chunks), whole[0], atol=5e-5, rtol=1e-5)
 
     rows = Rows.causal(0, 0, 17)
-    cache, total = decoder.new_cache(1, 32), decoder.facts.num_layers
+    cache, total = decoder.new_cache(1, 32), decoder.info.num_layers
     x = decoder.layers(decoder.embed(a, rows.pos), rows, 0, 1, cache)
     x = decoder.layers(decoder.layers(x, rows, 1, 2, cache), rows, 2, total, cache)
     torch.testing.assert_close(decoder.logits(x), whole[0], atol=5e-5, rtol=1e-5)
@@ -133,9 +133,9 @@ def test_experts_are_exposed(name: str) -> None:
     decoder = HFDecoder(tiny_model(name))
     parts = decoder.parts
     if name not in MOE:
-        assert decoder.facts.num_experts == 0 and parts.moe == (None, None, None)
+        assert decoder.info.num_experts == 0 and parts.moe == (None, None, None)
         return
-    assert (decoder.facts.num_experts, decoder.facts.experts_per_token) == (5, 2)
+    assert (decoder.info.num_experts, decoder.info.experts_per_token) == (5, 2)
     for layer, moe in zip(parts.layers, parts.moe, strict=True):
         if name == "qwen3_moe" and layer.index == 1:
             assert moe is None and {"gate", "up", "down"} <= set(layer.sites)

@@ -48,7 +48,7 @@ def tape_of(decoder: GraphedDecoder) -> TapeRecorder:
 def forward(decoder: HFDecoder, ids: list[int], rows: Rows, cache: KVCache) -> torch.Tensor:
     """In two pieces, as drafting and verifying run them."""
     x = decoder.layers(decoder.embed(torch.tensor(ids), rows.pos), rows, 0, 1, cache)
-    return decoder.layers(x, rows, 1, decoder.facts.num_layers, cache)
+    return decoder.layers(x, rows, 1, decoder.info.num_layers, cache)
 
 
 @settings(max_examples=40, deadline=None)
@@ -86,7 +86,7 @@ def test_a_recording_depends_on_its_inputs_alone(name: str) -> None:
     """Recorded with one input, replayed with others: tokens, positions, slots, masks, flags and flagged counts."""
     torch.manual_seed(0)
     graphed, reference = GraphedDecoder(tiny_model(name), TapeRecorder()), HFDecoder(tiny_model(name))
-    total = graphed.facts.num_layers
+    total = graphed.info.num_layers
     adapters = {
         i: LinearAdapter(layer, {"q", "o", "gate", "up", "down", "mlp"}) for i, layer in enumerate(graphed.parts.layers)
     }

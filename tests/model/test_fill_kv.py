@@ -22,7 +22,7 @@ def filled(decoder: Decoder) -> KVCache:
     cache = decoder.new_cache(len(LENGTHS), 16)
     for b, ids in enumerate(prompts(*LENGTHS)):
         rows = Rows.causal(b, 0, len(ids))
-        decoder.layers(decoder.embed(ids, rows.pos), rows, 0, decoder.facts.num_layers, cache)
+        decoder.layers(decoder.embed(ids, rows.pos), rows, 0, decoder.info.num_layers, cache)
         cache.commit(b, len(ids))
     return cache
 

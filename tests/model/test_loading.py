@@ -95,7 +95,7 @@ def test_architectures_nobody_named_run_too(build: Any) -> None:
         parameter.add_(0.2 * torch.randn_like(parameter))
     decoder = load_decoder(model, "hf")
     ids = prompts(9)[0] % 50
-    cache, total = decoder.new_cache(1, 16), decoder.facts.num_layers
+    cache, total = decoder.new_cache(1, 16), decoder.info.num_layers
     out = []
     for start, stop in ((0, 5), (5, 9)):
         rows = Rows.causal(0, start, stop - start)
@@ -104,11 +104,11 @@ def test_architectures_nobody_named_run_too(build: Any) -> None:
 
 
 def test_facts() -> None:
-    facts = HFDecoder(tiny_model("llama")).facts
-    assert (facts.architecture, facts.num_layers, facts.hidden_size, facts.vocab_size) == ("llama", 3, 32, VOCAB)
-    assert facts.max_positions == MAX_POSITIONS and facts.tied_head and facts.dtype == torch.float32
-    assert not HFDecoder(tiny_model("mistral")).facts.tied_head
-    assert HFDecoder(tiny_model("gpt2")).facts.max_positions == MAX_POSITIONS
+    info = HFDecoder(tiny_model("llama")).info
+    assert (info.architecture, info.num_layers, info.hidden_size, info.vocab_size) == ("llama", 3, 32, VOCAB)
+    assert info.max_positions == MAX_POSITIONS and info.tied_head and info.dtype == torch.float32
+    assert not HFDecoder(tiny_model("mistral")).info.tied_head
+    assert HFDecoder(tiny_model("gpt2")).info.max_positions == MAX_POSITIONS
 
 
 def test_positions_stop_where_the_rotary_frequencies_change() -> None:
@@ -117,7 +117,7 @@ def test_positions_stop_where_the_rotary_frequencies_change() -> None:
     config = tf.Phi3Config(
         **SMALL, pad_token_id=0, max_position_embeddings=64, original_max_position_embeddings=32, rope_parameters=rope
     )
-    assert HFDecoder(tf.Phi3ForCausalLM(config)).facts.max_positions == 32
+    assert HFDecoder(tf.Phi3ForCausalLM(config)).info.max_positions == 32
 
 
 def test_attention_that_ignores_masks_is_replaced_for_the_call_only() -> None:
@@ -142,7 +142,7 @@ def test_bfloat16_equals_the_models_own_forward(name: str) -> None:
     model = tf.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
     decoder, (ids,), rows = HFDecoder(model), prompts(9), Rows.causal(0, 0, 9)
     cache = decoder.new_cache(1, 16)
-    assert decoder.facts.dtype == torch.bfloat16 and cache.keys[0].dtype == torch.bfloat16
+    assert decoder.info.dtype == torch.bfloat16 and cache.keys[0].dtype == torch.bfloat16
     got = decoder.logits(decoder.layers(decoder.embed(ids, rows.pos), rows, 0, 3, cache))
     expected = model(ids[None]).logits[0].float()
     assert got.dtype == torch.float32

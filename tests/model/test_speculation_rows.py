@@ -31,7 +31,7 @@ _decoders: dict[str, HFDecoder] = {}
 
 def forward(decoder: HFDecoder, ids: list[int], rows: Rows, cache: KVCache) -> torch.Tensor:
     x = decoder.embed(torch.tensor(ids), rows.pos)
-    return decoder.logits(decoder.layers(x, rows, 0, decoder.facts.num_layers, cache))
+    return decoder.logits(decoder.layers(x, rows, 0, decoder.info.num_layers, cache))
 
 
 def last_logits(decoder: HFDecoder, ids: list[int]) -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_tree_rows_equal_each_path_as_a_chain(name: str, data: st.DataObject) ->
 def test_accelerated_rows_without_adapters_equal_the_slow_rows(name: str) -> None:
     """Same token, same layer: they read the slow K/V written in the same call, and write nothing."""
     decoder, (a, b) = decoder_of(name), prompts(9, 5, seed=2)
-    total = decoder.facts.num_layers
+    total = decoder.info.num_layers
     slow = Rows.concat([Rows.causal(0, 0, 9), Rows.causal(1, 0, 5)])
     both = Rows.concat([slow, Rows.accelerated_at(1, np.arange(5)), Rows.accelerated_at(0, [8, 3])])
     x = decoder.embed(torch.cat([a, b]), slow.pos)

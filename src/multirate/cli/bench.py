@@ -165,7 +165,7 @@ def run(
     method_runs = [method_run(engine, name, max_new_tokens) for name in names]
     prompts = prepared(engine, questions, max_new_tokens, truncate)
     total = (repeats * len(prompts.prompts) + min(warmup, len(prompts.prompts))) * len(method_runs)
-    device = engine.decoder.facts.device
+    device = engine.decoder.info.device
     with Bar("measuring", total) as bar:
         measurements = measure(
             method_runs,

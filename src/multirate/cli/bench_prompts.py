@@ -23,7 +23,7 @@ def prepared(engine: Engine, questions: list[Question], max_new_tokens: int, tru
             questions,
             engine.tokenizer,
             lambda ids: engine.generate([ids], stop=stop, method="autoregressive").sequences[0],
-            max_positions=engine.decoder.facts.max_positions,
+            max_positions=engine.decoder.info.max_positions,
             max_new_tokens=max_new_tokens,
             truncate=truncate,
             on_question=bar.advance,

@@ -46,8 +46,8 @@ def command(
     options.add_accelerators(engine, [], presets, embedded=True)
     parameters = sum(p.numel() for p in loaded.model.parameters())
     typer.echo(
-        f"Reference model: {parameters / 1e6:.1f}M parameters, {engine.decoder.facts.num_layers} layers, {dtype}, "
-        f"{engine.backend} backend, {engine.decoder.facts.device.type}."
+        f"Reference model: {parameters / 1e6:.1f}M parameters, {engine.decoder.info.num_layers} layers, {dtype}, "
+        f"{engine.backend} backend, {engine.decoder.info.device.type}."
     )
     ids = encode_chat(loaded.tokenizer, [{"role": "user", "content": QUESTIONS[0]}])
     typer.echo(f"\n> {QUESTIONS[0]}\n")

@@ -49,16 +49,16 @@ def command(
         row("supported", f"no: {unsupported}")
         options.console().print(table)
         return
-    facts = engine.decoder.facts
-    row("layers", f"{facts.num_layers} of width {facts.hidden_size}")
-    row("vocabulary", facts.vocab_size)
-    row("context", "unlimited" if facts.max_positions is None else f"{facts.max_positions} tokens")
-    windows = sorted({window for window in facts.windows if window is not None})
+    info = engine.decoder.info
+    row("layers", f"{info.num_layers} of width {info.hidden_size}")
+    row("vocabulary", info.vocab_size)
+    row("context", "unlimited" if info.max_positions is None else f"{info.max_positions} tokens")
+    windows = sorted({window for window in info.windows if window is not None})
     if windows:
-        sliding = sum(window is not None for window in facts.windows)
+        sliding = sum(window is not None for window in info.windows)
         row("sliding window", f"{', '.join(map(str, windows))} tokens in {sliding} layers")
-    if facts.num_experts:
-        row("experts", f"{facts.num_experts}, {facts.experts_per_token} per token")
+    if info.num_experts:
+        row("experts", f"{info.num_experts}, {info.experts_per_token} per token")
     row("supported", "yes")
     reason = why_not_native(loaded.model)
     row("backend", "native (packed bf16 weights)" if reason is None else f"hf (the model's own layers): {reason}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from multirate.decoding.draft_length import RoundCosts, expected_tokens
+from multirate.decoding.draft_length import StepCosts, expected_tokens
 from multirate.decoding.logits import SamplingSettings, greedy_tokens
 from multirate.model.decoder import Decoder
 from multirate.model.rows import Rows
@@ -39,14 +39,14 @@ class Verdict:
 class CostModel:
     """Measured costs of one decoder and drafter on this machine."""
 
-    costs: RoundCosts
+    costs: StepCosts
     longest: int = 15
 
     def speedup(self, acceptance: float | Sequence[float]) -> tuple[int, float]:
         """(best draft length ≥ 1, expected speedup over plain decoding) at a per-token or per-depth acceptance."""
         rates = [acceptance] * self.longest if isinstance(acceptance, (int, float)) else list(acceptance)
         lengths = range(1, len(rates) + 1)
-        speeds = {n: expected_tokens(rates, n) * self.costs.plain_step / self.costs.round_seconds(n) for n in lengths}
+        speeds = {n: expected_tokens(rates, n) * self.costs.plain_step / self.costs.step_seconds(n) for n in lengths}
         length = max(speeds, key=speeds.__getitem__)
         return length, speeds[length]
 
@@ -91,25 +91,25 @@ def measure_costs(
     or nothing for start = 0. Takes about `budget_seconds` (at least one repeat of three measurements): when the time
     is up, remaining row counts are left out and interpolated. Generates nothing and keeps nothing.
     """
-    facts = decoder.facts
+    info = decoder.info
     deadline = time.perf_counter() + budget_seconds
     cache = decoder.new_cache(1, _CONTEXT + max(VERIFY_ROWS))
-    ids = torch.arange(_CONTEXT + max(VERIFY_ROWS), device=facts.device) % facts.vocab_size
+    ids = torch.arange(_CONTEXT + max(VERIFY_ROWS), device=info.device) % info.vocab_size
     context = Rows.causal(0, 0, _CONTEXT)
     hidden = decoder.embed(ids[:_CONTEXT], context.pos)
-    decoder.layers(hidden, context, 0, facts.num_layers, cache)  # warms up, too
+    decoder.layers(hidden, context, 0, info.num_layers, cache)  # warms up, too
     cache.commit(0, _CONTEXT)
 
     def run(rows_count: int, first: int, last: int) -> None:
         rows = Rows.causal(0, _CONTEXT, rows_count)
         x = decoder.embed(ids[:rows_count], rows.pos) if first == 0 else hidden[:rows_count]
-        if last < facts.num_layers:
+        if last < info.num_layers:
             x = decoder.layers(x, rows, first, last, cache)
             greedy_tokens(decoder.logits(x), GREEDY)
         else:
             decoder.greedy(rows, cache, x=x, start=first)
 
-    layers = facts.num_layers
+    layers = info.num_layers
     draft = draft_step if draft_step is not None else (lambda: run(1, 0, start)) if start else None
     pieces: dict[str | int, Callable[[], object]] = {"plain": lambda: run(1, 0, layers)}
     if draft is not None:
@@ -125,13 +125,13 @@ def measure_costs(
                 continue
             begin = time.perf_counter()
             piece()
-            if facts.device.type == "cuda":
-                torch.cuda.synchronize(facts.device)
+            if info.device.type == "cuda":
+                torch.cuda.synchronize(info.device)
             taken[name].append(time.perf_counter() - begin)
     # the first call of a shape may pay for its set-up
     medians = {name: statistics.median(times[1:] or times) for name, times in taken.items() if times}
     plain, draft_seconds = medians["plain"], medians.get("draft", 0.0)
     verify = {count: medians[count] for count in _MEASURE_ORDER if count in medians}
-    # the last drafted token has to pass the layers below `start` as well: one more draft step per round
+    # the last drafted token has to pass the layers below `start` as well: one more draft step per speculative step
     fixed = draft_seconds if start else 0.0
-    return CostModel(RoundCosts(plain, dict(sorted(verify.items())), draft_seconds, fixed))
+    return CostModel(StepCosts(plain, dict(sorted(verify.items())), draft_seconds, fixed))

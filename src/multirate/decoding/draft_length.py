@@ -1,19 +1,29 @@
-"""How far to draft: as far as a node's chance of being accepted pays for its time on this machine. [ours]"""
+"""How far to draft: as far as a node's chance of being accepted pays for its time on this machine. [ours]
+
+A node verified with probability r of being reached adds r tokens and costs c seconds. It raises tokens per second
+exactly when r / c exceeds the present rate, so the least path probability worth a node is c / v with v the present
+seconds per token, measured as decoding goes on. A row's cost c depends on how many there are already.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-_CONFIDENCE_BINS = 10
+import numpy as np
+
+_MEMORY = 0.95  # of the running rate: about the last twenty steps
+_LEAST, _MOST = 0.02, 0.9
+_CHANGE = 0.05  # of the rate, below which thresholds stay as they are
 
 
 @dataclass(frozen=True)
-class RoundCosts:
-    """Measured seconds of the pieces of a round.
+class StepCosts:
+    """Measured seconds of the pieces of a speculative step.
 
     plain_step: one plain decoding step. verify: rows → seconds of verifying that many rows (layers [start, L), head).
-    draft_step: one more drafted level. draft_fixed: drafting's cost per round that does not depend on its length.
+    draft_step: one more drafted level. draft_fixed: drafting's cost per step that does not depend on its length.
     """
 
     plain_step: float
@@ -31,15 +41,18 @@ class RoundCosts:
         slope = (self.verify[right] - self.verify[left]) / (right - left)
         return self.verify[left] + max(slope, 0.0) * (rows - left)
 
-    def round_seconds(self, length: int, sequences: int = 1) -> float:
-        """Seconds of a round with chains of `length` drafted tokens in each of `sequences`; length 0: a plain step."""
+    def step_seconds(self, length: int, sequences: int = 1) -> float:
+        """Seconds of a speculative step with chains of `length` drafted tokens in each of `sequences`.
+
+        Length 0: a plain step.
+        """
         if length == 0:
             return self.plain_step
         return self.draft_fixed + length * self.draft_step + self.verify_seconds(sequences * (length + 1))
 
 
 def expected_tokens(rates: Sequence[float], length: int) -> float:
-    """Tokens a round emits on average: 1 + a₁ + a₁a₂ + … for conditional acceptance rates a of each depth."""
+    """Tokens a step emits on average: 1 + a₁ + a₁a₂ + … for conditional acceptance rates a of each depth."""
     total = reached = 1.0
     for rate in rates[:length]:
         reached *= rate
@@ -47,90 +60,68 @@ def expected_tokens(rates: Sequence[float], length: int) -> float:
     return total
 
 
-def best_length(costs: RoundCosts, rates: Sequence[float], longest: int, sequences: int = 1) -> tuple[int, float]:
-    """(length, tokens per second and sequence) with the highest expected throughput among lengths 0..longest."""
-    options = range(min(longest, len(rates)) + 1)
-    speeds = [expected_tokens(rates, n) / costs.round_seconds(n, sequences) for n in options]
-    length = max(options, key=speeds.__getitem__)
-    return length, speeds[length]
-
-
-class AcceptanceEstimate:
-    """Running estimate, per depth, of the chance that a node is accepted given that its parent was.
-
-    Counts decay, so the estimate follows the text (about the last 1 / (1 − decay) rounds); a prior of `strength`
-    pseudo-observations at rate `prior` keeps it sane while counts are few.
-    """
-
-    def __init__(self, depth: int, prior: float = 0.7, strength: float = 4.0, decay: float = 0.98) -> None:
-        self._prior, self._strength, self._decay = prior, strength, decay
-        self._tried = [0.0] * depth
-        self._hits = [0.0] * depth
-
-    def observe(self, levels: int, accepted: int) -> None:
-        """A draft of `levels` levels had its first `accepted` accepted; what lies below a rejection was not tried."""
-        for i in range(min(levels, accepted + 1, len(self._tried))):
-            self._tried[i] = self._tried[i] * self._decay + 1
-            self._hits[i] = self._hits[i] * self._decay + (i < accepted)
-
-    def rates(self) -> list[float]:
-        """Conditional acceptance rates of depths 1, 2, … A depth seen little leans on the one above it."""
-        rates, lean = [], self._prior
-        for tried, hits in zip(self._tried, self._hits, strict=True):
-            lean = (hits + self._strength * lean) / (tried + self._strength)
-            rates.append(lean)
-        return rates
-
-
+@dataclass
 class DraftLengthController:
-    """Chooses how far to draft, from measured costs and what has been accepted lately.
+    """Seconds of one more draft level and of the n-th drafted row [nodes], and the running seconds per token.
 
-    By renewal–reward, a rule that maximises long-run tokens per second adds a node iff its expected gain (the chance
-    that it and all above it are accepted) exceeds its marginal cost times the throughput λ of the best rule.
+    clock: seconds that pass; another one than the machine's for simulations.
     """
 
-    def __init__(self, costs: RoundCosts, longest: int, prior: float = 0.7, probe_every: int = 32) -> None:
-        self.costs = costs
-        self.longest = longest
-        self.acceptance = AcceptanceEstimate(longest, prior)
-        self._bins = [[0.0, 0.0] for _ in range(_CONFIDENCE_BINS)]  # decayed [tried, accepted] per confidence
-        self._probe_every = probe_every
-        self._idle_rounds = 0
+    level: float
+    rows: np.ndarray
+    _seconds: float
+    _tokens: float = 1.0
+    clock: Callable[[], float] = time.perf_counter
+    _last: float | None = field(default=None, repr=False)
+    _priced_at: tuple[int, float] = (0, 1.0)
+    _thresholds: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
 
-    def length(self, limit: int, sequences: int = 1) -> int:
-        """How many levels to draft in the next round, at most `limit`; 0: a plain step is faster.
+    @staticmethod
+    def of(costs: StepCosts, nodes: int = 8) -> DraftLengthController:
+        """For drafts of up to ``nodes`` nodes."""
+        seconds = [costs.verify_seconds(1 + n) for n in range(nodes + 1)]
+        # before the first steps: as if speculation halved the time of a token
+        return DraftLengthController(costs.draft_step, convex_slopes(seconds), costs.plain_step / 2)
 
-        After `probe_every` rounds of 0 it asks for one level, so that the estimate can recover.
-        """
-        length, _ = best_length(self.costs, self.acceptance.rates(), min(limit, self.longest), sequences)
-        self._idle_rounds = 0 if length else self._idle_rounds + 1
-        if self._idle_rounds >= self._probe_every:
-            self._idle_rounds = 0
-            return min(1, limit)
-        return length
+    def pause(self) -> None:
+        """Time until the next step is not a step's (another generation begins)."""
+        self._last = None
 
-    def worth_node(self, depth: int, reached: float, sequences: int = 1) -> bool:
-        """Whether a node at `depth` ≥ 1 pays, if it and all above it are accepted with probability `reached`."""
-        if depth > self.longest:
-            return False
-        _, throughput = best_length(self.costs, self.acceptance.rates(), self.longest, sequences)
-        more_rows = self.costs.verify_seconds(sequences * (depth + 1)) - self.costs.verify_seconds(sequences * depth)
-        return reached >= throughput * (self.costs.draft_step + more_rows)
+    def emitted(self, tokens: int) -> None:
+        """A sequence's step emitted so many tokens."""
+        self._tokens += tokens
 
-    def calibrated(self, confidence: float) -> float:
-        """A drafter's confidence in its token (0..1) → the rate at which such tokens were accepted lately."""
-        tried, accepted = self._bins[_bin(confidence)]
-        strength = 4.0
-        return (accepted + strength * confidence) / (tried + strength)
-
-    def observe(self, levels: int, accepted: int, confidences: Sequence[float] = ()) -> None:
-        """One sequence's round: `levels` drafted, the first `accepted` accepted, with the drafter's confidences."""
-        self.acceptance.observe(levels, accepted)
-        for i, confidence in enumerate(confidences[: min(levels, accepted + 1)]):
-            counts = self._bins[_bin(confidence)]
-            counts[0] = counts[0] * 0.98 + 1
-            counts[1] = counts[1] * 0.98 + (i < accepted)
+    def thresholds(self, sequences: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """(expand, keep), [nodes] each, for the next step, in which a level serves `sequences` sequences. Called once
+        per step."""
+        now = self.clock()
+        if self._last is not None:
+            self._seconds += now - self._last
+            self._seconds *= _MEMORY
+            self._tokens *= _MEMORY
+        self._last = now
+        per_token = sequences, self._seconds / max(self._tokens, 1e-3)
+        before = self._priced_at
+        if self._thresholds is None or before[0] != sequences or abs(per_token[1] / before[1] - 1) > _CHANGE:
+            keep = self.rows / per_token[1]
+            expand = keep + self.level / sequences / per_token[1]
+            self._thresholds = expand.clip(_LEAST, _MOST), keep.clip(_LEAST, _MOST)
+            self._priced_at = per_token
+        return self._thresholds
 
 
-def _bin(confidence: float) -> int:
-    return min(int(confidence * _CONFIDENCE_BINS), _CONFIDENCE_BINS - 1)
+def convex_slopes(seconds: Sequence[float]) -> np.ndarray:
+    """Price of each further row under the largest convex curve below ``seconds`` [n + 1], of 1 to n + 1 rows → [n].
+
+    Verification costs rise in steps (tiles of rows): inside a step a row is free, yet who pays for its first row may
+    use the rest. The hull shares a step's cost among its rows, so that adding rows one by one finds the best number.
+    """
+    values = np.maximum.accumulate(np.asarray(seconds, dtype=np.float64))
+    slopes = np.empty(len(values) - 1)
+    begin = 0
+    while begin < len(slopes):
+        steps = (values[begin + 1 :] - values[begin]) / np.arange(1, len(values) - begin)
+        end = begin + 1 + int(steps.argmin())
+        slopes[begin:end] = steps.min()
+        begin = end
+    return slopes

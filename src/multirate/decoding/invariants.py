@@ -25,7 +25,7 @@ def check_invariants(
     Raises AssertionError naming sequence, layer and difference.
     """
     decoder, cache = session.decoder, session.cache
-    layers = decoder.facts.num_layers
+    layers = decoder.info.num_layers
     for b, sequence in enumerate(session.sampler.tokens):
         if b in skip:
             continue
@@ -36,7 +36,7 @@ def check_invariants(
             )
         fresh = decoder.new_cache(1, length)
         rows = Rows.causal(0, 0, length)
-        ids = torch.tensor(list(sequence[:length]), device=decoder.facts.device)
+        ids = torch.tensor(list(sequence[:length]), device=decoder.info.device)
         decoder.layers(decoder.embed(ids, rows.pos), rows, 0, layers, fresh)
         exact = session.exact_length(b)
         for layer in range(layers):

@@ -47,16 +47,16 @@ class Session:
         usable: Callable[[KVCache, int], int] | None = None,
     ) -> None:
         self._started = time.perf_counter()
-        facts = decoder.facts
+        info = decoder.info
         for b, prompt in enumerate(prompts):
             if len(prompt) == 0:
                 raise UserError(f"prompt {b} is empty; accepted are prompts of at least one token")
-            if min(prompt) < 0 or max(prompt) >= facts.vocab_size:
-                raise UserError(f"prompt {b} has a token id outside 0..{facts.vocab_size - 1} (the model's vocabulary)")
+            if min(prompt) < 0 or max(prompt) >= info.vocab_size:
+                raise UserError(f"prompt {b} has a token id outside 0..{info.vocab_size - 1} (the model's vocabulary)")
         self.decoder = decoder
         self.prompts = prompts
         self.sampler = Sampler(sampling or SamplingSettings(), prompts)
-        self.stops = StopTracker(stop or StopSettings(), [len(p) for p in prompts], facts.max_positions)
+        self.stops = StopTracker(stop or StopSettings(), [len(p) for p in prompts], info.max_positions)
         self.stats = DecodeStats()
         self._on_tokens = on_tokens
         self._inexact_from: dict[int, int] = {}
@@ -79,7 +79,7 @@ class Session:
                     cache.reserve(capacity)
                     return cache
                 self.decoder.release_cache(cache)
-            limit = self.decoder.facts.max_positions or capacity + _NEXT_TURN_SLOTS
+            limit = self.decoder.info.max_positions or capacity + _NEXT_TURN_SLOTS
             capacity = max(capacity, min(capacity + _NEXT_TURN_SLOTS, limit))
         return self.decoder.new_cache(len(tokens), capacity)
 
@@ -89,8 +89,8 @@ class Session:
         → their final residuals h_L, [T_b, d] each, and the residuals entering the layers `taps`, [T_b, d] each (of a
         prompt that goes on from a kept cache: without its first `stats.resumed` tokens).
         """
-        facts = self.decoder.facts
-        wanted = [*taps, facts.num_layers]
+        info = self.decoder.info
+        wanted = [*taps, info.num_layers]
         pieces: list[dict[int, list[Tensor]]] = []  # layer → residuals entering it, of each active sequence
         batch: list[tuple[Rows, list[int], dict[int, list[Tensor]]]] = []
         waiting = 0
@@ -101,9 +101,9 @@ class Session:
             rows = Rows.concat([rows for rows, _, _ in batch])
             ids = [token for _, part, _ in batch for token in part]
             counts = [len(part_rows) for part_rows, _, _ in batch]
-            x = self.decoder.embed(torch.tensor(ids, device=facts.device), rows.pos)
-            x, found = self.decoder.layers_with_taps(x, rows, 0, facts.num_layers, self.cache, taps)
-            for layer, states in (*found.items(), (facts.num_layers, x)):
+            x = self.decoder.embed(torch.tensor(ids, device=info.device), rows.pos)
+            x, found = self.decoder.layers_with_taps(x, rows, 0, info.num_layers, self.cache, taps)
+            for layer, states in (*found.items(), (info.num_layers, x)):
                 for (_, _, out), part in zip(batch, states.split(counts), strict=True):
                     out[layer].append(part)
             for part_rows, _, _ in batch:
@@ -124,7 +124,7 @@ class Session:
         flush()
         joined = [{layer: _joined(parts) for layer, parts in out.items()} for out in pieces]
         return (
-            [states[facts.num_layers] for states in joined],
+            [states[info.num_layers] for states in joined],
             [{layer: states[layer] for layer in taps} for states in joined],
         )
 
@@ -140,9 +140,9 @@ class Session:
 
     def forward(self, ids: list[int], rows: Rows, stop: int | None = None) -> Tensor:
         """Embeds ids [N] and runs layers [0, stop) on `rows` (None: all layers) → [N, d]."""
-        facts = self.decoder.facts
-        x = self.decoder.embed(torch.tensor(ids, device=facts.device), rows.pos)
-        return self.decoder.layers(x, rows, 0, facts.num_layers if stop is None else stop, self.cache)
+        info = self.decoder.info
+        x = self.decoder.embed(torch.tensor(ids, device=info.device), rows.pos)
+        return self.decoder.layers(x, rows, 0, info.num_layers if stop is None else stop, self.cache)
 
     def emit(self, seq: int, block: list[int]) -> int:
         """Appends a block of tokens to a sequence, cut where it ends; streams them; returns how many were kept."""

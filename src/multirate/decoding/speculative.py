@@ -124,7 +124,7 @@ class SpeculativeStep(Step):
             pairs = zip(drafts, split(target, counts), strict=True)
             verdicts: list[Verdict] = [accept_greedy(draft, part) for draft, part in pairs]
         else:
-            hidden = decoder.layers(x, rows, reached, decoder.facts.num_layers, session.cache)
+            hidden = decoder.layers(x, rows, reached, decoder.info.num_layers, session.cache)
             logits = decoder.logits(hidden)
             verdicts = self.acceptance(sampler, seqs, drafts, logits)
             if drafter.top:

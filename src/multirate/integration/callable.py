@@ -93,7 +93,7 @@ class CustomGenerate:
                     input_ids, generation_config, logits_processor or [], stopping_criteria or [], model_kwargs
                 )
                 engine = engine_of(model, self._accelerator, self._backend)
-                _check_context(request, engine.decoder.facts.max_positions)
+                _check_context(request, engine.decoder.info.max_positions)
             except Unsupported as reason:
                 warnings.warn(
                     f"multirate does not speed up this call: {reason} is left to the model's own generate", stacklevel=3
@@ -130,7 +130,7 @@ class CustomGenerate:
         if cut:
             warnings.warn(
                 "multirate does not speed up the rest of this call: generation beyond the model's context limit of "
-                f"{engine.decoder.facts.max_positions} tokens is left to the model's own generate", stacklevel=4
+                f"{engine.decoder.info.max_positions} tokens is left to the model's own generate", stacklevel=4
             )  # fmt: skip
         for row in cut:
             output.sequences[row] += loop.go_on(input_ids[row], output.sequences[row], row)

@@ -32,7 +32,7 @@ class LayerAdapter(Protocol):
 
 
 @dataclass(frozen=True)
-class DecoderFacts:
+class DecoderInfo:
     """What a loop or a method may need to know about a decoder.
 
     `max_positions` is the longest context (prompt and new tokens) for which the model's positions are exact, None when
@@ -55,7 +55,7 @@ class DecoderFacts:
 class Decoder(ABC):
     """A decoder-only language model as the loops see it. All methods run without gradients."""
 
-    facts: DecoderFacts
+    info: DecoderInfo
     runs_the_model = True
     """Whether calls change anything of the model or run its modules, so that its decoders must take turns."""
 
@@ -128,8 +128,8 @@ class Decoder(ABC):
         """One pass of greedy decoding: the rows' ``ids``, or residuals ``x`` [N, d] entering layer ``start`` → h_L
         [N, d] and each row's argmax. What ``embed``, ``layers`` and ``logits`` give, in one call where that pays."""
         if x is None:
-            x = self.embed(torch.as_tensor(ids, device=self.facts.device), rows.pos)
-        hidden = self.layers(x, rows, start, self.facts.num_layers, cache)
+            x = self.embed(torch.as_tensor(ids, device=self.info.device), rows.pos)
+        hidden = self.layers(x, rows, start, self.info.num_layers, cache)
         return hidden, argmax_rows(self.logits(hidden))
 
 

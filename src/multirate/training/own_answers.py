@@ -56,7 +56,7 @@ def answer_questions(
         raise UserError(f"no user turns in {names}; accepted are chat or question records")
     if limit is not None and limit < len(questions):
         questions = [questions[i * len(questions) // limit] for i in range(limit)]
-    room = (decoder.facts.max_positions or 1 << 30) - max_new_tokens
+    room = (decoder.info.max_positions or 1 << 30) - max_new_tokens
     answerer = _Answerer(decoder, tokenizer, StopSettings(max_new_tokens=max_new_tokens,
                                                           eos_token_ids=tuple(eos_token_ids)), room)
     questions = [users for users in questions if answerer.prompt([("user", users[0])])]

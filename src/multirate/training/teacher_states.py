@@ -124,8 +124,8 @@ class TeacherStates:
     def _forward(self, decoder: Decoder, samples: Sequence[Sample]) -> Tensor:
         cache = decoder.new_cache(len(samples), max(len(s.ids) for s in samples))
         rows = Rows.concat([Rows.causal(b, 0, len(s.ids)) for b, s in enumerate(samples)])
-        ids = torch.from_numpy(np.concatenate([s.ids for s in samples]).astype(np.int64)).to(decoder.facts.device)
-        return decoder.layers(decoder.embed(ids, rows.pos), rows, 0, decoder.facts.num_layers, cache)
+        ids = torch.from_numpy(np.concatenate([s.ids for s in samples]).astype(np.int64)).to(decoder.info.device)
+        return decoder.layers(decoder.embed(ids, rows.pos), rows, 0, decoder.info.num_layers, cache)
 
     def batch(self, indices: Sequence[int], length: int) -> Tensor:
         """float32 [B, length, d] of the samples ``indices``, zeros after a sample's end."""

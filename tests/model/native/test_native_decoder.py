@@ -50,7 +50,7 @@ def make(name: str):
 def run(decoder, tokens, start: int, cache, stops=None):
     rows = Rows.causal(0, start, len(tokens))
     x = decoder.embed(torch.tensor(tokens), rows.pos)
-    for low, high in zip([0, *(stops or [])], [*(stops or []), decoder.facts.num_layers], strict=True):
+    for low, high in zip([0, *(stops or [])], [*(stops or []), decoder.info.num_layers], strict=True):
         x = decoder.layers(x, rows, low, high, cache)
     return decoder.logits(x)
 
@@ -102,7 +102,7 @@ def test_tree_nodes_equal_their_path_as_a_chain_bit_for_bit(name, seed):
     cache.commit(0, len(prompt))
     rows = Rows.draft_tree(0, len(prompt), parents)
     tree = decoder.logits(
-        decoder.layers(decoder.embed(torch.tensor(tokens), rows.pos), rows, 0, decoder.facts.num_layers, cache)
+        decoder.layers(decoder.embed(torch.tensor(tokens), rows.pos), rows, 0, decoder.info.num_layers, cache)
     )
     for node in range(nodes + 1):
         path = [node]
@@ -118,7 +118,7 @@ def test_tree_nodes_equal_their_path_as_a_chain_bit_for_bit(name, seed):
     assert torch.equal(tree[path], chain)
     cache.keep(0, [len(prompt) + i for i in path])
     total = len(prompt) + len(path)
-    for layer in range(decoder.facts.num_layers):
+    for layer in range(decoder.info.num_layers):
         for mine, fresh in zip(cache.standard(layer), other.standard(layer), strict=True):
             assert torch.equal(mine[:, :, :total], fresh[:, :, :total])
 
@@ -255,7 +255,7 @@ def test_the_whole_context_is_run():
     config = LlamaConfig(**{**SIZES, "max_position_embeddings": 131072}, head_dim=32)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
     decoder = load_decoder(model)
-    assert isinstance(decoder, NativeDecoder) and decoder.facts.max_positions == 131072
+    assert isinstance(decoder, NativeDecoder) and decoder.info.max_positions == 131072
     tokens = torch.randint(0, 133, (3,))
     causal = Rows.causal(0, 0, 3)
     # no row sees another position but the last three
@@ -272,7 +272,7 @@ def test_filled_keys_and_values_have_the_bits_that_layers_write(name: str, count
     expected, got = decoder.new_cache(2, 8), decoder.new_cache(2, 8)
     rows = Rows.concat([Rows.causal(0, 3, count), Rows.causal(1, 0, 2)])
     torch.manual_seed(count)
-    hidden = torch.randn(len(rows), decoder.facts.hidden_size)
+    hidden = torch.randn(len(rows), decoder.info.hidden_size)
     kept = hidden.clone()
     for layer in (1, 2):
         decoder.layers(hidden, rows, layer, layer + 1, expected)
@@ -286,7 +286,7 @@ def test_filled_keys_and_values_have_the_bits_that_layers_write(name: str, count
 
 def test_head_without_the_norm_and_the_likeliest_tokens() -> None:
     decoder = load_decoder(make("llama"), "native")
-    x = torch.randn(5, decoder.facts.hidden_size)
+    x = torch.randn(5, decoder.info.hidden_size)
     logits = decoder.logits(x)
     torch.testing.assert_close(decoder.unembed(decoder.norm(x)), logits, atol=0.05, rtol=0.01)
     assert decoder.top_tokens(logits, 4) == logits.topk(4).indices.tolist()

@@ -12,7 +12,7 @@ from torch import Tensor
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.methods.common.config import MethodConfig
-from multirate.methods.common.native_rounds import NativeRounds
+from multirate.methods.common.fused_steps import FusedSteps
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.kangaroo.native import NativeKangarooAdapter
 from multirate.model.decoder import Decoder
@@ -41,12 +41,12 @@ class KangarooDrafter(Drafter):
     """Layers [0, E) and the adapter draft; layers [E, L) verify the exact residuals that drafting left behind.
 
     The adapter's cache has the K/V of every token it was queried at. A draft's last token is never queried; when it is
-    accepted its K/V are back-filled together with the next root's row.
+    accepted its K/V are back-filled together with the next step's last token.
     """
 
     def __init__(self, decoder: Decoder, adapter: KangarooAdapter, config: KangarooDecodeConfig) -> None:
         # the decoder's residuals decide the dtype: the native kernel keeps them in fp32 whatever the weights are
-        probe = decoder.embed(torch.zeros(1, dtype=torch.int64, device=decoder.facts.device), np.zeros(1, np.int32))
+        probe = decoder.embed(torch.zeros(1, dtype=torch.int64, device=decoder.info.device), np.zeros(1, np.int32))
         self.decoder = decoder
         adapter = adapter.to(dtype=probe.dtype)
         self.adapter: KangarooAdapter | NativeKangarooAdapter = adapter
@@ -56,23 +56,23 @@ class KangarooDrafter(Drafter):
         self.start = adapter.config.exit_layer
         self.threshold = adapter.config.threshold if config.threshold is None else config.threshold
         self.max_nodes = config.max_draft or adapter.config.max_draft
-        self._rounds: NativeRounds | None = None
-        if isinstance(self.adapter, NativeKangarooAdapter) and NativeRounds.can_draft(self.max_nodes):
-            self._rounds = self.adapter.rounds(self.start, self.max_nodes, self.threshold)
-        self._entered: int | None = None  # the sequence whose rounds run whole
+        self._fused: FusedSteps | None = None
+        if isinstance(self.adapter, NativeKangarooAdapter) and FusedSteps.can_draft(self.max_nodes):
+            self._fused = self.adapter.fused_steps(self.start, self.max_nodes, self.threshold)
+        self._entered: int | None = None  # the sequence whose steps are fused
         self._cache: KVCache | None = None
         self._own: KVCache | None = None
         self._filled: dict[int, int] = {}  # slots of the adapter's cache that are in place
-        self._exits: dict[int, Tensor] = {}  # h_E of the last draft's rows [n + 1, d], root first
+        self._exits: dict[int, Tensor] = {}  # h_E of the last draft's rows [n + 1, d], the last token first
         self._missing: dict[int, Tensor] = {}  # h_E of accepted tokens whose adapter K/V are not in place
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
-        """Takes the slow cache; a fresh adapter cache."""
+        """Takes the target's cache; a fresh adapter cache."""
         self._cache, self._own = cache, self.adapter.new_cache(cache.batch, cache.capacity)
         self._filled, self._exits, self._missing, self._entered = {}, {}, {}, None
-        if self._rounds is not None:
+        if self._fused is not None:
             assert isinstance(cache, NativeKVCache) and isinstance(self._own, NativeKVCache)
-            self._rounds.begin(cache, self._own)
+            self._fused.begin(cache, self._own)
 
     def usable(self, cache: KVCache, length: int) -> int:
         return min(length, self._filled.get(0, 0)) if cache is self._cache else 0
@@ -98,20 +98,20 @@ class KangarooDrafter(Drafter):
                 part = list(prompt[begin : begin + _PREFILL_ROWS])
                 rows = Rows.causal(b, begin, len(part))
                 reads = Rows(rows.seq, np.full(len(part), -1, np.int32), rows.pos, rows.prefix, rows.tree)
-                x = self.decoder.embed(torch.tensor(part, device=self.decoder.facts.device), rows.pos)
+                x = self.decoder.embed(torch.tensor(part, device=self.decoder.info.device), rows.pos)
                 self.adapter.rows(self.decoder.layers(x, reads, 0, self.start, self._cache), rows, self._own)
             self._filled[b] = len(prompt)
 
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
         """See Drafter. `draft`'s rule, with the accepted tokens' K/V computed again instead of back-filled."""
-        if self._rounds is None or self._missing.get(seq) is not None:
-            return None  # K/V owed from rounds in parts are paid there first
+        if self._fused is None or self._missing.get(seq) is not None:
+            return None  # K/V owed from steps in parts are paid there first
         if self._entered != seq:
-            self._rounds.enter(seq, [last_token])
+            self._fused.enter(seq, [last_token])
             self._entered = seq
         assert self._cache is not None
-        self._filled[seq] = self._cache.lengths[seq]  # this round computes again what the last one accepted
-        return self._rounds.run(min(limit, self.max_nodes))
+        self._filled[seq] = self._cache.lengths[seq]  # this step computes again what the last one accepted
+        return self._fused.run(min(limit, self.max_nodes))
 
     def draft(
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int], sampler: Sampler
@@ -163,14 +163,14 @@ class KangarooDrafter(Drafter):
         first = max(self._filled[seq], before)
         if first < length:
             late = self._exits[seq][first - before : length - before]
-            earlier = self._missing.get(seq)  # still there when this round queried nothing
+            earlier = self._missing.get(seq)  # still there when this step queried nothing
             self._missing[seq] = late if earlier is None else torch.cat([earlier, late])
 
     def _shallow(self, seqs: list[int], tokens: list[int], depth: int) -> Tensor:
         """Layers [0, E) on one row per sequence, ``depth`` slots after its committed ones → h_E [n, d]."""
         assert self._cache is not None
         rows = _after(self._cache, seqs, depth)
-        x = self.decoder.embed(torch.tensor(tokens, device=self.decoder.facts.device), rows.pos)
+        x = self.decoder.embed(torch.tensor(tokens, device=self.decoder.info.device), rows.pos)
         return self.decoder.layers(x, rows, 0, self.start, self._cache)
 
     def _query(self, seqs: list[int], exits: Tensor, depth: int) -> Tensor:

@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from multirate.methods.common.native_rounds import DraftHead, NativeRounds
+from multirate.methods.common.fused_steps import DraftHead, FusedSteps
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, library
@@ -23,7 +23,9 @@ class NativeKangarooAdapter:
     @staticmethod
     def supports(decoder: object, adapter: KangarooAdapter) -> bool:
         c = adapter.config
-        return isinstance(decoder, NativeDecoder) and decoder.alone and tiles(decoder, c.heads, c.kv_heads, c.head_dim)
+        if not isinstance(decoder, NativeDecoder) or not decoder.supports_fused:
+            return False
+        return tiles(decoder, c.heads, c.kv_heads, c.head_dim)
 
     def __init__(self, decoder: NativeDecoder, adapter: KangarooAdapter) -> None:
         c, attention, owner = adapter.config, adapter.attn, Owner()
@@ -37,8 +39,8 @@ class NativeKangarooAdapter:
         )
         self._decoder, self._norm_out, self._owner = decoder, adapter.norm_out, owner
 
-    def rounds(self, exit_layer: int, max_draft: int, threshold: float) -> NativeRounds:
-        """Whole rounds with Kangaroo's chains: the stream is the slow one itself, with this layer at the exit."""
+    def fused_steps(self, exit_layer: int, max_draft: int, threshold: float) -> FusedSteps:
+        """Fused steps with Kangaroo's chains: the stream is the target's own, with this layer at the exit."""
         decoder = self._decoder
         stream = library.Stream(
             shape=ctypes.addressof(decoder.shape), layers=ctypes.addressof(decoder.packed_layers),
@@ -46,8 +48,8 @@ class NativeKangarooAdapter:
             norm_out=self._owner.floats(self._norm_out.weight), gate=exit_layer,
         )
         limits = library.TreeLimits(nodes=max_draft, width=1, top=1, sharpness=1.0, least=threshold)
-        head = DraftHead(decoder.head, decoder.facts.vocab_size)
-        return NativeRounds(decoder, stream, head, limits, refresh=True)
+        head = DraftHead(decoder.head, decoder.info.vocab_size)
+        return FusedSteps(decoder, stream, head, limits, refresh=True)
 
     def new_cache(self, batch: int, capacity: int) -> NativeKVCache:
         return self._layer.new_cache(batch, capacity)
@@ -62,5 +64,5 @@ class NativeKangarooAdapter:
     def top(self, y: Tensor) -> tuple[list[int], list[float]]:
         """The likeliest token after each row of y [n, d] and its probability."""
         decoder = self._decoder
-        ids, probs = decoder.top(decoder.head, decoder.facts.vocab_size, y, 1)
+        ids, probs = decoder.top(decoder.head, decoder.info.vocab_size, y, 1)
         return [row[0] for row in ids], [row[0] for row in probs]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multirate.decoding.acceptance_statistics import Calibration
 from multirate.decoding.costs import measure_costs
 from multirate.decoding.draft_length import DraftLengthController
 from multirate.decoding.drafter import Draft, Drafter, Verified
@@ -27,11 +28,13 @@ class LayerSkipDrafter(Drafter):
     def __init__(self, decoder: Decoder, config: LayerSkipConfig) -> None:
         self.decoder = decoder
         self.config = config
-        self.start = config.exit_of(decoder.facts.num_layers)
+        self.start = config.exit_of(decoder.info.num_layers)
         self.max_nodes = config.tokens
         self.controller: DraftLengthController | None = None
         if config.adaptive:
-            self.controller = DraftLengthController(measure_costs(decoder, self.start).costs, config.tokens)
+            self.controller = DraftLengthController.of(measure_costs(decoder, self.start).costs, config.tokens)
+        self._calibrated = Calibration()
+        self._worth = np.zeros(config.tokens)  # least path probability of each level
         self._cache: KVCache | None = None
         self._confidences: dict[int, list[float]] = {}
 
@@ -39,9 +42,11 @@ class LayerSkipDrafter(Drafter):
         """Takes the cache that shallow K/V are written to."""
         self._cache = cache
         self._confidences = {}
+        if self.controller is not None:
+            self.controller.pause()
 
     def usable(self, cache: KVCache, length: int) -> int:
-        return length  # it has no state but the slow cache
+        return length  # it has no state but the target's cache
 
     def draft(
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int], sampler: Sampler
@@ -49,13 +54,13 @@ class LayerSkipDrafter(Drafter):
         """See Drafter. Whether to go on is decided before a token is drawn, as `Draft.probs` demands."""
         depths = [min(limit, self.config.tokens) for limit in limits]
         if self.controller is not None:
-            depths = [self.controller.length(depth, len(seqs)) for depth in depths]
+            self._worth, _ = self.controller.thresholds(len(seqs))
         count = len(seqs)
         tokens: list[list[int]] = [[] for _ in seqs]
         hidden: list[list[Tensor]] = [[] for _ in seqs]
         probs: list[list[Tensor]] = [[] for _ in seqs]
         trust: list[list[float]] = [[] for _ in seqs]
-        reached = [1.0] * count
+        path = [1.0] * count  # probability that verification gets there
         live, entering = list(range(count)), list(last_tokens)
         for depth in range(1, max(depths) + 2):
             x = self._shallow([seqs[i] for i in live], entering, depth - 1)  # [n, d] at the exit
@@ -69,8 +74,8 @@ class LayerSkipDrafter(Drafter):
             keep = []
             for k, row in enumerate(wanting):
                 i = live[row]
-                reached[i] *= self.controller.calibrated(sure[k]) if self.controller is not None else 1.0
-                if self._goes_on(depth, sure[k], reached[i], count):
+                path[i] *= self._calibrated(sure[k]) if self.controller is not None else 1.0
+                if self._goes_on(depth, sure[k], path[i]):
                     keep.append(k)
                     trust[i].append(sure[k])
             if not keep:
@@ -98,14 +103,15 @@ class LayerSkipDrafter(Drafter):
         """Feeds the controller; there is no other state to bring up to date."""
         if self.controller is not None:
             trust = self._confidences[seq]
-            self.controller.observe(len(trust), len(verified.path) - 1, trust)
+            self.controller.emitted(len(verified.path))
+            self._calibrated.observe(trust, len(verified.path) - 1)
 
     def _shallow(self, seqs: list[int], tokens: list[int], depth: int) -> Tensor:
         """Layers [0, E) on one row per sequence, `depth` slots after its committed ones → [n, d]."""
         assert self._cache is not None
         slot = np.array([self._cache.lengths[b] + depth for b in seqs], dtype=np.int32)
         rows = Rows(np.array(seqs, dtype=np.int32), slot, slot, slot + 1, np.zeros(len(seqs), dtype=np.int64))
-        x = self.decoder.embed(torch.tensor(tokens, device=self.decoder.facts.device), slot)
+        x = self.decoder.embed(torch.tensor(tokens, device=self.decoder.info.device), slot)
         return self.decoder.layers(x, rows, 0, self.start, self._cache)
 
     def _confidence(self, logits: Tensor) -> list[float]:
@@ -114,8 +120,8 @@ class LayerSkipDrafter(Drafter):
             return [1.0] * len(logits)
         return torch.exp(logits.amax(dim=-1) - torch.logsumexp(logits, dim=-1)).tolist()
 
-    def _goes_on(self, depth: int, confidence: float, reached: float, sequences: int) -> bool:
+    def _goes_on(self, depth: int, confidence: float, path_probability: float) -> bool:
         if self.controller is None:
             return confidence >= self.config.confidence
-        # the first level is always tried: without it the controller would learn nothing from this round
-        return depth == 1 or self.controller.worth_node(depth, reached, sequences)
+        # the first level is always tried: without it nothing would be learnt from this step
+        return depth == 1 or path_probability >= float(self._worth[depth - 1])

@@ -1,6 +1,6 @@
 """M2R2 self-speculative decoding: draft trees from the accelerated stream at the first gate, lossless by verification.
 
-A round: the accelerated rows of the root and of the tokens accepted since the last draft run with their *true*
+A step: the accelerated rows of the last token and of the tokens accepted since the last draft run with their *true*
 carried residuals (the latter only refresh the block's K/V); every further level runs the new nodes with the
 stream's own output as carried residual. The slow rows of all nodes go through the layers below the gate in the
 same calls, so verification starts at the gate (docs/methods/m2r2.md, point 7).
@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multirate.decoding.acceptance_statistics import SuggestionRates
 from multirate.decoding.costs import CostModel
+from multirate.decoding.draft_length import DraftLengthController
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
-from multirate.methods.common.native_rounds import NativeRounds
-from multirate.methods.common.trust import Trust
+from multirate.methods.common.fused_steps import FusedSteps
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
-from multirate.methods.m2r2.prices import Prices
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.m2r2.tree import DraftTree
 from multirate.model.decoder import Decoder
@@ -37,7 +37,7 @@ from multirate.model.rows import Rows
 
 @dataclass
 class _Waiting:
-    """What the next draft of a sequence must know: accepted tokens to refresh, and the root's carried residual."""
+    """What a sequence's next draft must know: accepted tokens to refresh, and the last token's carried residual."""
 
     ids: list[int]
     carried: Tensor  # [len(ids), d]: h_L of the token before each
@@ -45,7 +45,7 @@ class _Waiting:
 
 
 class M2R2Drafter(Drafter):
-    """Drafts with an AcceleratedStream on any decoder; on the native one a greedy round is one kernel call."""
+    """Drafts with an AcceleratedStream on any decoder; on the native one a greedy step is one kernel call."""
 
     def __init__(self, decoder: Decoder, stream: AcceleratedStream, config: M2R2DecodeConfig | None = None) -> None:
         self.decoder, self.stream = decoder, stream
@@ -63,25 +63,25 @@ class M2R2Drafter(Drafter):
             if stream.arla is None:
                 raise UserError("m2r2 setting trust='arla' needs an accelerator with ARLA; this one has arla_dim=0")
             self._arla = copy.deepcopy(stream.arla).float()
-        self._trust = Trust(self.config.lookup)
+        self._suggestions = SuggestionRates(self.config.lookup)
         self._texts: dict[int, TextIndex] = {}
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
-        self._rounds: NativeRounds | None = None
+        self._fused: FusedSteps | None = None
         if self._arla is None and isinstance(decoder, NativeDecoder) and isinstance(self.runner, NativeStreamRunner):
             c = self.config
             limits = library.TreeLimits(nodes=c.nodes, width=c.width, top=self._candidates, sharpness=c.sharpness)
             limits.lookup = library.Lookup(
-                longest=c.lookup, agree=self._trust.agree.ctypes.data, onward=self._trust.onward.ctypes.data
+                longest=c.lookup, agree=self._suggestions.agree.ctypes.data, onward=self._suggestions.onward.ctypes.data
             )
-            self._rounds = NativeRounds(decoder, self.runner.packed, self.runner.head, limits, refresh=self._refresh)
-        self._prices: Prices | None = None
+            self._fused = FusedSteps(decoder, self.runner.packed, self.runner.head, limits, refresh=self._refresh)
+        self._controller: DraftLengthController | None = None
         self._expand, self._keep = (np.full(self.max_nodes, c or 0.0) for c in (self.config.expand, self.config.keep))
 
     def trial_step(self) -> Callable[[], object]:
         """One level of one node on a cache of its own."""
         self.runner.begin(self.decoder.new_cache(1, 64))
         rows = Rows.causal(0, 40, 1)
-        carried = torch.zeros(1, self.decoder.facts.hidden_size, device=self.decoder.facts.device)
+        carried = torch.zeros(1, self.decoder.info.hidden_size, device=self.decoder.info.device)
 
         def level() -> object:
             _, p = self.runner.step([0], rows, carried if self._carry else None, fresh=1)
@@ -93,15 +93,15 @@ class M2R2Drafter(Drafter):
         if self._costs is None:
             plain = super().costs(decoder)
             self._costs = plain
-            if self._rounds is not None and isinstance(self.runner, NativeStreamRunner):
-                self._costs = self._rounds.measured(plain, self.runner.own_cache_for)
+            if self._fused is not None and isinstance(self.runner, NativeStreamRunner):
+                self._costs = self._fused.measured(plain, self.runner.own_cache_for)
         return self._costs
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
-        if self._prices is None and (self.config.expand is None or self.config.keep is None):
-            self._prices = Prices.of(self.costs(self.decoder).costs, self.config.nodes)
-        if self._prices is not None:
-            self._prices.pause()
+        if self._controller is None and (self.config.expand is None or self.config.keep is None):
+            self._controller = DraftLengthController.of(self.costs(self.decoder).costs, self.config.nodes)
+        if self._controller is not None:
+            self._controller.pause()
         self.runner.begin(cache)
         self._enter(cache, sampler)
 
@@ -109,8 +109,8 @@ class M2R2Drafter(Drafter):
         self._cache, self._sampler = cache, sampler
         self._waiting, self._refreshed = {}, 0
         self._texts, self._trees = {}, {}
-        if self._rounds is not None and isinstance(self.runner, NativeStreamRunner):
-            self._rounds.begin(self.runner.native_cache, self.runner.own_cache)
+        if self._fused is not None and isinstance(self.runner, NativeStreamRunner):
+            self._fused.begin(self.runner.native_cache, self.runner.own_cache)
 
     def usable(self, cache: KVCache, length: int) -> int:
         if cache is not self._cache or not self.runner.serves(cache):
@@ -118,8 +118,8 @@ class M2R2Drafter(Drafter):
         return min(length, self._refreshed) if self._refresh else length
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
-        if self._prices is not None:
-            self._prices.pause()
+        if self._controller is not None:
+            self._controller.pause()
         self._enter(cache, sampler)
         self._refreshed = cache.lengths[0]
 
@@ -146,15 +146,15 @@ class M2R2Drafter(Drafter):
 
     def accept(self, seq: int, verified: Verified) -> None:
         path, hidden_final = verified.path, verified.accepted
-        if self._prices is not None:
-            self._prices.emitted(len(path))
+        if self._controller is not None:
+            self._controller.emitted(len(path))
         tree = self._trees.pop(seq, None)
         if tree is not None:
-            self._trust.observe(tree.origin, *tree.accepted(path))
+            self._suggestions.observe(tree.origin, *tree.accepted(path))
         waiting = self._waiting[seq]
         if self._refresh and len(path) > 1:
             tokens = self._sampler.tokens[seq]
-            # tokens end in the next root; before it come the accepted nodes, whose carried residuals are now known
+            # before the last token come the accepted nodes, whose carried residuals are now known
             waiting.ids = tokens[-len(path) : -1]
             waiting.carried = hidden_final[:-1]
         else:
@@ -162,32 +162,32 @@ class M2R2Drafter(Drafter):
         waiting.last = hidden_final[-1]
 
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
-        if self._rounds is None:
+        if self._fused is None:
             return None
         waiting = self._waiting.pop(seq, None)
-        if waiting is not None:  # the sequence's first round here
+        if waiting is not None:  # the sequence's first step here
             text = self._sampler.tokens[seq] if self.config.lookup else None
-            self._rounds.enter(seq, [*waiting.ids, last_token], torch.cat([waiting.carried, waiting.last[None]]), text)
+            self._fused.enter(seq, [*waiting.ids, last_token], torch.cat([waiting.carried, waiting.last[None]]), text)
         self._note_refreshed(seq)
         self._price(1)
         depth, deepest = min(self.config.depth, self.config.nodes, limit), min(self.config.nodes, limit)
-        done = self._rounds.run(depth, self._expand, self._keep, deepest, self._trust.steady)
+        done = self._fused.run(depth, self._expand, self._keep, deepest, self._suggestions.steady)
         if self.config.lookup:
-            self._trust.observe(*self._rounds.origin())
-        if self._prices is not None:
-            self._prices.emitted(len(done.tokens))
+            self._suggestions.observe(*self._fused.origin())
+        if self._controller is not None:
+            self._controller.emitted(len(done.tokens))
         return done
 
     def _note_refreshed(self, seq: int) -> None:
-        """A round begins: it refreshes all of the sequence's committed tokens that were not yet."""
+        """A step begins: it refreshes all of the sequence's committed tokens that were not yet."""
         assert self._cache is not None
         if seq == 0:
             self._refreshed = self._cache.lengths[0]
 
     def _price(self, sequences: int) -> None:
-        """Thresholds of the next round, from measured costs where the settings leave them open."""
-        if self._prices is not None:
-            expand, keep = self._prices.thresholds(sequences)
+        """Thresholds of the next step, from measured costs where the settings leave them open."""
+        if self._controller is not None:
+            expand, keep = self._controller.thresholds(sequences)
             self._expand = expand if self.config.expand is None else self._expand
             self._keep = keep if self.config.keep is None else self._keep
 
@@ -227,7 +227,7 @@ class M2R2Drafter(Drafter):
     # -- the passes ---------------------------------------------------------------------------------
 
     def _first_pass(self, seqs: Sequence[int], last_tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Refreshed rows of all sequences, then their roots → (h_G, p), [len(seqs), d] each, of the roots."""
+        """Refreshed rows of all sequences, then their last tokens → (h_G, p), [len(seqs), d] each, of these."""
         assert self._cache is not None
         lengths = self._cache.lengths
         parts, ids, carried = [], [], []
@@ -302,7 +302,7 @@ class M2R2Drafter(Drafter):
         suggestion, matched = index.look_up(self._sampler.tokens[seq], most, tree.tokens)
         if not matched or suggestion[0] != best:
             return False
-        length = tree.worth_following(most, own, matched, self._trust, self._expand, self._keep)
+        length = tree.worth_following(most, own, matched, self._suggestions, self._expand, self._keep)
         tree.follow(suggestion[:length], matched)
         return length > 0
 
@@ -319,10 +319,10 @@ class M2R2Drafter(Drafter):
         tokens = sampler.choose(logits, rows_seqs, paths) if sampler.greedy else sampler.draw(q, rows_seqs)
         for k, i in enumerate(live):
             tree, node = trees[i], frontier[i][0]
-            if tree.depth[node] >= tree.depth_limit or (node and tree.reach[node] < self._expand[node - 1]):
+            if tree.depth[node] >= tree.depth_limit or (node and tree.path_probability[node] < self._expand[node - 1]):
                 frontier[i] = []
                 continue
-            frontier[i] = [tree.add(node, tokens[k], tree.reach[node] * sure[k])]
+            frontier[i] = [tree.add(node, tokens[k], tree.path_probability[node] * sure[k])]
             if not sampler.greedy:
                 probs[i].append(q[k : k + 1])
 

@@ -15,10 +15,11 @@ class M2R2DecodeConfig(MethodConfig):
     """How drafts grow. Greedy drafts are trees, sampled ones chains.
 
     depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified at once.
-    sharpness: reach multiplies softmax(sharpness · logits) of the stream: the chance that a token is the argmax of the
-    full model is larger than the probability that a draw from its distribution would be that token.
-    expand, keep: least reach (see tree.py) of a node to draft from, and of a leaf to verify; None: from measured
-    costs, so that a node is added exactly when it raises the expected tokens per second.
+    sharpness: path probabilities multiply softmax(sharpness · logits) of the stream: the chance that a
+    token is the argmax of the full model is larger than the probability that a draw from its
+    distribution would be that token.
+    expand, keep: least path probability (see tree.py) of a node to draft from, and of a leaf to verify;
+    None: from measured costs, so that a node is added exactly when it raises the expected tokens per second.
     lookup: where the last tokens (this many at most, 0: never) occurred before in the text and the stream's best next
     token is what followed there, a draft may go on as the text did, without the stream (tree.py). [ours]
     trust: what a draft is judged by: confidence (the sharpened top-1 probability) or arla (the trained estimate that

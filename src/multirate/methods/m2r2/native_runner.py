@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.methods.common.native_rounds import DraftHead
+from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.model.kv_cache import KVCache
@@ -32,15 +32,15 @@ class NativeStreamRunner(StreamRunner):
         """Whether the block's shape tiles; its heads must be as long as the base's (one cache layout)."""
         c = stream.config
         sizes = c.block_heads, c.block_kv_heads, c.block_head_dim, c.block_intermediate
-        return decoder.alone and (not c.block or tiles(decoder, *sizes))
+        return decoder.supports_fused and (not c.block or tiles(decoder, *sizes))
 
     def __init__(self, decoder: NativeDecoder, stream: AcceleratedStream, gate: int) -> None:
         super().__init__(decoder, stream, gate)
         self._library = library.kernel()
         self._owner = owner = Owner()
-        self._d = decoder.facts.hidden_size
+        self._d = decoder.info.hidden_size
         config, carry = stream.config, stream.carry
-        self.head = DraftHead(decoder.head, decoder.facts.vocab_size)
+        self.head = DraftHead(decoder.head, decoder.info.vocab_size)
         self._token_list: list[int] | None = None
         if stream.draft_tokens is not None:
             chosen = stream.draft_tokens.cpu()
@@ -48,7 +48,7 @@ class NativeStreamRunner(StreamRunner):
             self._token_list = chosen.tolist()
             token_map = owner.address(chosen.to(torch.int64).contiguous())
             self.head = DraftHead(owner.linear(decoder.head_weight[chosen], bias), len(chosen), token_map)
-        self._adapters = AdapterPack(self.adapters, decoder.facts.num_layers) if self.adapters else None
+        self._adapters = AdapterPack(self.adapters, decoder.info.num_layers) if self.adapters else None
         self.packed = library.Stream(
             shape=ctypes.addressof(decoder.shape),
             layers=ctypes.addressof(decoder.packed_layers),

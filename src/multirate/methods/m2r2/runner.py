@@ -23,12 +23,12 @@ class StreamRunner:
 
     def __init__(self, decoder: Decoder, stream: AcceleratedStream, gate: int) -> None:
         self.decoder, self.gate = decoder, gate
-        self.stream = stream.to(device=decoder.facts.device, dtype=decoder.facts.dtype).eval()
+        self.stream = stream.to(device=decoder.info.device, dtype=decoder.info.dtype).eval()
         self.adapters = {i: a for i, a in stream.layer_adapters().items() if i < gate} or None
         self._block = stream.block(gate)
         self._slow_cache: KVCache | None = None
         self._block_cache: KVCache | None = None
-        self._tokens = None if stream.draft_tokens is None else stream.draft_tokens.to(decoder.facts.device)
+        self._tokens = None if stream.draft_tokens is None else stream.draft_tokens.to(decoder.info.device)
 
     def begin(self, cache: KVCache) -> None:
         """A new generation over the slow stream's `cache`."""
@@ -51,10 +51,10 @@ class StreamRunner:
         them refresh the block's K/V of tokens that are committed already.
         → (slow residuals h_G of the fresh rows [fresh, d], the stream's outputs p [N, d])
         """
-        h0 = self.decoder.embed(torch.tensor(ids, device=self.decoder.facts.device), rows.pos)
+        h0 = self.decoder.embed(torch.tensor(ids, device=self.decoder.info.device), rows.pos)
         n = len(ids)
-        p = self.stream.start(h0.to(self.decoder.facts.dtype), None if carried is None else
-                              carried.to(self.decoder.facts.dtype)).to(h0.dtype)
+        p = self.stream.start(h0.to(self.decoder.info.dtype), None if carried is None else
+                              carried.to(self.decoder.info.dtype)).to(h0.dtype)
         reading = replace(rows, slot=np.full(n, -1, np.int32), accelerated=np.ones(n, np.bool_))
         if fresh:
             new = slice(n - fresh, n)
@@ -66,12 +66,12 @@ class StreamRunner:
             p = self.decoder.layers(p, reading, 0, self.gate, self._cache, self.adapters)
             h_gate = p[:0]
         if self._block is not None and self._block_cache is not None:
-            p = self._block.rows(p.to(self.decoder.facts.dtype), rows, self._block_cache).to(p.dtype)
+            p = self._block.rows(p.to(self.decoder.info.dtype), rows, self._block_cache).to(p.dtype)
         return h_gate, p
 
     def slow(self, ids: list[int], rows: Rows) -> Tensor:
         """The slow stream alone through layers < gate → h_G [N, d]."""
-        x = self.decoder.embed(torch.tensor(ids, device=self.decoder.facts.device), rows.pos)
+        x = self.decoder.embed(torch.tensor(ids, device=self.decoder.info.device), rows.pos)
         return self.decoder.layers(x, rows, 0, self.gate, self._cache)
 
     def logits(self, p: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The draft tree of one sequence while it grows from the accelerated stream, best-first within each level. [ours]
 
-A node's *reach* is the stream's own estimate that verification arrives there: the product of the draft
-probabilities on its path. A node pays while its reach exceeds what it costs relative to a token:
+A node's *path probability* is the stream's own estimate that verification arrives there: the product of the draft
+probabilities on its path. A node pays while that exceeds what it costs relative to a token:
 `expand` for a node that is itself drafted from (one more level), `keep` for a leaf (one more verified row); both rise
 with the number of nodes where rows do not all cost the same.
 
@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from multirate.methods.common.trust import Origin, Trust
+from multirate.decoding.acceptance_statistics import Origin, SuggestionRates
 
 
 @dataclass
 class DraftTree:
-    """Nodes 1..n below the root 0, in the order they were drafted from; leaves are added by `finish`.
+    """Nodes 1..n below node 0, the last token, in the order they were drafted from; leaves are added by `finish`.
 
     depth_limit: of the stream's own nodes. deepest: of a suggestion's. drawn: nodes the stream drafted from. followed:
     nodes after these that are a suggestion's; matched: what it was matched by.
@@ -34,17 +34,17 @@ class DraftTree:
     matched: int = 0
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    reach: list[float] = field(default_factory=lambda: [1.0])
+    path_probability: list[float] = field(default_factory=lambda: [1.0])
     depth: list[int] = field(default_factory=lambda: [0])
     bits: list[int] = field(default_factory=lambda: [0])
-    _leaves: list[tuple[float, int, int]] = field(default_factory=list)  # (reach, parent, token)
+    _leaves: list[tuple[float, int, int]] = field(default_factory=list)  # (path probability, parent, token)
 
-    def add(self, parent: int, token: int, reach: float) -> int:
+    def add(self, parent: int, token: int, path_probability: float) -> int:
         """Appends a node and returns its number. Its ancestors' bits include itself (Rows.tree)."""
         node = len(self.tokens) + 1
         self.tokens.append(token)
         self.parents.append(parent)
-        self.reach.append(reach)
+        self.path_probability.append(path_probability)
         self.depth.append(self.depth[parent] + 1)
         self.bits.append(self.bits[parent] | 1 << (node - 1))
         return node
@@ -55,27 +55,27 @@ class DraftTree:
     ) -> list[int]:
         """Candidates below the frontier nodes, given their top tokens and probabilities → the nodes to draft from next.
 
-        expand, keep [nodes]: least reach of the n-th node, not falling. At most `width` candidates that reach `expand`
-        become nodes; the others that reach the first of `keep` wait as leaves. Each node's candidates before `first`
-        are passed over.
+        expand, keep [nodes]: least path probability of the n-th node, not falling. At most `width` candidates
+        of at least `expand` become nodes; the others of at least the first of `keep` wait as leaves. Each
+        node's candidates before `first` are passed over.
         """
         candidates: list[tuple[float, int, int]] = []
         for node, node_ids, node_probs in zip(frontier, ids, probs, strict=True):
             if self.depth[node] >= self.depth_limit:
                 continue
-            here = self.reach[node]
+            here = self.path_probability[node]
             for token, prob in list(zip(node_ids, node_probs, strict=True))[first:]:
                 if here * prob < keep[0]:
                     break  # tokens come best first
                 candidates.append((here * prob, node, token))
         candidates.sort(key=lambda c: -c[0])
         chosen: list[int] = []
-        for reach, parent, token in candidates:
+        for chance, parent, token in candidates:
             deeper = self.depth[parent] + 1 < self.depth_limit
-            if len(chosen) < width and deeper and reach >= expand[len(self.tokens)]:
-                chosen.append(self.add(parent, token, reach))
+            if len(chosen) < width and deeper and chance >= expand[len(self.tokens)]:
+                chosen.append(self.add(parent, token, chance))
             else:
-                self._leaves.append((reach, parent, token))
+                self._leaves.append((chance, parent, token))
         self.drawn += len(chosen)
         return chosen
 
@@ -85,24 +85,24 @@ class DraftTree:
         return self.depth[-1] == len(self.tokens)
 
     def worth_following(
-        self, suggested: int, own: float, matched: int, trust: Trust, expand: np.ndarray, keep: np.ndarray
+        self, suggested: int, own: float, matched: int, rates: SuggestionRates, expand: np.ndarray, keep: np.ndarray
     ) -> int:
         """How many of `suggested` tokens below the last node of this chain make a better draft than going on with the
         stream, whose best token, of probability `own`, is the suggestion's first. lookup.h, worth_following.
 
-        Better: the sum over the nodes of each way of reach less price is larger.
+        Better: the sum over the nodes of each way of path probability less price is larger.
         """
-        n, reach = len(self.tokens), self.reach[-1]
+        n, so_far = len(self.tokens), self.path_probability[-1]
         gain = other = 0.0
-        length, here = 0, reach * float(trust.agree[matched])
+        length, here = 0, so_far * float(rates.agree[matched])
         while length < suggested and here >= keep[n + length]:
             gain += here - float(keep[n + length])
-            here *= float(trust.onward[matched])
+            here *= float(rates.onward[matched])
             length += 1
-        here, i = reach * own, n
+        here, i = so_far * own, n
         while i < len(keep) and i + 1 < self.depth_limit and here >= expand[i]:
             other += here - float(expand[i])
-            here *= trust.steady
+            here *= rates.steady
             i += 1
         if i < len(keep) and here >= keep[i]:
             other += here - float(keep[i])
@@ -125,11 +125,11 @@ class DraftTree:
         self.followed, self.matched = len(suggestion), matched
 
     def finish(self, keep: np.ndarray) -> int:
-        """Adds the best leaves that reach `keep` [nodes], up to as many nodes in all; returns how many were added."""
+        """Adds the best leaves of at least `keep` [nodes], up to as many nodes in all; returns how many were added."""
         self._leaves.sort(key=lambda c: -c[0])
         before = len(self.tokens)
-        for reach, parent, token in self._leaves:
-            if len(self.tokens) >= len(keep) or reach < keep[len(self.tokens)]:
+        for chance, parent, token in self._leaves:
+            if len(self.tokens) >= len(keep) or chance < keep[len(self.tokens)]:
                 break
-            self.add(parent, token, reach)
+            self.add(parent, token, chance)
         return len(self.tokens) - before

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from multirate.decoding.drafter import Draft, Drafter, FusedStep
 from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
-from multirate.methods.common.native_rounds import NativeRounds
+from multirate.methods.common.fused_steps import FusedSteps
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
@@ -19,7 +19,7 @@ from multirate.model.native.cache import NativeKVCache
 class PromptLookupDrafter(Drafter):
     """The longest n-gram (n ≤ max_ngram) that occurred before proposes what followed its latest occurrence.
 
-    On the native decoder a greedy round of one sequence is one kernel call, as M2R2's and Kangaroo's are.
+    On the native decoder a greedy step of one sequence is one kernel call, as M2R2's and Kangaroo's are.
     """
 
     start = 0
@@ -28,23 +28,23 @@ class PromptLookupDrafter(Drafter):
         self.config = config
         self.max_nodes = config.tokens
         self._texts: list[TextIndex] = []
-        self._rounds: NativeRounds | None = None
-        self._entered: int | None = None  # the sequence whose rounds run whole
-        if isinstance(decoder, NativeDecoder) and decoder.alone and NativeRounds.can_draft(config.tokens):
+        self._fused: FusedSteps | None = None
+        self._entered: int | None = None  # the sequence whose steps are fused
+        if isinstance(decoder, NativeDecoder) and decoder.supports_fused and FusedSteps.can_draft(config.tokens):
             self._stream = library.Stream(
                 shape=ctypes.addressof(decoder.shape), layers=ctypes.addressof(decoder.packed_layers),
                 table=decoder.table.data_ptr(),
             )  # fmt: skip
             limits = library.TreeLimits(nodes=config.tokens, lookup=library.Lookup(longest=config.max_ngram))
-            self._rounds = NativeRounds(decoder, self._stream, None, limits, refresh=False)
+            self._fused = FusedSteps(decoder, self._stream, None, limits, refresh=False)
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         """Forgets the n-grams of the generation before."""
         self._texts = [TextIndex(self.config.max_ngram) for _ in sampler.tokens]
         self._sampler, self._entered = sampler, None
-        if self._rounds is not None:
+        if self._fused is not None:
             assert isinstance(cache, NativeKVCache)
-            self._rounds.begin(cache, None)
+            self._fused.begin(cache, None)
 
     def usable(self, cache: KVCache, length: int) -> int:
         return length  # the index is made anew from the tokens
@@ -60,9 +60,9 @@ class PromptLookupDrafter(Drafter):
         ]
 
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
-        if self._rounds is None:
+        if self._fused is None:
             return None
         if self._entered != seq:
-            self._rounds.enter(seq, [last_token], text=self._sampler.tokens[seq])
+            self._fused.enter(seq, [last_token], text=self._sampler.tokens[seq])
             self._entered = seq
-        return self._rounds.run(min(limit, self.config.tokens))
+        return self._fused.run(min(limit, self.config.tokens))

@@ -92,8 +92,8 @@ class GraphedDecoder(HFDecoder):
         super().__init__(model)
         self.graph_fallback: str | None = unsupported(self.parts)
         if recorder is None:
-            on_cuda = self.facts.device.type == "cuda"
-            recorder = CudaRecorder(self.facts.device) if on_cuda else EagerRecorder()
+            on_cuda = self.info.device.type == "cuda"
+            recorder = CudaRecorder(self.info.device) if on_cuda else EagerRecorder()
         self.recorder = recorder
         self._kept: StaticStorage | None = None
         self._kept_by: Callable[[], KVCache | None] = lambda: None
@@ -134,7 +134,7 @@ class GraphedDecoder(HFDecoder):
         storage, span = cache.storage, round_up(max(end, 1))
         inputs = storage.inputs.get((width, span))
         if inputs is None:
-            inputs = StaticRows(self.parts, storage, width, span, self.facts.hidden_size)
+            inputs = StaticRows(self.parts, storage, width, span, self.info.hidden_size)
             storage.inputs[width, span] = inputs
         inputs.load(x, rows, cache)
         key = (width, span, start, stop, tuple((i, id(a)) for i, a in used.items()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from multirate.errors import UserError
-from multirate.model.decoder import Decoder, DecoderFacts, LayerAdapter
+from multirate.model.decoder import Decoder, DecoderInfo, LayerAdapter
 from multirate.model.hf.adapter_hooks import apply_adapter
 from multirate.model.hf.inspect import find_parts
 from multirate.model.hf.layer_caches import RecordingKV
@@ -33,7 +33,7 @@ class HFDecoder(Decoder):
         self.parts: ModelParts = find_parts(model)
         parts = self.parts
         moe = next((m for m in parts.moe if m is not None), None)
-        self.facts = DecoderFacts(
+        self.info = DecoderInfo(
             architecture=str(parts.config.model_type),
             num_layers=len(parts.layers),
             hidden_size=int(parts.config.hidden_size),
@@ -56,8 +56,8 @@ class HFDecoder(Decoder):
 
     @torch.no_grad()
     def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
-        positions = torch.as_tensor(np.asarray(pos, dtype=np.int64), device=self.facts.device)
-        return self.parts.embed(ids.to(self.facts.device), positions)
+        positions = torch.as_tensor(np.asarray(pos, dtype=np.int64), device=self.info.device)
+        return self.parts.embed(ids.to(self.info.device), positions)
 
     @torch.no_grad()
     def layers(
@@ -127,7 +127,7 @@ class HFDecoder(Decoder):
     def _probe(self) -> list[LayerKV]:
         """Compares the parts with the model's own forward on a few tokens; returns each layer's K/V shape."""
         parts, name = self.parts, type(self.parts.model).__name__
-        ids = torch.arange(1, _PROBE_TOKENS + 1, device=parts.device)[None] * 7 % self.facts.vocab_size
+        ids = torch.arange(1, _PROBE_TOKENS + 1, device=parts.device)[None] * 7 % self.info.vocab_size
         positions = torch.arange(_PROBE_TOKENS, device=parts.device)[None]
         recorded = RecordingKV()
         try:
@@ -147,7 +147,7 @@ class HFDecoder(Decoder):
                 "tokens (a prompt of its own put before them?), so it has a part that is not known"
             )
         difference = (logits.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12)
-        limit = 1e-3 if self.facts.dtype in (torch.float32, torch.float64) else 3e-2
+        limit = 1e-3 if self.info.dtype in (torch.float32, torch.float64) else 3e-2
         if not difference <= limit:
             raise UserError(
                 f"{name} cannot be run: its layers run one by one give other logits than its own forward "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from multirate.errors import Notice, UserError
-from multirate.model.decoder import Decoder, DecoderFacts, LayerAdapter, NotPlain
+from multirate.model.decoder import Decoder, DecoderInfo, LayerAdapter, NotPlain
 from multirate.model.hf.inspect import find_parts
 from multirate.model.kv_cache import LayerKV
 from multirate.model.native import library
@@ -40,10 +40,10 @@ class NativeDecoder(Decoder):
     work in; they use as many threads as torch had when the decoder was made.
     """
 
-    facts: DecoderFacts
+    info: DecoderInfo
     runs_the_model = False
-    alone = True
-    """Whether the kernel can run all layers by itself, and so drafts and whole rounds."""
+    supports_fused = True
+    """Whether the kernel can run all layers by itself, and so fused steps: draft and verification in one call."""
 
     @staticmethod
     def supports(model: nn.Module) -> str | None:
@@ -102,7 +102,7 @@ class NativeDecoder(Decoder):
         self._work = self.workspace.address
         parts: Any = find_parts(model)
         config: Any = parts.config
-        self.facts = DecoderFacts(
+        self.info = DecoderInfo(
             architecture=type(model).__name__,
             num_layers=len(parts.layers),
             hidden_size=config.hidden_size,
@@ -134,8 +134,8 @@ class NativeDecoder(Decoder):
     def _shape(self, intermediate: int, tables: tuple[int | None, int | None, int]) -> library.Shape:
         cos, sin, positions = tables
         return library.Shape(
-            hidden=self.facts.hidden_size, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
-            intermediate=intermediate, vocab=self.facts.vocab_size, max_positions=positions, eps=self.eps,
+            hidden=self.info.hidden_size, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
+            intermediate=intermediate, vocab=self.info.vocab_size, max_positions=positions, eps=self.eps,
             attention_scale=self.head_dim**-0.5, cos=cos, sin=sin,
         )
 
@@ -146,7 +146,7 @@ class NativeDecoder(Decoder):
             warnings.warn(
                 f"the native kernel runs the first {count} of the model's {wanted} positions", Notice, stacklevel=4
             )
-        self.facts = DecoderFacts(**{**vars(self.facts), "max_positions": count})
+        self.info = DecoderInfo(**{**vars(self.info), "max_positions": count})
         like, half = torch.zeros(1, 1, config.hidden_size, dtype=torch.float32), self.head_dim // 2
         tables = torch.empty(2, count, half)
         for start in range(0, count, TABLE_CHUNK):
@@ -189,19 +189,19 @@ class NativeDecoder(Decoder):
         if spare is not None and spare.batch == batch and capacity <= spare.capacity <= 4 * capacity + 1024:
             spare.reset()
             return spare
-        return self.cache_of(self.facts.num_layers, batch, capacity, self.kv_heads)
+        return self.cache_of(self.info.num_layers, batch, capacity, self.kv_heads)
 
     def release_cache(self, cache: Any) -> None:
         self._spare = cache if cache.nbytes() <= SPARE_BYTES else None
 
     def cache_of(self, layers: int, batch: int, capacity: int, kv_heads: int) -> NativeKVCache:
         """A cache for other layers run by this kernel (an accelerated block's own keys and values)."""
-        kv = LayerKV(kv_heads, self.head_dim, self.head_dim, torch.bfloat16, self.facts.device)
+        kv = LayerKV(kv_heads, self.head_dim, self.head_dim, torch.bfloat16, self.info.device)
         return NativeKVCache(batch, capacity, [kv] * layers)
 
     def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
         ids = ids.to(torch.int64).contiguous()
-        x = torch.empty(len(ids), self.facts.hidden_size)
+        x = torch.empty(len(ids), self.info.hidden_size)
         self._library.mr_embed(self.table.data_ptr(), ids.data_ptr(), len(ids), x.shape[1], 1.0, x.data_ptr())
         return x
 
@@ -244,7 +244,7 @@ class NativeDecoder(Decoder):
         n = len(rows.seq)
         cache.make_room(rows)
         if x is None:
-            x = torch.empty(n, self.facts.hidden_size)
+            x = torch.empty(n, self.info.hidden_size)
         else:
             x = x.float().clone(memory_format=torch.contiguous_format)
         if self._logits.numel() < n * self.head.outputs:
@@ -255,7 +255,7 @@ class NativeDecoder(Decoder):
             self._work, self._shape_address, self._layers_address, cache.address, self._table_address,
             None if entering is None else entering.ctypes.data, x.data_ptr(), n, rows.seq.ctypes.data,
             rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data, rows.tree.ctypes.data,
-            cache.capacity, start, self.facts.num_layers, self._head_address, self.norm_address,
+            cache.capacity, start, self.info.num_layers, self._head_address, self.norm_address,
             self._logits.data_ptr(), tokens.ctypes.data,
         )
         return x, tokens.tolist()
@@ -265,10 +265,10 @@ class NativeDecoder(Decoder):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self._norm_weight
 
     def unembed(self, normed: Tensor) -> Tensor:
-        return self.product(self.head, normed, None)[:, : self.facts.vocab_size]
+        return self.product(self.head, normed, None)[:, : self.info.vocab_size]
 
     def logits(self, x: Tensor) -> Tensor:
-        return self.product(self.head, x, self.norm_address)[:, : self.facts.vocab_size]
+        return self.product(self.head, x, self.norm_address)[:, : self.info.vocab_size]
 
     def product(self, linear: library.Linear, x: Tensor, norm: int | None, into: Tensor | None = None) -> Tensor:
         """W · (RMSNorm(x) or x): x fp32 [N, in] → [N, out], added to `into` when given."""
@@ -311,7 +311,7 @@ class NativeDecoder(Decoder):
             return None
         modules = sorted(adapters.items())
         if modules != self._adapted:  # compared by identity: modules have no other equality
-            self._adapter_pack = AdapterPack(adapters, self.facts.num_layers)
+            self._adapter_pack = AdapterPack(adapters, self.info.num_layers)
             self._adapted = modules
         return self._adapter_pack.address
 

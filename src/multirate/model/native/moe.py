@@ -91,7 +91,7 @@ class NativeMoEDecoder(NativeDecoder):
     """A NativeDecoder whose mixture layers get their experts from `provider`. Not for batches of drafts in one call."""
 
     runs_the_model = True
-    alone = False
+    supports_fused = False
 
     @staticmethod
     def supports(model: nn.Module) -> str | None:
@@ -205,7 +205,7 @@ class NativeMoEDecoder(NativeDecoder):
         return self.route(row, residual.float().contiguous())[0].numpy()
 
     def _new_routing(self, rows: int) -> _Routing:
-        return _Routing(rows, self.top_k, self.num_experts, self.facts.hidden_size)
+        return _Routing(rows, self.top_k, self.num_experts, self.info.hidden_size)
 
     def _routing(self, rows: int) -> _Routing:
         """Memory for a call of so many rows, kept for the next: layers run one after the other."""
@@ -264,14 +264,14 @@ class KernelMixture:
     """A decoder's layers and routers, and the experts of each slot, as mixture.h has them. Outlived by the decoder."""
 
     def __init__(self, decoder: NativeMoEDecoder, experts: Sequence[int]) -> None:
-        facts = decoder.facts
+        info = decoder.info
         self._routers = (ctypes.c_void_p * len(decoder.routers))(*decoder.routers.values())
         self._norms = (ctypes.c_void_p * len(decoder.norms))(*decoder.norms.values())
-        self._row_of = np.array([decoder.row_of.get(i, -1) for i in range(facts.num_layers)], np.int32)
+        self._row_of = np.array([decoder.row_of.get(i, -1) for i in range(info.num_layers)], np.int32)
         self._experts = (_Expert * len(experts))(*(_Expert.from_address(one) for one in experts))
         routers = Routers(
             ctypes.addressof(self._routers), ctypes.addressof(self._norms), decoder.eps, decoder.num_experts,
-            decoder.top_k, decoder.normalise, facts.hidden_size,
+            decoder.top_k, decoder.normalise, info.hidden_size,
         )
         self._mixture = Mixture(
             ctypes.addressof(decoder.shape), ctypes.addressof(decoder.packed_layers), routers, self._row_of.ctypes.data,

@@ -31,7 +31,7 @@ class OwnLayer:
         half = torch.arange(head_dim // 2) / (head_dim // 2)
         angle = torch.arange(decoder.shape.max_positions)[:, None] * theta**-half
         self._shape = library.Shape(
-            hidden=decoder.facts.hidden_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            hidden=decoder.info.hidden_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
             intermediate=intermediate, vocab=0, max_positions=decoder.shape.max_positions, eps=eps,
             attention_scale=head_dim**-0.5, cos=owner.floats(angle.cos()), sin=owner.floats(angle.sin()),
         )

@@ -1,4 +1,4 @@
-"""A round in one piece against the same round in parts: drafts, tokens, statistics and committed K/V."""
+"""A step in one piece against the same step in parts: drafts, tokens, statistics and committed K/V."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from multirate.decoding.stopping import StopSettings
 from multirate.model.decoder import Decoder
 
 
-def assert_whole_rounds_are_rounds_in_parts(
+def assert_fused_steps_are_steps_in_parts(
     decoder: Decoder, make: Callable[[], Drafter], prompt: list[int], new_tokens: int = 14
 ) -> None:
     """``make`` gives a fresh drafter whose ``fused_step`` runs on this decoder."""
-    facts: list[Any] = []
+    outcomes: list[Any] = []
     stores: list[list[torch.Tensor]] = []
     for whole in (True, False):
-        drafter, rounds, texts = make(), [], []
+        drafter, drafted, texts = make(), [], []
         stored: list[torch.Tensor] = []
         in_one, in_parts = drafter.fused_step, drafter.draft
 
-        def one(*args: Any, in_one: Any = in_one, rounds: list[Any] = rounds, whole: bool = whole) -> Any:
+        def one(*args: Any, in_one: Any = in_one, drafted: list[Any] = drafted, whole: bool = whole) -> Any:
             if not whole:
                 return None
             done = in_one(*args)
             assert done is not None, "this would compare parts with parts"
-            rounds.append((done.drafted, done.levels))
+            drafted.append((done.drafted, done.levels))
             return done
 
-        def parts(*args: Any, in_parts: Any = in_parts, rounds: list[Any] = rounds) -> Any:
+        def parts(*args: Any, in_parts: Any = in_parts, drafted: list[Any] = drafted) -> Any:
             made = in_parts(*args)
-            rounds.extend((len(d.tokens), max(d.depths)) for d in made)
+            drafted.extend((len(d.tokens), max(d.depths)) for d in made)
             return made
 
         def after(session: Any, step: Any, texts: list[Any] = texts, stored: list[torch.Tensor] = stored) -> None:
             cache = session.cache
             texts.append(list(session.sampler.tokens[0]))
-            layers = range(decoder.facts.num_layers)
+            layers = range(decoder.info.num_layers)
             stored[:] = [t[:, :, : cache.lengths[0]].clone() for i in layers for t in cache.standard(i)]
 
         drafter.fused_step, drafter.draft = one, parts  # type: ignore[method-assign]
@@ -50,8 +50,8 @@ def assert_whole_rounds_are_rounds_in_parts(
         )
         s = output.stats
         counts = (s.drafted, s.drafted_levels, s.accepted, s.sequence_steps, s.target_passes)
-        facts.append((output.sequences, rounds, texts, counts))
+        outcomes.append((output.sequences, drafted, texts, counts))
         stores.append(stored)
-    assert facts[0] == facts[1]
+    assert outcomes[0] == outcomes[1]
     for one_store, other in zip(*stores, strict=True):
         assert torch.equal(one_store, other)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multirate.decoding.draft_length import RoundCosts
-from multirate.methods.m2r2.prices import Prices, convex_slopes
+from multirate.decoding.draft_length import DraftLengthController, StepCosts, convex_slopes
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=20))
@@ -25,9 +24,9 @@ def test_a_step_is_shared_by_its_rows() -> None:
 
 
 def test_thresholds_are_prices_over_the_present_seconds_per_token() -> None:
-    costs = RoundCosts(plain_step=1.0, verify={1: 1.0, 9: 1.8}, draft_step=0.1)
-    expand, keep = Prices.of(costs, nodes=4).thresholds()
+    costs = StepCosts(plain_step=1.0, verify={1: 1.0, 9: 1.8}, draft_step=0.1)
+    expand, keep = DraftLengthController.of(costs, nodes=4).thresholds()
     assert keep.tolist() == pytest.approx([0.2] * 4)  # a row of 0.1 s at half a second per token
     assert expand.tolist() == pytest.approx([0.4] * 4)
-    shared, _ = Prices.of(costs, nodes=4).thresholds(sequences=2)
+    shared, _ = DraftLengthController.of(costs, nodes=4).thresholds(sequences=2)
     assert shared.tolist() == pytest.approx([0.3] * 4)  # two sequences share a level

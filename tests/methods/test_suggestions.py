@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from multirate.methods.common.trust import Origin, Trust
+from multirate.decoding.acceptance_statistics import Origin, SuggestionRates
 from multirate.methods.m2r2.tree import DraftTree
 
 FREE = np.zeros(8)
 
 
-def trusting(agree: float, onward: float) -> Trust:
-    trust = Trust(3)
+def trusting(agree: float, onward: float) -> SuggestionRates:
+    trust = SuggestionRates(3)
     trust.agree[:], trust.onward[:] = agree, onward
     return trust
 
 
 def test_rates_go_to_what_comes_true() -> None:
-    trust = Trust(2)
+    trust = SuggestionRates(2)
     for _ in range(300):
         trust.observe(Origin(drawn=2, followed=5, matched=2), true_drawn=2, true_followed=3)
         trust.observe(Origin(drawn=0, followed=4, matched=1), true_drawn=0, true_followed=0)
@@ -28,7 +28,7 @@ def test_rates_go_to_what_comes_true() -> None:
 
 
 def test_what_was_never_reached_says_nothing_and_doubt_fades() -> None:
-    trust = Trust(2)
+    trust = SuggestionRates(2)
     before = trust.agree.copy()
     for _ in range(15):
         trust.observe(Origin(drawn=3, followed=5, matched=2), true_drawn=1, true_followed=0)

@@ -1,7 +1,7 @@
-"""Whole greedy rounds of one sequence in the kernel: draft, verification and acceptance in one call from Python.
+"""Fused greedy steps of one sequence in the kernel: draft, verification and acceptance in one call from Python.
 
-The state between two rounds is what the kernel leaves: the tokens it emitted and h_L of the accepted path, which are
-the tokens to refresh (all but the last, the next root) and their carried residuals.
+The state between two steps is what the kernel leaves: the tokens it emitted and h_L of the accepted path, which are
+the tokens to refresh (all but the last one, which enters next) and their carried residuals.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multirate.decoding.acceptance_statistics import Origin
 from multirate.decoding.costs import CostModel
 from multirate.decoding.drafter import MAX_TREE_NODES, FusedStep
-from multirate.methods.common.trust import Origin
 from multirate.model.native import NativeDecoder, library
 from multirate.model.native.cache import NativeKVCache
 
@@ -32,24 +32,24 @@ class DraftHead:
     token_map: int | None = None
 
 
-class NativeRounds:
-    """Rounds of one sequence at a time: ``begin`` a generation, ``enter`` a sequence, ``run`` until it ends.
+class FusedSteps:
+    """Fused steps of one sequence at a time: ``begin`` a generation, ``enter`` a sequence, ``run`` until it ends.
 
     stream: what drafts, at stream.gate, read with `head`; without one the text is looked up, and nothing else. refresh:
     whether accepted tokens run through it again (it has own K/V). limits: nodes, width, top, sharpness, least and the
-    lookup's rates are kept; ``run`` sets the others. Owns all buffers of a round.
+    lookup's rates are kept; ``run`` sets the others. Owns all buffers of a step.
     """
 
     @staticmethod
     def can_draft(nodes: int) -> bool:
-        """Whether a round can have so many nodes: the kernel's arrays, and a tree's bits, end there."""
+        """Whether a fused step can have so many nodes: the kernel's arrays, and a tree's bits, end there."""
         return nodes <= MAX_TREE_NODES
 
     def __init__(
         self, decoder: NativeDecoder, stream: library.Stream, head: DraftHead | None, limits: library.TreeLimits,
         refresh: bool,
     ) -> None:
-        nodes, d = limits.nodes, decoder.facts.hidden_size
+        nodes, d = limits.nodes, decoder.info.hidden_size
         self._library = library.kernel()
         self._decoder, self._nodes, self._refresh, self._entered = decoder, nodes, refresh, 0
         self._ids = np.zeros(nodes + 1, np.int64)
@@ -67,7 +67,7 @@ class NativeRounds:
             head=ctypes.addressof(decoder.head), norm=decoder.norm_address, token_map=head.token_map if head else None,
             ids=self._ids.ctypes.data, carried=self._carried.data_ptr(), tokens=self._tokens.ctypes.data,
             parents=self._parents.ctypes.data, hidden=self._hidden.data_ptr(), scratch=self._scratch.data_ptr(),
-            draft_vocab=head.vocab if head else 0, layers=decoder.facts.num_layers,
+            draft_vocab=head.vocab if head else 0, layers=decoder.info.num_layers,
         )
         self._addresses = ctypes.addressof(self._round), ctypes.addressof(self._limits)
 
@@ -78,8 +78,8 @@ class NativeRounds:
     def enter(
         self, seq: int, ids: Sequence[int], carried: Tensor | None = None, text: Sequence[int] | None = None
     ) -> None:
-        """The sequence's next round refreshes all ``ids`` but the last, its root. carried [len(ids), d], if any.
-        text: all tokens so far, the root last, for drafts that look themselves up in it; None: these do not."""
+        """The sequence's next step refreshes all ``ids`` but the last. carried [len(ids), d], if any.
+        text: all tokens so far, for drafts that look themselves up in it; None: these do not."""
         self._limits.lookup.longest = 0 if text is None else self._longest
         self._set_text([] if text is None else text)
         self._round.sequence = seq
@@ -92,10 +92,11 @@ class NativeRounds:
         self, depth: int, expand: np.ndarray | None = None, keep: np.ndarray | None = None, deepest: int | None = None,
         steady: float = 1.0,
     ) -> FusedStep:
-        """One round, with drafts of at most ``depth`` levels, suggestions of ``deepest``. The accepted tokens' K/V are
+        """One step, with drafts of at most ``depth`` levels, suggestions of ``deepest``. The accepted tokens' K/V are
         in place, uncommitted.
 
-        expand, keep: float64 [nodes], least reach of the n-th node to be drafted from and to be verified; None: 0.
+        expand, keep: float64 [nodes], least path probability of the n-th node to be drafted from and to
+        be verified; None: 0.
         steady: see lookup.h.
         """
         limits, length = self._limits, self._make_room()
@@ -115,9 +116,10 @@ class NativeRounds:
         self, plain: CostModel, own: Callable[[NativeKVCache], NativeKVCache | None], repeats: int = 40,
         budget_seconds: float = 0.2,
     ) -> CostModel:
-        """``plain`` with the draft's costs as they are inside a round: the difference between rounds of many levels and
-        of one (a level alone misses that draft and verification push each other out of the caches). Uses caches of its
-        own, the stream's made by ``own``; not during a generation. At least two repeats, however long they take."""
+        """``plain`` with the draft's costs as they are inside a fused step: the difference between steps of
+        many levels and of one (a level alone misses that draft and verification push each other out of the
+        caches). Uses caches of its own, the stream's made by ``own``; not during a generation. At least
+        two repeats, however long they take."""
         most, length = min(self._nodes, 6), 40
         cache = self._decoder.new_cache(1, length + self._nodes + 1)
         cache.commit(0, length)
@@ -142,7 +144,7 @@ class NativeRounds:
         return replace(plain, costs=replace(costs, draft_step=level, draft_fixed=fixed))
 
     def origin(self) -> tuple[Origin, int, int]:
-        """Where the last round's draft came from, and how much of either kind was accepted (common/trust.py)."""
+        """Where the last step's draft came from, and how much of either kind was accepted."""
         record = self._round
         text = record.text
         return Origin(text.drawn, text.followed, text.matched), record.true_drawn, record.true_followed
@@ -154,7 +156,7 @@ class NativeRounds:
         text.tokens, text.count = (self._text.ctypes.data if len(tokens) else None), len(tokens)
 
     def _make_room(self) -> int:
-        """Room for a round in both caches; returns the sequence's committed length."""
+        """Room for a step in both caches; returns the sequence's committed length."""
         cache, own, record = self._cache, self._own, self._round
         length = cache.lengths[record.sequence]
         for store in (cache, own):

@@ -1,0 +1,60 @@
+"""How deep a token's row goes: the interface of methods that leave early, without verification."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from multirate.decoding.session import Session
+from multirate.model.decoder import Decoder
+
+LayerRange = tuple[int, int]
+"""Layers [start, stop)."""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What a policy says at an exit. rows [n]: which rows leave here.
+
+    logits: [n, V], where the policy has computed them to decide (a confidence does), so that the
+    step does not compute them again; None: the step asks `DepthPolicy.logits` for the rows that leave.
+    """
+
+    rows: Sequence[bool]
+    logits: Tensor | None = None
+
+
+class DepthPolicy(ABC):  # noqa: B024 - a policy overrides `leave` or `schedule`
+    """Says after which layer each row of a batch leaves. It knows nothing of the cache or of the loop.
+
+    exits: layers after which rows may leave: numbers of layers run, rising, above 0 and below L.
+    lossless: whether the output is the base model's all the same. Leaving early never is, unless
+        the policy knows that the layers left out change nothing.
+    """
+
+    exits: tuple[int, ...] = ()
+    lossless: bool = False
+
+    def begin(self, session: Session) -> None:  # noqa: B027 - optional
+        """A generation begins; forget the one before."""
+
+    def schedule(self, session: Session, seqs: Sequence[int]) -> Sequence[LayerRange] | None:
+        """The layers that all rows of this step run, as rising ranges; None: rows leave at `exits`.
+
+        Asked once per step, before it. `session.cache.lengths[b]` is the position of b's row.
+        """
+        return None
+
+    def leave(self, exit: int, hidden: Tensor, seqs: Sequence[int]) -> Leaving:
+        """Which rows leave after `exit` layers. hidden [n, d]: the residual of each of `seqs` there."""
+        return Leaving([False] * len(seqs))
+
+    def logits(self, decoder: Decoder, exit: int, hidden: Tensor) -> Tensor:
+        """Logits [n, V] of rows that left after `exit` layers with residuals hidden [n, d].
+
+        The default reads them as it reads the last layer's: final norm and LM head.
+        """
+        return decoder.logits(hidden)

@@ -1,0 +1,275 @@
+"""Dynamic depth as a step: a token is emitted as soon as its row leaves, after as many layers as a policy says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from multirate.decoding.depth import DepthPolicy, LayerRange
+from multirate.decoding.session import Session
+from multirate.decoding.step import Hole, Step
+from multirate.model.decoder import Decoder
+from multirate.model.rows import Rows
+
+KVOfSkippedLayers = Literal["propagate", "deferred", "none"]
+KV_OF_SKIPPED_LAYERS: tuple[KVOfSkippedLayers, ...] = ("propagate", "deferred", "none")
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Consecutive tokens whose deeper layers are still to run: slots [first, first + m).
+
+    hidden [m, d] enters layer `depth`.
+    """
+
+    first: int
+    hidden: Tensor
+    depth: int
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.hidden)
+
+
+class DynamicDepthStep(Step):
+    """One token per sequence and step; nothing is verified. Each row of a batch leaves at its own layer.
+
+    kv: where the K/V come from that later tokens need of the layers a row has skipped:
+      propagate  from the residual the row left with, as if it entered each of these layers
+                 (`Decoder.fill_kv`). Cheap and inexact: from the first such token on, K/V are not
+                 those of a prefill, and nobody else may use them (`Session.note_inexact`).
+      deferred   from the layers themselves, later: the row waits with its residual until a row of
+                 its sequence goes deeper, and then goes with it, as deep as that one goes. K/V are
+                 those of a prefill of the emitted tokens, bit for bit where the decoder's rows are
+                 independent of one another.
+      none       from nowhere: for schedules whose set of layers never grows, so that no later row
+                 looks for them (SkipDecode). ValueError when one does grow.
+
+    With "deferred" the depths of waiting tokens never rise with their position (a row that goes
+    deeper than those before it takes them along), so they are a stack for each sequence.
+    """
+
+    def __init__(self, policy: DepthPolicy, kv: KVOfSkippedLayers = "propagate") -> None:
+        if kv not in KV_OF_SKIPPED_LAYERS:
+            raise ValueError(f"kv={kv!r}; accepted: {', '.join(KV_OF_SKIPPED_LAYERS)}")
+        self.policy, self.kv = policy, kv
+        self.lossless = policy.lossless
+        self._pending: dict[int, list[_Pending]] = {}
+        self._ran: dict[int, frozenset[int]] = {}  # the layers that a sequence's last token ran
+        self._holes: dict[int, list[Hole]] = {}
+
+    def begin(self, session: Session, resumed: bool) -> None:
+        exits, layers = self.policy.exits, session.decoder.info.num_layers
+        if list(exits) != sorted(set(exits)) or not all(0 < exit < layers for exit in exits):
+            raise ValueError(
+                f"exits {exits} of a model with {layers} layers; accepted: rising, 1..{layers - 1}"
+            )
+        self._pending, self._ran, self._holes = {}, {}, {}
+        self.policy.begin(session)
+
+    def holes(self, seq: int) -> list[Hole]:
+        waiting = self._pending.get(seq, [])
+        return [
+            *self._holes.get(seq, []),
+            *(Hole(part.first, part.last, part.depth, _ALL_LAYERS) for part in waiting),
+        ]
+
+    def run(self, session: Session) -> None:
+        seqs = session.active
+        ranges = self.policy.schedule(session, seqs)
+        if ranges is not None:
+            _check(ranges, session.decoder)
+        if self.kv == "deferred":
+            tokens = self._run_to_exits(session, seqs, _only_stop(ranges))
+        elif ranges is not None:
+            tokens = self._run_ranges(session, seqs, ranges)
+        elif self.kv == "none":
+            raise ValueError("kv='none' needs a schedule: rows that leave one by one need all K/V")
+        else:
+            tokens = self._run_to_exits(session, seqs, None)
+        for b in seqs:
+            session.cache.commit(b, 1)
+            session.emit(b, [tokens[b]])
+
+    def finish(self, session: Session) -> None:
+        # what waits would have to be read again by the next turn, row by row the same work
+        if session.keeps_prefix:
+            self.flush(session)
+
+    def flush(self, session: Session) -> None:
+        """Runs all waiting tokens through the rest of the layers."""
+        layers = session.decoder.info.num_layers
+        for b, waiting in self._pending.items():
+            while waiting:
+                part = self._joined(b, None, waiting[-1].depth)
+                assert part is not None
+                stop = waiting[-1].depth if waiting else layers
+                hidden = _run(session, {b: part}, part.depth, stop)[b].hidden
+                if stop < layers:
+                    waiting.append(_Pending(part.first, hidden, stop))
+
+    # -- rows that leave one by one -------------------------------------------------------------------
+
+    def _run_to_exits(self, session: Session, seqs: list[int], only: int | None) -> dict[int, int]:
+        """Every sequence's last token, with the waiting ones it takes along → the next tokens.
+
+        only: the one exit, where all rows leave; None: the policy's.
+        """
+        decoder, cache, policy = session.decoder, session.cache, self.policy
+        layers = decoder.info.num_layers
+        exits = policy.exits if only is None else (only,)
+        waiting = {part.depth for b in seqs for part in self._pending.get(b, [])}
+        tokens: dict[int, int] = {}
+        x, _ = _enter(session, seqs)
+        going = {b: _Pending(cache.lengths[b], x[i : i + 1], 0) for i, b in enumerate(seqs)}
+        at = 0
+        for stop in sorted({*exits, *waiting, layers}):
+            going = {b: self._joined(b, part, at) or part for b, part in going.items()}
+            going, at = _run(session, going, at, stop), stop
+            if stop not in exits and stop < layers:
+                continue
+            here = list(going)
+            last = torch.cat([going[b].hidden[-1:] for b in here])
+            if stop in (layers, only):
+                leaving, logits = [True] * len(here), None
+            else:
+                said = policy.leave(stop, last, here)
+                leaving, logits = list(said.rows), said.logits
+            out = [i for i, leaves in enumerate(leaving) if leaves]
+            if not out:
+                continue
+            left = [here[i] for i in out]
+            if logits is not None:
+                logits = logits[out]
+            else:
+                read = last[out]
+                logits = (
+                    policy.logits(decoder, stop, read) if stop < layers else decoder.logits(read)
+                )
+            tokens.update(zip(left, session.sampler.choose(logits, left), strict=True))
+            session.stats.count_exits(stop, len(left))
+            if stop < layers:
+                self._leave(session, [going[b] for b in left], left)
+            going = {b: part for b, part in going.items() if b not in tokens}
+            if not going:
+                break
+        return tokens
+
+    def _leave(self, session: Session, parts: list[_Pending], seqs: list[int]) -> None:
+        """The rows left above the last layer: their K/V of the layers above are filled in, or wait."""
+        if self.kv == "deferred":
+            for b, part in zip(seqs, parts, strict=True):
+                self._pending.setdefault(b, []).append(part)
+            return
+        rows = Rows.concat(
+            [Rows.causal(b, part.first, 1) for b, part in zip(seqs, parts, strict=True)]
+        )
+        hidden = torch.cat([part.hidden for part in parts])
+        layers = session.decoder.info.num_layers
+        session.decoder.fill_kv(rows, hidden, parts[0].depth, layers, session.cache)
+        for b, part in zip(seqs, parts, strict=True):
+            session.note_inexact(b, part.first)
+
+    def _joined(self, seq: int, part: _Pending | None, depth: int) -> _Pending | None:
+        """part, about to enter layer `depth`, with the sequence's tokens that wait there before it."""
+        waiting, parts = self._pending.get(seq, []), [] if part is None else [part]
+        while waiting and waiting[-1].depth == depth:
+            parts.insert(0, waiting.pop())
+        if len(parts) <= 1:
+            return parts[0] if parts else None
+        return _Pending(parts[0].first, torch.cat([p.hidden for p in parts]), depth)
+
+    # -- a schedule for the whole batch ---------------------------------------------------------------
+
+    def _run_ranges(
+        self, session: Session, seqs: list[int], ranges: Sequence[LayerRange]
+    ) -> dict[int, int]:
+        decoder, cache = session.decoder, session.cache
+        layers = decoder.info.num_layers
+        x, rows = _enter(session, seqs)
+        at = 0
+        skipped: list[LayerRange] = []
+        for start, stop in [*ranges, (layers, layers)]:
+            if at < start:
+                skipped.append((at, start))
+                if self.kv == "propagate":
+                    decoder.fill_kv(rows, x, at, start, cache)
+            x = decoder.layers(x, rows, start, stop, cache)
+            at = stop
+        if self.kv == "none":
+            self._note_skipped(
+                session, seqs, frozenset(i for r in ranges for i in range(*r)), skipped
+            )
+        if skipped:
+            for b in seqs:
+                session.note_inexact(b, cache.lengths[b])
+        last = ranges[-1][1]
+        session.stats.count_exits(last, len(seqs))
+        logits = self.policy.logits(decoder, last, x) if last < layers else decoder.logits(x)
+        return dict(zip(seqs, session.sampler.choose(logits, seqs), strict=True))
+
+    def _note_skipped(
+        self, session: Session, seqs: list[int], ran: frozenset[int], skipped: list[LayerRange]
+    ) -> None:
+        for b in seqs:
+            if not ran <= self._ran.get(b, ran):
+                grown = sorted(ran - self._ran[b])
+                raise ValueError(
+                    f"kv='none', and layers {grown} run again after a token that skipped them"
+                )
+            self._ran[b] = ran
+            slot, holes = session.cache.lengths[b], self._holes.setdefault(b, [])
+            for start, stop in skipped:
+                holes.append(Hole(slot, slot + 1, start, stop))
+
+
+_ALL_LAYERS = 1 << 30
+
+
+def _enter(session: Session, seqs: list[int]) -> tuple[Tensor, Rows]:
+    """The residuals [n, d] with which the sequences' last tokens enter layer 0, and their rows."""
+    decoder, cache = session.decoder, session.cache
+    rows = Rows.concat([Rows.causal(b, cache.lengths[b], 1) for b in seqs])
+    ids = torch.tensor([session.sampler.tokens[b][-1] for b in seqs], device=decoder.info.device)
+    return decoder.embed(ids, rows.pos), rows
+
+
+def _run(
+    session: Session, going: dict[int, _Pending], start: int, stop: int
+) -> dict[int, _Pending]:
+    """Layers [start, stop) on the rows of all sequences in one call."""
+    if start == stop:
+        return going
+    rows = Rows.concat([Rows.causal(b, part.first, len(part.hidden)) for b, part in going.items()])
+    x = torch.cat([part.hidden for part in going.values()])
+    x = session.decoder.layers(x, rows, start, stop, session.cache)
+    parts = x.split([len(part.hidden) for part in going.values()])
+    return {
+        b: _Pending(part.first, hidden, stop)
+        for (b, part), hidden in zip(going.items(), parts, strict=True)
+    }
+
+
+def _check(ranges: Sequence[LayerRange], decoder: Decoder) -> None:
+    ends = [end for layer_range in ranges for end in layer_range]
+    layers = decoder.info.num_layers
+    rising = ends == sorted(ends) and all(start < stop for start, stop in ranges)
+    if not ends or not rising or ends[0] < 0 or ends[-1] > layers:
+        raise ValueError(
+            f"schedule {list(ranges)}; accepted: rising layer ranges within 0..{layers}"
+        )
+
+
+def _only_stop(ranges: Sequence[LayerRange] | None) -> int | None:
+    """Where the schedule lets all rows leave; None: it says nothing."""
+    if ranges is None:
+        return None
+    if len(ranges) != 1 or ranges[0][0] != 0:
+        raise ValueError(
+            f"kv='deferred' runs layers in their order; schedule {list(ranges)} leaves some out"
+        )
+    return ranges[0][1]

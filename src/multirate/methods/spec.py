@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from multirate.decoding.drafter import Drafter
 from multirate.errors import UserError
 from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.objective import Objective
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.common.teacher import Teacher
 from multirate.model.decoder import Decoder
@@ -37,14 +38,14 @@ class Training:
 
     config: its dataclass (JSON in accelerator.json). configure(base, **options): the config's
     defaults for a base; None: `config.for_base`. build(config, base): the modules, an instance of
-    `module`. objective(teacher, modules, step_decay): an `nn.Module`, (ids, mask) → (loss, Report),
-    see methods/common/objective.py. start(teacher, modules, batches of (ids, mask)): copies into
-    the modules what begins as something of the base's own.
+    `module`. objective(teacher, modules, step_decay): what is minimised, an `Objective`
+    (methods/common/objective.py). start(teacher, modules, batches of (ids, mask)): copies into the
+    modules what begins as something of the base's own.
     """
 
     config: type[MethodConfig]
     module: type[nn.Module]
-    objective: Callable[..., nn.Module]
+    objective: Callable[..., Objective]
     configure: Callable[..., MethodConfig] | None = None
     start: Callable[[Teacher, Any, Iterable[tuple[Tensor, Tensor]]], None] | None = None
 

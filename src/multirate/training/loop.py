@@ -290,20 +290,29 @@ class _Run:
             ids, mask = batch.ids.to(self.launcher.device), batch.mask.to(self.launcher.device)
             with self._autocast():
                 _, report = self.objective(ids, mask)
-                terms, exit_ = self.objective.early_exit(ids, mask)
             trained.add(report.sums())
-            exits = exits or Summary.empty(terms)
-            exits.add(Report(terms, exit_, 0.0).sums())
+            if self.objective.has_early_exit:
+                with self._autocast():
+                    terms, exit_ = self.objective.early_exit(ids, mask)
+                exits = exits or Summary.empty(terms)
+                exits.add(Report(terms, exit_, 0.0).sums())
         self.stream.train()
-        exits = exits or Summary.empty([t for t in self.objective.terms if t.step == 1])
+        summaries = [trained]
+        if self.objective.has_early_exit:
+            exits = exits or Summary.empty([t for t in self.objective.terms if t.step == 1])
+            summaries.append(exits)
         if world > 1:
-            for summary in (trained, exits):
+            for summary in summaries:
                 summary.sums = self.launcher.reduce(summary.sums.to(self.launcher.device)).cpu()
-        plain = exits.to_json()
-        results = {**trained.to_json(), "early_exit": {
-            "terms": plain["terms"], "simulated_tokens_per_step": plain["simulated_tokens_per_step"]}}
+        results = trained.to_json()
+        if exits is not None:
+            plain = exits.to_json()
+            results["early_exit"] = {
+                name: plain[name] for name in ("terms", "simulated_tokens_per_step")
+            }
         if not self.objective.drafts:
-            del results["simulated_tokens_per_step"], results["early_exit"]["simulated_tokens_per_step"]
+            for figures in (results, results.get("early_exit", {})):
+                figures.pop("simulated_tokens_per_step", None)
         return results
 
 

@@ -15,7 +15,6 @@ from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.prefix_cache import PrefixCache
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
-from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import Notice, UserError
@@ -82,10 +81,10 @@ def attach(
 
 
 @dataclass
-class _Speculation:
-    """A speculative step and how well its drafts have been accepted so far."""
+class _Decoding:
+    """A method's step and how well its drafts, if it makes any, have been accepted so far."""
 
-    step: SpeculativeStep
+    step: Step
     acceptance: OverallRates
 
     def observe(self, stats: DecodeStats) -> None:
@@ -122,7 +121,7 @@ class Engine:
         self._generating_in: int | None = None  # the process; a forked one inherits its parent's
         self._requested = backend
         self._watch = WeightWatch(model)
-        self._speculations: dict[str, _Speculation] = {}
+        self._decodings: dict[str, _Decoding] = {}
         self._prefix_caches: dict[str, PrefixCache] = {}  # the newest last
 
     @property
@@ -152,7 +151,7 @@ class Engine:
         if name in (PLAIN, "generate"):
             raise UserError(f"an accelerator cannot be named {name!r}: that is the name of a baseline")
         self.accelerators[name] = accelerator
-        for known in (self._speculations, self._prefix_caches):
+        for known in (self._decodings, self._prefix_caches):
             for variant in [v for v in known if spec.parse_variant(v)[0] == name]:
                 del known[variant]
         if self.default == PLAIN:
@@ -166,7 +165,9 @@ class Engine:
 
     def lossless(self, method: str) -> bool:
         """Whether a method's output is the base model's own."""
-        return self._spec(method).lossless
+        with self._turns.taken():
+            decoding = self._decoding(method)
+        return self._spec(method).lossless and (decoding is None or decoding.step.lossless)
 
     def stopping(self, max_new_tokens: int | None = 256, stop_strings: Sequence[str] = ()) -> StopSettings:
         """Stop settings with the model's EOS ids, and the tokenizer for stop strings."""
@@ -228,15 +229,15 @@ class Engine:
     ) -> GenerationOutput:
         self.notice = None
         self._follow_model()
-        speculation = self._speculation(method or self.default) if speculate != "never" else None
-        if speculation is not None and speculate == "auto" and not self._pays(speculation):
-            speculation = None
-        used = PLAIN if speculation is None else (method or self.default)
-        step: Step = PlainStep() if speculation is None else speculation.step
+        decoding = self._decoding(method or self.default) if speculate != "never" else None
+        if decoding is not None and speculate == "auto" and not self._pays(decoding):
+            decoding = None
+        used = PLAIN if decoding is None else (method or self.default)
+        step: Step = PlainStep() if decoding is None else decoding.step
         kept = self._prefix_caches.pop(used, PrefixCache()) if len(prompts) == 1 and self.keep_bytes else None
         output = generate(self.decoder, step, prompts, sampling, stop, on_tokens, prefix_cache=kept)
-        if speculation is not None:
-            speculation.observe(output.stats)
+        if decoding is not None:
+            decoding.observe(output.stats)
         if kept is not None:
             self._keep(used, kept)
         return output
@@ -253,7 +254,7 @@ class Engine:
         if not self._watch.changed():
             return
         packed, before = self.backend == "native", self.decoder.info
-        self._speculations.clear()
+        self._decodings.clear()
         self._prefix_caches.clear()
         if self.experts is None:
             self.decoder = load_decoder(self.model, self._requested)
@@ -284,23 +285,24 @@ class Engine:
             raise UserError(f"method {name!r} cannot be used{hint}; accepted: {known}")
         return spec.find(name)
 
-    def _speculation(self, name: str) -> _Speculation | None:
-        if name not in self._speculations:
+    def _decoding(self, name: str) -> _Decoding | None:
+        if name not in self._decodings:
             base, settings = spec.parse_variant(name)
             accelerator = self.accelerators.get(base)
-            drafter = self._spec(base).make_drafter(self.decoder, accelerator, settings)
-            if drafter is None:
+            step = self._spec(base).make_step(self.decoder, accelerator, settings)
+            if step is None:
                 return None
-            self._speculations[name] = _Speculation(
-                SpeculativeStep(drafter), OverallRates(_card_rates(accelerator))
-            )
-        return self._speculations[name]
+            self._decodings[name] = _Decoding(step, OverallRates(_card_rates(accelerator)))
+        return self._decodings[name]
 
-    def _pays(self, speculation: _Speculation) -> bool:
-        rates = speculation.acceptance.rates()
+    def _pays(self, decoding: _Decoding) -> bool:
+        rates = decoding.acceptance.rates()
         if rates is None:
             return True
-        verdict = speculation.step.costs(self.decoder).verdict(rates)
+        costs = decoding.step.costs(self.decoder)
+        if costs is None:
+            return True
+        verdict = costs.verdict(rates)
         if not verdict.pays:
             self.notice = verdict.message
         return verdict.pays

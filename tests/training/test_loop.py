@@ -108,8 +108,8 @@ def test_refusals_come_before_work(tmp_path: Path, model_dir: Path, data: Path) 
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match=r"Output folder .*file"):
         train("no/such/model", [data], tmp_path / "file", settings=settings())
-    with pytest.raises(UserError, match="medusa"):
-        train(model_dir, [data], tmp_path / "out", "medusa", settings())
+    with pytest.raises(UserError, match="no_such_method"):
+        train(model_dir, [data], tmp_path / "out", "no_such_method", settings())
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="it has no config"):
         train(tmp_path, [data], tmp_path / "out", settings=settings())

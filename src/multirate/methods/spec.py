@@ -19,8 +19,11 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from multirate.decoding.drafter import Drafter
+from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.step import Step
 from multirate.errors import UserError
 from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.objective import Objective
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.common.teacher import Teacher
 from multirate.model.decoder import Decoder
@@ -37,14 +40,14 @@ class Training:
 
     config: its dataclass (JSON in accelerator.json). configure(base, **options): the config's
     defaults for a base; None: `config.for_base`. build(config, base): the modules, an instance of
-    `module`. objective(teacher, modules, step_decay): an `nn.Module`, (ids, mask) → (loss, Report),
-    see methods/common/objective.py. start(teacher, modules, batches of (ids, mask)): copies into
-    the modules what begins as something of the base's own.
+    `module`. objective(teacher, modules, step_decay): what is minimised, an `Objective`
+    (methods/common/objective.py). start(teacher, modules, batches of (ids, mask)): copies into the
+    modules what begins as something of the base's own.
     """
 
     config: type[MethodConfig]
     module: type[nn.Module]
-    objective: Callable[..., nn.Module]
+    objective: Callable[..., Objective]
     configure: Callable[..., MethodConfig] | None = None
     start: Callable[[Teacher, Any, Iterable[tuple[Tensor, Tensor]]], None] | None = None
 
@@ -64,19 +67,23 @@ class MethodSpec:
     """One method.
 
     name: as users write it. title: what it is, for tables and model cards. summary: one line of
-    help. role: "drafter" proposes tokens; "experts" predicts the experts of a mixture (no text is
-    decoded with it). lossless: whether the output is the base model's own. settings: what a user
-    may set when decoding. drafter(decoder, module, settings): None means plain decoding; `module`
-    is None for methods without training. recommended: the default among those that are attached.
+    help. role: "drafter" proposes tokens that the base model verifies; "depth" decides how many
+    layers a token gets; "experts" predicts the experts of a mixture (no text is decoded with it).
+    lossless: whether the output is the base model's own. settings: what a user may set when
+    decoding. drafter(decoder, module, settings): None means plain decoding; `module` is None for
+    methods without training. step(decoder, module, settings): instead of a drafter, a step of
+    another kind, such as a DynamicDepthStep over the method's depth policy. recommended: the
+    default of its role.
     """
 
     name: str
     title: str
     summary: str
     drafter: Callable[[Decoder, Any, Any], Drafter | None] | None = None
+    step: Callable[[Decoder, Any, Any], Step] | None = None
     settings: type[MethodConfig] | None = None
     training: Training | None = None
-    role: Literal["drafter", "experts"] = "drafter"
+    role: Literal["drafter", "depth", "experts"] = "drafter"
     lossless: bool = True
     recommended: bool = False
 
@@ -101,16 +108,23 @@ class MethodSpec:
                 )
         return self.settings(**(values or {}))
 
-    def make_drafter(
-        self, decoder: Decoder, accelerator: Any = None, settings: Any = None
-    ) -> Drafter | None:
-        """This method's drafter for `decoder`; None: decode plainly.
+    def make_step(self, decoder: Decoder, accelerator: Any = None, settings: Any = None) -> Step | None:
+        """The kind of step that decodes with this method; None: plain decoding.
 
-        accelerator: a loaded one, or its module. Raises UserError for settings or an accelerator
-        that cannot be used.
+        accelerator: a loaded one, or its module. Raises UserError for settings or an accelerator that cannot be used.
         """
+        if self.step is not None:
+            return self.step(decoder, self._module(accelerator), self.read_settings(settings))
+        drafter = self.make_drafter(decoder, accelerator, settings)
+        return None if drafter is None else SpeculativeStep(drafter)
+
+    def make_drafter(self, decoder: Decoder, accelerator: Any = None, settings: Any = None) -> Drafter | None:
+        """This method's drafter; None: plain decoding. Arguments and errors as of `make_step`."""
         if self.drafter is None:
-            raise UserError(f"method {self.name} does not decode: it predicts experts")
+            raise UserError(f"method {self.name} proposes no tokens to verify; it {self.summary}")
+        return self.drafter(decoder, self._module(accelerator), self.read_settings(settings))
+
+    def _module(self, accelerator: Any) -> Any:
         module = getattr(accelerator, "module", accelerator)
         if self.training is not None and not isinstance(module, self.training.module):
             given = getattr(accelerator, "method", "none")
@@ -118,7 +132,7 @@ class MethodSpec:
                 f"method {self.name} needs an accelerator trained with --method {self.name} "
                 f"(multirate train); given: {given}"
             )
-        return self.drafter(decoder, module, self.read_settings(settings))
+        return module
 
 
 _SPECS: dict[str, MethodSpec] = {}

@@ -299,23 +299,29 @@ def evaluate(objective: Any, heldout: Sequence[Sample], tokens_per_batch: int, l
     plan = BatchPlan(heldout, tokens_per_batch, 0)
     trained = Summary.empty(objective.terms, objective.has_arla)
     exits: Summary | None = None
+    if objective.has_early_exit:
+        exits = Summary.empty([term for term in objective.terms if term.step == 1])
     mine = range(rank, len(plan.epoch(0)), world)
     for _, batch in zip(mine, plan.batches(rank, world), strict=False):
         ids, mask = batch.ids.to(device), batch.mask.to(device)
         _, report = objective(ids, mask)
-        terms, exit_ = objective.early_exit(ids, mask)
         trained.add(report.sums())
-        exits = exits or Summary.empty(terms)
-        exits.add(Report(terms, exit_, 0.0).sums())
-    exits = exits or Summary.empty([t for t in objective.terms if t.step == 1])
+        if exits is not None:
+            terms, exit_ = objective.early_exit(ids, mask)
+            exits.add(Report(terms, exit_, 0.0).sums())
+    summaries = [trained] if exits is None else [trained, exits]
     if world > 1:
-        for summary in (trained, exits):
+        for summary in summaries:
             summary.sums = launcher.reduce(summary.sums.to(device)).cpu()
-    plain = exits.to_json()
-    results = {**trained.to_json(), "prompts": len({s.prompt for s in heldout}), "early_exit": {
-        "terms": plain["terms"], "simulated_tokens_per_step": plain["simulated_tokens_per_step"]}}
+    results = {**trained.to_json(), "prompts": len({s.prompt for s in heldout})}
+    if exits is not None:
+        plain = exits.to_json()
+        results["early_exit"] = {
+            name: plain[name] for name in ("terms", "simulated_tokens_per_step")
+        }
     if not objective.drafts:
-        del results["simulated_tokens_per_step"], results["early_exit"]["simulated_tokens_per_step"]
+        for figures in (results, results.get("early_exit", {})):
+            figures.pop("simulated_tokens_per_step", None)
     return results
 
 

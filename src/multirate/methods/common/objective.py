@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multirate.methods.common.distillation import Distilled, simulated_tokens_per_step
 
@@ -55,6 +55,31 @@ class Report:
                     )
                 )
         return torch.cat(table, dim=1)
+
+
+class Objective(nn.Module):
+    """What training minimises: (ids int64 [B, T], mask bool [B, T]) → (loss, Report).
+
+    mask is true where a row's *next* token is a response token. A third argument, `final`, is the
+    base's h_L [B, T, d] where it is known already (see `Teacher.slow`).
+
+    has_arla: whether reports carry ARLA's scores. drafts: whether its terms are drafted tokens, so
+    that agreement tells how many tokens a verification would accept. has_early_exit: whether the
+    base alone does something comparable at the same places (`early_exit`).
+    """
+
+    has_arla: bool = False
+    drafts: bool = True
+    has_early_exit: bool = True
+
+    @property
+    def terms(self) -> list[Term]:
+        """What the loss is summed over, in the order of the report's students."""
+        raise NotImplementedError
+
+    def early_exit(self, ids: Tensor, mask: Tensor) -> tuple[list[Term], Distilled]:
+        """What the base alone does at the same places: what training must beat."""
+        raise NotImplementedError
 
 
 def auc(hits: Tensor, misses: Tensor) -> float | None:

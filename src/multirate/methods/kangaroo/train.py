@@ -7,19 +7,16 @@ there are no own-draft steps to train through.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from multirate.methods.common.distillation import Distilled, distil
-from multirate.methods.common.objective import Report, Term
+from multirate.methods.common.objective import Objective, Report, Term
 from multirate.methods.common.teacher import Teacher
 from multirate.methods.kangaroo.modules import KangarooAdapter
 
 
-class KangarooObjective(nn.Module):
+class KangarooObjective(Objective):
     """(ids [B, T], response mask [B, T]) → KL(head(h_L) ‖ adapter's distribution) over response rows, and report."""
-
-    has_arla = False
-    drafts = True
 
     def __init__(self, teacher: Teacher, adapter: KangarooAdapter, step_decay: float = 0.8) -> None:
         super().__init__()

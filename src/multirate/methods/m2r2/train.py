@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from multirate.methods.common.distillation import Distilled, distil
 from multirate.methods.common.layers import KeysValues
-from multirate.methods.common.objective import Report, Term
+from multirate.methods.common.objective import Objective, Report, Term
 from multirate.methods.common.teacher import SlowPass, Teacher
 from multirate.methods.m2r2.arla import balanced_bce
 from multirate.methods.m2r2.modules import AcceleratedStream
@@ -25,19 +25,14 @@ def shift(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
-class M2R2Objective(nn.Module):
+class M2R2Objective(Objective):
     """(ids [B, T], response mask [B, T]) → loss and report. Only ``stream`` holds parameters."""
-
-    drafts = True
 
     def __init__(self, teacher: Teacher, stream: AcceleratedStream, step_decay: float = 0.8) -> None:
         super().__init__()
         self.stream, self.step_decay = stream, step_decay
+        self.has_arla = stream.arla is not None
         self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
-
-    @property
-    def has_arla(self) -> bool:
-        return self.stream.arla is not None
 
     @property
     def terms(self) -> list[Term]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from multirate.errors import UserError
 from multirate.methods.common.distillation import Distilled
-from multirate.methods.common.objective import Report, Term
+from multirate.methods.common.objective import Objective, Report, Term
 from multirate.methods.common.teacher import SlowPass, Teacher
 from multirate.methods.m2r2_experts.modules import Arrival, ExpertPredictor, Onward, Routing
 from multirate.model.hf.parts import MoEParts
@@ -55,14 +55,13 @@ class _Mixture:
         return logits.float(), chosen
 
 
-class ExpertPredictorObjective(nn.Module):
+class ExpertPredictorObjective(Objective):
     """(ids [B, T], mask [B, T]) → loss, and a report whose terms are (layer whose experts are named, depth).
 
     In the report "agreement" is recall: each of a token's k experts counts as a row, agreeing when it is among the k
     likeliest of q̂; "overlap" is Σ min(q, q̂).
     """
 
-    has_arla = False
     drafts = False  # it names experts, not tokens
 
     def __init__(self, teacher: Teacher, forecast: ExpertPredictor, step_decay: float = 0.8) -> None:

@@ -1,0 +1,1 @@
+"""Medusa-1: heads on the final residual draft the tokens after the next one."""

@@ -1,0 +1,50 @@
+"""Configuration of Medusa's heads, and what may be set when decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+from multirate.decoding.drafter import MAX_TREE_NODES
+from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.shape import BaseShape
+
+_ACCEPTED = f"a list of at most `heads` whole numbers of at least 1, at most {MAX_TREE_NODES} nodes"
+
+
+def nodes_of(widths: tuple[int, ...]) -> int:
+    """Nodes of the tree in which every node of depth d - 1 has widths[d - 1] children."""
+    return sum(prod(widths[:depth]) for depth in range(1, len(widths) + 1))
+
+
+@dataclass(frozen=True)
+class MedusaConfig(MethodConfig):
+    """heads: K; head k drafts the token k places after the next. widths: children at depth 1, 2, …"""
+
+    METHOD: ClassVar[str] = "medusa"
+
+    heads: int = 3
+    widths: tuple[int, ...] = (3, 2, 1)
+
+    def check(self) -> None:
+        self.require(1 <= self.heads <= 16, "heads", "a whole number from 1 to 16")
+        fits = 1 <= len(self.widths) <= self.heads and min(self.widths) >= 1
+        self.require(fits and nodes_of(self.widths) <= MAX_TREE_NODES, "widths", _ACCEPTED)
+
+    @staticmethod
+    def for_base(base: BaseShape, **options: Any) -> MedusaConfig:
+        """The defaults fit every base."""
+        return MedusaConfig.from_json(options)
+
+
+@dataclass(frozen=True)
+class MedusaDecodeConfig(MethodConfig):
+    """widths: overrides the accelerator's own; null keeps them."""
+
+    widths: tuple[int, ...] | None = None
+
+    def check(self) -> None:
+        if self.widths is not None:
+            fits = min(self.widths, default=0) >= 1 and nodes_of(self.widths) <= MAX_TREE_NODES
+            self.require(fits, "widths", _ACCEPTED)

@@ -1,0 +1,86 @@
+"""Medusa as a drafter: all heads read the last verified row's final residual; their best tokens span a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.decoding.drafter import Draft, Drafter, Verified
+from multirate.decoding.sampler import Sampler
+from multirate.errors import UserError
+from multirate.methods.medusa.config import MedusaDecodeConfig, nodes_of
+from multirate.methods.medusa.modules import MedusaHeads
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+
+
+class MedusaDrafter(Drafter):
+    """Depth k of the tree holds head k's `widths[k - 1]` best tokens below every node of depth k - 1."""
+
+    def __init__(self, decoder: Decoder, heads: MedusaHeads, config: MedusaDecodeConfig) -> None:
+        # the decoder's residuals decide the dtype: the native kernel keeps them in fp32
+        start = torch.zeros(1, dtype=torch.int64, device=decoder.info.device)
+        self._row = decoder.embed(start, np.zeros(1, np.int32))
+        self.decoder, self.heads = decoder, heads.to(self._row.dtype)
+        self.widths = config.widths or heads.config.widths
+        if len(self.widths) > heads.config.heads:
+            raise UserError(
+                f"medusa's widths are {list(self.widths)}; this accelerator has heads for "
+                f"{heads.config.heads} depths"
+            )
+        self.max_nodes = nodes_of(self.widths)
+        self._last: dict[int, Tensor] = {}  # h_L [1, d] of each sequence's last verified row
+
+    def begin(self, cache: KVCache, sampler: Sampler) -> None:
+        self._last = {}
+
+    def usable(self, cache: KVCache, length: int) -> int:
+        return length  # the row that is read again brings all it needs
+
+    def prefill(
+        self,
+        seqs: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        hidden_final: Sequence[Tensor],
+        taps: Sequence[Mapping[int, Tensor]],
+    ) -> None:
+        for b, hidden in zip(seqs, hidden_final, strict=True):
+            self._last[b] = hidden[-1:]
+
+    def draft(
+        self,
+        seqs: Sequence[int],
+        last_tokens: Sequence[int],
+        limits: Sequence[int],
+        sampler: Sampler,
+    ) -> list[Draft]:
+        best = self._best(torch.cat([self._last[b] for b in seqs]))  # head after head
+        return [self._tree(best[i :: len(seqs)]) for i in range(len(seqs))]
+
+    def accept(self, seq: int, verified: Verified) -> None:
+        self._last[seq] = verified.accepted[-1:]
+
+    def trial_step(self) -> Callable[[], object]:
+        """All heads at once: dearer than one more depth, as it is paid whole from the first."""
+        return lambda: self._best(self._row)
+
+    @torch.no_grad()
+    def _best(self, hidden: Tensor) -> list[list[int]]:
+        """h_L [n, d] → the likeliest tokens after each row by each head, head after head: [K · n][k]."""
+        students = self.heads(self.decoder.norm(hidden), len(self.widths)).flatten(0, 1)
+        count = min(max(self.widths), self.decoder.info.vocab_size)
+        return self.decoder.top_tokens(self.decoder.unembed(students), count)
+
+    def _tree(self, best: Sequence[Sequence[int]]) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        level = [0]
+        for width, ranked in zip(self.widths, best, strict=True):
+            below = [(parent, token) for parent in level for token in ranked[:width]]
+            level = [len(tokens) + i for i in range(1, len(below) + 1)]
+            parents += [parent for parent, _ in below]
+            tokens += [token for _, token in below]
+        return Draft(tokens, parents)

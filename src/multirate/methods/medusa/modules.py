@@ -1,0 +1,34 @@
+"""Medusa's heads [Cai et al. 2024, Medusa-1]: student_k = x + SiLU(W_k x), read by the base's frozen LM head.
+
+x is the base's final residual after its final norm. W_k starts at zero: an untrained head repeats
+the base's next token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from multirate.methods.common.shape import BaseShape
+from multirate.methods.medusa.config import MedusaConfig
+
+
+class MedusaHeads(nn.Module):
+    """See the module's docstring."""
+
+    def __init__(self, config: MedusaConfig, base: BaseShape) -> None:
+        super().__init__()
+        self.config = config
+        size = base.hidden_size
+        self.heads = nn.ModuleList(_silent(size) for _ in range(config.heads))
+
+    def forward(self, x: Tensor, count: int | None = None) -> Tensor:
+        """x [..., d], normed → [K, ..., d], normed; of the first `count` heads (None: all)."""
+        return torch.stack([x + F.silu(head(x)) for head in self.heads[:count]])
+
+
+def _silent(size: int) -> nn.Linear:
+    linear = nn.Linear(size, size, bias=False)
+    nn.init.zeros_(linear.weight)
+    return linear

@@ -1,189 +1,23 @@
-// Attention of a few query rows over one cached K/V head, each in a fixed order over virtual positions.
-//
-// A row's visible slots, in path order, get virtual positions 0, 1, 2, …; scores and the weighted sum run
-// over virtual positions, so a token reached through a draft tree gets the same bits as in plain decoding.
+// Attention over the cache (attention.c): rotates queries and keys, stores keys and values,
+// attends.
 #ifndef MULTIRATE_ATTENTION_H
 #define MULTIRATE_ATTENTION_H
-#include "kernel.h"
-#include "matmul.h"
+#include "workspace.h"
 
-#define MAX_TREE 63
-#define PATH_SLOTS (16 * 6)
-#define MAX_HEAD_DIM 256
-
-// The part of a path that is not contiguous in the cache, copied into cache layout.
-typedef struct {
-    int from;  // virtual position (a multiple of 16) from which the copy replaces the cache; -1: none
-    bf16 k[PATH_SLOTS * MAX_HEAD_DIM], v[PATH_SLOTS * MAX_HEAD_DIM];
-} PathCopy;
-
-INLINE void write_k(bf16 *k, int slot, int dim, const float *value) {
-    uint32_t *block = (uint32_t *)k + (size_t)(slot / 16) * dim * 8 + slot % 16;
-    for (int i = 0; i < dim; i += 16) {
-        uint32_t pairs[8];
-        store_bf16((bf16 *)pairs, load(value + i));
-        for (int j = 0; j < 8; j++) block[(i / 2 + j) * 16] = pairs[j];
-    }
-}
-INLINE void write_v(bf16 *v, int slot, int dim, const float *value) {
-    uint32_t *pair = (uint32_t *)v + (size_t)(slot / 2) * dim;
-    for (int i = 0; i < dim; i += 16) {
-        typedef uint16_t half __attribute__((vector_size(32)));
-        half low;
-        store_bf16((bf16 *)&low, load(value + i));
-        u16 new = __builtin_convertvector(low, u16), old = load_pairs(pair + i);
-        new = slot & 1 ? (old & 0xffffu) | new << 16 : (old & 0xffff0000u) | new;
-        memcpy(pair + i, &new, sizeof new);
-    }
-}
-static void copy_slot(bf16 *k_to, bf16 *v_to, int to, const bf16 *k_from, const bf16 *v_from, int from, int dim) {
-    uint32_t *kt = (uint32_t *)k_to + (size_t)(to / 16) * dim * 8 + to % 16;
-    const uint32_t *kf = (const uint32_t *)k_from + (size_t)(from / 16) * dim * 8 + from % 16;
-    for (int i = 0; i < dim / 2; i++) kt[i * 16] = kf[i * 16];
-    bf16 *vt = v_to + (size_t)(to / 2) * dim * 2 + (to & 1);
-    const bf16 *vf = v_from + (size_t)(from / 2) * dim * 2 + (from & 1);
-    for (int i = 0; i < dim; i++) vt[i * 2] = vf[i * 2];
+// The K/V heads that thread `id` attends with, and queries grouped with them, are
+// [first_head(id), first_head(id + 1)).
+static inline int first_head(const Shape *s, int id, int threads) {
+    return s->kv_heads * id / threads;
 }
 
-// Returns the number of virtual positions; fills path->from when the tree slots are not contiguous.
-static int gather_path(PathCopy *path, const bf16 *k, const bf16 *v, int dim, int prefix, uint64_t tree) {
-    path->from = -1;
-    int extra = __builtin_popcountll(tree);
-    if (!extra || tree == (extra == 64 ? ~0ull : (1ull << extra) - 1)) return prefix + extra;
-    path->from = prefix / 16 * 16;
-    size_t at = (size_t)path->from * dim;
-    memcpy(path->k, k + at, (size_t)16 * dim * sizeof(bf16));
-    memcpy(path->v, v + at, (size_t)16 * dim * sizeof(bf16));
-    int to = prefix - path->from;
-    for (int bit = 0; tree; bit++, tree >>= 1)
-        if (tree & 1) copy_slot(path->k, path->v, to++, k, v, prefix + bit, dim);
-    return prefix + extra;
-}
+// From work->qkv [rows, heads + 2 kv_heads, head_dim] to work->heads [rows, heads, head_dim], for
+// the thread's own heads. The first `key_rows` rows only leave their keys and values.
+void attention_of_heads(Workspace *work, const Shape *s, const Layer *layer,
+                        const LayerCache *cache, const Rows *rows, int key_rows, int id,
+                        int threads);
 
-// One query row of a tile. Virtual positions [low, visible) count.
-typedef struct {
-    const element *query;  // [dim], already scaled
-    element *out;          // [dim]
-    const PathCopy *path;
-    int low, visible;
-} Query;
+// Brings the slots that the rows will write closer.
+void fetch_slots(const Shape *s, const LayerCache *cache, const Rows *rows, int id, int threads);
 
-struct AttentionScratch {
-    float *scores;     // [TILE_ROWS, capacity]
-    element *weights;  // [TILE_ROWS, capacity]
-    element *queries;  // [TILE_ROWS, MAX_HEAD_DIM]
-    int capacity;
-    PathCopy paths[TILE_ROWS];
-};
-
-INLINE int whole_blocks(int positions) { return (positions + 15) / 16 * 16; }
-
-// Scores [first, last) of `count` queries; `k` is where virtual position 0 would be.
-static void score_blocks(const Query *query, int count, const bf16 *k, int dim, int first, int last, float *const *scores) {
-    const element *x[TILE_ROWS];
-    for (int i = 0; i < count; i++) x[i] = query[i].query;
-    int s = first;
-#ifdef HAVE_BLOCKS
-    for (; s + 64 <= last; s += 64) {
-        f16 acc[TILE_ROWS][4];
-        memset(acc, 0, (size_t)count * sizeof *acc);
-        blocks_pass[count]((const uint32_t *)(k + (size_t)s * dim), 16, x, dim / 2, NULL, acc);
-        for (int i = 0; i < count; i++)
-            for (int m = 0; m < 4; m++) store(scores[i] + s + 16 * m, acc[i][m]);
-    }
-#endif
-    for (; s < last; s += 16) {
-        const uint32_t *block = (const uint32_t *)(k + (size_t)s * dim);
-        f16 acc[TILE_ROWS][4];
-        for (int i = 0; i < count; i++) acc[i][0] = splat(0.0f);
-        tile(block, 16, x, count, dim / 2, 1, (const char *)(block + dim * 8), 0, acc);
-        for (int i = 0; i < count; i++) store(scores[i] + s, acc[i][0]);
-    }
-}
-
-// Scores → softmax numerators (weights) over [start, end); returns one over their sum.
-static float softmax_row(float *scores, element *weights, int start, int end, int low, int visible) {
-    fv highest = all(-INFINITY), sum = all(0.0f);
-    iv lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    for (int s = start; s < end; s += LANES) {
-        fv score = load_v(scores + s);
-        if (s < low || s + LANES > visible) {
-            iv position = lane + s;
-            iv hidden = (position < low) | (position >= visible);
-            score = (fv)(((iv)score & ~hidden) | ((iv)all(-INFINITY) & hidden));
-            store_v(scores + s, score);
-        }
-        iv greater = score > highest;
-        highest = (fv)(((iv)score & greater) | ((iv)highest & ~greater));
-    }
-    float top = max_v(highest);
-    for (int s = start; s < end; s += LANES) {
-        fv score = load_v(scores + s);
-        iv hidden = score == all(-INFINITY);
-        fv e = (fv)((iv)exp_vector(score - all(top)) & ~hidden);
-        sum += e;
-        store_element_v(weights + s, e);
-    }
-    float total = sum_v(sum);
-    return 1.0f / total;
-}
-
-// acc[i] += weights[i] V over [first, last), first even; `v` is where virtual position 0 would be.
-static void add_values(int count, element *const *weights, const bf16 *v, int dim, int d0, int vectors, int first, int last,
-                       f16 (*acc)[4]) {
-    if (first >= last) return;
-    const element *x[TILE_ROWS];
-    for (int i = 0; i < count; i++) x[i] = weights[i] + first;
-    const uint32_t *words = (const uint32_t *)(v + (size_t)first * dim) + d0;
-    tile(words, dim, x, count, (last - first + 1) / 2, vectors, (const char *)words, 0, acc);
-}
-
-// out = softmax(q·K) V of up to TILE_ROWS queries of one sequence over one K/V head, [.., dim] each.
-//
-// Every K/V block is read once for all of them. A query's own sums run over its virtual positions in order, and what
-// the others make it pass over has weight zero: its bits do not depend on its neighbours.
-static void attend(const Query *query, int count, const bf16 *k, const bf16 *v, int dim, AttentionScratch *scratch) {
-    int start = query[0].low, longest = 0, common = 0;
-    for (int i = 0; i < count; i++) {
-        if (query[i].low < start) start = query[i].low;
-        if (query[i].visible > longest) longest = query[i].visible;
-    }
-    start = start / 16 * 16;
-    common = whole_blocks(longest);
-    for (int i = 0; i < count; i++)
-        if (query[i].path->from >= 0 && query[i].path->from < common) common = query[i].path->from;
-    if (common < start) common = start;
-    float *scores[TILE_ROWS], scale[TILE_ROWS];
-    element *weights[TILE_ROWS];
-    for (int i = 0; i < count; i++) {
-        scores[i] = scratch->scores + (size_t)i * scratch->capacity;
-        weights[i] = scratch->weights + (size_t)i * scratch->capacity;
-    }
-    score_blocks(query, count, k, dim, start, common, scores);
-    for (int i = 0; i < count; i++) {
-        const PathCopy *path = query[i].path;
-        int end = whole_blocks(query[i].visible), split = path->from >= 0 && path->from < end ? path->from : end;
-        if (split < common) split = common;
-        score_blocks(query + i, 1, k, dim, common, split, scores + i);
-        if (split < end) score_blocks(query + i, 1, path->k - (size_t)path->from * dim, dim, split, end, scores + i);
-        scale[i] = softmax_row(scores[i], weights[i], start, end, query[i].low, query[i].visible);
-        for (int s = end; s < common; s += 16) store_elements(weights[i] + s, splat(0.0f));
-    }
-    for (int d0 = 0; d0 < dim; d0 += 64) {
-        int vectors = dim - d0 >= 64 ? 4 : (dim - d0) / 16;
-        f16 acc[TILE_ROWS][4];
-        memset(acc, 0, sizeof acc);
-        add_values(count, weights, v, dim, d0, vectors, start, common < longest ? common : longest, acc);
-        for (int i = 0; i < count; i++) {
-            const PathCopy *path = query[i].path;
-            int visible = query[i].visible, split = path->from >= 0 && path->from < visible ? path->from : visible;
-            if (split < common) split = common;
-            add_values(1, weights + i, v, dim, d0, vectors, common, split < visible ? split : visible, acc + i);
-            if (split < visible)
-                add_values(1, weights + i, path->v - (size_t)path->from * dim, dim, d0, vectors, split, visible, acc + i);
-            for (int m = 0; m < vectors; m++) store_elements(query[i].out + d0 + m * 16, acc[i][m] * splat(scale[i]));
-        }
-    }
-}
+void close_attention_scratch(AttentionScratch *scratch);
 #endif

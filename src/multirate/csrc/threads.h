@@ -1,21 +1,17 @@
-// Threads of a call. With OpenMP they are torch's own (one runtime per process: its workers spin for a while after
-// every parallel torch operation, and a second pool would fight them for the cores); each calling thread has a team of
-// its own. Without it, and in a process made by fork(), where OpenMP's threads are missing and waiting for them would
-// never end, a small pool that spins briefly between calls: a decode step is far shorter than a thread wake-up.
+// Threads of a call (threads.c), and the barrier that they meet at.
 #ifndef MULTIRATE_THREADS_H
 #define MULTIRATE_THREADS_H
-#include <pthread.h>
 #include <sched.h>
-#include <stdatomic.h>
+
 #include "workspace.h"
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 typedef void (*Job)(Workspace *work, void *context, int thread, int threads);
 
-#define SPINS_BEFORE_YIELD 20000  // about 0.3 ms: longer than the Python between two calls
-#define YIELDS_BEFORE_SLEEP 1000
+// Runs the job on work->threads threads, or fewer where there are not so many: the result does not
+// depend on it.
+void run_parallel(Workspace *work, Job job, void *context);
+
+#define SPINS_BEFORE_YIELD 20000 // about 0.3 ms: longer than the Python between two calls
 
 #if defined(__x86_64__)
 #define RELAX() __builtin_ia32_pause()
@@ -25,120 +21,20 @@ typedef void (*Job)(Workspace *work, void *context, int thread, int threads);
 
 // Everyone waits for everyone; yields when the machine is busy with other work.
 static inline void barrier(Workspace *work, int threads) {
-    if (threads == 1) return;
+    if (threads == 1)
+        return;
     unsigned phase = atomic_load_explicit(&work->barrier_phase, memory_order_relaxed);
     if (atomic_fetch_add(&work->barrier_count, 1) + 1 == (unsigned)threads) {
         atomic_store_explicit(&work->barrier_count, 0, memory_order_relaxed);
         atomic_store_explicit(&work->barrier_phase, phase + 1, memory_order_release);
         return;
     }
-    for (int spins = 0; atomic_load_explicit(&work->barrier_phase, memory_order_acquire) == phase; spins++) {
-        if (spins < SPINS_BEFORE_YIELD) RELAX();
-        else sched_yield();
+    for (int spins = 0; atomic_load_explicit(&work->barrier_phase, memory_order_acquire) == phase;
+         spins++) {
+        if (spins < SPINS_BEFORE_YIELD)
+            RELAX();
+        else
+            sched_yield();
     }
-}
-
-// One pool per process, used by one call at a time. `call` counts the jobs in its upper bits and holds the number of
-// threads of the latest one in the lower: a worker learns both at once, so one that takes no part never looks at a job.
-#define THREADS_OF(call) ((int)((call) % (2 * MAX_THREADS)))
-typedef struct {
-    int started;
-    uint64_t first_call[MAX_THREADS];  // a worker born late must not take the last job for a new one
-    _Atomic uint64_t call;
-    atomic_uint done;
-    atomic_int sleeping;
-    Job job;
-    Workspace *work;
-    void *context;
-    pthread_mutex_t busy, mutex;
-    pthread_cond_t wake;
-} Pool;
-
-#define NEW_POOL \
-    {.started = 1, .busy = PTHREAD_MUTEX_INITIALIZER, .mutex = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER}
-static Pool pool = NEW_POOL;
-
-static void *worker(void *argument) {
-    int id = (int)(intptr_t)argument;
-    uint64_t seen = pool.first_call[id];
-    for (;;) {
-        for (int waits = 0; atomic_load_explicit(&pool.call, memory_order_acquire) == seen; waits++) {
-            if (waits < SPINS_BEFORE_YIELD) RELAX();
-            else if (waits < SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP) sched_yield();
-            else {
-                pthread_mutex_lock(&pool.mutex);
-                atomic_fetch_add(&pool.sleeping, 1);
-                while (atomic_load(&pool.call) == seen) pthread_cond_wait(&pool.wake, &pool.mutex);
-                atomic_fetch_sub(&pool.sleeping, 1);
-                pthread_mutex_unlock(&pool.mutex);
-            }
-        }
-        seen = atomic_load(&pool.call);
-        if (id < THREADS_OF(seen)) {
-            pool.job(pool.work, pool.context, id, THREADS_OF(seen));
-            atomic_fetch_add_explicit(&pool.done, 1, memory_order_release);
-        }
-    }
-    return NULL;
-}
-
-// How many threads of `wanted` the pool has; it starts those that are missing.
-static int pool_threads(int wanted) {
-    while (pool.started < wanted) {
-        pthread_t handle;
-        pool.first_call[pool.started] = atomic_load(&pool.call);
-        if (pthread_create(&handle, NULL, worker, (void *)(intptr_t)pool.started)) break;
-        pthread_detach(handle);
-        pool.started++;
-    }
-    return wanted < pool.started ? wanted : pool.started;
-}
-
-static void run_in_pool(Workspace *work, Job job, void *context, int threads) {
-    pool.job = job;
-    pool.work = work;
-    pool.context = context;
-    atomic_store(&pool.done, 0);
-    uint64_t number = atomic_load(&pool.call) / (2 * MAX_THREADS) + 1;
-    atomic_store(&pool.call, number * (2 * MAX_THREADS) + (uint64_t)threads);
-    if (atomic_load(&pool.sleeping)) {
-        pthread_mutex_lock(&pool.mutex);
-        pthread_cond_broadcast(&pool.wake);
-        pthread_mutex_unlock(&pool.mutex);
-    }
-    job(work, context, 0, threads);
-    unsigned others = (unsigned)threads - 1;
-    for (int spins = 0; atomic_load_explicit(&pool.done, memory_order_acquire) != others; spins++) {
-        if (spins < SPINS_BEFORE_YIELD) RELAX();
-        else sched_yield();
-    }
-}
-
-static int forked;
-
-// Runs the job on work->threads threads, or fewer where there are not so many: the result does not depend on it.
-static void run_parallel(Workspace *work, Job job, void *context) {
-    if (work->threads == 1) {
-        job(work, context, 0, 1);
-        return;
-    }
-#ifdef _OPENMP
-    if (!forked) {
-#pragma omp parallel num_threads(work->threads)
-        job(work, context, omp_get_thread_num(), omp_get_num_threads());
-        return;
-    }
-#endif
-    int free_pool = !pthread_mutex_trylock(&pool.busy);  // taken: another call's threads are busy, this one needs none
-    int threads = free_pool ? pool_threads(work->threads) : 1;
-    if (threads > 1) run_in_pool(work, job, context, threads);
-    else job(work, context, 0, 1);
-    if (free_pool) pthread_mutex_unlock(&pool.busy);
-}
-
-// In a process made by fork(), before any other call: it has no threads but the caller's, and other threads' locks.
-void mr_after_fork(void) {
-    forked = 1;
-    pool = (Pool)NEW_POOL;
 }
 #endif

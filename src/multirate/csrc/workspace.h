@@ -1,15 +1,17 @@
-// The memory that a kernel call works in. Each decoder owns one, so that calls of different decoders may run side by
-// side; calls with the same workspace must follow one another.
+// The memory that a kernel call works in. Each decoder owns one, so that calls of different
+// decoders may run side by side; calls with the same workspace must follow one another.
 #ifndef MULTIRATE_WORKSPACE_H
 #define MULTIRATE_WORKSPACE_H
 #include <stdatomic.h>
-#include "kernel.h"
+
+#include "tile.h"
 
 #define MAX_THREADS 64
 
 typedef struct AttentionScratch AttentionScratch;
 
-// One thread's own part. Fixed-point products (fixed_point.h) keep their copy of the rows in `fixed` and `rest`.
+// One thread's own part. Fixed-point products (fixed_point.c) keep their copy of the rows in
+// `fixed` and `rest`.
 typedef struct {
     element *normed;
     AttentionScratch *attention;
@@ -18,27 +20,26 @@ typedef struct {
     size_t normed_size, fixed_size, rest_size;
 } ThreadScratch;
 
-typedef struct Workspace {
+struct Workspace {
     // Written by every thread at every barrier: on a cache line of their own.
     _Alignas(64) atomic_uint barrier_count;
     atomic_uint barrier_phase;
     _Alignas(64) int threads;
     // Shared by the threads of a call; grown on demand, never shrunk.
-    float *qkv, *low, *drawn;
+    float *qkv, *low, *neurons;
     element *heads, *activation, *low_in;
     int32_t *uses;
-    size_t qkv_size, low_size, drawn_size, heads_size, activation_size, low_in_size, uses_size;
+    size_t qkv_size, low_size, neurons_size, heads_size, activation_size, low_in_size, uses_size;
     ThreadScratch own[MAX_THREADS];
-} Workspace;
+};
 
 // `old` if it has room for `want` bytes, else zeroed memory in its place.
-static void *grown(void *old, size_t *have, size_t want) {
-    if (*have >= want) return old;
-    free(old);
-    *have = want;
-    void *p = NULL;
-    if (posix_memalign(&p, 64, want)) abort();
-    memset(p, 0, want);
-    return p;
-}
+void *grown(void *old, size_t *have, size_t want);
+
+// The thread's `normed`, with room for MAX_ROWS rows of `width`.
+element *room_for_normed(ThreadScratch *mine, int width);
+
+// The shared activations, large enough for a call of MAX_ROWS rows of this shape.
+void make_room(Workspace *work, const Shape *shape, int adapters);
+void room_for_adapters(Workspace *work);
 #endif

@@ -8,7 +8,6 @@ runtime.py keeps to Python for the rest.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ from multirate.experts.predictors import NextLayerGate, Oracle, Popularity, Pred
 from multirate.experts.reads import NativeReads
 from multirate.experts.stats import Event, ExpertStats
 from multirate.experts.store import ExpertStore
-from multirate.model.native import library
+from multirate.model.native import abi, library
 from multirate.model.native import residency as c
 from multirate.model.native.foresight import NativeAcceleratedResidual
 from multirate.model.native.moe import KernelCall, NativeMoEDecoder
@@ -39,7 +38,7 @@ _EVICTIONS: dict[type[EvictionPolicy], str] = {
     LeastStale: "least_stale", Belady: "belady",
 }  # fmt: skip
 
-_COUNTS = [one[0] for one in c.Counts._fields_]
+_COUNTS = [name for name, _ in abi.ffi.typeof("Counts").fields]
 
 
 class Failure(Exception):
@@ -56,13 +55,19 @@ class _Memory:
     def __init__(self) -> None:
         self.kept: list[Any] = []
 
-    def array(self, values: Sequence[int] | np.ndarray, dtype: Any = np.int32) -> int:
+    def array(self, values: Sequence[int] | np.ndarray, dtype: Any = np.int32) -> abi.CData:
         """Address of a copy that lives as long as this."""
         kept = np.ascontiguousarray(values, dtype=dtype)
         self.kept.append(kept)
-        return int(kept.ctypes.data)
+        return abi.at(kept.ctypes.data)
 
-    def pointers(self, addresses: Sequence[int]) -> int:
+    def shared(self, values: bytearray) -> abi.CData:
+        """Address of these bytes themselves, which the kernel may write."""
+        view = np.frombuffer(values, np.uint8)
+        self.kept.append(view)
+        return abi.at(view.ctypes.data)
+
+    def pointers(self, addresses: Sequence[int]) -> abi.CData:
         """Address of an array of addresses."""
         return self.array(addresses, np.uintp)
 
@@ -72,7 +77,7 @@ class _Plan(_Memory):
 
     def __init__(self, threshold: float) -> None:
         super().__init__()
-        self.plan = c.PredictorPlan(kind=0, threshold=threshold)
+        self.plan = abi.new("PredictorPlan", kind=0, threshold=threshold)
 
 
 def plans_of(predictor: Predictor | None, threshold: float) -> list[_Plan] | None:
@@ -104,13 +109,13 @@ def plan_of(predictor: Predictor | None, threshold: float) -> _Plan | None:
         plan.most_depth = min(plan.most_depth, native.most_depth)
         plan.sites = made.pointers(native.sites(plan.most_depth))
         sketches = native.sketches(plan.most_depth)
-        plan.sketches = made.pointers(sketches) if sketches else None
-        plan.layer_of, plan.ones, plan.eps = made.array(predictor.layers), native.ones, native.eps
+        plan.sketches = made.pointers(sketches) if sketches else abi.NULL
+        plan.layer_of, plan.ones, plan.eps = made.array(predictor.layers), abi.at(native.ones), native.eps
     elif isinstance(predictor, AcceleratedWithAttention):
         plan.kind = c.PREDICTORS.index("stream")
         made.kept.append(predictor.native)
-        plan.pruned, plan.layer_of = predictor.native.address, made.array(predictor.layers)
-        plan.ones, plan.eps = predictor.native.ones, predictor.native.eps
+        plan.pruned, plan.layer_of = predictor.native.layers, made.array(predictor.layers)
+        plan.ones, plan.eps = abi.at(predictor.native.ones), predictor.native.eps
     elif isinstance(predictor, Oracle) and kind is Oracle:
         plan.kind = c.PREDICTORS.index("oracle")
         plan.trace = made.array([expert for _, experts in predictor.trace for expert in experts])
@@ -141,13 +146,11 @@ class KernelExperts:
         rows, experts = len(index.layers), index.num_experts
         self._experts = experts
         self._kept = _Memory()
-        plan = c.ExpertCachePlan(rows=rows, experts=experts, slots=len(slots), reads=reads.handle)
+        plan = abi.new("ExpertCachePlan", rows=rows, experts=experts, slots=len(slots), reads=reads.handle)
         plan.policy = c.EVICTIONS.index(_EVICTIONS[type(eviction)])
         plan.offsets = self._kept.array([store.offset(r, e) for r in range(rows) for e in range(experts)], np.int64)
         plan.checksums = self._kept.array(index.checksums, np.uint32)
-        checked = (ctypes.c_uint8 * len(store.checked)).from_buffer(store.checked)
-        self._kept.kept.append(checked)
-        plan.checked = ctypes.addressof(checked)
+        plan.checked = self._kept.shared(store.checked)
         if isinstance(eviction, DecayedFrequency):
             plan.loss = eviction.loss
         if isinstance(eviction, Belady):
@@ -156,24 +159,24 @@ class KernelExperts:
                 uses[row * experts + expert].append(at)
             plan.future = self._kept.array([at for one in uses for at in one])
             plan.future_ends = self._kept.array(np.cumsum([len(one) for one in uses]))
-        self._handle: int | None = self._library.mr_expert_cache_open(ctypes.byref(plan))
+        self._handle: abi.CData | None = self._library.mr_expert_cache_open(plan)
         if not self._handle:
             raise MemoryError("no memory for the experts' tables")
-        self.controls = c.Controls.from_address(self._handle)
+        self.controls = self._library.mr_expert_cache_controls(self._handle)
         self._mixture = decoder.mixture([index.record.views(slot) for slot in slots])
         self.predict_with(forecasts)
 
     def predict_with(self, forecasts: Sequence[_Plan]) -> None:
         """Other predictors from now on, of which controls.predictor chooses."""
         self._forecasts = forecasts
-        plans = (c.PredictorPlan * len(forecasts))(*(forecast.plan for forecast in forecasts))
+        plans = abi.array("PredictorPlan", [forecast.plan for forecast in forecasts])
         if not self._library.mr_expert_cache_predict(self._handle, plans, len(plans)):
             raise MemoryError("no memory for the predictor's tables")
 
-    def run(self, call: KernelCall, start: int, stop: int, into: int) -> None:
+    def run(self, call: KernelCall, start: int, stop: int, into: abi.CData) -> None:
         """Layers [start, stop), `into`: mr_mixture's last argument. Raises Failure; Ctrl-C is heard while a read takes
         long."""
-        work, mixture, handle = self._decoder.workspace.address, self._mixture.address, self._handle
+        work, mixture, handle = self._decoder.workspace.address, self._mixture.packed, self._handle
         self.controls.paused_layer = -1  # of a pass that was given up
         while (state := self._library.mr_mixture(work, mixture, handle, *call, start, stop, into)) == c.PAUSED:
             start = self.controls.paused_layer
@@ -182,7 +185,7 @@ class KernelExperts:
     def load(self, count: int) -> None:
         """The first `count` experts, layer by layer, into memory. Raises as `run`."""
         keys = np.arange(count, dtype=np.int32)
-        while (state := self._library.mr_expert_cache_load(self._handle, keys.ctypes.data, count)) == c.PAUSED:
+        while (state := self._library.mr_expert_cache_load(self._handle, abi.ints(keys), count)) == c.PAUSED:
             pass
         self._check(state)
 
@@ -197,7 +200,8 @@ class KernelExperts:
 
     def reset(self, events: bool) -> None:
         """Counts from zero; events: record them."""
-        ctypes.memset(ctypes.addressof(self.controls.counts), 0, ctypes.sizeof(c.Counts))
+        counts = self.controls.counts
+        abi.ffi.memmove(abi.ffi.addressof(counts), bytes(abi.ffi.sizeof(counts)), abi.ffi.sizeof(counts))
         self.controls.event_count, self.controls.record = 0, int(events)
 
     def close(self) -> None:

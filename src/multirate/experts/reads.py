@@ -6,7 +6,6 @@ gives way to a demand between two chunks and goes on afterwards. Everything here
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import threading
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from multirate.errors import UserError
-from multirate.model.native import library
+from multirate.model.native import abi, library
 
 CHUNK = 1 << 20
 Fill = Callable[[int, int, int, int], None]
@@ -78,8 +77,8 @@ class NativeReads(Reads):
         """spin: seconds that a reader looks for work before it sleeps, where it has a core of its own. Raises OSError
         where threads is 0 and the system cannot read by itself."""
         self._library = library.kernel()
-        self._handle: int | None = self._library.mr_reads_open(
-            fd, address, slots, size, chunk, alignment, rate or 0.0, threads, spin
+        self._handle: abi.CData | None = self._library.mr_reads_open(
+            fd, abi.at(address), slots, size, chunk, alignment, rate or 0.0, threads, spin
         )
         if not self._handle and not threads:
             raise OSError(errno.ENOSYS, "the system has no asynchronous reads, or no more of them")
@@ -87,13 +86,13 @@ class NativeReads(Reads):
             raise UserError(f"{threads} reader threads cannot be started: the system has no more of them, or no memory")
         self._slots, self._status = np.empty(slots, np.int32), np.empty(slots, np.int32)
         self._bytes, self._began, self._over = np.empty(slots, np.int64), np.empty(slots), np.empty(slots)
-        self._addresses = [
-            ctypes.c_void_p(array.ctypes.data)
-            for array in (self._slots, self._status, self._bytes, self._began, self._over)
-        ]
+        self._addresses = (
+            abi.ints(self._slots), abi.ints(self._status), abi.longs(self._bytes), abi.doubles(self._began),
+            abi.doubles(self._over),
+        )  # fmt: skip
 
     @property
-    def handle(self) -> int:
+    def handle(self) -> abi.CData:
         """The kernel's own. Raises ValueError after `close`."""
         if self._handle is None:
             raise ValueError("the reads are closed")

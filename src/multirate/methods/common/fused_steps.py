@@ -6,7 +6,6 @@ the tokens to refresh (all but the last one, which enters next) and their carrie
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor
 from multirate.decoding.acceptance_statistics import Origin
 from multirate.decoding.costs import CostModel
 from multirate.decoding.drafter import MAX_TREE_NODES, FusedStep
-from multirate.model.native import NativeDecoder, library
+from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
 
 
@@ -27,7 +26,7 @@ from multirate.model.native.cache import NativeKVCache
 class DraftHead:
     """What a stream's output is read with. ``token_map``: address of each output's id [vocab]; None: itself."""
 
-    linear: library.Linear
+    linear: abi.CData
     vocab: int
     token_map: int | None = None
 
@@ -46,7 +45,7 @@ class FusedSteps:
         return nodes <= MAX_TREE_NODES
 
     def __init__(
-        self, decoder: NativeDecoder, stream: library.Stream, head: DraftHead | None, limits: library.TreeLimits,
+        self, decoder: NativeDecoder, stream: abi.CData, head: DraftHead | None, limits: abi.CData,
         refresh: bool,
     ) -> None:
         nodes, d = limits.nodes, decoder.info.hidden_size
@@ -60,16 +59,16 @@ class FusedSteps:
         self._scratch = torch.empty((5 * (nodes + 1) + 2) * d + max(heads))
         self._held = (stream, head)  # the kernel reads them by address
         self._free = np.zeros(nodes)
-        self._limits, self._longest = limits, limits.lookup.longest
+        self._no_threshold = abi.doubles(self._free)
+        self._limits, self._longest = limits, limits.ngram.longest
         self._text = np.empty(0, np.int32)
-        self._round = library.Round(
-            stream=ctypes.addressof(stream), draft_head=ctypes.addressof(head.linear) if head else None,
-            head=ctypes.addressof(decoder.head), norm=decoder.norm_address, token_map=head.token_map if head else None,
-            ids=self._ids.ctypes.data, carried=self._carried.data_ptr(), tokens=self._tokens.ctypes.data,
-            parents=self._parents.ctypes.data, hidden=self._hidden.data_ptr(), scratch=self._scratch.data_ptr(),
+        self._step = abi.new(
+            "SpeculativeStep", stream=stream, draft_head=head.linear if head else None, head=decoder.head,
+            norm=decoder.norm_address, token_map=head.token_map if head else None, ids=abi.longs(self._ids),
+            carried=self._carried.data_ptr(), tokens=abi.longs(self._tokens), parents=abi.ints(self._parents),
+            hidden=self._hidden.data_ptr(), scratch=self._scratch.data_ptr(),
             draft_vocab=head.vocab if head else 0, layers=decoder.info.num_layers,
         )
-        self._addresses = ctypes.addressof(self._round), ctypes.addressof(self._limits)
 
     def begin(self, cache: NativeKVCache, own: NativeKVCache | None) -> None:
         """A generation over ``cache``, with the stream's own layer's K/V in ``own``."""
@@ -80,9 +79,9 @@ class FusedSteps:
     ) -> None:
         """The sequence's next step refreshes all ``ids`` but the last. carried [len(ids), d], if any.
         text: all tokens so far, for drafts that look themselves up in it; None: these do not."""
-        self._limits.lookup.longest = 0 if text is None else self._longest
+        self._limits.ngram.longest = 0 if text is None else self._longest
         self._set_text([] if text is None else text)
-        self._round.sequence = seq
+        self._step.sequence = seq
         self._entered = len(ids)
         self._ids[: len(ids)] = ids
         if carried is not None:
@@ -95,22 +94,20 @@ class FusedSteps:
         """One step, with drafts of at most ``depth`` levels, suggestions of ``deepest``. The accepted tokens' K/V are
         in place, uncommitted.
 
-        expand, keep: float64 [nodes], least path probability of the n-th node to be drafted from and to
-        be verified; None: 0.
-        steady: see lookup.h.
+        expand, keep: float64 [nodes], least path probability of the n-th node to be drafted from and to be verified; None: 0.
+        steady: abi.h's draft_accepted.
         """
         limits, length = self._limits, self._make_room()
         limits.depth = depth
-        limits.lookup.deepest, limits.lookup.steady = depth if deepest is None else deepest, steady
-        limits.expand = (self._free if expand is None else expand).ctypes.data
-        limits.keep = (self._free if keep is None else keep).ctypes.data
+        limits.ngram.deepest, limits.ngram.draft_accepted = depth if deepest is None else deepest, steady
+        limits.draft_threshold = self._no_threshold if expand is None else abi.doubles(expand)
+        limits.verify_threshold = self._no_threshold if keep is None else abi.doubles(keep)
         first = 0 if self._refresh else self._entered - 1
-        emitted = self._library.mr_round(
-            self._decoder.workspace.address,
-            self._addresses[0], length, first, self._entered - first, self._addresses[1]
+        emitted = self._library.mr_speculative_step(
+            self._decoder.workspace.address, self._step, length, first, self._entered - first, limits
         )
         self._entered = emitted
-        return FusedStep(self._ids[:emitted].tolist(), self._round.drafted, self._round.levels)
+        return FusedStep(self._ids[:emitted].tolist(), self._step.drafted, self._step.levels)
 
     def measured(
         self, plain: CostModel, own: Callable[[NativeKVCache], NativeKVCache | None], repeats: int = 40,
@@ -145,26 +142,26 @@ class FusedSteps:
 
     def origin(self) -> tuple[Origin, int, int]:
         """Where the last step's draft came from, and how much of either kind was accepted."""
-        record = self._round
-        text = record.text
-        return Origin(text.drawn, text.followed, text.matched), record.true_drawn, record.true_followed
+        step, text = self._step, self._step.text
+        origin = Origin(text.drafted, text.continued, text.matched)
+        return origin, step.accepted_drafted, step.accepted_continued
 
     def _set_text(self, tokens: Sequence[int] | np.ndarray, room: int = 1024) -> None:
-        text = self._round.text
+        text = self._step.text
         self._text = np.empty(len(tokens) + room + 2 * (self._nodes + 1), np.int32)
         self._text[: len(tokens)] = tokens
-        text.tokens, text.count = (self._text.ctypes.data if len(tokens) else None), len(tokens)
+        text.tokens, text.count = (abi.ints(self._text) if len(tokens) else abi.NULL), len(tokens)
 
     def _make_room(self) -> int:
         """Room for a step in both caches; returns the sequence's committed length."""
-        cache, own, record = self._cache, self._own, self._round
-        length = cache.lengths[record.sequence]
+        cache, own, step = self._cache, self._own, self._step
+        length = cache.lengths[step.sequence]
         for store in (cache, own):
             if store is not None:
                 store.make_room_to(length + self._nodes)
-        record.caches, record.capacity = cache.address, cache.capacity
-        if record.text.count + 2 * (self._nodes + 1) > len(self._text):
-            self._set_text(self._text[: record.text.count], room=len(self._text))
+        step.caches, step.capacity = cache.address, cache.capacity
+        if step.text.count + 2 * (self._nodes + 1) > len(self._text):
+            self._set_text(self._text[: step.text.count], room=len(self._text))
         if own is not None:
-            record.block_cache, record.block_capacity = own.address, own.capacity
+            step.block_cache, step.block_capacity = own.address, own.capacity
         return length

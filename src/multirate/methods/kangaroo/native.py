@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from multirate.methods.common.fused_steps import DraftHead, FusedSteps
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.model.kv_cache import KVCache
-from multirate.model.native import NativeDecoder, library
+from multirate.model.native import NativeDecoder, abi
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.own_layer import OwnLayer, tiles
 from multirate.model.native.packing import Owner
@@ -29,8 +27,8 @@ class NativeKangarooAdapter:
 
     def __init__(self, decoder: NativeDecoder, adapter: KangarooAdapter) -> None:
         c, attention, owner = adapter.config, adapter.attn, Owner()
-        layer = library.Layer(
-            qkv=owner.linear(torch.cat([attention.q.weight, attention.k.weight, attention.v.weight])),
+        layer = abi.new(
+            "Layer", qkv=owner.linear(torch.cat([attention.q.weight, attention.k.weight, attention.v.weight])),
             o=owner.linear(attention.o.weight), norm_attention=owner.floats(adapter.norm.weight),
         )
         self._layer = OwnLayer(
@@ -42,12 +40,12 @@ class NativeKangarooAdapter:
     def fused_steps(self, exit_layer: int, max_draft: int, threshold: float) -> FusedSteps:
         """Fused steps with Kangaroo's chains: the stream is the target's own, with this layer at the exit."""
         decoder = self._decoder
-        stream = library.Stream(
-            shape=ctypes.addressof(decoder.shape), layers=ctypes.addressof(decoder.packed_layers),
-            table=decoder.table.data_ptr(), block_shape=self._layer.shape_address, block=self._layer.layer_address,
-            norm_out=self._owner.floats(self._norm_out.weight), gate=exit_layer,
+        stream = abi.new(
+            "Stream", shape=decoder.shape, layers=decoder.packed_layers, table=decoder.table.data_ptr(),
+            block_shape=self._layer.shape, block=self._layer.layer,
+            norm_out=self._owner.floats(self._norm_out.weight), exit_layer=exit_layer,
         )
-        limits = library.TreeLimits(nodes=max_draft, width=1, top=1, sharpness=1.0, least=threshold)
+        limits = abi.new("DraftLimits", nodes=max_draft, width=1, top=1, sharpness=1.0, min_probability=threshold)
         head = DraftHead(decoder.head, decoder.info.vocab_size)
         return FusedSteps(decoder, stream, head, limits, refresh=True)
 

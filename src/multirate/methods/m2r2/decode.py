@@ -31,7 +31,7 @@ from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.m2r2.tree import DraftTree
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
-from multirate.model.native import NativeDecoder, library
+from multirate.model.native import NativeDecoder, abi
 from multirate.model.rows import Rows
 
 
@@ -69,9 +69,12 @@ class M2R2Drafter(Drafter):
         self._fused: FusedSteps | None = None
         if self._arla is None and isinstance(decoder, NativeDecoder) and isinstance(self.runner, NativeStreamRunner):
             c = self.config
-            limits = library.TreeLimits(nodes=c.nodes, width=c.width, top=self._candidates, sharpness=c.sharpness)
-            limits.lookup = library.Lookup(
-                longest=c.lookup, agree=self._suggestions.agree.ctypes.data, onward=self._suggestions.onward.ctypes.data
+            ngram = abi.new(
+                "NgramLimits", longest=c.lookup, first_accepted=abi.doubles(self._suggestions.agree),
+                next_accepted=abi.doubles(self._suggestions.onward),
+            )
+            limits = abi.new(
+                "DraftLimits", nodes=c.nodes, width=c.width, top=self._candidates, sharpness=c.sharpness, ngram=ngram
             )
             self._fused = FusedSteps(decoder, self.runner.packed, self.runner.head, limits, refresh=self._refresh)
         self._controller: DraftLengthController | None = None

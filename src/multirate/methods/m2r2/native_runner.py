@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,11 +13,11 @@ from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.model.kv_cache import KVCache
-from multirate.model.native import NativeDecoder, library
+from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.own_layer import OwnLayer, tiles
-from multirate.model.native.packing import Owner, array_of, interleave_gate_up
+from multirate.model.native.packing import Owner, interleave_gate_up
 from multirate.model.rows import Rows
 
 
@@ -49,28 +48,28 @@ class NativeStreamRunner(StreamRunner):
             token_map = owner.address(chosen.to(torch.int64).contiguous())
             self.head = DraftHead(owner.linear(decoder.head_weight[chosen], bias), len(chosen), token_map)
         self._adapters = AdapterPack(self.adapters, decoder.info.num_layers) if self.adapters else None
-        self.packed = library.Stream(
-            shape=ctypes.addressof(decoder.shape),
-            layers=ctypes.addressof(decoder.packed_layers),
+        self.packed = abi.new(
+            "Stream",
+            shape=decoder.shape,
+            layers=decoder.packed_layers,
             adapters=None if self._adapters is None else self._adapters.address,
             table=decoder.table.data_ptr(),
-            carry=library.Linear() if carry is None else owner.linear(carry.proj.weight),
+            carry=abi.new("Linear") if carry is None else owner.linear(carry.proj.weight),
             carry_norm=None if carry is None else owner.floats(carry.norm.weight),
             carry_eps=config.norm_eps,
-            gate=gate,
+            exit_layer=gate,
         )
         if (deltas := _mergeable(self.adapters, gate)) is not None:
-            self._merged = array_of(library.Layer, [decoder.pack(0, owner, deltas)])
-            self.packed.merged = ctypes.addressof(self._merged)
+            self._merged = decoder.pack(0, owner, deltas)
+            self.packed.merged = self._merged
         if self._block is not None:
             self._own_layer = OwnLayer(
                 decoder, owner, pack_block(owner, self._block), heads=config.block_heads,
                 kv_heads=config.block_kv_heads, head_dim=config.block_head_dim,
                 intermediate=config.block_intermediate, theta=config.rope_theta, eps=config.norm_eps,
             )
-            self.packed.block_shape = self._own_layer.shape_address
-            self.packed.block = self._own_layer.layer_address
-        self._address = ctypes.addressof(self.packed)
+            self.packed.block_shape = self._own_layer.shape
+            self.packed.block = self._own_layer.layer
 
     def begin(self, cache: KVCache) -> None:
         assert isinstance(cache, NativeKVCache)
@@ -91,11 +90,9 @@ class NativeStreamRunner(StreamRunner):
         x = torch.empty(n + fresh, self._d)
         carried = None if carried is None else carried.float().contiguous()
         self._library.mr_stream_step(
-            self.decoder.workspace.address,
-            self._address, cache.address, cache.capacity, None if own is None else own.address,
-            0 if own is None else own.capacity, tokens.ctypes.data, n, fresh, rows.seq.ctypes.data,
-            rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data, rows.tree.ctypes.data,
-            None if carried is None else carried.data_ptr(), x.data_ptr(),
+            self.decoder.workspace.address, self.packed, cache.address, abi.NULL if own is None else own.address,
+            0 if own is None else own.capacity, abi.rows_of(rows, cache.capacity), fresh, abi.longs(tokens),
+            abi.at(None if carried is None else carried.data_ptr()), abi.at(x.data_ptr()),
         )
         return x[:fresh], x[fresh:]
 
@@ -117,10 +114,11 @@ def _mergeable(adapters: Mapping[int, Any] | None, gate: int) -> dict[str, Tenso
     return {name: site.up.weight.detach().float() @ site.down.weight.detach().float() for name, site in sites.items()}
 
 
-def pack_block(owner: Owner, block: GateBlock) -> library.Layer:
+def pack_block(owner: Owner, block: GateBlock) -> abi.CData:
     """A gate's block as one more layer of the kernel."""
     attention, mlp = block.attn, block.mlp
-    return library.Layer(
+    return abi.new(
+        "Layer",
         qkv=owner.linear(torch.cat([attention.q.weight, attention.k.weight, attention.v.weight])),
         o=owner.linear(attention.o.weight),
         gate_up=owner.linear(interleave_gate_up(mlp.gate.weight, mlp.up.weight)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 from multirate.decoding.drafter import Draft, Drafter, FusedStep
@@ -12,7 +11,7 @@ from multirate.methods.common.fused_steps import FusedSteps
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
-from multirate.model.native import NativeDecoder, library
+from multirate.model.native import NativeDecoder, abi
 from multirate.model.native.cache import NativeKVCache
 
 
@@ -31,11 +30,11 @@ class PromptLookupDrafter(Drafter):
         self._fused: FusedSteps | None = None
         self._entered: int | None = None  # the sequence whose steps are fused
         if isinstance(decoder, NativeDecoder) and decoder.supports_fused and FusedSteps.can_draft(config.tokens):
-            self._stream = library.Stream(
-                shape=ctypes.addressof(decoder.shape), layers=ctypes.addressof(decoder.packed_layers),
-                table=decoder.table.data_ptr(),
-            )  # fmt: skip
-            limits = library.TreeLimits(nodes=config.tokens, lookup=library.Lookup(longest=config.max_ngram))
+            self._stream = abi.new(
+                "Stream", shape=decoder.shape, layers=decoder.packed_layers, table=decoder.table.data_ptr()
+            )
+            ngram = abi.new("NgramLimits", longest=config.max_ngram)
+            limits = abi.new("DraftLimits", nodes=config.tokens, ngram=ngram)
             self._fused = FusedSteps(decoder, self._stream, None, limits, refresh=False)
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:

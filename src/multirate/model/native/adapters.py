@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor
 
 from multirate.errors import UserError
-from multirate.model.native import library
+from multirate.model.native import abi
 from multirate.model.native.packing import Owner, interleave_gate_up, padded
 
-KERNEL_RANK = 4096  # widest low-rank site the kernel's scratch holds
+KERNEL_RANK = abi.constant("MAX_RANK")  # widest low-rank site the kernel's scratch holds
 
 
 class AdapterPack:
@@ -24,15 +23,14 @@ class AdapterPack:
 
     def __init__(self, adapters: Mapping[int, Any], num_layers: int) -> None:
         self._owner = Owner()
-        self._structures: dict[int, library.Adapter] = {}
+        self._structures: dict[int, abi.CData] = {}
         addresses: list[int | None] = [None] * num_layers
         for i, adapter in adapters.items():
             structure = self._structures[i] = self._pack(dict(adapter.deltas()))
-            addresses[i] = ctypes.addressof(structure)
-        self._array = (ctypes.c_void_p * num_layers)(*addresses)
-        self.address = ctypes.addressof(self._array)
+            addresses[i] = abi.address(structure)
+        self.address = abi.pointers("Adapter", addresses)
 
-    def _pack(self, sites: dict[str, Any]) -> library.Adapter:
+    def _pack(self, sites: dict[str, Any]) -> abi.CData:
         def halves(site: str) -> tuple[Tensor | None, Tensor | None]:
             module = sites.get(site)
             if module is None:
@@ -55,4 +53,4 @@ class AdapterPack:
             wide_up = torch.cat([torch.zeros(up_b.shape[0], gate_a.shape[0], dtype=up_b.dtype), up_b], dim=1)
             both = interleave_gate_up(wide_gate, wide_up)
             packed["gate_up"] = self._owner.low_rank(torch.cat([gate_a, up_a]), both)
-        return library.Adapter(**packed)
+        return abi.new("Adapter", **packed)

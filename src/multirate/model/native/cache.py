@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multirate.model.kv_cache import KVCache, LayerKV
-from multirate.model.native import library
+from multirate.model.native import abi, library
 from multirate.model.rows import Rows
 
 
@@ -32,7 +31,7 @@ class NativeKVCache(KVCache):
     """
 
     def __init__(self, batch: int, capacity: int, layers: Sequence[LayerKV]) -> None:
-        self._pointers: ctypes.Array[library.LayerCache] | None = None
+        self._pointers: abi.CData = None
         self._used = 0  # slots that may have been written since the memory was last cleared
         super().__init__(batch, capacity, layers)
 
@@ -57,9 +56,8 @@ class NativeKVCache(KVCache):
             self.values.append(values)
         self.capacity = capacity
         self.version += 1
-        self._pointers = (library.LayerCache * len(self.layout))(
-            *(library.LayerCache(k.data_ptr(), v.data_ptr()) for k, v in zip(self.keys, self.values, strict=True))
-        )
+        pairs = zip(self.keys, self.values, strict=True)
+        self._pointers = abi.array("LayerCache", [abi.new("LayerCache", k=k.data_ptr(), v=v.data_ptr()) for k, v in pairs])
 
     def reset(self) -> None:
         """As new, in the memory it has."""
@@ -81,9 +79,8 @@ class NativeKVCache(KVCache):
         self._used = max(self._used, last + 1)
 
     @property
-    def address(self) -> int:
-        assert self._pointers is not None
-        return ctypes.addressof(self._pointers)
+    def address(self) -> abi.CData:
+        return self._pointers
 
     def standard(self, layer: int) -> tuple[Tensor, Tensor]:
         """Layer's keys and values as [B, H_kv, capacity, D]."""
@@ -103,6 +100,6 @@ class NativeKVCache(KVCache):
                 layer = self.layout[0]
                 library.kernel().mr_move(
                     self.address, len(self.layout), layer.heads, layer.key_dim, self.capacity, seq,
-                    wanted.ctypes.data, to.ctypes.data, len(wanted),
+                    abi.ints(wanted), abi.ints(to), len(wanted),
                 )
         self.lengths[seq] += len(wanted)

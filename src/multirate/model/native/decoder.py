@@ -7,7 +7,6 @@ its call, so drafting and verifying give bit-identical logits: speculation in bf
 
 from __future__ import annotations
 
-import ctypes
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,10 +19,10 @@ from multirate.errors import Notice, UserError
 from multirate.model.decoder import Decoder, DecoderInfo, LayerAdapter, NotPlain
 from multirate.model.hf.inspect import find_parts
 from multirate.model.kv_cache import LayerKV
-from multirate.model.native import library
+from multirate.model.native import abi, library
 from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
-from multirate.model.native.packing import Owner, array_of, interleave_gate_up
+from multirate.model.native.packing import Owner, interleave_gate_up
 from multirate.model.native.plain import unknown_part
 from multirate.model.rows import Rows
 
@@ -124,17 +123,16 @@ class NativeDecoder(Decoder):
         self.head = self._owner.linear(self.head_weight, self.head_bias)
         self.shape = self._shape(config.intermediate_size, self._rotary(parts, config))
         self._layers = list(parts.layers)
-        self.packed_layers = array_of(library.Layer, [self.pack(i, self._owner) for i in range(len(self._layers))])
-        self._shape_address, self._layers_address = ctypes.addressof(self.shape), ctypes.addressof(self.packed_layers)
-        self._table_address, self._head_address = self.table.data_ptr(), ctypes.addressof(self.head)
+        self.packed_layers = abi.array("Layer", [self.pack(i, self._owner) for i in range(len(self._layers))])
+        self._table, self._norm = abi.at(self.table.data_ptr()), abi.at(self.norm_address)
         self._logits = torch.empty(0)
         self._spare: NativeKVCache | None = None
         self._adapted: list[tuple[int, LayerAdapter]] = []
 
-    def _shape(self, intermediate: int, tables: tuple[int | None, int | None, int]) -> library.Shape:
+    def _shape(self, intermediate: int, tables: tuple[int | None, int | None, int]) -> abi.CData:
         cos, sin, positions = tables
-        return library.Shape(
-            hidden=self.info.hidden_size, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
+        return abi.new(
+            "Shape", hidden=self.info.hidden_size, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
             intermediate=intermediate, vocab=self.info.vocab_size, max_positions=positions, eps=self.eps,
             attention_scale=self.head_dim**-0.5, cos=cos, sin=sin,
         )
@@ -155,26 +153,26 @@ class NativeDecoder(Decoder):
                 table[start : start + TABLE_CHUNK] = values[0, :, :half]
         return self._owner.address(tables[0]), self._owner.address(tables[1]), count
 
-    def pack(self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None) -> library.Layer:
+    def pack(self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None) -> abi.CData:
         """Layer `index` in the kernel's form. deltas: site (q, o, gate, up, down) → what is added to its weight."""
         layer, module = self.pack_attention(index, owner, deltas), self._layers[index].module
         mlp = module.mlp
         gate, up = _weight("gate", mlp.gate_proj, deltas), _weight("up", mlp.up_proj, deltas)
-        layer.gate_up = owner.linear(interleave_gate_up(gate, up))
-        layer.down = owner.linear(_weight("down", mlp.down_proj, deltas))
-        layer.norm_mlp = owner.floats(module.post_attention_layernorm.weight)
+        layer.gate_up = owner.linear(interleave_gate_up(gate, up))[0]
+        layer.down = owner.linear(_weight("down", mlp.down_proj, deltas))[0]
+        layer.norm_mlp = abi.at(owner.floats(module.post_attention_layernorm.weight))
         return layer
 
     def pack_attention(
         self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None
-    ) -> library.Layer:
+    ) -> abi.CData:
         """The attention of layer `index` alone."""
         layer, window = self._layers[index].module, self._layers[index].window
         attention = layer.self_attn
         queries = (attention.q_proj, attention.k_proj, attention.v_proj)
         bias = None if queries[0].bias is None else torch.cat([p.bias for p in queries])
-        return library.Layer(
-            qkv=owner.linear(torch.cat([_weight(s, p, deltas) for s, p in zip("qkv", queries, strict=True)]), bias),
+        return abi.new(
+            "Layer", qkv=owner.linear(torch.cat([_weight(s, p, deltas) for s, p in zip("qkv", queries, strict=True)]), bias),
             o=owner.linear(_weight("o", attention.o_proj, deltas), attention.o_proj.bias),
             norm_attention=owner.floats(layer.input_layernorm.weight),
             q_norm=owner.floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
@@ -202,7 +200,7 @@ class NativeDecoder(Decoder):
     def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
         ids = ids.to(torch.int64).contiguous()
         x = torch.empty(len(ids), self.info.hidden_size)
-        self._library.mr_embed(self.table.data_ptr(), ids.data_ptr(), len(ids), x.shape[1], 1.0, x.data_ptr())
+        self._library.mr_embed(self._table, abi.at(ids.data_ptr()), len(ids), x.shape[1], 1.0, abi.at(x.data_ptr()))
         return x
 
     def layers(
@@ -220,22 +218,19 @@ class NativeDecoder(Decoder):
         self._run(x, rows, start, stop, cache, self.packed_adapters(adapters))
         return x
 
-    def _run(self, x: Tensor, rows: Rows, start: int, stop: int, cache: NativeKVCache, adapters: int | None) -> None:
+    def _run(self, x: Tensor, rows: Rows, start: int, stop: int, cache: NativeKVCache, adapters: abi.CData | None) -> None:
         cache.make_room(rows)
-        accelerated = rows.accelerated
         self._library.mr_layers(
-            self._work, ctypes.addressof(self.shape), ctypes.addressof(self.packed_layers), cache.address, adapters,
-            x.data_ptr(), len(rows.seq), rows.seq.ctypes.data, rows.slot.ctypes.data, rows.pos.ctypes.data,
-            rows.prefix.ctypes.data, rows.tree.ctypes.data, None if accelerated is None else accelerated.ctypes.data,
-            cache.capacity, start, stop,
+            self._work, self.shape, self.packed_layers, cache.address, adapters or abi.NULL,
+            abi.rows_of(rows, cache.capacity), abi.at(x.data_ptr()), start, stop,
         )
 
     def fill_kv(self, rows: Rows, hidden: Tensor, start: int, stop: int, cache: Any) -> None:
         x = hidden.float().contiguous()
         cache.make_room(rows)
         self._library.mr_fill_kv(
-            self._work, self._shape_address, self._layers_address, cache.address, x.data_ptr(), len(rows.seq),
-            rows.seq.ctypes.data, rows.slot.ctypes.data, rows.pos.ctypes.data, cache.capacity, start, stop,
+            self._work, self.shape, self.packed_layers, cache.address, abi.rows_of(rows, cache.capacity),
+            abi.at(x.data_ptr()), start, stop,
         )
 
     def greedy(
@@ -252,11 +247,9 @@ class NativeDecoder(Decoder):
         tokens = np.empty(n, np.int64)
         entering = None if ids is None else np.array(ids, dtype=np.int64)
         self._library.mr_greedy(
-            self._work, self._shape_address, self._layers_address, cache.address, self._table_address,
-            None if entering is None else entering.ctypes.data, x.data_ptr(), n, rows.seq.ctypes.data,
-            rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data, rows.tree.ctypes.data,
-            cache.capacity, start, self.info.num_layers, self._head_address, self.norm_address,
-            self._logits.data_ptr(), tokens.ctypes.data,
+            self._work, self.shape, self.packed_layers, cache.address, abi.rows_of(rows, cache.capacity), self._table,
+            abi.NULL if entering is None else abi.longs(entering), abi.at(x.data_ptr()), start, self.info.num_layers,
+            self.head, self._norm, abi.at(self._logits.data_ptr()), abi.longs(tokens),
         )
         return x, tokens.tolist()
 
@@ -270,18 +263,18 @@ class NativeDecoder(Decoder):
     def logits(self, x: Tensor) -> Tensor:
         return self.product(self.head, x, self.norm_address)[:, : self.info.vocab_size]
 
-    def product(self, linear: library.Linear, x: Tensor, norm: int | None, into: Tensor | None = None) -> Tensor:
+    def product(self, linear: abi.CData, x: Tensor, norm: int | None, into: Tensor | None = None) -> Tensor:
         """W · (RMSNorm(x) or x): x fp32 [N, in] → [N, out], added to `into` when given."""
         x = x.float().contiguous()
         y = torch.empty(len(x), linear.outputs) if into is None else into
         self._library.mr_linear(
-            self._work, ctypes.addressof(linear), x.data_ptr(), norm, self.eps, len(x), y.data_ptr(),
+            self._work, linear, abi.at(x.data_ptr()), abi.at(norm), self.eps, len(x), abi.at(y.data_ptr()),
             int(into is not None),
         )
         return y
 
     def top(
-        self, head: library.Linear, vocab: int, x: Tensor, count: int, sharpness: float = 1.0
+        self, head: abi.CData, vocab: int, x: Tensor, count: int, sharpness: float = 1.0
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The ``count`` likeliest of ``head``'s ``vocab`` outputs for each row of x [n, d], best first, and their
         probabilities under softmax(sharpness · logits)."""
@@ -289,8 +282,8 @@ class NativeDecoder(Decoder):
         logits = torch.empty(n, head.outputs)
         ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
         self._library.mr_head_top(
-            self._work, ctypes.addressof(head), self.norm_address, self.eps, x.data_ptr(), n, vocab, count, sharpness,
-            logits.data_ptr(), ids.ctypes.data, probs.ctypes.data,
+            self._work, head, self._norm, self.eps, abi.at(x.data_ptr()), n, vocab, count, sharpness,
+            abi.at(logits.data_ptr()), abi.longs(ids), abi.floats(probs),
         )
         return ids.tolist(), probs.tolist()
 
@@ -300,12 +293,12 @@ class NativeDecoder(Decoder):
             return super().top_tokens(logits, count)
         ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
         self._library.mr_top(
-            logits.data_ptr(), n, vocab, logits.stride(0), count, 1.0, ids.ctypes.data, probs.ctypes.data
+            abi.at(logits.data_ptr()), n, vocab, logits.stride(0), count, 1.0, abi.longs(ids), abi.floats(probs)
         )
         chosen: list[list[int]] = ids.tolist()
         return chosen
 
-    def packed_adapters(self, adapters: Mapping[int, LayerAdapter] | None) -> int | None:
+    def packed_adapters(self, adapters: Mapping[int, LayerAdapter] | None) -> abi.CData | None:
         """The adapters in the kernel's form, packed on first use and again when other modules are given."""
         if not adapters:
             return None

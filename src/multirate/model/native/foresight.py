@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from multirate.model.native import library
-from multirate.model.native.packing import Owner, array_of
+from multirate.model.native import abi, library
+from multirate.model.native.packing import Owner
 
 
 class NativeAcceleratedResidual:
@@ -26,23 +25,24 @@ class NativeAcceleratedResidual:
             [self._owner.low_rank(down[layer].float(), one[layer, :, :rank].float(), silu=True) for one in up]
             for layer in range(len(down))
         ]
-        self._addresses = [[ctypes.addressof(site) for site in sites] for sites in self._sites]
         self._ones = torch.ones(up[0].shape[1])
         self.most_depth, self.eps, self.ones = len(up), eps, self._ones.data_ptr()
-        self._sketches: list[list[library.Sketch]] = []  # by layer, for the near depth with each far one
+        self._sketches: list[list[abi.CData]] = []  # by layer, for the near depth with each far one
         if sketch is not None:
             for layer in range(len(down)):
                 ups = [keep(self._owner, one[layer, :, rank:].T) for one in up]
                 drawn = keep(self._owner, sketch[layer])
-                self._sketches.append([library.Sketch(drawn, ups[0], far, rows, 0) for far in ups])
+                self._sketches.append(
+                    [abi.new("PrunedPair", down=drawn, near=ups[0], far=far, rows=rows) for far in ups]
+                )
 
     def sites(self, depths: int) -> list[int]:
         """Addresses [L · depths] of the adapters, layer by layer."""
-        return [address for sites in self._addresses for address in sites[:depths]]
+        return [abi.address(site) for sites in self._sites for site in sites[:depths]]
 
     def sketches(self, depths: int) -> list[int]:
         """Addresses [L · depths] of the sketches as the near depth goes with each; empty: there are none."""
-        return [ctypes.addressof(one) for layer in self._sketches for one in layer[:depths]]
+        return [abi.address(one) for layer in self._sketches for one in layer[:depths]]
 
     def step(
         self,
@@ -54,33 +54,23 @@ class NativeAcceleratedResidual:
     ) -> list[Tensor]:
         """As ExpertPredictor.step: residual, state fp32 [N, d], routing int64 and fp32 [N, k] → p of each depth."""
         residual = residual.float().contiguous()
-        sites, sketches = self._addresses[layer][:depths], None
+        sites, sketches = self._sites[layer][:depths], None
         found = [torch.empty_like(residual) for _ in sites]
-        before = None if state is None else state.data_ptr()
-        ids = weights = None
+        before = abi.at(None if state is None else state.data_ptr())
+        ids = weights = abi.NULL
         k = 0
         if self._sketches:
             assert routing is not None
             sketches = self._sketches[layer]
-            ids, weights, k = routing[0].data_ptr(), routing[1].data_ptr(), routing[0].shape[1]
+            ids, weights = abi.at(routing[0].data_ptr()), abi.at(routing[1].data_ptr())
+            k = routing[0].shape[1]
         for i in range(1, max(len(sites), 2)):  # two depths a call: they share the product with `down`
-            far = (sites[i], found[i].data_ptr()) if i < len(sites) else (None, None)
-            drawn = None if sketches is None else ctypes.addressof(sketches[min(i, len(sketches) - 1)])
-            self._library.mr_accelerated_residual(
+            far = (sites[i], abi.at(found[i].data_ptr())) if i < len(sites) else (abi.NULL, abi.NULL)
+            drawn = abi.NULL if sketches is None else sketches[min(i, len(sketches) - 1)]
+            self._library.mr_predict_residual(
                 self._workspace.address,
-                sites[0],
-                far[0],
-                drawn,
-                ids,
-                weights,
-                k,
-                self.ones,
-                self.eps,
-                residual.data_ptr(),
-                before,
-                len(residual),
-                found[0].data_ptr(),
-                far[1],
+                sites[0], far[0], drawn, ids, weights, k, abi.at(self.ones), self.eps,
+                abi.at(residual.data_ptr()), before, len(residual), abi.at(found[0].data_ptr()), far[1],
             )
         return found
 
@@ -105,11 +95,11 @@ class NativeResidualWithAttention:
             site = None
             if down is not None:
                 self._sites.append(self._owner.low_rank(down[layer].float(), up[layer, :, :rank].float(), silu=True))
-                site = ctypes.addressof(self._sites[-1])
+                site = self._sites[-1]
             places = [sketch[layer], gated[layer], up[layer, :, rank : rank + drawn].T, up[layer, :, rank + drawn :].T]
-            layers.append(library.PrunedExperts(site, *(keep(self._owner, one) for one in places), rows))
-        self._layers = array_of(library.PrunedExperts, layers)
-        self.address = ctypes.addressof(self._layers)
+            gate, other, out, means = (keep(self._owner, one) for one in places)
+            layers.append(abi.new("PrunedExperts", site=site, gate=gate, up=other, down=out, means=means, rows=rows))
+        self.layers = abi.array("PrunedExperts", layers)
 
     def leaving(self, layer: int, residual: Tensor, routing: tuple[Tensor, Tensor]) -> Tensor:
         """The stream after attention of `layer` [N, d] and its routing [N, k] → what is thought to leave it."""
@@ -117,14 +107,8 @@ class NativeResidualWithAttention:
         ids, weights = routing[0].contiguous(), routing[1].float().contiguous()
         self._library.mr_pruned_experts(
             self._workspace.address,
-            self.address + layer * ctypes.sizeof(library.PrunedExperts),
-            ids.data_ptr(),
-            weights.data_ptr(),
-            ids.shape[1],
-            self.ones,
-            self.eps,
-            x.data_ptr(),
-            *x.shape,
+            self.layers + layer, abi.at(ids.data_ptr()), abi.at(weights.data_ptr()), ids.shape[1],
+            abi.at(self.ones), self.eps, abi.at(x.data_ptr()), *x.shape,
         )
         return x
 

@@ -7,7 +7,6 @@ NativeDecoder, a row's bits depend neither on the other rows of a call nor on wh
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 
 from multirate.model.decoder import Decoder, LayerAdapter
 from multirate.model.kv_cache import KVCache
-from multirate.model.native import library
+from multirate.model.native import abi, library
 from multirate.model.native.decoder import NativeDecoder
 from multirate.model.native.packing import Owner, interleave_gate_up, padded
-from multirate.model.native.residency import Mixture, RoutedRows, Routers
 from multirate.model.rows import Rows
 
 MOE_FAMILIES = ("mixtral", "qwen3_moe")
@@ -31,7 +29,7 @@ ComputeExperts = Callable[[Sequence[tuple[int, Mapping[str, Tensor]]]], None]
 
 
 KernelCall = tuple[Any, ...]
-"""mr_mixture's arguments from the caches to the capacity."""
+"""mr_mixture's arguments from the caches to the residual."""
 KernelPasses = Callable[[KernelCall, int, int, int, int, int], None]
 """(call, start, stop, where it is routed, row of the first mixture layer, rows of the call): runs layers [start, stop),
 loading what they need. Raises UserError when a read failed."""
@@ -83,10 +81,6 @@ def expert_tiles(hidden: int, intermediate: int) -> bool:
     return hidden % 64 == 0 and intermediate % 32 == 0
 
 
-class _Expert(ctypes.Structure):
-    _fields_ = [("gate_up", library.Linear), ("down", library.Linear)]
-
-
 class NativeMoEDecoder(NativeDecoder):
     """A NativeDecoder whose mixture layers get their experts from `provider`. Not for batches of drafts in one call."""
 
@@ -106,7 +100,7 @@ class NativeMoEDecoder(NativeDecoder):
 
     def __init__(self, model: nn.Module, provider: Callable[[], ExpertProvider]) -> None:
         self._provider = provider
-        self._experts: dict[int, _Expert] = {}
+        self._experts: dict[int, abi.CData] = {}
         super().__init__(model)
         moe = [layer.moe for layer in self._layers]
         self.row_of = {i: row for row, i in enumerate(i for i, block in enumerate(moe) if block is not None)}
@@ -116,7 +110,7 @@ class NativeMoEDecoder(NativeDecoder):
         self.normalise = int(getattr(config, "norm_topk_prob", True))
         self._layer_of = list(self.row_of)
         self._router_weights = {i: self._owner.linear(moe[i].router.weight) for i in self.row_of}
-        self.routers = {i: ctypes.addressof(linear) for i, linear in self._router_weights.items()}
+        self.routers = self._router_weights
         self._kept: _Routing | None = None
         self.running: tuple[Rows, Any] | None = None  # rows and cache of a pass that Python leads layer by layer
         self._asked: _Routing | None = None  # of `select`, which is called between a layer's routing and its sum
@@ -124,7 +118,7 @@ class NativeMoEDecoder(NativeDecoder):
             i: self._owner.floats(self._layers[i].module.post_attention_layernorm.weight) for i in self.row_of
         }
 
-    def pack(self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None) -> library.Layer:
+    def pack(self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None) -> abi.CData:
         if self._layers[index].moe is None:
             return super().pack(index, owner, deltas)
         return self.pack_attention(index, owner, deltas)
@@ -169,7 +163,7 @@ class NativeMoEDecoder(NativeDecoder):
         return self._route(self._layer_of[row], x, self._asked).chosen
 
     def _passes(
-        self, kernel: KernelPasses, x: Tensor, rows: Rows, start: int, stop: int, cache: Any, packed: int | None,
+        self, kernel: KernelPasses, x: Tensor, rows: Rows, start: int, stop: int, cache: Any, packed: abi.CData | None,
         adapters: Mapping[int, LayerAdapter] | None,
     ) -> None:
         """Layers [start, stop) by the kernel, in one call but for adapters beside experts."""
@@ -181,11 +175,9 @@ class NativeMoEDecoder(NativeDecoder):
                 continue
             row = next((self.row_of[j] for j in range(begin, i + 1) if j in self.row_of), 1 << 30)
             call = (
-                cache.address, packed, x.data_ptr(), len(x), rows.seq.ctypes.data, rows.slot.ctypes.data,
-                rows.pos.ctypes.data, rows.prefix.ctypes.data, rows.tree.ctypes.data,
-                None if fast is None else fast.ctypes.data, cache.capacity,
+                cache.address, packed or abi.NULL, abi.rows_of(rows, cache.capacity), abi.at(x.data_ptr()),
             )  # fmt: skip
-            kernel(call, begin, i + 1, routing.address, row, len(x))
+            kernel(call, begin, i + 1, routing.for_kernel, row, len(x))
             if fast is not None and i in beside:
                 self._beside(beside[i], routing.normed, x, np.flatnonzero(fast))
             begin = i + 1
@@ -216,7 +208,7 @@ class NativeMoEDecoder(NativeDecoder):
     def _route(self, layer: int, x: Tensor, into: _Routing) -> _Routing:
         self._library.mr_route(
             self._work,
-            self.routers[layer], self.norms[layer], self.eps, x.data_ptr(), into.rows, self.num_experts, self.top_k,
+            self.routers[layer], abi.at(self.norms[layer]), self.eps, abi.at(x.data_ptr()), into.rows, self.num_experts, self.top_k,
             self.normalise, *into.addresses,
         )
         return into
@@ -224,18 +216,17 @@ class NativeMoEDecoder(NativeDecoder):
     def _mixture(self, layer: int, x: Tensor, rows: Rows, adapter: LayerAdapter | None) -> None:
         routing = self._route(layer, x, self._routing(len(x)))
         uses = _Uses(routing.ids)
-        normed, parts = routing.addresses[0], routing.parts.data_ptr()
+        normed, parts = routing.addresses[0], abi.at(routing.parts.data_ptr())
 
         def compute(found: Sequence[tuple[int, Mapping[str, Tensor]]]) -> None:
             counts, wanted, places = uses.of([expert for expert, _ in found])
-            records = (ctypes.c_void_p * len(found))(*[self._expert(record) for _, record in found])
+            records = abi.ffi.new("Expert *[]", [self._expert(record) for _, record in found])
             self._library.mr_experts(
-                self._work, records, counts.ctypes.data, len(found), normed, wanted.ctypes.data, places.ctypes.data,
-                parts,
+                self._work, records, abi.ints(counts), len(found), normed, abi.ints(wanted), abi.ints(places), parts
             )
 
         self._provider().run(self.row_of[layer], uses.experts, compute, x, routing.chosen)
-        self._library.mr_combine(parts, routing.addresses[-1], *routing.ids.shape, x.shape[1], x.data_ptr())
+        self._library.mr_combine(parts, routing.addresses[-1], *routing.ids.shape, x.shape[1], abi.at(x.data_ptr()))
         if adapter is not None and rows.accelerated is not None:
             self._beside(adapter, routing.normed, x, np.flatnonzero(rows.accelerated))
 
@@ -247,37 +238,37 @@ class NativeMoEDecoder(NativeDecoder):
         dtype = next(module.parameters()).dtype
         x[index] += module(normed[index].to(dtype)).float()
 
-    def _expert(self, record: Mapping[str, Tensor]) -> int:
-        """Address of the kernel's view of a record, made once for each place in memory that records are read into."""
+    def _expert(self, record: Mapping[str, Tensor]) -> abi.CData:
+        """The kernel's view of a record, made once for each place in memory that records are read into."""
         gate_up, down = record["gate_up_proj"], record["down_proj"]
         found = self._experts.get(gate_up.data_ptr())
-        if found is None or found.down.weight != down.data_ptr():
-            found = _Expert(
-                library.Linear(gate_up.data_ptr(), None, None, gate_up.shape[1], gate_up.shape[0]),
-                library.Linear(down.data_ptr(), None, None, down.shape[1], down.shape[0]),
-            )
+        if found is None or found.down.weight != abi.at(down.data_ptr()):
+            found = abi.new("Expert", gate_up=_linear(gate_up), down=_linear(down))
             self._experts[gate_up.data_ptr()] = found
-        return ctypes.addressof(found)
+        return found
+
+
+def _linear(packed: Tensor) -> abi.CData:
+    return abi.new("Linear", weight=packed.data_ptr(), inputs=packed.shape[1], outputs=packed.shape[0])
 
 
 class KernelMixture:
-    """A decoder's layers and routers, and the experts of each slot, as mixture.h has them. Outlived by the decoder."""
+    """A decoder's layers and routers, and the experts of each slot, as abi.h has them. Outlived by the decoder."""
 
-    def __init__(self, decoder: NativeMoEDecoder, experts: Sequence[int]) -> None:
+    def __init__(self, decoder: NativeMoEDecoder, experts: Sequence[abi.CData]) -> None:
         info = decoder.info
-        self._routers = (ctypes.c_void_p * len(decoder.routers))(*decoder.routers.values())
-        self._norms = (ctypes.c_void_p * len(decoder.norms))(*decoder.norms.values())
+        self._routers = abi.ffi.new("Linear *[]", list(decoder.routers.values()))
+        self._norms = abi.ffi.new("float *[]", [abi.at(one) for one in decoder.norms.values()])
         self._row_of = np.array([decoder.row_of.get(i, -1) for i in range(info.num_layers)], np.int32)
-        self._experts = (_Expert * len(experts))(*(_Expert.from_address(one) for one in experts))
-        routers = Routers(
-            ctypes.addressof(self._routers), ctypes.addressof(self._norms), decoder.eps, decoder.num_experts,
-            decoder.top_k, decoder.normalise, info.hidden_size,
+        self._experts = abi.array("Expert", experts)
+        routers = abi.new(
+            "Routers", routers=self._routers, norms=self._norms, eps=decoder.eps, experts=decoder.num_experts,
+            top_k=decoder.top_k, normalise=decoder.normalise, hidden=info.hidden_size,
         )
-        self._mixture = Mixture(
-            ctypes.addressof(decoder.shape), ctypes.addressof(decoder.packed_layers), routers, self._row_of.ctypes.data,
-            ctypes.addressof(self._experts),
+        self.packed = abi.new(
+            "Mixture", shape=decoder.shape, layers=decoder.packed_layers, routers=routers,
+            row_of=abi.ints(self._row_of), experts=self._experts,
         )
-        self.address = ctypes.addressof(self._mixture)
 
 
 class _Routing:
@@ -290,10 +281,13 @@ class _Routing:
         self.parts = torch.empty(rows * top_k, hidden)
         self.chosen = torch.from_numpy(self.ids), torch.from_numpy(self.weights)
         self.addresses = (
-            self.normed.data_ptr(), self._logits.data_ptr(), self.ids.ctypes.data, self.weights.ctypes.data
+            abi.at(self.normed.data_ptr()), abi.at(self._logits.data_ptr()), abi.longs(self.ids),
+            abi.floats(self.weights),
         )
-        self._for_kernel = RoutedRows(*self.addresses, self.parts.data_ptr())
-        self.address = ctypes.addressof(self._for_kernel)
+        normed, logits, ids, weights = self.addresses
+        self.for_kernel = abi.new(
+            "RoutedRows", normed=normed, logits=logits, ids=ids, weights=weights, parts=self.parts.data_ptr()
+        )
 
 
 class _Uses:

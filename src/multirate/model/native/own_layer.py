@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from multirate.model.native import library
+from multirate.model.native import abi, library
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.decoder import NativeDecoder
-from multirate.model.native.packing import Owner, array_of
+from multirate.model.native.packing import Owner
 from multirate.model.rows import Rows
 
 
@@ -24,19 +22,18 @@ class OwnLayer:
     """``layer`` with rotary attention of base ``theta``; a layer without ``gate_up`` weights is attention alone."""
 
     def __init__(
-        self, decoder: NativeDecoder, owner: Owner, layer: library.Layer, *, heads: int, kv_heads: int,
+        self, decoder: NativeDecoder, owner: Owner, layer: abi.CData, *, heads: int, kv_heads: int,
         head_dim: int, intermediate: int, theta: float, eps: float,
     ) -> None:
         self._decoder, self._owner, self._kv_heads = decoder, owner, kv_heads
         half = torch.arange(head_dim // 2) / (head_dim // 2)
         angle = torch.arange(decoder.shape.max_positions)[:, None] * theta**-half
-        self._shape = library.Shape(
-            hidden=decoder.info.hidden_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        self.shape = abi.new(
+            "Shape", hidden=decoder.info.hidden_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
             intermediate=intermediate, vocab=0, max_positions=decoder.shape.max_positions, eps=eps,
             attention_scale=head_dim**-0.5, cos=owner.floats(angle.cos()), sin=owner.floats(angle.sin()),
         )
-        self._layers = array_of(library.Layer, [layer])
-        self.shape_address, self.layer_address = ctypes.addressof(self._shape), ctypes.addressof(self._layers)
+        self.layer = layer
 
     def new_cache(self, batch: int, capacity: int) -> NativeKVCache:
         """An empty one-layer cache."""
@@ -47,9 +44,7 @@ class OwnLayer:
         x = x.float().clone(memory_format=torch.contiguous_format)
         cache.make_room(rows)
         library.kernel().mr_layers(
-            self._decoder.workspace.address,
-            self.shape_address, self.layer_address, cache.address, None, x.data_ptr(), len(rows.seq),
-            rows.seq.ctypes.data, rows.slot.ctypes.data, rows.pos.ctypes.data, rows.prefix.ctypes.data,
-            rows.tree.ctypes.data, None, cache.capacity, 0, 1,
+            self._decoder.workspace.address, self.shape, self.layer, cache.address, abi.NULL,
+            abi.rows_of(rows, cache.capacity), abi.at(x.data_ptr()), 0, 1,
         )
         return x

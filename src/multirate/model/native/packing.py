@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from multirate.model.native import library
+from multirate.model.native import abi, library
 
 GROUP = 64
 
@@ -21,11 +20,11 @@ def padded(count: int) -> int:
 
 
 WEIGHT_NORM = 65000.0
-"""Largest norm of an output's int16 weights: with fixed_point.h's ROW_NORM no sum leaves int32."""
+"""Largest norm of an output's int16 weights: with fixed_point.c's ROW_NORM no sum leaves int32."""
 
 
 def fixed_point(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, in] → int16 [out, in] and float32 units [out] with weight ≈ unit · integers (see fixed_point.h)."""
+    """[out, in] → int16 [out, in] and float32 units [out] with weight ≈ unit · integers (see fixed_point.c)."""
     norm, largest = weight.norm(dim=1), weight.abs().amax(dim=1)
     steps = torch.minimum(WEIGHT_NORM / norm.clamp(min=1e-30), 32767 / largest.clamp(min=1e-30))
     steps = torch.where(largest > 0, steps, torch.ones_like(steps))
@@ -86,7 +85,7 @@ class Owner:
     def floats(self, tensor: Tensor | None) -> int | None:
         return None if tensor is None else self.address(tensor.detach().float().cpu().contiguous().clone())
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> library.Linear:
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> abi.CData:
         """weight [out, in], bias [out] → bf16 [groups, in/2, 4, 16, 2] or int16 [groups, 4, in/2, 16, 2].
 
         Outputs are padded with zeros to whole groups.
@@ -107,23 +106,22 @@ class Owner:
             wide[:outputs] = bias.detach().float()
             bias = wide
         weights = self.address(self.slabs.copy(packed))
-        return library.Linear(weights, self.address(bias), self.address(scale), inputs, padded(outputs))
+        return abi.new(
+            "Linear", weight=weights, bias=self.address(bias), scale=self.address(scale),
+            inputs=inputs, outputs=padded(outputs),
+        )
 
-    def low_rank(self, a: Tensor | None, b: Tensor | None, silu: bool = False) -> library.LowRank:
+    def low_rank(self, a: Tensor | None, b: Tensor | None, silu: bool = False) -> abi.CData:
         """a [rank, in], b [out, rank] → B(A x); the rank is padded to whole groups."""
         if a is None or b is None:
-            return library.LowRank()
+            return abi.new("LowRank")
         rank = a.shape[0]
         wide = torch.zeros(b.shape[0], padded(rank), dtype=b.dtype)
         wide[:, :rank] = b.detach()
-        return library.LowRank(self.linear(a), self.linear(wide), rank, int(silu))
+        return abi.new("LowRank", a=self.linear(a), b=self.linear(wide), rank=rank, silu=int(silu))
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
     """[I, …] twice → [2I, …]: 32 rows of gate, the same 32 rows of up, and so on (one group each)."""
     pieces: Sequence[Tensor] = [gate.unflatten(0, (-1, 32)), up.unflatten(0, (-1, 32))]
     return torch.stack(list(pieces), dim=1).flatten(0, 2)
-
-
-def array_of(kind: type[ctypes.Structure], items: Sequence[ctypes.Structure]) -> ctypes.Array:
-    return (kind * len(items))(*items)

@@ -1,14 +1,18 @@
-// Reads that the computing thread begins itself and finds ended later: Linux's asynchronous I/O on a file opened with O_DIRECT.
-// On a machine whose cores all compute, a thread that reads takes one of them for a moment twice a read (to begin it, to be
-// told of its end); here nobody is woken. Included by reads.h. All of it runs on the caller's thread.
-#ifndef MULTIRATE_ASYNC_READS_H
-#define MULTIRATE_ASYNC_READS_H
+// Reads that the computing thread begins itself and finds ended later: Linux's asynchronous I/O on
+// a file opened with O_DIRECT. On a machine whose cores all compute, a thread that reads takes one
+// of them for a moment twice a read (to begin it, to be told of its end); here nobody is woken. All
+// of it runs on the caller's thread.
+#include "reads.h"
 
-// What the disk has at a time: it shares itself among all of that, so that a read needed soon ends as late as one needed later.
-// Small reads gain by company (each spends more time on the way than on the disk), large ones do not.
+#include <errno.h>
+#include <unistd.h>
+
+// What the disk has at a time: it shares itself among all of that, so that a read needed soon ends
+// as late as one needed later. Small reads gain by company (each spends more time on the way than
+// on the disk), large ones do not.
 #define MOST_FLYING 12
 #define BYTES_FLYING (1 << 20)
-#define MOST_AHEAD 4  // predictions: a demand waits behind these at most
+#define MOST_AHEAD 4 // predictions: a demand waits behind these at most
 #define BYTES_AHEAD (384 << 10)
 
 static inline int at_a_time(int64_t size, int64_t bytes, int least, int most) {
@@ -32,23 +36,26 @@ typedef struct {
 
 struct Async {
     aio_context_t context;
-    struct iocb *requests;  // [slots]
-    int32_t *landed;        // slots whose chunk is there before a throttled disk would have it
+    struct iocb *requests; // [slots]
+    int32_t *landed;       // slots whose chunk is there before a throttled disk would have it
     int flying, landed_count;
 };
 
-static int async_open(Reads *r) {
+int async_open(Reads *r) {
     Async *a = r->async = calloc(1, sizeof *a);
-    if (!a) return 0;
+    if (!a)
+        return 0;
     a->requests = calloc((size_t)r->slots, sizeof *a->requests);
     a->landed = calloc((size_t)r->slots, sizeof *a->landed);
     return a->requests && a->landed && !syscall(SYS_io_setup, 2 * MOST_FLYING, &a->context);
 }
 
 // Waits for what the system still writes into the slots.
-static void async_close(Reads *r) {
-    if (!r->async) return;
-    if (r->async->context) syscall(SYS_io_destroy, r->async->context);
+void async_close(Reads *r) {
+    if (!r->async)
+        return;
+    if (r->async->context)
+        syscall(SYS_io_destroy, r->async->context);
     free(r->async->requests);
     free(r->async->landed);
     free(r->async);
@@ -61,26 +68,34 @@ static void async_request(Reads *r, const int32_t *slots, int count) {
     struct iocb *list[MOST_FLYING];
     for (int i = 0; i < count; i++) {
         Read *one = &r->reads[slots[i]];
-        int64_t at = one->done + one->got, left = r->size - one->done < r->chunk ? r->size - one->done : r->chunk;
+        int64_t at = one->done + one->got,
+                left = r->size - one->done < r->chunk ? r->size - one->done : r->chunk;
         list[i] = &a->requests[slots[i]];
         *list[i] = (struct iocb){
-            .aio_data = (uint64_t)slots[i], .aio_lio_opcode = IOCB_CMD_PREAD, .aio_fildes = (uint32_t)r->fd,
-            .aio_buf = (uint64_t)(uintptr_t)(r->base + (size_t)slots[i] * r->size + at), .aio_nbytes = (uint64_t)(left - one->got),
+            .aio_data = (uint64_t)slots[i],
+            .aio_lio_opcode = IOCB_CMD_PREAD,
+            .aio_fildes = (uint32_t)r->fd,
+            .aio_buf = (uint64_t)(uintptr_t)(r->base + (size_t)slots[i] * r->size + at),
+            .aio_nbytes = (uint64_t)(left - one->got),
             .aio_offset = one->offset + at,
         };
     }
     a->flying += count;
     for (int sent = 0; sent < count;) {
         long n = syscall(SYS_io_submit, a->context, (long)(count - sent), list + sent);
-        if (n > 0) { sent += (int)n; continue; }
-        if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;  // full for a moment: the system's, not ours
+        if (n > 0) {
+            sent += (int)n;
+            continue;
+        }
+        if (n < 0 && (errno == EINTR || errno == EAGAIN))
+            continue; // full for a moment: the system's, not ours
         Read *one = &r->reads[slots[sent++]];
         a->flying--;
         chunk_read(r, (int)(one - r->reads), n < 0 ? errno : EIO);
     }
 }
 
-static void async_begin(Reads *r) {
+void async_begin(Reads *r) {
     int32_t taken[MOST_FLYING];
     int count = 0, most = r->rate > 0 ? 1 : at_a_time(r->size, BYTES_FLYING, 2, MOST_FLYING);
     int ahead = r->rate > 0 ? 1 : at_a_time(r->size, BYTES_AHEAD, 1, MOST_AHEAD);
@@ -89,40 +104,45 @@ static void async_begin(Reads *r) {
         int slot = take_next(r);
         Read *one = &r->reads[slot];
         one->state = READ_RUNNING;
-        if (!now) now = now_seconds();
-        if (!one->done) one->began = now;
+        if (!now)
+            now = now_seconds();
+        if (!one->done)
+            one->began = now;
         if (r->rate > 0) {
             int64_t chunk = r->size - one->done < r->chunk ? r->size - one->done : r->chunk;
             one->due = r->free_at = (r->free_at > now ? r->free_at : now) + (double)chunk / r->rate;
         }
         taken[count++] = slot;
     }
-    if (count) async_request(r, taken, count);
+    if (count)
+        async_request(r, taken, count);
 }
 
 // `result` bytes of a request have come, or -errno. Whether the chunk is whole or has failed.
 static void async_landed(Reads *r, int slot, int64_t result) {
     Read *one = &r->reads[slot];
-    int64_t chunk = r->size - one->done < r->chunk ? r->size - one->done : r->chunk, before = one->got;
+    int64_t chunk = r->size - one->done < r->chunk ? r->size - one->done : r->chunk,
+            before = one->got;
     int32_t status = result < 0 ? (int32_t)-result : 0;
     r->async->flying--;
     if (!status) {
         one->got += result;
         if (one->got < chunk) {
-            one->got -= one->got % r->alignment;  // a short direct read is resumed where it may be
+            one->got -= one->got % r->alignment; // a short direct read is resumed where it may be
             if (one->got > before) {
                 int32_t again = slot;
                 async_request(r, &again, 1);
                 return;
             }
-            status = ENODATA;  // less than a block, twice over: the file ends in it
+            status = ENODATA; // less than a block, twice over: the file ends in it
         } else {
             one->done += chunk;
         }
     }
     one->got = 0;
-    if (chunk_read(r, slot, status) || one->state == READ_QUEUED) return;
-    enqueue(r, slot);  // its next chunk; async_begin takes whatever comes first
+    if (chunk_read(r, slot, status) || one->state == READ_QUEUED)
+        return;
+    enqueue(r, slot); // its next chunk; async_begin takes whatever comes first
 }
 
 static void async_reap(Reads *r) {
@@ -145,39 +165,63 @@ static void async_reap(Reads *r) {
         struct io_event events[MOST_FLYING];
         struct timespec none = {0, 0};
         long n = syscall(SYS_io_getevents, a->context, 0L, (long)MOST_FLYING, events, &none);
-        for (long i = 0; i < n; i++) async_landed(r, (int)events[i].data, events[i].res);
+        for (long i = 0; i < n; i++)
+            async_landed(r, (int)events[i].data, events[i].res);
     }
     for (int i = 0; i < a->landed_count;) {
         int slot = a->landed[i];
-        if (now_seconds() < r->reads[slot].due) { i++; continue; }
+        if (now_seconds() < r->reads[slot].due) {
+            i++;
+            continue;
+        }
         a->landed[i] = a->landed[--a->landed_count];
         async_landed(r, slot, r->reads[slot].result);
     }
 }
 
-// Takes note of what has ended, after waiting up to `patience` seconds for something to; begins what may begin.
-static void async_wait(Reads *r, double patience) {
+// Takes note of what has ended, after waiting up to `patience` seconds for something to; begins
+// what may begin.
+void async_wait(Reads *r, double patience) {
     double until = 0, sleepy = 0;
     for (;;) {
-        if (r->async->flying) async_reap(r);
-        if (r->queue_count) async_begin(r);
-        if (r->ended_count || patience <= 0 || !r->async->flying) return;
+        if (r->async->flying)
+            async_reap(r);
+        if (r->queue_count)
+            async_begin(r);
+        if (r->ended_count || patience <= 0 || !r->async->flying)
+            return;
         double now = now_seconds();
-        if (!until) { until = now + patience; sleepy = now + WAKING; }
-        if (now >= until) return;
+        if (!until) {
+            until = now + patience;
+            sleepy = now + WAKING;
+        }
+        if (now >= until)
+            return;
         if (now > sleepy) {
             struct timespec t = {0, 50000};
             nanosleep(&t, NULL);
         } else {
-            for (int i = 0; i < 16; i++) RELAX();
+            for (int i = 0; i < 16; i++)
+                RELAX();
         }
     }
 }
 #else
-struct Async { int none; };
-static int async_open(Reads *r) { (void)r; return 0; }
-static void async_close(Reads *r) { (void)r; }
-static void async_begin(Reads *r) { (void)r; }
-static void async_wait(Reads *r, double patience) { (void)r; (void)patience; }
-#endif
+struct Async {
+    int none;
+};
+int async_open(Reads *r) {
+    (void)r;
+    return 0;
+}
+void async_close(Reads *r) {
+    (void)r;
+}
+void async_begin(Reads *r) {
+    (void)r;
+}
+void async_wait(Reads *r, double patience) {
+    (void)r;
+    (void)patience;
+}
 #endif

@@ -1,10 +1,15 @@
-// Shared types of the native decoding kernel. See kernel.c for the layouts.
-#ifndef MULTIRATE_KERNEL_H
-#define MULTIRATE_KERNEL_H
+// Vectors of fp32 and bf16 in GCC's vector extensions, and exp and SiLU of them.
+//
+// f16 is always 16 lanes: the compiler splits it on narrower processors. fv has the processor's own
+// width, for functions in which it would otherwise spill registers.
+#ifndef MULTIRATE_SIMD_H
+#define MULTIRATE_SIMD_H
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "abi.h"
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -15,82 +20,42 @@
 #define HAVE_DPBF16 0
 #endif
 
-typedef float f16 __attribute__((vector_size(64)));      // 16 fp32 lanes
-typedef int32_t i16 __attribute__((vector_size(64)));    // 16 int32 lanes
-typedef uint32_t u16 __attribute__((vector_size(64)));   // 16 pairs of bf16
-typedef uint16_t bf16;
+typedef float f16 __attribute__((vector_size(64)));    // 16 fp32 lanes
+typedef int32_t i16 __attribute__((vector_size(64)));  // 16 int32 lanes
+typedef uint32_t u16 __attribute__((vector_size(64))); // 16 pairs of bf16
 
 #define INLINE static inline __attribute__((always_inline))
 
-// A tile has up to 6 rows; N_r(F) writes F(0) … F(r − 1).
-#define TILE_ROWS 6
-#define N_1(F) F(0)
-#define N_2(F) N_1(F) F(1)
-#define N_3(F) N_2(F) F(2)
-#define N_4(F) N_3(F) F(3)
-#define N_5(F) N_4(F) F(4)
-#define N_6(F) N_5(F) F(5)
-
-// A linear layer: packed weights [groups][in/2][4][16][2] (64 outputs a group), optional bias [out]. They are bf16, or
-// where mr_fixed_point() says so, int16 in units of scale [out] and [groups][4][in/2][16][2].
-typedef struct {
-    const uint32_t *weight;
-    const float *bias, *scale;
-    int32_t in, out;  // out is padded to a multiple of 64 by the packer
-} Linear;
-
-static inline const uint32_t *group_of(const Linear *linear, int group) {
-    return linear->weight + (size_t)group * (linear->in / 2) * 64;
-}
-
-// Low-rank update B(A x) of one site; rank 0 means none. `silu` puts SiLU between A and B.
-typedef struct {
-    Linear a, b;
-    int32_t rank, silu;
-} LowRank;
-
-typedef struct {
-    LowRank q, o, gate_up, down, mlp;  // gate_up: A stacks gate's and up's, B is block-diagonal
-} Adapter;
-
-typedef struct {
-    Linear qkv, o, gate_up, down;
-    const float *norm_attention, *norm_mlp;  // [d]
-    const float *q_norm, *k_norm;            // [head_dim] or NULL
-    int32_t window;                          // 0: full attention
-    int32_t pad;
-} Layer;
-
-typedef struct {
-    int32_t hidden, heads, kv_heads, head_dim, intermediate, vocab, max_positions, pad;
-    float eps, attention_scale;
-    const float *cos, *sin;  // [max_positions, head_dim / 2]
-} Shape;
-
-// One layer's cache: K [B][kv_heads][cap/16][D/2][16][2], V [B][kv_heads][cap/2][D][2], both bf16.
-typedef struct {
-    bf16 *k, *v;
-} LayerCache;
-
-typedef struct {
-    const int32_t *seq, *slot, *pos, *prefix;
-    const int64_t *tree;
-    const uint8_t *accelerated;  // or NULL
-    int32_t count, capacity;
-} Rows;
-
 INLINE float from_bf16(bf16 b) {
-    union { uint32_t u; float f; } c = {.u = (uint32_t)b << 16};
+    union {
+        uint32_t u;
+        float f;
+    } c = {.u = (uint32_t)b << 16};
     return c.f;
 }
-INLINE bf16 to_bf16(float f) {  // round to nearest even
-    union { float f; uint32_t u; } c = {.f = f};
+INLINE bf16 to_bf16(float f) { // round to nearest even
+    union {
+        float f;
+        uint32_t u;
+    } c = {.f = f};
     return (bf16)((c.u + 0x7fffu + ((c.u >> 16) & 1)) >> 16);
 }
-INLINE f16 splat(float f) { return (f16){f, f, f, f, f, f, f, f, f, f, f, f, f, f, f, f}; }
-INLINE f16 load(const float *p) { f16 v; memcpy(&v, p, 64); return v; }
-INLINE u16 load_pairs(const uint32_t *p) { u16 v; memcpy(&v, p, 64); return v; }
-INLINE void store(float *p, f16 v) { memcpy(p, &v, 64); }
+INLINE f16 splat(float f) {
+    return (f16){f, f, f, f, f, f, f, f, f, f, f, f, f, f, f, f};
+}
+INLINE f16 load(const float *p) {
+    f16 v;
+    memcpy(&v, p, 64);
+    return v;
+}
+INLINE u16 load_pairs(const uint32_t *p) {
+    u16 v;
+    memcpy(&v, p, 64);
+    return v;
+}
+INLINE void store(float *p, f16 v) {
+    memcpy(p, &v, 64);
+}
 
 // 16 fp32 → 16 bf16, round to nearest even.
 INLINE void store_bf16(bf16 *to, f16 v) {
@@ -111,7 +76,10 @@ INLINE f16 dot_pairs(f16 acc, u16 w, uint32_t pair) {
 #if HAVE_DPBF16
     return (f16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)pair));
 #else
-    union { uint32_t u; float f; } lo = {.u = pair << 16}, hi = {.u = pair & 0xffff0000u};
+    union {
+        uint32_t u;
+        float f;
+    } lo = {.u = pair << 16}, hi = {.u = pair & 0xffff0000u};
     f16 even = (f16)(w << 16), odd = (f16)(w & 0xffff0000u);
     return (acc + odd * splat(hi.f)) + even * splat(lo.f);
 #endif
@@ -127,7 +95,8 @@ typedef float fv __attribute__((vector_size(4 * LANES)));
 typedef int32_t iv __attribute__((vector_size(4 * LANES)));
 INLINE fv all(float f) {
     fv v;
-    for (int i = 0; i < LANES; i++) v[i] = f;
+    for (int i = 0; i < LANES; i++)
+        v[i] = f;
     return v;
 }
 INLINE fv load_bf16_v(const bf16 *p) {
@@ -135,14 +104,21 @@ INLINE fv load_bf16_v(const bf16 *p) {
     memcpy(&half, p, sizeof half);
     return (fv)(__builtin_convertvector(half, iv) << 16);
 }
-INLINE fv load_v(const float *p) { fv v; memcpy(&v, p, sizeof v); return v; }
-INLINE void store_v(float *p, fv v) { memcpy(p, &v, sizeof v); }
+INLINE fv load_v(const float *p) {
+    fv v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+INLINE void store_v(float *p, fv v) {
+    memcpy(p, &v, sizeof v);
+}
 INLINE float sum_v(fv v) {
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)v);
 #else
     float total = 0.0f;
-    for (int i = 0; i < LANES; i++) total += v[i];
+    for (int i = 0; i < LANES; i++)
+        total += v[i];
     return total;
 #endif
 }
@@ -151,7 +127,8 @@ INLINE float max_v(fv v) {
     return _mm512_reduce_max_ps((__m512)v);
 #else
     float top = v[0];
-    for (int i = 1; i < LANES; i++) top = v[i] > top ? v[i] : top;
+    for (int i = 1; i < LANES; i++)
+        top = v[i] > top ? v[i] : top;
     return top;
 #endif
 }
@@ -166,7 +143,7 @@ INLINE fv exp_vector(fv x) {
 #else
     iv below = x < all(-87.0f);
     x = (fv)(((iv)x & ~below) | ((iv)all(-87.0f) & below));
-    fv t = x * all(1.44269504f) + all(12582912.0f);  // round to an integer
+    fv t = x * all(1.44269504f) + all(12582912.0f); // round to an integer
     fv n = t - all(12582912.0f);
     fv r = x - n * all(0.693145752f) - n * all(1.42860677e-6f);
 #endif
@@ -188,8 +165,8 @@ INLINE fv silu_vector(fv g) {
     // x·sigmoid(x) through exp(-|x|), so that the exponent never overflows
     iv negative = g < all(0.0f);
     fv e = exp_vector((fv)((iv)g | (iv)all(-0.0f)));
-    fv s = all(1.0f) / (all(1.0f) + e);  // sigmoid(|x|)
-    fv n = e * s;                        // sigmoid(-|x|)
+    fv s = all(1.0f) / (all(1.0f) + e); // sigmoid(|x|)
+    fv n = e * s;                       // sigmoid(-|x|)
     return g * (fv)(((iv)n & negative) | ((iv)s & ~negative));
 }
 #endif

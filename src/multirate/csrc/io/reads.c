@@ -1,47 +1,16 @@
-// Reads of records into slots of memory without an interpreter. See experts/reads.py for the contract. Either by threads, or
-// begun by the caller itself and left to the system (async_reads.h): then nothing takes a core from computing.
-#ifndef MULTIRATE_READS_H
-#define MULTIRATE_READS_H
+// Reads of records into slots of memory without an interpreter. See experts/reads.py for the
+// contract. Either by threads, or begun by the caller itself and left to the system
+// (async_reads.c): then nothing takes a core from computing.
+#include "reads.h"
+
 #include <errno.h>
-#include <time.h>
+#include <pthread.h>
 #include <unistd.h>
 #ifdef __linux__
 #include <sys/prctl.h>
-#define READS_CLOCK CLOCK_MONOTONIC
-#else
-#define READS_CLOCK CLOCK_REALTIME  // what condition variables wait by elsewhere
 #endif
 
-#define WAKING 5e-4  // seconds that the computing thread looks for a read to end before it sleeps
-
-enum { READ_NONE, READ_QUEUED, READ_RUNNING, READ_ENDED };
-
-typedef struct {
-    int64_t offset, done, order;
-    double began, ended;
-    int32_t state, demanded, unwanted, status;  // status: 0, an errno, ECANCELED; ENODATA: the file ends there
-    int64_t got, result;                        // async_reads.h: of the chunk under way; what its request gave, held until
-    double due;                                 // a throttled disk would have read it
-} Read;
-
-typedef struct Async Async;
-
-typedef struct {
-    int fd, slots, threads, closed, alignment, queued_demands;
-    int64_t size, chunk, sequence;
-    double rate, free_at;  // bytes a second, 0: as fast as it goes
-    uint8_t *base;
-    Read *reads;
-    int32_t *queue, *ended;  // slots
-    atomic_int queue_count, ended_count;
-    double spin;  // seconds that a reader looks for work before it sleeps
-    pthread_mutex_t mutex;
-    pthread_cond_t work, finished;
-    pthread_t handles[16];
-    Async *async;  // or NULL: threads read
-} Reads;
-
-static double now_seconds(void) {
+double now_seconds(void) {
     struct timespec t;
     clock_gettime(READS_CLOCK, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -51,24 +20,29 @@ static double now_seconds(void) {
 static void look_for(atomic_int *count, double patience) {
     double until = now_seconds() + patience;
     while (!atomic_load_explicit(count, memory_order_relaxed) && now_seconds() < until)
-        for (int i = 0; i < 16; i++) RELAX();
+        for (int i = 0; i < 16; i++)
+            RELAX();
 }
 
 // The next read: demands in their order, then predictions in theirs. -1: none.
-static int take_next(Reads *r) {
+int take_next(Reads *r) {
     int best = -1;
     for (int i = 0; i < r->queue_count; i++) {
-        const Read *one = &r->reads[r->queue[i]], *other = best < 0 ? NULL : &r->reads[r->queue[best]];
-        if (!other || one->demanded > other->demanded || (one->demanded == other->demanded && one->order < other->order)) best = i;
+        const Read *one = &r->reads[r->queue[i]],
+                   *other = best < 0 ? NULL : &r->reads[r->queue[best]];
+        if (!other || one->demanded > other->demanded ||
+            (one->demanded == other->demanded && one->order < other->order))
+            best = i;
     }
-    if (best < 0) return -1;
+    if (best < 0)
+        return -1;
     int slot = r->queue[best];
     r->queue[best] = r->queue[--r->queue_count];
     r->queued_demands -= r->reads[slot].demanded;
     return slot;
 }
 
-static void enqueue(Reads *r, int slot) {
+void enqueue(Reads *r, int slot) {
     r->reads[slot].state = READ_QUEUED;
     r->queued_demands += r->reads[slot].demanded;
     r->queue[r->queue_count++] = slot;
@@ -78,17 +52,20 @@ static void enqueue(Reads *r, int slot) {
 static int64_t read_chunk(Reads *r, int slot, int64_t offset, int64_t done, int32_t *status) {
     int64_t want = r->size - done < r->chunk ? r->size - done : r->chunk, got = 0;
     while (got < want) {
-        ssize_t n = pread(r->fd, r->base + (size_t)slot * r->size + done + got, (size_t)(want - got), offset + done + got);
-        if (n < 0 && errno == EINTR) continue;
+        ssize_t n = pread(r->fd, r->base + (size_t)slot * r->size + done + got,
+                          (size_t)(want - got), offset + done + got);
+        if (n < 0 && errno == EINTR)
+            continue;
         if (n <= 0) {
             *status = n < 0 ? errno : ENODATA;
             return 0;
         }
         int64_t before = got;
         got += n;
-        if (got == want) break;
-        got -= got % r->alignment;  // a short direct read is resumed where it may be
-        if (got == before) {        // less than a block, twice over: the file ends in it
+        if (got == want)
+            break;
+        got -= got % r->alignment; // a short direct read is resumed where it may be
+        if (got == before) {       // less than a block, twice over: the file ends in it
             *status = ENODATA;
             return 0;
         }
@@ -97,28 +74,31 @@ static int64_t read_chunk(Reads *r, int slot, int64_t offset, int64_t done, int3
 }
 
 // A chunk has been read up to `done`: whether the read is over, which its status then tells.
-static int chunk_read(Reads *r, int slot, int32_t status) {
+int chunk_read(Reads *r, int slot, int32_t status) {
     Read *one = &r->reads[slot];
     int over = status || one->done >= r->size;
-    if (!over && one->unwanted) { status = ECANCELED; over = 1; }
+    if (!over && one->unwanted) {
+        status = ECANCELED;
+        over = 1;
+    }
     if (over) {
         one->status = status;
         one->ended = now_seconds();
         one->state = READ_ENDED;
         r->ended[r->ended_count++] = slot;
     } else if (!one->demanded && r->queued_demands) {
-        enqueue(r, slot);  // gives way; goes on from here later
+        enqueue(r, slot); // gives way; goes on from here later
     }
     return over;
 }
 
-#include "async_reads.h"
-
-// The read of `slot`, just taken from the queue, to its end or until it gives way; with the mutex, which it lets go.
+// The read of `slot`, just taken from the queue, to its end or until it gives way; with the mutex,
+// which it lets go.
 static void run_read(Reads *r, int slot) {
     Read *one = &r->reads[slot];
     one->state = READ_RUNNING;
-    if (!one->done) one->began = now_seconds();
+    if (!one->done)
+        one->began = now_seconds();
     while (one->state == READ_RUNNING && !r->closed) {
         int64_t offset = one->offset, done = one->done;
         int32_t status = 0;
@@ -137,13 +117,15 @@ static void run_read(Reads *r, int slot) {
             }
         }
         one->done = done + got;
-        if (!chunk_read(r, slot, status) && one->state == READ_QUEUED) pthread_cond_signal(&r->work);
+        if (!chunk_read(r, slot, status) && one->state == READ_QUEUED)
+            pthread_cond_signal(&r->work);
     }
 }
 
 static void fine_timer(void) {
 #ifdef PR_SET_TIMERSLACK
-    prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);  // a throttled read of 0.1 ms must not oversleep by half
+    prctl(PR_SET_TIMERSLACK, 1000, 0, 0,
+          0); // a throttled read of 0.1 ms must not oversleep by half
 #endif
 }
 
@@ -154,15 +136,17 @@ static void *reading(void *argument) {
     for (;;) {
         int slot;
         while (!r->closed && (slot = take_next(r)) < 0) {
-            if (r->spin > 0) {  // a thread that sleeps takes longer to wake than a small read
+            if (r->spin > 0) { // a thread that sleeps takes longer to wake than a small read
                 pthread_mutex_unlock(&r->mutex);
                 look_for(&r->queue_count, r->spin);
                 pthread_mutex_lock(&r->mutex);
-                if (r->queue_count) continue;
+                if (r->queue_count)
+                    continue;
             }
             pthread_cond_wait(&r->work, &r->mutex);
         }
-        if (r->closed) break;
+        if (r->closed)
+            break;
         run_read(r, slot);
         pthread_cond_signal(&r->finished);
     }
@@ -176,20 +160,32 @@ void mr_reads_close(Reads *r) {
     r->closed = 1;
     pthread_cond_broadcast(&r->work);
     pthread_mutex_unlock(&r->mutex);
-    for (int i = 0; i < r->threads; i++) pthread_join(r->handles[i], NULL);
+    for (int i = 0; i < r->threads; i++)
+        pthread_join(r->handles[i], NULL);
     pthread_mutex_destroy(&r->mutex);
     pthread_cond_destroy(&r->work);
     pthread_cond_destroy(&r->finished);
-    free(r->reads); free(r->queue); free(r->ended); free(r);
+    free(r->reads);
+    free(r->queue);
+    free(r->ended);
+    free(r);
 }
 
-// base: `slots` slots of `size` bytes. threads 0: the system reads (async_reads.h). NULL when that, threads or memory cannot
-// be had.
-Reads *mr_reads_open(int fd, void *base, int slots, int64_t size, int64_t chunk, int alignment, double rate, int threads,
-                     double spin) {
+// base: `slots` slots of `size` bytes. threads 0: the system reads (async_reads.c). NULL when that,
+// threads or memory cannot be had.
+Reads *mr_reads_open(int fd, void *base, int slots, int64_t size, int64_t chunk, int alignment,
+                     double rate, int threads, double spin) {
     Reads *r = calloc(1, sizeof *r);
-    if (!r) return NULL;
-    *r = (Reads){.fd = fd, .base = base, .slots = slots, .size = size, .chunk = chunk, .alignment = alignment, .rate = rate, .spin = spin};
+    if (!r)
+        return NULL;
+    *r = (Reads){.fd = fd,
+                 .base = base,
+                 .slots = slots,
+                 .size = size,
+                 .chunk = chunk,
+                 .alignment = alignment,
+                 .rate = rate,
+                 .spin = spin};
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
 #ifdef __linux__
@@ -203,27 +199,34 @@ Reads *mr_reads_open(int fd, void *base, int slots, int64_t size, int64_t chunk,
     r->queue = calloc((size_t)slots, sizeof *r->queue);
     r->ended = calloc((size_t)slots, sizeof *r->ended);
     int begun = r->reads && r->queue && r->ended;
-    if (begun && !threads && async_open(r)) return r;
+    if (begun && !threads && async_open(r))
+        return r;
     for (int i = 0; begun && i < threads && i < 16; i++) {
-        if (pthread_create(&r->handles[i], NULL, reading, r)) break;
+        if (pthread_create(&r->handles[i], NULL, reading, r))
+            break;
         r->threads++;
     }
-    if (r->threads) return r;
+    if (r->threads)
+        return r;
     mr_reads_close(r);
     return NULL;
 }
 
 // Begins to read what has been added, as far as that is the caller's to do.
-static void reads_begin(Reads *r) {
-    if (r->async) async_begin(r);
+void reads_begin(Reads *r) {
+    if (r->async)
+        async_begin(r);
 }
 
 // A read for the queue; reads_begin afterwards.
-static void reads_add(Reads *r, int slot, int64_t offset, int64_t order, int demanded) {
-    if (!r->async) pthread_mutex_lock(&r->mutex);
-    r->reads[slot] = (Read){.offset = offset, .order = demanded ? r->sequence++ : order, .demanded = demanded};
+void reads_add(Reads *r, int slot, int64_t offset, int64_t order, int demanded) {
+    if (!r->async)
+        pthread_mutex_lock(&r->mutex);
+    r->reads[slot] =
+        (Read){.offset = offset, .order = demanded ? r->sequence++ : order, .demanded = demanded};
     enqueue(r, slot);
-    if (r->async) return;
+    if (r->async)
+        return;
     pthread_mutex_unlock(&r->mutex);
     pthread_cond_signal(&r->work);
 }
@@ -246,7 +249,8 @@ void mr_reads_promote(Reads *r, int slot) {
     pthread_mutex_unlock(&r->mutex);
 }
 
-// 1: it will not be read (any more) and has left; 0: it is running or has ended, which mr_reads_ended will tell.
+// 1: it will not be read (any more) and has left; 0: it is running or has ended, which
+// mr_reads_ended will tell.
 int mr_reads_cancel(Reads *r, int slot) {
     pthread_mutex_lock(&r->mutex);
     Read *one = &r->reads[slot];
@@ -263,25 +267,33 @@ int mr_reads_cancel(Reads *r, int slot) {
     return waiting;
 }
 
-// The reads that have ended since the last call, after waiting up to `patience` seconds for one. Arrays: [slots].
-int mr_reads_ended(Reads *r, double patience, int32_t *slots, int32_t *status, int64_t *bytes, double *began, double *ended) {
-    if (r->async) async_wait(r, patience);
-    else if (patience > 0) look_for(&r->ended_count, WAKING < patience ? WAKING : patience);
-    if (!r->ended_count && (r->async || patience <= 0)) return 0;
+// The reads that have ended since the last call, after waiting up to `patience` seconds for one.
+// Arrays: [slots].
+int mr_reads_ended(Reads *r, double patience, int32_t *slots, int32_t *status, int64_t *bytes,
+                   double *began, double *ended) {
+    if (r->async)
+        async_wait(r, patience);
+    else if (patience > 0)
+        look_for(&r->ended_count, WAKING < patience ? WAKING : patience);
+    if (!r->ended_count && (r->async || patience <= 0))
+        return 0;
     pthread_mutex_lock(&r->mutex);
     if (!r->ended_count && patience > 0) {
         double until = now_seconds() + patience;
         struct timespec t = {(time_t)until, (long)(1e9 * (until - (double)(time_t)until))};
-        while (!r->ended_count && pthread_cond_timedwait(&r->finished, &r->mutex, &t) != ETIMEDOUT);
+        while (!r->ended_count && pthread_cond_timedwait(&r->finished, &r->mutex, &t) != ETIMEDOUT)
+            ;
     }
     int count = r->ended_count;
     for (int i = 0; i < count; i++) {
         Read *one = &r->reads[slots[i] = r->ended[i]];
-        status[i] = one->status; bytes[i] = one->done; began[i] = one->began; ended[i] = one->ended;
+        status[i] = one->status;
+        bytes[i] = one->done;
+        began[i] = one->began;
+        ended[i] = one->ended;
         one->state = READ_NONE;
     }
     r->ended_count = 0;
     pthread_mutex_unlock(&r->mutex);
     return count;
 }
-#endif

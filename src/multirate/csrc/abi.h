@@ -1,0 +1,353 @@
+// The contract of the kernel: every structure and function that Python uses, defined here and
+// nowhere else. Python reads this file with cffi (model/native/abi.py), so it holds plain C only:
+// structures, enumerations, prototypes and constants that are integers. Preprocessor lines other
+// than these constants are for the compiler and are dropped by Python.
+//
+// [n, d] after a pointer is the shape of what it points to, row-major. Sizes are in elements.
+#ifndef MULTIRATE_ABI_H
+#define MULTIRATE_ABI_H
+#include <stdint.h>
+#pragma GCC visibility push(default)
+
+#define MAX_ROWS 60       // of one pass; longer calls run in parts. Whole tiles of 6
+#define MAX_NODES 63      // of a draft tree: the bits of Rows.tree that are of use
+#define MAX_CANDIDATES 17 // tokens that one node of a draft may propose
+#define MAX_RANK 4096     // of a low-rank site with gate and up stacked
+#define MAX_HEAD_DIM 256
+
+typedef uint16_t bf16;
+
+// ---- weights ------------------------------------------------------------------------------------
+
+// A linear layer y = W x + bias. Outputs come in groups of 64. How `weight` is laid out depends on
+// mr_fixed_point(); gemm.c and fixed_point.c draw both layouts.
+typedef struct {
+    const uint32_t *weight;
+    const float *bias;  // [outputs] or NULL
+    const float *scale; // [outputs] of fixed-point weights, else NULL
+    int32_t inputs, outputs;    // outputs is padded to a multiple of 64 by the packer
+} Linear;
+
+// A low-rank update B(A x) beside a linear layer. rank 0: none.
+typedef struct {
+    Linear a, b;
+    int32_t rank;
+    int32_t silu; // whether SiLU lies between A and B
+} LowRank;
+
+// The low-rank updates of one layer. mlp: beside the whole MLP.
+typedef struct {
+    LowRank q, o, gate_up, down, mlp; // gate_up: A stacks gate's and up's, B is block-diagonal
+} Adapter;
+
+typedef struct {
+    Linear qkv, o;                          // queries, then keys, then values
+    Linear gate_up, down;                   // weight NULL: attention alone; 32 gates, 32 ups, …
+    const float *norm_attention, *norm_mlp; // [hidden]
+    const float *q_norm, *k_norm;           // [head_dim] or NULL
+    int32_t window;                         // positions that a row sees; 0: all before it
+} Layer;
+
+typedef struct {
+    int32_t hidden, heads, kv_heads, head_dim, intermediate, vocab, max_positions;
+    float eps, attention_scale;
+    const float *cos, *sin; // [max_positions, head_dim / 2]
+} Shape;
+
+// Keys and values of one layer (attention.c draws them).
+typedef struct {
+    bf16 *k; // [sequences, kv_heads, capacity / 16, head_dim / 2, 16, 2]
+    bf16 *v; // [sequences, kv_heads, capacity / 2, head_dim, 2]
+} LayerCache;
+
+// ---- rows ---------------------------------------------------------------------------------------
+
+// What each row of a call is, where it writes and what it sees: model/rows.py. Arrays: [count].
+// Rows are ordered so that none sees a slot that a later one writes.
+typedef struct {
+    const int32_t *seq;     // sequence of the cache
+    const int32_t *slot;    // where its keys and values go; -1: nowhere
+    const int32_t *pos;     // rotary position
+    const int32_t *prefix;  // it sees slots [0, prefix) of its sequence …
+    const int64_t *tree;    // … and slot prefix + k for every bit k
+    const uint8_t *adapted; // whether low-rank adapters apply to it; NULL: to none
+    int32_t count;
+    int32_t capacity; // slots of a sequence in the cache
+} Rows;
+
+// ---- drafts and speculative steps ---------------------------------------------------------------
+
+// What drafts: the model's own first layers with adapters, a carried residual, a block of its own.
+typedef struct {
+    const Shape *shape;
+    const Layer *layers;
+    const Adapter *const *adapters; // [layers], or NULL: none
+    const bf16 *table;              // [vocab, hidden] the embedding
+    Linear carry;                   // of the carried residual; weight NULL: there is none
+    const float *carry_norm;        // [hidden]
+    const Shape *block_shape;       // NULL: no block after the exit layer
+    const Layer *block;             // one layer with keys and values of its own
+    const float *norm_out;          // [hidden] an RMSNorm after the block, or NULL
+    const Layer *merged; // of exit layer 1: layer 0 with the adapters added to its weights, its
+                         // keys and values the model's. Target rows of a draft then leave only
+                         // these. NULL: the layers with adapters beside them
+    float carry_eps;
+    int32_t exit_layer; // layers [0, exit_layer) draft; verification goes on from there
+} Stream;
+
+// Drafts looked up in the text (n-gram continuation, ngram.c).
+typedef struct {
+    int32_t longest;              // tokens compared; 0: no look-up
+    int32_t deepest;              // the deepest node that is of use, at most `nodes`
+    const double *first_accepted; // [longest + 1] by matched length: the chance that the first
+                                  // token is accepted, given that the draft's best is the same
+    const double *next_accepted;  // [longest + 1] that each next one is
+    double draft_accepted;        // that the next level of the stream's own draft is
+} NgramLimits;
+
+// How far a draft tree grows. Thresholds are of path probability: the product of the draft's
+// probabilities from the last token down to a node.
+typedef struct {
+    int32_t depth, width, nodes;
+    int32_t top;                    // candidates of a node, at most MAX_CANDIDATES
+    const double *draft_threshold;  // [nodes] least for the n-th node to be drafted from …
+    const double *verify_threshold; // [nodes] … and to be verified; not falling
+    double sharpness;               // the draft's logits are multiplied by it
+    double min_probability;         // a node whose own is lower is not drafted from
+    NgramLimits ngram;
+} DraftLimits;
+
+// The text that drafts look themselves up in, and where the nodes of the last draft came from.
+typedef struct {
+    int32_t *tokens; // [count + nodes + 1 at least] all so far; drafts are written after it
+    int32_t count;
+    int32_t drafted;   // out: nodes that the stream drafted from
+    int32_t continued; // out: nodes of an n-gram continuation, numbered after these
+    int32_t matched;   // out: the length of its match; 0: there was none
+} Text;
+
+// A greedy speculative step of one sequence (speculative.c), and the memory it works in. The next
+// step enters with what this one left in `ids` and `carried`.
+typedef struct {
+    const Stream *stream; // without a draft_head only the text is looked up
+    const LayerCache *caches, *block_cache;
+    const Linear *draft_head, *head;
+    const float *norm;        // [hidden] before both heads
+    const int64_t *token_map; // [draft_vocab] the id of each output of draft_head, or NULL
+    int64_t *ids;     // [nodes + 1] in: tokens to refresh, then the last token; out: the emitted
+    float *carried;   // [nodes + 1, hidden] in: of each of ids; out: h_L of the accepted path
+    int64_t *tokens;  // [nodes] the draft
+    int32_t *parents; // [nodes]
+    float *hidden;    // [nodes + 1, hidden]
+    float *scratch;   // draft_tree's, and (nodes + 1) * head->outputs
+    int32_t capacity, block_capacity, draft_vocab, layers, sequence;
+    int32_t drafted, levels;                      // out: nodes and levels of the draft
+    int32_t accepted_drafted, accepted_continued; // out: of text.drafted and text.continued
+    Text text;                                    // tokens NULL: none. Emitted tokens are added
+} SpeculativeStep;
+
+// ---- mixtures of experts ------------------------------------------------------------------------
+
+typedef struct {
+    Linear gate_up, down; // as a layer's
+} Expert;
+
+// The neurons of each expert that matter most, and the mean of what the others add. It says where
+// the experts will move the residual before they are in memory.
+typedef struct {
+    const LowRank *site;                  // beside the experts, or NULL
+    const bf16 *gate, *up, *down, *means; // [experts, rows, hidden] each, and [experts, hidden]
+    int32_t rows;
+} PrunedExperts;
+
+// A few neurons of each expert, for two depths ahead.
+typedef struct {
+    const bf16 *down, *near, *far; // [experts, rows, hidden] each
+    int32_t rows;
+} PrunedPair;
+
+typedef struct {
+    int64_t calls, uses, hits, timely, late, wasted, issued, cancelled;
+    int64_t demand_bytes, speculative_bytes, errors;
+    double stall_seconds, predictor_seconds, read_seconds;
+} Counts; // experts/stats.py says of what
+
+typedef struct {
+    double begin, end;
+    int32_t kind, row, expert;
+} Event;
+
+// What Python sees and sets of an expert cache.
+typedef struct {
+    Counts counts;
+    int64_t token;
+    int32_t row, last_row;       // running, and of the last call
+    int32_t depth, active;       // of the predictor, and whether it is asked
+    int32_t failed_key, failure; // after a failed read: whose, and its errno
+    Event *events;               // [event_count] where record is set
+    int32_t event_count, record;
+    int32_t paused_layer; // the model's, where a pass that returned PAUSED goes on
+    int32_t predictor;   // which of several predictors is asked from the next pass on
+} Controls;
+
+typedef struct Reads Reads;
+
+typedef struct {
+    int32_t rows, experts, slots, policy;
+    double loss; // of EVICT_LRFU: -ln(decay)
+    Reads *reads;
+    const int64_t *offsets;              // [keys] of the records in the file
+    const int32_t *future, *future_ends; // EVICT_BELADY: positions of each key's uses, rising;
+                                         // where the next key's begin
+    const uint32_t *checksums;           // [keys] crc32 of the records
+    uint8_t *checked;                    // [keys] whether a record's has been found right
+} ExpertCachePlan;
+
+typedef struct {
+    int32_t kind, most_depth;
+    double threshold;                // the least share of a rank that must come true; 0: all are read
+    const LowRank *const *sites; // by residual: [layers][most_depth], near depth first
+    const PrunedPair *const *sketches; // [layers][most_depth] or NULL
+    const PrunedExperts *pruned;      // by stream: [layers]
+    const int32_t *layer_of;           // [rows]
+    const float *ones;                 // [hidden]
+    float eps;
+    int32_t count;                                  // by popularity: how many of a row
+    const int32_t *trace, *trace_ends, *trace_rows; // by oracle: experts of each call in turn
+    int32_t trace_calls;
+} PredictorPlan;
+
+// The routers of a model, by row (MoE layer).
+typedef struct {
+    const Linear *const *routers;
+    const float *const *norms;
+    float eps;
+    int32_t experts, top_k, normalise, hidden;
+} Routers;
+
+typedef struct {
+    const Shape *shape;
+    const Layer *layers;
+    Routers routers;
+    const int32_t *row_of; // [layers], -1: not a mixture
+    const Expert *experts; // [slots]
+} Mixture;
+
+// Where a pass over n rows writes: normed [n, hidden], logits [n, router out], ids and weights
+// [n, top_k], parts [n * top_k, hidden].
+typedef struct {
+    float *normed, *logits;
+    int64_t *ids;
+    float *weights, *parts;
+} RoutedRows;
+
+// ---- functions ----------------------------------------------------------------------------------
+
+// What this build is.
+int mr_has_dot_product(void); // whether the processor multiplies bf16
+int mr_fixed_point(void);     // whether linear layers are int16
+
+// workspace.c, threads.c. Calls with different workspaces may run side by side.
+typedef struct Workspace Workspace;
+Workspace *mr_workspace_open(int threads); // NULL: no memory
+void mr_workspace_set_threads(Workspace *work, int threads);
+void mr_workspace_after_fork(Workspace *work);
+void mr_workspace_close(Workspace *work);
+void mr_after_fork(void);
+
+// gemm.c: y [count, out] (=, or += where add) W · (RMSNorm(x) or, where norm is NULL, x).
+void mr_linear(Workspace *work, const Linear *linear, const float *x, const float *norm, float eps,
+               int count, float *y, int add);
+
+// norm.c: in place. x [d]
+void mr_rms_norm(float *x, const float *weight, int d, float eps);
+void mr_rotate(float *x, const float *cos, const float *sin, int d);
+
+// layers.c: layers [start, stop) on x [rows, hidden], in place.
+void mr_layers(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
+               const Adapter *const *adapters, const Rows *rows, float *x, int start, int stop);
+// The keys and values of layers [start, stop) as if x entered each of them; x stays as it is.
+void mr_fill_kv(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
+                const Rows *rows, float *x, int start, int stop);
+// attention.c: moves cached tokens of a sequence, slot from[i] to slot to[i], in order.
+void mr_move(const LayerCache *caches, int layers, int kv_heads, int head_dim, int capacity,
+             int seq, const int32_t *from, const int32_t *to, int count);
+
+// head.c: embeddings, the likeliest tokens, a whole greedy pass.
+void mr_embed(const bf16 *table, const int64_t *ids, int count, int d, float scale, float *x);
+// The k best of each row of logits [count, stride], first `vocab` of them, best first (ties: lower
+// id), and their probabilities under softmax(sharpness · logits).
+void mr_top(const float *logits, int count, int vocab, int stride, int k, float sharpness,
+            int64_t *ids, float *probabilities);
+// The same of head · RMSNorm(x). logits: scratch [count, head->outputs].
+void mr_head_top(Workspace *work, const Linear *head, const float *norm, float eps, const float *x,
+                 int count, int vocab, int k, float sharpness, float *logits, int64_t *ids,
+                 float *probabilities);
+// ids (or, where NULL, residuals x entering layer `start`) → x = h_stop and the argmax of each
+// row's logits (ties: the lowest id). logits: scratch [rows, head->outputs].
+void mr_greedy(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
+               const Rows *rows, const bf16 *table, const int64_t *ids, float *x, int start,
+               int stop, const Linear *head, const float *norm, float *logits, int64_t *tokens);
+
+// ngram.c: the longest suffix (at most `longest` tokens) of text [0, count) that ended at one of
+// the first `known` < count tokens, the latest of equally long ones. to [most]: what followed,
+// going round at the end of the text. Returns the suffix's length; 0: not even the last token.
+int mr_ngram(const int32_t *text, int known, int count, int longest, int most, int64_t *to);
+
+// draft.c: one level of a draft. ids [rows]: adapted rows of these tokens; of the last `fresh` the
+// target model runs a row, too. carried [rows, hidden] or NULL. x [fresh + rows, hidden] out: the
+// residuals of the target rows at the exit layer, then the stream's outputs.
+void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *caches,
+                    const LayerCache *block_cache, int block_capacity, const Rows *rows, int fresh,
+                    const int64_t *ids, const float *carried, float *x);
+
+// speculative.c: draft, verify, accept, and move the accepted path into place. `length`: committed
+// tokens; step->ids [first, first + count) enter (all but the last refresh the block). Returns the
+// number of tokens emitted; the K/V of the last token and of the accepted nodes then lie in slots
+// length, length + 1, …, uncommitted.
+int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
+                        const DraftLimits *limits);
+
+// moe/experts.c
+void mr_route(Workspace *work, const Linear *router, const float *norm, float eps, const float *x,
+              int n, int experts, int k, int normalise, float *normed, float *logits, int64_t *ids,
+              float *weights);
+void mr_experts(Workspace *work, const Expert *const *experts, const int32_t *uses, int count,
+                const float *normed, const int32_t *rows, const int32_t *places, float *parts);
+void mr_combine(const float *parts, const float *weights, int n, int k, int d, float *x);
+
+// moe/pruned.c: where the experts will move the residual.
+void mr_predict_residual(Workspace *work, const LowRank *near, const LowRank *far,
+                         const PrunedPair *pruned, const int64_t *ids, const float *weights, int k,
+                         const float *ones, float eps, const float *residual, const float *state,
+                         int n, float *p_near, float *p_far);
+void mr_pruned_experts(Workspace *work, const PrunedExperts *layer, const int64_t *ids,
+                       const float *weights, int k, const float *ones, float eps, float *x, int n,
+                       int d);
+
+// moe/engine.c: layers of a model whose experts are not all in memory.
+typedef struct ExpertCache ExpertCache;
+ExpertCache *mr_expert_cache_open(const ExpertCachePlan *plan);
+Controls *mr_expert_cache_controls(ExpertCache *e);
+void mr_expert_cache_close(ExpertCache *e);
+int mr_expert_cache_predict(ExpertCache *e, const PredictorPlan *plans, int count);
+int mr_expert_cache_load(ExpertCache *e, const int32_t *keys, int count);
+int mr_mixture(Workspace *work, const Mixture *m, ExpertCache *e, const LayerCache *caches,
+               const Adapter *const *adapters, const Rows *rows, float *x, int start, int stop,
+               const RoutedRows *g);
+
+// moe/loads.h: crc32 as zlib's. size: a multiple of 16, as records are.
+uint32_t mr_crc32(const uint8_t *data, int64_t size);
+
+// io/reads.c: records from a file into slots of memory.
+Reads *mr_reads_open(int fd, void *base, int slots, int64_t size, int64_t chunk, int alignment,
+                     double rate, int threads, double spin);
+void mr_reads_close(Reads *r);
+void mr_reads_submit(Reads *r, int slot, int64_t offset, int64_t order, int demanded);
+void mr_reads_promote(Reads *r, int slot);
+int mr_reads_cancel(Reads *r, int slot);
+int mr_reads_ended(Reads *r, double patience, int32_t *slots, int32_t *status, int64_t *bytes,
+                   double *began, double *ended);
+
+#pragma GCC visibility pop
+#endif

@@ -1,0 +1,328 @@
+// Drafts: the model's first layers once more, for rows with adapters and a carried residual beside
+// the target model's own rows, and the tree of tokens that comes of it.
+#include "draft.h"
+
+#include "ngram.h"
+#include "norm.h"
+
+// One level of a draft: the carry, the layers of both kinds of rows up to the exit layer, the block
+// and the head, without returning to one thread in between.
+typedef struct {
+    Product carry, head;     // linear NULL: none
+    LayerCall layers, block; // layers NULL: none
+    const float *norm_out;
+} Level;
+
+static void run_level(Workspace *work, void *context, int id, int threads) {
+    Level *level = context;
+    if (level->carry.linear) {
+        run_product(work, &level->carry, id, threads);
+        barrier(work, threads);
+    }
+    run_layers(work, &level->layers, id, threads);
+    if (level->block.layers)
+        run_layers(work, &level->block, id, threads);
+    if (level->norm_out) {
+        const LayerCall *block = &level->block;
+        int d = block->shape->hidden;
+        for (int r = 0; !id && r < block->rows.count; r++)
+            mr_rms_norm(block->x + (size_t)r * d, level->norm_out, d, block->shape->eps);
+        barrier(work, threads);
+    }
+    if (level->head.linear)
+        run_product(work, &level->head, id, threads);
+}
+
+// ids [n]: rows of the stream. Of the last `fresh` the target model runs a row, too: x is
+// [fresh + n, d], its rows first, n + fresh <= MAX_ROWS. carried [n, d] or NULL. On return x holds
+// the stream's outputs after the target rows' residuals at the exit layer; of a stream with merged
+// layers the target rows leave their keys and values and stay as they enter layer 0.
+static void draft_level(Workspace *work, const Stream *stream, const Surroundings *around,
+                        const int64_t *ids, const Rows *rows, int fresh, const float *carried,
+                        float *x) {
+    int n = rows->count, d = stream->shape->hidden, total = n + fresh, old = n - fresh;
+    float *p = x + (size_t)fresh * d;
+    RowTable both;
+    uint8_t adapted[MAX_ROWS];
+    mr_embed(stream->table, ids, n, d, 1.0f, p);
+    memcpy(x, p + (size_t)old * d, (size_t)fresh * d * sizeof(float));
+    for (int r = 0; r < total; r++) {
+        int from = r < fresh ? old + r : r - fresh; // they write what the stream's rows read
+        set_row(&both, r, rows->seq[from], r < fresh ? rows->slot[from] : -1, rows->pos[from],
+                rows->prefix[from], rows->tree[from]);
+        adapted[r] = r >= fresh;
+    }
+    make_room(work, stream->shape, stream->adapters != NULL);
+    Level level = {.norm_out = stream->norm_out};
+    if (stream->carry.weight && carried)
+        level.carry =
+            (Product){&stream->carry, carried, stream->carry_norm, p, n, ADD, stream->carry_eps};
+    Rows all = rows_of(&both, 0, total, around->capacity);
+    all.adapted = adapted;
+    level.layers = (LayerCall){stream->shape,
+                               stream->layers,
+                               around->caches,
+                               stream->adapters,
+                               all,
+                               x,
+                               0,
+                               stream->exit_layer,
+                               0};
+    if (stream->merged) {
+        level.layers.layers = stream->merged;
+        level.layers.adapters = NULL;
+        level.layers.key_rows = fresh;
+    }
+    if (stream->block_shape) {
+        make_room(work, stream->block_shape, 0);
+        Rows own = *rows;
+        own.adapted = NULL;
+        own.capacity = around->block_capacity;
+        level.block = (LayerCall){
+            stream->block_shape, stream->block, around->block_cache, NULL, own, p, 0, 1, 0};
+    }
+    if (around->head)
+        level.head =
+            (Product){around->head, p + (size_t)old * d, around->head_norm, around->logits, fresh,
+                      STORE,        around->head_eps};
+    run_parallel(work, run_level, &level);
+}
+
+// For any number of rows; x always ends with the residuals at the exit layer in the target rows.
+void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *caches,
+                    const LayerCache *block_cache, int block_capacity, const Rows *rows, int fresh,
+                    const int64_t *ids, const float *carried, float *x) {
+    int n = rows->count, d = stream->shape->hidden, old = n - fresh;
+    Surroundings around = {.caches = caches,
+                           .block_cache = block_cache,
+                           .capacity = rows->capacity,
+                           .block_capacity = block_capacity};
+    if (!stream->merged && n + fresh <= MAX_ROWS) {
+        draft_level(work, stream, &around, ids, rows, fresh, carried, x);
+        return;
+    }
+    if (fresh) {
+        Rows last = some_rows(rows, old, fresh);
+        last.adapted = NULL;
+        mr_embed(stream->table, ids + old, fresh, d, 1.0f, x);
+        mr_layers(work, stream->shape, stream->layers, caches, NULL, &last, x, 0,
+                  stream->exit_layer);
+    }
+    for (int r = 0; r < n; r += MAX_ROWS) {
+        Rows some = some_rows(rows, r, n - r < MAX_ROWS ? n - r : MAX_ROWS);
+        draft_level(work, stream, &around, ids + r, &some, 0,
+                    carried ? carried + (size_t)r * d : NULL, x + (size_t)(fresh + r) * d);
+    }
+}
+
+// ---- trees --------------------------------------------------------------------------------------
+
+typedef struct {
+    double path_probability, own;
+    int32_t parent;
+    int64_t token;
+} Candidate;
+
+// Best first; equal ones keep their order (as Python's sort does).
+static void sort_candidates(Candidate *c, int count) {
+    for (int i = 1; i < count; i++) {
+        Candidate one = c[i];
+        int j = i;
+        for (; j > 0 && c[j - 1].path_probability < one.path_probability; j--)
+            c[j] = c[j - 1];
+        c[j] = one;
+    }
+}
+
+// A tree that grows. Node 0 is the last token.
+typedef struct {
+    SpeculativeStep *step;
+    const DraftLimits *limits;
+    int length, n; // committed tokens; nodes so far
+    double path_probability[MAX_NODES + 1];
+    int32_t depth[MAX_NODES + 1];
+    int64_t bits[MAX_NODES + 1]; // ancestors and itself, as Rows.tree has them
+    Candidate leaves[MAX_NODES * MAX_CANDIDATES];
+    int leaf_count;
+} Tree;
+
+static int add_node(Tree *t, int parent, int64_t token) {
+    int node = ++t->n;
+    t->step->tokens[node - 1] = token;
+    t->step->parents[node - 1] = parent;
+    t->depth[node] = t->depth[parent] + 1;
+    t->bits[node] = t->bits[parent] | (int64_t)1 << (node - 1);
+    return node;
+}
+
+static void set_node_row(const Tree *t, RowTable *table, int64_t *row_ids, int r, int node) {
+    int length = t->length;
+    set_row(table, r, t->step->sequence, length + node, length + t->depth[node], length + 1,
+            t->bits[node]);
+    row_ids[r] = t->step->tokens[node - 1];
+}
+
+// While the draft is a chain: tokens of the text's own continuation, where that begins with the
+// stream's best token and is worth more than going on. Adds them; returns how many.
+static int continue_ngram(Tree *t, int64_t best, double own) {
+    const NgramLimits *ngram = &t->limits->ngram;
+    SpeculativeStep *step = t->step;
+    Text *text = &step->text;
+    int64_t found[MAX_NODES];
+    int n = t->n, most = ngram->deepest - n, following = 0;
+    if (n)
+        text->tokens[text->count + n - 1] = (int32_t)step->tokens[n - 1];
+    int matched =
+        mr_ngram(text->tokens, text->count - 1, text->count + n, ngram->longest, most, found);
+    if (matched && most > 0 && found[0] == best)
+        following = worth_continuing(t->limits, matched, most, t->path_probability[n], own, n);
+    if (!following)
+        return 0;
+    text->matched = matched;
+    for (int j = 0; j < following; j++)
+        add_node(t, t->n, found[j]);
+    return following;
+}
+
+// The candidates of `count` frontier nodes, whose logits are in `logits`: the best become nodes to
+// draft from, the others leaves. Returns how many nodes; they are the new frontier.
+static int grow(Tree *t, const float *logits, int32_t *frontier, int count) {
+    SpeculativeStep *step = t->step;
+    const DraftLimits *limits = t->limits;
+    const int64_t *token_map = step->token_map;
+    int vocab = step->draft_vocab, k = limits->top < vocab ? limits->top : vocab;
+    int64_t best[MAX_CANDIDATES * MAX_CANDIDATES];
+    float probs[MAX_CANDIDATES * MAX_CANDIDATES];
+    Candidate found[MAX_CANDIDATES * MAX_CANDIDATES];
+    int candidates = 0, room = limits->nodes - t->n, continued = 0;
+    mr_top(logits, count, vocab, step->draft_head->outputs, k, (float)limits->sharpness, best, probs);
+    if (token_map)
+        for (int i = 0; i < count * k; i++)
+            best[i] = token_map[best[i]];
+
+    if (limits->ngram.longest && count == 1 && t->depth[t->n] == t->n)
+        continued = continue_ngram(t, best[0], (double)probs[0]);
+    step->text.continued = continued;
+    for (int f = 0; f < count; f++) {
+        int node = frontier[f];
+        if (t->depth[node] >= limits->depth)
+            continue;
+        for (int j = continued ? 1 : 0; j < k; j++) {
+            double own = (double)probs[f * k + j], here = t->path_probability[node] * own;
+            if (here < limits->verify_threshold[0])
+                break;
+            found[candidates++] = (Candidate){here, own, node, best[f * k + j]};
+        }
+    }
+    sort_candidates(found, candidates);
+
+    int width = limits->width < room ? limits->width : room, taken = 0;
+    if (continued)
+        width = 0; // what else may follow waits as leaves
+    for (int c = 0; c < candidates; c++) {
+        const Candidate *one = &found[c];
+        int draft = taken < width && one->path_probability >= limits->draft_threshold[t->n] &&
+                    one->own >= limits->min_probability &&
+                    t->depth[one->parent] + 1 < limits->depth;
+        if (draft) {
+            int node = add_node(t, one->parent, one->token);
+            t->path_probability[node] = one->path_probability;
+            frontier[taken++] = node;
+        } else if (t->leaf_count < MAX_NODES * MAX_CANDIDATES) {
+            t->leaves[t->leaf_count++] = *one;
+        }
+    }
+    return taken;
+}
+
+int draft_tree(Workspace *work, SpeculativeStep *step, int length, int refresh, const int64_t *ids,
+               const float *carried, const DraftLimits *limits) {
+    const Stream *stream = step->stream;
+    int d = stream->shape->hidden, rows = refresh + 1, nodes = limits->nodes;
+    size_t row_bytes = (size_t)d * sizeof(float);
+    float *outputs = step->scratch;               // [nodes + 1, d] of the stream, by node
+    float *x = outputs + (size_t)(nodes + 1) * d; // [2 * (nodes + 1) + refresh + 2, d]
+    float *carry = x + (size_t)(2 * (nodes + 1) + refresh + 2) * d; // [nodes + 1, d]
+    Surroundings around = {.caches = step->caches,
+                           .block_cache = step->block_cache,
+                           .capacity = step->capacity,
+                           .block_capacity = step->block_capacity,
+                           .head = step->draft_head,
+                           .head_norm = step->norm,
+                           .logits = carry + (size_t)(nodes + 1) * d,
+                           .head_eps = stream->shape->eps};
+    Tree tree;
+    tree.step = step;
+    tree.limits = limits;
+    tree.length = length;
+    tree.n = tree.leaf_count = 0;
+    tree.depth[0] = 0;
+    tree.bits[0] = 0;
+    RowTable table;
+    int64_t row_ids[MAX_NODES + 1];
+    int32_t frontier[MAX_NODES + 1];
+    int count = 1, ran = 1;
+
+    for (int r = 0; r < rows; r++) {
+        int slot = length - refresh + r;
+        set_row(&table, r, step->sequence, slot, slot, slot + 1, 0);
+    }
+    int first = 0;
+    if (rows + 1 > MAX_ROWS) { // the refreshed rows by themselves
+        Surroundings silent = around;
+        silent.head = NULL;
+        for (int r = 0; r < refresh; r += MAX_ROWS) {
+            int take = refresh - r < MAX_ROWS ? refresh - r : MAX_ROWS;
+            Rows some = rows_of(&table, r, take, step->capacity);
+            draft_level(work, stream, &silent, ids + r, &some, 0, carried + (size_t)r * d, x);
+        }
+        first = refresh;
+    }
+    Rows entering = rows_of(&table, first, rows - first, step->capacity);
+    draft_level(work, stream, &around, ids + first, &entering, 1, carried + (size_t)first * d, x);
+    memcpy(step->hidden, x, row_bytes);
+    memcpy(outputs, x + (size_t)entering.count * d, row_bytes);
+    tree.path_probability[0] = 1.0;
+    frontier[0] = 0;
+
+    while (count && limits->depth > 0) {
+        count = grow(&tree, around.logits, frontier, count);
+        if (!count)
+            break;
+        for (int f = 0; f < count; f++) {
+            int node = frontier[f];
+            set_node_row(&tree, &table, row_ids, f, node);
+            const float *from = outputs + (size_t)step->parents[node - 1] * d;
+            memcpy(carry + (size_t)f * d, from, row_bytes);
+        }
+        Rows level = rows_of(&table, 0, count, step->capacity);
+        draft_level(work, stream, &around, row_ids, &level, count, carry, x);
+        for (int f = 0; f < count; f++) {
+            size_t node = (size_t)frontier[f];
+            memcpy(step->hidden + node * d, x + (size_t)f * d, row_bytes);
+            memcpy(outputs + node * d, x + (size_t)(count + f) * d, row_bytes);
+        }
+        ran = tree.n + 1;
+    }
+    step->text.drafted = ran - 1;
+
+    sort_candidates(tree.leaves, tree.leaf_count);
+    for (int c = 0; c < tree.leaf_count && tree.n < nodes; c++) {
+        const Candidate *leaf = &tree.leaves[c];
+        if (!(leaf->path_probability >= limits->verify_threshold[tree.n]))
+            break;
+        add_node(&tree, leaf->parent, leaf->token);
+    }
+    int added = tree.n + 1 - ran;
+    if (added > 0) { // leaves and continuations: the target model alone, up to the exit layer
+        for (int f = 0; f < added; f++)
+            set_node_row(&tree, &table, row_ids, f, ran + f);
+        float *h = step->hidden + (size_t)ran * d;
+        mr_embed(stream->table, row_ids, added, d, 1.0f, h);
+        Rows leaves = rows_of(&table, 0, added, step->capacity);
+        if (entering_layer(stream))
+            mr_layers(work, stream->shape, stream->layers, step->caches, NULL, &leaves, h, 0,
+                      stream->exit_layer);
+    }
+    return tree.n;
+}

@@ -1,0 +1,50 @@
+// Draft trees (draft.c).
+#ifndef MULTIRATE_DRAFT_H
+#define MULTIRATE_DRAFT_H
+#include "layers.h"
+
+// What a level of a draft reads and writes besides its rows.
+typedef struct {
+    const LayerCache *caches, *block_cache;
+    int capacity, block_capacity;
+    const Linear *head; // NULL: the outputs are not read
+    const float *head_norm;
+    float *logits; // of the last rows [fresh, head->outputs]
+    float head_eps;
+} Surroundings;
+
+// Rows in arrays of their own, filled one by one.
+typedef struct {
+    int32_t seq[MAX_NODES + 1], slot[MAX_NODES + 1], pos[MAX_NODES + 1], prefix[MAX_NODES + 1];
+    int64_t tree[MAX_NODES + 1];
+} RowTable;
+
+static inline void set_row(RowTable *t, int r, int seq, int slot, int pos, int prefix,
+                           int64_t tree) {
+    t->seq[r] = seq;
+    t->slot[r] = slot;
+    t->pos[r] = pos;
+    t->prefix[r] = prefix;
+    t->tree[r] = tree;
+}
+
+static inline Rows rows_of(const RowTable *t, int begin, int count, int capacity) {
+    return (Rows){
+        t->seq + begin, t->slot + begin, t->pos + begin, t->prefix + begin, t->tree + begin,
+        NULL,           count,           capacity};
+}
+
+// Where the residuals that a draft leaves behind (`hidden`) go on: with merged layers the target
+// model has not run yet.
+static inline int entering_layer(const Stream *stream) {
+    return stream->merged ? 0 : stream->exit_layer;
+}
+
+// A whole greedy draft tree of step->sequence (methods/m2r2/tree.py states the rules; a test holds
+// the two together). ids, carried: `refresh` committed tokens to refresh, then the last token,
+// which goes to slot `length`. Fills step->tokens, parents and hidden (the target model's residuals
+// entering entering_layer) and step->text; returns the number of nodes. Uses
+// (refresh + 2 + 4 * (nodes + 1)) * hidden + width * head->outputs floats of step->scratch.
+int draft_tree(Workspace *work, SpeculativeStep *step, int length, int refresh, const int64_t *ids,
+               const float *carried, const DraftLimits *limits);
+#endif

@@ -1,0 +1,140 @@
+// y = W x for a few rows of x, reading each packed weight once for all rows.
+//
+// Each output is summed over k in one fixed order by one accumulator, whatever the number of rows:
+// a row's result is bit-identical alone or beside others. This is what makes bf16 verification
+// exact.
+//
+// Packed bf16 weights (Linear.weight where mr_fixed_point() is 0), [out / 64][in / 2][4][16][2]:
+//
+//   group 0                                             group 1 …
+//   ┌ inputs 0, 1 ──────────────────────┐┌ inputs 2, 3 ──────────┐ …
+//   │ 4 vectors of 16 outputs:          ││
+//   │ o0i0 o0i1 o1i0 o1i1 … o15i0 o15i1 │   64 bytes, one register of 32 bf16
+//   │ o16i0 o16i1 …         o31i0 o31i1 │
+//   │ o32i0 …                           │
+//   │ o48i0 …               o63i0 o63i1 ││
+//   └───────────────────────────────────┘└ …
+//
+// So the weights of a group are read from the first byte to the last, 256 bytes a step, and one
+// pair of a row's inputs, broadcast, meets 64 outputs. gate_up has 32 gates and their 32 ups in a
+// group: SiLU(gate) · up is formed without leaving the registers' neighbourhood.
+#include "gemm.h"
+
+#include "norm.h"
+
+#if !FIXED_POINT
+void prepare(Operand *out, ThreadScratch *mine, const element *const *x, int rows, int in) {
+    (void)mine;
+    (void)rows;
+    (void)in;
+    out->rows = x;
+}
+
+void product(const Linear *linear, int group, const Operand *x, int first, int rows, int part,
+             int parts, const uint32_t *ahead, f16 (*acc)[4]) {
+    int pairs = linear->inputs / 2, lines = parts == 1 ? 0 : parts < 4 ? 2 : 1;
+    if (lines && part >= 4 / lines)
+        lines = 0; // the tiles before have fetched it all
+    memset(acc, 0, (size_t)rows * sizeof *acc);
+    tile(group_of(linear, group), 64, x->rows + first, rows, pairs, 4,
+         (const char *)(ahead + (size_t)part * pairs * 16 * lines), lines, acc);
+}
+#endif
+
+void matmul_groups(const Linear *linear, const Operand *x, int rows, const int *target, int mode,
+                   Output out, int begin, int end, const uint32_t *after) {
+    int parts = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int g = begin; g < end; g++) {
+        const uint32_t *ahead = g + 1 < end ? group_of(linear, g + 1)
+                                : after     ? after
+                                            : group_of(linear, g);
+        for (int r0 = 0, part = 0, take; r0 < rows; r0 += take, part++) {
+            take = tile_share(
+                rows - r0); // the later ones find the group's weights in the core's own cache
+            f16 acc[TILE_ROWS][4];
+            product(linear, g, x, r0, take, part, parts, ahead, acc);
+            for (int r = 0; r < take; r++) {
+                size_t row = target ? target[r0 + r] : r0 + r;
+                if (linear->bias)
+                    for (int m = 0; m < 4; m++)
+                        acc[r][m] += load(linear->bias + g * 64 + m * 16);
+                if (mode == SILU_GATE) {
+                    element *to = out.activation + row * out.stride + g * 32;
+                    const float *gate = (const float *)acc[r], *up = gate + 32;
+                    for (int i = 0; i < 32; i += LANES)
+                        store_element_v(to + i, silu_vector(load_v(gate + i)) * load_v(up + i));
+                    continue;
+                }
+                float *to = out.y + row * out.stride + g * 64;
+                for (int m = 0; m < 4; m++)
+                    store(to + m * 16, mode == ADD ? load(to + m * 16) + acc[r][m] : acc[r][m]);
+            }
+        }
+    }
+}
+
+void matmul(Workspace *work, const Linear *linear, const element *const *x, int rows,
+            const int *target, int mode, Output out, const Linear *then, int thread, int threads) {
+    Operand operands;
+    prepare(&operands, &work->own[thread], x, rows, linear->inputs);
+    matmul_groups(linear, &operands, rows, target, mode, out, first_group(linear, thread, threads),
+                  first_group(linear, thread + 1, threads),
+                  then ? group_of(then, first_group(then, thread, threads)) : NULL);
+}
+
+const element **row_pointers(const element *base, int stride, const int *index, int count,
+                             const element **to) {
+    for (int n = 0; n < count; n++)
+        to[n] = base + (size_t)(index ? index[n] : n) * stride;
+    return to;
+}
+
+void low_rank_in(Workspace *work, const LowRank *site, const element *base, int stride,
+                 const int *index, int count, int id, int threads) {
+    const element *from[MAX_ROWS];
+    int width = site->a.outputs;
+    matmul(work, &site->a, row_pointers(base, stride, index, count, from), count, NULL, STORE,
+           (Output){.y = work->low, .stride = width}, NULL, id, threads);
+    barrier(work, threads);
+    for (int i = id * LANES; i < count * width; i += LANES * threads) {
+        fv v = load_v(work->low + i);
+        if (site->silu)
+            v = silu_vector(v);
+        store_element_v(work->low_in + i, v);
+    }
+    barrier(work, threads);
+}
+
+void low_rank_out(Workspace *work, const LowRank *site, float *y, int stride, const int *index,
+                  int count, int id, int threads) {
+    const element *from[MAX_ROWS];
+    matmul(work, &site->b, row_pointers(work->low_in, site->a.outputs, NULL, count, from), count, index,
+           ADD, (Output){.y = y, .stride = stride}, NULL, id, threads);
+}
+
+void run_product(Workspace *work, void *context, int id, int threads) {
+    ThreadScratch *mine = &work->own[id];
+    const Product *p = context;
+    int in = p->linear->inputs;
+    element *normed = room_for_normed(mine, in);
+    for (int n = 0; n < p->count; n++) {
+        if (p->norm)
+            rms_norm(p->x + (size_t)n * in, p->norm, in, p->eps, normed + (size_t)n * in);
+        else
+            for (int i = 0; i < in; i += 16)
+                store_elements(normed + (size_t)n * in + i, load(p->x + (size_t)n * in + i));
+    }
+    const element *from[MAX_ROWS];
+    matmul(work, p->linear, row_pointers(normed, in, NULL, p->count, from), p->count, NULL, p->mode,
+           (Output){.y = p->y, .stride = p->linear->outputs}, NULL, id, threads);
+}
+
+void mr_linear(Workspace *work, const Linear *linear, const float *x, const float *norm, float eps,
+               int count, float *y, int add) {
+    for (int n = 0; n < count; n += MAX_ROWS) {
+        int take = count - n < MAX_ROWS ? count - n : MAX_ROWS;
+        Product p = {linear, x + (size_t)n * linear->inputs, norm, y + (size_t)n * linear->outputs,
+                     take,   add ? ADD : STORE,          eps};
+        run_parallel(work, run_product, &p);
+    }
+}

@@ -1,0 +1,180 @@
+// Decoder layers of a Llama-like model for a handful of rows: packed weights, fp32 residual stream.
+//
+// One call runs layers [start, stop) on up to MAX_ROWS rows. Rows with low-rank adapters go through
+// the same matrix products as the others, so every weight is read once for both.
+#include "layers.h"
+
+#include "attention.h"
+#include "norm.h"
+
+// Whether a thread can compute the queries, keys and values of just its own heads: no barrier
+// before attention then.
+static inline int heads_are_groups(const Shape *s, int threads) {
+    return s->head_dim % 64 == 0 && s->kv_heads % threads == 0;
+}
+
+static void qkv_of_heads(Workspace *work, const Shape *s, const Layer *layer,
+                         const element *const *x, int rows, Output out, int id, int threads) {
+    Operand operands;
+    prepare(&operands, &work->own[id], x, rows, layer->qkv.inputs);
+    int per_head = s->head_dim / 64, group = s->heads / s->kv_heads,
+        first = first_head(s, id, threads), last = first_head(s, id + 1, threads);
+    int starts[3] = {first * group, s->heads + first, s->heads + s->kv_heads + first};
+    int ends[3] = {last * group, s->heads + last, s->heads + s->kv_heads + last};
+    for (int part = 0; part < 3; part++)
+        matmul_groups(&layer->qkv, &operands, rows, NULL, STORE, out, starts[part] * per_head,
+                      ends[part] * per_head,
+                      part < 2 ? group_of(&layer->qkv, starts[part + 1] * per_head)
+                               : group_of(&layer->o, first_group(&layer->o, id, threads)));
+}
+
+// Nothing but keys and values is asked for: the outputs behind the queries', shared out among the
+// threads.
+static void keys_and_values(Workspace *work, const Shape *s, const Layer *layer,
+                            const element *const *x, int rows, Output out, int id, int threads) {
+    Operand operands;
+    prepare(&operands, &work->own[id], x, rows, layer->qkv.inputs);
+    int begin = s->heads * s->head_dim / 64, groups = layer->qkv.outputs / 64 - begin;
+    matmul_groups(&layer->qkv, &operands, rows, NULL, STORE, out, begin + groups * id / threads,
+                  begin + groups * (id + 1) / threads, NULL);
+    barrier(work, threads);
+}
+
+void run_layers(Workspace *work, void *context, int id, int threads) {
+    ThreadScratch *mine = &work->own[id];
+    const LayerCall *call = context;
+    const Shape *s = call->shape;
+    int d = s->hidden, count = call->rows.count, dim = s->head_dim, heads = s->heads * dim;
+    int width = (s->heads + 2 * s->kv_heads) * dim;
+    element *normed = room_for_normed(mine, d);
+    int fast[MAX_ROWS], fast_count = 0; // the rows with adapters
+    if (call->adapters && call->rows.adapted)
+        for (int n = 0; n < count; n++)
+            if (call->rows.adapted[n])
+                fast[fast_count++] = n;
+    const element *from[MAX_ROWS];
+
+    for (int l = call->start; l < call->stop; l++) {
+        const Layer *layer = &call->layers[l];
+        const Adapter *adapter = fast_count ? call->adapters[l] : NULL;
+        // Norms are recomputed by every thread: cheaper than a barrier for a few rows.
+        for (int n = 0; n < count; n++)
+            rms_norm(call->x + (size_t)n * d, layer->norm_attention, d, s->eps,
+                     normed + (size_t)n * d);
+        if (adapter && adapter->q.rank)
+            low_rank_in(work, &adapter->q, normed, d, fast, fast_count, id, threads);
+        row_pointers(normed, d, NULL, count, from);
+        Output qkv = {.y = work->qkv, .stride = width};
+        if (count <= TILE_ROWS * 3)
+            fetch_slots(s, &call->caches[l], &call->rows, id, threads);
+        if (call->key_rows == count) {
+            keys_and_values(work, s, layer, from, count, qkv, id, threads);
+        } else if (heads_are_groups(s, threads) && !(adapter && adapter->q.rank)) {
+            qkv_of_heads(work, s, layer, from, count, qkv, id, threads);
+        } else {
+            matmul(work, &layer->qkv, from, count, NULL, STORE, qkv, &layer->o, id, threads);
+            barrier(work, threads);
+            if (adapter && adapter->q.rank) {
+                low_rank_out(work, &adapter->q, work->qkv, width, fast, fast_count, id, threads);
+                barrier(work, threads);
+            }
+        }
+        attention_of_heads(work, s, layer, &call->caches[l], &call->rows, call->key_rows, id,
+                           threads);
+        if (call->key_rows == count)
+            return;
+        barrier(work, threads);
+        const element *attended = work->heads + (size_t)call->key_rows * heads;
+        float *x = call->x + (size_t)call->key_rows * d;
+        count -= call->key_rows;
+        if (adapter && adapter->o.rank)
+            low_rank_in(work, &adapter->o, attended, heads, fast, fast_count, id, threads);
+        matmul(work, &layer->o, row_pointers(attended, heads, NULL, count, from), count, NULL, ADD,
+               (Output){.y = x, .stride = d}, layer->gate_up.weight ? &layer->gate_up : NULL, id,
+               threads);
+        if (adapter && adapter->o.rank)
+            low_rank_out(work, &adapter->o, x, d, fast, fast_count, id, threads);
+        barrier(work, threads);
+        if (!layer->gate_up.weight)
+            continue; // attention alone
+        for (int n = 0; n < count; n++)
+            rms_norm(x + (size_t)n * d, layer->norm_mlp, d, s->eps, normed + (size_t)n * d);
+        int inner = s->intermediate;
+        if (adapter && adapter->gate_up.rank) {
+            // LoRA on gate and up needs their sums before SiLU, so this pass keeps raw sums for all
+            // rows.
+            low_rank_in(work, &adapter->gate_up, normed, d, fast, fast_count, id, threads);
+            const element *low[MAX_ROWS];
+            row_pointers(work->low_in, adapter->gate_up.a.outputs, NULL, fast_count, low);
+            Output raw = {.y = work->qkv, .stride = 2 * inner};
+            matmul(work, &layer->gate_up, row_pointers(normed, d, NULL, count, from), count, NULL,
+                   STORE, raw, &layer->down, id, threads);
+            matmul(work, &adapter->gate_up.b, low, fast_count, fast, ADD, raw, NULL, id, threads);
+            int groups = 2 * inner / 64, first = groups * id / threads,
+                last = groups * (id + 1) / threads;
+            for (int n = 0; n < count; n++)
+                for (int g = first; g < last; g++)
+                    for (int i = 0; i < 32; i += LANES) {
+                        const float *y = work->qkv + (size_t)n * 2 * inner + g * 64 + i;
+                        store_element_v(work->activation + (size_t)n * inner + g * 32 + i,
+                                        silu_vector(load_v(y)) * load_v(y + 32));
+                    }
+        } else {
+            matmul(work, &layer->gate_up, row_pointers(normed, d, NULL, count, from), count, NULL,
+                   SILU_GATE, (Output){.activation = work->activation, .stride = inner},
+                   &layer->down, id, threads);
+        }
+        barrier(work, threads);
+        if (adapter && adapter->down.rank)
+            low_rank_in(work, &adapter->down, work->activation, inner, fast, fast_count, id,
+                        threads);
+        if (adapter && adapter->mlp.rank && !adapter->down.rank)
+            low_rank_in(work, &adapter->mlp, normed, d, fast, fast_count, id, threads);
+        matmul(work, &layer->down, row_pointers(work->activation, inner, NULL, count, from), count,
+               NULL, ADD, (Output){.y = x, .stride = d}, l + 1 < call->stop ? &layer[1].qkv : NULL,
+               id, threads);
+        if (adapter && adapter->down.rank)
+            low_rank_out(work, &adapter->down, x, d, fast, fast_count, id, threads);
+        else if (adapter && adapter->mlp.rank)
+            low_rank_out(work, &adapter->mlp, x, d, fast, fast_count, id, threads);
+        barrier(work, threads);
+    }
+}
+
+void mr_layers(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
+               const Adapter *const *adapters, const Rows *rows, float *x, int start, int stop) {
+    make_room(work, shape, adapters != NULL);
+    for (int n = 0; n < rows->count; n += MAX_ROWS) {
+        int take = rows->count - n < MAX_ROWS ? rows->count - n : MAX_ROWS;
+        LayerCall call = {shape,
+                          layers,
+                          caches,
+                          adapters,
+                          some_rows(rows, n, take),
+                          x + (size_t)n * shape->hidden,
+                          start,
+                          stop,
+                          0};
+        run_parallel(work, run_layers, &call);
+    }
+}
+
+void mr_fill_kv(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
+                const Rows *rows, float *x, int start, int stop) {
+    make_room(work, shape, 0);
+    for (int n = 0; n < rows->count; n += MAX_ROWS) {
+        int take = rows->count - n < MAX_ROWS ? rows->count - n : MAX_ROWS;
+        for (int l = start; l < stop; l++) {
+            LayerCall call = {shape,
+                              layers,
+                              caches,
+                              NULL,
+                              some_rows(rows, n, take),
+                              x + (size_t)n * shape->hidden,
+                              l,
+                              l + 1,
+                              take};
+            run_parallel(work, run_layers, &call);
+        }
+    }
+}

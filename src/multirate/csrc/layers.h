@@ -1,0 +1,32 @@
+// A pass over some layers (layers.c), as one thread of a call runs it.
+#ifndef MULTIRATE_LAYERS_H
+#define MULTIRATE_LAYERS_H
+#include "gemm.h"
+
+// Layers [start, stop) on at most MAX_ROWS rows.
+typedef struct {
+    const Shape *shape;
+    const Layer *layers;
+    const LayerCache *caches;
+    const Adapter *const *adapters; // [layers], or NULL
+    Rows rows;
+    float *x; // [rows, hidden] the residual, updated in place
+    int start, stop;
+    int key_rows; // the first rows (or all) only leave their keys and values in layer `start`,
+                  // which is then the only one
+} LayerCall;
+
+void run_layers(Workspace *work, void *context, int id, int threads);
+
+// Rows [begin, begin + count).
+static inline Rows some_rows(const Rows *rows, int begin, int count) {
+    return (Rows){rows->seq + begin,
+                  rows->slot + begin,
+                  rows->pos + begin,
+                  rows->prefix + begin,
+                  rows->tree + begin,
+                  rows->adapted ? rows->adapted + begin : NULL,
+                  count,
+                  rows->capacity};
+}
+#endif

@@ -1,0 +1,127 @@
+// A mixture of experts: the router, the experts as their weights arrive, and the sum.
+#include "../layers.h"
+#include "../norm.h"
+
+#define FEW_ROWS                                                                                   \
+    4 // a router or a low-rank product of these is done before another thread has begun
+
+// normed [n, d] = RMSNorm(x). Then the router's choice for each row: ids [n, k], the likeliest
+// first (ties: lower id), and weights [n, k]: softmax over all experts, or over the chosen ones
+// where `normalise`. logits: scratch [n, router->outputs].
+void mr_route(Workspace *work, const Linear *router, const float *norm, float eps, const float *x,
+              int n, int experts, int k, int normalise, float *normed, float *logits, int64_t *ids,
+              float *weights) {
+    int d = router->inputs;
+    for (int r = 0; r < n; r++) {
+        memcpy(normed + (size_t)r * d, x + (size_t)r * d, (size_t)d * sizeof(float));
+        mr_rms_norm(normed + (size_t)r * d, norm, d, eps);
+    }
+    Product few = {router, normed, NULL, logits, n, STORE, eps};
+    if (n > FEW_ROWS)
+        mr_linear(work, router, normed, NULL, eps, n, logits, 0);
+    else
+        run_product(work, &few, 0, 1);
+    for (int r = 0; r < n; r++) {
+        const float *row = logits + (size_t)r * router->outputs;
+        float total = 0.0f, chosen = 0.0f, highest = row[0];
+        for (int e = 1; e < experts; e++)
+            highest = row[e] > highest ? row[e] : highest;
+        for (int e = 0; e < experts; e++)
+            total += expf(row[e] - highest);
+        for (int j = 0; j < k; j++) {
+            int best = -1;
+            for (int e = 0; e < experts; e++) {
+                int taken = 0;
+                for (int i = 0; i < j; i++)
+                    taken |= ids[r * k + i] == e;
+                if (!taken && (best < 0 || row[e] > row[best]))
+                    best = e;
+            }
+            ids[r * k + j] = best;
+            weights[r * k + j] = expf(row[best] - highest) / total;
+            chosen += weights[r * k + j];
+        }
+        for (int j = 0; normalise && j < k; j++)
+            weights[r * k + j] /= chosen;
+    }
+}
+
+// Some rows of one expert: of the call's uses, [begin, begin + count).
+typedef struct {
+    const Expert *expert;
+    int begin, count;
+} Portion;
+
+typedef struct {
+    const Portion *portions;
+    int count, uses; // uses <= MAX_ROWS
+    const float *normed;
+    const int32_t *rows, *places;
+    float *parts;
+} ExpertCall;
+
+static void run_experts(Workspace *work, void *context, int id, int threads) {
+    ThreadScratch *mine = &work->own[id];
+    const ExpertCall *call = context;
+    const Portion *portions = call->portions;
+    int d = portions->expert->gate_up.inputs, inner = portions->expert->down.inputs, last = call->count - 1;
+    element *normed = room_for_normed(mine, d);
+    const element *from[MAX_ROWS];
+    for (int u = 0; u < call->uses; u++) {
+        element *to = normed + (size_t)u * d;
+        from[u] = to;
+        if (u && call->rows[u] == call->rows[u - 1])
+            from[u] = from[u - 1]; // a single row's experts all read it
+        else
+            for (int i = 0; i < d; i += 16)
+                store_elements(to + i, load(call->normed + (size_t)call->rows[u] * d + i));
+    }
+    for (int p = 0; p <= last; p++) {
+        const Portion *one = portions + p;
+        Output out = {.activation = work->activation + (size_t)one->begin * inner, .stride = inner};
+        const Linear *then = p < last ? &portions[p + 1].expert->gate_up : &portions->expert->down;
+        matmul(work, &one->expert->gate_up, from + one->begin, one->count, NULL, SILU_GATE, out,
+               then, id, threads);
+    }
+    barrier(work, threads);
+    for (int p = 0; p <= last; p++) {
+        const Portion *one = portions + p;
+        row_pointers(work->activation + (size_t)one->begin * inner, inner, NULL, one->count, from);
+        const Linear *then = p < last ? &portions[p + 1].expert->down : NULL;
+        matmul(work, &one->expert->down, from, one->count, call->places + one->begin, STORE,
+               (Output){.y = call->parts, .stride = d}, then, id, threads);
+    }
+}
+
+// For each expert e, its next uses[e] rows u of `rows` and `places`: parts[places[u]] =
+// expert(normed[rows[u]]).
+void mr_experts(Workspace *work, const Expert *const *experts, const int32_t *uses, int count,
+                const float *normed, const int32_t *rows, const int32_t *places, float *parts) {
+    work->activation = grown(work->activation, &work->activation_size,
+                             MAX_ROWS * (size_t)experts[0]->down.inputs * sizeof(element));
+    Portion portions[MAX_ROWS];
+    ExpertCall call = {portions, 0, 0, normed, rows, places, parts};
+    for (int e = 0; e < count; e++)
+        for (int left = uses[e], take; left; left -= take) {
+            take = left < MAX_ROWS - call.uses ? left : MAX_ROWS - call.uses;
+            portions[call.count++] = (Portion){experts[e], call.uses, take};
+            call.uses += take;
+            if (call.uses < MAX_ROWS && !(e == count - 1 && take == left))
+                continue;
+            run_parallel(work, run_experts, &call);
+            call.rows += call.uses;
+            call.places += call.uses;
+            call.count = call.uses = 0;
+        }
+}
+
+// x [n, d] += Σ_j weights[r, j] · parts[r · k + j], in the router's order.
+void mr_combine(const float *parts, const float *weights, int n, int k, int d, float *x) {
+    for (int r = 0; r < n; r++)
+        for (int i = 0; i < d; i += 16) {
+            f16 sum = splat(0.0f);
+            for (int j = 0; j < k; j++)
+                sum += splat(weights[r * k + j]) * load(parts + ((size_t)r * k + j) * d + i);
+            store(x + (size_t)r * d + i, load(x + (size_t)r * d + i) + sum);
+        }
+}

@@ -1,0 +1,47 @@
+// What followed the end of the text when it occurred before [prompt lookup, Saxena 2023], and
+// whether a draft continues with it. decoding/ngram.py and methods/m2r2/tree.py state both rules;
+// tests hold the two forms together.
+#include "ngram.h"
+
+int mr_ngram(const int32_t *text, int known, int count, int longest, int most, int64_t *to) {
+    int matched = 0, at = -1;
+    const int32_t *last = text + count - 1;
+    for (int p = known - 1; p >= 0 && matched < longest; p--) {
+        if (text[p] != *last)
+            continue;
+        int n = 1;
+        while (n < longest && n <= p && text[p - n] == last[-n])
+            n++;
+        if (n > matched) {
+            matched = n;
+            at = p;
+        }
+    }
+    int period = count - 1 - at;
+    for (int j = 0; matched && j < most; j++)
+        to[j] = j < period ? text[at + 1 + j] : to[j - period];
+    return matched;
+}
+
+// Either draft is worth the sum over its nodes of path probability less threshold.
+int worth_continuing(const DraftLimits *limits, int matched, int most, double path_probability,
+                     double own, int n) {
+    const NgramLimits *ngram = &limits->ngram;
+    const double *draft = limits->draft_threshold, *verify = limits->verify_threshold;
+    double gain = 0.0, here = path_probability * ngram->first_accepted[matched];
+    int length = 0;
+    for (; length < most && here >= verify[n + length]; length++) {
+        gain += here - verify[n + length];
+        here *= ngram->next_accepted[matched];
+    }
+    double other = 0.0;
+    here = path_probability * own;
+    int i = n;
+    for (; i < limits->nodes && i + 1 < limits->depth && here >= draft[i]; i++) {
+        other += here - draft[i];
+        here *= ngram->draft_accepted;
+    }
+    if (i < limits->nodes && here >= verify[i])
+        other += here - verify[i];
+    return gain >= other ? length : 0;
+}

@@ -1,0 +1,11 @@
+// RMSNorm and rotary position embedding (norm.c). mr_rms_norm and mr_rotate are in abi.h.
+#ifndef MULTIRATE_NORM_H
+#define MULTIRATE_NORM_H
+#include "tile.h"
+
+// RMSNorm of x [d], as the next product reads it.
+void rms_norm(const float *x, const float *weight, int d, float eps, element *out);
+
+// 1 / RMS of x [d].
+float inverse_rms(const float *x, int d, float eps);
+#endif

@@ -1,0 +1,102 @@
+// A greedy speculative step of one sequence in one call: draft, verify, accept, and move the
+// accepted path into place.
+#include "draft.h"
+
+// Down from the last token as long as the target model's own token is a child
+// (decoding/acceptance.py, accept_greedy). Fills path, which begins with node 0, and returns its
+// length. A child comes after its parent; the first of equal children counts.
+static int accepted_path(const int64_t *tokens, const int32_t *parents, int nodes,
+                         const int64_t *target, int32_t *path) {
+    int length = 1;
+    path[0] = 0;
+    for (int node = 1; node <= nodes; node++) {
+        int last = path[length - 1];
+        if (parents[node - 1] == last && tokens[node - 1] == target[last])
+            path[length++] = node;
+    }
+    return length;
+}
+
+// Without a stream: what the text's last tokens were followed by before is the draft.
+static int draft_from_text(SpeculativeStep *step, const NgramLimits *ngram, int64_t last_token) {
+    const Stream *stream = step->stream;
+    Text *text = &step->text;
+    int most = ngram->deepest, d = stream->shape->hidden;
+    text->matched =
+        mr_ngram(text->tokens, text->count - 1, text->count, ngram->longest, most, step->tokens);
+    int n = text->matched ? most : 0;
+    for (int i = 0; i < n; i++)
+        step->parents[i] = i;
+    text->continued = n;
+    mr_embed(stream->table, &last_token, 1, d, 1.0f, step->hidden);
+    mr_embed(stream->table, step->tokens, n, d, 1.0f, step->hidden + d);
+    return n;
+}
+
+// The rows that verify a draft of `nodes`; returns how many levels it has.
+static int verification_rows(const SpeculativeStep *step, int length, int nodes, RowTable *table) {
+    int32_t depth[MAX_NODES + 1];
+    int chain = 1, levels = 0;
+    set_row(table, 0, step->sequence, length, length, length + 1, 0);
+    depth[0] = 0;
+    for (int node = 1; node <= nodes; node++) {
+        int parent = step->parents[node - 1];
+        chain &= parent == node - 1;
+        depth[node] = depth[parent] + 1;
+        if (depth[node] > levels)
+            levels = depth[node];
+        set_row(table, node, step->sequence, length + node, length + depth[node], length + 1,
+                table->tree[parent] | (int64_t)1 << (node - 1));
+    }
+    if (chain) // plain causal rows: no path to gather
+        for (int node = 0; node <= nodes; node++) {
+            table->prefix[node] = table->slot[node] + 1;
+            table->tree[node] = 0;
+        }
+    return levels;
+}
+
+int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
+                        const DraftLimits *limits) {
+    const Stream *stream = step->stream;
+    const Shape *shape = stream->shape;
+    int d = shape->hidden;
+    Text *text = &step->text;
+    text->drafted = text->continued = text->matched = 0;
+
+    // draft
+    int nodes = step->draft_head
+                    ? draft_tree(work, step, length, count - 1, step->ids + first,
+                                 step->carried + (size_t)first * d, limits)
+                    : draft_from_text(step, &limits->ngram, step->ids[first + count - 1]);
+
+    // verify
+    RowTable table;
+    int64_t target[MAX_NODES + 1];
+    step->levels = verification_rows(step, length, nodes, &table);
+    Rows rows = rows_of(&table, 0, nodes + 1, step->capacity);
+    mr_greedy(work, shape, stream->layers, step->caches, &rows, NULL, NULL, step->hidden,
+              entering_layer(stream), step->layers, step->head, step->norm, step->scratch, target);
+
+    // accept
+    int32_t path[MAX_NODES + 1], from[MAX_NODES + 1], to[MAX_NODES + 1];
+    int emitted = accepted_path(step->tokens, step->parents, nodes, target, path);
+    step->accepted_drafted = step->accepted_continued = 0;
+    for (int i = 0; i < emitted; i++) {
+        int node = path[i];
+        from[i] = length + node;
+        to[i] = length + i;
+        step->ids[i] = target[node];
+        if (text->tokens)
+            text->tokens[text->count++] = (int32_t)target[node];
+        step->accepted_drafted += node > 0 && node <= text->drafted;
+        step->accepted_continued += node > text->drafted && node <= text->drafted + text->continued;
+        memcpy(step->carried + (size_t)i * d, step->hidden + (size_t)node * d,
+               (size_t)d * sizeof(float));
+    }
+    if (path[emitted - 1] != emitted - 1)
+        mr_move(step->caches, step->layers, shape->kv_heads, shape->head_dim, step->capacity,
+                step->sequence, from, to, emitted);
+    step->drafted = nodes;
+    return emitted;
+}

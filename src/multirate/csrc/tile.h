@@ -1,0 +1,53 @@
+// The innermost product: 16 to 64 outputs × up to 6 rows, in registers. Two forms of it exist, of
+// which a build has one: tile_wide.c multiplies rows of bf16, tile_avx2.c rows of fp32.
+#ifndef MULTIRATE_TILE_H
+#define MULTIRATE_TILE_H
+#include "simd.h"
+
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__) && !defined(MULTIRATE_WIDE)
+#define FIXED_POINT 1  // linear layers are int16 (fixed_point.c), attention is bf16
+typedef float element; // of the rows of a product
+#else
+#define FIXED_POINT 0
+typedef bf16 element;
+#endif
+
+// A tile has up to 6 rows; N_r(F) writes F(0) … F(r − 1).
+#define TILE_ROWS 6
+#define N_1(F) F(0)
+#define N_2(F) N_1(F) F(1)
+#define N_3(F) N_2(F) F(2)
+#define N_4(F) N_3(F) F(3)
+#define N_5(F) N_4(F) F(4)
+#define N_6(F) N_5(F) F(5)
+
+INLINE void store_elements(element *to, f16 v) {
+#if FIXED_POINT
+    store(to, v);
+#else
+    store_bf16(to, v);
+#endif
+}
+
+INLINE void store_element_v(element *to, fv v) {
+#if FIXED_POINT
+    store_v(to, v);
+#elif LANES == 16
+    store_bf16(to, (f16)v);
+#else
+    for (int i = 0; i < LANES; i++)
+        to[i] = to_bf16(v[i]);
+#endif
+}
+
+// acc[n][m] += Σ_k w[k][m] · rows[n][k], for `rows` rows and `vectors` (1 to 4) vectors of 16
+// outputs. The words of pair k are at weight + k · step. ahead: weights that will be read later, of
+// which each step fetches `lines` (1 or 2) lines; lines 0: the tile fetches its own.
+void tile(const uint32_t *weight, int step, const element *const *x, int rows, int pairs,
+          int vectors, const char *ahead, int lines, f16 (*acc)[4]);
+
+#if !FIXED_POINT
+// acc[n][m] += K · rows[n] for four consecutive blocks m of 16 keys, of `pairs` pairs each.
+void tile_blocks(const uint32_t *k, const element *const *x, int rows, int pairs, f16 (*acc)[4]);
+#endif
+#endif

@@ -1,0 +1,91 @@
+// The innermost product with 512-bit registers, and on every other processor: 64 outputs × up to 6
+// rows.
+#include "tile.h"
+#if !FIXED_POINT
+
+// 4 vectors × 6 rows are 24 accumulators, all in registers. They have names instead of an array:
+// compilers otherwise spill the array to the stack on every step. Half-groups × 12 rows, which
+// would pass over the weights once for a dozen rows, measured slower (docs/experiments.md).
+#define ROW(n) const uint32_t *row##n = (const uint32_t *)rows[n];
+#define LOAD(n, m) f16 a##n##m = acc[n][m];
+#define DOT(n, m) a##n##m = dot_pairs(a##n##m, w##m, pair);
+#define KEEP(n, m) acc[n][m] = a##n##m;
+#define WEIGHT(m) u16 w##m = load_pairs(weight + m * gap);
+#define M_1(F, n) F(n, 0)
+#define M_4(F, n) M_1(F, n) F(n, 1) F(n, 2) F(n, 3)
+#define W_1(F) F(0)
+#define W_4(F) W_1(F) F(1) F(2) F(3)
+#define LOADS_1(n) M_1(LOAD, n)
+#define LOADS_4(n) M_4(LOAD, n)
+#define DOTS_1(n)                                                                                  \
+    {                                                                                              \
+        uint32_t pair = row##n[k];                                                                 \
+        M_1(DOT, n)                                                                                \
+    }
+#define DOTS_4(n)                                                                                  \
+    {                                                                                              \
+        uint32_t pair = row##n[k];                                                                 \
+        M_4(DOT, n)                                                                                \
+    }
+#define KEEPS_1(n) M_1(KEEP, n)
+#define KEEPS_4(n) M_4(KEEP, n)
+#define PREFETCH_STEPS 12 // steps of 256 bytes ahead
+// GAP: words between the vectors of a step. FETCH: where step k fetches LINES lines. HINT: 3 into
+// the core's first cache, 2 into its second.
+#define PASS(NAME, ROWS, VECTORS, GAP, FETCH, LINES, HINT)                                         \
+    static void NAME##_##ROWS(const uint32_t *weight, int step, const element *const *rows,        \
+                              int pairs, const uint32_t *next, f16(*acc)[4]) {                     \
+        (void)next;                                                                                \
+        const long gap = GAP;                                                                      \
+        N_##ROWS(ROW) N_##ROWS(LOADS_##VECTORS) for (long k = 0; k < pairs; k++, weight += step) { \
+            const uint32_t *ahead = FETCH;                                                         \
+            for (int line = 0; line < LINES; line++)                                               \
+                __builtin_prefetch(ahead + gap * line, 0, HINT);                                   \
+            W_##VECTORS(WEIGHT) N_##ROWS(DOTS_##VECTORS)                                           \
+        }                                                                                          \
+        N_##ROWS(KEEPS_##VECTORS)                                                                  \
+    }
+#define PASSES(NAME, VECTORS, GAP, FETCH, LINES, HINT)                                             \
+    PASS(NAME, 1, VECTORS, GAP, FETCH, LINES, HINT)                                                \
+    PASS(NAME, 2, VECTORS, GAP, FETCH, LINES, HINT)                                                \
+        PASS(NAME, 3, VECTORS, GAP, FETCH, LINES, HINT)                                            \
+            PASS(NAME, 4, VECTORS, GAP, FETCH, LINES, HINT)                                        \
+                PASS(NAME, 5, VECTORS, GAP, FETCH, LINES, HINT)                                    \
+                    PASS(NAME, 6, VECTORS, GAP, FETCH, LINES, HINT)
+#define OWN_WEIGHTS weight + step *PREFETCH_STEPS
+// Where a group's rows take several tiles, each fetches a share of the next group's weights:
+// otherwise memory would idle from the second tile on. Into the second cache, as the first has no
+// room for two groups.
+PASSES(narrow, 1, 16, OWN_WEIGHTS, 1, 3)
+PASSES(own, 4, 16, OWN_WEIGHTS, 4, 3)
+PASSES(half, 4, 16, next + 32 * k, 2, 2)
+PASSES(quarter, 4, 16, next + 16 * k, 1, 2)
+// Four blocks of 16 keys at once: one block leaves each sum waiting for its own last step.
+// What is fetched lies as far into the next four.
+PASSES(blocks, 4, (long)pairs * 16, weight + 4 * gap, 4, 3)
+
+typedef void (*Pass)(const uint32_t *, int, const element *const *, int, const uint32_t *,
+                     f16 (*)[4]);
+#define OF_ROWS(NAME) {NULL, NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6}
+static const Pass narrow_pass[TILE_ROWS + 1] = OF_ROWS(narrow);
+static const Pass blocks_pass[TILE_ROWS + 1] = OF_ROWS(blocks);
+static const Pass wide_pass[3][TILE_ROWS + 1] = {OF_ROWS(own), OF_ROWS(quarter), OF_ROWS(half)};
+
+// acc[n][m] += Σ_k w[k][m] · rows[n][k], for `rows` rows and `vectors` (1 to 4) vectors of 16
+// outputs. The words of pair k are at weight + k · step. ahead: weights that will be read later, of
+// which each step fetches `lines` (1 or 2) lines; lines 0: the tile fetches its own.
+void tile(const uint32_t *weight, int step, const element *const *x, int rows, int pairs,
+          int vectors, const char *ahead, int lines, f16 (*acc)[4]) {
+    if (vectors == 4) {
+        wide_pass[lines][rows](weight, step, x, pairs, (const uint32_t *)ahead, acc);
+        return;
+    }
+    for (int m = 0; m < vectors; m++)
+        narrow_pass[rows](weight + m * 16, step, x, pairs, NULL, (f16(*)[4]) & acc[0][m]);
+}
+
+void tile_blocks(const uint32_t *weight, const element *const *x, int rows, int pairs,
+                 f16 (*acc)[4]) {
+    blocks_pass[rows](weight, 16, x, pairs, NULL, acc);
+}
+#endif

@@ -1,0 +1,82 @@
+#include "workspace.h"
+
+#include "attention.h"
+
+void *grown(void *old, size_t *have, size_t want) {
+    if (*have >= want)
+        return old;
+    free(old);
+    *have = want;
+    void *p = NULL;
+    if (posix_memalign(&p, 64, want))
+        abort();
+    memset(p, 0, want);
+    return p;
+}
+
+element *room_for_normed(ThreadScratch *mine, int width) {
+    size_t bytes = (size_t)MAX_ROWS * width * sizeof(element);
+    return mine->normed = grown(mine->normed, &mine->normed_size, bytes);
+}
+
+void room_for_adapters(Workspace *work) {
+    work->low = grown(work->low, &work->low_size, MAX_ROWS * MAX_RANK * sizeof(float));
+    work->low_in = grown(work->low_in, &work->low_in_size, MAX_ROWS * MAX_RANK * sizeof(element));
+}
+
+void make_room(Workspace *work, const Shape *shape, int adapters) {
+    int width = (shape->heads + 2 * shape->kv_heads) * shape->head_dim;
+    int inner = 2 * shape->intermediate;
+    size_t wide = MAX_ROWS * (size_t)(width > inner ? width : inner);
+    size_t heads = MAX_ROWS * (size_t)shape->heads * shape->head_dim;
+    size_t activation = MAX_ROWS * (size_t)shape->intermediate;
+    work->qkv = grown(work->qkv, &work->qkv_size, wide * sizeof(float));
+    work->heads = grown(work->heads, &work->heads_size, heads * sizeof(element));
+    work->activation =
+        grown(work->activation, &work->activation_size, activation * sizeof(element));
+    if (adapters)
+        room_for_adapters(work);
+}
+
+static void set_threads(Workspace *work, int threads) {
+    work->threads = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;
+}
+
+// A workspace for calls on `threads` threads; NULL: there is no memory.
+Workspace *mr_workspace_open(int threads) {
+    void *made = NULL;
+    if (posix_memalign(&made, 64, sizeof(Workspace)))
+        return NULL;
+    memset(made, 0, sizeof(Workspace));
+    set_threads(made, threads);
+    return made;
+}
+
+void mr_workspace_set_threads(Workspace *work, int threads) {
+    set_threads(work, threads);
+}
+
+// In a process made by fork(): another thread may have been using it, and what it left is unknown.
+// Begins anew.
+void mr_workspace_after_fork(Workspace *work) {
+    int threads = work->threads;
+    memset(work, 0, sizeof *work);
+    set_threads(work, threads);
+}
+
+void mr_workspace_close(Workspace *work) {
+    if (!work)
+        return;
+    void *shared[] = {work->qkv,        work->low,    work->neurons, work->heads,
+                      work->activation, work->low_in, work->uses};
+    for (size_t i = 0; i < sizeof shared / sizeof *shared; i++)
+        free(shared[i]);
+    for (int id = 0; id < MAX_THREADS; id++) {
+        ThreadScratch *mine = &work->own[id];
+        close_attention_scratch(mine->attention);
+        free(mine->normed);
+        free(mine->fixed);
+        free(mine->rest);
+    }
+    free(work);
+}

@@ -1,0 +1,132 @@
+"""The kernel's structures and prototypes as cffi reads them from csrc/abi.h, the only place that defines them.
+
+Memory of a structure belongs to the object that `new` or `array` returns; what its pointers point to is its maker's to
+keep alive. Addresses of tensors are plain integers (`Tensor.data_ptr()`), which `at` makes pointers of.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cffi import FFI
+
+from multirate.model.rows import Rows
+
+SOURCE_FOLDER = Path(__file__).parents[2] / "csrc"
+
+CData = Any
+"""A C value: a structure, an array or a pointer. cffi has no types that a checker could use."""
+
+
+def declarations() -> str:
+    """abi.h without the lines that are for the compiler; constants stay."""
+    lines = (SOURCE_FOLDER / "abi.h").read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if not line.startswith("#") or _is_constant(line))
+
+
+def _is_constant(line: str) -> bool:
+    words = line.split()
+    return words[0] == "#define" and len(words) > 2
+
+
+def constant(name: str) -> int:
+    """The number that abi.h defines `name` as."""
+    lines = (line.split() for line in declarations().splitlines() if line.startswith("#"))
+    return next(int(words[2]) for words in lines if words[1] == name)
+
+
+def _parsed() -> FFI:
+    made = FFI()
+    made.cdef(declarations())
+    return made
+
+
+ffi = _parsed()
+NULL = ffi.NULL
+_VOID, _INTS, _LONGS = ffi.typeof("void *"), ffi.typeof("int32_t[]"), ffi.typeof("int64_t[]")
+_FLOATS, _DOUBLES, _BYTES = ffi.typeof("float[]"), ffi.typeof("double[]"), ffi.typeof("uint8_t[]")
+_ADDRESS, _ROWS = ffi.typeof("uintptr_t"), ffi.typeof("Rows *")
+
+
+def at(address: int | None) -> CData:
+    """The address of something as a pointer that fits every parameter; None is NULL."""
+    return ffi.cast(_VOID, address or 0)
+
+
+def address(value: CData) -> int:
+    """Where a structure, an array or a pointer's target lies."""
+    return int(ffi.cast(_ADDRESS, value))
+
+
+def ints(array: np.ndarray) -> CData:
+    """int32 array → pointer, good as long as the array is."""
+    return ffi.from_buffer(_INTS, array)
+
+
+def longs(array: np.ndarray) -> CData:
+    """int64 array → pointer, good as long as the array is."""
+    return ffi.from_buffer(_LONGS, array)
+
+
+def floats(array: np.ndarray) -> CData:
+    """float32 array → pointer, good as long as the array is."""
+    return ffi.from_buffer(_FLOATS, array)
+
+
+def doubles(array: np.ndarray) -> CData:
+    """float64 array → pointer, good as long as the array is."""
+    return ffi.from_buffer(_DOUBLES, array)
+
+
+def flags(array: np.ndarray) -> CData:
+    """bool or uint8 array → pointer, good as long as the array is."""
+    return ffi.from_buffer(_BYTES, array.view(np.uint8))
+
+
+@functools.cache
+def _kinds(kind: str) -> dict[str, str]:
+    fields = ffi.typeof(kind).fields
+    return {name: field.type.kind for name, field in fields}
+
+
+def new(kind: str, /, **fields: Any) -> CData:
+    """A zeroed structure of csrc/abi.h with these fields: numbers, structures (copied), and for pointers structures,
+    arrays, addresses or None."""
+    made = ffi.new(f"{kind} *")
+    kinds = _kinds(kind)
+    for name, value in fields.items():
+        field = kinds[name]
+        if field == "pointer" and (value is None or isinstance(value, int)):
+            value = at(value)
+        elif field == "struct" and ffi.typeof(value).kind == "pointer":
+            value = value[0]
+        setattr(made, name, value)
+    return made
+
+
+def rows_of(rows: Rows, capacity: int) -> CData:
+    """The kernel's view of `rows` in a cache of so many slots a sequence, good as long as they are."""
+    made = ffi.new(_ROWS)
+    made.seq, made.slot, made.pos = ints(rows.seq), ints(rows.slot), ints(rows.pos)
+    made.prefix, made.tree = ints(rows.prefix), longs(rows.tree)
+    if rows.accelerated is not None:
+        made.adapted = flags(rows.accelerated)
+    made.count, made.capacity = len(rows.seq), capacity
+    return made
+
+
+def array(kind: str, items: Sequence[CData]) -> CData:
+    """Copies of structures, one after the other."""
+    made = ffi.new(f"{kind}[]", len(items))
+    for i, item in enumerate(items):
+        made[i] = item[0] if ffi.typeof(item).kind == "pointer" else item
+    return made
+
+
+def pointers(kind: str, addresses: Sequence[int | None]) -> CData:
+    """An array of addresses of structures."""
+    return ffi.new(f"{kind} *[]", [at(one) for one in addresses])

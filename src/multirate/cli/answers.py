@@ -28,8 +28,8 @@ def command(
     """
     options.set_threads(threads)
 
-    from multirate.engine import attach
     from multirate.cli.progress import Lines
+    from multirate.engine import attach
     from multirate.evaluation.report import check_writable
     from multirate.training.own_answers import answer_questions
 

@@ -60,4 +60,5 @@ def trained_method(name: str) -> TrainedMethod:
             ExpertForecastObjective,
             start_from_experts,
         )
-    raise UserError(f"Method {reprlib.repr(name)} cannot be trained; accepted: {', '.join((*PRESETS, 'kangaroo', EXPERTS))}.")
+    accepted = ", ".join((*PRESETS, "kangaroo", EXPERTS))
+    raise UserError(f"Method {reprlib.repr(name)} cannot be trained; accepted: {accepted}.")

@@ -50,7 +50,7 @@ def test_incomplete_and_unknown() -> None:
         M2R2Config.from_json({})
     with pytest.raises(UserError, match="m2r2-carry"):
         find_training("no_such_method")
-    with pytest.raises(UserError, match=r"tokens_per_batch.*at least max_length"):
+    with pytest.raises(UserError, match=r"tokens_per_batch.*at least max_length \(200, which --max-length sets\)"):
         TrainSettings(tokens_per_batch=100, max_length=200)
 
 

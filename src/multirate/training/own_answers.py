@@ -38,8 +38,8 @@ def answer_questions(
 ) -> int:
     """Writes the data's conversations to `out`, every user turn answered by the model after its own earlier answers.
 
-    One {"instruction", "output"} line per conversation of one turn, {"messages"} for several. limit: at most so many
-    conversations, spread evenly over the data. Equal questions (normalised text) are asked once.
+    One {"instruction", "output"} line per conversation of one turn, {"messages"} for several. Equal questions
+    (normalised text) are asked once. limit: at most so many conversations, spread evenly over the data.
     progress(done, total). Returns the number of records in the file.
     Questions that leave no room in the context are left out; later turns without room end their conversation.
     Raises UserError for unusable data or an `out` that was made from other questions.

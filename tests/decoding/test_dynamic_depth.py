@@ -20,7 +20,8 @@ from multirate.decoding.prefix_cache import PrefixCache
 from multirate.decoding.session import Session
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
-from multirate.model.decoder import Decoder, load_decoder
+from multirate.model.decoder import Decoder
+from multirate.model.load import load_decoder
 from multirate.model.native import NativeDecoder
 
 from .examples import ConfidentDepth, RandomDepth, SkipSchedule, never

@@ -17,7 +17,7 @@ from multirate.decoding.stopping import StopSettings
 from multirate.model.cuda import decoder as cuda_graphs
 from multirate.model.cuda.decoder import EagerRecorder, GraphedDecoder
 from multirate.model.cuda.static_cache import SPAN, StaticKVCache
-from multirate.model.decoder import _hf_class
+from multirate.model.load import own_layers_decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
@@ -273,7 +273,8 @@ def test_a_recording_that_gives_other_numbers_is_not_used() -> None:
 
 
 def test_cuda_models_get_the_graphed_decoder() -> None:
-    assert _hf_class(torch.device("cuda")) is GraphedDecoder and _hf_class(torch.device("cpu")) is HFDecoder
+    assert own_layers_decoder(torch.device("cuda")) is GraphedDecoder
+    assert own_layers_decoder(torch.device("cpu")) is HFDecoder
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

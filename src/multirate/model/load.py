@@ -41,4 +41,9 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
             warnings.warn(f"the model's own layers are run, not packed weights: {reason}", Notice, stacklevel=3)
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
-    return GraphedDecoder(model) if device.type == "cuda" else HFDecoder(model)
+    return own_layers_decoder(device)(model)
+
+
+def own_layers_decoder(device: torch.device) -> type[HFDecoder]:
+    """What calls the model's own layers on this device: on CUDA they are recorded and replayed."""
+    return GraphedDecoder if device.type == "cuda" else HFDecoder

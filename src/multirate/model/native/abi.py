@@ -87,7 +87,7 @@ def flags(array: np.ndarray) -> CData:
     return ffi.from_buffer(_BYTES, array.view(np.uint8))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kinds(kind: str) -> dict[str, str]:
     fields = ffi.typeof(kind).fields
     return {name: field.type.kind for name, field in fields}

@@ -192,9 +192,8 @@ class NativeMoEDecoder(NativeDecoder):
 
     def _route(self, layer: int, x: Tensor, into: _Routing) -> _Routing:
         self._library.mr_route(
-            self._work,
-            self.routers[layer], abi.at(self.norms[layer]), self.eps, abi.at(x.data_ptr()), into.rows, self.num_experts, self.top_k,
-            self.normalise, *into.addresses,
+            self._work, self.routers[layer], abi.at(self.norms[layer]), self.eps, abi.at(x.data_ptr()), into.rows,
+            self.num_experts, self.top_k, self.normalise, *into.addresses,
         )
         return into
 

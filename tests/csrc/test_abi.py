@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -52,9 +53,7 @@ def test_every_function_of_the_header_is_in_the_library() -> None:
         kernel = library.kernel()
     except library.NativeUnavailable as reason:
         pytest.skip(str(reason))
-    names = [line.split("(")[0].split()[-1].lstrip("*") for line in abi.declarations().splitlines() if " mr_" in line
-             and "(" in line and not line.lstrip().startswith("//")] 
-    functions = [name for name in names if name.startswith("mr_")]
+    functions = set(re.findall(r"\b(mr_\w+)\(", abi.declarations()))
     assert len(functions) > 30
     for name in functions:
         assert getattr(kernel, name)

@@ -1,4 +1,4 @@
-"""Linear layers (csrc/gemm.c, fixed_point.c) against float64: errors below those of bf16 rows, outliers, no overflow."""
+"""Linear layers (csrc/gemm.c, fixed_point.c) against float64: errors below those of bf16 rows, no overflow."""
 
 from __future__ import annotations
 

@@ -69,7 +69,6 @@ def test_greedy_reads_the_head_and_takes_the_first_of_equals(vocab: int) -> None
     )
     assert torch.equal(x, table[torch.from_numpy(ids)].float())
     exact = reference.rms_norm(x.double(), norm.double(), 1e-5) @ weight.double().T
-    assert torch.equal(logits[:, :vocab].argmax(-1), torch.from_numpy(tokens))
     assert (logits[:, :vocab] - exact).norm() < 0.004 * exact.norm()
     assert tokens[0] in (vocab // 2, int(exact[0].argmax()))
     assert tokens.tolist() == [int((row == row.max()).nonzero()[0]) for row in logits[:, :vocab]]

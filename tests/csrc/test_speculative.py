@@ -11,6 +11,7 @@ from multirate.decoding.ngram import TextIndex
 from multirate.methods.common.native_rounds import DraftHead, NativeRounds
 from multirate.methods.m2r2.tree import DraftTree
 from multirate.model.native import NativeDecoder, abi, library
+from multirate.model.native.cache import NativeKVCache
 from multirate.model.rows import Rows
 
 VOCAB, EXIT = 61, 1
@@ -57,7 +58,7 @@ def plain(decoder: NativeDecoder, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def start(decoder: NativeDecoder, prompt: list[int]) -> tuple[object, int]:
+def start(decoder: NativeDecoder, prompt: list[int]) -> tuple[NativeKVCache, int]:
     """A cache with the prompt in it, and the first token."""
     cache = decoder.new_cache(1, 128)
     _, chosen = decoder.greedy(Rows.causal(0, 0, len(prompt)), cache, prompt)
@@ -154,8 +155,7 @@ def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float])
         steps.begin(cache, None)
         steps.enter(0, [token])
         done = steps.run(depth, np.full(nodes, chosen["expand"]), np.full(nodes, chosen["keep"]))
-        count = done.drafted
-        assert (steps._tokens[:count].tolist(), steps._parents[:count].tolist()) == (tokens, parents)
+        assert steps.draft() == (tokens, parents)
         assert done.tokens == emitted
         expected = plain(decoder, prompt, 1 + len(emitted))
         assert [token, *emitted] == expected

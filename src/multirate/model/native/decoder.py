@@ -154,7 +154,8 @@ class NativeDecoder(Decoder):
         bias = None if queries[0].bias is None else torch.cat([p.bias for p in queries])
         together = torch.cat([_weight(s, p, deltas) for s, p in zip("qkv", queries, strict=True)])
         return abi.new(
-            "Layer", qkv=owner.linear(together, bias), o=owner.linear(_weight("o", attention.o_proj, deltas), attention.o_proj.bias),
+            "Layer", qkv=owner.linear(together, bias),
+            o=owner.linear(_weight("o", attention.o_proj, deltas), attention.o_proj.bias),
             norm_attention=owner.floats(layer.input_layernorm.weight),
             q_norm=owner.floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
             k_norm=owner.floats(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,

@@ -66,7 +66,7 @@ class Case:
             made.q_norm, made.k_norm = (randn(self.dim, seed=seed + at) * 0.1 + 1 for at in (10, 11))
         if self.adapted:
             sizes = {"q": (width, HIDDEN), "o": (HIDDEN, width), "gate": (INNER, HIDDEN), "up": (INNER, HIDDEN),
-                     "down": (HIDDEN, INNER)}  # fmt: skip
+                     "down": (HIDDEN, INNER)}
             made.adapters = {
                 site: (weight(self.rank, inputs, 20 + at), weight(outputs, self.rank, 30 + at))
                 for at, (site, (outputs, inputs)) in enumerate(sizes.items())

@@ -114,7 +114,7 @@ def tree_by_parts(
         frontier = tree.grow(frontier, found, probs, min(width, nodes - len(tree.tokens)), *thresholds)
         for node in frontier:
             rows = Rows(*([value] for value in (0, length + node, length + tree.depth[node], length + 1)),
-                        [tree.bits[node]])  # fmt: skip
+                        [tree.bits[node]])
             outputs[node] = logits_of([tree.tokens[node - 1]], rows)
     tree.finish(thresholds[1])
     rows = Rows.draft_tree(0, length, tree.parents)
@@ -132,7 +132,7 @@ def tree_by_parts(
     dict(depth=3, width=3, nodes=12, top=4),
     dict(depth=5, width=2, nodes=20, top=3, expand=0.02, keep=0.01),
     dict(depth=0, width=1, nodes=3, top=1),
-])  # fmt: skip
+])
 def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float]) -> None:
     decoder = make_decoder()
     chosen: dict[str, float] = {"expand": 0.0, "keep": 0.0, "min_probability": 0.0, **settings}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import multirate
+from multirate.errors import UserError
 from multirate.model.native import library
 
 START = """
@@ -142,3 +143,9 @@ def test_a_failed_attempt_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(library.NativeUnavailable, match="exit code 1"):
             library.kernel()
     assert len(counter.read_text().split()) == 2  # with OpenMP and without
+
+
+def test_an_unknown_variant_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIRATE_KERNEL_VARIANT", "sse9")
+    with pytest.raises(UserError, match="'sse9'; accepted: native, avx512, avx2, portable"):
+        library.kernel()

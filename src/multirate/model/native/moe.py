@@ -158,7 +158,7 @@ class NativeMoEDecoder(NativeDecoder):
             row = next((self.row_of[j] for j in range(begin, i + 1) if j in self.row_of), 1 << 30)
             call = (
                 cache.address, packed or abi.NULL, abi.rows_of(rows, cache.capacity), abi.at(x.data_ptr()),
-            )  # fmt: skip
+            )
             kernel(call, begin, i + 1, routing.for_kernel, row, len(x))
             if fast is not None and i in beside:
                 self._beside(beside[i], routing.normed, x, np.flatnonzero(fast))

@@ -8,8 +8,11 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+C_FILES = $(shell find src/multirate/csrc -name '*.[ch]')
+# Python is not built with the address sanitizer, so its library comes first; what Python never frees is no leak of ours.
+SANITIZERS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
-.PHONY: demo test lint setup
+.PHONY: demo test lint setup sanitize
 
 setup: $(READY)
 
@@ -24,8 +27,13 @@ demo: $(READY)
 	$(BIN)/multirate demo
 
 lint: $(READY)
+	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 	$(BIN)/ruff check src tests recipes benchmarks
 	$(BIN)/mypy
+
+sanitize: $(READY)
+	MULTIRATE_KERNEL_FLAGS="$(SANITIZERS)" LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -q -p no:cacheprovider tests/csrc $(PYTEST_ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

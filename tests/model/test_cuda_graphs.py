@@ -17,9 +17,9 @@ from multirate.decoding.stopping import StopSettings
 from multirate.model.cuda import decoder as cuda_graphs
 from multirate.model.cuda.decoder import EagerRecorder, GraphedDecoder
 from multirate.model.cuda.static_cache import SPAN, StaticKVCache
-from multirate.model.load import own_layers_decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.kv_cache import KVCache
+from multirate.model.load import own_layers_decoder
 from multirate.model.rows import Rows
 
 from .tape_recorder import TapeRecorder

@@ -23,9 +23,9 @@ typedef uint16_t bf16;
 // mr_fixed_point(); gemm.c and fixed_point.c draw both layouts.
 typedef struct {
     const uint32_t *weight;
-    const float *bias;  // [outputs] or NULL
-    const float *scale; // [outputs] of fixed-point weights, else NULL
-    int32_t inputs, outputs;    // outputs is padded to a multiple of 64 by the packer
+    const float *bias;       // [outputs] or NULL
+    const float *scale;      // [outputs] of fixed-point weights, else NULL
+    int32_t inputs, outputs; // outputs is padded to a multiple of 64 by the packer
 } Linear;
 
 // A low-rank update B(A x) beside a linear layer. rank 0: none.

@@ -195,7 +195,8 @@ static int grow(Tree *t, const float *logits, int32_t *frontier, int count) {
     float probs[MAX_CANDIDATES * MAX_CANDIDATES];
     Candidate found[MAX_CANDIDATES * MAX_CANDIDATES];
     int candidates = 0, room = limits->nodes - t->n, continued = 0;
-    mr_top(logits, count, vocab, step->draft_head->outputs, k, (float)limits->sharpness, best, probs);
+    mr_top(logits, count, vocab, step->draft_head->outputs, k, (float)limits->sharpness, best,
+           probs);
     if (token_map)
         for (int i = 0; i < count * k; i++)
             best[i] = token_map[best[i]];

@@ -6,15 +6,16 @@
 // shape of the tile. Rounding error relative to the norms: 1.4e-4 at 256 inputs, 4e-4 at 2048;
 // rounding rows to bf16, as the other path does, costs 1.1e-3.
 //
-// Packed int16 weights (Linear.weight where mr_fixed_point() is 1), [out / 64][4][in / 2][16][2]:
+// Packed int16 weights (where mr_fixed_point() is 1): [outputs / 64][4][inputs / 2][16][2].
+// oAiB is the weight of output A and input B, in units of Linear.scale[A]:
 //
-//   group 0                                                      group 1 …
-//   ┌ outputs 0 … 15 ────────────┐┌ outputs 16 … 31 ───┐┌ 32 … 47 ┐┌ 48 … 63 ┐
-//   │ o0i0 o0i1 o1i0 … o15i0 o15i1  inputs 0, 1: 64 bytes, two registers
-//   │ o0i2 o0i3 o1i2 … o15i2 o15i3  inputs 2, 3
-//   │ …                          ││
-//
-// Linear.scale[o] is the unit of output o's weights.
+//   group 0, outputs 0 … 15, a line of 64 bytes (16 outputs, 2 inputs each) after the other:
+//     | o0i0 o0i1 o1i0 o1i1 … o15i0 o15i1 |
+//     | o0i2 o0i3 o1i2 o1i3 … o15i2 o15i3 |
+//     …
+//   group 0, outputs 16 … 31; 32 … 47; 48 … 63
+//   group 1
+//   …
 #include "gemm.h"
 #if FIXED_POINT
 #include <immintrin.h>

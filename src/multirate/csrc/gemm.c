@@ -4,20 +4,22 @@
 // a row's result is bit-identical alone or beside others. This is what makes bf16 verification
 // exact.
 //
-// Packed bf16 weights (Linear.weight where mr_fixed_point() is 0), [out / 64][in / 2][4][16][2]:
+// Packed bf16 weights (where mr_fixed_point() is 0): [outputs / 64][inputs / 2][4][16][2].
+// oAiB is the weight of output A and input B:
 //
-//   group 0                                             group 1 …
-//   ┌ inputs 0, 1 ──────────────────────┐┌ inputs 2, 3 ──────────┐ …
-//   │ 4 vectors of 16 outputs:          ││
-//   │ o0i0 o0i1 o1i0 o1i1 … o15i0 o15i1 │   64 bytes, one register of 32 bf16
-//   │ o16i0 o16i1 …         o31i0 o31i1 │
-//   │ o32i0 …                           │
-//   │ o48i0 …               o63i0 o63i1 ││
-//   └───────────────────────────────────┘└ …
+//   group 0, inputs 0 and 1, 4 lines of 64 bytes (16 outputs, 2 inputs each):
+//     | o0i0  o0i1  o1i0  o1i1  … o15i0 o15i1 |
+//     | o16i0 o16i1 o17i0 o17i1 … o31i0 o31i1 |
+//     | o32i0 o32i1 …             o47i0 o47i1 |
+//     | o48i0 o48i1 …             o63i0 o63i1 |
+//   group 0, inputs 2 and 3: 4 lines
+//   …
+//   group 1, inputs 0 and 1: outputs 64 … 127
+//   …
 //
-// So the weights of a group are read from the first byte to the last, 256 bytes a step, and one
-// pair of a row's inputs, broadcast, meets 64 outputs. gate_up has 32 gates and their 32 ups in a
-// group: SiLU(gate) · up is formed without leaving the registers' neighbourhood.
+// So a group is read from its first byte to its last, and a pair of a row's inputs, broadcast,
+// meets 16 outputs in one instruction. gate_up has 32 gates and their 32 ups in each group, so that
+// SiLU(gate) · up is formed as soon as a group's sums are there.
 #include "gemm.h"
 
 #include "norm.h"
@@ -108,8 +110,8 @@ void low_rank_in(Workspace *work, const LowRank *site, const element *base, int 
 void low_rank_out(Workspace *work, const LowRank *site, float *y, int stride, const int *index,
                   int count, int id, int threads) {
     const element *from[MAX_ROWS];
-    matmul(work, &site->b, row_pointers(work->low_in, site->a.outputs, NULL, count, from), count, index,
-           ADD, (Output){.y = y, .stride = stride}, NULL, id, threads);
+    matmul(work, &site->b, row_pointers(work->low_in, site->a.outputs, NULL, count, from), count,
+           index, ADD, (Output){.y = y, .stride = stride}, NULL, id, threads);
 }
 
 void run_product(Workspace *work, void *context, int id, int threads) {
@@ -133,8 +135,10 @@ void mr_linear(Workspace *work, const Linear *linear, const float *x, const floa
                int count, float *y, int add) {
     for (int n = 0; n < count; n += MAX_ROWS) {
         int take = count - n < MAX_ROWS ? count - n : MAX_ROWS;
-        Product p = {linear, x + (size_t)n * linear->inputs, norm, y + (size_t)n * linear->outputs,
-                     take,   add ? ADD : STORE,          eps};
+        Product p = {linear, x + (size_t)n * linear->inputs,
+                     norm,   y + (size_t)n * linear->outputs,
+                     take,   add ? ADD : STORE,
+                     eps};
         run_parallel(work, run_product, &p);
     }
 }

@@ -1,5 +1,5 @@
 // What followed the end of the text when it occurred before [prompt lookup, Saxena 2023], and
-// whether a draft continues with it. decoding/ngram.py and methods/m2r2/tree.py state both rules;
+// whether a draft continues with it. TextIndex and DraftTree state both rules in Python;
 // tests hold the two forms together.
 #include "ngram.h"
 

@@ -48,10 +48,10 @@
 #define PASSES(NAME, VECTORS, GAP, FETCH, LINES, HINT)                                             \
     PASS(NAME, 1, VECTORS, GAP, FETCH, LINES, HINT)                                                \
     PASS(NAME, 2, VECTORS, GAP, FETCH, LINES, HINT)                                                \
-        PASS(NAME, 3, VECTORS, GAP, FETCH, LINES, HINT)                                            \
-            PASS(NAME, 4, VECTORS, GAP, FETCH, LINES, HINT)                                        \
-                PASS(NAME, 5, VECTORS, GAP, FETCH, LINES, HINT)                                    \
-                    PASS(NAME, 6, VECTORS, GAP, FETCH, LINES, HINT)
+    PASS(NAME, 3, VECTORS, GAP, FETCH, LINES, HINT)                                                \
+    PASS(NAME, 4, VECTORS, GAP, FETCH, LINES, HINT)                                                \
+    PASS(NAME, 5, VECTORS, GAP, FETCH, LINES, HINT)                                                \
+    PASS(NAME, 6, VECTORS, GAP, FETCH, LINES, HINT)
 #define OWN_WEIGHTS weight + step *PREFETCH_STEPS
 // Where a group's rows take several tiles, each fetches a share of the next group's weights:
 // otherwise memory would idle from the second tile on. Into the second cache, as the first has no

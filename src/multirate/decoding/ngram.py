@@ -1,4 +1,4 @@
-"""What followed the end of a text when it occurred before [prompt lookup, Saxena 2023]. lookup.h is its kernel form."""
+"""What followed the end of a text when it occurred before [prompt lookup, Saxena 2023]. In the kernel: csrc/ngram.c."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Passes over a mixture's layers in one kernel call each: slots, loads and predictions without the interpreter.
 
-The kernel's own state machine (csrc/residency.h, loads.h, forecasts.h, mixture.h) does what slot_cache.py,
+The kernel's own state machine (csrc/moe/) does what slot_cache.py,
 policies.py, loader.py, predictors.py and worth.py do for decoders that Python runs; tests/experts/test_kernel.py holds
 the two together. It knows reads by the kernel, the named eviction policies, Belady's, and the predictors of `plan_of`;
 runtime.py keeps to Python for the rest.

@@ -89,7 +89,7 @@ class NativeReads(Reads):
         self._addresses = (
             abi.ints(self._slots), abi.ints(self._status), abi.longs(self._bytes), abi.doubles(self._began),
             abi.doubles(self._over),
-        )  # fmt: skip
+        )
 
     @property
     def handle(self) -> abi.CData:

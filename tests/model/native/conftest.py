@@ -1,20 +1,16 @@
-"""Every test here runs on the kernel as this processor gets it, and on the portable one for wide registers."""
-
-from collections.abc import Iterator
+"""Every test here runs on the kernel as this processor gets it, and on those for AVX2 and for any other processor."""
 
 import pytest
 
 from multirate.model.native import library
 
 
-@pytest.fixture(autouse=True, params=["own", "wide"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "wide":
-        monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-DMULTIRATE_WIDE"))
-    library.kernel.cache_clear()
+@pytest.fixture(autouse=True, params=["native", "avx2", "portable"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    variant: str = request.param
+    monkeypatch.setenv("MULTIRATE_KERNEL_VARIANT", variant)
     try:
         library.kernel()
     except library.NativeUnavailable as reason:
         pytest.skip(str(reason))
-    yield request.param
-    library.kernel.cache_clear()
+    return variant

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 import multirate
+from multirate.errors import UserError
 from multirate.model.native import library
 
 START = """
 from multirate.model.native import library
 from multirate.model.load import load_decoder
 from multirate.hub import load_model
-library.FLAGS = ("-O0", *library.FLAGS[1:])
-library.kernel.cache_clear()
 model = load_model(None, dtype="bfloat16").model
 print(type(load_decoder(model)).__name__, type(load_decoder(model)).__name__)
 """
@@ -35,6 +34,7 @@ def kernel() -> str:
 def begin(cache: Path, **environment: str) -> subprocess.Popen[str]:
     source = str(Path(multirate.__file__).parents[1])
     settings = {**os.environ, "PYTHONPATH": source, "MULTIRATE_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    settings["MULTIRATE_KERNEL_FLAGS"] = "-O0"
     return subprocess.Popen(
         [sys.executable, "-c", START], env={**settings, **environment}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -139,11 +139,13 @@ def test_a_failed_attempt_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Mo
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path))
-    library.kernel.cache_clear()
-    try:
-        for _ in range(3):
-            with pytest.raises(library.NativeUnavailable, match="exit code 1"):
-                library.kernel()
-        assert len(counter.read_text().split()) == 2  # with OpenMP and without
-    finally:
-        library.kernel.cache_clear()
+    for _ in range(3):
+        with pytest.raises(library.NativeUnavailable, match="exit code 1"):
+            library.kernel()
+    assert len(counter.read_text().split()) == 2  # with OpenMP and without
+
+
+def test_an_unknown_variant_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIRATE_KERNEL_VARIANT", "sse9")
+    with pytest.raises(UserError, match="'sse9'; accepted: native, avx512, avx2, portable"):
+        library.kernel()

@@ -64,7 +64,8 @@ static void run_experts(Workspace *work, void *context, int id, int threads) {
     ThreadScratch *mine = &work->own[id];
     const ExpertCall *call = context;
     const Portion *portions = call->portions;
-    int d = portions->expert->gate_up.inputs, inner = portions->expert->down.inputs, last = call->count - 1;
+    int d = portions->expert->gate_up.inputs, inner = portions->expert->down.inputs,
+        last = call->count - 1;
     element *normed = room_for_normed(mine, d);
     const element *from[MAX_ROWS];
     for (int u = 0; u < call->uses; u++) {

@@ -146,6 +146,11 @@ class FusedSteps:
         origin = Origin(text.drafted, text.continued, text.matched)
         return origin, step.accepted_drafted, step.accepted_continued
 
+    def draft(self) -> tuple[list[int], list[int]]:
+        """The last round's draft: the tokens of nodes 1, 2, … and their parents (0: the last token before it)."""
+        count = self._step.drafted
+        return self._tokens[:count].tolist(), self._parents[:count].tolist()
+
     def _set_text(self, tokens: Sequence[int] | np.ndarray, room: int = 1024) -> None:
         text = self._step.text
         self._text = np.empty(len(tokens) + room + 2 * (self._nodes + 1), np.int32)

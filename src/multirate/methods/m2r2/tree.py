@@ -88,7 +88,7 @@ class DraftTree:
         self, suggested: int, own: float, matched: int, rates: SuggestionRates, expand: np.ndarray, keep: np.ndarray
     ) -> int:
         """How many of `suggested` tokens below the last node of this chain make a better draft than going on with the
-        stream, whose best token, of probability `own`, is the suggestion's first. lookup.h, worth_following.
+        stream, whose best token, of probability `own`, is the suggestion's first. csrc/ngram.c, worth_continuing.
 
         Better: the sum over the nodes of each way of path probability less price is larger.
         """

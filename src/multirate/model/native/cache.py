@@ -57,7 +57,8 @@ class NativeKVCache(KVCache):
         self.capacity = capacity
         self.version += 1
         pairs = zip(self.keys, self.values, strict=True)
-        self._pointers = abi.array("LayerCache", [abi.new("LayerCache", k=k.data_ptr(), v=v.data_ptr()) for k, v in pairs])
+        layers = [abi.new("LayerCache", k=k.data_ptr(), v=v.data_ptr()) for k, v in pairs]
+        self._pointers = abi.array("LayerCache", layers)
 
     def reset(self) -> None:
         """As new, in the memory it has."""

@@ -171,8 +171,9 @@ class NativeDecoder(Decoder):
         attention = layer.self_attn
         queries = (attention.q_proj, attention.k_proj, attention.v_proj)
         bias = None if queries[0].bias is None else torch.cat([p.bias for p in queries])
+        together = torch.cat([_weight(s, p, deltas) for s, p in zip("qkv", queries, strict=True)])
         return abi.new(
-            "Layer", qkv=owner.linear(torch.cat([_weight(s, p, deltas) for s, p in zip("qkv", queries, strict=True)]), bias),
+            "Layer", qkv=owner.linear(together, bias),
             o=owner.linear(_weight("o", attention.o_proj, deltas), attention.o_proj.bias),
             norm_attention=owner.floats(layer.input_layernorm.weight),
             q_norm=owner.floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
@@ -218,7 +219,9 @@ class NativeDecoder(Decoder):
         self._run(x, rows, start, stop, cache, self.packed_adapters(adapters))
         return x
 
-    def _run(self, x: Tensor, rows: Rows, start: int, stop: int, cache: NativeKVCache, adapters: abi.CData | None) -> None:
+    def _run(
+        self, x: Tensor, rows: Rows, start: int, stop: int, cache: NativeKVCache, adapters: abi.CData | None
+    ) -> None:
         cache.make_room(rows)
         self._library.mr_layers(
             self._work, self.shape, self.packed_layers, cache.address, adapters or abi.NULL,

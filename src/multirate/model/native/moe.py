@@ -176,7 +176,7 @@ class NativeMoEDecoder(NativeDecoder):
             row = next((self.row_of[j] for j in range(begin, i + 1) if j in self.row_of), 1 << 30)
             call = (
                 cache.address, packed or abi.NULL, abi.rows_of(rows, cache.capacity), abi.at(x.data_ptr()),
-            )  # fmt: skip
+            )
             kernel(call, begin, i + 1, routing.for_kernel, row, len(x))
             if fast is not None and i in beside:
                 self._beside(beside[i], routing.normed, x, np.flatnonzero(fast))
@@ -207,9 +207,8 @@ class NativeMoEDecoder(NativeDecoder):
 
     def _route(self, layer: int, x: Tensor, into: _Routing) -> _Routing:
         self._library.mr_route(
-            self._work,
-            self.routers[layer], abi.at(self.norms[layer]), self.eps, abi.at(x.data_ptr()), into.rows, self.num_experts, self.top_k,
-            self.normalise, *into.addresses,
+            self._work, self.routers[layer], abi.at(self.norms[layer]), self.eps, abi.at(x.data_ptr()), into.rows,
+            self.num_experts, self.top_k, self.normalise, *into.addresses,
         )
         return into
 

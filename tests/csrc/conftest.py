@@ -1,0 +1,18 @@
+"""Every test here runs on each variant of the kernel that this processor can run (library.VARIANTS)."""
+
+from __future__ import annotations
+
+import pytest
+
+from multirate.model.native import library
+
+
+@pytest.fixture(autouse=True, params=list(library.VARIANTS))
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name: str = request.param
+    monkeypatch.setenv("MULTIRATE_KERNEL_VARIANT", name)
+    try:
+        library.kernel()
+    except library.NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    return name

@@ -1,0 +1,39 @@
+"""The kernel's functions on tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from multirate.model.native import abi, library
+from multirate.model.native.packing import Owner
+
+
+def bf16_values(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Random numbers that bf16 holds exactly, as float32."""
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return made.to(torch.bfloat16).float()
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pointer(tensor: Tensor | None) -> abi.CData:
+    return abi.at(None if tensor is None else tensor.data_ptr())
+
+
+def linear(
+    weight: Tensor, x: Tensor, bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 1e-5,
+    into: Tensor | None = None, threads: int = 2,
+) -> Tensor:
+    """mr_linear: x [N, in] → [N, out], added to `into` where given."""
+    owner, workspace = Owner(), library.Workspace(threads)
+    packed = owner.linear(weight, bias)
+    y = torch.empty(len(x), packed.outputs)
+    if into is not None:
+        y[:, : len(weight)] = into
+    library.kernel().mr_linear(
+        workspace.address, packed, pointer(x.contiguous()), pointer(norm), eps, len(x), pointer(y), into is not None
+    )
+    return y[:, : len(weight)]

@@ -1,0 +1,93 @@
+"""What the kernel computes, in plain PyTorch and float64: a test compares each function with its counterpart here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from multirate.model.rows import Rows
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., D], cos, sin [..., D / 2]: halves are rotated against each other, as transformers' Llama does."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return x @ a.T @ b.T
+
+
+@dataclass
+class LayerWeights:
+    """One layer. Shapes [out, in]; vectors by their width; q_norm, k_norm None: no norms of heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    norm_attention: Tensor
+    norm_mlp: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    window: int = 0
+    adapters: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def delta(self, site: str, x: Tensor, adapted: Tensor) -> Tensor | float:
+        """What the site's adapter adds to the rows that have adapters [N]."""
+        if site not in self.adapters:
+            return 0.0
+        a, b = (one.double() for one in self.adapters[site])
+        return low_rank(x, a, b) * adapted[:, None]
+
+
+def layer(
+    x: Tensor, weights: LayerWeights, rows: Rows, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor,
+    heads: int, eps: float,
+) -> Tensor:
+    """x [N, d] entering → leaving. keys, values [S, H_kv, capacity, D]: read, and written at the rows' slots."""
+    w = weights
+    kv_heads, dim = keys.shape[1], keys.shape[3]
+    adapted = torch.zeros(len(rows)) if rows.accelerated is None else torch.from_numpy(rows.accelerated).double()
+    pos = torch.from_numpy(rows.pos).long()
+    normed = rms_norm(x, w.norm_attention, eps)
+    q = (normed @ w.q.T + w.delta("q", normed, adapted)).unflatten(-1, (heads, dim))
+    k, v = ((normed @ one.T).unflatten(-1, (kv_heads, dim)) for one in (w.k, w.v))
+    if w.q_norm is not None and w.k_norm is not None:
+        q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
+    q, k = (rotate(one, cos[pos][:, None], sin[pos][:, None]) for one in (q, k))
+    for n, slot in enumerate(rows.slot):
+        if slot >= 0:
+            keys[rows.seq[n], :, slot], values[rows.seq[n], :, slot] = k[n], v[n]
+    out = torch.stack([_attend(q[n], rows, n, keys, values, w.window) for n in range(len(rows))])
+    x = x + out @ w.o.T + w.delta("o", out, adapted)
+    normed = rms_norm(x, w.norm_mlp, eps)
+    gate = normed @ w.gate.T + w.delta("gate", normed, adapted)
+    inner = torch.nn.functional.silu(gate) * (normed @ w.up.T + w.delta("up", normed, adapted))
+    return x + inner @ w.down.T + w.delta("down", inner, adapted) + w.delta("mlp", normed, adapted)
+
+
+def visible_slots(rows: Rows, n: int, window: int) -> list[int]:
+    """The slots that row n sees, in the order of its path."""
+    prefix, tree = int(rows.prefix[n]), int(rows.tree[n])
+    slots = [*range(prefix), *(prefix + bit for bit in range(63) if tree >> bit & 1)]
+    first = max(int(rows.pos[n]) - window + 1, 0) if window else 0
+    return slots[first:]  # along its path a token's position is its index
+
+
+def _attend(q: Tensor, rows: Rows, n: int, keys: Tensor, values: Tensor, window: int) -> Tensor:
+    """q [H, D] of row n → [H * D]."""
+    seq, slots = int(rows.seq[n]), visible_slots(rows, n, window)
+    k, v = (t[seq][:, slots].repeat_interleave(len(q) // t.shape[1], dim=0) for t in (keys, values))
+    scores = torch.einsum("hd,hsd->hs", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("hs,hsd->hd", scores.softmax(-1), v).flatten()

@@ -1,0 +1,65 @@
+"""csrc/abi.h as cffi reads it and as the compiler does: sizes and offsets of every field."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from multirate.model.native import abi, library
+
+
+@pytest.fixture(autouse=True)
+def variant() -> str:
+    """Instead of this folder's fixture: the header is the same for all."""
+    return "native"
+
+
+def structures() -> list[str]:
+    """Every structure whose fields abi.h tells."""
+    kinds, structs, _ = abi.ffi.list_types()
+    named = [name for name in [*kinds, *structs] if abi.ffi.typeof(name).kind == "struct"]
+    return [name for name in named if abi.ffi.typeof(name).fields]
+
+
+def test_sizes_and_offsets_are_the_compilers(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    names = structures()
+    assert {"Linear", "Rows", "Stream", "SpeculativeStep", "DraftLimits"} <= set(names)
+    expected, lines = [], []
+    for name in names:
+        expected.append(f"{name} {abi.ffi.sizeof(name)}")
+        lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
+        for field, about in abi.ffi.typeof(name).fields:
+            expected.append(f"{name}.{field} {about.offset} {abi.ffi.sizeof(about.type)}")
+            place = f"offsetof({name}, {field}), sizeof((({name} *)0)->{field})"
+            lines.append(f'printf("{name}.{field} %zu %zu\\n", {place});')
+    source = tmp_path / "sizes.c"
+    body = "\n".join(lines)
+    source.write_text(f'#include <stddef.h>\n#include <stdio.h>\n#include "abi.h"\nint main(void) {{\n{body}\n}}\n')
+    program = tmp_path / "sizes"
+    subprocess.run([compiler, f"-I{abi.SOURCE_FOLDER}", str(source), "-o", str(program)], check=True)
+    found = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout.splitlines()
+    assert found == expected
+
+
+def test_every_function_of_the_header_is_in_the_library() -> None:
+    try:
+        kernel = library.kernel()
+    except library.NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    functions = set(re.findall(r"\b(mr_\w+)\(", abi.declarations()))
+    assert len(functions) > 30
+    for name in functions:
+        assert getattr(kernel, name)
+
+
+def test_a_pointer_of_another_type_is_refused() -> None:
+    shape = abi.new("Shape", hidden=64)
+    with pytest.raises(TypeError):
+        abi.new("Stream", layers=shape)

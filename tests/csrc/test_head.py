@@ -1,0 +1,92 @@
+"""Embeddings, the likeliest tokens and the greedy argmax (csrc/head.c) against PyTorch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from multirate.model.native import abi, library
+from multirate.model.native.packing import Owner
+
+from . import reference
+from .harness import bf16_values, pointer, randn
+
+
+def top(logits: torch.Tensor, vocab: int, k: int, sharpness: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    ids, probs = np.empty((len(logits), k), np.int64), np.empty((len(logits), k), np.float32)
+    library.kernel().mr_top(
+        pointer(logits), len(logits), vocab, logits.shape[1], k, sharpness, abi.longs(ids), abi.floats(probs)
+    )
+    return ids, probs
+
+
+def test_embed() -> None:
+    table = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    ids, x = torch.tensor([3, 49, 0, 3]), torch.empty(4, 64)
+    library.kernel().mr_embed(pointer(table), pointer(ids), 4, 64, 2.0, pointer(x))
+    assert torch.equal(x, table[ids].float() * 2)
+
+
+@pytest.mark.parametrize("vocab", [5, 16, 133, 4096])
+@pytest.mark.parametrize("sharpness", [1.0, 0.7])
+def test_top(vocab: int, sharpness: float) -> None:
+    logits = torch.full((3, -(-vocab // 64) * 64), 1e9)  # what lies behind the vocabulary must not count
+    logits[:, :vocab] = randn(3, vocab, seed=vocab) * 4
+    ids, probs = top(logits, vocab, 5, sharpness)
+    exact = torch.softmax(logits[:, :vocab].double() * sharpness, -1)
+    best, places = exact.topk(5)
+    assert ids.tolist() == places.tolist()
+    assert np.allclose(probs, best.numpy(), rtol=1e-5, atol=1e-9)
+
+
+def test_of_equal_logits_the_lowest_id_comes_first() -> None:
+    logits = torch.zeros(1, 128)
+    logits[0, [40, 77, 101]] = 2.0
+    logits[0, 90] = 3.0
+    ids, _ = top(logits, 128, 5)
+    assert ids.tolist() == [[90, 40, 77, 101, 0]]
+
+
+def shape_of(hidden: int, vocab: int) -> abi.CData:
+    return abi.new("Shape", hidden=hidden, vocab=vocab, eps=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [7, 130, 200])
+def test_greedy_reads_the_head_and_takes_the_first_of_equals(vocab: int) -> None:
+    """No layers: tokens → embedding → norm → head → argmax."""
+    weight, table = bf16_values(vocab, 64), bf16_values(vocab, 64, seed=1).to(torch.bfloat16)
+    weight[vocab // 2] = weight[vocab - 1]  # equal outputs: the lower id wins
+    norm = torch.rand(64, generator=torch.Generator().manual_seed(2)) + 0.5
+    table[1] = (weight[vocab - 1] * 2).to(torch.bfloat16)  # its best are these two
+    ids, x = np.array([1, 0, 3], np.int64), torch.empty(3, 64)
+    owner, workspace = Owner(), library.Workspace(2)
+    head = owner.linear(weight)
+    logits, tokens = torch.empty(3, head.outputs), np.empty(3, np.int64)
+    library.kernel().mr_greedy(
+        workspace.address, shape_of(64, vocab), abi.NULL, abi.NULL, abi.new("Rows", count=3, **COLUMNS),
+        pointer(table), abi.longs(ids), pointer(x), 0, 0, head, pointer(norm), pointer(logits), abi.longs(tokens),
+    )
+    assert torch.equal(x, table[torch.from_numpy(ids)].float())
+    exact = reference.rms_norm(x.double(), norm.double(), 1e-5) @ weight.double().T
+    assert (logits[:, :vocab] - exact).norm() < 0.004 * exact.norm()
+    assert tokens[0] in (vocab // 2, int(exact[0].argmax()))
+    assert tokens.tolist() == [int((row == row.max()).nonzero()[0]) for row in logits[:, :vocab]]
+
+
+_INTS, _LONGS = np.zeros(8, np.int32), np.zeros(8, np.int64)
+COLUMNS = {name: abi.ints(_INTS) for name in ("seq", "slot", "pos", "prefix")} | {"tree": abi.longs(_LONGS)}
+
+
+def test_head_top_is_the_heads_top() -> None:
+    weight, x, norm = bf16_values(133, 64), randn(4, 64, seed=1), torch.ones(64)
+    owner, workspace = Owner(), library.Workspace(2)
+    head = owner.linear(weight)
+    logits, ids, probs = torch.empty(4, head.outputs), np.empty((4, 3), np.int64), np.empty((4, 3), np.float32)
+    library.kernel().mr_head_top(
+        workspace.address, head, pointer(norm), 1e-5, pointer(x), 4, 133, 3, 1.0, pointer(logits), abi.longs(ids),
+        abi.floats(probs),
+    )
+    best, places = torch.softmax(logits[:, :133].double(), -1).topk(3)
+    assert ids.tolist() == places.tolist()
+    assert np.allclose(probs, best.numpy(), rtol=1e-5)

@@ -1,0 +1,161 @@
+"""N-gram look-up, draft trees and whole speculative steps (csrc/ngram.c, draft.c, speculative.c) against Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from multirate.methods.common.native_rounds import DraftHead, NativeRounds
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from multirate.decoding.ngram import TextIndex
+from multirate.methods.m2r2.tree import DraftTree
+from multirate.model.native import NativeDecoder, abi, library
+from multirate.model.native.cache import NativeKVCache
+from multirate.model.rows import Rows
+
+VOCAB, EXIT = 61, 1
+
+
+def make_decoder() -> NativeDecoder:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=256,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    return NativeDecoder(model.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ngram_look_up_is_text_indexs(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(60):
+        longest, most = int(rng.integers(1, 6)), int(rng.integers(1, 9))
+        text = rng.integers(0, int(rng.integers(2, 6)), int(rng.integers(2, 40))).astype(np.int32)
+        drafted = rng.integers(0, 3, int(rng.integers(0, 4))).astype(np.int32)
+        expected, length = TextIndex(longest).look_up(text.tolist(), most, drafted.tolist())
+        whole, found = np.concatenate([text, drafted]), np.zeros(most, np.int64)
+        matched = library.kernel().mr_ngram(
+            abi.ints(whole), len(text) - 1, len(whole), longest, most, abi.longs(found)
+        )
+        assert matched == length
+        assert not length or found.tolist() == expected
+
+
+def plain(decoder: NativeDecoder, prompt: list[int], count: int) -> list[int]:
+    cache, tokens = decoder.new_cache(1, 128), list(prompt)
+    entering = list(prompt)
+    while len(tokens) < len(prompt) + count:
+        rows = Rows.causal(0, cache.lengths[0], len(entering))
+        _, chosen = decoder.greedy(rows, cache, entering)
+        cache.commit(0, len(entering))
+        entering = [chosen[-1]]
+        tokens += entering
+    return tokens[len(prompt) :]
+
+
+def start(decoder: NativeDecoder, prompt: list[int]) -> tuple[NativeKVCache, int]:
+    """A cache with the prompt in it, and the first token."""
+    cache = decoder.new_cache(1, 128)
+    _, chosen = decoder.greedy(Rows.causal(0, 0, len(prompt)), cache, prompt)
+    cache.commit(0, len(prompt))
+    return cache, chosen[-1]
+
+
+def test_steps_that_only_look_the_text_up_emit_what_plain_decoding_does() -> None:
+    decoder, prompt = make_decoder(), [5, 6, 7, 8] * 6
+    expected = plain(decoder, prompt, 40)
+    cache, token = start(decoder, prompt)
+    stream = abi.new("Stream", shape=decoder.shape, layers=decoder.packed_layers, table=decoder.table.data_ptr())
+    limits = abi.new("DraftLimits", nodes=6, ngram=abi.new("NgramLimits", longest=3))
+    steps = NativeRounds(decoder, stream, None, limits, refresh=False)
+    steps.begin(cache, None)
+    steps.enter(0, [token], text=[*prompt, token])
+    emitted, index = [token], TextIndex(3)
+    while len(emitted) < 40:
+        draft = index.look_up([*prompt, *emitted], 6)[0]
+        done = steps.run(6)
+        agreed = 0
+        while agreed < len(draft) and draft[agreed] == done.tokens[agreed]:
+            agreed += 1
+        assert len(done.tokens) == agreed + 1
+        assert done.drafted == len(draft)
+        cache.commit(0, len(done.tokens))
+        emitted += done.tokens
+    assert emitted[:40] == expected
+
+
+def tree_by_parts(
+    decoder: NativeDecoder, prompt: list[int], token: int, depth: int, width: int, nodes: int, top: int,
+    expand: float, keep: float, min_probability: float,
+) -> tuple[list[int], list[int], list[int]]:
+    """The same draft level by level: the first EXIT layers, then the head. → tokens, parents, emitted."""
+    cache, _ = start(decoder, prompt)
+    length, tree = len(prompt), DraftTree(depth)
+    thresholds = np.full(nodes, expand), np.full(nodes, keep)
+
+    def logits_of(ids: list[int], rows: Rows) -> torch.Tensor:
+        x = decoder.embed(torch.tensor(ids), rows.pos)
+        return decoder.layers(x, rows, 0, EXIT, cache)
+
+    outputs = {0: logits_of([token], Rows.causal(0, length, 1))}
+    frontier = [0]
+    while frontier and depth:
+        found, probs = decoder.top(decoder.head, VOCAB, torch.cat([outputs[node] for node in frontier]), top)
+        if min_probability:  # a chain: what is too unlikely ends it
+            assert width == top == 1
+            if probs[0][0] < min_probability:
+                tree.grow(frontier, found, probs, 0, *thresholds)
+                break
+        frontier = tree.grow(frontier, found, probs, min(width, nodes - len(tree.tokens)), *thresholds)
+        for node in frontier:
+            rows = Rows(*([value] for value in (0, length + node, length + tree.depth[node], length + 1)),
+                        [tree.bits[node]])
+            outputs[node] = logits_of([tree.tokens[node - 1]], rows)
+    tree.finish(thresholds[1])
+    rows = Rows.draft_tree(0, length, tree.parents)
+    _, target = decoder.greedy(rows, cache, [token, *tree.tokens])
+    path = [0]
+    for node in range(1, len(tree.tokens) + 1):
+        if tree.parents[node - 1] == path[-1] and tree.tokens[node - 1] == target[path[-1]]:
+            path.append(node)
+    return tree.tokens, tree.parents, [target[node] for node in path]
+
+
+@pytest.mark.parametrize("settings", [
+    dict(depth=4, width=1, nodes=4, top=1),
+    dict(depth=4, width=1, nodes=6, top=1, min_probability=0.15),
+    dict(depth=3, width=3, nodes=12, top=4),
+    dict(depth=5, width=2, nodes=20, top=3, expand=0.02, keep=0.01),
+    dict(depth=0, width=1, nodes=3, top=1),
+])
+def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float]) -> None:
+    decoder = make_decoder()
+    chosen: dict[str, float] = {"expand": 0.0, "keep": 0.0, "min_probability": 0.0, **settings}
+    nodes, depth, top = int(chosen["nodes"]), int(chosen["depth"]), int(chosen["top"])
+    for prompt in ([3, 4, 5], list(range(10, 45))):
+        cache, token = start(decoder, prompt)
+        tokens, parents, emitted = tree_by_parts(
+            decoder, prompt, token, depth, int(chosen["width"]), nodes, top, chosen["expand"], chosen["keep"],
+            chosen["min_probability"],
+        )
+        stream = abi.new(
+            "Stream", shape=decoder.shape, layers=decoder.packed_layers, table=decoder.table.data_ptr(),
+            exit_layer=EXIT,
+        )
+        limits = abi.new(
+            "DraftLimits", nodes=nodes, width=int(chosen["width"]), top=top, sharpness=1.0,
+            min_probability=chosen["min_probability"],
+        )
+        steps = NativeRounds(decoder, stream, DraftHead(decoder.head, VOCAB), limits, refresh=False)
+        steps.begin(cache, None)
+        steps.enter(0, [token])
+        done = steps.run(depth, np.full(nodes, chosen["expand"]), np.full(nodes, chosen["keep"]))
+        assert steps.draft() == (tokens, parents)
+        assert done.tokens == emitted
+        expected = plain(decoder, prompt, 1 + len(emitted))
+        assert [token, *emitted] == expected

@@ -1,9 +1,10 @@
-"""The decoding loop by itself: our loop against transformers' `generate`, the bandwidth roof, and what rows cost.
+"""The decoding loop by itself: our loop against transformers' `generate`, the bandwidth roof, and
+what rows cost.
 
     python benchmarks/decode_loop.py --shape 110M --json benchmarks/results/decode_loop_110M.json
 
-Random weights of a Llama shape in bf16. Everything is interleaved in one process; medians over repeats.
-Nothing else should run on the machine.
+Random weights of a Llama shape in bf16. Everything is interleaved in one process; medians over
+repeats. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -46,12 +47,27 @@ def build(shape: str) -> LlamaForCausalLM:
     d, inner, layers, heads, kv_heads, vocab = SHAPES[shape]
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(
-            hidden_size=d, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-            num_key_value_heads=kv_heads, vocab_size=vocab, max_position_embeddings=1024, tie_word_embeddings=True,
-            head_dim=64, eos_token_id=None, bos_token_id=None, pad_token_id=0,
-        ))
-    fresh = LlamaForCausalLM(model.config) if shape != "1.1B" else LlamaForCausalLM(model.config).to(torch.bfloat16)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=d,
+                intermediate_size=inner,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=kv_heads,
+                vocab_size=vocab,
+                max_position_embeddings=1024,
+                tie_word_embeddings=True,
+                head_dim=64,
+                eos_token_id=None,
+                bos_token_id=None,
+                pad_token_id=0,
+            )
+        )
+    fresh = (
+        LlamaForCausalLM(model.config)
+        if shape != "1.1B"
+        else LlamaForCausalLM(model.config).to(torch.bfloat16)
+    )
     return fresh.to(torch.bfloat16).eval()
 
 
@@ -69,10 +85,14 @@ def read_bandwidth() -> float:
 
 
 def round_costs(decoder: Decoder, model: LlamaForCausalLM) -> CostModel:
-    """What a round of m2r2-carry costs on this shape: a level of its stream (random weights), and verification."""
+    """What a round of m2r2-carry costs on this shape: a level of its stream (random weights), and
+    verification.
+    """
     base = BaseShape.of(model.config)
     drafter = M2R2Drafter(decoder, AcceleratedStream(M2R2Config.for_base(base, "m2r2-carry"), base))
-    return measure_costs(decoder, drafter.start, drafter.trial_step(), budget_seconds=20.0, repeats=9)
+    return measure_costs(
+        decoder, drafter.start, drafter.trial_step(), budget_seconds=20.0, repeats=9
+    )
 
 
 def main() -> None:
@@ -84,7 +104,9 @@ def main() -> None:
     args = parser.parse_args()
     model = build(args.shape)
     decoder = load_decoder(model)
-    prompt = torch.randint(0, model.config.vocab_size, (1, 32), generator=torch.Generator().manual_seed(1))
+    prompt = torch.randint(
+        0, model.config.vocab_size, (1, 32), generator=torch.Generator().manual_seed(1)
+    )
     stop = StopSettings(max_new_tokens=args.tokens)
 
     def ours() -> list[int]:
@@ -92,8 +114,12 @@ def main() -> None:
 
     @torch.no_grad()
     def theirs() -> torch.Tensor:
-        return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=args.tokens,
-                              do_sample=False)
+        return model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=args.tokens,
+            do_sample=False,
+        )
 
     layers, d = decoder.info.num_layers, decoder.info.hidden_size
     cache = decoder.new_cache(1, 256)
@@ -116,7 +142,10 @@ def main() -> None:
         runs["ours"].append(args.tokens / seconds(ours))
         runs["generate"].append(args.tokens / seconds(theirs))
         runs["roof"].append(read_bandwidth())
-    row_runs: dict[str, list[float]] = {str(n): [] for n in ROWS} | {"one stream": [], "two streams": []}
+    row_runs: dict[str, list[float]] = {str(n): [] for n in ROWS} | {
+        "one stream": [],
+        "two streams": [],
+    }
     for _ in range(4 * args.repeats):
         for n in ROWS:
             row_runs[str(n)].append(seconds(lambda n=n: step(Rows.causal(0, 100, n))))  # type: ignore[misc]
@@ -154,7 +183,11 @@ def main() -> None:
         "repeats": args.repeats,
         "command": f"python benchmarks/decode_loop.py --shape {args.shape}",
     }
-    print(json.dumps({k: v for k, v in result.items() if k not in ("command",)}, indent=2, default=str))
+    print(
+        json.dumps(
+            {k: v for k, v in result.items() if k not in ("command",)}, indent=2, default=str
+        )
+    )
     if args.json:
         args.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
 

@@ -1,11 +1,12 @@
-"""Experts on disk with several rows a pass: batches and drafts, which need the union of their rows' experts.
+"""Experts on disk with several rows a pass: batches and drafts, which need the union of their rows'
+experts.
 
-    multirate pack reference-mixture --out experts
-    python benchmarks/expert_batches.py --experts experts --data question.jsonl --expert-memory 40% \
+    multirate pack reference-mixture --out experts python benchmarks/expert_batches.py --experts
+    experts --data question.jsonl --expert-memory 40% \
         --json benchmarks/results/expert_batches.json
 
-Tokens a second in all, after the prompts' passes, of the embedded mixture. Every way and policy has to give the same
-text. Nothing else should run on the machine.
+Tokens a second in all, after the prompts' passes, of the embedded mixture. Every way and policy has
+to give the same text. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ POLICIES = ("on_demand", "lru", "aot", "resident")
 
 
 def runs(engine: multirate.Engine, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """What is timed, by name → a function giving (the sequences in the prompts' order, seconds, tokens, stats)."""
+    """What is timed, by name → a function giving (the sequences in the prompts' order, seconds,
+    tokens, stats).
+    """
     stop = engine.stopping(tokens)
 
     def run(batch: int, method: str) -> tuple[list[list[int]], float, int, Any]:
@@ -48,7 +51,9 @@ def runs(engine: multirate.Engine, prompts: list[list[int]], tokens: int) -> dic
                     began.append((time.perf_counter(), runtime.stats.copy()))
 
             part = prompts[first : first + batch]
-            out = engine.generate(part, stop=stop, method=method, speculate="always", on_tokens=first_tokens)
+            out = engine.generate(
+                part, stop=stop, method=method, speculate="always", on_tokens=first_tokens
+            )
             seconds += time.perf_counter() - began[0][0]
             made += sum(len(sequence) - 1 for sequence in out.sequences)
             total.add(runtime.stats.minus(began[0][1]))
@@ -75,11 +80,15 @@ def main() -> None:
     store = offload.store
     budget = int(float(args.expert_memory.rstrip("%")) / 100 * store.index.data_bytes)
     chosen = load_suite("mt_bench", args.data, args.limit)
-    prompts = [encode_chat(engine.tokenizer, [{"role": "user", "content": q.turns[0]}]) for q in chosen]
+    prompts = [
+        encode_chat(engine.tokenizer, [{"role": "user", "content": q.turns[0]}]) for q in chosen
+    ]
     runtimes = {}
     for policy in POLICIES:
         whole = policy == "resident"
-        settings = ExpertSettings(None if whole else budget, "lru" if whole else policy_named(policy).eviction)
+        settings = ExpertSettings(
+            None if whole else budget, "lru" if whole else policy_named(policy).eviction
+        )
         predictor = None if whole else offload.policy_predictor(policy)
         runtimes[policy] = ExpertRuntime(store, settings, predictor)
     ways = runs(engine, prompts, args.tokens)
@@ -99,17 +108,37 @@ def main() -> None:
     for (name, policy), measured in taken.items():
         rates = [rate for rate, _, _ in measured]
         stats, made = measured[-1][1:]
-        rows.append({
-            "way": name, "policy": policy, "tokens_per_second": statistics.median(rates),
-            "spread": (max(rates) - min(rates)) / statistics.median(rates),
-            "hit_rate": stats.hits / max(stats.uses, 1), "uses_per_token": stats.uses / made,
-            "bytes_per_token": (stats.demand_bytes + stats.speculative_bytes) / made,
-        })  # fmt: skip
-        print(f"{name:14} {policy:10} {rows[-1]['tokens_per_second']:7.0f} tok/s, hits {rows[-1]['hit_rate']:.0%}, "
-              f"{rows[-1]['uses_per_token']:.1f} experts, {rows[-1]['bytes_per_token'] / 1e6:.2f} MB a token")
+        rows.append(
+            {
+                "way": name,
+                "policy": policy,
+                "tokens_per_second": statistics.median(rates),
+                "spread": (max(rates) - min(rates)) / statistics.median(rates),
+                "hit_rate": stats.hits / max(stats.uses, 1),
+                "uses_per_token": stats.uses / made,
+                "bytes_per_token": (stats.demand_bytes + stats.speculative_bytes) / made,
+            }
+        )
+        print(
+            f"{name:14} {policy:10} {rows[-1]['tokens_per_second']:7.0f} tok/s, hits "
+            f"{rows[-1]['hit_rate']:.0%}, "
+            f"{rows[-1]['uses_per_token']:.1f} experts, {rows[-1]['bytes_per_token'] / 1e6:.2f} MB "
+            "a token"
+        )
     if args.json:
-        about = {"expert_memory_bytes": budget, "prompts": len(prompts), "tokens": args.tokens, "repeats": args.repeats}
-        content = {**collect("cpu"), "model": "reference-mixture", **about, "identical": True, "rows": rows}
+        about = {
+            "expert_memory_bytes": budget,
+            "prompts": len(prompts),
+            "tokens": args.tokens,
+            "repeats": args.repeats,
+        }
+        content = {
+            **collect("cpu"),
+            "model": "reference-mixture",
+            **about,
+            "identical": True,
+            "rows": rows,
+        }
         args.json.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -1,10 +1,13 @@
-"""The expert engine in C against the one in Python: the same policy, budget and tokens, interleaved token by token.
+"""The expert engine in C against the one in Python: the same policy, budget and tokens, interleaved
+token by token.
 
-    python benchmarks/expert_engines.py MODEL EXPERTS --expert-memory 50% --policy lru --policy oracle
+    python benchmarks/expert_engines.py MODEL EXPERTS --expert-memory 50% --policy lru --policy
+    oracle
 
-Each engine has two runtimes with memory of their own, since where memory lies makes a few per cent. Prints, for each
-policy, the median milliseconds of a token with both engines and the median of the ratio of their times, token by token;
-logits have to be the same. Nothing else should run on the machine.
+Each engine has two runtimes with memory of their own, since where memory lies makes a few per cent.
+Prints, for each policy, the median milliseconds of a token with both engines and the median of the
+ratio of their times, token by token; logits have to be the same. Nothing else should run on the
+machine.
 """
 
 from __future__ import annotations
@@ -66,7 +69,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--copies", type=int, default=2, help="runtimes of each engine")
-    parser.add_argument("--random", action="store_true", help="random prompts, for a model without a tokenizer")
+    parser.add_argument(
+        "--random", action="store_true", help="random prompts, for a model without a tokenizer"
+    )
     args = parser.parse_args()
     engine = multirate.attach(args.model, experts=args.experts, expert_policy="on_demand")
     offload = engine.experts
@@ -75,7 +80,9 @@ def main() -> None:
     if args.random:
         prompts = [list(range(10 + i, 26 + i)) for i in range(2)]
     else:
-        prompts = [encode_chat(engine.tokenizer, [{"role": "user", "content": q}]) for q in QUESTIONS]
+        prompts = [
+            encode_chat(engine.tokenizer, [{"role": "user", "content": q}]) for q in QUESTIONS
+        ]
     texts, traces = [], []
     with ExpertRuntime(offload.store) as resident:
         for prompt in prompts:
@@ -116,7 +123,9 @@ def main() -> None:
                     for turn in range(len(runs)):
                         c, run = runs[(turn + at) % len(runs)]
                         logits, seconds = run.feed(text[at : at + 1])
-                        assert shown is None or torch.equal(shown, logits), f"{policy}: other logits"
+                        assert shown is None or torch.equal(shown, logits), (
+                            f"{policy}: other logits"
+                        )
                         shown, spent[c] = logits, spent[c] + seconds / args.copies
                     if repeat:
                         ratios.append(spent[False] / spent[True])
@@ -124,10 +133,14 @@ def main() -> None:
                         times[False].append(spent[False])
         c_ms, python_ms = (1e3 * statistics.median(times[c]) for c in (True, False))
         stats = {c: run.runtime.stats for c, run in runs}
-        print(f"{policy:16} C {c_ms:7.3f} ms, Python {python_ms:7.3f} ms, {python_ms / c_ms:.3f}x, token by token "
-              f"{statistics.median(ratios):.3f}x; hits {stats[True].hits / stats[True].uses:.3f} "
-              f"{stats[False].hits / stats[False].uses:.3f}, recall {stats[True].recall:.3f} "
-              f"{stats[False].recall:.3f}", flush=True)  # fmt: skip
+        print(
+            f"{policy:16} C {c_ms:7.3f} ms, Python {python_ms:7.3f} ms, {python_ms / c_ms:.3f}x, "
+            "token by token "
+            f"{statistics.median(ratios):.3f}x; hits {stats[True].hits / stats[True].uses:.3f} "
+            f"{stats[False].hits / stats[False].uses:.3f}, recall {stats[True].recall:.3f} "
+            f"{stats[False].recall:.3f}",
+            flush=True,
+        )
         for _, run in runs:
             run.runtime.close()
 

@@ -41,7 +41,11 @@ def rates(data: dict[str, Any]) -> str:
         cells = []
         for _, rows in groups:
             row = rows[method]
-            hits = f", hits {100 * row['hit_rate']:.0f}%" if method not in ("on_demand", "resident") else ""
+            hits = (
+                f", hits {100 * row['hit_rate']:.0f}%"
+                if method not in ("on_demand", "resident")
+                else ""
+            )
             cells.append(f"{row['tokens_per_second']:.0f} tok/s, {row['speedup']:.2f}x{hits}")
         lines.append([NAMES.get(method, method), *cells])
     return table(["experts in memory:", *shares], lines)
@@ -52,7 +56,9 @@ def goals(data: dict[str, Any]) -> str:
     groups = by_budget(data)
 
     def ratio(rows: dict[str, dict[str, Any]], one: str, others: tuple[str, ...]) -> float:
-        return rows[one]["tokens_per_second"] / max(rows[name]["tokens_per_second"] for name in others)
+        return rows[one]["tokens_per_second"] / max(
+            rows[name]["tokens_per_second"] for name in others
+        )
 
     wanted = (
         ("accelerated", ("on_demand",), "accelerated over `on_demand`", 2.9),
@@ -64,20 +70,37 @@ def goals(data: dict[str, Any]) -> str:
     lines = []
     for one, others, text, least in wanted:
         found = [ratio(rows, one, others) for _, rows in groups]
-        lines.append([text, f"{least:.2f}x", *(f"{'**' * (v >= least)}{v:.2f}x{'**' * (v >= least)}" for v in found)])
+        lines.append(
+            [
+                text,
+                f"{least:.2f}x",
+                *(f"{'**' * (v >= least)}{v:.2f}x{'**' * (v >= least)}" for v in found),
+            ]
+        )
     shares = [f"{100 * size / data['experts_bytes']:.0f}%" for size, _ in groups]
     return table(["", "goal", *shares], lines)
 
 
 def noise(data: dict[str, Any]) -> str:
-    """Where everything fits, all policies but on_demand do the same work: how far they are apart there."""
-    rates = [row["tokens_per_second"] for size, rows in by_budget(data) if size >= data["experts_bytes"]
-             for name, row in rows.items() if name != "on_demand"]  # fmt: skip
+    """Where everything fits, all policies but on_demand do the same work: how far they are apart
+    there.
+    """
+    rates = [
+        row["tokens_per_second"]
+        for size, rows in by_budget(data)
+        if size >= data["experts_bytes"]
+        for name, row in rows.items()
+        if name != "on_demand"
+    ]
     if not rates:
         return ""
-    return (f"Bold: reached. At 100% every policy but `on_demand` does the same work, and they are {min(rates):.0f} to "
-            f"{max(rates):.0f} tok/s: so much of any difference is this shared machine's noise. What reading ahead "
-            "gains here, and why not more, is in [experts.md](experts.md).")  # fmt: skip
+    return (
+        "Bold: reached. At 100% every policy but `on_demand` does the same work, and they are "
+        f"{min(rates):.0f} to "
+        f"{max(rates):.0f} tok/s: so much of any difference is this shared machine's noise. What "
+        "reading ahead "
+        "gains here, and why not more, is in [experts.md](experts.md)."
+    )
 
 
 def arithmetic(data: dict[str, Any]) -> str:
@@ -85,8 +108,11 @@ def arithmetic(data: dict[str, Any]) -> str:
     for size, rows in by_budget(data):
         row, slow, fast = rows["accelerated"], rows["on_demand"], rows["resident"]
         x = fast["tokens_per_second"] / slow["tokens_per_second"] - 1
-        parts.append(f"at {100 * size / data['experts_bytes']:.0f}%: x = {x:.1f}, h = {row['hit_rate']:.2f}, "
-                     f"r = {row['prefetch_recall']:.2f}, p = {min(1.0, row['prefetch_precision']):.2f}")  # fmt: skip
+        parts.append(
+            f"at {100 * size / data['experts_bytes']:.0f}%: x = {x:.1f}, h = "
+            f"{row['hit_rate']:.2f}, "
+            f"r = {row['prefetch_recall']:.2f}, p = {min(1.0, row['prefetch_precision']):.2f}"
+        )
     return "; ".join(parts)
 
 
@@ -94,28 +120,44 @@ def part(data: dict[str, Any], how: str) -> str:
     speed = data["disk_bytes_per_second"]
     disk = "the machine's own disk" if speed is None else f"a disk slowed to {speed / 1e6:.0f} MB/s"
     argv = " ".join(data["argv"])
-    same = "identical for every policy" if all(row["identical"] for row in data["rows"]) else "**NOT IDENTICAL**"
-    return "\n\n".join([
-        f"{how}: {data['prompts']} MT-Bench prompts, {data['max_new_tokens']} new tokens at most, "
-        f"{data['repeats']} repeats, {data['dtype']}, batch 1, {data['threads']} threads of an {machine(data)}, "
-        f"{disk}, {data['reads']}, {str(data['date'])[:10]}; tokens after the first; text {same}:",
-        rates(data), goals(data), noise(data),
-        f"Arithmetic of the accelerated residual ([experts.md](experts.md)) {arithmetic(data)}."
-        f" Reproduce with `{argv}`.",
-    ])  # fmt: skip
+    same = (
+        "identical for every policy"
+        if all(row["identical"] for row in data["rows"])
+        else "**NOT IDENTICAL**"
+    )
+    return "\n\n".join(
+        [
+            f"{how}: {data['prompts']} MT-Bench prompts, {data['max_new_tokens']} new tokens at "
+            "most, "
+            f"{data['repeats']} repeats, {data['dtype']}, batch 1, {data['threads']} threads of an "
+            f"{machine(data)}, "
+            f"{disk}, {data['reads']}, {str(data['date'])[:10]}; tokens after the first; text "
+            f"{same}:",
+            rates(data),
+            goals(data),
+            noise(data),
+            f"Arithmetic of the accelerated residual ([experts.md](experts.md)) {arithmetic(data)}."
+            f" Reproduce with `{argv}`.",
+        ]
+    )
 
 
 def mixture() -> str:
     """The embedded mixture: every policy at every budget."""
     data = load("experts_mixture.json")
-    size = f"{data['experts_bytes'] / 1e6:.0f} MB of experts in {data['layers']} layers of {data['num_experts']}"
+    size = (
+        f"{data['experts_bytes'] / 1e6:.0f} MB of experts in {data['layers']} layers of "
+        f"{data['num_experts']}"
+    )
     return part(data, f"Our own trained mixture ({size}, {data['top_k']} for a token)")
 
 
 def wide() -> str:
     """The same mixture with larger experts."""
     data = load("wide_experts.json")
-    size = f"{data['experts_bytes'] / 1e6:.0f} MB of experts, {data['record_bytes'] / 1e6:.1f} MB each"
+    size = (
+        f"{data['experts_bytes'] / 1e6:.0f} MB of experts, {data['record_bytes'] / 1e6:.1f} MB each"
+    )
     return part(data, f"The mixture with widened experts ({size})")
 
 
@@ -125,19 +167,38 @@ def shapes() -> str:
     lines = []
     for shape in data["shapes"]:
         rates = {row["method"]: f"{row['tokens_per_second']:.1f}" for row in shape["rows"]}
-        lines.append([
-            f"{shape['shape']}, {shape['layers']} of {shape['layers_of_the_model']} layers",
-            f"{shape['top_k']} of {shape['experts']}, {shape['record_bytes'] / 1e6:.0f} MB each",
-            f"{shape['compute_ms_per_layer']:.1f} ms", f"{shape['read_ms_per_layer']:.0f} ms",
-            f"{shape['read_bytes_per_second'] / 1e9:.1f} GB/s", f"{shape['x']:.0f}",
-            *(rates[name] for name in ("on_demand", "lru", "oracle", "resident")),
-        ])  # fmt: skip
-    heads = ("shape", "experts", "a layer computes", "reads", "disk", "x", "on_demand", "lru", "oracle", "resident")
-    return "\n\n".join([
-        f"Tokens a second with half of the experts in memory, {data['repeats']} repeats of {data['tokens']} tokens, "
-        f"{data['threads']} threads of an {machine(data)}, {str(data['date'])[:10]}:",
-        table(heads, lines),
-    ])  # fmt: skip
+        lines.append(
+            [
+                f"{shape['shape']}, {shape['layers']} of {shape['layers_of_the_model']} layers",
+                f"{shape['top_k']} of {shape['experts']}, {shape['record_bytes'] / 1e6:.0f} MB "
+                "each",
+                f"{shape['compute_ms_per_layer']:.1f} ms",
+                f"{shape['read_ms_per_layer']:.0f} ms",
+                f"{shape['read_bytes_per_second'] / 1e9:.1f} GB/s",
+                f"{shape['x']:.0f}",
+                *(rates[name] for name in ("on_demand", "lru", "oracle", "resident")),
+            ]
+        )
+    heads = (
+        "shape",
+        "experts",
+        "a layer computes",
+        "reads",
+        "disk",
+        "x",
+        "on_demand",
+        "lru",
+        "oracle",
+        "resident",
+    )
+    return "\n\n".join(
+        [
+            f"Tokens a second with half of the experts in memory, {data['repeats']} repeats of "
+            f"{data['tokens']} tokens, "
+            f"{data['threads']} threads of an {machine(data)}, {str(data['date'])[:10]}:",
+            table(heads, lines),
+        ]
+    )
 
 
 def batches() -> str:
@@ -151,11 +212,17 @@ def batches() -> str:
     for way, rows in found.items():
         cells = [f"{rows[name]['tokens_per_second']:.0f} tok/s" for name in policies]
         lru = rows["lru"]
-        lines.append([way, *cells, f"{lru['uses_per_token']:.0f}", f"{lru['bytes_per_token'] / 1e6:.1f} MB"])
+        lines.append(
+            [way, *cells, f"{lru['uses_per_token']:.0f}", f"{lru['bytes_per_token'] / 1e6:.1f} MB"]
+        )
     same = "the same" if data["identical"] else "NOT THE SAME"
-    return "\n\n".join([
-        f"{data['expert_memory_bytes'] / 1e6:.1f} MB for experts, {data['prompts']} prompts of {data['tokens']} new "
-        f"tokens, {data['repeats']} repeats, {machine(data)}, {str(data['date'])[:10]}; text {same} in all; "
-        f"`{' '.join(['python', *data['argv']])}`:",
-        table(("", *policies, "experts used a token", "read a token (`lru`)"), lines),
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            f"{data['expert_memory_bytes'] / 1e6:.1f} MB for experts, {data['prompts']} prompts of "
+            f"{data['tokens']} new "
+            f"tokens, {data['repeats']} repeats, {machine(data)}, {str(data['date'])[:10]}; text "
+            f"{same} in all; "
+            f"`{' '.join(['python', *data['argv']])}`:",
+            table(("", *policies, "experts used a token", "read a token (`lru`)"), lines),
+        ]
+    )

@@ -1,7 +1,7 @@
 """The README's table and docs/results.md, written from the committed result files alone.
 
-    python benchmarks/render_results.py          # rewrite them
-    python benchmarks/render_results.py --check  # exit 1 when they and the results differ
+python benchmarks/render_results.py          # rewrite them
+python benchmarks/render_results.py --check  # exit 1 when they and the results differ
 """
 
 from __future__ import annotations
@@ -60,17 +60,29 @@ def method_table(data: dict[str, Any]) -> str:
 
 
 def loop_table(shapes: list[dict[str, Any]]) -> str:
-    heads = ("shape (random weights)", "generate", "our plain loop", "share of read bandwidth", "6 rows", "8 rows",
-             "second stream")
+    heads = (
+        "shape (random weights)",
+        "generate",
+        "our plain loop",
+        "share of read bandwidth",
+        "6 rows",
+        "8 rows",
+        "second stream",
+    )
     lines = []
     for s in shapes:
         rows = s["rows_cost"]
-        lines.append((
-            s["shape"], f"{s['generate_tokens_per_second']:.0f} tok/s",
-            f"{s['our_tokens_per_second']:.0f} tok/s ({s['speedup_over_generate']:.1f}x)",
-            f"{100 * s['share_of_roof']:.0f}%", f"{rows['6']:.2f}", f"{rows['8']:.2f}",
-            f"{100 * (s['second_stream_cost'] - 1):+.0f}%",
-        ))  # fmt: skip
+        lines.append(
+            (
+                s["shape"],
+                f"{s['generate_tokens_per_second']:.0f} tok/s",
+                f"{s['our_tokens_per_second']:.0f} tok/s ({s['speedup_over_generate']:.1f}x)",
+                f"{100 * s['share_of_roof']:.0f}%",
+                f"{rows['6']:.2f}",
+                f"{rows['8']:.2f}",
+                f"{100 * (s['second_stream_cost'] - 1):+.0f}%",
+            )
+        )
     return table(heads, lines)
 
 
@@ -83,11 +95,17 @@ def training() -> str:
 def longer_base() -> str:
     """What the same methods give on a base that was trained further, which repeats itself less."""
     longer = load("mt_bench_longer_base.json")
-    found = {row["method"]: f"{row['speedup']:.2f}x" for row in longer["rows"] if row["speedup"] is not None}
+    found = {
+        row["method"]: f"{row['speedup']:.2f}x"
+        for row in longer["rows"]
+        if row["speedup"] is not None
+    }
     said = ", ".join(f"`{name}` {speedup}" for name, speedup in found.items())
     return (
-        "The reference model is small and repeats itself, which is easy to draft, and easier still to look up. On a "
-        "base trained further by the same recipe (phases `answers` and `longer`; not committed), with accelerators of "
+        "The reference model is small and repeats itself, which is easy to draft, and easier still "
+        "to look up. On a "
+        "base trained further by the same recipe (phases `answers` and `longer`; not committed), "
+        "with accelerators of "
         f"1,600 steps, {longer['prompts']} prompts: {said} ([experiments.md](experiments.md))."
     )
 
@@ -95,7 +113,8 @@ def longer_base() -> str:
 def setting(bench: dict[str, Any]) -> str:
     """What was run, where and when."""
     return (
-        f"MT-Bench questions, embedded {reference_size()} reference model, {bench['dtype']}, batch 1, "
+        f"MT-Bench questions, embedded {reference_size()} reference model, {bench['dtype']}, batch "
+        "1, "
         f"greedy, {bench['max_new_tokens']} new tokens at most, {bench['prompts']} prompts, "
         f"{bench['threads']} threads of an {machine(bench)}, {str(bench.get('date', ''))[:10]}."
     )
@@ -115,7 +134,9 @@ def reproduce(bench: dict[str, Any]) -> str:
 def readme() -> str:
     bench = load("mt_bench_reference.json")
     note = "Everything else that was measured is in [docs/results.md](docs/results.md)."
-    return "\n\n".join([BEGIN, setting(bench), method_table(bench), f"{reproduce(bench)} {note}", END])
+    return "\n\n".join(
+        [BEGIN, setting(bench), method_table(bench), f"{reproduce(bench)} {note}", END]
+    )
 
 
 def loop_section() -> list[str]:
@@ -125,8 +146,10 @@ def loop_section() -> list[str]:
         "## The plain loop",
         f"Batch 1, bf16, {machine(shapes[0])}.",
         loop_table(shapes),
-        "*6 rows, 8 rows*: verifying so many drafted rows against one plain step. *Second stream*: both "
-        "residual streams against one. Reproduce with `python benchmarks/decode_loop.py --shape 110M`.",
+        "*6 rows, 8 rows*: verifying so many drafted rows against one plain step. *Second stream*: "
+        "both "
+        "residual streams against one. Reproduce with `python benchmarks/decode_loop.py --shape "
+        "110M`.",
     ]
 
 
@@ -135,15 +158,19 @@ def page() -> str:
     bench = load("mt_bench_reference.json")
     parts = [
         "# Results",
-        "Written by `python benchmarks/render_results.py` from `benchmarks/results/*.json`; do not edit. "
+        "Written by `python benchmarks/render_results.py` from `benchmarks/results/*.json`; do not "
+        "edit. "
         "The machines are shared: compare within a table, not between tables.",
         "## Lossless decoding",
         setting(bench),
         method_table(bench),
-        f"Training steps on the same data: {training()}. `m2r2-carry` and `kangaroo` have the same size "
+        f"Training steps on the same data: {training()}. `m2r2-carry` and `kangaroo` have the same "
+        "size "
         "and gate layer; Kangaroo's threshold "
-        f"({accelerators()['kangaroo']['config']['threshold']}) was tuned on held-out questions (its "
-        "paper's: 0.6); ours drafts by measured costs. A second turn goes on in the keys and values of "
+        f"({accelerators()['kangaroo']['config']['threshold']}) was tuned on held-out questions "
+        "(its "
+        "paper's: 0.6); ours drafts by measured costs. A second turn goes on in the keys and "
+        "values of "
         f"the first, for all of our methods. {longer_base()} {reproduce(bench)}",
         *loop_section(),
         "## Experts loaded from disk",

@@ -15,10 +15,16 @@ def load(name: str) -> dict[str, Any]:
 
 
 def machine(data: dict[str, Any]) -> str:
-    """The processor and its widest instructions: one marketing name covers very different machines."""
+    """The processor and its widest instructions: one marketing name covers very different
+    machines.
+    """
     features = data.get("cpu_features") or []
-    widest = next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in features), None)
-    return f"{data.get('cpu', data['device'])}" + (f" ({widest.upper().replace('_', '-')})" if widest else "")
+    widest = next(
+        (name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in features), None
+    )
+    return f"{data.get('cpu', data['device'])}" + (
+        f" ({widest.upper().replace('_', '-')})" if widest else ""
+    )
 
 
 def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -1,13 +1,15 @@
-r"""The trained mixture with experts of another size: each is widened by neurons of zeros, which change no token.
+r"""The trained mixture with experts of another size: each is widened by neurons of zeros, which
+change no token.
 
     python benchmarks/wide_experts.py --out runs/wide --width 512
     multirate pack runs/wide --out runs/wide-experts
     multirate bench runs/wide --experts runs/wide-experts --methods experts ... \
         --expert-predictor src/multirate/reference/mixture/predictor
 
-Real experts are a hundred times as large as our mixture's (0.1 MB), and what a read costs besides its bytes weighs as
-much less. Routers trained on text together with experts of that size cannot be had here; these are trained routers, and
-reads and products of a larger size. Text, routing and predictions are the embedded model's.
+Real experts are a hundred times as large as our mixture's (0.1 MB), and what a read costs besides
+its bytes weighs as much less. Routers trained on text together with experts of that size cannot be
+had here; these are trained routers, and reads and products of a larger size. Text, routing and
+predictions are the embedded model's.
 """
 
 from __future__ import annotations
@@ -36,12 +38,17 @@ def widened(name: str, weight: torch.Tensor, width: int) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--width", type=int, default=512, help="of an expert; the embedded mixture has 64")
+    parser.add_argument(
+        "--width", type=int, default=512, help="of an expert; the embedded mixture has 64"
+    )
     args = parser.parse_args()
     source = EMBEDDED["reference-mixture"]
     config = json.loads((source / "config.json").read_text())
     if args.width <= config["moe_intermediate_size"] or args.width % 32:
-        parser.error(f"--width must be a multiple of 32 above {config['moe_intermediate_size']}, not {args.width}")
+        parser.error(
+            f"--width must be a multiple of 32 above {config['moe_intermediate_size']}, not "
+            f"{args.width}"
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors":

@@ -23,7 +23,8 @@ LAYERS = (
 )
 """From the bottom to the top: a part imports only from parts below it, and from itself."""
 MODEL_LAYERS = (("rows",), ("kv_cache",), ("decoder",), ("hf",), ("cuda", "native"), ("load",))
-"""Within model/: the interface, the model's own layers, what is faster than these, and who chooses."""
+"""Within model/: the interface, the model's own layers, what is faster than these, and who chooses.
+"""
 
 
 def modules() -> dict[str, ast.Module]:
@@ -40,11 +41,17 @@ MODULES = modules()
 
 
 def imports(node: ast.AST, at_start: bool = True) -> Iterator[tuple[str, bool]]:
-    """(module of ours that is imported, whether on import) below `node`; those for type checkers are left out."""
+    """(module of ours that is imported, whether on import) below `node`; those for type checkers
+    are left out.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
-        if isinstance(child, ast.ImportFrom) and child.module and child.module.startswith("multirate"):
+        if (
+            isinstance(child, ast.ImportFrom)
+            and child.module
+            and child.module.startswith("multirate")
+        ):
             for alias in child.names:
                 inner = f"{child.module}.{alias.name}"
                 yield (inner if inner in MODULES else child.module), at_start
@@ -105,7 +112,10 @@ def test_no_method_is_imported_by_another_or_from_outside() -> None:
 
 
 def test_no_import_circle() -> None:
-    graph = {name: {i for i, now in imports(tree) if now and i in MODULES} for name, tree in MODULES.items()}
+    graph = {
+        name: {i for i, now in imports(tree) if now and i in MODULES}
+        for name, tree in MODULES.items()
+    }
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:

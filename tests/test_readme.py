@@ -17,14 +17,24 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_figures_are_the_committed_results():
     if not (ROOT / "benchmarks/results/mt_bench_reference.json").exists():
-        pytest.fail("benchmarks/results/mt_bench_reference.json is missing: the README's figures have no source")
-    done = subprocess.run([sys.executable, "benchmarks/render_results.py", "--check"], cwd=ROOT, capture_output=True,
-                          text=True, check=False)
+        pytest.fail(
+            "benchmarks/results/mt_bench_reference.json is missing: the README's figures have no "
+            "source"
+        )
+    done = subprocess.run(
+        [sys.executable, "benchmarks/render_results.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_every_multirate_command_of_the_readme_exists():
-    used = set(re.findall(r"^multirate (\w+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE))
+    used = set(
+        re.findall(r"^multirate (\w+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    )
     assert used
     for command in used:
         assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0

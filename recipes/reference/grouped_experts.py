@@ -1,7 +1,9 @@
-"""A mixture's experts for training on a CPU: tokens sorted by expert, one product per expert, gathers both ways.
+"""A mixture's experts for training on a CPU: tokens sorted by expert, one product per expert,
+gathers both ways.
 
-transformers' own implementations pay for autograd's index_put and for casts of every expert; this takes half the time
-of a step at 32 experts of 80 x 256. Same function, same rounding (bf16 products), checked by tests/recipes.
+transformers' own implementations pay for autograd's index_put and for casts of every expert; this
+takes half the time of a step at 32 experts of 80 x 256. Same function, same rounding (bf16
+products), checked by tests/recipes.
 """
 
 from __future__ import annotations
@@ -13,19 +15,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NAME = "multirate_training"
-BLOCK = 128  # an expert's rows are padded to multiples: few shapes, for each of which the CPU's library compiles code
+# an expert's rows are padded to multiples: few shapes, for each of which the CPU's library compiles
+# code
+BLOCK = 128
 
 
 class GroupedExperts(torch.autograd.Function):
-    """hidden [N, H], index [N, k], weights [N, k], gate_up [E, 2I, H], down [E, H, I] -> [N, H], SiLU gates."""
+    """hidden [N, H], index [N, k], weights [N, k], gate_up [E, 2I, H], down [E, H, I] -> [N, H],
+    SiLU gates.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype
+        ctx: Any,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor:
         n, k = index.shape
         place, counts = _places(index.reshape(-1), len(gate_up))
-        source = torch.zeros(sum(counts), dtype=torch.int64)  # padding repeats a token, with gradient zero
+        source = torch.zeros(
+            sum(counts), dtype=torch.int64
+        )  # padding repeats a token, with gradient zero
         source[place] = torch.arange(n * k) // k
         low_up, low_down = gate_up.to(dtype), down.to(dtype)
         x = hidden.to(dtype).index_select(0, source)
@@ -67,11 +81,20 @@ class GroupedExperts(torch.autograd.Function):
             torch.mm(grad_up[rows].T, x[rows], out=grad_up_weight[expert])
         grad_hidden = grad_x.index_select(0, place).view(n, k, -1).sum(1)
         hidden, gate_up, down = ctx.dtypes
-        return grad_hidden.to(hidden), None, grad_weights, grad_up_weight.to(gate_up), grad_down.to(down), None
+        return (
+            grad_hidden.to(hidden),
+            None,
+            grad_weights,
+            grad_up_weight.to(gate_up),
+            grad_down.to(down),
+            None,
+        )
 
 
 def _places(index: Tensor, experts: int) -> tuple[Tensor, list[int]]:
-    """index [M] expert of each use -> its row [M] when sorted by expert, and the experts' rows, in whole blocks."""
+    """index [M] expert of each use -> its row [M] when sorted by expert, and the experts' rows, in
+    whole blocks.
+    """
     counts = torch.bincount(index, minlength=experts)
     padded = (counts + BLOCK - 1) // BLOCK * BLOCK
     order = index.argsort(stable=True)
@@ -95,8 +118,12 @@ def use(model: Any, dtype: torch.dtype) -> None:
     """Leads the experts modules of `model` (SiLU-gated, no biases) here; products in `dtype`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    def forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor, *_: Any, **__: Any) -> Tensor:
-        made: Tensor = GroupedExperts.apply(hidden, index, weights, self.gate_up_proj, self.down_proj, dtype)
+    def forward(
+        self: Any, hidden: Tensor, index: Tensor, weights: Tensor, *_: Any, **__: Any
+    ) -> Tensor:
+        made: Tensor = GroupedExperts.apply(
+            hidden, index, weights, self.gate_up_proj, self.down_proj, dtype
+        )
         return made
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, forward)

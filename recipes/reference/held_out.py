@@ -36,7 +36,9 @@ def main() -> None:
     given = load_samples([args.heldout], tokenizer, 512)
     heldout = [s for s in given if s.prompt not in trained]
     accelerator = Accelerator.from_pretrained(args.accelerator, model, torch.float32)
-    objective = trained_method(accelerator.method).objective(Teacher(model), accelerator.module, 0.8)
+    objective = trained_method(accelerator.method).objective(
+        Teacher(model), accelerator.module, 0.8
+    )
     with torch.autocast("cpu", torch.bfloat16):
         results = evaluate(objective, heldout, 4096, Launcher(cpu=True))
     path = args.accelerator / DESCRIPTION
@@ -44,8 +46,10 @@ def main() -> None:
     description["results"] = results
     write_atomically(args.accelerator / CARD, model_card(description).encode())
     write_atomically(path, (json.dumps(description, indent=2) + "\n").encode())
-    print(f"{args.accelerator}: {len(heldout)} of {len(given)} samples, {results['rows']} rows, "
-          f"{[term['agreement'] for term in results['terms']]}")
+    print(
+        f"{args.accelerator}: {len(heldout)} of {len(given)} samples, {results['rows']} rows, "
+        f"{[term['agreement'] for term in results['terms']]}"
+    )
 
 
 if __name__ == "__main__":

@@ -21,15 +21,21 @@ pipeline_tag: text-generation
 ---
 """
 DATA = """\
-**Data**, all permissive: classic books (public domain), GSM8K train (MIT), GPTeacher roleplay (MIT), rasbt instruction
-data (Apache-2.0), Self-Instruct seed tasks (Apache-2.0), MedQuAD (CC BY 4.0; Ben Abacha and Demner-Fushman, "A
+**Data**, all permissive: classic books (public domain), GSM8K train (MIT), GPTeacher roleplay
+(MIT), rasbt instruction
+data (Apache-2.0), Self-Instruct seed tasks (Apache-2.0), MedQuAD (CC BY 4.0; Ben Abacha and
+Demner-Fushman, "A
 Question-Entailment Approach to Question Answering", BMC Bioinformatics 2019).
 """
-CARD = FRONT + """# multirate reference model
+CARD = (
+    FRONT
+    + """# multirate reference model
 
-A {parameters:.1f}M-parameter Llama ({layers} layers, width {width}, vocabulary {vocab}) that exists so that
+A {parameters:.1f}M-parameter Llama ({layers} layers, width {width}, vocabulary {vocab}) that
+exists so that
 `multirate demo` and the benchmarks run offline on a model whose origin is known. It writes
-mostly grammatical English, but under greedy decoding soon repeats itself, and it knows almost nothing: it must not be
+mostly grammatical English, but under greedy decoding soon repeats itself, and it knows almost
+nothing: it must not be
 used for advice, least of all medical.
 
 | | |
@@ -40,9 +46,12 @@ used for advice, least of all medical.
 | recipe | `recipes/reference/` (prepare.py, pretrain.py, reference.yaml) |
 
 {data}
-Depth was grown twice: ten trained layers were repeated to twenty, later five copies that began as the identity were
-inserted. The committed weights differ from the schedule in two respects: the first 121 steps of "deepen" followed a
-schedule of 240 steps, which was then shortened to 170; and "answers" began with fresh optimizers (`--start-from`).
+Depth was grown twice: ten trained layers were repeated to twenty, later five copies that began as
+the identity were
+inserted. The committed weights differ from the schedule in two respects: the first 121 steps of
+"deepen" followed a
+schedule of 240 steps, which was then shortened to 170; and "answers" began with fresh optimizers
+(`--start-from`).
 Phases ran in bf16, "deepen" in fp32. Schedule:
 
 ```yaml
@@ -52,6 +61,7 @@ Phases ran in bf16, "deepen" in fp32. Schedule:
     python recipes/reference/pretrain.py --config recipes/reference/reference.yaml \\
         --data runs/reference/data --out runs/reference/base
 """
+)
 
 
 def main() -> None:
@@ -67,13 +77,22 @@ def main() -> None:
     config = json.loads((target / "config.json").read_text())
     recipe = yaml.safe_load((Path(__file__).parent / "reference.yaml").read_text())
     size = (target / "model.safetensors").stat().st_size / 2
-    (target / "README.md").write_text(CARD.format(
-        data=DATA,
-        parameters=size / 1e6, layers=config["num_hidden_layers"], width=config["hidden_size"],
-        vocab=config["vocab_size"], steps=facts["steps"], tokens=facts["tokens"] / 1e6, seed=facts["seed"],
-        losses=", ".join(f"{k} {v:.2f}" for k, v in facts["heldout_loss_nats"].items()),
-        phases=yaml.safe_dump(recipe["phases"], sort_keys=False, default_flow_style=None, width=110),
-    ))
+    (target / "README.md").write_text(
+        CARD.format(
+            data=DATA,
+            parameters=size / 1e6,
+            layers=config["num_hidden_layers"],
+            width=config["hidden_size"],
+            vocab=config["vocab_size"],
+            steps=facts["steps"],
+            tokens=facts["tokens"] / 1e6,
+            seed=facts["seed"],
+            losses=", ".join(f"{k} {v:.2f}" for k, v in facts["heldout_loss_nats"].items()),
+            phases=yaml.safe_dump(
+                recipe["phases"], sort_keys=False, default_flow_style=None, width=110
+            ),
+        )
+    )
     for source in sorted(args.accelerators.iterdir()):
         if (source / "accelerator.json").exists():
             shutil.copytree(source, args.package / "accelerators" / source.name, dirs_exist_ok=True)

@@ -1,4 +1,5 @@
-"""Pretrain a reference model of transformers (Llama, or a mixture of experts), Muon + AdamW, phases with depth growth.
+"""Pretrain a reference model of transformers (Llama, or a mixture of experts), Muon + AdamW, phases
+with depth growth.
 
     python recipes/reference/pretrain.py --config recipes/reference/reference.yaml \
         --data runs/reference/data --out runs/reference/base
@@ -27,7 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from multirate.training.muon import Muon
 from multirate.training.precision import low_precision
 
-PRODUCTS = low_precision(torch.device("cpu"))  # bf16 where the processor multiplies it, fp32 elsewhere
+PRODUCTS = low_precision(
+    torch.device("cpu")
+)  # bf16 where the processor multiplies it, fp32 elsewhere
 
 
 class TokenSource:
@@ -44,14 +47,16 @@ class TokenSource:
 class TiedHeadLoss(torch.autograd.Function):
     """Mean cross-entropy of ``hidden [N, d]`` through ``weight [V, d]``, a chunk of rows at a time.
 
-    The gradient is formed in the forward pass, so the [N, V] logits never exist at once: on two cores
-    this takes a third of the time of a full fp32 logits tensor.
+    The gradient is formed in the forward pass, so the [N, V] logits never exist at once: on two
+    cores this takes a third of the time of a full fp32 logits tensor.
     """
 
     CHUNK = 512
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
         n = hidden.shape[0]
         low_weight, low_hidden = weight.to(PRODUCTS), hidden.to(PRODUCTS)
         grad_hidden = torch.empty_like(low_hidden)
@@ -81,8 +86,13 @@ class TiedHeadLoss(torch.autograd.Function):
 def build_model(config: dict[str, Any], layers: int, seed: int) -> Any:
     torch.manual_seed(seed)
     shape = AutoConfig.for_model(
-        config.get("architecture", "llama"), **config["model"], num_hidden_layers=layers, bos_token_id=None,
-        eos_token_id=3, pad_token_id=0, initializer_range=0.02,
+        config.get("architecture", "llama"),
+        **config["model"],
+        num_hidden_layers=layers,
+        bos_token_id=None,
+        eos_token_id=3,
+        pad_token_id=0,
+        initializer_range=0.02,
     )
     model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
     with torch.no_grad():  # residual writers start small, so depth does not blow up the stream
@@ -102,12 +112,15 @@ def is_mixture(model: Any) -> bool:
 
 
 def imbalance(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tensor:
-    """Switch Transformer's auxiliary loss (eq. 4), mean over layers: experts · Σ token share · mean probability; 1 when
-    every expert has as many tokens as any other."""
+    """Switch Transformer's auxiliary loss (eq. 4), mean over layers: experts · Σ token share · mean
+    probability; 1 when every expert has as many tokens as any other.
+    """
     total = torch.zeros(())
     for logits in router_logits:
         probabilities = logits.float().softmax(-1)
-        chosen = torch.zeros_like(probabilities).scatter_(1, probabilities.topk(top_k, dim=-1).indices, 1.0)
+        chosen = torch.zeros_like(probabilities).scatter_(
+            1, probabilities.topk(top_k, dim=-1).indices, 1.0
+        )
         total = total + logits.shape[-1] * (chosen.mean(0) / top_k * probabilities.mean(0)).sum()
     return total / len(router_logits)
 
@@ -118,20 +131,23 @@ def stack(depth: int, layers: int) -> list[tuple[int, bool]]:
 
 
 def deepen(depth: int, layers: int) -> list[tuple[int, bool]]:
-    """Depth growth by identity: copies of evenly spaced layers follow their originals, their residual writers zero.
+    """Depth growth by identity: copies of evenly spaced layers follow their originals, their
+    residual writers zero.
 
     The grown model computes what the small one did; training then puts the new layers to use.
     """
     after = {round((j + 1) * depth / (layers - depth)) - 1 for j in range(layers - depth)}
-    origin = [(i, copy) for i in range(depth) for copy in ((False, True) if i in after else (False,))]
+    origin = [
+        (i, copy) for i in range(depth) for copy in ((False, True) if i in after else (False,))
+    ]
     assert len(origin) == layers, "identity growth doubles each layer at most once"
     return origin
 
 
-def grow(
-    small: Any, config: dict[str, Any], origin: list[tuple[int, bool]], seed: int
-) -> Any:
-    """A deeper model: layer i is the small model's layer origin[i][0], its residual writers zero if origin[i][1]."""
+def grow(small: Any, config: dict[str, Any], origin: list[tuple[int, bool]], seed: int) -> Any:
+    """A deeper model: layer i is the small model's layer origin[i][0], its residual writers zero if
+    origin[i][1].
+    """
     big = build_model(config, len(origin), seed)
     source = small.state_dict()
     grown = {}
@@ -154,12 +170,16 @@ GROWTH = {"stack": stack, "identity": deepen}
 def optimizers(model: Any, config: dict[str, Any]) -> list[torch.optim.Optimizer]:
     o = config["optimizer"]
     small = ("embed", "mlp.gate.")  # an embedding and a router are no maps between residuals
-    others = [p for n, p in model.named_parameters() if p.ndim < 2 or any(part in n for part in small)]
+    others = [
+        p for n, p in model.named_parameters() if p.ndim < 2 or any(part in n for part in small)
+    ]
     known = {id(p) for p in others}
     matrices = [p for p in model.parameters() if id(p) not in known]
     return [
         Muon(matrices, lr=o["muon_lr"], weight_decay=o["weight_decay"]),
-        torch.optim.AdamW(others, lr=o["adamw_lr"], betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        torch.optim.AdamW(
+            others, lr=o["adamw_lr"], betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        ),
     ]
 
 
@@ -184,8 +204,12 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--start-from", type=Path, help="a finished model in place of the phases before --phase")
-    parser.add_argument("--phase", help="with --start-from: the phase to begin with (default: the last)")
+    parser.add_argument(
+        "--start-from", type=Path, help="a finished model in place of the phases before --phase"
+    )
+    parser.add_argument(
+        "--phase", help="with --start-from: the phase to begin with (default: the last)"
+    )
     args = parser.parse_args()
     config = yaml.safe_load(args.config.read_text())
     args.out.mkdir(parents=True, exist_ok=True)
@@ -223,7 +247,9 @@ def main() -> None:
         model.load_state_dict(trained.state_dict())
         phase_index = first
         step = sum(phase["steps"] for phase in phases[:phase_index])
-        tokens_seen = sum(phase["steps"] * phase["batch"] * phase["window"] for phase in phases[:phase_index])
+        tokens_seen = sum(
+            phase["steps"] * phase["batch"] * phase["window"] for phase in phases[:phase_index]
+        )
 
     optims = optimizers(model, config)  # of the model chosen above, whichever it is
     if states is not None:
@@ -232,9 +258,13 @@ def main() -> None:
 
     def save() -> None:
         save_atomically(
-            {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optims],
-             "rng": rng.bit_generator.state, "layers": model.config.num_hidden_layers,
-             "progress": (step, phase_index, phase_step, tokens_seen)},
+            {
+                "model": model.state_dict(),
+                "optimizers": [o.state_dict() for o in optims],
+                "rng": rng.bit_generator.state,
+                "layers": model.config.num_hidden_layers,
+                "progress": (step, phase_index, phase_step, tokens_seen),
+            },
             checkpoint,
         )
 
@@ -243,13 +273,20 @@ def main() -> None:
     while phase_index < len(phases) and not stop:
         phase = phases[phase_index]
         if phase["layers"] != model.config.num_hidden_layers:
-            origin = GROWTH[phase.get("growth", "stack")](model.config.num_hidden_layers, phase["layers"])
+            origin = GROWTH[phase.get("growth", "stack")](
+                model.config.num_hidden_layers, phase["layers"]
+            )
             model = grow(model, config, origin, config["seed"])
             optims = optimizers(model, config)
-        # a short window's scores fit the caches: there plain attention beats the fused one of torch's CPU build
+        # a short window's scores fit the caches: there plain attention beats the fused one of
+        # torch's CPU build
         model.config._attn_implementation = "eager" if phase["window"] <= 256 else "sdpa"
-        trained_here = {id(p) for optim in optims for group in optim.param_groups for p in group["params"]}
-        assert trained_here == {id(p) for p in model.parameters()}, "the optimizers belong to another model"
+        trained_here = {
+            id(p) for optim in optims for group in optim.param_groups for p in group["params"]
+        }
+        assert trained_here == {id(p) for p in model.parameters()}, (
+            "the optimizers belong to another model"
+        )
         names, weights = list(phase["mix"]), np.array(list(phase["mix"].values()))
         base_lrs = [config["optimizer"]["muon_lr"], config["optimizer"]["adamw_lr"]]
         while phase_step < phase["steps"] and not stop:
@@ -262,23 +299,43 @@ def main() -> None:
                 for group in optim.param_groups:
                     group["lr"] = lr * factor
             picks = rng.choice(len(names), size=phase["batch"], p=weights / weights.sum())
-            batch = torch.from_numpy(np.stack([sources[names[i]].window(phase["window"], rng) for i in picks]))
+            batch = torch.from_numpy(
+                np.stack([sources[names[i]].window(phase["window"], rng) for i in picks])
+            )
             with torch.autocast("cpu", torch.bfloat16, enabled=torch.bfloat16 == PRODUCTS):
-                out = model.model(batch[:, :-1], use_cache=False, **({"output_router_logits": True} if mixture else {}))
+                out = model.model(
+                    batch[:, :-1],
+                    use_cache=False,
+                    **({"output_router_logits": True} if mixture else {}),
+                )
             hidden = out.last_hidden_state
-            loss = TiedHeadLoss.apply(hidden.flatten(0, 1), model.lm_head.weight, batch[:, 1:].flatten())
-            balance = imbalance(out.router_logits, model.config.num_experts_per_tok) if mixture else torch.zeros(())
+            loss = TiedHeadLoss.apply(
+                hidden.flatten(0, 1), model.lm_head.weight, batch[:, 1:].flatten()
+            )
+            balance = (
+                imbalance(out.router_logits, model.config.num_experts_per_tok)
+                if mixture
+                else torch.zeros(())
+            )
             (loss + config.get("balance", 0.0) * balance).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config["optimizer"]["grad_clip"])
             for optim in optims:
                 optim.step()
                 optim.zero_grad(set_to_none=True)
-            step, phase_step, tokens_seen = step + 1, phase_step + 1, tokens_seen + batch[:, 1:].numel()
+            step, phase_step, tokens_seen = (
+                step + 1,
+                phase_step + 1,
+                tokens_seen + batch[:, 1:].numel(),
+            )
             if step % config["log_every"] == 0:
                 rate = (tokens_seen - since) / (time.time() - began)
                 more = f"balance {balance.item():.2f} " if mixture else ""
-                print(f"{phase['name']} {phase_step}/{phase['steps']} step {step} loss {loss.item():.3f} {more}"
-                      f"tokens {tokens_seen / 1e6:.2f}M {rate:.0f} tok/s", flush=True)
+                print(
+                    f"{phase['name']} {phase_step}/{phase['steps']} step {step} loss "
+                    f"{loss.item():.3f} {more}"
+                    f"tokens {tokens_seen / 1e6:.2f}M {rate:.0f} tok/s",
+                    flush=True,
+                )
             if step % config["checkpoint_every"] == 0:
                 save()
             if step % 200 == 0:
@@ -293,7 +350,12 @@ def main() -> None:
     losses = {n: round(heldout_loss(model, args.data, n, windows=40), 4) for n in every_source}
     model.to(torch.bfloat16).save_pretrained(args.out / "model")
     AutoTokenizer.from_pretrained(args.data / "tokenizer").save_pretrained(args.out / "model")
-    facts = {"steps": step, "tokens": tokens_seen, "seed": config["seed"], "heldout_loss_nats": losses}
+    facts = {
+        "steps": step,
+        "tokens": tokens_seen,
+        "seed": config["seed"],
+        "heldout_loss_nats": losses,
+    }
     (args.out / "facts.json").write_text(json.dumps(facts, indent=2))
     print(json.dumps(facts), flush=True)
 

@@ -1,4 +1,6 @@
-"""A model made ready to decode, plainly or with an accelerator: `attach`, then `Engine.generate`."""
+"""A model made ready to decode, plainly or with an accelerator: `attach`, then
+`Engine.generate`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
     from multirate.experts.model import OffloadedExperts
 
 SPECULATE = ("auto", "always", "never")
-KEPT_BYTES = 256 << 20  # K/V of finished generations kept for a conversation's next turn, all methods together
+KEPT_BYTES = (
+    256 << 20
+)  # K/V of finished generations kept for a conversation's next turn, all methods together
 
 
 def attach(
@@ -46,14 +50,17 @@ def attach(
     expert_policy: str | None = None,
     expert_predictor: str | os.PathLike[str] | None = None,
 ) -> Engine:
-    """An engine for a causal LM of transformers (or its folder, hub id, or what hub.load_model gave), never changed.
+    """An engine for a causal LM of transformers (or its folder, hub id, or what hub.load_model
+    gave), never changed.
 
-    accelerator: a trained one, its folder or hub id, or the name of an embedded one; None: plain decoding and the
-    methods that need no training. backend: "auto", "hf" (the model's own layers) or "native" (packed bf16 weights).
+    accelerator: a trained one, its folder or hub id, or the name of an embedded one; None: plain
+    decoding and the methods that need no training. backend: "auto", "hf" (the model's own layers)
+    or "native" (packed bf16 weights).
     tokenizer: needed with stop strings only.
-    experts: for a mixture of experts named by folder or hub id, the store (`multirate pack`) that its experts are read
-    from as they are needed. For it, or a model that `offload` gave: expert_memory: how much of them is held, such as
-    "2GB" (default: all); expert_policy: see experts/named_policies.py (default: aot);
+    experts: for a mixture of experts named by folder or hub id, the store (`multirate pack`) that
+    its experts are read from as they are needed. For it, or a model that `offload` gave:
+    expert_memory: how much of them is held, such as "2GB" (default: all); expert_policy: see
+    experts/named_policies.py (default: aot);
     expert_predictor: what `train --objective experts` made, a folder or hub id.
     Raises UserError with the reason for what cannot be used.
     """
@@ -66,14 +73,18 @@ def attach(
 
     if isinstance(model, LoadedModel):
         model, tokenizer = model.model, tokenizer or model.tokenizer
-    with turns_of(model).taken():  # building a decoder may run the model, and exchanges what reads its experts
+    with turns_of(
+        model
+    ).taken():  # building a decoder may run the model, and exchanges what reads its experts
         offloaded = experts_on_disk(model)
         if offloaded is None:
             engine = Engine(model, load_decoder(model, backend), tokenizer, backend)
         else:
             if expert_predictor is not None:
                 offloaded.add(expert_predictor)
-            engine = Engine(model, offloaded.start(backend, expert_policy, expert_memory), tokenizer, backend)
+            engine = Engine(
+                model, offloaded.start(backend, expert_policy, expert_memory), tokenizer, backend
+            )
             engine.experts = offloaded
     if accelerator is not None:
         engine.add(accelerator)
@@ -94,21 +105,25 @@ class _Decoding:
 class Engine:
     """One model, its decoder, and any number of accelerators by name.
 
-    notice: what the user should know about the last call (that speculation does not pay here, with the numbers), else
-    None. default: the method that `generate` uses when none is named. experts: where they are read from, if on disk.
-    keep_bytes: the last generation of each method stays in memory, up to so many bytes of K/V in all (newest first), so
-    that a prompt which begins with the same tokens, as a conversation's next turn does, reads only what is new. 0 keeps
-    none; `forget` drops them.
+    notice: what the user should know about the last call (that speculation does not pay here, with
+    the numbers), else None. default: the method that `generate` uses when none is named. experts:
+    where they are read from, if on disk.
+    keep_bytes: the last generation of each method stays in memory, up to so many bytes of K/V in
+    all (newest first), so that a prompt which begins with the same tokens, as a conversation's next
+    turn does, reads only what is new. 0 keeps none; `forget` drops them.
 
-    Threads: an engine may be used by any number of threads. It runs one generation at a time, others wait for it to
-    end. Engines run side by side, also of one model, unless they run the model's own modules (backend "hf") or read its
-    experts from disk: those of one model take turns. `notice` is of the last call of any thread. A streamed
-    generation's on_tokens runs in its turn and cannot start another one of the same engine.
-    Processes: a forked process may go on with its parent's engines, torch then runs on one thread there; with experts
-    on disk it has to load the model itself.
+    Threads: an engine may be used by any number of threads. It runs one generation at a time,
+    others wait for it to end. Engines run side by side, also of one model, unless they run the
+    model's own modules (backend "hf") or read its
+    experts from disk: those of one model take turns. `notice` is of the last call of any thread. A
+    streamed generation's on_tokens runs in its turn and cannot start another one of the same
+    engine. Processes: a forked process may go on with its parent's engines, torch then runs on one
+    thread there; with experts on disk it has to load the model itself.
     """
 
-    def __init__(self, model: Any, decoder: Decoder, tokenizer: Any = None, backend: str = "auto") -> None:
+    def __init__(
+        self, model: Any, decoder: Decoder, tokenizer: Any = None, backend: str = "auto"
+    ) -> None:
         self.model = model
         self.decoder = decoder
         self.tokenizer = tokenizer
@@ -129,9 +144,13 @@ class Engine:
         """ "native" or "hf"."""
         return "hf" if isinstance(self.decoder, HFDecoder) else "native"
 
-    def add(self, accelerator: str | os.PathLike[str] | Accelerator, name: str | None = None) -> str:
-        """Adds an accelerator under `name` (default: its method's) → that name. The first that drafts becomes the
-        default; one that names experts is used by the policies accelerated and aot."""
+    def add(
+        self, accelerator: str | os.PathLike[str] | Accelerator, name: str | None = None
+    ) -> str:
+        """Adds an accelerator under `name` (default: its method's) → that name. The first that
+        drafts becomes the default; one that names experts is used by the policies accelerated and
+        aot.
+        """
         if not isinstance(accelerator, Accelerator):
             accelerator = Accelerator.from_pretrained(resolve_accelerator(accelerator), self.model)
         name = name or accelerator.method
@@ -141,15 +160,23 @@ class Engine:
     def _add(self, accelerator: Accelerator, name: str) -> str:
         if spec.find(accelerator.method).role == "experts":
             if self.experts is None:
-                raise UserError("this accelerator names experts, and the model's are all in memory: it is for models "
-                                "with experts on disk (experts=DIR, expert_predictor)")  # fmt: skip
+                raise UserError(
+                    "this accelerator names experts, and the model's are all in memory: it is for "
+                    "models "
+                    "with experts on disk (experts=DIR, expert_predictor)"
+                )
             self.experts.add(accelerator)
             self.experts.use_policy(self.experts.policy, self.experts.memory)
             return name
         if ":" in name:
-            raise UserError(f"an accelerator cannot be named {name!r}: what follows a ':' are a method's settings")
+            raise UserError(
+                f"an accelerator cannot be named {name!r}: what follows a ':' are a method's "
+                "settings"
+            )
         if name in (PLAIN, "generate"):
-            raise UserError(f"an accelerator cannot be named {name!r}: that is the name of a baseline")
+            raise UserError(
+                f"an accelerator cannot be named {name!r}: that is the name of a baseline"
+            )
         self.accelerators[name] = accelerator
         for known in (self._decodings, self._prefix_caches):
             for variant in [v for v in known if spec.parse_variant(v)[0] == name]:
@@ -159,7 +186,9 @@ class Engine:
         return name
 
     def methods(self) -> list[str]:
-        """The method names that `generate` accepts: the attached accelerators' and those that need no training."""
+        """The method names that `generate` accepts: the attached accelerators' and those that need
+        no training.
+        """
         untrained = [name for name, known in spec.all_specs().items() if known.training is None]
         return [*self.accelerators, *(name for name in untrained if name not in self.accelerators)]
 
@@ -169,7 +198,9 @@ class Engine:
             decoding = self._decoding(method)
         return self._spec(method).lossless and (decoding is None or decoding.step.lossless)
 
-    def stopping(self, max_new_tokens: int | None = 256, stop_strings: Sequence[str] = ()) -> StopSettings:
+    def stopping(
+        self, max_new_tokens: int | None = 256, stop_strings: Sequence[str] = ()
+    ) -> StopSettings:
         """Stop settings with the model's EOS ids, and the tokenizer for stop strings."""
         return StopSettings(
             max_new_tokens=max_new_tokens,
@@ -187,31 +218,40 @@ class Engine:
         on_tokens: OnTokens | None = None,
         speculate: str = "auto",
     ) -> GenerationOutput:
-        """Continues every prompt (token ids). Defaults: greedy, 256 new tokens or the model's EOS, the first
-        accelerator's method.
+        """Continues every prompt (token ids). Defaults: greedy, 256 new tokens or the model's EOS,
+        the first accelerator's method.
 
-        speculate: "auto" decodes plainly, and says so in `notice`, where measured costs and acceptance show that
-        drafts do not pay on this machine; "always" drafts all the same; "never" decodes plainly.
-        method may carry settings of its drafts, as in "m2r2-carry:lookup=0:nodes=5".
-        on_tokens(b, tokens) is called with the new tokens of prompt b as they are emitted.
-        Waits while another thread generates with this engine.
-        Raises UserError for an unknown method, an empty prompt, one longer than the context, or an id out of range.
+        speculate: "auto" decodes plainly, and says so in `notice`, where measured costs and
+        acceptance show that drafts do not pay on this machine; "always" drafts all the same;
+        "never" decodes plainly. method may carry settings of its drafts, as in
+        "m2r2-carry:lookup=0:nodes=5". on_tokens(b, tokens) is called with the new tokens of prompt
+        b as they are emitted. Waits while another thread generates with this engine. Raises
+        UserError for an unknown method, an empty prompt, one longer than the context, or an id out
+        of range.
         """
         if speculate not in SPECULATE:
             raise UserError(f"speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
         with self._turn():
-            return self._generate(prompts, sampling, stop or self.stopping(), method, on_tokens, speculate)
+            return self._generate(
+                prompts, sampling, stop or self.stopping(), method, on_tokens, speculate
+            )
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """This thread's turn to generate."""
         with self._turns.taken():
             if self._turns.inherited and self.experts is not None:
-                raise UserError("this engine's experts are read by threads of the parent process: load the model and "
-                                "attach in this process, or start processes with multiprocessing's spawn")  # fmt: skip
+                raise UserError(
+                    "this engine's experts are read by threads of the parent process: load the "
+                    "model and "
+                    "attach in this process, or start processes with multiprocessing's spawn"
+                )
             if self._generating_in == os.getpid():
-                raise UserError("this engine is generating: on_tokens or a streamer cannot start another generation "
-                                "with it; accepted is another engine (multirate.attach)")  # fmt: skip
+                raise UserError(
+                    "this engine is generating: on_tokens or a streamer cannot start another "
+                    "generation "
+                    "with it; accepted is another engine (multirate.attach)"
+                )
             self._generating_in = os.getpid()
             try:
                 yield
@@ -234,7 +274,11 @@ class Engine:
             decoding = None
         used = PLAIN if decoding is None else (method or self.default)
         step: Step = PlainStep() if decoding is None else decoding.step
-        kept = self._prefix_caches.pop(used, PrefixCache()) if len(prompts) == 1 and self.keep_bytes else None
+        kept = (
+            self._prefix_caches.pop(used, PrefixCache())
+            if len(prompts) == 1 and self.keep_bytes
+            else None
+        )
         output = generate(self.decoder, step, prompts, sampling, stop, on_tokens, prefix_cache=kept)
         if decoding is not None:
             decoding.observe(output.stats)
@@ -243,14 +287,18 @@ class Engine:
         return output
 
     def forget(self) -> None:
-        """Drops the kept prefixes: the next prompt is read from its first token (in the memory they had)."""
+        """Drops the kept prefixes: the next prompt is read from its first token (in the memory they
+        had).
+        """
         with self._turns.taken():
             for kept in self._prefix_caches.values():
                 kept.tokens = []
 
     def _follow_model(self) -> None:
-        """Makes a new decoder where the model was changed since the last was made: packed weights are copies, and kept
-        prefixes are of the weights that wrote them. Raises UserError if the backend cannot run it any more."""
+        """Makes a new decoder where the model was changed since the last was made: packed weights
+        are copies, and kept prefixes are of the weights that wrote them. Raises UserError if the
+        backend cannot run it any more.
+        """
         if not self._watch.changed():
             return
         packed, before = self.backend == "native", self.decoder.info
@@ -267,7 +315,11 @@ class Engine:
             for accelerator in self.accelerators.values():
                 accelerator.module.to(now.device, now.dtype)
         if packed and self.backend == "native":
-            warnings.warn("the model was changed after its weights were packed: packed again", Notice, stacklevel=3)
+            warnings.warn(
+                "the model was changed after its weights were packed: packed again",
+                Notice,
+                stacklevel=3,
+            )
 
     def _keep(self, name: str, prefix_cache: PrefixCache) -> None:
         self._prefix_caches[name] = prefix_cache
@@ -281,7 +333,11 @@ class Engine:
             return spec.find(self.accelerators[name].method)
         if name not in self.methods():
             known = ", ".join(self.methods())
-            hint = " (it needs a trained accelerator, and none is attached)" if name in spec.trainable() else ""
+            hint = (
+                " (it needs a trained accelerator, and none is attached)"
+                if name in spec.trainable()
+                else ""
+            )
             raise UserError(f"method {name!r} cannot be used{hint}; accepted: {known}")
         return spec.find(name)
 
@@ -309,7 +365,9 @@ class Engine:
 
 
 def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
-    """The ids that end a text: the model's generation config, else its config, else the tokenizer's."""
+    """The ids that end a text: the model's generation config, else its config, else the
+    tokenizer's.
+    """
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
@@ -318,11 +376,17 @@ def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
 
 
 def _card_rates(accelerator: Accelerator | None) -> list[float]:
-    """Top-1 agreement by draft step at the first gate, as measured in training; the last value stands for deeper steps.
+    """Top-1 agreement by draft step at the first gate, as measured in training; the last value
+    stands for deeper steps.
 
-    A step's agreement is of drafts whose predecessors need not agree, so it is the conditional acceptance of a depth.
+    A step's agreement is of drafts whose predecessors need not agree, so it is the conditional
+    acceptance of a depth.
     """
     terms = (accelerator.results.get("terms") or []) if accelerator is not None else []
     gates = [term["gate"] for term in terms]
-    rates = [float(t["agreement"]) for t in sorted(terms, key=lambda t: t["draft_step"]) if t["gate"] == min(gates)]
+    rates = [
+        float(t["agreement"])
+        for t in sorted(terms, key=lambda t: t["draft_step"])
+        if t["gate"] == min(gates)
+    ]
     return [*rates, *[rates[-1]] * (8 - len(rates))] if rates else []

@@ -6,11 +6,15 @@ import warnings
 
 
 class UserError(Exception):
-    """A path, value, file or model that cannot be used, in one sentence that names it and what is accepted."""
+    """A path, value, file or model that cannot be used, in one sentence that names it and what is
+    accepted.
+    """
 
 
 class Notice(UserWarning):
-    """Something works otherwise, or slower, than was to be expected. The command line prints it as a `note:` line."""
+    """Something works otherwise, or slower, than was to be expected. The command line prints it as
+    a `note:` line.
+    """
 
 
 _said: set[str] = set()

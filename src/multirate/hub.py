@@ -1,4 +1,6 @@
-"""Models and accelerators by local folder, hub id, or from the package; what is missing is said in a sentence."""
+"""Models and accelerators by local folder, hub id, or from the package; what is missing is said in
+a sentence.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ from multirate.errors import UserError
 if TYPE_CHECKING:
     from multirate.experts.model import OffloadedExperts
 
-DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {
+    "auto": "auto",
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 ACCELERATOR_FILES = ("accelerator.json", "accelerator.safetensors")
 _REFERENCE = Path(__file__).parent / "reference"
 MIXTURE = "reference-mixture"
@@ -58,7 +65,9 @@ def _source(name: str | None) -> str:
         return name
     folder = EMBEDDED[name]
     if not (folder / "config.json").is_file():
-        raise UserError(f"this installation carries no {name} ({folder}): name a model's folder or hub id")
+        raise UserError(
+            f"this installation carries no {name} ({folder}): name a model's folder or hub id"
+        )
     return str(folder)
 
 
@@ -70,10 +79,12 @@ def reference_accelerators() -> dict[str, Path]:
 
 
 def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto") -> LoadedModel:
-    """A model and tokenizer by local folder, hub id or name of an embedded one; None is the embedded reference model.
+    """A model and tokenizer by local folder, hub id or name of an embedded one; None is the
+    embedded reference model.
 
-    `dtype` is a key of DTYPES ("auto": as saved); `device` is "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1" …
-    Raises UserError for an unknown, gated, unreachable, corrupt or unsupported model.
+    `dtype` is a key of DTYPES ("auto": as saved); `device` is "auto" (a GPU if there is one),
+    "cpu", "cuda", "cuda:1" … Raises UserError for an unknown, gated, unreachable, corrupt or
+    unsupported model.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown: accepted are {', '.join(DTYPES)}")
@@ -90,15 +101,18 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
 
 
 def model_folder(name: str) -> Path:
-    """The local folder of a model's files: of an embedded one, a folder, or a hub id (its safetensors and JSON are
-    downloaded)."""
+    """The local folder of a model's files: of an embedded one, a folder, or a hub id (its
+    safetensors and JSON are downloaded).
+    """
     name = _source(name)
     _check_name(name, "model", "config.json")
     if Path(name).is_dir():
         return Path(name)
     with explained(f"model {name}"):
         wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-        return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=not _hub_answers()))
+        return Path(
+            snapshot_download(name, allow_patterns=wanted, local_files_only=not _hub_answers())
+        )
 
 
 def load_config(name: str | None = None) -> Any:
@@ -110,7 +124,9 @@ def load_config(name: str | None = None) -> Any:
 
 
 def resolve_accelerator(name: str | os.PathLike[str]) -> Path:
-    """The local folder of an accelerator: a folder, the name of an embedded one, or a hub id (which is downloaded)."""
+    """The local folder of an accelerator: a folder, the name of an embedded one, or a hub id (which
+    is downloaded).
+    """
     text = os.fspath(name)
     if not Path(text).exists() and text in reference_accelerators():
         return reference_accelerators()[text]
@@ -119,14 +135,18 @@ def resolve_accelerator(name: str | os.PathLike[str]) -> Path:
         return Path(text)
     with explained(f"accelerator {text}"):
         wanted = ["*.json", "*.safetensors"]
-        folder = Path(snapshot_download(text, allow_patterns=wanted, local_files_only=not _hub_answers()))
+        folder = Path(
+            snapshot_download(text, allow_patterns=wanted, local_files_only=not _hub_answers())
+        )
     if not (folder / ACCELERATOR_FILES[0]).is_file():
         raise UserError(f"{text} is not an accelerator: it has no {ACCELERATOR_FILES[0]}")
     return folder
 
 
 def _at_hand(name: str) -> str:
-    """A folder or hub id that can be loaded; where the hub cannot be reached, the folder of what was downloaded."""
+    """A folder or hub id that can be loaded; where the hub cannot be reached, the folder of what
+    was downloaded.
+    """
     if Path(name).is_dir() or _hub_answers():
         return name
     return str(snapshot_download(name, local_files_only=True))
@@ -134,12 +154,16 @@ def _at_hand(name: str) -> str:
 
 @functools.cache
 def _hub_answers() -> bool:
-    """Asked once per process, with one request: the hub's client would repeat each of its own for half a minute."""
+    """Asked once per process, with one request: the hub's client would repeat each of its own for
+    half a minute.
+    """
     if is_offline_mode():
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
-    except Exception:  # the client's own kinds differ between its versions: no connection, no such host, too slow
+    except (
+        Exception
+    ):  # the client's own kinds differ between its versions: no connection, no such host, too slow
         return False
     return True
 
@@ -151,20 +175,32 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError):
-        raise UserError(f"device {name!r} cannot be used here: accepted are auto, cpu, or cuda with a GPU") from None
+        raise UserError(
+            f"device {name!r} cannot be used here: accepted are auto, cpu, or cuda with a GPU"
+        ) from None
     return device
 
 
 def _check_name(name: str, kind: str, needed: str) -> None:
-    """A path that is no folder, or a folder without the file `needed`, is said before the hub is asked for it."""
+    """A path that is no folder, or a folder without the file `needed`, is said before the hub is
+    asked for it.
+    """
     path, one = Path(name), f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
     if path.is_dir():
         if not (path / needed).is_file():
             raise UserError(f"{name} is not {one}: it has no {needed}")
     elif path.exists():
         raise UserError(f"{name} is a file: {one} is a folder or a hub id such as owner/name")
-    elif not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or os.sep == "\\" in name:
-        raise UserError(f"there is no folder {name!r}: {one} is a local folder or a hub id such as owner/name")
+    elif (
+        not name
+        or path.is_absolute()
+        or name.startswith((".", "~"))
+        or name.count("/") > 1
+        or os.sep == "\\" in name
+    ):
+        raise UserError(
+            f"there is no folder {name!r}: {one} is a local folder or a hub id such as owner/name"
+        )
 
 
 @contextmanager
@@ -183,9 +219,14 @@ def _sentence(what: str, error: BaseException) -> str:
         return any(isinstance(cause, kinds) for cause in causes)
 
     if any_is(GatedRepoError):
-        return f"{what} is gated: ask for access on its page at huggingface.co, then log in with `hf auth login`"
+        return (
+            f"{what} is gated: ask for access on its page at huggingface.co, then log in with `hf "
+            "auth login`"
+        )
     if any_is(RepositoryNotFoundError):
-        return f"{what} was not found: check the name, or log in with `hf auth login` if it is private"
+        return (
+            f"{what} was not found: check the name, or log in with `hf auth login` if it is private"
+        )
     if any_is(HFValidationError):
         return f"{what} was not found: neither a local folder nor a valid hub id such as owner/name"
     if any_is(LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
@@ -193,7 +234,9 @@ def _sentence(what: str, error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         place = f" ({error.filename})" if error.filename else ""
         return f"{what} cannot be loaded: {(error.strerror or str(error)).lower()}{place}"
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    first = next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
     return f"{what} cannot be loaded: {first[:300].rstrip('.')}"
 
 

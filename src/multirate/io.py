@@ -12,7 +12,9 @@ from multirate.errors import UserError
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Writes `data` beside `path`, to the disk, and renames. Raises OSError; nothing is left then."""
+    """Writes `data` beside `path`, to the disk, and renames. Raises OSError; nothing is left
+    then.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

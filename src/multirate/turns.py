@@ -36,7 +36,9 @@ class Turns:
 
 
 def turns_of(model: Any) -> Turns:
-    """The turns of all who run the model's own modules: they change its settings and hooks for as long as they run."""
+    """The turns of all who run the model's own modules: they change its settings and hooks for as
+    long as they run.
+    """
     with _looking_up:
         found = _of_model.get(model)
         if found is None:

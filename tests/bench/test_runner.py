@@ -10,7 +10,15 @@ from multirate import io
 from multirate.bench import provenance, report
 from multirate.bench.divergence import Judge, first_difference
 from multirate.bench.prompts import Prompt
-from multirate.bench.runner import Answer, Measurements, MethodRun, Sample, baseline, measure, summarise
+from multirate.bench.runner import (
+    Answer,
+    Measurements,
+    MethodRun,
+    Sample,
+    baseline,
+    measure,
+    summarise,
+)
 from multirate.errors import UserError
 
 PROMPTS = [Prompt(str(i), [10 + i, 20, 30]) for i in range(4)]
@@ -35,14 +43,21 @@ def truth(model: torch.nn.Module) -> dict[tuple[int, ...], list[int]]:
 
 
 def recorded(answers: dict[str, list[list[int]]], seconds: dict[str, list[float]]) -> Measurements:
-    """Measurements with the given answers in every repeat and the given seconds per prompt of each repeat."""
+    """Measurements with the given answers in every repeat and the given seconds per prompt of each
+    repeat.
+    """
     repeats = len(next(iter(seconds.values())))
 
     def sample(name: str, repeat: int, index: int) -> Sample:
         tokens = answers[name][index]
-        return Sample(Answer(tokens, stepped=len(tokens), steps=2, drafted=4, accepted=3), seconds[name][repeat])
+        return Sample(
+            Answer(tokens, stepped=len(tokens), steps=2, drafted=4, accepted=3),
+            seconds[name][repeat],
+        )
 
-    samples = [[{name: sample(name, r, i) for name in answers} for i in range(4)] for r in range(repeats)]
+    samples = [
+        [{name: sample(name, r, i) for name in answers} for i in range(4)] for r in range(repeats)
+    ]
     return Measurements(list(answers), PROMPTS, samples)
 
 
@@ -68,7 +83,9 @@ def test_rows(model: torch.nn.Module, truth: dict) -> None:
     assert plain.speedup == pytest.approx(1.0)
     assert rows["fast"].speedup == pytest.approx(2.5)
     assert rows["generate"].speedup == pytest.approx(10 / 16)
-    assert rows["fast"].tokens_per_step == pytest.approx(3.0) and rows["fast"].acceptance == pytest.approx(0.75)
+    assert rows["fast"].tokens_per_step == pytest.approx(3.0) and rows[
+        "fast"
+    ].acceptance == pytest.approx(0.75)
     assert (rows["fast"].identical, rows["fast"].near_ties, rows["fast"].diverged) == (4, 0, 0)
 
 
@@ -89,9 +106,12 @@ def test_speedup_is_against_the_faster_baseline(model: torch.nn.Module, truth: d
 def test_wrong_answers_get_no_speedup(model: torch.nn.Module, truth: dict, damage: str) -> None:
     right = [truth[tuple(p.tokens)] for p in PROMPTS]
     bad = right[2]
-    bad = {"shortened": bad[:-1], "missing": [], "longer": [*bad, 5], "changed": [*bad[:3], (bad[3] + 1) % 261, 7]}[
-        damage
-    ]
+    bad = {
+        "shortened": bad[:-1],
+        "missing": [],
+        "longer": [*bad, 5],
+        "changed": [*bad[:3], (bad[3] + 1) % 261, 7],
+    }[damage]
     runs = recorded(
         {"autoregressive": right, "fast": [right[0], right[1], bad, right[3]]},
         {"autoregressive": [2.0, 2.0], "fast": [1.0, 1.0]},
@@ -104,7 +124,9 @@ def test_wrong_answers_get_no_speedup(model: torch.nn.Module, truth: dict, damag
 
 def test_a_wrong_answer_in_one_repeat_only_is_found(model: torch.nn.Module, truth: dict) -> None:
     right = [truth[tuple(p.tokens)] for p in PROMPTS]
-    runs = recorded({"autoregressive": right, "fast": right}, {"autoregressive": [1.0] * 3, "fast": [1.0] * 3})
+    runs = recorded(
+        {"autoregressive": right, "fast": right}, {"autoregressive": [1.0] * 3, "fast": [1.0] * 3}
+    )
     runs.samples[1][0]["fast"] = Sample(Answer([3]), 1.0)
     row = summarise(runs, Judge(model))[1]
     assert (row.identical, row.diverged, row.speedup) == (3, 1, None)
@@ -113,7 +135,9 @@ def test_a_wrong_answer_in_one_repeat_only_is_found(model: torch.nn.Module, trut
 def test_a_lossy_method_may_differ_but_must_answer(model: torch.nn.Module, truth: dict) -> None:
     right = [truth[tuple(p.tokens)] for p in PROMPTS]
     other = [[5, 6], *right[1:]]
-    runs = recorded({"autoregressive": right, "exit": other}, {"autoregressive": [1.0], "exit": [1.0]})
+    runs = recorded(
+        {"autoregressive": right, "exit": other}, {"autoregressive": [1.0], "exit": [1.0]}
+    )
     row = summarise(runs, Judge(model), lossy=["exit"])[1]
     assert row.speedup is not None and row.identical == 3 and report.identity(row) == "3 same"
     runs.samples[0][0]["exit"] = Sample(Answer([]), 1.0)
@@ -127,7 +151,8 @@ def test_near_ties_of_bf16_are_told_from_bugs() -> None:
     with torch.no_grad():
         exact = judge._exact_model()(torch.tensor([prompt])).logits[0, -1]
         top = int(exact.argmax())
-        # Copy the winning row of the head onto another token with the smallest change bf16 can hold.
+        # Copy the winning row of the head onto another token with the smallest change bf16 can
+        # hold.
         twin = (top + 5) % 261
         for head in (model.lm_head.weight, judge._exact.lm_head.weight):
             head[twin] = head[top]
@@ -135,11 +160,18 @@ def test_near_ties_of_bf16_are_told_from_bugs() -> None:
         for head in (model.lm_head.weight, judge._exact.lm_head.weight):
             head[twin, index] *= 1.01
     tie = judge.classify(prompt, [top, 4], [twin, 9])
-    assert tie is not None and tie.kind == "near-tie" and tie.gap is not None and tie.bound is not None
+    assert (
+        tie is not None and tie.kind == "near-tie" and tie.gap is not None and tie.bound is not None
+    )
     assert tie.position == 0 and tie.gap <= tie.bound
     worst = int(exact.argmin())
     bug = judge.classify(prompt, [top, 4], [worst, 9])
-    assert bug is not None and bug.kind == "bug" and bug.gap is not None and bug.gap > 10 * (bug.bound or 0)
+    assert (
+        bug is not None
+        and bug.kind == "bug"
+        and bug.gap is not None
+        and bug.gap > 10 * (bug.bound or 0)
+    )
     assert judge.classify(prompt, [top, 4], [top, 4]) is None
     assert model.dtype == torch.bfloat16  # judged on a copy
 
@@ -167,11 +199,15 @@ def test_only_a_conversations_later_turns_may_know_what_came_before() -> None:
         return Answer([1])
 
     prompts = [Prompt("a#1", [1]), Prompt("a#2", [2], follows=True), Prompt("b", [3])]
-    measure([MethodRun("a", run, forget=lambda: calls.append("forget"))], prompts, repeats=2, warmup=1)
+    measure(
+        [MethodRun("a", run, forget=lambda: calls.append("forget"))], prompts, repeats=2, warmup=1
+    )
     assert calls == ["forget", "1"] + 2 * ["forget", "1", "2", "forget", "3"]
 
 
-@pytest.mark.parametrize(("stop_at", "repeats", "prompts"), [(3, 0, 0), (6, 1, 1), (11, 1, 3), (14, 1, 3)])
+@pytest.mark.parametrize(
+    ("stop_at", "repeats", "prompts"), [(3, 0, 0), (6, 1, 1), (11, 1, 3), (14, 1, 3)]
+)
 def test_ctrl_c_keeps_what_is_complete(stop_at: int, repeats: int, prompts: int) -> None:
     calls = 0
 
@@ -182,12 +218,16 @@ def test_ctrl_c_keeps_what_is_complete(stop_at: int, repeats: int, prompts: int)
             raise KeyboardInterrupt
         return Answer([1, 2])
 
-    runs = measure([MethodRun("autoregressive", run), MethodRun("b", run)], PROMPTS[:3], repeats=3, warmup=1)
+    runs = measure(
+        [MethodRun("autoregressive", run), MethodRun("b", run)], PROMPTS[:3], repeats=3, warmup=1
+    )
     assert runs.interrupted
     assert [len(r) for r in runs.usable()] == [prompts] * repeats
 
 
-def test_table_fits_in_80_columns_and_json_is_complete(model: torch.nn.Module, truth: dict, tmp_path: Path) -> None:
+def test_table_fits_in_80_columns_and_json_is_complete(
+    model: torch.nn.Module, truth: dict, tmp_path: Path
+) -> None:
     right = [truth[tuple(p.tokens)] for p in PROMPTS]
     runs = recorded(
         {"generate": right, "autoregressive": right, "m2r2-carry": [*right[:3], []]},
@@ -207,7 +247,18 @@ def test_table_fits_in_80_columns_and_json_is_complete(model: torch.nn.Module, t
     path = io.check_writable(tmp_path / "out.json")
     io.write_json(path, content)
     read = json.loads(path.read_text())
-    top = ["version", "commit", "device", "threads", "dtype", "model", "suite", "prompts", "max_new_tokens", "rows"]
+    top = [
+        "version",
+        "commit",
+        "device",
+        "threads",
+        "dtype",
+        "model",
+        "suite",
+        "prompts",
+        "max_new_tokens",
+        "rows",
+    ]
     assert set(top) <= set(read)
     fields = ["method", "lossless", "tokens", "seconds", "tokens_per_second", "speedup", "spread"]
     fields += ["tokens_per_step", "acceptance", "identical", "near_ties", "diverged"]

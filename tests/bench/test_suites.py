@@ -10,18 +10,33 @@ from multirate.errors import UserError
 
 
 def write(path: Path, *records: object) -> Path:
-    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records) + "\n", encoding="utf-8")
+    path.write_text(
+        "\n".join(r if isinstance(r, str) else json.dumps(r) for r in records) + "\n",
+        encoding="utf-8",
+    )
     return path
 
 
 @pytest.mark.parametrize(
     ("suite", "record", "expected"),
     [
-        ("mt_bench", {"question_id": 81, "category": "writing", "turns": ["a", "b"]}, [("81", ("a", "b"), "writing")]),
-        ("spec_bench", {"question_id": 5, "category": "qa", "turns": ["only"]}, [("5", ("only",), "qa")]),
+        (
+            "mt_bench",
+            {"question_id": 81, "category": "writing", "turns": ["a", "b"]},
+            [("81", ("a", "b"), "writing")],
+        ),
+        (
+            "spec_bench",
+            {"question_id": 5, "category": "qa", "turns": ["only"]},
+            [("5", ("only",), "qa")],
+        ),
         (
             "self_instruct",
-            {"id": "t0", "instruction": "Do.", "instances": [{"input": "x", "output": "y"}, {"input": ""}]},
+            {
+                "id": "t0",
+                "instruction": "Do.",
+                "instances": [{"input": "x", "output": "y"}, {"input": ""}],
+            },
             [("t0.0", ("Do.\n\nx",), None), ("t0.1", ("Do.",), None)],
         ),
         ("koala", {"id": "k", "prompt": "hello"}, [("k", ("hello",), None)]),
@@ -36,7 +51,13 @@ def test_formats(tmp_path: Path, suite: str, record: dict, expected: list) -> No
 
 
 def test_limit_blank_lines_and_byte_order_mark(tmp_path: Path) -> None:
-    path = write(tmp_path / "q.jsonl", "\ufeff" + json.dumps({"text": "é1"}), "", {"text": "2"}, {"text": "3"})
+    path = write(
+        tmp_path / "q.jsonl",
+        "\ufeff" + json.dumps({"text": "é1"}),
+        "",
+        {"text": "2"},
+        {"text": "3"},
+    )
     assert [q.turns[0] for q in load_suite("text", path, limit=2)] == ["é1", "2"]
     assert [q.id for q in load_suite("text", path)] == ["1", "3", "4"]  # line numbers of the file
     path = write(tmp_path / "six.jsonl", *({"text": str(n)} for n in range(6)))
@@ -47,13 +68,24 @@ def test_limit_blank_lines_and_byte_order_mark(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suite", list(READERS))
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{oops", "line 2: not valid JSON"), ("[1]", "line 2: a JSON object is needed, not a list"), ("{}", "line 2: a ")],
+    [
+        ("{oops", "line 2: not valid JSON"),
+        ("[1]", "line 2: a JSON object is needed, not a list"),
+        ("{}", "line 2: a "),
+    ],
 )
-def test_malformed_lines_name_file_and_line(tmp_path: Path, suite: str, line: str, message: str) -> None:
+def test_malformed_lines_name_file_and_line(
+    tmp_path: Path, suite: str, line: str, message: str
+) -> None:
     good = {
-        "turns": ["a"], "instruction": "a", "instances": [{"input": "a"}],
-        "prompt": "a", "Instruction": "a", "question": "a", "text": "a",
-    }  # fmt: skip
+        "turns": ["a"],
+        "instruction": "a",
+        "instances": [{"input": "a"}],
+        "prompt": "a",
+        "Instruction": "a",
+        "question": "a",
+        "text": "a",
+    }
     path = write(tmp_path / "bad.jsonl", good, line)
     with pytest.raises(UserError) as caught:
         load_suite(suite, path)
@@ -112,7 +144,11 @@ def test_second_turn_follows_the_models_own_answer() -> None:
 
 def test_long_prompts_are_skipped_with_their_later_turns_or_cut_from_the_left() -> None:
     words = tiny_model.tokenizer()
-    questions = [Question("a", ("x" * 60, "y")), Question("b", ("short",)), Question("c", ("ok", "z" * 60, "w"))]
+    questions = [
+        Question("a", ("x" * 60, "y")),
+        Question("b", ("short",)),
+        Question("c", ("ok", "z" * 60, "w")),
+    ]
     settings = dict(max_positions=50, max_new_tokens=10)
     made = build_prompts(questions, words, lambda p: [], **settings)
     assert [p.id for p in made.prompts] == ["b", "c#1"]

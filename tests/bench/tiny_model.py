@@ -1,4 +1,6 @@
-"""A tiny random Llama with a tokenizer and chat template, as a user would have it on disk. Shared by several tests."""
+"""A tiny random Llama with a tokenizer and chat template, as a user would have it on disk. Shared
+by several tests.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
     backend.train_from_iterator([], trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", padding_side="left", chat_template=TEMPLATE
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side="left",
+        chat_template=TEMPLATE,
     )
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
-    """Four layers of width 64 with weights large enough that greedy text is not one token repeated."""
+    """Four layers of width 64 with weights large enough that greedy text is not one token
+    repeated.
+    """
     settings: dict[str, Any] = dict(
         vocab_size=261,
         hidden_size=64,

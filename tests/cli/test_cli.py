@@ -48,9 +48,14 @@ def refused(result: Result, *parts: str) -> None:
 def plain_answer(count: int = 12, prompt: str = "hi") -> str:
     network, words = tiny_model.model(), tiny_model.tokenizer()
     ids = words.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
-    new = network.generate(**ids, do_sample=False, max_new_tokens=count)[0, ids["input_ids"].shape[1] :]
+    new = network.generate(**ids, do_sample=False, max_new_tokens=count)[
+        0, ids["input_ids"].shape[1] :
+    ]
     return words.decode(new, skip_special_tokens=True)
 
 
@@ -69,7 +74,19 @@ def test_help_does_not_wait_for_torch() -> None:
 @pytest.mark.parametrize("method", ["autoregressive", "layerskip", "prompt_lookup"])
 @pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
 def test_generate_writes_what_transformers_writes(model: str, method: str, stream: str) -> None:
-    result = run("generate", model, "-p", "hi", "-n", "12", "--method", method, stream, "--speculate", "always")
+    result = run(
+        "generate",
+        model,
+        "-p",
+        "hi",
+        "-n",
+        "12",
+        "--method",
+        method,
+        stream,
+        "--speculate",
+        "always",
+    )
     assert result.exit_code == 0, result.output
     assert result.stdout == plain_answer() + "\n"
 
@@ -77,20 +94,33 @@ def test_generate_writes_what_transformers_writes(model: str, method: str, strea
 def test_generate_reads_files_and_stdin_and_prints_statistics(model: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("hi", encoding="utf-8")
-    assert run("generate", model, "--prompt-file", str(file), "-n", "12").stdout == plain_answer() + "\n"
+    assert (
+        run("generate", model, "--prompt-file", str(file), "-n", "12").stdout
+        == plain_answer() + "\n"
+    )
     result = run("generate", model, "-n", "12", "--stats", text="hi")
     assert result.stdout == plain_answer() + "\n"
-    assert "12 tokens" in result.stderr and "tokens per step" in result.stderr and "ended by length" in result.stderr
+    assert (
+        "12 tokens" in result.stderr
+        and "tokens per step" in result.stderr
+        and "ended by length" in result.stderr
+    )
 
 
 def test_raw_prompts_and_stop_strings(model: str) -> None:
     words, network = tiny_model.tokenizer(), tiny_model.model()
     ids = words("hi", return_tensors="pt")["input_ids"]
-    expected = words.decode(network.generate(ids, do_sample=False, max_new_tokens=12)[0, 2:], skip_special_tokens=True)
+    expected = words.decode(
+        network.generate(ids, do_sample=False, max_new_tokens=12)[0, 2:], skip_special_tokens=True
+    )
     assert run("generate", model, "--raw", "-p", "hi", "-n", "12").stdout == expected + "\n"
     stop = next(c for c in plain_answer(60)[3:] if c.isascii() and c.isprintable())
-    stopped = run("generate", model, "-p", "hi", "-n", "60", "--stop", stop).stdout.removesuffix("\n")
-    assert stopped.endswith(stop) and stopped.count(stop) == 1 and plain_answer(60).startswith(stopped)
+    stopped = run("generate", model, "-p", "hi", "-n", "60", "--stop", stop).stdout.removesuffix(
+        "\n"
+    )
+    assert (
+        stopped.endswith(stop) and stopped.count(stop) == 1 and plain_answer(60).startswith(stopped)
+    )
 
 
 def test_sampling_is_seeded(model: str) -> None:
@@ -104,10 +134,18 @@ def test_what_generate_refuses(model: str, tmp_path: Path) -> None:
     refused(run("generate", model, text=""), "the prompt is empty")
     refused(run("generate", model, "--raw", "-p", "x" * 600), "600 tokens", "512")
     refused(run("generate", model, "-p", "hi", "--prompt-file", "x"), "not both")
-    refused(run("generate", model, "--prompt-file", str(tmp_path / "none")), "cannot read", "no such file")
+    refused(
+        run("generate", model, "--prompt-file", str(tmp_path / "none")),
+        "cannot read",
+        "no such file",
+    )
     refused(run("generate", model, "-p", "hi", "--temperature", "-1"), "temperature", "-1")
     refused(run("generate", model, "-p", "hi", "--method", "magic"), "magic", "autoregressive")
-    refused(run("generate", model, "-p", "hi", "--method", "m2r2"), "m2r2", "needs a trained accelerator")
+    refused(
+        run("generate", model, "-p", "hi", "--method", "m2r2"),
+        "m2r2",
+        "needs a trained accelerator",
+    )
     refused(run("generate", model, "-p", "hi", "--speculate", "maybe"), "maybe")
     refused(run("generate", model, "-p", "hi", "--backend", "gpu"), "gpu", "native")
     refused(run("generate", model, "-p", "hi", "--dtype", "int3"), "int3", "bfloat16")
@@ -139,15 +177,20 @@ def test_no_connection_is_said(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-m", "multirate.cli.main", "info", "someone/some-model"],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "hub cannot be reached" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
-    """Nothing listens at the discard port: every request is refused at once, and the hub's client would repeat each."""
+    """Nothing listens at the discard port: every request is refused at once, and the hub's client
+    would repeat each.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     out = str(tmp_path / "out")
@@ -160,68 +203,150 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
     for command in commands:
         done = subprocess.run(
             [sys.executable, "-m", "multirate.cli.main", *command],
-            env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 2
-        assert done.stderr.count("\n") == 1, done.stderr  # the client says each of its repetitions on a line
-        for said in ("someone/some-", "hub cannot be reached", "local folder", "reference-mixture", "m2r2-carry"):
+        assert done.stderr.count("\n") == 1, (
+            done.stderr
+        )  # the client says each of its repetitions on a line
+        for said in (
+            "someone/some-",
+            "hub cannot be reached",
+            "local folder",
+            "reference-mixture",
+            "m2r2-carry",
+        ):
             assert said in done.stderr
     assert not Path(out).exists() or not any(Path(out).iterdir())
 
 
 @pytest.mark.slow
-def test_embedded_names_work_in_every_command(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_names_work_in_every_command(
+    tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("multirate.hub._hub_answers", lambda: pytest.fail("the hub was asked"))
-    outputs = [run("generate", *model, "-p", "Hello", "-n", "8", "--stats").stdout for model in ([], ["reference"])]
+    outputs = [
+        run("generate", *model, "-p", "Hello", "-n", "8", "--stats").stdout
+        for model in ([], ["reference"])
+    ]
     assert outputs[0] == outputs[1]
     shown = run("info", "reference")
     assert "accelerator m2r2-carry" in shown.stdout and "backend='hf'" not in shown.stdout
     done = run("generate", "reference", "-p", "Hello", "-n", "4", "-a", "kangaroo")
     assert done.exit_code == 0, done.output
-    done = run("bench", "reference", "--suite", "mt_bench", "--data", data, "-n", "4", "--limit", "1", "--repeats", "1",
-               "--methods", "autoregressive,kangaroo")  # fmt: skip
+    done = run(
+        "bench",
+        "reference",
+        "--suite",
+        "mt_bench",
+        "--data",
+        data,
+        "-n",
+        "4",
+        "--limit",
+        "1",
+        "--repeats",
+        "1",
+        "--methods",
+        "autoregressive,kangaroo",
+    )
     assert done.exit_code == 0 and "kangaroo" in done.stdout, done.output
-    sample = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello there."}]}
+    sample = {
+        "messages": [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": "Hello there."},
+        ]
+    }
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps(sample) + "\n" for _ in range(4)))
     out = str(tmp_path / "answers.jsonl")
-    done = run("answers", "reference", "--data", str(texts), "--out", out, "--limit", "1", "--max-new-tokens", "4")
+    done = run(
+        "answers",
+        "reference",
+        "--data",
+        str(texts),
+        "--out",
+        out,
+        "--limit",
+        "1",
+        "--max-new-tokens",
+        "4",
+    )
     assert done.exit_code == 0, done.output
-    done = run("train", "reference", "--data", str(texts), "--out", str(tmp_path / "m2r2"), "--steps", "1",
-               "--tokens-per-batch", "64", "--max-length", "32")  # fmt: skip
+    done = run(
+        "train",
+        "reference",
+        "--data",
+        str(texts),
+        "--out",
+        str(tmp_path / "m2r2"),
+        "--steps",
+        "1",
+        "--tokens-per-batch",
+        "64",
+        "--max-length",
+        "32",
+    )
     assert done.exit_code == 0, done.output
     store = tmp_path / "store"
     done = run("pack", "reference-mixture", "--out", str(store))
     assert done.exit_code == 0, done.output
-    assert "0.0" not in done.stdout.split(":", 1)[1] and ("kB" in done.stdout or "MB" in done.stdout)
+    assert "0.0" not in done.stdout.split(":", 1)[1] and (
+        "kB" in done.stdout or "MB" in done.stdout
+    )
     done = run("generate", "reference-mixture", "--experts", str(store), "-p", "Hello", "-n", "4")
     assert done.exit_code == 0, done.output
     refused(run("pack", "reference", "--out", str(tmp_path / "none")), "experts")
 
 
-def test_a_layer_that_is_not_packed_takes_one_line(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_is_not_packed_takes_one_line(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from multirate.cli import options
 
     load = options.load
 
     def hooked(*arguments: object) -> object:
         loaded = load(*arguments)
-        loaded.model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output)
+        loaded.model.model.layers[0].mlp.register_forward_hook(
+            lambda module, inputs, output: output
+        )
         return loaded
 
     monkeypatch.setattr(options, "load", hooked)
     done = run("generate", model, "-p", "hi", "-n", "2", "--dtype", "bfloat16")
     assert done.exit_code == 0
     notes = [line for line in done.stderr.splitlines() if "own layers" in line]
-    assert len(notes) == 1 and notes[0].startswith("note: ") and "layers.0.mlp has a forward hook" in notes[0]
+    assert (
+        len(notes) == 1
+        and notes[0].startswith("note: ")
+        and "layers.0.mlp has a forward hook" in notes[0]
+    )
 
 
 def test_bench_reports_and_writes(model: str, data: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     result = run(
-        "bench", model, "--suite", "mt_bench", "--data", data, "--methods", "generate,autoregressive,layerskip",
-        "-n", "8", "--repeats", "2", "--dtype", "float32", "--json", str(out),
-    )  # fmt: skip
+        "bench",
+        model,
+        "--suite",
+        "mt_bench",
+        "--data",
+        data,
+        "--methods",
+        "generate,autoregressive,layerskip",
+        "-n",
+        "8",
+        "--repeats",
+        "2",
+        "--dtype",
+        "float32",
+        "--json",
+        str(out),
+    )
     assert result.exit_code == 0, (result.output, result.exception)
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert result.stdout.count("yes") == 3
@@ -229,7 +354,12 @@ def test_bench_reports_and_writes(model: str, data: str, tmp_path: Path) -> None
     assert [row["method"] for row in read["rows"]] == ["generate", "autoregressive", "layerskip"]
     assert read["prompts"] == 3 and read["max_new_tokens"] == 8 and read["dtype"] == "float32"
     for row in read["rows"]:
-        assert row["lossless"] and row["tokens"] == 24 and row["identical"] == 3 and row["diverged"] == 0
+        assert (
+            row["lossless"]
+            and row["tokens"] == 24
+            and row["identical"] == 3
+            and row["diverged"] == 0
+        )
         assert row["speedup"] > 0 and len(row["seconds_per_repeat"]) == 2
     assert max(r["tokens_per_second"] for r in read["rows"] if r["method"] == read["baseline"]) > 0
     assert read["rows"][1]["tokens_per_step"] == 1
@@ -238,7 +368,18 @@ def test_bench_reports_and_writes(model: str, data: str, tmp_path: Path) -> None
 def test_bench_skips_what_does_not_fit_and_says_so(model: str, tmp_path: Path) -> None:
     data = tmp_path / "long.jsonl"
     data.write_text("\n".join(json.dumps({"text": text}) for text in ("x" * 600, "short")))
-    arguments = ["bench", model, "--suite", "text", "--data", str(data), "--methods", "autoregressive", "-n", "4"]
+    arguments = [
+        "bench",
+        model,
+        "--suite",
+        "text",
+        "--data",
+        str(data),
+        "--methods",
+        "autoregressive",
+        "-n",
+        "4",
+    ]
     arguments += ["--repeats", "1", "--dtype", "float32", "--json", str(tmp_path / "o.json")]
     result = run(*arguments)
     assert result.exit_code == 0 and "1 prompts are skipped" in result.stderr
@@ -262,9 +403,21 @@ def test_bench_ends_with_1_and_no_speedup_on_wrong_answers(
     monkeypatch.setattr(speculative, "accept_greedy", wrong)
     out = tmp_path / "out.json"
     result = run(
-        "bench", model, "--data", data, "--methods", "autoregressive,layerskip", "-n", "8", "--repeats", "1",
-        "--dtype", "float32", "--json", str(out),
-    )  # fmt: skip
+        "bench",
+        model,
+        "--data",
+        data,
+        "--methods",
+        "autoregressive,layerskip",
+        "-n",
+        "8",
+        "--repeats",
+        "1",
+        "--dtype",
+        "float32",
+        "--json",
+        str(out),
+    )
     assert result.exit_code == 1, result.output
     assert "refused" in result.stdout and "WRONG" in result.stdout
     row = json.loads(out.read_text())["rows"][1]
@@ -276,8 +429,13 @@ def test_what_bench_refuses(model: str, data: str, tmp_path: Path) -> None:
     bad.write_text('{"turns": ["a"]}\n{"turns": []}\n')
     refused(run("bench", model, "--data", str(bad)), f"{bad}, line 2")
     refused(run("bench", model, "--data", data, "--suite", "glue"), "glue", "mt_bench")
-    refused(run("bench", model, "--data", str(tmp_path / "none.jsonl")), "none.jsonl", "no such file")
-    refused(run("bench", model, "--data", data, "--json", str(tmp_path / "no" / "o.json")), "cannot write")
+    refused(
+        run("bench", model, "--data", str(tmp_path / "none.jsonl")), "none.jsonl", "no such file"
+    )
+    refused(
+        run("bench", model, "--data", data, "--json", str(tmp_path / "no" / "o.json")),
+        "cannot write",
+    )
     refused(run("bench", model, "--data", data, "--methods", ","), "--methods")
     refused(run("bench", model, "--data", data, "--methods", "autoregressive,m2r2"), "m2r2")
     refused(run("bench", model, "--data", data, "--repeats", "0"), "--repeats is 0")
@@ -290,12 +448,21 @@ def test_what_bench_refuses(model: str, data: str, tmp_path: Path) -> None:
 def test_info_says_what_is_supported_and_what_is_not(model: str, tmp_path: Path) -> None:
     result = run("info", model)
     assert result.exit_code == 0, result.output
-    for part in ("LlamaForCausalLM", "4 of width 64", "512 tokens", "supported", "yes", "layerskip"):
+    for part in (
+        "LlamaForCausalLM",
+        "4 of width 64",
+        "512 tokens",
+        "supported",
+        "yes",
+        "layerskip",
+    ):
         assert part in result.stdout, result.stdout
 
     from transformers import BloomConfig, BloomForCausalLM
 
-    BloomForCausalLM(BloomConfig(vocab_size=261, hidden_size=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
+    BloomForCausalLM(
+        BloomConfig(vocab_size=261, hidden_size=32, n_layer=2, n_head=2)
+    ).save_pretrained(tmp_path)
     tiny_model.tokenizer().save_pretrained(tmp_path)
     result = run("info", str(tmp_path))
     assert result.exit_code == 0, result.output
@@ -305,7 +472,9 @@ def test_info_says_what_is_supported_and_what_is_not(model: str, tmp_path: Path)
 def test_ctrl_c_ends_with_130_and_keeps_what_is_complete(
     model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGINT comes in the second repeat, after one call of preparation, two of warm-up, and six of the first repeat."""
+    """SIGINT comes in the second repeat, after one call of preparation, two of warm-up, and six of
+    the first repeat.
+    """
     from multirate.engine import Engine
 
     right, calls = Engine.generate, 0
@@ -320,9 +489,21 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_complete(
     monkeypatch.setattr(Engine, "generate", interrupted)
     out = tmp_path / "out.json"
     result = run(
-        "bench", model, "--data", data, "--methods", "autoregressive,layerskip", "-n", "4", "--repeats", "5",
-        "--dtype", "float32", "--json", str(out),
-    )  # fmt: skip
+        "bench",
+        model,
+        "--data",
+        data,
+        "--methods",
+        "autoregressive,layerskip",
+        "-n",
+        "4",
+        "--repeats",
+        "5",
+        "--dtype",
+        "float32",
+        "--json",
+        str(out),
+    )
     assert result.exit_code == 130, (result.output, result.exception)
     assert "interrupted" in result.stderr
     read = json.loads(out.read_text())
@@ -333,7 +514,9 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_complete(
     assert result.exit_code == 130 and "interrupted" in result.stderr
 
 
-def test_train_has_every_setting_and_refuses_in_one_sentence(model: str, data: str, tmp_path: Path) -> None:
+def test_train_has_every_setting_and_refuses_in_one_sentence(
+    model: str, data: str, tmp_path: Path
+) -> None:
     from dataclasses import fields
 
     from multirate.training.settings import TrainSettings
@@ -355,8 +538,11 @@ def test_no_space_is_one_sentence(model: str, monkeypatch: pytest.MonkeyPatch) -
         pytest.skip("needs /dev/full")
     done = subprocess.run(
         f"{sys.executable} -m multirate.cli.main generate {model} -p hi -n 4 > /dev/full",
-        shell=True, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2, done
     assert "no space left on device" in done.stderr and "Traceback" not in done.stderr
 

@@ -1,4 +1,6 @@
-"""Every test here runs on each variant of the kernel that this processor can run (library.VARIANTS)."""
+"""Every test here runs on each variant of the kernel that this processor can run
+(library.VARIANTS).
+"""
 
 from __future__ import annotations
 

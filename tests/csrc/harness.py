@@ -24,8 +24,13 @@ def pointer(tensor: Tensor | None) -> abi.CData:
 
 
 def linear(
-    weight: Tensor, x: Tensor, bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 1e-5,
-    into: Tensor | None = None, threads: int = 2,
+    weight: Tensor,
+    x: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-5,
+    into: Tensor | None = None,
+    threads: int = 2,
 ) -> Tensor:
     """mr_linear: x [N, in] → [N, out], added to `into` where given."""
     owner, workspace = Owner(), library.Workspace(threads)
@@ -34,6 +39,13 @@ def linear(
     if into is not None:
         y[:, : len(weight)] = into
     library.kernel().mr_linear(
-        workspace.address, packed, pointer(x.contiguous()), pointer(norm), eps, len(x), pointer(y), into is not None
+        workspace.address,
+        packed,
+        pointer(x.contiguous()),
+        pointer(norm),
+        eps,
+        len(x),
+        pointer(y),
+        into is not None,
     )
     return y[:, : len(weight)]

@@ -1,4 +1,6 @@
-"""What the kernel computes, in plain PyTorch and float64: a test compares each function with its counterpart here."""
+"""What the kernel computes, in plain PyTorch and float64: a test compares each function with its
+counterpart here.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., D], cos, sin [..., D / 2]: halves are rotated against each other, as transformers' Llama does."""
+    """x [..., D], cos, sin [..., D / 2]: halves are rotated against each other, as transformers'
+    Llama does.
+    """
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
@@ -27,7 +31,9 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass
 class LayerWeights:
-    """One layer. Shapes [out, in]; vectors by their width; q_norm, k_norm None: no norms of heads."""
+    """One layer. Shapes [out, in]; vectors by their width; q_norm, k_norm None: no norms of
+    heads.
+    """
 
     q: Tensor
     k: Tensor
@@ -52,13 +58,26 @@ class LayerWeights:
 
 
 def layer(
-    x: Tensor, weights: LayerWeights, rows: Rows, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor,
-    heads: int, eps: float,
+    x: Tensor,
+    weights: LayerWeights,
+    rows: Rows,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    eps: float,
 ) -> Tensor:
-    """x [N, d] entering → leaving. keys, values [S, H_kv, capacity, D]: read, and written at the rows' slots."""
+    """x [N, d] entering → leaving. keys, values [S, H_kv, capacity, D]: read, and written at the
+    rows' slots.
+    """
     w = weights
     kv_heads, dim = keys.shape[1], keys.shape[3]
-    adapted = torch.zeros(len(rows)) if rows.accelerated is None else torch.from_numpy(rows.accelerated).double()
+    adapted = (
+        torch.zeros(len(rows))
+        if rows.accelerated is None
+        else torch.from_numpy(rows.accelerated).double()
+    )
     pos = torch.from_numpy(rows.pos).long()
     normed = rms_norm(x, w.norm_attention, eps)
     q = (normed @ w.q.T + w.delta("q", normed, adapted)).unflatten(-1, (heads, dim))

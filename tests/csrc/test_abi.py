@@ -41,10 +41,17 @@ def test_sizes_and_offsets_are_the_compilers(tmp_path: Path) -> None:
             lines.append(f'printf("{name}.{field} %zu %zu\\n", {place});')
     source = tmp_path / "sizes.c"
     body = "\n".join(lines)
-    source.write_text(f'#include <stddef.h>\n#include <stdio.h>\n#include "abi.h"\nint main(void) {{\n{body}\n}}\n')
+    source.write_text(
+        '#include <stddef.h>\n#include <stdio.h>\n#include "abi.h"\nint main(void) '
+        f"{{\n{body}\n}}\n"
+    )
     program = tmp_path / "sizes"
-    subprocess.run([compiler, f"-I{abi.SOURCE_FOLDER}", str(source), "-o", str(program)], check=True)
-    found = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout.splitlines()
+    subprocess.run(
+        [compiler, f"-I{abi.SOURCE_FOLDER}", str(source), "-o", str(program)], check=True
+    )
+    found = subprocess.run(
+        [str(program)], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
     assert found == expected
 
 

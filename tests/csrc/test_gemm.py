@@ -1,4 +1,6 @@
-"""Linear layers (csrc/gemm.c, fixed_point.c) against float64: errors below those of bf16 rows, no overflow."""
+"""Linear layers (csrc/gemm.c, fixed_point.c) against float64: errors below those of bf16 rows, no
+overflow.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,23 @@ BF16_ROUNDING = 2.0**-9
 @pytest.mark.parametrize("inputs", [64, 256, 704, 5632])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 8, 13])
 def test_error_is_below_the_rounding_of_rows_to_bf16(inputs: int, rows: int) -> None:
-    weight, x = bf16_values(130, inputs), torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
+    weight, x = (
+        bf16_values(130, inputs),
+        torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)),
+    )
     exact = x.double() @ weight.double().T
     error = (linear(weight, x) - exact).norm() / exact.norm()
     assert error < BF16_ROUNDING
 
 
 def test_what_an_outlier_hides_is_not_lost() -> None:
-    """The outlier's own weights are zero, so all of the result comes from elements a million times smaller."""
-    weight, x = bf16_values(64, 256), torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
+    """The outlier's own weights are zero, so all of the result comes from elements a million times
+    smaller.
+    """
+    weight, x = (
+        bf16_values(64, 256),
+        torch.randn(3, 256, generator=torch.Generator().manual_seed(1)),
+    )
     weight[:, 7] = 0
     x[1, 7] = 1e6
     exact = x.double() @ weight.double().T
@@ -33,7 +43,9 @@ def test_what_an_outlier_hides_is_not_lost() -> None:
 
 
 def test_no_sum_overflows_when_rows_and_weights_align() -> None:
-    x = torch.cat([torch.randn(4, 512, generator=torch.Generator().manual_seed(2)), torch.ones(1, 512)])
+    x = torch.cat(
+        [torch.randn(4, 512, generator=torch.Generator().manual_seed(2)), torch.ones(1, 512)]
+    )
     weight = x[:, :].to(torch.bfloat16).float().repeat(16, 1)
     x = weight[:5].clone()  # w·x = ‖w‖ ‖x‖: the largest a sum can be
     exact = x.double() @ weight.double().T

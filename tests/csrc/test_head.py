@@ -13,10 +13,19 @@ from . import reference
 from .harness import bf16_values, pointer, randn
 
 
-def top(logits: torch.Tensor, vocab: int, k: int, sharpness: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+def top(
+    logits: torch.Tensor, vocab: int, k: int, sharpness: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     ids, probs = np.empty((len(logits), k), np.int64), np.empty((len(logits), k), np.float32)
     library.kernel().mr_top(
-        pointer(logits), len(logits), vocab, logits.shape[1], k, sharpness, abi.longs(ids), abi.floats(probs)
+        pointer(logits),
+        len(logits),
+        vocab,
+        logits.shape[1],
+        k,
+        sharpness,
+        abi.longs(ids),
+        abi.floats(probs),
     )
     return ids, probs
 
@@ -31,7 +40,9 @@ def test_embed() -> None:
 @pytest.mark.parametrize("vocab", [5, 16, 133, 4096])
 @pytest.mark.parametrize("sharpness", [1.0, 0.7])
 def test_top(vocab: int, sharpness: float) -> None:
-    logits = torch.full((3, -(-vocab // 64) * 64), 1e9)  # what lies behind the vocabulary must not count
+    logits = torch.full(
+        (3, -(-vocab // 64) * 64), 1e9
+    )  # what lies behind the vocabulary must not count
     logits[:, :vocab] = randn(3, vocab, seed=vocab) * 4
     ids, probs = top(logits, vocab, 5, sharpness)
     exact = torch.softmax(logits[:, :vocab].double() * sharpness, -1)
@@ -64,8 +75,20 @@ def test_greedy_reads_the_head_and_takes_the_first_of_equals(vocab: int) -> None
     head = owner.linear(weight)
     logits, tokens = torch.empty(3, head.outputs), np.empty(3, np.int64)
     library.kernel().mr_greedy(
-        workspace.address, shape_of(64, vocab), abi.NULL, abi.NULL, abi.new("Rows", count=3, **COLUMNS),
-        pointer(table), abi.longs(ids), pointer(x), 0, 0, head, pointer(norm), pointer(logits), abi.longs(tokens),
+        workspace.address,
+        shape_of(64, vocab),
+        abi.NULL,
+        abi.NULL,
+        abi.new("Rows", count=3, **COLUMNS),
+        pointer(table),
+        abi.longs(ids),
+        pointer(x),
+        0,
+        0,
+        head,
+        pointer(norm),
+        pointer(logits),
+        abi.longs(tokens),
     )
     assert torch.equal(x, table[torch.from_numpy(ids)].float())
     exact = reference.rms_norm(x.double(), norm.double(), 1e-5) @ weight.double().T
@@ -75,16 +98,32 @@ def test_greedy_reads_the_head_and_takes_the_first_of_equals(vocab: int) -> None
 
 
 _INTS, _LONGS = np.zeros(8, np.int32), np.zeros(8, np.int64)
-COLUMNS = {name: abi.ints(_INTS) for name in ("seq", "slot", "pos", "prefix")} | {"tree": abi.longs(_LONGS)}
+COLUMNS = {name: abi.ints(_INTS) for name in ("seq", "slot", "pos", "prefix")} | {
+    "tree": abi.longs(_LONGS)
+}
 
 
 def test_head_top_is_the_heads_top() -> None:
     weight, x, norm = bf16_values(133, 64), randn(4, 64, seed=1), torch.ones(64)
     owner, workspace = Owner(), library.Workspace(2)
     head = owner.linear(weight)
-    logits, ids, probs = torch.empty(4, head.outputs), np.empty((4, 3), np.int64), np.empty((4, 3), np.float32)
+    logits, ids, probs = (
+        torch.empty(4, head.outputs),
+        np.empty((4, 3), np.int64),
+        np.empty((4, 3), np.float32),
+    )
     library.kernel().mr_head_top(
-        workspace.address, head, pointer(norm), 1e-5, pointer(x), 4, 133, 3, 1.0, pointer(logits), abi.longs(ids),
+        workspace.address,
+        head,
+        pointer(norm),
+        1e-5,
+        pointer(x),
+        4,
+        133,
+        3,
+        1.0,
+        pointer(logits),
+        abi.longs(ids),
         abi.floats(probs),
     )
     best, places = torch.softmax(logits[:, :133].double(), -1).topk(3)

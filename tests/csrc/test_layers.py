@@ -1,4 +1,6 @@
-"""Decoder layers (csrc/layers.c, attention.c) against PyTorch: trees, windows, adapters, moves of the cache."""
+"""Decoder layers (csrc/layers.c, attention.c) against PyTorch: trees, windows, adapters, moves of
+the cache.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from . import reference
 from .harness import bf16_values, pointer, randn
 
 HIDDEN, INNER, EPS, CAPACITY, SEQUENCES = 128, 96, 1e-5, 96, 2
-BF16_ERROR = 0.02  # of a layer's update, relative to its norm: rows, keys and values are rounded to bf16
+BF16_ERROR = (
+    0.02  # of a layer's update, relative to its norm: rows, keys and values are rounded to bf16
+)
 
 
 @dataclass
@@ -37,16 +41,28 @@ class Case:
     def __post_init__(self) -> None:
         self.owner, self.workspace = Owner(), library.Workspace(2)
         self.layers = [self._weights(100 * i) for i in range(2)]
-        angle = torch.arange(CAPACITY)[:, None] * 10000.0 ** -(torch.arange(self.dim // 2) / (self.dim // 2))
+        angle = torch.arange(CAPACITY)[:, None] * 10000.0 ** -(
+            torch.arange(self.dim // 2) / (self.dim // 2)
+        )
         self.cos, self.sin = angle.cos(), angle.sin()
         self.shape = abi.new(
-            "Shape", hidden=HIDDEN, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.dim, intermediate=INNER,
-            max_positions=CAPACITY, eps=EPS, attention_scale=self.dim**-0.5, cos=self.owner.floats(self.cos),
+            "Shape",
+            hidden=HIDDEN,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.dim,
+            intermediate=INNER,
+            max_positions=CAPACITY,
+            eps=EPS,
+            attention_scale=self.dim**-0.5,
+            cos=self.owner.floats(self.cos),
             sin=self.owner.floats(self.sin),
         )
         self.packed = abi.array("Layer", [self._packed(one) for one in self.layers])
         self.adapter_structures = [self._adapter(one) for one in self.layers]
-        self.adapters = abi.pointers("Adapter", [abi.address(one) for one in self.adapter_structures])
+        self.adapters = abi.pointers(
+            "Adapter", [abi.address(one) for one in self.adapter_structures]
+        )
         kv = LayerKV(self.kv_heads, self.dim, self.dim, torch.bfloat16, torch.device("cpu"))
         self.cache = NativeKVCache(SEQUENCES, CAPACITY, [kv, kv])
         store = torch.zeros(2, 2, SEQUENCES, self.kv_heads, CAPACITY, self.dim, dtype=torch.float64)
@@ -58,15 +74,29 @@ class Case:
 
         width, kv = self.heads * self.dim, self.kv_heads * self.dim
         made = reference.LayerWeights(
-            weight(width, HIDDEN, 1), weight(kv, HIDDEN, 2), weight(kv, HIDDEN, 3), weight(HIDDEN, width, 4),
-            weight(INNER, HIDDEN, 5), weight(INNER, HIDDEN, 6), weight(HIDDEN, INNER, 7),
-            randn(HIDDEN, seed=seed + 8) * 0.1 + 1, randn(HIDDEN, seed=seed + 9) * 0.1 + 1, window=self.window,
+            weight(width, HIDDEN, 1),
+            weight(kv, HIDDEN, 2),
+            weight(kv, HIDDEN, 3),
+            weight(HIDDEN, width, 4),
+            weight(INNER, HIDDEN, 5),
+            weight(INNER, HIDDEN, 6),
+            weight(HIDDEN, INNER, 7),
+            randn(HIDDEN, seed=seed + 8) * 0.1 + 1,
+            randn(HIDDEN, seed=seed + 9) * 0.1 + 1,
+            window=self.window,
         )
         if self.norms:
-            made.q_norm, made.k_norm = (randn(self.dim, seed=seed + at) * 0.1 + 1 for at in (10, 11))
+            made.q_norm, made.k_norm = (
+                randn(self.dim, seed=seed + at) * 0.1 + 1 for at in (10, 11)
+            )
         if self.adapted:
-            sizes = {"q": (width, HIDDEN), "o": (HIDDEN, width), "gate": (INNER, HIDDEN), "up": (INNER, HIDDEN),
-                     "down": (HIDDEN, INNER)}
+            sizes = {
+                "q": (width, HIDDEN),
+                "o": (HIDDEN, width),
+                "gate": (INNER, HIDDEN),
+                "up": (INNER, HIDDEN),
+                "down": (HIDDEN, INNER),
+            }
             made.adapters = {
                 site: (weight(self.rank, inputs, 20 + at), weight(outputs, self.rank, 30 + at))
                 for at, (site, (outputs, inputs)) in enumerate(sizes.items())
@@ -76,10 +106,16 @@ class Case:
     def _packed(self, w: reference.LayerWeights) -> abi.CData:
         owner = self.owner
         return abi.new(
-            "Layer", qkv=owner.linear(torch.cat([w.q, w.k, w.v])), o=owner.linear(w.o),
-            gate_up=owner.linear(interleave_gate_up(w.gate, w.up)), down=owner.linear(w.down),
-            norm_attention=owner.floats(w.norm_attention), norm_mlp=owner.floats(w.norm_mlp),
-            q_norm=owner.floats(w.q_norm), k_norm=owner.floats(w.k_norm), window=w.window,
+            "Layer",
+            qkv=owner.linear(torch.cat([w.q, w.k, w.v])),
+            o=owner.linear(w.o),
+            gate_up=owner.linear(interleave_gate_up(w.gate, w.up)),
+            down=owner.linear(w.down),
+            norm_attention=owner.floats(w.norm_attention),
+            norm_mlp=owner.floats(w.norm_mlp),
+            q_norm=owner.floats(w.q_norm),
+            k_norm=owner.floats(w.k_norm),
+            window=w.window,
         )
 
     def _adapter(self, w: reference.LayerWeights) -> abi.CData:
@@ -89,22 +125,34 @@ class Case:
         (gate_a, gate_b), (up_a, up_b) = w.adapters["gate"], w.adapters["up"]
         none = torch.zeros_like(gate_b)
         both = interleave_gate_up(torch.cat([gate_b, none], 1), torch.cat([none, up_b], 1))
-        return abi.new("Adapter", gate_up=self.owner.low_rank(torch.cat([gate_a, up_a]), both), **sites)
+        return abi.new(
+            "Adapter", gate_up=self.owner.low_rank(torch.cat([gate_a, up_a]), both), **sites
+        )
 
     def run(self, x: Tensor, rows: Rows, start: int = 0, stop: int = 2) -> Tensor:
         x = x.clone()
         library.kernel().mr_layers(
-            self.workspace.address, self.shape, self.packed, self.cache.address,
-            self.adapters if self.adapted else abi.NULL, abi.rows_of(rows, CAPACITY), pointer(x), start, stop,
+            self.workspace.address,
+            self.shape,
+            self.packed,
+            self.cache.address,
+            self.adapters if self.adapted else abi.NULL,
+            abi.rows_of(rows, CAPACITY),
+            pointer(x),
+            start,
+            stop,
         )
         return x
 
     def expected(self, x: Tensor, rows: Rows) -> Tensor:
         y, tables = x.double(), (self.cos.double(), self.sin.double())
         for weights, keys, values in zip(self.layers, self.keys, self.values, strict=True):
-            exact = reference.LayerWeights(**{
-                name: value.double() if isinstance(value, Tensor) else value for name, value in vars(weights).items()
-            })
+            exact = reference.LayerWeights(
+                **{
+                    name: value.double() if isinstance(value, Tensor) else value
+                    for name, value in vars(weights).items()
+                }
+            )
             y = reference.layer(y, exact, rows, keys, values, *tables, self.heads, EPS)
         return y
 
@@ -155,8 +203,14 @@ def test_filling_keys_and_values_is_what_layers_leave() -> None:
         case.run(x, rows, i, i + 1)
     kept = x.clone()
     library.kernel().mr_fill_kv(
-        other.workspace.address, other.shape, other.packed, other.cache.address, abi.rows_of(rows, CAPACITY),
-        pointer(x), 0, 2,
+        other.workspace.address,
+        other.shape,
+        other.packed,
+        other.cache.address,
+        abi.rows_of(rows, CAPACITY),
+        pointer(x),
+        0,
+        2,
     )
     assert torch.equal(x, kept)
     for i in range(2):
@@ -169,7 +223,9 @@ def test_moving_slots() -> None:
     case.run(randn(40, HIDDEN), Rows.causal(1, 0, 40))
     before = [[t.clone() for t in case.cache.standard(i)] for i in range(2)]
     origin, target = np.array([20, 22, 25, 39], np.int32), np.array([20, 21, 22, 23], np.int32)
-    library.kernel().mr_move(case.cache.address, 2, 2, 32, CAPACITY, 1, abi.ints(origin), abi.ints(target), 4)
+    library.kernel().mr_move(
+        case.cache.address, 2, 2, 32, CAPACITY, 1, abi.ints(origin), abi.ints(target), 4
+    )
     order = list(range(CAPACITY))
     for a, b in zip(origin, target, strict=True):
         order[b] = a

@@ -1,4 +1,6 @@
-"""N-gram look-up, draft trees and whole speculative steps (csrc/ngram.c, draft.c, speculative.c) against Python."""
+"""N-gram look-up, draft trees and whole speculative steps (csrc/ngram.c, draft.c, speculative.c)
+against Python.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,14 @@ VOCAB, EXIT = 61, 1
 def make_decoder() -> NativeDecoder:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=256,
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -70,7 +78,9 @@ def test_steps_that_only_look_the_text_up_emit_what_plain_decoding_does() -> Non
     decoder, prompt = make_decoder(), [5, 6, 7, 8] * 6
     expected = plain(decoder, prompt, 40)
     cache, token = start(decoder, prompt)
-    stream = abi.new("Stream", shape=decoder.shape, layers=decoder.packed_layers, table=decoder.table.data_ptr())
+    stream = abi.new(
+        "Stream", shape=decoder.shape, layers=decoder.packed_layers, table=decoder.table.data_ptr()
+    )
     limits = abi.new("DraftLimits", nodes=6, ngram=abi.new("NgramLimits", longest=3))
     steps = NativeRounds(decoder, stream, None, limits, refresh=False)
     steps.begin(cache, None)
@@ -90,10 +100,20 @@ def test_steps_that_only_look_the_text_up_emit_what_plain_decoding_does() -> Non
 
 
 def tree_by_parts(
-    decoder: NativeDecoder, prompt: list[int], token: int, depth: int, width: int, nodes: int, top: int,
-    expand: float, keep: float, min_probability: float,
+    decoder: NativeDecoder,
+    prompt: list[int],
+    token: int,
+    depth: int,
+    width: int,
+    nodes: int,
+    top: int,
+    expand: float,
+    keep: float,
+    min_probability: float,
 ) -> tuple[list[int], list[int], list[int]]:
-    """The same draft level by level: the first EXIT layers, then the head. → tokens, parents, emitted."""
+    """The same draft level by level: the first EXIT layers, then the head. → tokens, parents,
+    emitted.
+    """
     cache, _ = start(decoder, prompt)
     length, tree = len(prompt), DraftTree(depth)
     thresholds = np.full(nodes, expand), np.full(nodes, keep)
@@ -105,16 +125,22 @@ def tree_by_parts(
     outputs = {0: logits_of([token], Rows.causal(0, length, 1))}
     frontier = [0]
     while frontier and depth:
-        found, probs = decoder.top(decoder.head, VOCAB, torch.cat([outputs[node] for node in frontier]), top)
+        found, probs = decoder.top(
+            decoder.head, VOCAB, torch.cat([outputs[node] for node in frontier]), top
+        )
         if min_probability:  # a chain: what is too unlikely ends it
             assert width == top == 1
             if probs[0][0] < min_probability:
                 tree.grow(frontier, found, probs, 0, *thresholds)
                 break
-        frontier = tree.grow(frontier, found, probs, min(width, nodes - len(tree.tokens)), *thresholds)
+        frontier = tree.grow(
+            frontier, found, probs, min(width, nodes - len(tree.tokens)), *thresholds
+        )
         for node in frontier:
-            rows = Rows(*([value] for value in (0, length + node, length + tree.depth[node], length + 1)),
-                        [tree.bits[node]])
+            rows = Rows(
+                *([value] for value in (0, length + node, length + tree.depth[node], length + 1)),
+                [tree.bits[node]],
+            )
             outputs[node] = logits_of([tree.tokens[node - 1]], rows)
     tree.finish(thresholds[1])
     rows = Rows.draft_tree(0, length, tree.parents)
@@ -126,13 +152,16 @@ def tree_by_parts(
     return tree.tokens, tree.parents, [target[node] for node in path]
 
 
-@pytest.mark.parametrize("settings", [
-    dict(depth=4, width=1, nodes=4, top=1),
-    dict(depth=4, width=1, nodes=6, top=1, min_probability=0.15),
-    dict(depth=3, width=3, nodes=12, top=4),
-    dict(depth=5, width=2, nodes=20, top=3, expand=0.02, keep=0.01),
-    dict(depth=0, width=1, nodes=3, top=1),
-])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(depth=4, width=1, nodes=4, top=1),
+        dict(depth=4, width=1, nodes=6, top=1, min_probability=0.15),
+        dict(depth=3, width=3, nodes=12, top=4),
+        dict(depth=5, width=2, nodes=20, top=3, expand=0.02, keep=0.01),
+        dict(depth=0, width=1, nodes=3, top=1),
+    ],
+)
 def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float]) -> None:
     decoder = make_decoder()
     chosen: dict[str, float] = {"expand": 0.0, "keep": 0.0, "min_probability": 0.0, **settings}
@@ -140,15 +169,30 @@ def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float])
     for prompt in ([3, 4, 5], list(range(10, 45))):
         cache, token = start(decoder, prompt)
         tokens, parents, emitted = tree_by_parts(
-            decoder, prompt, token, depth, int(chosen["width"]), nodes, top, chosen["expand"], chosen["keep"],
+            decoder,
+            prompt,
+            token,
+            depth,
+            int(chosen["width"]),
+            nodes,
+            top,
+            chosen["expand"],
+            chosen["keep"],
             chosen["min_probability"],
         )
         stream = abi.new(
-            "Stream", shape=decoder.shape, layers=decoder.packed_layers, table=decoder.table.data_ptr(),
+            "Stream",
+            shape=decoder.shape,
+            layers=decoder.packed_layers,
+            table=decoder.table.data_ptr(),
             exit_layer=EXIT,
         )
         limits = abi.new(
-            "DraftLimits", nodes=nodes, width=int(chosen["width"]), top=top, sharpness=1.0,
+            "DraftLimits",
+            nodes=nodes,
+            width=int(chosen["width"]),
+            top=top,
+            sharpness=1.0,
             min_probability=chosen["min_probability"],
         )
         steps = NativeRounds(decoder, stream, DraftHead(decoder.head, VOCAB), limits, refresh=False)

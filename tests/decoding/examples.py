@@ -19,7 +19,9 @@ from multirate.model.rows import Rows
 
 
 class TwoModelDrafter(Drafter):
-    """A second, smaller model drafts chains; it has a cache of its own, which follows the text's."""
+    """A second, smaller model drafts chains; it has a cache of its own, which follows the
+    text's.
+    """
 
     def __init__(self, draft_model: Decoder, length: int = 3) -> None:
         self.draft_model, self.max_nodes = draft_model, length
@@ -65,7 +67,8 @@ class TwoModelDrafter(Drafter):
 
 
 class HeadsDrafter(Drafter):
-    """Several heads read the target's last state; head k guesses the token k + 1 places ahead, as Medusa's do.
+    """Several heads read the target's last state; head k guesses the token k + 1 places ahead, as
+    Medusa's do.
 
     The tree: the first head's `width` best tokens, and below the best one the other heads' best.
     """
@@ -114,9 +117,11 @@ class HeadsDrafter(Drafter):
 
 
 class TableDrafter(Drafter):
-    """After each token the target's best successors, seen wherever a token was verified: accepted or not.
+    """After each token the target's best successors, seen wherever a token was verified: accepted
+    or not.
 
-    Token recycling's idea. It also looks at the residuals of rejected rows and at a tap, and checks them.
+    Token recycling's idea. It also looks at the residuals of rejected rows and at a tap, and checks
+    them.
     """
 
     top = 2
@@ -192,7 +197,9 @@ class RandomDepth(DepthPolicy):
 
 
 class ConfidentDepth(DepthPolicy):
-    """Leaves where the exit's best token has at least this probability [CALM's softmax measure, in short]."""
+    """Leaves where the exit's best token has at least this probability [CALM's softmax measure, in
+    short].
+    """
 
     def __init__(self, decoder: Decoder, exits: tuple[int, ...], threshold: float) -> None:
         self.decoder, self.exits, self.threshold = decoder, exits, threshold
@@ -203,7 +210,9 @@ class ConfidentDepth(DepthPolicy):
 
 
 class SkipSchedule(DepthPolicy):
-    """The first and the last layers for every token, fewer in the middle the later it is [SkipDecode, in short]."""
+    """The first and the last layers for every token, fewer in the middle the later it is
+    [SkipDecode, in short].
+    """
 
     def __init__(self, layers: int, every: int = 4, grow: bool = False) -> None:
         self.layers, self.every, self.grow = layers, every, grow

@@ -24,9 +24,17 @@ def tiny(seed: int = 0, vocab: int = 13, layers: int = 3) -> tuple[Any, Decoder]
     """A random Llama in fp32 whose greedy output is varied, and its decoder."""
     torch.manual_seed(seed)
     config = tf.LlamaConfig(
-        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=MAX_POSITIONS, pad_token_id=0, bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=vocab,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_POSITIONS,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
     model = tf.LlamaForCausalLM(config).eval().float()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -40,7 +48,12 @@ def reference(model: Any, prompt: Sequence[int], count: int, **settings: Any) ->
     with torch.no_grad():
         ids = torch.tensor([list(prompt)])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0, **settings
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+            **settings,
         )
     return out[0, len(prompt) :].tolist()
 
@@ -51,10 +64,11 @@ def oracle(model: Any, prompts: Sequence[Sequence[int]], count: int = 40) -> lis
 
 
 class ScriptedDrafter(Drafter):
-    """Drafts what `script(seq, tokens so far, limit)` says: (tokens, parents). Honours nothing, limits included.
+    """Drafts what `script(seq, tokens so far, limit)` says: (tokens, parents). Honours nothing,
+    limits included.
 
-    start > 0: runs layers [0, start) itself and hands over `hidden`, as self-speculation does; with `lazy` it leaves
-    every other draft's shallow layers to the loop.
+    start > 0: runs layers [0, start) itself and hands over `hidden`, as self-speculation does; with
+    `lazy` it leaves every other draft's shallow layers to the loop.
     """
 
     def __init__(
@@ -78,14 +92,19 @@ class ScriptedDrafter(Drafter):
             self.finals[b] = [hidden]
 
     def draft(
-        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int], sampler: Sampler
+        self,
+        seqs: Sequence[int],
+        last_tokens: Sequence[int],
+        limits: Sequence[int],
+        sampler: Sampler,
     ) -> list[Draft]:
         drafts = []
         for b, last, limit in zip(seqs, last_tokens, limits, strict=True):
             assert last == sampler.tokens[b][-1]
             assert limit >= 0
             tokens, parents = self.script(b, sampler.tokens[b], limit)
-            # positions past the model's last are the loop's business to cut; rotary angles exist for them all the same
+            # positions past the model's last are the loop's business to cut; rotary angles exist
+            # for them all the same
             draft = Draft(tokens, parents)
             self.steps += 1
             if self.decoder is not None and not (self.lazy and self.steps % 2):
@@ -103,10 +122,14 @@ class ScriptedDrafter(Drafter):
 
 def random_tree(rng: np.random.Generator, nodes: int, vocab: int) -> tuple[list[int], list[int]]:
     """`nodes` random tokens below random parents (siblings may repeat a token)."""
-    return rng.integers(0, vocab, nodes).tolist(), [int(rng.integers(0, i + 1)) for i in range(nodes)]
+    return rng.integers(0, vocab, nodes).tolist(), [
+        int(rng.integers(0, i + 1)) for i in range(nodes)
+    ]
 
 
-def scripts(kind: str, futures: list[list[int]], vocab: int, seed: int) -> Callable[..., tuple[list[int], list[int]]]:
+def scripts(
+    kind: str, futures: list[list[int]], vocab: int, seed: int
+) -> Callable[..., tuple[list[int], list[int]]]:
     """Drafting behaviours by name; `futures` are the true sequences."""
     rng = np.random.default_rng(seed)
 
@@ -132,9 +155,12 @@ def scripts(kind: str, futures: list[list[int]], vocab: int, seed: int) -> Calla
             wrong_from = int(rng.integers(0, 7))
             return chain([t if i < wrong_from else (t + 1) % vocab for i, t in enumerate(drafted)])
         if kind == "mixed":  # a different shape for every sequence and step
-            return scripts(["empty", "right", "tree", "half_right"][int(rng.integers(4))], futures, vocab, len(tokens))(
-                b, tokens, limit
-            )
+            return scripts(
+                ["empty", "right", "tree", "half_right"][int(rng.integers(4))],
+                futures,
+                vocab,
+                len(tokens),
+            )(b, tokens, limit)
         if kind == "maximal_tree":
             return random_tree(rng, 63, vocab)
         assert kind == "tree"  # the truth hidden at random places among random nodes
@@ -153,5 +179,14 @@ def scripts(kind: str, futures: list[list[int]], vocab: int, seed: int) -> Calla
 
 
 KINDS = [
-    "empty", "random", "wrong", "repeated", "right", "too_long", "half_right", "mixed", "maximal_tree", "tree",
-]  # fmt: skip
+    "empty",
+    "random",
+    "wrong",
+    "repeated",
+    "right",
+    "too_long",
+    "half_right",
+    "mixed",
+    "maximal_tree",
+    "tree",
+]

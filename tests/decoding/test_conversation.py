@@ -1,4 +1,6 @@
-"""A conversation's next turn goes on in the kept cache: the same text, and the same drafts, as read from the start."""
+"""A conversation's next turn goes on in the kept cache: the same text, and the same drafts, as read
+from the start.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,18 @@ from multirate.model.native.cache import NativeKVCache
 
 VOCAB = 61
 LLAMA = tf.LlamaConfig(
-    vocab_size=VOCAB, hidden_size=128, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, max_position_embeddings=400, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=128,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=400,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 DRAFTERS = ("layerskip", "prompt_lookup", "kangaroo", "m2r2", "m2r2-carry")
 
 
@@ -82,18 +93,27 @@ def drafter_of(name: str, decoder: Decoder) -> Drafter:
         with torch.no_grad():
             for parameter in stream.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-        return M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth=4, width=2, nodes=9, expand=0.0, keep=0.0))
+        return M2R2Drafter(
+            decoder, stream, M2R2DecodeConfig(depth=4, width=2, nodes=9, expand=0.0, keep=0.0)
+        )
     options = {"exit_layer": 2, "tokens": 3} if name == "layerskip" else None
     drafter = find(name).make_drafter(decoder, None, options)
     assert drafter is not None
     return drafter
 
 
-def generator(name: str, decoder: Decoder, checked: bool = False) -> Callable[..., GenerationOutput]:
+def generator(
+    name: str, decoder: Decoder, checked: bool = False
+) -> Callable[..., GenerationOutput]:
     """generate(prompt, count, **settings) with one drafter that lives as long as the function."""
     if name == PLAIN:
         return lambda prompt, count, prefix_cache=None, **more: generate(
-            decoder, PlainStep(), [prompt], stop=StopSettings(max_new_tokens=count), prefix_cache=prefix_cache, **more
+            decoder,
+            PlainStep(),
+            [prompt],
+            stop=StopSettings(max_new_tokens=count),
+            prefix_cache=prefix_cache,
+            **more,
         )
     drafter = drafter_of(name, decoder)
 
@@ -102,9 +122,14 @@ def generator(name: str, decoder: Decoder, checked: bool = False) -> Callable[..
             check_invariants(session, step, atol=2e-4)
 
     return lambda prompt, count, prefix_cache=None, **more: generate(
-        decoder, SpeculativeStep(drafter), [prompt], stop=StopSettings(max_new_tokens=count), after_step=check,
-        prefix_cache=prefix_cache, **more,
-    )  # fmt: skip
+        decoder,
+        SpeculativeStep(drafter),
+        [prompt],
+        stop=StopSettings(max_new_tokens=count),
+        after_step=check,
+        prefix_cache=prefix_cache,
+        **more,
+    )
 
 
 def counts(output: GenerationOutput) -> tuple[int, ...]:
@@ -114,7 +139,9 @@ def counts(output: GenerationOutput) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("backend", ["hf", "native"])
 @pytest.mark.parametrize("name", [PLAIN, *DRAFTERS])
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(0, 999))
 def test_turns_are_as_if_read_from_the_start(
     decoders: dict[str, Decoder], backend: str, name: str, seed: int
@@ -130,13 +157,21 @@ def test_turns_are_as_if_read_from_the_start(
         output = going_on(history, count, prefix_cache)
         fresh = generator(name, decoder)(history, count)
         assert output.sequences == fresh.sequences
-        assert counts(output) == counts(fresh), "drafts differ: what the drafter kept is not what it would compute"
-        assert output.stats.resumed > 0 or before < 2, "a generation that drafted leaves something to go on from"
+        assert counts(output) == counts(fresh), (
+            "drafts differ: what the drafter kept is not what it would compute"
+        )
+        assert output.stats.resumed > 0 or before < 2, (
+            "a generation that drafted leaves something to go on from"
+        )
         before = count
-        # the next turn: the text so far, sometimes cut (an edited or regenerated answer), and something new
+        # the next turn: the text so far, sometimes cut (an edited or regenerated answer), and
+        # something new
         history = [*history, *output.sequences[0]]
         cut = int(rng.integers(0, 6)) if rng.random() < 0.5 else 0
-        history = [*history[: len(history) - cut], *rng.integers(3, VOCAB, int(rng.integers(1, 7))).tolist()]
+        history = [
+            *history[: len(history) - cut],
+            *rng.integers(3, VOCAB, int(rng.integers(1, 7))).tolist(),
+        ]
 
 
 def own_store(drafter: Drafter, length: int) -> list[torch.Tensor]:
@@ -148,13 +183,17 @@ def own_store(drafter: Drafter, length: int) -> list[torch.Tensor]:
         runner = drafter.runner
         cache = runner.own_cache if isinstance(runner, NativeStreamRunner) else runner._block_cache
     assert cache is not None
-    stores = cache.standard(0) if isinstance(cache, NativeKVCache) else (cache.keys[0], cache.values[0])
+    stores = (
+        cache.standard(0) if isinstance(cache, NativeKVCache) else (cache.keys[0], cache.values[0])
+    )
     return [store[0, :, :length].clone() for store in stores]
 
 
 @pytest.mark.parametrize("backend", ["hf", "native"])
 @pytest.mark.parametrize("name", ["kangaroo", "m2r2-carry"])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(0, 999))
 def test_what_a_drafter_says_it_kept_is_what_it_would_compute(
     decoders: dict[str, Decoder], backend: str, name: str, seed: int
@@ -166,23 +205,41 @@ def test_what_a_drafter_says_it_kept_is_what_it_would_compute(
     history: list[int] = rng.integers(3, VOCAB, 30).tolist()
     for _ in range(6):
         stop = StopSettings(max_new_tokens=int(rng.choice([1, 2, 9, 30])))
-        output = generate(decoder, SpeculativeStep(drafter), [history], stop=stop, prefix_cache=prefix_cache)
+        output = generate(
+            decoder, SpeculativeStep(drafter), [history], stop=stop, prefix_cache=prefix_cache
+        )
         assert prefix_cache.cache is not None
         kept = drafter.usable(prefix_cache.cache, len(prefix_cache.tokens))
         if kept:
             fresh = drafter_of(name, decoder)
-            generate(decoder, SpeculativeStep(fresh), [[*prefix_cache.tokens, 3]], stop=StopSettings(max_new_tokens=2))
+            generate(
+                decoder,
+                SpeculativeStep(fresh),
+                [[*prefix_cache.tokens, 3]],
+                stop=StopSettings(max_new_tokens=2),
+            )
             for ours, theirs in zip(own_store(drafter, kept), own_store(fresh, kept), strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if backend == "native" else 1e-4)
+                torch.testing.assert_close(
+                    ours, theirs, rtol=0, atol=0 if backend == "native" else 1e-4
+                )
         history = [*history, *output.sequences[0]]
-        history = [*history[: len(history) - int(rng.integers(0, 9))], *rng.integers(3, VOCAB, 5).tolist()]
+        history = [
+            *history[: len(history) - int(rng.integers(0, 9))],
+            *rng.integers(3, VOCAB, 5).tolist(),
+        ]
 
 
-def test_only_what_is_new_is_read(decoders: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_new_is_read(
+    decoders: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = decoders["hf"]
     read: list[int] = []
     layers = decoder.layers
-    monkeypatch.setattr(decoder, "layers", lambda x, *rest, **more: (read.append(len(x)), layers(x, *rest, **more))[1])
+    monkeypatch.setattr(
+        decoder,
+        "layers",
+        lambda x, *rest, **more: (read.append(len(x)), layers(x, *rest, **more))[1],
+    )
     for name in (PLAIN, *DRAFTERS):
         prefix_cache, generate = PrefixCache(), generator(name, decoder)
         prompt = [5, *range(3, 40)]
@@ -191,7 +248,8 @@ def test_only_what_is_new_is_read(decoders: dict[str, Decoder], monkeypatch: pyt
         after = [*prompt, *first.sequences[0], 9, 9, 9]
         read.clear()
         second = generate(after, 6, prefix_cache)
-        # at most the last draft's rows, the token in common read again, the new ones, and the last emitted one
+        # at most the last draft's rows, the token in common read again, the new ones, and the last
+        # emitted one
         assert second.stats.resumed >= len(prompt) + 6 - 1 - 9, name
         assert read[0] == len(after) - second.stats.resumed, name
 
@@ -201,20 +259,31 @@ def test_other_prompts_and_batches_begin_anew(decoders: dict[str, Decoder]) -> N
     prompt, other = list(range(3, 30)), list(range(30, 57))
     generate(decoder, PlainStep(), [prompt], stop=StopSettings(5), prefix_cache=prefix_cache)
     held = prefix_cache.tokens
-    both = generate(decoder, PlainStep(), [prompt, other], stop=StopSettings(5), prefix_cache=prefix_cache)
+    both = generate(
+        decoder, PlainStep(), [prompt, other], stop=StopSettings(5), prefix_cache=prefix_cache
+    )
     assert both.stats.resumed == 0 and prefix_cache.tokens == held
     out = generate(decoder, PlainStep(), [other], stop=StopSettings(5), prefix_cache=prefix_cache)
     assert out.stats.resumed == 0
     assert out.sequences[0] == both.sequences[1]
     assert prefix_cache.tokens[: len(other)] == other
     few = [*other[: MIN_SHARED - 1], 5, 5, 5]
-    assert generate(decoder, PlainStep(), [few], stop=StopSettings(2), prefix_cache=prefix_cache).stats.resumed == 0
+    assert (
+        generate(
+            decoder, PlainStep(), [few], stop=StopSettings(2), prefix_cache=prefix_cache
+        ).stats.resumed
+        == 0
+    )
 
 
 def test_the_same_prompt_again_reads_one_token_or_two(decoders: dict[str, Decoder]) -> None:
     decoder, prefix_cache, prompt = decoders["hf"], PrefixCache(), list(range(3, 30))
-    first = generate(decoder, PlainStep(), [prompt], stop=StopSettings(5), prefix_cache=prefix_cache)
-    again = generate(decoder, PlainStep(), [prompt], stop=StopSettings(5), prefix_cache=prefix_cache)
+    first = generate(
+        decoder, PlainStep(), [prompt], stop=StopSettings(5), prefix_cache=prefix_cache
+    )
+    again = generate(
+        decoder, PlainStep(), [prompt], stop=StopSettings(5), prefix_cache=prefix_cache
+    )
     assert again.sequences == first.sequences
     assert again.stats.resumed == len(prompt) - 2
 
@@ -248,7 +317,10 @@ def test_sampled_turns_are_the_same_draws(decoders: dict[str, Decoder]) -> None:
         after = [*prompt, *first.sequences[0], 4, 4]
         second = generate(after, 12, prefix_cache, sampling=sampling)
         assert second.stats.resumed > 0
-        assert second.sequences == generator(name, decoders["hf"])(after, 12, sampling=sampling).sequences
+        assert (
+            second.sequences
+            == generator(name, decoders["hf"])(after, 12, sampling=sampling).sequences
+        )
 
 
 def test_a_prefix_longer_than_its_cache(
@@ -257,7 +329,9 @@ def test_a_prefix_longer_than_its_cache(
     monkeypatch.setattr(session, "_NEXT_TURN_SLOTS", 0)
     for backend in decoders:
         for name in (PLAIN, "m2r2-carry", "kangaroo"):
-            decoder = load_decoder(model(torch.float32 if backend == "hf" else torch.bfloat16), backend)
+            decoder = load_decoder(
+                model(torch.float32 if backend == "hf" else torch.bfloat16), backend
+            )
             generate, prefix_cache = generator(name, decoder), PrefixCache()
             history = list(range(3, 20))
             generate(history, 3, prefix_cache)
@@ -275,8 +349,12 @@ def test_an_engine_keeps_one_prefix_per_method_within_its_bytes() -> None:
     prompt = list(range(3, 30))
     for name in (PLAIN, "prompt_lookup"):
         first = engine.generate([prompt], stop=StopSettings(5), method=name, speculate="always")
-        again = engine.generate([[*prompt, *first.sequences[0], 5]], stop=StopSettings(5), method=name,
-                                speculate="always")  # fmt: skip
+        again = engine.generate(
+            [[*prompt, *first.sequences[0], 5]],
+            stop=StopSettings(5),
+            method=name,
+            speculate="always",
+        )
         assert again.stats.resumed >= len(prompt), name
     engine.forget()
     assert engine.generate([prompt], stop=StopSettings(5), method=PLAIN).stats.resumed == 0

@@ -1,4 +1,6 @@
-"""Draft length and cost model: the arithmetic against brute force, the measurement on a real decoder."""
+"""Draft length and cost model: the arithmetic against brute force, the measurement on a real
+decoder.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_best_length_follows_costs_and_acceptance() -> None:
     assert cheap.speedup(0.05)[1] < 1
     assert lengths[-1] >= 7
     _, speed = cheap.speedup(0.8)
-    assert speed == max(expected_tokens([0.8] * 12, n) / CHEAP.step_seconds(n) for n in range(1, 13))
+    assert speed == max(
+        expected_tokens([0.8] * 12, n) / CHEAP.step_seconds(n) for n in range(1, 13)
+    )
     assert cheap.speedup([0.99] * 3)[0] == 3
 
 
@@ -58,7 +62,9 @@ def test_a_rate_learns_and_forgets() -> None:
 
 
 def test_a_node_is_worth_its_chance() -> None:
-    """Where tokens take longer a smaller chance is worth a node; none is where a level costs what a token does."""
+    """Where tokens take longer a smaller chance is worth a node; none is where a level costs what a
+    token does.
+    """
     now = 0.0
     controller = DraftLengthController.of(CHEAP, 8)
     controller.clock = lambda: now
@@ -78,7 +84,9 @@ def test_a_node_is_worth_its_chance() -> None:
 
 
 def test_the_confidence_rule_beats_every_fixed_length() -> None:
-    """Simulated text of easy and hard stretches: stopping by confidence yields more tokens per second."""
+    """Simulated text of easy and hard stretches: stopping by confidence yields more tokens per
+    second.
+    """
     rng = np.random.default_rng(1)
     costs = StepCosts(1.0, {1: 0.8, 16: 1.2}, 0.15, 0.15)
     texts = [rng.choice([0.35, 0.97], 12) for _ in range(1500)]
@@ -104,7 +112,10 @@ def test_the_confidence_rule_beats_every_fixed_length() -> None:
         now += costs.step_seconds(length)
         tokens += accepted + 1
         seconds += costs.step_seconds(length)
-    fixed = [sum(accepted_of(c[:n]) + 1 for c in texts) / (len(texts) * costs.step_seconds(n)) for n in range(11)]
+    fixed = [
+        sum(accepted_of(c[:n]) + 1 for c in texts) / (len(texts) * costs.step_seconds(n))
+        for n in range(11)
+    ]
     assert tokens / seconds > 1.03 * max(fixed)
 
 
@@ -134,7 +145,9 @@ def test_verdicts() -> None:
 def test_measured_on_a_decoder(start: int) -> None:
     _, decoder = tiny(0)
     calls = []
-    model = measure_costs(decoder, start, draft_step=(lambda: calls.append(1)) if start == 0 else None)
+    model = measure_costs(
+        decoder, start, draft_step=(lambda: calls.append(1)) if start == 0 else None
+    )
     costs = model.costs
     assert 4 in costs.verify
     assert set(costs.verify) <= set(VERIFY_ROWS)

@@ -1,4 +1,6 @@
-"""What a draft's rows and levels are worth: the hull of stepped costs, and thresholds that follow the running rate."""
+"""What a draft's rows and levels are worth: the hull of stepped costs, and thresholds that follow
+the running rate.
+"""
 
 from __future__ import annotations
 

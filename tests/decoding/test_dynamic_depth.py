@@ -1,4 +1,6 @@
-"""Rows that leave early: plain decoding where none does, exact K/V where they are deferred, honest ones elsewhere."""
+"""Rows that leave early: plain decoding where none does, exact K/V where they are deferred, honest
+ones elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,15 @@ SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 @pytest.fixture(scope="module")
 def native() -> NativeDecoder:
     config = tf.Qwen3Config(
-        vocab_size=61, hidden_size=128, intermediate_size=96, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=200,
-    )  # fmt: skip
+        vocab_size=61,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=200,
+    )
     torch.manual_seed(2)
     model = tf.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -87,7 +95,9 @@ def test_a_policy_that_never_leaves_is_plain_decoding(
 def test_deferred_kv_are_a_fresh_prefills(
     native: NativeDecoder, backend: str, exits: set[int], chance: float, batch: int, seed: int
 ) -> None:
-    """After every step where they are there, and after flushing everywhere; bit for bit on the kernel."""
+    """After every step where they are there, and after flushing everywhere; bit for bit on the
+    kernel.
+    """
     decoder = decoder_of(backend, native)
     step = DynamicDepthStep(RandomDepth(tuple(sorted(exits)), seed, chance), "deferred")
     steps = 0
@@ -205,7 +215,9 @@ def test_schedules_that_break_their_promise_are_refused() -> None:
 
 @pytest.mark.parametrize("backend", ["hf", "native"])
 def test_deferred_under_a_schedule(native: NativeDecoder, backend: str) -> None:
-    """One exit for all, another at every step: the waiting tokens are taken along whenever it is deeper."""
+    """One exit for all, another at every step: the waiting tokens are taken along whenever it is
+    deeper.
+    """
     decoder, rng = decoder_of(backend, native), np.random.default_rng(0)
     policy = never(())
     policy.schedule = lambda session, seqs: [(0, int(rng.integers(1, LAYERS + 1)))]

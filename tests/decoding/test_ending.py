@@ -1,4 +1,6 @@
-"""Where a sequence ends: the same place whether its tokens come one by one or in accepted drafts."""
+"""Where a sequence ends: the same place whether its tokens come one by one or in accepted
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,13 @@ def both(
     drafter = ScriptedDrafter(scripts(kind, futures, 13, 4), decoder if start else None, start)
     streamed: list[list[int]] = [[] for _ in prompts]
     out = generate(
-        decoder, SpeculativeStep(drafter), prompts, stop=stop, on_tokens=lambda b, t: streamed[b].extend(t),
+        decoder,
+        SpeculativeStep(drafter),
+        prompts,
+        stop=stop,
+        on_tokens=lambda b, t: streamed[b].extend(t),
         after_step=check_invariants,
-    )  # fmt: skip
+    )
     plain = generate(decoder, PlainStep(), prompts, stop=stop)
     assert out.sequences == plain.sequences == streamed
     assert out.finish_reasons == plain.finish_reasons
@@ -51,7 +57,9 @@ def test_eos_inside_an_accepted_draft(kind: str, start: int) -> None:
     model, _ = tiny(3)
     futures = oracle(model, PROMPTS)
     new = futures[0][len(PROMPTS[0]) :]
-    eos = new[2]  # the prefill yields the first token; this is the second of the first draft of four
+    eos = new[
+        2
+    ]  # the prefill yields the first token; this is the second of the first draft of four
     assert new.index(eos) == 2, "it must not end the sequence earlier"
     out = both(StopSettings(max_new_tokens=20, eos_token_ids=(eos,)), kind, start)
     for b, sequence in enumerate(out.sequences):
@@ -67,7 +75,8 @@ def test_rows_end_at_different_steps_and_any_eos_counts() -> None:
     out = both(StopSettings(max_new_tokens=25, eos_token_ids=ends), "half_right", 1)
     assert len({len(s) for s in out.sequences}) > 1
     assert all(
-        s == reference(model, p, 25, eos_token_id=list(ends)) for p, s in zip(PROMPTS, out.sequences, strict=True)
+        s == reference(model, p, 25, eos_token_id=list(ends))
+        for p, s in zip(PROMPTS, out.sequences, strict=True)
     )
 
 
@@ -101,12 +110,17 @@ def test_the_models_own_context_ends_a_sequence() -> None:
 
 def test_stop_strings_across_token_borders() -> None:
     model, _ = tiny(3)
-    texts = [decode(future[len(p) :]) for future, p in zip(oracle(model, PROMPTS), PROMPTS, strict=True)]
+    texts = [
+        decode(future[len(p) :]) for future, p in zip(oracle(model, PROMPTS), PROMPTS, strict=True)
+    ]
     richest = max(range(3), key=lambda b: len(texts[b]))
     stop_string = texts[richest][3:7]
     assert len(stop_string) == 4, "longer than any token's text: it lies across a border"
     for kind in ("right", "half_right", "tree"):
-        out = both(StopSettings(max_new_tokens=25, stop_strings=(stop_string, "never"), decode=decode), kind)
+        out = both(
+            StopSettings(max_new_tokens=25, stop_strings=(stop_string, "never"), decode=decode),
+            kind,
+        )
         assert out.finish_reasons[richest] == "stop_string"
         for sequence, reason in zip(out.sequences, out.finish_reasons, strict=True):
             assert (stop_string in decode(sequence)) == (reason == "stop_string")
@@ -138,9 +152,10 @@ def test_blocks_end_where_single_tokens_do(
     # the oracle: the shortest prefix of the tokens with a reason to end
     room = min(count, 42)
     ends = (
-        n for n in range(1, len(tokens) + 1)
+        n
+        for n in range(1, len(tokens) + 1)
         if n >= room or tokens[n - 1] in eos or any(t in decode(tokens[:n]) for t in strings)
-    )  # fmt: skip
+    )
     assert len(blocks.new_tokens[0]) == (min(room, next(ends, len(tokens))))
 
 
@@ -163,7 +178,13 @@ def test_an_interrupt_leaves_nothing_broken() -> None:
 
 
 @pytest.mark.parametrize(
-    "draft", [Draft([1, 2], [0]), Draft([1], [1]), Draft([1] * 64, [0] * 64), Draft([1, 1], [0, 0], probs=None)]
+    "draft",
+    [
+        Draft([1, 2], [0]),
+        Draft([1], [1]),
+        Draft([1] * 64, [0] * 64),
+        Draft([1, 1], [0, 0], probs=None),
+    ],
 )
 def test_drafts_that_break_the_contract(draft: Draft) -> None:
     if draft.parents == [0, 0]:
@@ -174,7 +195,8 @@ def test_drafts_that_break_the_contract(draft: Draft) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "message"), [([[1], []], "prompt 1 is empty"), ([[99]], "outside 0..12"), ([[-1]], "outside 0..12")]
+    ("prompts", "message"),
+    [([[1], []], "prompt 1 is empty"), ([[99]], "outside 0..12"), ([[-1]], "outside 0..12")],
 )
 def test_prompts_are_refused(prompts: list[list[int]], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -187,9 +209,15 @@ def test_no_prompts() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"max_new_tokens": -1}, {"max_new_tokens": 1.5}, {"context_limit": 0}, {"eos_token_ids": (-2,)},
-     {"stop_strings": ("",), "decode": decode}, {"stop_strings": ("x",)}],
-)  # fmt: skip
+    [
+        {"max_new_tokens": -1},
+        {"max_new_tokens": 1.5},
+        {"context_limit": 0},
+        {"eos_token_ids": (-2,)},
+        {"stop_strings": ("",), "decode": decode},
+        {"stop_strings": ("x",)},
+    ],
+)
 def test_settings_refuse(values: dict) -> None:  # type: ignore[type-arg]
     with pytest.raises(UserError, match=next(iter(values))):
         StopSettings(**values)

@@ -1,4 +1,6 @@
-"""What methods to come need of the interfaces, by a small example each: two models, heads, tables, acceptance."""
+"""What methods to come need of the interfaces, by a small example each: two models, heads, tables,
+acceptance.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,8 @@ def test_typical_acceptance_is_exact_when_greedy(kind: str) -> None:
 def test_typical_acceptance_keeps_what_is_likely_enough() -> None:
     sampler = Sampler(SamplingSettings(temperature=1.0, seed=0), [[1]])
     sure, torn = [0.9, 0.05, 0.04, 0.01], [0.3, 0.3, 0.2, 0.2]
-    # 0 → 1:token 1 → 2:token 2 ; 0 → 3:token 0 ; after node 0 the target is torn, after 1 it is sure
+    # 0 → 1:token 1 → 2:token 2 ; 0 → 3:token 0 ; after node 0 the target is torn, after 1 it is
+    # sure
     draft = Draft([1, 2, 0], [0, 1, 0])
     logits = torch.tensor([torn, sure, torn, torn]).log()
     loose = Typical(0.9, 0.5)  # torn: 0.5·exp(−1.37) = 0.13; sure: 0.5·exp(−0.43) = 0.33
@@ -125,7 +128,9 @@ def test_typical_acceptance_keeps_what_is_likely_enough() -> None:
 
 
 def test_typical_acceptance_emits_no_impossible_token() -> None:
-    """Sampled: accepts more than exact acceptance of the same drafts, and nothing that top-k has ruled out."""
+    """Sampled: accepts more than exact acceptance of the same drafts, and nothing that top-k has
+    ruled out.
+    """
     _, decoder = tiny(5)
     sampling = SamplingSettings(temperature=1.5, top_k=3, seed=1)
     plain = generate(decoder, PlainStep(), [[3, 1]] * 50, sampling, StopSettings(max_new_tokens=2))

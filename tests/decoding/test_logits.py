@@ -15,7 +15,13 @@ from multirate.errors import UserError
 
 MODEL, VOCAB = (
     tf.LlamaForCausalLM(
-        tf.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+        tf.LlamaConfig(
+            vocab_size=8,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            intermediate_size=8,
+        )
     ),
     700,
 )
@@ -24,11 +30,20 @@ MODEL, VOCAB = (
 def theirs(logits: torch.Tensor, contexts: list[list[int]], s: SamplingSettings) -> torch.Tensor:
     """What `generate` would draw from: its own processor list, in its own order."""
     config = tf.GenerationConfig(
-        do_sample=True, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p or None,
+        do_sample=True,
+        temperature=s.temperature,
+        top_k=s.top_k,
+        top_p=s.top_p,
+        min_p=s.min_p or None,
         repetition_penalty=s.repetition_penalty,
-    )  # fmt: skip
-    processors = MODEL._get_logits_processor(generation_config=config, device="cpu", model_kwargs={})
-    rows = [processors(torch.tensor([c]), row[None].clone()) for c, row in zip(contexts, logits, strict=True)]
+    )
+    processors = MODEL._get_logits_processor(
+        generation_config=config, device="cpu", model_kwargs={}
+    )
+    rows = [
+        processors(torch.tensor([c]), row[None].clone())
+        for c, row in zip(contexts, logits, strict=True)
+    ]
     return torch.softmax(torch.cat(rows), dim=-1)
 
 
@@ -45,9 +60,16 @@ def theirs(logits: torch.Tensor, contexts: list[list[int]], s: SamplingSettings)
     penalty=st.sampled_from([0.7, 1.0, 1.6]),
 )
 def test_distribution_is_transformers(
-    seed: int, vocab: int, rows: int, scale: float, temperature: float, top_k: int, top_p: float, min_p: float,
+    seed: int,
+    vocab: int,
+    rows: int,
+    scale: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
     penalty: float,
-) -> None:  # fmt: skip
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocab, generator=generator) * scale
     contexts = [torch.randint(vocab, (3 + r,), generator=generator).tolist() for r in range(rows)]
@@ -75,7 +97,9 @@ def test_context_ids_outside_the_head_are_ignored() -> None:
 
 
 def test_greedy_distribution_is_one_hot() -> None:
-    assert distribution(torch.tensor([[0.1, 0.3, 0.2]]), SamplingSettings()).tolist() == [[0.0, 1.0, 0.0]]
+    assert distribution(torch.tensor([[0.1, 0.3, 0.2]]), SamplingSettings()).tolist() == [
+        [0.0, 1.0, 0.0]
+    ]
 
 
 @given(seed=st.integers(0, 1000), zeros=st.floats(0, 0.95))
@@ -92,7 +116,14 @@ def test_draw_never_takes_an_impossible_token(seed: int, zeros: float) -> None:
 
 def test_draw_inverts_the_distribution() -> None:
     probs = torch.tensor([[0.25, 0.0, 0.5, 0.25]])
-    assert [draw(probs, [u])[0] for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, 0.9999)] == [0, 0, 2, 2, 3, 3]
+    assert [draw(probs, [u])[0] for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, 0.9999)] == [
+        0,
+        0,
+        2,
+        2,
+        3,
+        3,
+    ]
 
 
 def test_logits_that_overflowed_are_refused() -> None:
@@ -119,11 +150,23 @@ def test_streams_belong_to_sequences_and_seeds() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", -0.1), ("temperature", float("nan")), ("temperature", "hot"), ("temperature", True),
-        ("top_k", -1), ("top_k", 2.5), ("top_k", True), ("top_p", 0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 2),
-        ("repetition_penalty", 0), ("repetition_penalty", float("inf")), ("seed", -1), ("seed", "x"),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_k", -1),
+        ("top_k", 2.5),
+        ("top_k", True),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", float("inf")),
+        ("seed", -1),
+        ("seed", "x"),
     ],
-)  # fmt: skip
+)
 def test_settings_refuse(field: str, value: object) -> None:
     with pytest.raises(UserError, match=field) as caught:
         SamplingSettings(**{field: value})  # type: ignore[arg-type]

@@ -22,7 +22,13 @@ def searched(text: list[int], drafted: list[int], longest: int, most: int) -> tu
     return [], 0
 
 
-@given(tokens, st.lists(st.integers(0, 3), max_size=5), st.integers(1, 5), st.integers(1, 12), st.integers(1, 40))
+@given(
+    tokens,
+    st.lists(st.integers(0, 3), max_size=5),
+    st.integers(1, 5),
+    st.integers(1, 12),
+    st.integers(1, 40),
+)
 def test_a_growing_index_finds_what_a_search_finds(
     text: list[int], drafted: list[int], longest: int, most: int, first: int
 ) -> None:

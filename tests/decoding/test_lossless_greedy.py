@@ -1,4 +1,6 @@
-"""Greedy: speculative == plain == transformers' generate, token for token in fp32, whatever is drafted."""
+"""Greedy: speculative == plain == transformers' generate, token for token in fp32, whatever is
+drafted.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,17 @@ PROMPTS = [[3, 7, 1, 9], [5], [2, 2, 8, 4, 11, 6, 1]]
 def test_plain_decoding_is_generate(seed: int) -> None:
     model, decoder = tiny(seed)
     expected = [reference(model, p, 20) for p in PROMPTS]
-    assert len({t for s in expected for t in s}) > 3, "the tiny model's output is too dull to show an error"
+    assert len({t for s in expected for t in s}) > 3, (
+        "the tiny model's output is too dull to show an error"
+    )
     out = generate(decoder, PlainStep(), PROMPTS, stop=StopSettings(max_new_tokens=20))
     assert out.sequences == expected
     assert out.finish_reasons == ["length"] * 3
     assert out.stats.tokens_per_step == 1
-    assert generate(decoder, PlainStep(), PROMPTS[:1], stop=StopSettings(max_new_tokens=20)).sequences == expected[:1]
+    assert (
+        generate(decoder, PlainStep(), PROMPTS[:1], stop=StopSettings(max_new_tokens=20)).sequences
+        == expected[:1]
+    )
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -49,7 +56,9 @@ def test_speculative_is_generate(
     model, decoder = tiny(seed)
     prompts = PROMPTS[:batch]
     futures = oracle(model, prompts)
-    drafter = ScriptedDrafter(scripts(kind, futures, 13, draft_seed), decoder if start else None, start, lazy)
+    drafter = ScriptedDrafter(
+        scripts(kind, futures, 13, draft_seed), decoder if start else None, start, lazy
+    )
     steps = 0
 
     def after_step(session: Session, step: Step) -> None:
@@ -60,10 +69,16 @@ def test_speculative_is_generate(
 
     streamed: list[list[int]] = [[] for _ in prompts]
     out = generate(
-        decoder, SpeculativeStep(drafter), prompts, stop=StopSettings(max_new_tokens=count),
-        on_tokens=lambda b, tokens: streamed[b].extend(tokens), after_step=after_step,
-    )  # fmt: skip
-    assert out.sequences == [f[len(p) : len(p) + count] for f, p in zip(futures, prompts, strict=True)]
+        decoder,
+        SpeculativeStep(drafter),
+        prompts,
+        stop=StopSettings(max_new_tokens=count),
+        on_tokens=lambda b, tokens: streamed[b].extend(tokens),
+        after_step=after_step,
+    )
+    assert out.sequences == [
+        f[len(p) : len(p) + count] for f, p in zip(futures, prompts, strict=True)
+    ]
     assert streamed == out.sequences
     assert out.finish_reasons == ["length"] * batch
     stats = out.stats
@@ -88,7 +103,13 @@ def test_drafter_sees_the_final_residuals_of_exactly_the_cached_tokens(kind: str
     def after_step(session: Session, step: Step) -> None:
         states.append([torch.cat(drafter.finals[b]) for b in range(3)])
 
-    generate(decoder, SpeculativeStep(drafter), prompts, stop=StopSettings(max_new_tokens=15), after_step=after_step)
+    generate(
+        decoder,
+        SpeculativeStep(drafter),
+        prompts,
+        stop=StopSettings(max_new_tokens=15),
+        after_step=after_step,
+    )
     for b, future in enumerate(futures):
         with torch.no_grad():
             full = model.lm_head(model.model(torch.tensor([future])).last_hidden_state)[0]

@@ -1,6 +1,8 @@
-"""Sampling: what is emitted has the base model's distribution, whoever drafts; and the test would notice if not.
+"""Sampling: what is emitted has the base model's distribution, whoever drafts; and the test would
+notice if not.
 
-Seeds are fixed; a test fails below p = 1e-6, so a false alarm (all cases together) has a chance below 1e-4.
+Seeds are fixed; a test fails below p = 1e-6, so a false alarm (all cases together) has a chance
+below 1e-4.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ PROMPT = [3, 1, 2, 3]
 
 
 def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
-    """χ² of the joint counts and of the first and last one or two tokens' marginals, Bonferroni-corrected.
+    """χ² of the joint counts and of the first and last one or two tokens' marginals,
+    Bonferroni-corrected.
 
-    The joint has many cells, hence little power against a fault in one token; the marginals make up for it.
+    The joint has many cells, hence little power against a fault in one token; the marginals make up
+    for it.
     """
     tests = [pearson(counts, probs)]
     for drop in range(1, counts.ndim):
@@ -44,7 +48,9 @@ def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
 
 
 def pearson(counts: np.ndarray, probs: np.ndarray) -> float:
-    """Pearson's χ² of counts against probabilities; cells expecting fewer than 5 are pooled. Impossible seen: 0."""
+    """Pearson's χ² of counts against probabilities; cells expecting fewer than 5 are pooled.
+    Impossible seen: 0.
+    """
     counts, probs = counts.ravel(), probs.ravel()
     if counts[probs < 1e-9].sum():
         return 0.0
@@ -60,13 +66,21 @@ def analytic(sampling: SamplingSettings, seed: int) -> np.ndarray:
     """P(t1, t2, t3) [V, V, V] by transformers alone: its forward pass and its logits processors."""
     model, _ = tiny(seed, vocab=VOCAB)
     config = tf.GenerationConfig(
-        do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
-        min_p=sampling.min_p or None, repetition_penalty=sampling.repetition_penalty,
-    )  # fmt: skip
-    processors = model._get_logits_processor(generation_config=config, device="cpu", model_kwargs={})
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p or None,
+        repetition_penalty=sampling.repetition_penalty,
+    )
+    processors = model._get_logits_processor(
+        generation_config=config, device="cpu", model_kwargs={}
+    )
     joint = np.ones([VOCAB] * NEW)
     for depth in range(NEW):
-        grid = np.array(list(np.ndindex(*[VOCAB] * depth)), dtype=np.int64).reshape(VOCAB**depth, depth)
+        grid = np.array(list(np.ndindex(*[VOCAB] * depth)), dtype=np.int64).reshape(
+            VOCAB**depth, depth
+        )
         ids = torch.tensor(np.concatenate([np.tile(PROMPT, (len(grid), 1)), grid], axis=1))
         with torch.no_grad():
             scores = processors(ids, model(ids).logits[:, -1].clone())
@@ -83,7 +97,9 @@ def counted(sequences: list[list[int]]) -> np.ndarray:
 
 
 class Adversary(Drafter):
-    """Draws chains from a distribution that has nothing to do with the model's, or is its worst enemy."""
+    """Draws chains from a distribution that has nothing to do with the model's, or is its worst
+    enemy.
+    """
 
     def __init__(self, kind: str, withhold: bool = False) -> None:
         self.kind, self.withhold = kind, withhold
@@ -132,31 +148,45 @@ SETTINGS = {
     "all": SamplingSettings(1.5, top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.4, seed=7),
 }
 KINDS = ["uniform", "spike", "skewed", "holes", "tree", "one_hot"]
-CASES = [(s, k) for i, s in enumerate(SETTINGS) for k in (KINDS if s in ("plain", "all") else KINDS[i % 2 :: 3])]
+CASES = [
+    (s, k)
+    for i, s in enumerate(SETTINGS)
+    for k in (KINDS if s in ("plain", "all") else KINDS[i % 2 :: 3])
+]
 
 
 def sampled(settings: SamplingSettings, drafter: Drafter, count: int = 1200) -> np.ndarray:
     _, decoder = tiny(5, vocab=VOCAB)
     out = generate(
-        decoder, SpeculativeStep(drafter), [PROMPT] * count, settings, StopSettings(max_new_tokens=NEW)
+        decoder,
+        SpeculativeStep(drafter),
+        [PROMPT] * count,
+        settings,
+        StopSettings(max_new_tokens=NEW),
     )
     return counted(out.sequences)
 
 
 @pytest.mark.parametrize(("setting", "kind"), CASES)
 def test_distribution_is_kept(setting: str, kind: str) -> None:
-    assert p_value(sampled(SETTINGS[setting], Adversary(kind)), analytic(SETTINGS[setting], 5)) > ALARM
+    assert (
+        p_value(sampled(SETTINGS[setting], Adversary(kind)), analytic(SETTINGS[setting], 5)) > ALARM
+    )
 
 
 @pytest.mark.parametrize("setting", ["plain", "all"])
 def test_plain_decoding_has_it_too(setting: str) -> None:
     _, decoder = tiny(5, vocab=VOCAB)
-    out = generate(decoder, PlainStep(), [PROMPT] * 1200, SETTINGS[setting], StopSettings(max_new_tokens=NEW))
+    out = generate(
+        decoder, PlainStep(), [PROMPT] * 1200, SETTINGS[setting], StopSettings(max_new_tokens=NEW)
+    )
     assert p_value(counted(out.sequences), analytic(SETTINGS[setting], 5)) > ALARM
 
 
 @pytest.mark.parametrize("setting", ["plain", "top_p", "all"])
-@pytest.mark.parametrize("name,config", [("layerskip", {"exit_layer": 1, "confidence": 0.3}), ("prompt_lookup", {})])
+@pytest.mark.parametrize(
+    "name,config", [("layerskip", {"exit_layer": 1, "confidence": 0.3}), ("prompt_lookup", {})]
+)
 def test_real_drafters_keep_it(setting: str, name: str, config: dict) -> None:  # type: ignore[type-arg]
     _, decoder = tiny(5, vocab=VOCAB)
     drafter = find(name).make_drafter(decoder, settings=config)
@@ -183,7 +213,10 @@ def test_a_wrong_rule_is_noticed(rule: Callable, monkeypatch: pytest.MonkeyPatch
     """By at least one of the adversaries, all of which `test_distribution_is_kept` runs."""
     monkeypatch.setattr(acceptance, "accept_sampled", rule)
     kinds = ("spike", "skewed", "holes")
-    assert any(p_value(sampled(SETTINGS["plain"], Adversary(k)), analytic(SETTINGS["plain"], 5)) < ALARM for k in kinds)
+    assert any(
+        p_value(sampled(SETTINGS["plain"], Adversary(k)), analytic(SETTINGS["plain"], 5)) < ALARM
+        for k in kinds
+    )
 
 
 def test_withholding_drawn_tokens_is_noticed() -> None:
@@ -199,7 +232,9 @@ def test_settings_on_the_draft_only_are_noticed() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_acceptance_rate_is_the_overlap(seed: int) -> None:
-    """P(accept) = Σ min(p, q), and each position's emission has p: the rule alone, without a model."""
+    """P(accept) = Σ min(p, q), and each position's emission has p: the rule alone, without a
+    model.
+    """
     rng = np.random.default_rng(seed)
     p = torch.tensor(rng.dirichlet(np.full(8, 0.4), 3), dtype=torch.float32)
     q = torch.tensor(rng.dirichlet(np.full(8, 0.4), 2), dtype=torch.float32)
@@ -211,7 +246,9 @@ def test_acceptance_rate_is_the_overlap(seed: int) -> None:
         firsts[draft.tokens[0] if len(path) > 1 else bonus] += 1
     overlap = torch.minimum(p[0], q[0]).sum().item()
     assert p_value(firsts, p[0].double().numpy()) > ALARM
-    assert p_value(np.array([accepted, trials - accepted]), np.array([overlap, 1 - overlap])) > ALARM
+    assert (
+        p_value(np.array([accepted, trials - accepted]), np.array([overlap, 1 - overlap])) > ALARM
+    )
 
 
 def test_identical_distributions_accept_everything() -> None:

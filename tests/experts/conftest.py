@@ -19,27 +19,51 @@ from multirate.methods.m2r2_experts.modules import ExpertPredictor
 from multirate.model.native.moe import NativeMoEDecoder
 
 SHAPE: dict[str, Any] = dict(
-    vocab_size=61, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
-    max_position_embeddings=96, pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.15,
-)  # fmt: skip
+    vocab_size=61,
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=64,
+    max_position_embeddings=96,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+    initializer_range=0.15,
+)
 CONFIGS = {
     "qwen3_moe": lambda: tf.Qwen3MoeConfig(
-        **SHAPE, intermediate_size=96, moe_intermediate_size=32, num_experts=6, num_experts_per_tok=2,
-        norm_topk_prob=True, mlp_only_layers=[1],
+        **SHAPE,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
     ),
     "qwen3_moe_raw": lambda: tf.Qwen3MoeConfig(
-        **SHAPE, intermediate_size=96, moe_intermediate_size=64, num_experts=6, num_experts_per_tok=3,
+        **SHAPE,
+        intermediate_size=96,
+        moe_intermediate_size=64,
+        num_experts=6,
+        num_experts_per_tok=3,
         norm_topk_prob=False,
     ),
-    "mixtral": lambda: tf.MixtralConfig(**SHAPE, intermediate_size=64, num_local_experts=5, num_experts_per_tok=2),
-}  # fmt: skip
+    "mixtral": lambda: tf.MixtralConfig(
+        **SHAPE, intermediate_size=64, num_local_experts=5, num_experts_per_tok=2
+    ),
+}
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def mixture(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     folder: Path = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
-    original = tf.AutoModelForCausalLM.from_config(CONFIGS[request.param]()).eval().to(torch.bfloat16)
+    original = (
+        tf.AutoModelForCausalLM.from_config(CONFIGS[request.param]()).eval().to(torch.bfloat16)
+    )
     original.save_pretrained(folder)
     index = pack(folder, folder / "store")
     model = load_without_experts(folder)

@@ -1,4 +1,6 @@
-"""Reading ahead stays on where it makes passes faster, goes off where it does not, and is tried again."""
+"""Reading ahead stays on where it makes passes faster, goes off where it does not, and is tried
+again.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from multirate.experts.predictors import PreviousToken
 
 
 class Machine:
-    """A clock that a pass moves by `on` or `off` seconds, by whether anything was predicted in it."""
+    """A clock that a pass moves by `on` or `off` seconds, by whether anything was predicted in
+    it.
+    """
 
     def __init__(self, on: float, off: float) -> None:
         self.on, self.off, self.now = on, off, 0.0
@@ -65,7 +69,10 @@ def test_a_machine_that_changes_is_noticed() -> None:
     machine.on, machine.off = 1.0, 1.5
     machine.run(130)
     assert machine.passes[-1]
-    assert AdaptivePredictor({"previous_token": PreviousToken(2)}).verdict == "reading ahead has not been measured yet"
+    assert (
+        AdaptivePredictor({"previous_token": PreviousToken(2)}).verdict
+        == "reading ahead has not been measured yet"
+    )
 
 
 def test_the_fastest_of_several_names() -> None:
@@ -92,4 +99,6 @@ def test_the_fastest_of_several_names() -> None:
             now += seconds[2] if asked[-1] is None else seconds[asked[-1]]
         assert set(asked[:30]) == {0, 1, None} and set(asked[-20:]) == {best}
         assert [one.depth for one in names.values()] == [1, 2]
-        assert ("second" in chooser.verdict) == (best == 1) and ("does not pay" in chooser.verdict) == (best is None)
+        assert ("second" in chooser.verdict) == (best == 1) and (
+            "does not pay" in chooser.verdict
+        ) == (best is None)

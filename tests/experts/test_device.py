@@ -1,4 +1,6 @@
-"""Slots on a device: the order of copies and events, on CPU with queues that run late on purpose."""
+"""Slots on a device: the order of copies and events, on CPU with queues that run late on
+purpose.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from .tiny import save
 
 
 class Recorder:
-    """Copies at once, and keeps what was asked: ("mark", event) and ("copy", address, event it ran behind)."""
+    """Copies at once, and keeps what was asked: ("mark", event) and ("copy", address, event it ran
+    behind).
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -85,7 +89,9 @@ def test_bits_and_order(offload: OffloadedExperts, slots: int, predictor: str) -
         else:
             address, after = more
             assert address not in unmarked, "a slot is overwritten while it is computed with"
-            assert after == behind.get(address), "a copy does not wait for the last compute with its slot"
+            assert after == behind.get(address), (
+                "a copy does not wait for the last compute with its slot"
+            )
     offload.copies = None
 
 

@@ -1,4 +1,6 @@
-"""Reads that fail, end early, come late or in another order: a clear error or the same tokens, never a hang."""
+"""Reads that fail, end early, come late or in another order: a clear error or the same tokens,
+never a hang.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_a_failed_read_is_an_error_that_names_the_expert(offload: OffloadedExper
         read(offset, into)
 
     runtime.memory.reader.read = failing  # type: ignore
-    with pytest.raises(UserError, match=r"expert \d+ of layer \d could not be read from .*Input/output error"):
+    with pytest.raises(
+        UserError, match=r"expert \d+ of layer \d could not be read from .*Input/output error"
+    ):
         steps(offload)
     assert runtime.stats.errors == 1
     right = steps(offload)  # the disk is back: nothing is left half-read
@@ -113,7 +117,9 @@ def test_failed_speculation_is_no_error(offload: OffloadedExperts) -> None:
 def test_late_and_short_reads(offload: OffloadedExperts, monkeypatch: pytest.MonkeyPatch) -> None:
     offload.use()
     right = steps(offload)
-    monkeypatch.setattr(memory, "CHUNK", 4096)  # several chunks a record, so that reads are preempted
+    monkeypatch.setattr(
+        memory, "CHUNK", 4096
+    )  # several chunks a record, so that reads are preempted
     for count in (1, 2):
         runtime = offload.use(settings(offload, 5, threads=count, direct=False), "next_layer_gate")
         read = runtime.memory.reader.read
@@ -127,7 +133,9 @@ def test_late_and_short_reads(offload: OffloadedExperts, monkeypatch: pytest.Mon
         assert runtime.stats.speculative_bytes > 0
 
 
-def test_a_short_read_is_gone_on_with(offload: OffloadedExperts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_read_is_gone_on_with(
+    offload: OffloadedExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader = RecordReader(offload.store.path)
     arena = Arena(1, offload.store.index.record.bytes)
     whole = offload.store.path.read_bytes()
@@ -140,7 +148,9 @@ def test_a_short_read_is_gone_on_with(offload: OffloadedExperts, monkeypatch: py
     reader.close()
 
 
-def test_a_file_cut_within_a_block_is_an_error_not_a_loop(offload: OffloadedExperts, tmp_path: Path) -> None:
+def test_a_file_cut_within_a_block_is_an_error_not_a_loop(
+    offload: OffloadedExperts, tmp_path: Path
+) -> None:
     cut = tmp_path / "cut"
     cut.write_bytes(offload.store.path.read_bytes()[:5000])
     for direct in (True, False):
@@ -150,11 +160,15 @@ def test_a_file_cut_within_a_block_is_an_error_not_a_loop(offload: OffloadedExpe
         reader.close()
 
 
-def test_without_direct_reads_the_bytes_are_the_same_and_it_is_said(offload: OffloadedExperts) -> None:
+def test_without_direct_reads_the_bytes_are_the_same_and_it_is_said(
+    offload: OffloadedExperts,
+) -> None:
     offload.use()
     right = steps(offload)
     runtime = offload.use(settings(offload, 4, direct=False))
-    assert (runtime.note and "page cache" in runtime.note) or runtime.note == "O_DIRECT was switched off"
+    assert (
+        runtime.note and "page cache" in runtime.note
+    ) or runtime.note == "O_DIRECT was switched off"
     assert torch.equal(steps(offload), right)
 
 
@@ -167,7 +181,9 @@ def test_budgets(offload: OffloadedExperts) -> None:
 
 
 @pytest.mark.parametrize(("threads", "counter"), [(1, "rchar:"), (0, "read_bytes:")])
-def test_bytes_are_what_the_system_counts(offload: OffloadedExperts, threads: int, counter: str) -> None:
+def test_bytes_are_what_the_system_counts(
+    offload: OffloadedExperts, threads: int, counter: str
+) -> None:
     """What a thread reads by calls, or what the system reads by itself from the disk."""
     runtime = offload.use(settings(offload, 4, eviction="lru", threads=threads))
     if not runtime.memory.reader.direct:
@@ -187,7 +203,9 @@ def test_bytes_are_what_the_system_counts(offload: OffloadedExperts, threads: in
 
 
 def test_a_replayed_trace_gives_the_live_hits(offload: OffloadedExperts) -> None:
-    """The cache alone, driven by the recorded needs, and no loader: LRU and Belady as they were live."""
+    """The cache alone, driven by the recorded needs, and no loader: LRU and Belady as they were
+    live.
+    """
     runtime = offload.use()
     runtime.trace = []
     steps(offload)
@@ -219,7 +237,9 @@ def test_a_replayed_trace_gives_the_live_hits(offload: OffloadedExperts) -> None
     assert hits["belady"] >= max(hits.values())
 
 
-def test_an_oracle_reads_everything_ahead_and_shuffled_predictions_do_not(offload: OffloadedExperts) -> None:
+def test_an_oracle_reads_everything_ahead_and_shuffled_predictions_do_not(
+    offload: OffloadedExperts,
+) -> None:
     runtime = offload.use()
     runtime.trace = []
     right = steps(offload)
@@ -259,7 +279,9 @@ def test_closing_ends_the_threads(offload: OffloadedExperts, direct: bool) -> No
 
 
 class Random(Reads):
-    """Reads that end in any order, late, with errors, and are cancelled or not, as the draw has it."""
+    """Reads that end in any order, late, with errors, and are cancelled or not, as the draw has
+    it.
+    """
 
     def __init__(self, draw: random.Random) -> None:
         self._draw, self.open, self.content = draw, dict[int, int](), dict[int, int]()
@@ -302,14 +324,21 @@ class Random(Reads):
         return
 
 
-@given(seed=st.integers(0, 10**6), eviction=st.sampled_from(["none", "lru", "lfu", "lrfu", "least_stale"]),
-       count=st.integers(3, 9))
+@given(
+    seed=st.integers(0, 10**6),
+    eviction=st.sampled_from(["none", "lru", "lfu", "lrfu", "least_stale"]),
+    count=st.integers(3, 9),
+)
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_the_slot_machine(seed: int, eviction: str, count: int) -> None:
-    """Random needs and predictions over reads that end as they like: compute sees the right bytes, always."""
+    """Random needs and predictions over reads that end as they like: compute sees the right bytes,
+    always.
+    """
     draw = random.Random(seed)
     record: Any = SimpleNamespace(layers=(0, 1, 2), record=SimpleNamespace(bytes=8))
-    store: Any = SimpleNamespace(index=record, path="store", offset=lambda row, expert: 100 * row + expert)
+    store: Any = SimpleNamespace(
+        index=record, path="store", offset=lambda row, expert: 100 * row + expert
+    )
     cache, reads = SlotCache(count, eviction_policy(eviction)), Random(draw)
     loader = ExpertLoader(store, cache, reads, ExpertStats())
     for token in range(12):
@@ -319,7 +348,9 @@ def test_the_slot_machine(seed: int, eviction: str, count: int) -> None:
             cache.pin(waiting)
             loader.forget_failures()
             loader.demand(waiting)
-            named = [Prediction((r, e), r, draw.random()) for r in range(row + 1, 3) for e in range(8)]
+            named = [
+                Prediction((r, e), r, draw.random()) for r in range(row + 1, 3) for e in range(8)
+            ]
             loader.prefetch(draw.sample(named, draw.randint(0, min(len(named), 6))))
             while waiting:
                 try:
@@ -331,7 +362,10 @@ def test_the_slot_machine(seed: int, eviction: str, count: int) -> None:
                 generation = slot.generation
                 loader.poll()
                 loader.demand(key for key in waiting if key != slot.key)
-                assert reads.content[slot.index] == store.offset(*slot.key) and slot.generation == generation
+                assert (
+                    reads.content[slot.index] == store.offset(*slot.key)
+                    and slot.generation == generation
+                )
                 waiting.remove(slot.key)
                 cache.release([slot])
                 keys = [s.key for s in cache.slots if s.key is not None]

@@ -57,7 +57,10 @@ def test_the_kernels_forecast_is_the_modules(ahead: int, rank: int, sketch: int)
         state: torch.Tensor | None = None
         for layer in range(SHAPE.num_layers):
             residual = torch.randn(rows, SHAPE.hidden_size)
-            routing = torch.stack([torch.randperm(6)[:2] for _ in range(rows)]), torch.rand(rows, 2) + 0.1
+            routing = (
+                torch.stack([torch.randperm(6)[:2] for _ in range(rows)]),
+                torch.rand(rows, 2) + 0.1,
+            )
             exact = module.step(layer, residual, state, None, routing)
             ours = native.step(layer, residual, state, ahead, routing)
             assert len(ours) == ahead
@@ -72,14 +75,23 @@ def test_the_kernels_forecast_is_the_modules(ahead: int, rank: int, sketch: int)
 def test_the_kernels_thinned_experts_are_the_modules(rank: int, sketch: int) -> None:
     module = forecast(2, rank, sketch, attention=True)
     assert module.sketch is not None and module.gated is not None
-    native = NativeResidualWithAttention(module.down, module.up[0], module.sketch, module.gated, sketch, 2)
+    native = NativeResidualWithAttention(
+        module.down, module.up[0], module.sketch, module.gated, sketch, 2
+    )
     for rows in (1, 3, 70):
         for layer in (0, 3):
             residual = torch.randn(rows, SHAPE.hidden_size)
-            routing = torch.stack([torch.randperm(6)[:2] for _ in range(rows)]), torch.rand(rows, 2) + 0.1
-            exact = residual + module.features(layer, residual, None, routing) @ module.up[0][layer].T
+            routing = (
+                torch.stack([torch.randperm(6)[:2] for _ in range(rows)]),
+                torch.rand(rows, 2) + 0.1,
+            )
+            exact = (
+                residual + module.features(layer, residual, None, routing) @ module.up[0][layer].T
+            )
             ours = native.leaving(layer, residual, routing)
-            assert (exact - ours).norm() < 0.01 * (exact - residual).norm(), "bf16 of the same update"
+            assert (exact - ours).norm() < 0.01 * (exact - residual).norm(), (
+                "bf16 of the same update"
+            )
 
 
 def test_predictions_are_ordered_by_how_many_rows_would_choose_them() -> None:
@@ -137,7 +149,9 @@ def test_statistics_of_a_phase() -> None:
 
 def test_what_is_not_named_again_is_not_read() -> None:
     record: Any = SimpleNamespace(layers=(0, 1, 2), record=SimpleNamespace(bytes=8))
-    store: Any = SimpleNamespace(index=record, path="store", offset=lambda row, expert: 100 * row + expert)
+    store: Any = SimpleNamespace(
+        index=record, path="store", offset=lambda row, expert: 100 * row + expert
+    )
     leave, offsets = threading.Semaphore(0), list[int]()
 
     def fill(slot: int, offset: int, begin: int, end: int) -> None:

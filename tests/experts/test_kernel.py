@@ -1,4 +1,6 @@
-"""Passes by the kernel: the same text, and the same loads, as the state machine in Python; faults, Ctrl-C, changes."""
+"""Passes by the kernel: the same text, and the same loads, as the state machine in Python; faults,
+Ctrl-C, changes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def follow(mixture: Any, runtime: ExpertRuntime, count: int = len(IDS)) -> torch
     return torch.cat(found)
 
 
-def runtime_of(mixture: Any, slots: int | None, predictor: Any = "none", **settings: Any) -> ExpertRuntime:
+def runtime_of(
+    mixture: Any, slots: int | None, predictor: Any = "none", **settings: Any
+) -> ExpertRuntime:
     offload, eviction = mixture[1], settings.pop("eviction", "lrfu")
     record = offload.store.index.record.bytes
     chosen = ExpertSettings(None if slots is None else slots * record, **settings)
@@ -58,7 +62,9 @@ def runtime_of(mixture: Any, slots: int | None, predictor: Any = "none", **setti
     return ExpertRuntime(offload.store, chosen, offload.predictor(predictor), policy)
 
 
-def counts(mixture: Any, slots: int | None, kernel: bool, predictor: str = "none", **more: Any) -> ExpertStats:
+def counts(
+    mixture: Any, slots: int | None, kernel: bool, predictor: str = "none", **more: Any
+) -> ExpertStats:
     with runtime_of(mixture, slots, predictor, kernel=kernel, **more) as runtime:
         logits = follow(mixture, runtime)
         with runtime_of(mixture, None, kernel=False) as resident:
@@ -77,19 +83,38 @@ def trace_of(mixture: Any) -> list[tuple[int, list[int]]]:
 @pytest.mark.parametrize("slots", [4, 7, 11, None])
 @pytest.mark.parametrize("eviction", ["none", "lru", "lfu", "lrfu", "least_stale"])
 def test_the_same_experts_stay_and_leave(mixture: Any, slots: int | None, eviction: str) -> None:
-    """With nothing predicted, what is there does not depend on how fast reads are: every count is equal."""
+    """With nothing predicted, what is there does not depend on how fast reads are: every count is
+    equal.
+    """
     kernel, python = (counts(mixture, slots, one, eviction=eviction) for one in (True, False))
-    for name in ("calls", "uses", "hits", "timely", "late", "wasted", "issued", "demand_bytes", "speculative_bytes"):
+    for name in (
+        "calls",
+        "uses",
+        "hits",
+        "timely",
+        "late",
+        "wasted",
+        "issued",
+        "demand_bytes",
+        "speculative_bytes",
+    ):
         assert getattr(kernel, name) == getattr(python, name), name
-    assert kernel.hits > 0 or eviction == "none" or (slots or 99) < 9  # fewer than a pass needs: lru keeps none in time
+    assert (
+        kernel.hits > 0 or eviction == "none" or (slots or 99) < 9
+    )  # fewer than a pass needs: lru keeps none in time
 
 
 @pytest.mark.parametrize("eviction", ["none", "lrfu", "least_stale"])
-@pytest.mark.parametrize("predictor", ["previous_token", "popularity", "next_layer_gate", "accelerated"])
+@pytest.mark.parametrize(
+    "predictor", ["previous_token", "popularity", "next_layer_gate", "accelerated"]
+)
 def test_the_same_experts_are_named(mixture: Any, predictor: str, eviction: str) -> None:
-    """What was named ahead of time among what was missing, timely or not, is nearly the same: reads differ in speed."""
+    """What was named ahead of time among what was missing, timely or not, is nearly the same: reads
+    differ in speed.
+    """
     kernel, python = (
-        counts(mixture, 9, one, predictor, eviction=eviction, prefetch_threshold=0.0, depth=1) for one in (True, False)
+        counts(mixture, 9, one, predictor, eviction=eviction, prefetch_threshold=0.0, depth=1)
+        for one in (True, False)
     )
     assert kernel.uses == python.uses and (kernel.issued > 0 or predictor == "popularity")
     if predictor == "popularity":
@@ -111,10 +136,14 @@ def test_an_oracle_is_never_wrong(mixture: Any) -> None:
 
 
 def whole_experts(mixture: Any, depth: int) -> ExpertPredictor:
-    """A forecast whose sketches are the experts themselves: the stream that it runs ahead is the true one."""
+    """A forecast whose sketches are the experts themselves: the stream that it runs ahead is the
+    true one.
+    """
     original = mixture[0]
     shape = BaseShape.of(original.config)
-    neurons = getattr(original.config, "moe_intermediate_size", None) or original.config.intermediate_size
+    neurons = (
+        getattr(original.config, "moe_intermediate_size", None) or original.config.intermediate_size
+    )
     config = ExpertPredictorConfig.for_base(shape, ahead=depth, attention=True, sketch=neurons)
     made = ExpertPredictor(config, shape)
     tokens = IDS.view(4, 15)
@@ -125,19 +154,28 @@ def whole_experts(mixture: Any, depth: int) -> ExpertPredictor:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_stream_that_runs_ahead_is_the_models_own(mixture: Any, depth: int) -> None:
-    """With whole experts for sketches nearly all that is named is needed, at any depth, across a dense layer too; and
-    what is left in the caches of layers that have not run disturbs nobody."""
+    """With whole experts for sketches nearly all that is named is needed, at any depth, across a
+    dense layer too; and what is left in the caches of layers that have not run disturbs nobody.
+    """
     offload = mixture[1]
     before, offload.trained_predictor = offload.trained_predictor, whole_experts(mixture, depth)
     try:
         stats = counts(mixture, 12, True, "accelerated", prefetch_threshold=0.0, depth=depth)
         assert stats.issued > 20 and stats.precision > 0.9 and stats.recall > 0.5
         batch = [[5, 9, 2, 44, 17, 30, 8], [3, 4, 50], [7]]
-        with runtime_of(mixture, None) as resident, runtime_of(mixture, 9, "accelerated", depth=depth) as runtime:
+        with (
+            runtime_of(mixture, None) as resident,
+            runtime_of(mixture, 9, "accelerated", depth=depth) as runtime,
+        ):
             right = answers(mixture, resident, batch)
             assert answers(mixture, runtime, batch) == right
-        for other in ({"kernel": False}, {"direct": False}):  # Python leads the pass: the same residual, the same text
-            with runtime_of(mixture, 12, "accelerated", prefetch_threshold=0.0, depth=depth, **other) as python:
+        for other in (
+            {"kernel": False},
+            {"direct": False},
+        ):  # Python leads the pass: the same residual, the same text
+            with runtime_of(
+                mixture, 12, "accelerated", prefetch_threshold=0.0, depth=depth, **other
+            ) as python:
                 follow(mixture, python)
                 assert python._kernel is None
                 assert python.stats.precision > 0.9 and python.stats.recall > 0.5
@@ -148,7 +186,11 @@ def test_the_stream_that_runs_ahead_is_the_models_own(mixture: Any, depth: int) 
 
 def test_a_stream_that_nobody_can_run_is_refused(mixture: Any) -> None:
     offload = mixture[1]
-    before, native, offload.trained_predictor = offload.trained_predictor, offload.native, whole_experts(mixture, 1)
+    before, native, offload.trained_predictor = (
+        offload.trained_predictor,
+        offload.native,
+        whole_experts(mixture, 1),
+    )
     offload.native = None
     try:
         with pytest.raises(UserError, match="attention=false"):
@@ -161,18 +203,26 @@ def test_a_stream_that_nobody_can_run_is_refused(mixture: Any) -> None:
 
 
 def test_layers_that_cannot_run_ahead_refuse_it_by_name(mixture: Any) -> None:
-    """transformers' own layers: the policy accelerated is an error, and aot says that the gate predicts."""
+    """transformers' own layers: the policy accelerated is an error, and aot says that the gate
+    predicts.
+    """
     offload = mixture[1]
     before, offload.trained_predictor = offload.trained_predictor, whole_experts(mixture, 1)
     budget = 9 * offload.store.index.record.bytes
     try:
         offload.use_policy("accelerated", budget)
-        with pytest.raises(UserError, match=r"expert policy accelerated.*aot and next_layer_gate"), torch.no_grad():
+        with (
+            pytest.raises(UserError, match=r"expert policy accelerated.*aot and next_layer_gate"),
+            torch.no_grad(),
+        ):
             offload.model(IDS[None, :4])
         chooser = offload.use_policy("aot", budget).predictor
         assert isinstance(chooser, AdaptivePredictor)
         chooser.candidate = 1
-        with pytest.warns(UserWarning, match="experts are predicted by next_layer_gate"), torch.no_grad():
+        with (
+            pytest.warns(UserWarning, match="experts are predicted by next_layer_gate"),
+            torch.no_grad(),
+        ):
             offload.model(IDS[None, :4])
     finally:
         offload.trained_predictor = before
@@ -181,7 +231,10 @@ def test_layers_that_cannot_run_ahead_refuse_it_by_name(mixture: Any) -> None:
 
 def test_beladys_cache_hits_most(mixture: Any) -> None:
     keys = [(row, expert) for row, experts in trace_of(mixture) for expert in experts]
-    hits = {name: counts(mixture, 7, True, eviction=name).hits for name in ("lru", "lfu", "lrfu", "least_stale")}
+    hits = {
+        name: counts(mixture, 7, True, eviction=name).hits
+        for name in ("lru", "lfu", "lrfu", "least_stale")
+    }
     best = counts(mixture, 7, True, eviction=Belady(keys)).hits
     assert best == counts(mixture, 7, False, eviction=Belady(keys)).hits
     assert best >= max(hits.values())
@@ -191,7 +244,10 @@ def test_beladys_cache_hits_most(mixture: Any) -> None:
 def test_threads_or_the_system_may_read(mixture: Any, threads: int) -> None:
     """And a batch, whose rows need the union of their experts, more than there are slots."""
     prompts = [[5, 9, 2, 44, 17, 30, 8], [3, 4, 50], [7]]
-    with runtime_of(mixture, None) as resident, runtime_of(mixture, 4, "next_layer_gate", threads=threads) as runtime:
+    with (
+        runtime_of(mixture, None) as resident,
+        runtime_of(mixture, 4, "next_layer_gate", threads=threads) as runtime,
+    ):
         for slot in runtime.memory.slots:
             slot.fill_(0xFF)  # NaN: an unread slot would be seen
         assert answers(mixture, runtime, prompts) == answers(mixture, resident, prompts)
@@ -203,7 +259,10 @@ def test_a_disk_that_goes_away_and_comes_back(mixture: Any) -> None:
         file = runtime.memory.reader.fileno  # type: ignore[attr-defined]
         kept, nothing = os.dup(file), os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, file)
-        with pytest.raises(UserError, match=r"expert \d of layer \d could not be read from .*truncated while in use"):
+        with pytest.raises(
+            UserError,
+            match=r"expert \d of layer \d could not be read from .*truncated while in use",
+        ):
             follow(mixture, runtime)
         assert runtime.stats.errors > 0
         os.dup2(kept, file)
@@ -214,7 +273,9 @@ def test_a_disk_that_goes_away_and_comes_back(mixture: Any) -> None:
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_damage_after_the_store_was_sealed(mixture: Any, kernel: bool) -> None:
-    """Bytes that change after the store was opened: an error where an expert is first read, whoever reads it."""
+    """Bytes that change after the store was opened: an error where an expert is first read, whoever
+    reads it.
+    """
     offload = mixture[1]
     store = ExpertStore.open(offload.store.folder)
     place = store.offset(len(store.index.layers) - 1, 0)
@@ -229,7 +290,9 @@ def test_damage_after_the_store_was_sealed(mixture: Any, kernel: bool) -> None:
         for predictor in ("none", "next_layer_gate"):
             with (
                 runtime_of(mixture, 9, predictor, kernel=kernel) as runtime,
-                pytest.raises(UserError, match=r"expert \d of layer 3 could not be read .*its checksum is not"),
+                pytest.raises(
+                    UserError, match=r"expert \d of layer 3 could not be read .*its checksum is not"
+                ),
             ):
                 follow(mixture, runtime)
             assert runtime.stats.errors > 0
@@ -254,10 +317,14 @@ def test_ctrl_c_while_a_read_takes_for_ever(mixture: Any) -> None:
 
 
 def test_a_pass_after_one_that_was_given_up(mixture: Any) -> None:
-    """Each read takes longer than a pass waits before it looks for Ctrl-C: passes pause and go on, and the first of the
-    next generation is not taken for the rest of the one that was interrupted."""
+    """Each read takes longer than a pass waits before it looks for Ctrl-C: passes pause and go on,
+    and the first of the next generation is not taken for the rest of the one that was interrupted.
+    """
     record = mixture[1].store.index.record.bytes
-    with runtime_of(mixture, None) as resident, runtime_of(mixture, None, disk_bytes_per_second=record / 0.13) as slow:
+    with (
+        runtime_of(mixture, None) as resident,
+        runtime_of(mixture, None, disk_bytes_per_second=record / 0.13) as slow,
+    ):
         right = follow(mixture, resident, 1)
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
         try:
@@ -277,7 +344,9 @@ def test_a_pass_after_one_that_was_given_up(mixture: Any) -> None:
 
 
 def test_python_goes_on_where_the_kernel_cannot(mixture: Any) -> None:
-    """A predictor that it does not know, a trace that is wanted: the same text, and counts that go on."""
+    """A predictor that it does not know, a trace that is wanted: the same text, and counts that go
+    on.
+    """
     offload = mixture[1]
     with runtime_of(mixture, 9, "next_layer_gate") as runtime:
         right = follow(mixture, runtime)
@@ -285,18 +354,28 @@ def test_python_goes_on_where_the_kernel_cannot(mixture: Any) -> None:
         uses = runtime.stats.uses
         runtime.predict_with(PreviousToken(len(offload.store.index.layers)))
         assert runtime._kernel is not None
-        runtime.predict_with(Shuffled(PreviousToken(len(offload.store.index.layers)), offload.store.index.num_experts))
+        runtime.predict_with(
+            Shuffled(
+                PreviousToken(len(offload.store.index.layers)), offload.store.index.num_experts
+            )
+        )
         assert runtime._kernel is None
         assert torch.equal(follow(mixture, runtime), right)
         assert runtime.stats.uses == 2 * uses
     with runtime_of(mixture, 9) as runtime:
         follow(mixture, runtime)
         runtime.trace = []
-        assert torch.equal(follow(mixture, runtime), right) and runtime.trace and runtime._kernel is None
+        assert (
+            torch.equal(follow(mixture, runtime), right)
+            and runtime.trace
+            and runtime._kernel is None
+        )
 
 
 def test_several_predictors_take_turns(mixture: Any) -> None:
-    """One after the other in one runtime: the same text, and each names what it names, not what another would."""
+    """One after the other in one runtime: the same text, and each names what it names, not what
+    another would.
+    """
     index = mixture[1].store.index
     with runtime_of(mixture, None) as resident:
         right = follow(mixture, resident)
@@ -306,7 +385,13 @@ def test_several_predictors_take_turns(mixture: Any) -> None:
     with runtime_of(mixture, 9, chooser, prefetch_threshold=0.0, depth=1) as runtime:
         chooser._left = 10**9
         issued = []
-        for chooser.candidate in (1, 0, 1, 0, 1):  # popularity learns in the first, and does not forget
+        for chooser.candidate in (
+            1,
+            0,
+            1,
+            0,
+            1,
+        ):  # popularity learns in the first, and does not forget
             runtime.reset()
             assert torch.equal(follow(mixture, runtime), right)
             assert runtime._kernel is not None
@@ -343,5 +428,9 @@ def test_what_the_kernel_knows() -> None:
     assert plan_of(None, 0.5) is not None and plan_of(Popularity(3, 2), 0.5) is not None
     assert plan_of(Mine(3), 0.5) is None
     several = plans_of(AdaptivePredictor({"a": PreviousToken(3), "b": Popularity(3, 2)}), 0.5)
-    assert several is not None and [one.plan.kind for one in several] == [1, 2] and several[0].plan.most_depth == 2
+    assert (
+        several is not None
+        and [one.plan.kind for one in several] == [1, 2]
+        and several[0].plan.most_depth == 2
+    )
     assert plans_of(AdaptivePredictor({"a": PreviousToken(3), "b": Mine(3)}), 0.5) is None

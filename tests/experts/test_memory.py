@@ -1,4 +1,6 @@
-"""Peak memory while generating stays within the experts' budget plus everything else of the model."""
+"""Peak memory while generating stays within the experts' budget plus everything else of the
+model.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ def memory(field):
     lines = open("/proc/self/status").read().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
-import multirate.experts.model, transformers.models.qwen3_moe.modeling_qwen3_moe  # imports are not the model's memory
+# imports are not the model's memory
+import multirate.experts.model, transformers.models.qwen3_moe.modeling_qwen3_moe
 import torch; torch.zeros(64, 64).bfloat16() @ torch.zeros(64, 64).bfloat16()
 before = memory("VmRSS")
-engine = attach(sys.argv[1], experts=sys.argv[2], expert_memory=int(sys.argv[3]), backend=sys.argv[4])
+name, store, memory, backend = sys.argv[1:5]
+engine = attach(name, experts=store, expert_memory=int(memory), backend=backend)
 tokens = engine.generate([list(range(3, 30))], stop=engine.stopping(12)).sequences[0]
 print(json.dumps({"grown": memory("VmHWM") - before, "tokens": tokens}))
 """
@@ -35,10 +39,20 @@ print(json.dumps({"grown": memory("VmHWM") - before, "tokens": tokens}))
 def test_peak_memory(backend: str, layout: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=261, hidden_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        moe_intermediate_size=512, num_experts=24, num_experts_per_tok=2, max_position_embeddings=128,
-        pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=261,
+        hidden_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        moe_intermediate_size=512,
+        num_experts=24,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
     model = Qwen3MoeForCausalLM(config).bfloat16()
     model.save_pretrained(tmp_path)
     tiny_model.tokenizer().save_pretrained(tmp_path)
@@ -55,13 +69,27 @@ def test_peak_memory(backend: str, layout: str, tmp_path: Path) -> None:
         except library.NativeUnavailable as reason:
             pytest.skip(str(reason))
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), str(tmp_path / "store"), str(budget), backend],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            SCRIPT,
+            str(tmp_path),
+            str(tmp_path / "store"),
+            str(budget),
+            backend,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["tokens"]
-    # packed copies double the resident part on the native kernel; the rest is activations and libraries' own buffers
+    # packed copies double the resident part on the native kernel; the rest is activations and
+    # libraries' own buffers
     allowed = budget + 2 * resident + (72 << 20)
     grown = seen["grown"]
-    assert grown < allowed < experts, f"{grown / 1e6:.0f} MB of {allowed / 1e6:.0f}, experts {experts / 1e6:.0f} MB"
+    assert grown < allowed < experts, (
+        f"{grown / 1e6:.0f} MB of {allowed / 1e6:.0f}, experts {experts / 1e6:.0f} MB"
+    )

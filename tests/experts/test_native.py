@@ -1,4 +1,6 @@
-"""A mixture on the native kernel: near its own forward, bit-identical over budgets, predictors and batches."""
+"""A mixture on the native kernel: near its own forward, bit-identical over budgets, predictors and
+batches.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ PROMPTS = [[5, 9, 2, 44, 17, 30, 8], [3, 4, 50]]
 def test_packing_is_undone() -> None:
     gate_up, down = torch.randn(128, 192).bfloat16(), torch.randn(192, 64).bfloat16()
     packed = pack_expert(gate_up, down)
-    assert packed["gate_up_proj"].shape == gate_up.shape and not torch.equal(packed["gate_up_proj"], gate_up)
+    assert packed["gate_up_proj"].shape == gate_up.shape and not torch.equal(
+        packed["gate_up_proj"], gate_up
+    )
     again = unpack_expert(**{"gate_up": packed["gate_up_proj"], "down": packed["down_proj"]})
     assert torch.equal(again["gate_up_proj"], gate_up) and torch.equal(again["down_proj"], down)
 
@@ -40,7 +44,9 @@ def test_logits_are_the_models(mixture: Any) -> None:
     ids = torch.tensor(PROMPTS[0])
     rows = Rows.causal(0, 0, len(ids))
     offload.use()
-    ours = decoder.logits(decoder.layers(decoder.embed(ids, rows.pos), rows, 0, 4, decoder.new_cache(1, 32)))
+    ours = decoder.logits(
+        decoder.layers(decoder.embed(ids, rows.pos), rows, 0, 4, decoder.new_cache(1, 32))
+    )
     with torch.no_grad():
         exact = tf.AutoModelForCausalLM.from_config(original.config).eval()
         exact.load_state_dict(original.float().state_dict())
@@ -51,7 +57,9 @@ def test_logits_are_the_models(mixture: Any) -> None:
 
 @pytest.mark.parametrize("predictor", PREDICTORS)
 @pytest.mark.parametrize("slots", [4, 9])
-def test_bits_do_not_depend_on_what_is_loaded_when(mixture: Any, predictor: str, slots: int) -> None:
+def test_bits_do_not_depend_on_what_is_loaded_when(
+    mixture: Any, predictor: str, slots: int
+) -> None:
     _, offload, decoder = mixture
     stop = StopSettings(max_new_tokens=14)
     offload.use()
@@ -59,7 +67,9 @@ def test_bits_do_not_depend_on_what_is_loaded_when(mixture: Any, predictor: str,
     alone = [generate(decoder, PlainStep(), [prompt], stop=stop).sequences[0] for prompt in PROMPTS]
     assert resident == alone, "a row depends on its neighbours"
     for eviction in ("none", "lru", "least_stale"):
-        runtime = offload.use(ExpertSettings(slots * offload.store.index.record.bytes, eviction), predictor)
+        runtime = offload.use(
+            ExpertSettings(slots * offload.store.index.record.bytes, eviction), predictor
+        )
         for slot in runtime.memory.slots:
             slot.fill_(0xFF)
         assert generate(decoder, PlainStep(), PROMPTS, stop=stop).sequences == resident
@@ -73,7 +83,10 @@ def test_self_speculation_with_experts_on_disk(mixture: Any) -> None:
     stop = StopSettings(max_new_tokens=20)
     offload.use(ExpertSettings(4 * offload.store.index.record.bytes), "next_layer_gate")
     plain = generate(decoder, PlainStep(), PROMPTS, stop=stop).sequences
-    for name, options in (("layerskip", {"exit_layer": 3, "confidence": 0.0}), ("prompt_lookup", None)):
+    for name, options in (
+        ("layerskip", {"exit_layer": 3, "confidence": 0.0}),
+        ("prompt_lookup", None),
+    ):
         drafter = find(name).make_drafter(decoder, None, options)
         assert drafter is not None
         output = generate(decoder, SpeculativeStep(drafter), PROMPTS, stop=stop)

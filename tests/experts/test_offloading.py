@@ -1,4 +1,6 @@
-"""Offloaded experts give the model's logits, bit-identical over policies, budgets and predictors, right or wrong."""
+"""Offloaded experts give the model's logits, bit-identical over policies, budgets and predictors,
+right or wrong.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,12 @@ class Wrong(Predictor):
 
 @pytest.mark.parametrize("slots", [TOP_K + 1, TOP_K * 3 - 1, TOP_K * 3, RECORDS])
 @pytest.mark.parametrize("eviction", ["none", "lru", "lfu", "lrfu", "least_stale"])
-@pytest.mark.parametrize("predictor", ["none", "previous_token", "popularity", "next_layer_gate", Wrong()])
-def test_bits_do_not_depend_on_what_is_loaded_when(offloaded: Any, slots: int, eviction: str, predictor: Any) -> None:
+@pytest.mark.parametrize(
+    "predictor", ["none", "previous_token", "popularity", "next_layer_gate", Wrong()]
+)
+def test_bits_do_not_depend_on_what_is_loaded_when(
+    offloaded: Any, slots: int, eviction: str, predictor: Any
+) -> None:
     """The prefill needs more experts than the smallest cache holds; the batch has two sequences."""
     _, model, offload = offloaded
     offload.use()

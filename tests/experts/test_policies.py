@@ -12,7 +12,10 @@ from multirate.experts.policies import DecayedFrequency, EvictionPolicy, evictio
 from multirate.experts.slot_cache import Key, Slot, SlotCache, State
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=40), st.floats(0.5, 0.99))
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=40),
+    st.floats(0.5, 0.99),
+)
 @settings(max_examples=60, deadline=None)
 def test_the_victim_has_the_least_decayed_uses(uses: list[tuple[int, int]], decay: float) -> None:
     policy, token = DecayedFrequency(decay), 0
@@ -51,7 +54,10 @@ def hit_rate(policy: EvictionPolicy, trace: list[Key], count: int) -> float:
 def test_it_keeps_what_is_used_often() -> None:
     draw = random.Random(0)
     trace = [(0, int(draw.paretovariate(0.6)) % 60) for _ in range(3000)]
-    assert hit_rate(eviction_policy("lrfu"), trace, 12) > hit_rate(eviction_policy("lru"), trace, 12) + 0.02
+    assert (
+        hit_rate(eviction_policy("lrfu"), trace, 12)
+        > hit_rate(eviction_policy("lru"), trace, 12) + 0.02
+    )
 
 
 def test_a_slot_that_was_never_used_leaves_first() -> None:

@@ -47,7 +47,9 @@ def make(request: pytest.FixtureRequest, data: Path) -> Iterator[tuple[Make, Are
             address = arena.slots[0].data_ptr()
             own = 0 if request.param == "system" else threads
             try:
-                reads: Reads = NativeReads(reader.fileno, address, SLOTS, SIZE, rate, own, CHUNK, 4096)
+                reads: Reads = NativeReads(
+                    reader.fileno, address, SLOTS, SIZE, rate, own, CHUNK, 4096
+                )
             except OSError as reason:
                 pytest.skip(str(reason))
         else:
@@ -101,7 +103,9 @@ def test_demands_first_then_predictions_in_order(make: tuple[Make, Arena]) -> No
     assert [one.slot for one in drain(reads, 6)] == [0, 4, 5, 1, 2, 3]
 
 
-def test_a_prediction_gives_way_between_chunks_and_goes_on(make: tuple[Make, Arena], data: Path) -> None:
+def test_a_prediction_gives_way_between_chunks_and_goes_on(
+    make: tuple[Make, Arena], data: Path
+) -> None:
     reads, (_, arena) = make[0](), make
     reads.submit(0, 0, 0, False)
     time.sleep(0.003)  # its first chunk is over or under way, its last is not

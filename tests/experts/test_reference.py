@@ -1,4 +1,6 @@
-"""The embedded mixture: packed, it says what it says in memory; its predictor names more than the next layer's gate."""
+"""The embedded mixture: packed, it says what it says in memory; its predictor names more than the
+next layer's gate.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,20 @@ def test_it_says_the_same_with_experts_on_disk(store: Path) -> None:
     record = ExpertStore.open(store).index.record.bytes
     whole: Any = AutoModelForCausalLM.from_pretrained(FOLDER).eval()
     texts = []
-    arms = [(None, "lru"), (5 * record, "on_demand"), (150 * record, "accelerated"), (150 * record, "aot")]
+    arms = [
+        (None, "lru"),
+        (5 * record, "on_demand"),
+        (150 * record, "accelerated"),
+        (150 * record, "aot"),
+    ]
     if NativeMoEDecoder.supports(whole) is not None:  # nobody else runs its attention ahead
         with pytest.raises(UserError, match="attention=false"):
             multirate.attach(MIXTURE, experts=store, expert_policy="accelerated")
         del arms[2]
     for memory, policy in arms:
-        engine = multirate.attach(MIXTURE, experts=store, expert_memory=memory, expert_policy=policy)
+        engine = multirate.attach(
+            MIXTURE, experts=store, expert_memory=memory, expert_policy=policy
+        )
         assert engine.experts is not None and engine.experts.trained_predictor is not None
         ids = encode_chat(engine.tokenizer, [{"role": "user", "content": "Tell me about a dog."}])
         texts.append(engine.generate([ids], stop=engine.stopping(40), method=PLAIN).sequences[0])
@@ -50,7 +59,9 @@ def test_it_says_the_same_with_experts_on_disk(store: Path) -> None:
     logits = whole(engine_input(ids, texts[0])).logits[0, len(ids) - 1 : -1]
     best = logits.max(-1).values
     chosen = logits.gather(1, engine_input(texts[0], [])[0][:, None])[:, 0]
-    assert (best - chosen).max() < 0.25, "ours keeps the stream in fp32, transformers rounds it: near-ties only"
+    assert (best - chosen).max() < 0.25, (
+        "ours keeps the stream in fp32, transformers rounds it: near-ties only"
+    )
 
 
 def engine_input(*parts: list[int]) -> Any:

@@ -1,4 +1,6 @@
-"""Packing and opening: every family's experts, resumed packing, and refusal of whatever would give wrong tokens."""
+"""Packing and opening: every family's experts, resumed packing, and refusal of whatever would give
+wrong tokens.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_an_interrupted_packing_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="not an expert store"):
         ExpertStore.open(tmp_path / "store")
     seen: list[int] = []
-    index = pack(tmp_path, tmp_path / "store", name=whole.model, on_expert=lambda at, _: seen.append(at))
+    index = pack(
+        tmp_path, tmp_path / "store", name=whole.model, on_expert=lambda at, _: seen.append(at)
+    )
     assert seen[0] == 6, "the first five were not packed again"
     assert index == whole
     assert (tmp_path / "store" / DATA).read_bytes() == (tmp_path / "whole" / DATA).read_bytes()
@@ -122,11 +126,19 @@ def damaged(kind: str, store: Path) -> None:
         index.write_text(json.dumps({**json.loads(index.read_text()), "version": 99}))
 
 
-@pytest.mark.parametrize(("kind", "message"), [
-    ("no data", "has no experts.bin"), ("truncated", "bytes, not the"), ("flipped bit", "checksum of expert"),
-    ("no index", "is not an expert store"), ("index is no JSON", "cannot be read"), ("edited index", "damaged"),
-    ("other JSON", "not the index"), ("other version", "version 99"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("no data", "has no experts.bin"),
+        ("truncated", "bytes, not the"),
+        ("flipped bit", "checksum of expert"),
+        ("no index", "is not an expert store"),
+        ("index is no JSON", "cannot be read"),
+        ("edited index", "damaged"),
+        ("other JSON", "not the index"),
+        ("other version", "version 99"),
+    ],
+)
 @pytest.mark.parametrize("opened_before", [False, True])
 def test_damage_is_refused(kind: str, message: str, opened_before: bool, tmp_path: Path) -> None:
     save("olmoe", tmp_path)
@@ -151,38 +163,47 @@ def nested(depth: int) -> Any:
 FIELD = {"name": "down_proj", "shape": [32, 16], "offset": 4096}
 
 
-@pytest.mark.parametrize(("name", "value", "message"), [
-    ("layout", "weird", r"layout is 'weird'; accepted: module, native"),
-    ("layout", "native", r"layout is 'native'; accepted: module"),
-    ("layout", None, r"layout is None"),
-    ("dtype", "float64", r"dtype is 'float64'; accepted: bfloat16, float16, float32"),
-    ("dtype", "Tensor", r"dtype is 'Tensor'"),
-    ("num_experts", 10**18, r"num_experts is 1000000000000000000; accepted: 1 to"),
-    ("num_experts", 10**400, r"num_experts is 1000.*\.\.\..*; accepted"),
-    ("num_experts", -1, r"num_experts is -1"),
-    ("num_experts", 6.0, r"num_experts is 6.0"),
-    ("num_experts", True, r"num_experts is True"),
-    ("num_experts", 7, r"checksums is .*eight hex digits for each of 21 records"),
-    ("top_k", 7, r"top_k is 7; accepted: 1 to 6"),
-    ("top_k", float("nan"), r"top_k is nan"),
-    ("record_bytes", 10**12, r"bytes, not the 18000"),
-    ("record_bytes", 8191, r"record_bytes is 8191; accepted: a multiple of 4096"),
-    ("record_bytes", 1 << 60, r"record_bytes is 1152921504606846976"),
-    ("layers", [0, 0, 1], r"layers is \[0, 0, 1\]"),
-    ("layers", [2, 1, 0], r"layers is \[2, 1, 0\]"),
-    ("layers", "012", r"layers is '012'"),
-    ("layers", nested(200), r"layers is \[\[\["),
-    ("fields", [], r"fields is \[\]"),
-    ("fields", [FIELD], r"fields is"),
-    ("fields", [FIELD, {**FIELD, "name": "gate_up_proj"}], r"fields is"),
-    ("fields", [{"name": "gate_up_proj", "shape": [10**9, 10**9], "offset": 0}, FIELD], r"fields is"),
-    ("fields", [7], r"fields is \[7\]"),
-    ("checksums", ["zzzzzzzz"] * 18, r"checksums is"),
-    ("checksums", [], r"checksums is \[\]"),
-    ("model", 7, r"model is 7; accepted: a string"),
-    ("version", nested(200), r"has version \[\[\["),
-])  # fmt: skip
-def test_an_index_that_was_made_up_is_refused(name: str, value: Any, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("layout", "weird", r"layout is 'weird'; accepted: module, native"),
+        ("layout", "native", r"layout is 'native'; accepted: module"),
+        ("layout", None, r"layout is None"),
+        ("dtype", "float64", r"dtype is 'float64'; accepted: bfloat16, float16, float32"),
+        ("dtype", "Tensor", r"dtype is 'Tensor'"),
+        ("num_experts", 10**18, r"num_experts is 1000000000000000000; accepted: 1 to"),
+        ("num_experts", 10**400, r"num_experts is 1000.*\.\.\..*; accepted"),
+        ("num_experts", -1, r"num_experts is -1"),
+        ("num_experts", 6.0, r"num_experts is 6.0"),
+        ("num_experts", True, r"num_experts is True"),
+        ("num_experts", 7, r"checksums is .*eight hex digits for each of 21 records"),
+        ("top_k", 7, r"top_k is 7; accepted: 1 to 6"),
+        ("top_k", float("nan"), r"top_k is nan"),
+        ("record_bytes", 10**12, r"bytes, not the 18000"),
+        ("record_bytes", 8191, r"record_bytes is 8191; accepted: a multiple of 4096"),
+        ("record_bytes", 1 << 60, r"record_bytes is 1152921504606846976"),
+        ("layers", [0, 0, 1], r"layers is \[0, 0, 1\]"),
+        ("layers", [2, 1, 0], r"layers is \[2, 1, 0\]"),
+        ("layers", "012", r"layers is '012'"),
+        ("layers", nested(200), r"layers is \[\[\["),
+        ("fields", [], r"fields is \[\]"),
+        ("fields", [FIELD], r"fields is"),
+        ("fields", [FIELD, {**FIELD, "name": "gate_up_proj"}], r"fields is"),
+        (
+            "fields",
+            [{"name": "gate_up_proj", "shape": [10**9, 10**9], "offset": 0}, FIELD],
+            r"fields is",
+        ),
+        ("fields", [7], r"fields is \[7\]"),
+        ("checksums", ["zzzzzzzz"] * 18, r"checksums is"),
+        ("checksums", [], r"checksums is \[\]"),
+        ("model", 7, r"model is 7; accepted: a string"),
+        ("version", nested(200), r"has version \[\[\["),
+    ],
+)
+def test_an_index_that_was_made_up_is_refused(
+    name: str, value: Any, message: str, tmp_path: Path
+) -> None:
     """With a right digest: each value is compared before anything is built from it."""
     save("olmoe", tmp_path)
     pack(tmp_path, tmp_path / "store")
@@ -210,13 +231,18 @@ def test_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
     save("olmoe", tmp_path)
     pack(tmp_path, tmp_path / "store")
     place = tmp_path / "store" / INDEX
-    for name, value, message in (("top_k", 3, "top_k is 3; layer 0 of the model has 2"),
-                                 ("fields", None, r"gate_up_proj is \(16, 64\); layer 0 of the model has")):
+    for name, value, message in (
+        ("top_k", 3, "top_k is 3; layer 0 of the model has 2"),
+        ("fields", None, r"gate_up_proj is \(16, 64\); layer 0 of the model has"),
+    ):
         whole = place.read_text()
         content = json.loads(whole)
         del content["digest"]
         if value is None:
-            value = [{**one, "shape": [one["shape"][0] // 2, one["shape"][1] * 2]} for one in content["fields"]]
+            value = [
+                {**one, "shape": [one["shape"][0] // 2, one["shape"][1] * 2]}
+                for one in content["fields"]
+            ]
         content[name] = value
         place.write_text(json.dumps({**content, "digest": _digest(content)}))
         store = ExpertStore.open(tmp_path / "store")
@@ -225,14 +251,26 @@ def test_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
         place.write_text(whole)
 
 
-@pytest.mark.parametrize(("spoil", "message"), [
-    (lambda t: {k: v for k, v in t.items() if "expert" not in k}, "has no experts"),
-    (lambda t: {k: v for k, v in t.items() if ".experts.2.up" not in k}, "expert 2 of layer 0 has no up"),
-    (lambda t: {k: v for k, v in t.items() if "1.mlp.experts.5" not in k}, "different numbers"),
-    (lambda t: t | {"model.layers.0.mlp.experts.gate_up_proj_blocks": torch.zeros(2)}, "quantised"),
-    (lambda t: {k: v.to(torch.float64) for k, v in t.items()}, "accepted are bfloat16"),
-    (lambda t: t | {"model.layers.1.mlp.experts.3.up_proj.weight": torch.zeros(17, 32)}, "expert 3 of layer 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda t: {k: v for k, v in t.items() if "expert" not in k}, "has no experts"),
+        (
+            lambda t: {k: v for k, v in t.items() if ".experts.2.up" not in k},
+            "expert 2 of layer 0 has no up",
+        ),
+        (lambda t: {k: v for k, v in t.items() if "1.mlp.experts.5" not in k}, "different numbers"),
+        (
+            lambda t: t | {"model.layers.0.mlp.experts.gate_up_proj_blocks": torch.zeros(2)},
+            "quantised",
+        ),
+        (lambda t: {k: v.to(torch.float64) for k, v in t.items()}, "accepted are bfloat16"),
+        (
+            lambda t: t | {"model.layers.1.mlp.experts.3.up_proj.weight": torch.zeros(17, 32)},
+            "expert 3 of layer 1",
+        ),
+    ],
+)
 def test_checkpoints_that_cannot_be_packed(spoil: Any, message: str, tmp_path: Path) -> None:
     save("olmoe", tmp_path)
     file = tmp_path / "model.safetensors"

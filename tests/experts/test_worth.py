@@ -1,4 +1,6 @@
-"""Predictions of a rank that rarely comes true are not read, are still watched, and are read again when they do."""
+"""Predictions of a rank that rarely comes true are not read, are still watched, and are read again
+when they do.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ import random
 from multirate.experts.worth import PrefetchFilter
 
 
-def play(worth: PrefetchFilter, draw: random.Random, truth: dict[float, float], passes: int) -> dict[float, int]:
+def play(
+    worth: PrefetchFilter, draw: random.Random, truth: dict[float, float], passes: int
+) -> dict[float, int]:
     kept = dict.fromkeys(truth, 0)
     for _ in range(passes):
         needed = []

@@ -61,14 +61,20 @@ def rare_eos(model: torch.nn.Module, inputs: dict, steps: int = 6) -> int:
         {"max_new_tokens": 12, "temperature": 0.7, "top_k": 5},  # of no effect without sampling
     ],
 )
-def test_greedy_equals_transformers(model: torch.nn.Module, lengths: list[int], options: dict) -> None:
+def test_greedy_equals_transformers(
+    model: torch.nn.Module, lengths: list[int], options: dict
+) -> None:
     inputs = batch(lengths)
     expected = model.generate(**inputs, do_sample=False, **options)
-    assert torch.equal(model.generate(**inputs, do_sample=False, custom_generate=SPEED, **options), expected)
+    assert torch.equal(
+        model.generate(**inputs, do_sample=False, custom_generate=SPEED, **options), expected
+    )
 
 
 @pytest.mark.parametrize("lengths", [[7], [4, 8, 2]])
-def test_eos_list_and_padding_of_rows_that_end_early(model: torch.nn.Module, lengths: list[int]) -> None:
+def test_eos_list_and_padding_of_rows_that_end_early(
+    model: torch.nn.Module, lengths: list[int]
+) -> None:
     inputs = batch(lengths)
     ends = [3, rare_eos(model, inputs)]
     options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends, "pad_token_id": 2}
@@ -81,26 +87,46 @@ def test_eos_list_and_padding_of_rows_that_end_early(model: torch.nn.Module, len
 def test_no_attention_mask_dict_output_and_return_sequences(model: torch.nn.Module) -> None:
     ids = batch([6])["input_ids"]
     expected = model.generate(ids, do_sample=False, max_new_tokens=8)
-    got = model.generate(ids, do_sample=False, max_new_tokens=8, custom_generate=SPEED, return_dict_in_generate=True)
+    got = model.generate(
+        ids, do_sample=False, max_new_tokens=8, custom_generate=SPEED, return_dict_in_generate=True
+    )
     assert torch.equal(got.sequences, expected)
     torch.manual_seed(0)
     several = model.generate(
-        ids, do_sample=True, max_new_tokens=8, num_return_sequences=3, custom_generate=SPEED, eos_token_id=None
+        ids,
+        do_sample=True,
+        max_new_tokens=8,
+        num_return_sequences=3,
+        custom_generate=SPEED,
+        eos_token_id=None,
     )
     assert several.shape == (3, 14) and len({tuple(row) for row in several.tolist()}) == 3
 
 
 def test_sampling_settings_reach_the_engine(model: torch.nn.Module) -> None:
-    """With one candidate left by top-k, top-p or min-p, sampling is greedy; the seed of torch governs the rest."""
+    """With one candidate left by top-k, top-p or min-p, sampling is greedy; the seed of torch
+    governs the rest.
+    """
     inputs = batch([5])
     expected = model.generate(**inputs, do_sample=False, max_new_tokens=10)
-    for one in ({"top_k": 1}, {"top_p": 1e-6, "top_k": 0}, {"min_p": 1.0, "top_k": 0}, {"temperature": 1e-4}):
-        got = model.generate(**inputs, do_sample=True, max_new_tokens=10, custom_generate=SPEED, **one)
+    for one in (
+        {"top_k": 1},
+        {"top_p": 1e-6, "top_k": 0},
+        {"min_p": 1.0, "top_k": 0},
+        {"temperature": 1e-4},
+    ):
+        got = model.generate(
+            **inputs, do_sample=True, max_new_tokens=10, custom_generate=SPEED, **one
+        )
         assert torch.equal(got, expected), one
     draws = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        draws.append(model.generate(**inputs, do_sample=True, max_new_tokens=20, custom_generate=SPEED).tolist())
+        draws.append(
+            model.generate(
+                **inputs, do_sample=True, max_new_tokens=20, custom_generate=SPEED
+            ).tolist()
+        )
     assert draws[0] == draws[1] != draws[2]
 
 
@@ -108,7 +134,13 @@ def test_sampled_first_tokens_have_the_models_distribution(model: torch.nn.Modul
     from scipy.stats import chisquare
 
     inputs = batch([5])
-    options = {"do_sample": True, "temperature": 1.5, "top_k": 6, "top_p": 0.95, "max_new_tokens": 2}
+    options = {
+        "do_sample": True,
+        "temperature": 1.5,
+        "top_k": 6,
+        "top_p": 0.95,
+        "max_new_tokens": 2,
+    }
     torch.manual_seed(0)
     wide = {name: value.expand(600, -1) for name, value in inputs.items()}
     got = model.generate(**wide, **options, custom_generate=SPEED)[:, 5]
@@ -120,7 +152,10 @@ def test_sampled_first_tokens_have_the_models_distribution(model: torch.nn.Modul
     probs = probs[keep] / probs[keep].sum()
     counts = torch.tensor([(got == token).sum() for token in kept.indices[keep]])
     assert int(counts.sum()) == 600
-    assert chisquare(counts.numpy(), (600 * probs.double() / probs.double().sum()).numpy()).pvalue > 1e-4
+    assert (
+        chisquare(counts.numpy(), (600 * probs.double() / probs.double().sum()).numpy()).pvalue
+        > 1e-4
+    )
 
 
 def test_streamer(model: torch.nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,12 +165,18 @@ def test_streamer(model: torch.nn.Module, capsys: pytest.CaptureFixture[str]) ->
     for extra in ({}, {"custom_generate": SPEED}):
         streamer = TextStreamer(words, skip_prompt=True)
         model.generate(
-            input_ids=inputs["input_ids"], do_sample=False, max_new_tokens=12, streamer=streamer, **extra
+            input_ids=inputs["input_ids"],
+            do_sample=False,
+            max_new_tokens=12,
+            streamer=streamer,
+            **extra,
         )
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and printed[0].strip()
     with pytest.raises((UserError, ValueError)):
-        model.generate(**batch([2, 3]), max_new_tokens=3, streamer=TextStreamer(words), custom_generate=SPEED)
+        model.generate(
+            **batch([2, 3]), max_new_tokens=3, streamer=TextStreamer(words), custom_generate=SPEED
+        )
 
 
 def test_stop_strings(model: torch.nn.Module) -> None:
@@ -155,14 +196,19 @@ def test_stop_strings(model: torch.nn.Module) -> None:
         **inputs,
         **options,
         stopping_criteria=StoppingCriteriaList([StopStringCriteria(words, [stop])]),
-        custom_generate=custom_generate(method="layerskip", backend="hf", speculate="always", tokenizer=words),
+        custom_generate=custom_generate(
+            method="layerskip", backend="hf", speculate="always", tokenizer=words
+        ),
     )
     assert torch.equal(got, expected)
 
 
 def text_that_stops(model: torch.nn.Module, words: object, inputs: dict) -> list[str]:
     """Pieces of greedy text, each of printable characters that no UTF-8 sequence was broken for."""
-    text = [words.decode([token]) for token in model.generate(**inputs, do_sample=False, max_new_tokens=30)[0].tolist()]
+    text = [
+        words.decode([token])
+        for token in model.generate(**inputs, do_sample=False, max_new_tokens=30)[0].tolist()
+    ]
     return [piece if piece.isascii() and piece.isprintable() else "" for piece in text]
 
 
@@ -175,12 +221,19 @@ def test_stop_strings_as_an_argument_of_generate(model: torch.nn.Module, where: 
         stop = next((piece for piece in text_that_stops(model, words, inputs)[8:] if piece), None)
         if stop is None:
             continue
-        options = {**inputs, "do_sample": False, "max_new_tokens": 30, "stop_strings": [stop, "never met"]}
+        options = {
+            **inputs,
+            "do_sample": False,
+            "max_new_tokens": 30,
+            "stop_strings": [stop, "never met"],
+        }
         expected = model.generate(**options, tokenizer=words)
         if where == "generate":
             got = model.generate(**options, tokenizer=words, custom_generate=SPEED)
         else:
-            speed = custom_generate(method="layerskip", backend="hf", speculate="always", tokenizer=words)
+            speed = custom_generate(
+                method="layerskip", backend="hf", speculate="always", tokenizer=words
+            )
             got = model.generate(**options, custom_generate=speed)
         assert torch.equal(got, expected)
         met += expected.shape[1] < 36
@@ -205,15 +258,26 @@ def test_a_stop_string_may_begin_in_the_prompt_and_no_other_does(
         options = {**inputs, "do_sample": False, "max_new_tokens": 10, "tokenizer": words}
         for stop in ("q" + piece, "q", words.decode(new[:2])):
             expected = model.generate(**options, stop_strings=[stop])
-            assert torch.equal(model.generate(**options, stop_strings=[stop], custom_generate=SPEED), expected)
+            assert torch.equal(
+                model.generate(**options, stop_strings=[stop], custom_generate=SPEED), expected
+            )
             across += stop == "q" + piece and (lengths != [6] or expected.shape[1] == width + 1)
     assert across >= 2
 
 
-def test_stop_strings_in_a_batch_without_an_eos_are_left_to_the_model(model: torch.nn.Module) -> None:
+def test_stop_strings_in_a_batch_without_an_eos_are_left_to_the_model(
+    model: torch.nn.Module,
+) -> None:
     words = tiny_model.tokenizer()
-    options = {**batch([6, 3]), "do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "tokenizer": words,
-               "stop_strings": ["a"], "pad_token_id": 0}  # fmt: skip
+    options = {
+        **batch([6, 3]),
+        "do_sample": False,
+        "max_new_tokens": 12,
+        "eos_token_id": None,
+        "tokenizer": words,
+        "stop_strings": ["a"],
+        "pad_token_id": 0,
+    }
     expected = model.generate(**options)
     with pytest.warns(UserWarning, match="stop strings in a batch without an EOS id"):
         got = model.generate(**options, custom_generate=SPEED)
@@ -238,15 +302,21 @@ class Forbid(LogitsProcessor):
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
     ],
 )
-def test_what_we_do_not_do_is_named_and_left_to_the_model(model: torch.nn.Module, options: dict, named: str) -> None:
+def test_what_we_do_not_do_is_named_and_left_to_the_model(
+    model: torch.nn.Module, options: dict, named: str
+) -> None:
     inputs = batch([4])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = model.generate(**inputs, do_sample=False, max_new_tokens=10, **options)
     with pytest.warns(UserWarning, match=f"multirate does not speed up this call: .*{named}"):
-        got = model.generate(**inputs, do_sample=False, max_new_tokens=10, custom_generate=SPEED, **options)
+        got = model.generate(
+            **inputs, do_sample=False, max_new_tokens=10, custom_generate=SPEED, **options
+        )
     if options.get("return_dict_in_generate"):
-        assert torch.equal(got.sequences, expected.sequences) and len(got.scores) == len(expected.scores)
+        assert torch.equal(got.sequences, expected.sequences) and len(got.scores) == len(
+            expected.scores
+        )
     else:
         assert torch.equal(got, expected)
 
@@ -262,12 +332,21 @@ def test_right_padding_is_left_to_the_model(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("lengths", [[6], [6, 3, 9]])
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_generation_beyond_the_context_is_the_models_own(lengths: list[int], penalty: float) -> None:
+def test_generation_beyond_the_context_is_the_models_own(
+    lengths: list[int], penalty: float
+) -> None:
     short = tiny_model.model(max_position_embeddings=16)
     inputs = batch(lengths)
-    options = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None, "repetition_penalty": penalty}
+    options = {
+        "do_sample": False,
+        "max_new_tokens": 30,
+        "eos_token_id": None,
+        "repetition_penalty": penalty,
+    }
     expected = short.generate(**inputs, **options)
-    with pytest.warns(UserWarning, match="context limit of 16 tokens is left to the model's own generate"):
+    with pytest.warns(
+        UserWarning, match="context limit of 16 tokens is left to the model's own generate"
+    ):
         got = short.generate(**inputs, **options, custom_generate=SPEED)
     assert torch.equal(got, expected)
 
@@ -281,8 +360,12 @@ def test_a_prompt_beyond_the_context_is_left_to_the_model() -> None:
     assert torch.equal(got, expected)
 
 
-def streamed(model: torch.nn.Module, inputs: dict, **options: object) -> tuple[str, BaseException | None]:
-    """What a consumer in this thread reads while another one generates, and the error that this ended with."""
+def streamed(
+    model: torch.nn.Module, inputs: dict, **options: object
+) -> tuple[str, BaseException | None]:
+    """What a consumer in this thread reads while another one generates, and the error that this
+    ended with.
+    """
     streamer = TextIteratorStreamer(tiny_model.tokenizer(), timeout=20)
     failed: list[BaseException] = []
 
@@ -306,7 +389,10 @@ def test_a_streamers_consumer_gets_all_of_a_text_beyond_the_context(length: int)
     short = tiny_model.model(max_position_embeddings=16)
     inputs = batch([length])
     expected = streamed(short, inputs, max_new_tokens=30, eos_token_id=None)
-    assert streamed(short, inputs, max_new_tokens=30, eos_token_id=None, custom_generate=SPEED) == expected
+    assert (
+        streamed(short, inputs, max_new_tokens=30, eos_token_id=None, custom_generate=SPEED)
+        == expected
+    )
 
 
 def test_a_streamers_consumer_does_not_wait_for_a_failed_generation(model: torch.nn.Module) -> None:
@@ -320,7 +406,9 @@ def test_a_cache_of_the_callers_is_filled(model: torch.nn.Module) -> None:
     ours, own = DynamicCache(config=model.config), DynamicCache(config=model.config)
     expected = model.generate(**inputs, do_sample=False, max_new_tokens=8, past_key_values=own)
     with pytest.warns(UserWarning, match="past_key_values"):
-        got = model.generate(**inputs, do_sample=False, max_new_tokens=8, past_key_values=ours, custom_generate=SPEED)
+        got = model.generate(
+            **inputs, do_sample=False, max_new_tokens=8, past_key_values=ours, custom_generate=SPEED
+        )
     assert torch.equal(got, expected)
     assert ours.get_seq_length() == own.get_seq_length() > 5
 
@@ -345,7 +433,9 @@ def test_the_engine_is_kept_until_the_weights_change() -> None:
     inputs = batch([4])
 
     def run() -> list:
-        return model.generate(**inputs, do_sample=False, max_new_tokens=6, custom_generate=SPEED).tolist()
+        return model.generate(
+            **inputs, do_sample=False, max_new_tokens=6, custom_generate=SPEED
+        ).tolist()
 
     run()
     first = list(model.__dict__[_ATTRIBUTE].engines.values())

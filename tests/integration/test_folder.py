@@ -1,4 +1,6 @@
-"""A saved accelerator's folder as `custom_generate`. The accelerators are untrained: their drafts are mostly wrong."""
+"""A saved accelerator's folder as `custom_generate`. The accelerators are untrained: their drafts
+are mostly wrong.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,9 @@ def prompt() -> torch.Tensor:
     return torch.tensor([[100, 7, 45, 230]])
 
 
-def test_the_folder_alone_speeds_up_generate(model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_alone_speeds_up_generate(
+    model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from multirate.engine import Engine
 
     used = []
@@ -56,21 +60,35 @@ def test_the_folder_alone_speeds_up_generate(model: Any, folder: Path, monkeypat
     monkeypatch.setattr(Engine, "generate", seen)
     options = {"do_sample": False, "max_new_tokens": 16}
     expected = model.generate(prompt(), **options)
-    named = {"custom_generate": str(folder), "trust_remote_code": True, "speculate": "always", "backend": "hf"}
+    named = {
+        "custom_generate": str(folder),
+        "trust_remote_code": True,
+        "speculate": "always",
+        "backend": "hf",
+    }
     assert torch.equal(model.generate(prompt(), **options, **named), expected)
     ids, mask = torch.tensor([[0, 0, 9, 8], [5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1], [1] * 4])
     batch = {"input_ids": ids, "attention_mask": mask}
-    assert torch.equal(model.generate(**batch, **options, **named), model.generate(**batch, **options))
+    assert torch.equal(
+        model.generate(**batch, **options, **named), model.generate(**batch, **options)
+    )
     assert len(used) == 2 and all(used)  # the accelerator drafted
     monkeypatch.chdir(folder.parent)
     named["custom_generate"] = f"./{folder.name}"
     assert torch.equal(model.generate(prompt(), **options, **named), expected)
 
 
-def test_streamer_and_stop_strings_through_the_folder(model: Any, folder: Path, capsys: Any) -> None:
+def test_streamer_and_stop_strings_through_the_folder(
+    model: Any, folder: Path, capsys: Any
+) -> None:
     words = tiny_model.tokenizer()
     options = {"do_sample": False, "max_new_tokens": 40}
-    named = {"custom_generate": str(folder), "trust_remote_code": True, "speculate": "always", "backend": "hf"}
+    named = {
+        "custom_generate": str(folder),
+        "trust_remote_code": True,
+        "speculate": "always",
+        "backend": "hf",
+    }
     printed = []
     for extra in ({}, named):
         model.generate(prompt(), **options, streamer=TextStreamer(words, skip_prompt=True), **extra)
@@ -100,7 +118,9 @@ def test_attach_by_folder_and_by_object(model: Any, method: str, tmp_path: Path)
     for accelerator in (folder, str(folder), Accelerator.from_pretrained(folder, model)):
         engine = multirate.attach(model, accelerator, backend="hf")
         assert engine.default == method and method in engine.methods() and engine.lossless(method)
-        output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(12), speculate="always")
+        output = engine.generate(
+            [prompt()[0].tolist()], stop=engine.stopping(12), speculate="always"
+        )
         assert output.sequences == [expected] and output.stats.drafted > 0
         plain = engine.generate([prompt()[0].tolist()], stop=engine.stopping(12), speculate="never")
         assert plain.sequences == [expected] and plain.stats.drafted == 0
@@ -113,15 +133,21 @@ def test_attach_by_folder_and_by_object(model: Any, method: str, tmp_path: Path)
 def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
     model: Any, folder: Path, draft_step: float, pays: bool
 ) -> None:
-    """With costs given instead of measured: on a busy machine measured ones would decide by chance."""
+    """With costs given instead of measured: on a busy machine measured ones would decide by
+    chance.
+    """
     accelerator = Accelerator.from_pretrained(folder, model)
-    accelerator.results["terms"] = [{"gate": 1, "draft_step": step, "agreement": 0.6} for step in (1, 2, 3)]
+    accelerator.results["terms"] = [
+        {"gate": 1, "draft_step": step, "agreement": 0.6} for step in (1, 2, 3)
+    ]
     engine = multirate.attach(model, accelerator, backend="hf")
     speculation = engine._speculation("m2r2-carry")
     assert speculation is not None
     rates = speculation.acceptance.rates()
     assert isinstance(rates, list) and rates[:3] == [0.6] * 3
-    speculation.step.drafter._costs = CostModel(StepCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step))
+    speculation.step.drafter._costs = CostModel(
+        StepCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step)
+    )
     expected = model.generate(prompt(), do_sample=False, max_new_tokens=6)[0, 4:].tolist()
     output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(6))
     assert output.sequences == [expected]
@@ -130,7 +156,9 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
     else:
         assert output.stats.drafted == 0
         assert engine.notice is not None and "speculation does not pay here" in engine.notice
-        forced = engine.generate([prompt()[0].tolist()], stop=engine.stopping(6), speculate="always")
+        forced = engine.generate(
+            [prompt()[0].tolist()], stop=engine.stopping(6), speculate="always"
+        )
         assert forced.stats.drafted > 0 and engine.notice is None
 
 

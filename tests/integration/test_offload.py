@@ -44,9 +44,13 @@ def test_generate_and_custom_generate(folder: Path) -> None:
     own = model.generate(PROMPT, max_new_tokens=12, do_sample=False)[0].tolist()
     assert own == wanted(folder)
     assert offloaded.runtime is not None and offloaded.runtime.stats.bytes > 0
-    ours = model.generate(PROMPT, max_new_tokens=12, do_sample=False, custom_generate=multirate.custom_generate())
+    ours = model.generate(
+        PROMPT, max_new_tokens=12, do_sample=False, custom_generate=multirate.custom_generate()
+    )
     assert ours[0].tolist() == own
-    assert offloaded.runtime.memory_bytes == 8 * record(folder), "the budget is the one that was asked for"
+    assert offloaded.runtime.memory_bytes == 8 * record(folder), (
+        "the budget is the one that was asked for"
+    )
     assert offloaded.policy == "aot"
     offloaded.remove()
     assert experts_on_disk(model) is None
@@ -58,9 +62,15 @@ def test_a_predictors_folder_is_one_argument(folder: Path, tmp_path: Path) -> No
     assert offloaded is not None
     shape = BaseShape.of(model.config)
     config = ExpertPredictorConfig.for_base(shape, rank=8)
-    Accelerator("m2r2-experts", config, ExpertPredictor(config, shape), describe_base(model)).save_pretrained(tmp_path)
+    Accelerator(
+        "m2r2-experts", config, ExpertPredictor(config, shape), describe_base(model)
+    ).save_pretrained(tmp_path)
     ours = model.generate(
-        PROMPT, max_new_tokens=12, do_sample=False, custom_generate=str(tmp_path), trust_remote_code=True
+        PROMPT,
+        max_new_tokens=12,
+        do_sample=False,
+        custom_generate=str(tmp_path),
+        trust_remote_code=True,
     )
     assert ours[0].tolist() == wanted(folder)
     assert offloaded.trained_predictor is not None

@@ -70,8 +70,12 @@ def side_by_side(works: list[Callable[[], Any]], threads: int) -> list[Any]:
         return [future.result(SETTLED) for future in futures]
 
 
-@pytest.mark.parametrize(("torch_threads", "method"), [*((1, method) for method in METHODS), (2, "m2r2-carry")])
-def test_two_engines_in_two_threads(model: Any, backend: str, method: str, torch_threads: int) -> None:
+@pytest.mark.parametrize(
+    ("torch_threads", "method"), [*((1, method) for method in METHODS), (2, "m2r2-carry")]
+)
+def test_two_engines_in_two_threads(
+    model: Any, backend: str, method: str, torch_threads: int
+) -> None:
     torch.set_num_threads(torch_threads)
     asked = prompts(model, 6 if backend == "native" and torch_threads == 1 else 2)
     engines = [engine(model, backend), engine(model, backend)]
@@ -114,7 +118,10 @@ def test_the_models_own_generate_beside_adapters_on_its_layers() -> None:
     one = engine(own, "hf")
 
     def plain() -> list[list[int]]:
-        return [own.generate(torch.tensor([p]), do_sample=False, max_new_tokens=16)[0].tolist() for p in asked]
+        return [
+            own.generate(torch.tensor([p]), do_sample=False, max_new_tokens=16)[0].tolist()
+            for p in asked
+        ]
 
     expected = plain()
     running = threading.Event()
@@ -133,7 +140,9 @@ def test_the_models_own_generate_beside_adapters_on_its_layers() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_generation_that_breaks_off_gives_its_turn_back(model: Any, backend: str, error: type[BaseException]) -> None:
+def test_a_generation_that_breaks_off_gives_its_turn_back(
+    model: Any, backend: str, error: type[BaseException]
+) -> None:
     one = engine(model, backend)
     prompt = prompts(model, 1)[0]
     expected = answer(one, prompt, "m2r2-carry")
@@ -200,7 +209,9 @@ def test_fork_while_another_thread_generates(model: Any, backend: str) -> None:
         forked.wait(SETTLED)
 
     with ThreadPoolExecutor(1) as pool:
-        generation = pool.submit(one.generate, [prompt], method="m2r2-carry", on_tokens=wait, speculate="always")
+        generation = pool.submit(
+            one.generate, [prompt], method="m2r2-carry", on_tokens=wait, speculate="always"
+        )
         assert inside.wait(SETTLED)
         try:
             assert in_child(lambda: answer(one, prompt, "m2r2-carry") == expected)

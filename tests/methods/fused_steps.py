@@ -1,4 +1,6 @@
-"""A step in one piece against the same step in parts: drafts, tokens, statistics and committed K/V."""
+"""A step in one piece against the same step in parts: drafts, tokens, statistics and committed
+K/V.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def assert_fused_steps_are_steps_in_parts(
         stored: list[torch.Tensor] = []
         in_one, in_parts = drafter.fused_step, drafter.draft
 
-        def one(*args: Any, in_one: Any = in_one, drafted: list[Any] = drafted, whole: bool = whole) -> Any:
+        def one(
+            *args: Any, in_one: Any = in_one, drafted: list[Any] = drafted, whole: bool = whole
+        ) -> Any:
             if not whole:
                 return None
             done = in_one(*args)
@@ -38,15 +42,23 @@ def assert_fused_steps_are_steps_in_parts(
             drafted.extend((len(d.tokens), max(d.depths)) for d in made)
             return made
 
-        def after(session: Any, step: Any, texts: list[Any] = texts, stored: list[torch.Tensor] = stored) -> None:
+        def after(
+            session: Any, step: Any, texts: list[Any] = texts, stored: list[torch.Tensor] = stored
+        ) -> None:
             cache = session.cache
             texts.append(list(session.sampler.tokens[0]))
             layers = range(decoder.info.num_layers)
-            stored[:] = [t[:, :, : cache.lengths[0]].clone() for i in layers for t in cache.standard(i)]
+            stored[:] = [
+                t[:, :, : cache.lengths[0]].clone() for i in layers for t in cache.standard(i)
+            ]
 
         drafter.fused_step, drafter.draft = one, parts  # type: ignore[method-assign]
         output = generate(
-            decoder, SpeculativeStep(drafter), [prompt], stop=StopSettings(max_new_tokens=new_tokens), after_step=after
+            decoder,
+            SpeculativeStep(drafter),
+            [prompt],
+            stop=StopSettings(max_new_tokens=new_tokens),
+            after_step=after,
         )
         s = output.stats
         counts = (s.drafted, s.drafted_levels, s.accepted, s.sequence_steps, s.target_passes)

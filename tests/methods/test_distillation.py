@@ -16,15 +16,29 @@ from multirate.methods.m2r2.arla import ARLA, balanced_bce
 
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize(
-    "softcap,scale,bias,sharpness", [(None, 1.0, False, 1.0), (3.0, 0.7, True, 1.0), (3.0, 0.7, False, 2.0)]
+    "softcap,scale,bias,sharpness",
+    [(None, 1.0, False, 1.0), (3.0, 0.7, True, 1.0), (3.0, 0.7, False, 2.0)],
 )
 def test_gradient_is_that_of_the_plain_loss(
-    monkeypatch: pytest.MonkeyPatch, softcap: float | None, scale: float, bias: bool, sharpness: float, reduced: bool
+    monkeypatch: pytest.MonkeyPatch,
+    softcap: float | None,
+    scale: float,
+    bias: bool,
+    sharpness: float,
+    reduced: bool,
 ) -> None:
-    monkeypatch.setattr(distillation, "ELEMENTS_PER_CHUNK", 16 * 37)  # 16 rows at a time: chunks and a rest
+    monkeypatch.setattr(
+        distillation, "ELEMENTS_PER_CHUNK", 16 * 37
+    )  # 16 rows at a time: chunks and a rest
     torch.manual_seed(0)
     vocabulary, size, rows, count = 37, 12, 41, 3
-    head = Head(torch.randn(vocabulary, size), torch.randn(vocabulary) if bias else None, scale, softcap, sharpness)
+    head = Head(
+        torch.randn(vocabulary, size),
+        torch.randn(vocabulary) if bias else None,
+        scale,
+        softcap,
+        sharpness,
+    )
     teacher = torch.randn(rows, size)
     tokens = torch.randperm(vocabulary)[:20].sort().values if reduced else None
     students = torch.randn(count, rows, size, requires_grad=True)
@@ -40,11 +54,15 @@ def test_gradient_is_that_of_the_plain_loss(
         return z if tokens is None else z[..., tokens]
 
     log_p, log_q = logits(teacher).log_softmax(-1), logits(students).log_softmax(-1)
-    plain = F.kl_div(log_q, log_p.expand_as(log_q), log_target=True, reduction="none").sum(-1).mean(-1)
+    plain = (
+        F.kl_div(log_q, log_p.expand_as(log_q), log_target=True, reduction="none").sum(-1).mean(-1)
+    )
     (weight * plain).sum().backward()
     torch.testing.assert_close(result.kl, plain, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(got, students.grad, atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(result.overlap, torch.minimum(log_p.exp(), log_q.exp()).sum(-1).mean(-1))
+    torch.testing.assert_close(
+        result.overlap, torch.minimum(log_p.exp(), log_q.exp()).sum(-1).mean(-1)
+    )
     torch.testing.assert_close(result.confidence, log_q.exp().amax(-1).detach())
     choice = log_q.argmax(-1) if tokens is None else tokens[log_q.argmax(-1)]
     assert torch.equal(result.agree, choice == head.logits(teacher).argmax(-1))

@@ -1,4 +1,6 @@
-"""The accelerated residual names experts: untrained it is the next layer's gate, trained it is better."""
+"""The accelerated residual names experts: untrained it is the next layer's gate, trained it is
+better.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_untrained_it_is_the_gate_of_the_later_layer() -> None:
 
 
 def test_the_truth_is_named_with_certainty() -> None:
-    """Given the true residual of the later layer, recall is 1 and KL 0: the report measures what it says."""
+    """Given the true residual of the later layer, recall is 1 and KL 0: the report measures what it
+    says.
+    """
     teacher, forecast = built(ahead=1)
     objective = ExpertPredictorObjective(teacher, forecast)
     tokens = ids(2, 12)
@@ -66,7 +70,9 @@ def test_training_raises_recall() -> None:
         optimizer.step()
     after = recalls(objective, ids(4, 40, seed=99))
     assert after.mean() > before.mean() + 0.05, (before, after)
-    assert all(torch.equal(p, q) for p, q in zip(frozen, teacher.parts.model.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(frozen, teacher.parts.model.parameters(), strict=True)
+    )
 
 
 def test_the_state_is_carried_from_layer_to_layer() -> None:
@@ -88,9 +94,11 @@ def test_a_sketch_is_of_the_experts_that_run() -> None:
     with torch.no_grad():
         found = forecast.step(1, r, None, None, (experts, weights))[0]
         x = r / r.square().mean().sqrt()
-        expected = r + torch.nn.functional.silu(
-            torch.cat([x, torch.zeros_like(x)], -1) @ forecast.down[1].T
-        ) @ forecast.up[0][1][:, :rank].T
+        expected = (
+            r
+            + torch.nn.functional.silu(torch.cat([x, torch.zeros_like(x)], -1) @ forecast.down[1].T)
+            @ forecast.up[0][1][:, :rank].T
+        )
         for expert, share in ((3, 0.75), (1, 0.25)):
             part = slice(expert * rows, (expert + 1) * rows)
             drawn = torch.nn.functional.silu(x @ forecast.sketch[1][part].T)

@@ -1,4 +1,6 @@
-"""A forecast that runs the later layers' own attention: exact where its estimate of the stream is, and causal."""
+"""A forecast that runs the later layers' own attention: exact where its estimate of the stream is,
+and causal.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ def rows_of(tokens: Tensor, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("name", sorted(MOE))
 def test_the_true_stream_arrives_where_the_base_does(name: str) -> None:
-    """Given what really leaves a mixture, the residual at the next one's router is the base's own: with windows, sinks,
-    clipped projections, and a dense layer on the way."""
+    """Given what really leaves a mixture, the residual at the next one's router is the base's own:
+    with windows, sinks, clipped projections, and a dense layer on the way.
+    """
     teacher = Teacher(tiny_model(name))
     config = ExpertPredictorConfig.for_base(teacher.shape, rank=4, ahead=1, attention=True)
     objective = ExpertPredictorObjective(teacher, ExpertPredictor(config, teacher.shape))
@@ -63,9 +66,13 @@ def test_a_row_sees_no_other_estimate() -> None:
 
 @pytest.mark.parametrize(("name", "neurons"), [("mixtral", 40), ("qwen3_moe", 24)])
 def test_with_every_neuron_in_its_sketch_it_is_never_wrong(name: str, neurons: int) -> None:
-    """A sketch of all of an expert's neurons is that expert, so every depth's residual is the true one."""
+    """A sketch of all of an expert's neurons is that expert, so every depth's residual is the true
+    one.
+    """
     teacher = Teacher(tiny_model(name))
-    config = ExpertPredictorConfig.for_base(teacher.shape, rank=4, ahead=1, attention=True, sketch=neurons)
+    config = ExpertPredictorConfig.for_base(
+        teacher.shape, rank=4, ahead=1, attention=True, sketch=neurons
+    )
     forecast = ExpertPredictor(config, teacher.shape)
     tokens = ids(2, 16)
     start_from_experts(teacher, forecast, [(tokens, torch.ones_like(tokens, dtype=torch.bool))] * 2)
@@ -85,8 +92,13 @@ def test_the_start_and_training_each_raise_recall() -> None:
     assert recalls(objective, ids(4, 40, seed=99)).mean() > untrained + 0.005
     assert all(p.grad is None for p in teacher.parts.model.parameters())
     _, started = built(ahead=1, attention=True)
-    start_from_experts(teacher, started, [(ids(32, 40, seed=5), torch.ones(32, 40, dtype=torch.bool))])
-    assert recalls(ExpertPredictorObjective(teacher, started), ids(4, 40, seed=99)).mean() > untrained + 0.005
+    start_from_experts(
+        teacher, started, [(ids(32, 40, seed=5), torch.ones(32, 40, dtype=torch.bool))]
+    )
+    assert (
+        recalls(ExpertPredictorObjective(teacher, started), ids(4, 40, seed=99)).mean()
+        > untrained + 0.005
+    )
 
 
 def test_depths_continue_the_same_stream() -> None:
@@ -113,5 +125,3 @@ def test_predictors_from_before_attention_still_load() -> None:
     assert {name for name, _ in forecast.named_parameters()} == {"down", "sketch", "up.0", "up.1"}
     with pytest.raises(UserError, match="attention"):
         ExpertPredictorConfig.from_json({**written, "attention": 1})
-
-

@@ -28,13 +28,17 @@ from .tiny import base, disturb, ids
 
 def build(exit_layer: int = 2) -> tuple[Teacher, KangarooAdapter]:
     teacher = Teacher(base())
-    return teacher, KangarooAdapter(KangarooConfig.for_base(teacher.shape, exit_layer=exit_layer), teacher.shape)
+    return teacher, KangarooAdapter(
+        KangarooConfig.for_base(teacher.shape, exit_layer=exit_layer), teacher.shape
+    )
 
 
 def test_untrained_adapter_is_the_early_exit() -> None:
     teacher, adapter = build()
     hidden = teacher.parts.trace(ids(2, 9)).hidden[2]
-    torch.testing.assert_close(teacher.norm(adapter(hidden)), teacher.norm(hidden), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        teacher.norm(adapter(hidden)), teacher.norm(hidden), atol=1e-3, rtol=1e-3
+    )
 
 
 def test_rows_equal_the_training_pass() -> None:
@@ -45,13 +49,19 @@ def test_rows_equal_the_training_pass() -> None:
 
     with torch.no_grad():
         cache = adapter.new_cache(1, 2)
-        got = torch.cat([adapter.rows(x[0, :5], Rows.causal(0, 0, 5), cache),
-                         *(adapter.rows(x[0, i : i + 1], Rows.causal(0, i, 1), cache) for i in range(5, 9))])
+        got = torch.cat(
+            [
+                adapter.rows(x[0, :5], Rows.causal(0, 0, 5), cache),
+                *(adapter.rows(x[0, i : i + 1], Rows.causal(0, i, 1), cache) for i in range(5, 9)),
+            ]
+        )
         torch.testing.assert_close(got, adapter(x)[0], atol=1e-5, rtol=1e-5)
 
 
 def test_loss_falls_to_zero_when_the_exit_is_the_end() -> None:
-    """A KL that is zero exactly when the adapter's distribution is the model's: layer norms alone cannot hide it."""
+    """A KL that is zero exactly when the adapter's distribution is the model's: layer norms alone
+    cannot hide it.
+    """
     teacher, adapter = build(exit_layer=3)
     objective = KangarooObjective(teacher, adapter)
     tokens = ids(2, 8)
@@ -69,7 +79,9 @@ def test_greedy_equals_plain_decoding_and_the_adapter_cache_has_no_holes(thresho
     teacher, adapter = build()
     disturb(adapter, 0.02)
     decoder = load_decoder(teacher.parts.model, "hf")
-    drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=threshold, max_draft=4))
+    drafter = KangarooDrafter(
+        decoder, adapter, KangarooDecodeConfig(threshold=threshold, max_draft=4)
+    )
     prompts = [ids(1, n, seed=n)[0].tolist() for n in (3, 7, 5)]
     stop = StopSettings(max_new_tokens=23)
     accepted = 0
@@ -87,19 +99,27 @@ def test_greedy_equals_plain_decoding_and_the_adapter_cache_has_no_holes(thresho
             tokens = torch.tensor([session.sampler.tokens[b][:length]])
             hidden = teacher.parts.trace(tokens).hidden[2]
             _, k, v = adapter.attn.project(adapter.norm(hidden), torch.arange(length))
-            torch.testing.assert_close(drafter._own.keys[0][b, :, :filled], k[0, :, :filled], atol=1e-4, rtol=1e-3)
-            torch.testing.assert_close(drafter._own.values[0][b, :, :filled], v[0, :, :filled], atol=1e-4, rtol=1e-3)
+            torch.testing.assert_close(
+                drafter._own.keys[0][b, :, :filled], k[0, :, :filled], atol=1e-4, rtol=1e-3
+            )
+            torch.testing.assert_close(
+                drafter._own.values[0][b, :, :filled], v[0, :, :filled], atol=1e-4, rtol=1e-3
+            )
 
     got = generate(decoder, SpeculativeStep(drafter), prompts, stop=stop, after_step=check)
     plain = generate(decoder, PlainStep(), prompts, stop=stop)
     assert got.sequences == plain.sequences
     assert got.stats.drafted > 0
     if threshold == 1.0:
-        assert got.stats.drafted <= got.stats.target_passes * len(prompts)  # every draft stops after its first token
+        assert got.stats.drafted <= got.stats.target_passes * len(
+            prompts
+        )  # every draft stops after its first token
 
 
 def test_full_acceptance_is_back_filled() -> None:
-    """With deeper layers silenced the exit equals the model, so whole drafts are accepted: back-filling must work."""
+    """With deeper layers silenced the exit equals the model, so whole drafts are accepted:
+    back-filling must work.
+    """
     model = base()
     with torch.no_grad():
         for layer in model.model.layers[2:]:
@@ -110,27 +130,50 @@ def test_full_acceptance_is_back_filled() -> None:
     decoder = load_decoder(model, "hf")
     drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.0, max_draft=3))
     seen: list[bool] = []
-    out = generate(decoder, SpeculativeStep(drafter), [ids(1, 4)[0].tolist()], stop=StopSettings(max_new_tokens=25),
-                               after_step=lambda session, step: seen.append(bool(drafter._missing)))
+    out = generate(
+        decoder,
+        SpeculativeStep(drafter),
+        [ids(1, 4)[0].tolist()],
+        stop=StopSettings(max_new_tokens=25),
+        after_step=lambda session, step: seen.append(bool(drafter._missing)),
+    )
     assert any(seen)
     assert out.stats.tokens_per_step > 3.5
-    assert out.sequences == generate(
-        decoder, PlainStep(), [ids(1, 4)[0].tolist()], stop=StopSettings(max_new_tokens=25)).sequences
+    assert (
+        out.sequences
+        == generate(
+            decoder, PlainStep(), [ids(1, 4)[0].tolist()], stop=StopSettings(max_new_tokens=25)
+        ).sequences
+    )
 
 
 def test_sampling_runs_to_its_limit() -> None:
     teacher, adapter = build()
     decoder = load_decoder(teacher.parts.model, "hf")
     drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.05, max_draft=4))
-    out = generate(decoder, SpeculativeStep(drafter), [[3, 4, 5], [6]], SamplingSettings(temperature=1.0, seed=4),
-                               StopSettings(max_new_tokens=12))
+    out = generate(
+        decoder,
+        SpeculativeStep(drafter),
+        [[3, 4, 5], [6]],
+        SamplingSettings(temperature=1.0, seed=4),
+        StopSettings(max_new_tokens=12),
+    )
     assert [len(s) for s in out.sequences] == [12, 12]
 
 
 def native_base() -> tuple[NativeDecoder, BaseShape]:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=128, intermediate_size=96, num_hidden_layers=3,
-                                         num_attention_heads=4, num_key_value_heads=2, head_dim=32)).bfloat16()
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=61,
+            hidden_size=128,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+        )
+    ).bfloat16()
     if NativeDecoder.supports(model) is not None:
         pytest.skip("no native kernel here")
     return NativeDecoder(model), BaseShape.of(model.config)
@@ -143,7 +186,10 @@ def test_runs_on_the_native_decoder_in_bf16() -> None:
     drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.0))
     stop = StopSettings(max_new_tokens=20)
     plain = generate(decoder, PlainStep(), [[3, 4, 5], [9]], stop=stop)
-    assert generate(decoder, SpeculativeStep(drafter), [[3, 4, 5], [9]], stop=stop).sequences == plain.sequences
+    assert (
+        generate(decoder, SpeculativeStep(drafter), [[3, 4, 5], [9]], stop=stop).sequences
+        == plain.sequences
+    )
 
 
 def test_the_native_adapter_is_the_adapter() -> None:
@@ -178,5 +224,8 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(threshold: float, seed
     disturb(adapter, seed=seed)
     settings = KangarooDecodeConfig(threshold=threshold, max_draft=5)
     assert_fused_steps_are_steps_in_parts(
-        decoder, lambda: KangarooDrafter(decoder, adapter, settings), [3, 4, 5 + seed], new_tokens=16
+        decoder,
+        lambda: KangarooDrafter(decoder, adapter, settings),
+        [3, 4, 5 + seed],
+        new_tokens=16,
     )

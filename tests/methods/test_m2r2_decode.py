@@ -1,4 +1,6 @@
-"""M2R2 drafting: lossless whatever the stream's weights, and the same drafts from torch modules and from the kernel."""
+"""M2R2 drafting: lossless whatever the stream's weights, and the same drafts from torch modules and
+from the kernel.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,33 @@ from multirate.model.rows import Rows
 
 from .fused_steps import assert_fused_steps_are_steps_in_parts
 
-LLAMA = LlamaConfig(vocab_size=61, hidden_size=128, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-                    num_key_value_heads=2, head_dim=64, max_position_embeddings=160)
+LLAMA = LlamaConfig(
+    vocab_size=61,
+    hidden_size=128,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=160,
+)
 OTHERS = {
     "gpt2": GPT2Config(n_layer=3, n_embd=48, n_head=4, vocab_size=61, n_positions=160),
-    "olmoe": OlmoeConfig(vocab_size=61, hidden_size=48, intermediate_size=32, num_hidden_layers=3,
-                         num_attention_heads=4, num_key_value_heads=4, num_experts=4, num_experts_per_tok=2,
-                         max_position_embeddings=160),
+    "olmoe": OlmoeConfig(
+        vocab_size=61,
+        hidden_size=48,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=160,
+    ),
 }
-EAGER_TREE = M2R2DecodeConfig(depth=5, width=3, nodes=20, expand=0.0, keep=0.0)  # every tree is as large as can be
+EAGER_TREE = M2R2DecodeConfig(
+    depth=5, width=3, nodes=20, expand=0.0, keep=0.0
+)  # every tree is as large as can be
 PROMPTS = [[5, 9, 2, 44, 17], [3], [8] * 11]
 
 
@@ -49,7 +69,9 @@ def model_of(config, dtype=torch.float32):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(3.0)  # spread logits: a random model's argmax must not be a coin toss
+                parameter.mul_(
+                    3.0
+                )  # spread logits: a random model's argmax must not be a coin toss
     return model.to(dtype)
 
 
@@ -73,10 +95,21 @@ def decoders():
 
 
 @pytest.mark.parametrize("backend", ["hf", "native"])
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 99), preset=st.sampled_from(["m2r2", "m2r2-carry"]), gate=st.integers(1, 3),
-       depth=st.integers(1, 7), width=st.integers(1, 4), nodes=st.integers(1, 24), keep=st.sampled_from([0, 0.02, 0.3]),
-       reduced=st.sampled_from([None, 20]), trust=st.sampled_from(["confidence", "arla"]), lookup=st.integers(0, 5))
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    seed=st.integers(0, 99),
+    preset=st.sampled_from(["m2r2", "m2r2-carry"]),
+    gate=st.integers(1, 3),
+    depth=st.integers(1, 7),
+    width=st.integers(1, 4),
+    nodes=st.integers(1, 24),
+    keep=st.sampled_from([0, 0.02, 0.3]),
+    reduced=st.sampled_from([None, 20]),
+    trust=st.sampled_from(["confidence", "arla"]),
+    lookup=st.integers(0, 5),
+)
 def test_greedy_is_the_base_token_for_token(
     decoders, backend, seed, preset, gate, depth, width, nodes, keep, reduced, trust, lookup
 ):
@@ -84,8 +117,11 @@ def test_greedy_is_the_base_token_for_token(
         pytest.skip("no native kernel here")
     decoder = decoders[backend]
     stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced)
-    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep, trust=trust,
-                                                            lookup=lookup))
+    drafter = M2R2Drafter(
+        decoder,
+        stream,
+        M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep, trust=trust, lookup=lookup),
+    )
     stop = StopSettings(max_new_tokens=24)
     plain = generate(decoder, PlainStep(), PROMPTS, stop=stop)
     fast = generate(decoder, SpeculativeStep(drafter), PROMPTS, stop=stop)
@@ -98,7 +134,9 @@ def test_greedy_is_the_base_on_other_architectures(name):
     stream = stream_of(OTHERS[name], "m2r2-carry", rank=8, mlp_adapter="parallel")
     stop = StopSettings(max_new_tokens=16)
     plain = generate(decoder, PlainStep(), PROMPTS, stop=stop)
-    fast = generate(decoder, SpeculativeStep(M2R2Drafter(decoder, stream, EAGER_TREE)), PROMPTS, stop=stop)
+    fast = generate(
+        decoder, SpeculativeStep(M2R2Drafter(decoder, stream, EAGER_TREE)), PROMPTS, stop=stop
+    )
     assert fast.sequences == plain.sequences and fast.stats.drafted > 0
 
 
@@ -119,13 +157,20 @@ def test_cache_after_every_step_is_a_fresh_prefill(decoders):
         check_invariants(session, step)
 
     stream = stream_of(LLAMA, "m2r2-carry", gates=(2,), rank=8)
-    generate(decoder, SpeculativeStep(M2R2Drafter(decoder, stream, EAGER_TREE)), PROMPTS,
-                         stop=StopSettings(max_new_tokens=20), after_step=after)
+    generate(
+        decoder,
+        SpeculativeStep(M2R2Drafter(decoder, stream, EAGER_TREE)),
+        PROMPTS,
+        stop=StopSettings(max_new_tokens=20),
+        after_step=after,
+    )
     assert steps
 
 
 def test_a_perfect_stream_is_accepted_whole(decoders):
-    """Layers beyond the gate that add nothing make the plain early exit exact: every draft must be accepted."""
+    """Layers beyond the gate that add nothing make the plain early exit exact: every draft must be
+    accepted.
+    """
     model = model_of(LLAMA)
     with torch.no_grad():
         for layer in model.model.layers[1:]:
@@ -134,8 +179,12 @@ def test_a_perfect_stream_is_accepted_whole(decoders):
     decoder = HFDecoder(model)
     base = BaseShape.of(LLAMA)
     stream = AcceleratedStream(M2R2Config.for_base(base, "m2r2-carry"), base)
-    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth=4, width=1, nodes=4, expand=0, keep=0))
-    out = generate(decoder, SpeculativeStep(drafter), PROMPTS[:1], stop=StopSettings(max_new_tokens=21))
+    drafter = M2R2Drafter(
+        decoder, stream, M2R2DecodeConfig(depth=4, width=1, nodes=4, expand=0, keep=0)
+    )
+    out = generate(
+        decoder, SpeculativeStep(drafter), PROMPTS[:1], stop=StopSettings(max_new_tokens=21)
+    )
     assert out.stats.target_passes == 4  # one token from the prefill, then 4 steps of 5
     assert out.stats.accepted == out.stats.drafted
 
@@ -145,8 +194,16 @@ def test_sampled_tokens_do_not_depend_on_the_batch(decoders, repetition):
     stream = stream_of(LLAMA, "m2r2-carry", rank=8)
     drafter = M2R2Drafter(decoders["hf"], stream, M2R2DecodeConfig(expand=0.0, keep=0.0))
     sampling = SamplingSettings(temperature=0.9, top_p=0.9, seed=4, repetition_penalty=repetition)
-    out = generate(decoders["hf"], SpeculativeStep(drafter), PROMPTS, sampling, StopSettings(max_new_tokens=12))
-    one = generate(decoders["hf"], SpeculativeStep(drafter), PROMPTS[:1], sampling, StopSettings(max_new_tokens=12))
+    out = generate(
+        decoders["hf"], SpeculativeStep(drafter), PROMPTS, sampling, StopSettings(max_new_tokens=12)
+    )
+    one = generate(
+        decoders["hf"],
+        SpeculativeStep(drafter),
+        PROMPTS[:1],
+        sampling,
+        StopSettings(max_new_tokens=12),
+    )
     assert out.sequences[0] == one.sequences[0]
 
 
@@ -155,12 +212,19 @@ def test_sampling_keeps_the_base_distribution(decoders):
     from scipy import stats
 
     decoder = decoders["hf"]
-    stream = stream_of(LLAMA, "m2r2-carry", rank=8, scale=0.3)  # a poor drafter: most drafts are rejected
+    stream = stream_of(
+        LLAMA, "m2r2-carry", rank=8, scale=0.3
+    )  # a poor drafter: most drafts are rejected
     drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth=3, expand=0.0, keep=0.0))
     settings_ = dict(temperature=1.5, top_k=6)
     draws = 1500
-    out = generate(decoder, SpeculativeStep(drafter), [PROMPTS[0]] * draws, SamplingSettings(**settings_, seed=11),
-                               StopSettings(max_new_tokens=3))
+    out = generate(
+        decoder,
+        SpeculativeStep(drafter),
+        [PROMPTS[0]] * draws,
+        SamplingSettings(**settings_, seed=11),
+        StopSettings(max_new_tokens=3),
+    )
     for position in (1, 2):
         groups: dict[tuple, list[int]] = {}
         for sequence in out.sequences:
@@ -177,7 +241,9 @@ def test_sampling_keeps_the_base_distribution(decoders):
         assert stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-5
 
 
-@pytest.mark.parametrize("gate", [1, 2])  # after one layer the kernel merges the adapters into its weights
+@pytest.mark.parametrize(
+    "gate", [1, 2]
+)  # after one layer the kernel merges the adapters into its weights
 def test_kernel_and_torch_modules_draft_alike(decoders, gate):
     if "native" not in decoders:
         pytest.skip("no native kernel here")
@@ -200,29 +266,47 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate):
             assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 99), preset=st.sampled_from(["m2r2", "m2r2-carry"]), gate=st.integers(1, 2),
-       depth=st.integers(1, 7), width=st.integers(1, 4), nodes=st.integers(1, 20),
-       keep=st.sampled_from([0.0, 0.02, 0.1]), reduced=st.sampled_from([None, 20]), lookup=st.sampled_from([0, 1, 4]))
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    seed=st.integers(0, 99),
+    preset=st.sampled_from(["m2r2", "m2r2-carry"]),
+    gate=st.integers(1, 2),
+    depth=st.integers(1, 7),
+    width=st.integers(1, 4),
+    nodes=st.integers(1, 20),
+    keep=st.sampled_from([0.0, 0.02, 0.1]),
+    reduced=st.sampled_from([None, 20]),
+    lookup=st.sampled_from([0, 1, 4]),
+)
 def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     decoders, seed, preset, gate, depth, width, nodes, keep, reduced, lookup
 ):
-    """Same drafts, same tokens step by step, and the same committed keys and values, bit for bit."""
+    """Same drafts, same tokens step by step, and the same committed keys and values, bit for
+    bit.
+    """
     if "native" not in decoders:
         pytest.skip("no native kernel here")
     decoder = decoders["native"]
     stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced)
     config = M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep, lookup=lookup)
-    assert_fused_steps_are_steps_in_parts(decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0])
+    assert_fused_steps_are_steps_in_parts(
+        decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0]
+    )
 
 
 @pytest.mark.parametrize("backend", ["hf", "native"])
 def test_a_text_that_repeats_itself_is_followed(decoders, backend):
-    """One level a step is drafted, the rest is what the text said before; fused steps and parts follow alike."""
+    """One level a step is drafted, the rest is what the text said before; fused steps and parts
+    follow alike.
+    """
     if backend not in decoders:
         pytest.skip("no native kernel here")
     model = model_of(LLAMA, torch.bfloat16 if backend == "native" else torch.float32)
-    with torch.no_grad():  # layers that add nothing: the next token depends on the last one alone, the text goes round
+    with (
+        torch.no_grad()
+    ):  # layers that add nothing: the next token depends on the last one alone, the text goes round
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
@@ -233,14 +317,22 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
     plain = generate(decoder, PlainStep(), PROMPTS, stop=stop)
     steps = {}
     for lookup in (0, 3):
-        config = M2R2DecodeConfig(depth=2, nodes=9, expand=0.3, keep=0.2, sharpness=9.0, lookup=lookup)
-        out = generate(decoder, SpeculativeStep(M2R2Drafter(decoder, stream, config)), PROMPTS, stop=stop)
-        one = generate(decoder, SpeculativeStep(M2R2Drafter(decoder, stream, config)), PROMPTS[:1], stop=stop)
+        config = M2R2DecodeConfig(
+            depth=2, nodes=9, expand=0.3, keep=0.2, sharpness=9.0, lookup=lookup
+        )
+        out = generate(
+            decoder, SpeculativeStep(M2R2Drafter(decoder, stream, config)), PROMPTS, stop=stop
+        )
+        one = generate(
+            decoder, SpeculativeStep(M2R2Drafter(decoder, stream, config)), PROMPTS[:1], stop=stop
+        )
         assert out.sequences == plain.sequences and one.sequences == plain.sequences[:1]
         steps[lookup] = out.stats.sequence_steps, one.stats.sequence_steps
     assert steps[3][0] < 0.6 * steps[0][0] and steps[3][1] < 0.6 * steps[0][1]
     if backend == "native":
-        assert_fused_steps_are_steps_in_parts(decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0], 100)
+        assert_fused_steps_are_steps_in_parts(
+            decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0], 100
+        )
         assert_fused_steps_are_steps_in_parts(
             decoder, lambda: PromptLookupDrafter(decoder, PromptLookupConfig()), PROMPTS[0], 100
         )
@@ -254,13 +346,18 @@ def test_drafts_too_long_for_a_whole_round_run_in_parts(decoders):
     plain = generate(decoder, PlainStep(), prompt, stop=stop)
     for tokens in (63, 64, 100):
         drafter = PromptLookupDrafter(decoder, PromptLookupConfig(tokens=tokens))
-        assert generate(decoder, SpeculativeStep(drafter), prompt, stop=stop).sequences == plain.sequences
+        assert (
+            generate(decoder, SpeculativeStep(drafter), prompt, stop=stop).sequences
+            == plain.sequences
+        )
 
 
 @pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=1.0, seed=0)])
 @pytest.mark.parametrize("bias,levels", [(-20.0, 1), (20.0, 5)])
 def test_arla_decides_how_long_a_draft_is(decoders, bias, levels, sampling):
-    """A distrustful ARLA drafts one level (the shortest draft there is), a trustful one all of them."""
+    """A distrustful ARLA drafts one level (the shortest draft there is), a trustful one all of
+    them.
+    """
     stream = stream_of(LLAMA, "m2r2-carry", rank=8)
     with torch.no_grad():
         stream.arla.out.weight.zero_()
@@ -276,13 +373,21 @@ def test_arla_decides_how_long_a_draft_is(decoders, bias, levels, sampling):
         return drafts
 
     drafter.draft = draft
-    generate(decoders["hf"], SpeculativeStep(drafter), PROMPTS[:1], sampling, StopSettings(max_new_tokens=20))
+    generate(
+        decoders["hf"],
+        SpeculativeStep(drafter),
+        PROMPTS[:1],
+        sampling,
+        StopSettings(max_new_tokens=20),
+    )
     assert drafted and set(drafted) == {levels}
 
 
 def test_trust_in_an_arla_that_is_not_there_is_refused(decoders):
     with pytest.raises(UserError, match="arla_dim=0"):
-        M2R2Drafter(decoders["hf"], stream_of(LLAMA, "m2r2", arla_dim=0), M2R2DecodeConfig(trust="arla"))
+        M2R2Drafter(
+            decoders["hf"], stream_of(LLAMA, "m2r2", arla_dim=0), M2R2DecodeConfig(trust="arla")
+        )
     with pytest.raises(UserError, match="'trust' is 'belief'"):
         M2R2DecodeConfig(trust="belief")
 
@@ -290,7 +395,13 @@ def test_trust_in_an_arla_that_is_not_there_is_refused(decoders):
 def test_settings_out_of_range_are_named():
     with pytest.raises(UserError, match="depth=0"):
         M2R2DecodeConfig(depth=0)
-    for wrong in ({"lookup": "x"}, {"nodes": 2.5}, {"sharpness": "sharp"}, {"keep": [1]}, {"depth": True}):
+    for wrong in (
+        {"lookup": "x"},
+        {"nodes": 2.5},
+        {"sharpness": "sharp"},
+        {"keep": [1]},
+        {"depth": True},
+    ):
         with pytest.raises(UserError, match=f"field '{next(iter(wrong))}' is"):
             M2R2DecodeConfig(**wrong)
     with pytest.raises(UserError, match="needs an accelerator"):

@@ -1,4 +1,6 @@
-"""The accelerated stream: it starts as the base's early exit, and training computes what drafting computes."""
+"""The accelerated stream: it starts as the base's early exit, and training computes what drafting
+computes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from multirate.model.rows import Rows
 from .tiny import base, disturb, ids
 
 
-def build(name: str, preset: str, **options: object) -> tuple[Teacher, AcceleratedStream, M2R2Objective]:
+def build(
+    name: str, preset: str, **options: object
+) -> tuple[Teacher, AcceleratedStream, M2R2Objective]:
     teacher = Teacher(base(name))
     torch.manual_seed(5)
     stream = AcceleratedStream(M2R2Config.for_base(teacher.shape, preset, **options), teacher.shape)
@@ -26,7 +30,9 @@ def build(name: str, preset: str, **options: object) -> tuple[Teacher, Accelerat
 @pytest.mark.parametrize("preset", ["m2r2", "m2r2-carry"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "gpt2", "mixtral"])
 def test_untrained_stream_is_the_early_exit(name: str, preset: str) -> None:
-    teacher, stream, objective = build(name, preset, rank=4, **({"mlp_adapter": "parallel"} if name == "gpt2" else {}))
+    teacher, stream, objective = build(
+        name, preset, rank=4, **({"mlp_adapter": "parallel"} if name == "gpt2" else {})
+    )
     tokens = ids(2, 11)
     reference = teacher.parts.trace(tokens).hidden  # h_i of the base, computed without any of this
     slow = objective.slow(tokens)
@@ -41,7 +47,9 @@ def test_untrained_stream_is_the_early_exit(name: str, preset: str) -> None:
 def test_reinitialised_gates_do_not_depend_on_earlier_adapters() -> None:
     tokens = ids(2, 9)
     for reinitialise in (True, False):
-        _, stream, objective = build("llama", "m2r2", rank=4, gates=[1, 3], reinitialise=reinitialise)
+        _, stream, objective = build(
+            "llama", "m2r2", rank=4, gates=[1, 3], reinitialise=reinitialise
+        )
         before = objective.first_step(objective.slow(tokens))[0]
         disturb(stream.adapters["0"])
         after = objective.first_step(objective.slow(tokens))[0]
@@ -49,11 +57,25 @@ def test_reinitialised_gates_do_not_depend_on_earlier_adapters() -> None:
         assert torch.equal(before[1], after[1]) is reinitialise
 
 
-@pytest.mark.parametrize("options", [{}, {"gates": [2], "block": False}, {"gates": [2], "block_heads": 6,
-                                     "block_kv_heads": 3, "mlp_adapter": "parallel", "attention_adapter": False}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gates": [2], "block": False},
+        {
+            "gates": [2],
+            "block_heads": 6,
+            "block_kv_heads": 3,
+            "mlp_adapter": "parallel",
+            "attention_adapter": False,
+        },
+    ],
+)
 @torch.no_grad()
 def test_training_steps_compute_what_drafting_computes(options: dict[str, object]) -> None:
-    """For every root, draft S tokens ahead one row at a time on a Decoder; compare with the one-pass training steps."""
+    """For every root, draft S tokens ahead one row at a time on a Decoder; compare with the
+    one-pass training steps.
+    """
     steps, length = 4, 10
     teacher, stream, objective = build("llama", "m2r2-carry", rank=4, unroll_steps=steps, **options)
     disturb(stream)
@@ -77,20 +99,27 @@ def test_training_steps_compute_what_drafting_computes(options: dict[str, object
     def draft_row(position: int, carried: torch.Tensor) -> torch.Tensor:
         at = np.array([position], np.int32)
         x = stream.start(decoder.embed(tokens[0, position : position + 1], at), carried[None])
-        x = decoder.layers(x, Rows.accelerated_at(0, [position]), 0, gate, cache, stream.layer_adapters())
+        x = decoder.layers(
+            x, Rows.accelerated_at(0, [position]), 0, gate, cache, stream.layer_adapters()
+        )
         if block is not None:
             x = block.rows(x, Rows.causal(0, position, 1), own_cache)
         return x[0]
 
     for root in range(length - steps + 1):
-        # the root's row has the true carried residual; it stays in the block's cache for later roots
+        # the root's row has the true carried residual; it stays in the block's cache for later
+        # roots
         carried = final[root - 1] if root else torch.zeros_like(final[0])
         for s in range(steps):
             carried = draft_row(root + s, carried)
             torch.testing.assert_close(outputs[s][0, root + s], carried, atol=2e-4, rtol=1e-3)
-        for s in range(1, steps):  # as after acceptance: the drafted slots are refreshed by true rows before use
+        for s in range(
+            1, steps
+        ):  # as after acceptance: the drafted slots are refreshed by true rows before use
             draft_row(root + s, final[root + s - 1])
-    assert not torch.allclose(outputs[0][0, 5:], outputs[-1][0, 5:], atol=1e-2)  # the steps do differ
+    assert not torch.allclose(
+        outputs[0][0, 5:], outputs[-1][0, 5:], atol=1e-2
+    )  # the steps do differ
 
 
 def test_block_rows_see_only_their_tree_path() -> None:
@@ -102,7 +131,9 @@ def test_block_rows_see_only_their_tree_path() -> None:
     with torch.no_grad():
         cache = block.new_cache(1, 3)  # grows by itself
         block.rows(x[:2], Rows.causal(0, 0, 2), cache)
-        tree = Rows.draft_tree(0, 2, [0, 0, 1])  # root at slot 2; nodes 1, 2 below it; node 3 below node 1
+        tree = Rows.draft_tree(
+            0, 2, [0, 0, 1]
+        )  # root at slot 2; nodes 1, 2 below it; node 3 below node 1
         got = block.rows(x[2:], tree, cache)
         chain = block(x[[0, 1, 2, 3, 5]][None])[0][0]
         other = block(x[[0, 1, 2, 4]][None])[0][0]
@@ -118,9 +149,13 @@ def test_only_the_stream_is_trained_and_every_part_gets_a_gradient() -> None:
         tokens = ids(2, 12)
         loss, report = objective(tokens, torch.ones_like(tokens, dtype=torch.bool))
         loss.backward()
-        silent = [n for n, p in stream.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+        silent = [
+            n for n, p in stream.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0
+        ]
         # with one gate ARLA attends to a single latent: its query and key cannot matter
-        assert set(silent) <= ({"arla.q.weight", "arla.k.weight"} if preset == "m2r2-carry" else set())
+        assert set(silent) <= (
+            {"arla.q.weight", "arla.k.weight"} if preset == "m2r2-carry" else set()
+        )
         assert all(p.grad is None for p in teacher.parts.model.parameters())
         assert report.result.kl.shape == (len(objective.terms),)
 
@@ -132,4 +167,6 @@ def test_padding_changes_nothing() -> None:
     mask = torch.ones_like(tokens, dtype=torch.bool)
     padded = torch.cat([tokens, torch.zeros(1, 5, dtype=torch.long)], dim=1)
     padded_mask = torch.cat([mask, torch.zeros(1, 5, dtype=torch.bool)], dim=1)
-    torch.testing.assert_close(objective(tokens, mask)[0], objective(padded, padded_mask)[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        objective(tokens, mask)[0], objective(padded, padded_mask)[0], atol=1e-5, rtol=1e-5
+    )

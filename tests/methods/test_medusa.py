@@ -123,7 +123,9 @@ def test_sampling_keeps_the_distribution(setting: str) -> None:
 
 
 def test_trained_saved_and_loaded(tmp_path: Path) -> None:
-    """The loss falls, the first head's held-out agreement rises, and the loaded heads draft the same text."""
+    """The loss falls, the first head's held-out agreement rises, and the loaded heads draft the
+    same text.
+    """
     data = write_data(tmp_path / "chat.jsonl")
     folder = write_model(tmp_path / "model", data, steps=100)
     results = {}

@@ -27,9 +27,15 @@ PROMPTS = [[3, 7, 1, 9, 3, 7, 1], [5], [2, 2, 8, 4, 2, 2, 8, 4, 2]]
 def tiny() -> Any:
     torch.manual_seed(3)
     config = tf.LlamaConfig(
-        vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
-        max_position_embeddings=64, pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
     model = tf.LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -41,35 +47,51 @@ def tiny() -> Any:
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("prompt_lookup", {}), ("prompt_lookup", {"max_ngram": 1, "tokens": 3}), ("layerskip", {}),
-        ("layerskip", {"exit_layer": 3, "confidence": 0.0}), ("layerskip", {"exit_layer": 2, "confidence": 0.9}),
+        ("prompt_lookup", {}),
+        ("prompt_lookup", {"max_ngram": 1, "tokens": 3}),
+        ("layerskip", {}),
+        ("layerskip", {"exit_layer": 3, "confidence": 0.0}),
+        ("layerskip", {"exit_layer": 2, "confidence": 0.9}),
         ("layerskip", {"exit_layer": 2, "adaptive": True}),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
-def test_greedy_is_generate(tiny: Any, name: str, config: dict[str, Any], batch: int, penalty: float) -> None:
+def test_greedy_is_generate(
+    tiny: Any, name: str, config: dict[str, Any], batch: int, penalty: float
+) -> None:
     model, decoder = tiny
     drafter = find(name).make_drafter(decoder, settings=config)
     assert drafter is not None
     out = generate(
-        decoder, SpeculativeStep(drafter), PROMPTS[:batch], SamplingSettings(repetition_penalty=penalty),
+        decoder,
+        SpeculativeStep(drafter),
+        PROMPTS[:batch],
+        SamplingSettings(repetition_penalty=penalty),
         StopSettings(max_new_tokens=30),
         after_step=check_invariants,
-    )  # fmt: skip
+    )
     for prompt, sequence in zip(PROMPTS, out.sequences, strict=False):
         ids = torch.tensor([prompt])
         expected = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, repetition_penalty=penalty
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=30,
+            do_sample=False,
+            repetition_penalty=penalty,
         )
         assert sequence == expected[0, len(prompt) :].tolist()
-    if config.get("exit_layer") == 3:  # three of four layers agree with all four often enough to be seen
+    if (
+        config.get("exit_layer") == 3
+    ):  # three of four layers agree with all four often enough to be seen
         assert out.stats.accepted > 0
         assert out.stats.tokens_per_step > 1
 
 
 def test_early_exit_with_all_the_information_is_always_accepted(tiny: Any) -> None:
-    """Deeper layers that change nothing: every draft is accepted, so hidden states and K/V are handed over exactly."""
+    """Deeper layers that change nothing: every draft is accepted, so hidden states and K/V are
+    handed over exactly.
+    """
     model, _ = tiny
     with torch.no_grad():
         saved = [p.clone() for p in model.model.layers[2:].parameters()]
@@ -77,7 +99,9 @@ def test_early_exit_with_all_the_information_is_always_accepted(tiny: Any) -> No
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         decoder = load_decoder(model, "hf")
-        drafter = find("layerskip").make_drafter(decoder, settings={"exit_layer": 2, "confidence": 0.0, "tokens": 4})
+        drafter = find("layerskip").make_drafter(
+            decoder, settings={"exit_layer": 2, "confidence": 0.0, "tokens": 4}
+        )
         assert drafter is not None
         for sampling in (SamplingSettings(), SamplingSettings(1.0, seed=1)):
             stop = StopSettings(max_new_tokens=26)
@@ -100,7 +124,13 @@ def test_prompt_lookup_proposes_what_followed_last(tiny: Any) -> None:
     assert draft([1, 2, 3, 4, 5, 9, 2, 3]) == [4, 5, 9, 2, 3]
     assert draft([1, 2, 3, 4, 5, 9, 2, 3], limit=2) == [4, 5]
     assert draft([1, 2, 3, 4, 5, 9, 2, 3], tokens=1) == [4]
-    assert draft([7, 1, 2, 8, 1, 2, 9, 1, 2]) == [9, 1, 2, 9, 1]  # the latest occurrence, and round again
+    assert draft([7, 1, 2, 8, 1, 2, 9, 1, 2]) == [
+        9,
+        1,
+        2,
+        9,
+        1,
+    ]  # the latest occurrence, and round again
     assert draft([5, 1, 2, 8, 6, 1, 2, 9, 5, 1, 2]) == [8, 6, 1, 2, 9]  # the longer match wins
     assert draft([5, 1, 2, 8, 6, 1, 2, 9, 5, 1, 2], max_ngram=2) == [9, 5, 1, 2, 9]
     assert draft([1, 2, 3, 4]) == []
@@ -108,16 +138,24 @@ def test_prompt_lookup_proposes_what_followed_last(tiny: Any) -> None:
 
 def test_registry() -> None:
     assert {"autoregressive", "prompt_lookup", "layerskip"} <= set(all_specs())
-    assert all(m.summary and m.lossless for m in all_specs().values() if m.name in ("autoregressive", "layerskip"))
-    with pytest.raises(UserError, match=r"'medusae' is unknown; accepted: .*autoregressive.*layerskip.*prompt_lookup"):
+    assert all(
+        m.summary and m.lossless
+        for m in all_specs().values()
+        if m.name in ("autoregressive", "layerskip")
+    )
+    with pytest.raises(
+        UserError,
+        match=r"'medusae' is unknown; accepted: .*autoregressive.*layerskip.*prompt_lookup",
+    ):
         find("medusae")
 
 
 def test_a_name_may_carry_settings() -> None:
     assert parse_variant("m2r2") == ("m2r2", {})
     assert parse_variant("m2r2-carry:lookup=0:trust=arla:keep=null:expand=0.5") == (
-        "m2r2-carry", {"lookup": 0, "trust": "arla", "keep": None, "expand": 0.5}
-    )  # fmt: skip
+        "m2r2-carry",
+        {"lookup": 0, "trust": "arla", "keep": None, "expand": 0.5},
+    )
     with pytest.raises(UserError, match="in method 'm2r2:nodes', 'nodes' is not NAME=VALUE"):
         parse_variant("m2r2:nodes")
 

@@ -1,4 +1,6 @@
-"""Token recycling: the matrix is what the target said, and whatever it holds the text is the target's."""
+"""Token recycling: the matrix is what the target said, and whatever it holds the text is the
+target's.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def test_sampling_keeps_the_distribution(setting: str) -> None:
 
 
 def test_the_matrix_holds_what_the_target_said() -> None:
-    """After every step: the target's best tokens after each row that was accepted; of rejected rows, too."""
+    """After every step: the target's best tokens after each row that was accepted; of rejected
+    rows, too.
+    """
     model, decoder = tiny()
     made = drafter(decoder, k=3)
     done = [0]  # rows whose entries have been looked at

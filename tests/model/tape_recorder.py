@@ -1,4 +1,6 @@
-"""A recorder with the semantics of a CUDA graph, on any device: it repeats tensor operations, never Python."""
+"""A recorder with the semantics of a CUDA graph, on any device: it repeats tensor operations, never
+Python.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 # What asks the device for a value, and so ends a capture on CUDA.
-_READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "_unique2", "equal"}
+_READS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "masked_select",
+    "unique",
+    "_unique2",
+    "equal",
+}
 
 
 class _Tape(TorchDispatchMode):
@@ -21,7 +31,11 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        bools = any(isinstance(t, Tensor) and t.dtype == torch.bool for t in args[1]) if name == "index" else False
+        bools = (
+            any(isinstance(t, Tensor) and t.dtype == torch.bool for t in args[1])
+            if name == "index"
+            else False
+        )
         if name in _READS or bools:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         out = func(*args, **(kwargs or {}))
@@ -30,9 +44,11 @@ class _Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """record() notes every tensor operation of one run; a replay does them again on the tensors of that run.
+    """record() notes every tensor operation of one run; a replay does them again on the tensors of
+    that run.
 
-    Numbers that Python read while recording stay what they were, as in a CUDA graph; reading the device raises.
+    Numbers that Python read while recording stay what they were, as in a CUDA graph; reading the
+    device raises.
     """
 
     def __init__(self) -> None:
@@ -59,7 +75,10 @@ class TapeRecorder:
                         note(a, b)
 
             for func, args, kwargs, out in tape.steps:
-                note(out, func(*tree_map_only(Tensor, now, args), **tree_map_only(Tensor, now, kwargs)))
+                note(
+                    out,
+                    func(*tree_map_only(Tensor, now, args), **tree_map_only(Tensor, now, kwargs)),
+                )
             return now(result)
 
         return replay

@@ -1,4 +1,6 @@
-"""Adapters through hooks: which rows change, by how much, with gradients; and the parts that training uses."""
+"""Adapters through hooks: which rows change, by how much, with gradients; and the parts that
+training uses.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,18 @@ CLOSE = {"atol": 5e-5, "rtol": 1e-5}
 
 
 class LinearAdapter(nn.Module):
-    """A plain linear delta at each site: exactly a change of that weight, so a changed model is the reference."""
+    """A plain linear delta at each site: exactly a change of that weight, so a changed model is the
+    reference.
+    """
 
     def __init__(self, layer: LayerParts, sites: set[str], scale: float = 0.1) -> None:
         super().__init__()
         self.sites = nn.ModuleDict(
-            {n: nn.Linear(s.in_features, s.out_features, bias=False) for n, s in layer.sites.items() if n in sites}
+            {
+                n: nn.Linear(s.in_features, s.out_features, bias=False)
+                for n, s in layer.sites.items()
+                if n in sites
+            }
         )
         for linear in self.sites.values():
             nn.init.normal_(linear.weight, std=scale)
@@ -37,8 +45,12 @@ class LinearAdapter(nn.Module):
         return dict(self.sites.items())
 
 
-def merged_layer_output(decoder: HFDecoder, index: int, adapter: LinearAdapter, x: torch.Tensor) -> torch.Tensor:
-    """Layer `index` with the adapter's weights added into the model's, on rows of one causal sequence."""
+def merged_layer_output(
+    decoder: HFDecoder, index: int, adapter: LinearAdapter, x: torch.Tensor
+) -> torch.Tensor:
+    """Layer `index` with the adapter's weights added into the model's, on rows of one causal
+    sequence.
+    """
     layer = decoder.parts.layers[index]
     changes = []
     for name, delta in adapter.deltas().items():
@@ -54,7 +66,9 @@ def merged_layer_output(decoder: HFDecoder, index: int, adapter: LinearAdapter, 
         with torch.no_grad():
             for weight, _, change in changes:
                 weight.add_(change)
-        return decoder.layers(x, Rows.causal(0, 0, len(x)), index, index + 1, decoder.new_cache(1, 32))
+        return decoder.layers(
+            x, Rows.causal(0, 0, len(x)), index, index + 1, decoder.new_cache(1, 32)
+        )
     finally:
         with torch.no_grad():
             for weight, old, _ in changes:
@@ -63,9 +77,11 @@ def merged_layer_output(decoder: HFDecoder, index: int, adapter: LinearAdapter, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_deltas_equal_changed_weights_and_touch_accelerated_rows_only(name: str) -> None:
-    """q and o (and gate, up, down where they exist) against a model whose weights were changed by the same amounts.
+    """q and o (and gate, up, down where they exist) against a model whose weights were changed by
+    the same amounts.
 
-    The changed model's K/V stay the slow ones (only q, o and the MLP change), so all its rows are accelerated rows.
+    The changed model's K/V stay the slow ones (only q, o and the MLP change), so all its rows are
+    accelerated rows.
     """
     torch.manual_seed(1)
     decoder, (ids,) = HFDecoder(tiny_model(name)), prompts(11, seed=3)
@@ -74,19 +90,30 @@ def test_deltas_equal_changed_weights_and_touch_accelerated_rows_only(name: str)
     for index in range(decoder.info.num_layers):
         layer = decoder.parts.layers[index]
         adapter = LinearAdapter(layer, {"q", "o", "gate", "up", "down"})
-        assert {"q", "o"} <= set(adapter.sites) and (layer.moe is not None or {"up", "down"} <= set(adapter.sites))
+        assert {"q", "o"} <= set(adapter.sites) and (
+            layer.moe is not None or {"up", "down"} <= set(adapter.sites)
+        )
         plain = decoder.layers(x, slow, index, index + 1, decoder.new_cache(1, 32))
         out = decoder.layers(
-            torch.cat([x, x]), Rows.concat([slow, fast]), index, index + 1, decoder.new_cache(1, 32), {index: adapter}
+            torch.cat([x, x]),
+            Rows.concat([slow, fast]),
+            index,
+            index + 1,
+            decoder.new_cache(1, 32),
+            {index: adapter},
         )
         torch.testing.assert_close(out[:11], plain, **CLOSE)
-        torch.testing.assert_close(out[11:], merged_layer_output(decoder, index, adapter, x), **CLOSE)
+        torch.testing.assert_close(
+            out[11:], merged_layer_output(decoder, index, adapter, x), **CLOSE
+        )
         assert (out[11:] - plain).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parallel_mlp_adapter_adds_its_output(name: str) -> None:
-    """Site "mlp": f(input of the block) joins the block's output; the block's own code is the reference."""
+    """Site "mlp": f(input of the block) joins the block's output; the block's own code is the
+    reference.
+    """
     torch.manual_seed(2)
     layer = HFDecoder(tiny_model(name)).parts.layers[0]
     assert layer.mlp is not None
@@ -116,13 +143,22 @@ def test_experts_have_no_linear_sites(name: str) -> None:
 
 
 def test_gpt2_has_no_gate() -> None:
-    assert set(HFDecoder(tiny_model("gpt2")).parts.layers[0].sites) == {"q", "o", "up", "down", "mlp"}
+    assert set(HFDecoder(tiny_model("gpt2")).parts.layers[0].sites) == {
+        "q",
+        "o",
+        "up",
+        "down",
+        "mlp",
+    }
 
 
 def test_hooks_go_when_the_body_raises() -> None:
     parts = HFDecoder(tiny_model("llama")).parts
     layer = parts.layers[1]
-    with pytest.raises(RuntimeError, match="boom"), apply_adapter(layer, LinearAdapter(layer, set(layer.sites))):
+    with (
+        pytest.raises(RuntimeError, match="boom"),
+        apply_adapter(layer, LinearAdapter(layer, set(layer.sites))),
+    ):
         assert any(m._forward_hooks for m in layer.module.modules())
         raise RuntimeError("boom")
     assert not any(m._forward_hooks for m in layer.module.modules())
@@ -130,7 +166,9 @@ def test_hooks_go_when_the_body_raises() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_pieces_equal_the_decoder_and_carry_gradients(name: str) -> None:
-    """p rows over shared slow K/V, padded batch, all layers adapted: the same numbers that drafting will compute."""
+    """p rows over shared slow K/V, padded batch, all layers adapted: the same numbers that drafting
+    will compute.
+    """
     torch.manual_seed(3)
     decoder = HFDecoder(tiny_model(name))
     parts, total = decoder.parts, decoder.info.num_layers
@@ -155,7 +193,9 @@ def test_training_pieces_equal_the_decoder_and_carry_gradients(name: str) -> Non
     slow = Rows.concat([Rows.causal(b, 0, len(t)) for b, t in enumerate(texts)])
     fast = Rows.concat([Rows.accelerated_at(b, np.arange(len(t))) for b, t in enumerate(texts)])
     x = decoder.embed(torch.cat(texts), slow.pos)
-    out = decoder.layers(torch.cat([x, x]), Rows.concat([slow, fast]), 0, total, cache, adapters)[len(slow) :]
+    out = decoder.layers(torch.cat([x, x]), Rows.concat([slow, fast]), 0, total, cache, adapters)[
+        len(slow) :
+    ]
     torch.testing.assert_close(p[token_mask.bool()], out, atol=2e-4, rtol=1e-4)
 
     parts.logits(p)[token_mask.bool()].logsumexp(-1).sum().backward()

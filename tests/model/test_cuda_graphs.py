@@ -1,4 +1,6 @@
-"""Recorded passes against HFDecoder and transformers: the tape repeats tensor operations only, as a CUDA graph does."""
+"""Recorded passes against HFDecoder and transformers: the tape repeats tensor operations only, as a
+CUDA graph does.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from .test_adapters import LinearAdapter
 from .tiny_models import MOE, NAMES, VOCAB, prompts, tiny_model
 
 DENSE = [n for n in NAMES if n not in MOE]
-# Full attention, windows on every layer, mixed windows with two rotaries, soft-capping, learned positions.
+# Full attention, windows on every layer, mixed windows with two rotaries, soft-capping, learned
+# positions.
 SOME = ["llama", "mistral", "gemma3_text", "gemma2", "gpt2"]
 CLOSE = {"atol": 5e-5, "rtol": 1e-5}
 _pairs: dict[str, tuple[GraphedDecoder, HFDecoder]] = {}
@@ -36,7 +39,10 @@ _pairs: dict[str, tuple[GraphedDecoder, HFDecoder]] = {}
 def pair(name: str) -> tuple[GraphedDecoder, HFDecoder]:
     """The decoder under test, replaying tapes, and the reference."""
     if name not in _pairs:
-        _pairs[name] = (GraphedDecoder(tiny_model(name), TapeRecorder()), HFDecoder(tiny_model(name)))
+        _pairs[name] = (
+            GraphedDecoder(tiny_model(name), TapeRecorder()),
+            HFDecoder(tiny_model(name)),
+        )
     return _pairs[name]
 
 
@@ -54,19 +60,27 @@ def forward(decoder: HFDecoder, ids: list[int], rows: Rows, cache: KVCache) -> t
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(SOME), st.integers(1, 3), st.data())
 def test_random_rows_equal_hf_decoder(name: str, batch: int, data: st.DataObject) -> None:
-    """Chains and trees, ragged lengths, sequences that take no part, partial acceptance, `keep`: always the same."""
+    """Chains and trees, ragged lengths, sequences that take no part, partial acceptance, `keep`:
+    always the same.
+    """
     graphed, reference = pair(name)
     caches = [graphed.new_cache(batch, 4), reference.new_cache(batch, 4)]
     for _ in range(data.draw(st.integers(2, 5))):
         seqs = data.draw(st.sets(st.integers(0, batch - 1), min_size=1))
         trees = {
-            b: [data.draw(st.integers(0, i)) for i in range(data.draw(st.integers(0, 6)))] for b in seqs
+            b: [data.draw(st.integers(0, i)) for i in range(data.draw(st.integers(0, 6)))]
+            for b in seqs
         }
-        rows = Rows.concat([Rows.draft_tree(b, caches[0].lengths[b], parents) for b, parents in trees.items()])
+        rows = Rows.concat(
+            [Rows.draft_tree(b, caches[0].lengths[b], parents) for b, parents in trees.items()]
+        )
         order = data.draw(st.permutations(range(len(rows))))
         rows = Rows(*(getattr(rows, f)[order] for f in ("seq", "slot", "pos", "prefix", "tree")))
         ids = [data.draw(st.integers(2, VOCAB - 1)) for _ in range(len(rows))]
-        got, expected = forward(graphed, ids, rows, caches[0]), forward(reference, ids, rows, caches[1])
+        got, expected = (
+            forward(graphed, ids, rows, caches[0]),
+            forward(reference, ids, rows, caches[1]),
+        )
         torch.testing.assert_close(got, expected, **CLOSE)
         for b, parents in trees.items():
             path = [data.draw(st.integers(0, len(parents)))]
@@ -75,7 +89,9 @@ def test_random_rows_equal_hf_decoder(name: str, batch: int, data: st.DataObject
             for cache in caches:
                 start = cache.lengths[b]
                 cache.keep(b, [start + node for node in path])
-        for mine, theirs in zip(caches[0].keys + caches[0].values, caches[1].keys + caches[1].values, strict=True):
+        for mine, theirs in zip(
+            caches[0].keys + caches[0].values, caches[1].keys + caches[1].values, strict=True
+        ):
             for b, length in enumerate(caches[1].lengths):
                 torch.testing.assert_close(mine[b, :, :length], theirs[b, :, :length], **CLOSE)
     assert graphed.graph_fallback is None
@@ -83,12 +99,18 @@ def test_random_rows_equal_hf_decoder(name: str, batch: int, data: st.DataObject
 
 @pytest.mark.parametrize("name", DENSE)
 def test_a_recording_depends_on_its_inputs_alone(name: str) -> None:
-    """Recorded with one input, replayed with others: tokens, positions, slots, masks, flags and flagged counts."""
+    """Recorded with one input, replayed with others: tokens, positions, slots, masks, flags and
+    flagged counts.
+    """
     torch.manual_seed(0)
-    graphed, reference = GraphedDecoder(tiny_model(name), TapeRecorder()), HFDecoder(tiny_model(name))
+    graphed, reference = (
+        GraphedDecoder(tiny_model(name), TapeRecorder()),
+        HFDecoder(tiny_model(name)),
+    )
     total = graphed.info.num_layers
     adapters = {
-        i: LinearAdapter(layer, {"q", "o", "gate", "up", "down", "mlp"}) for i, layer in enumerate(graphed.parts.layers)
+        i: LinearAdapter(layer, {"q", "o", "gate", "up", "down", "mlp"})
+        for i, layer in enumerate(graphed.parts.layers)
     }
     caches = [graphed.new_cache(2, 64), reference.new_cache(2, 64)]
     prompt = Rows.concat([Rows.causal(0, 0, 20), Rows.causal(1, 0, 13)])
@@ -99,7 +121,9 @@ def test_a_recording_depends_on_its_inputs_alone(name: str) -> None:
         [Rows.causal(1, 15, 3), Rows.accelerated_at(1, [15])],
     ]
     for decoder, cache in zip((graphed, reference), caches, strict=True):
-        decoder.layers(torch.zeros(33, 32) + torch.linspace(-1, 1, 33)[:, None], prompt, 0, total, cache)
+        decoder.layers(
+            torch.zeros(33, 32) + torch.linspace(-1, 1, 33)[:, None], prompt, 0, total, cache
+        )
     before = tape_of(graphed).recorded
     for parts in calls:
         rows, x = Rows.concat(parts), torch.randn(sum(map(len, parts)), 32)
@@ -133,20 +157,32 @@ def test_outputs_survive_later_replays() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
-def test_growth_of_the_cache_records_anew_and_keeps_its_contents(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_of_the_cache_records_anew_and_keeps_its_contents(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in ("decoder", "static_cache"):
-        monkeypatch.setattr(f"multirate.model.cuda.{module}.round_up", lambda slots: -(-slots // 8) * 8)
-    graphed, reference = GraphedDecoder(tiny_model(name), TapeRecorder()), HFDecoder(tiny_model(name))
+        monkeypatch.setattr(
+            f"multirate.model.cuda.{module}.round_up", lambda slots: -(-slots // 8) * 8
+        )
+    graphed, reference = (
+        GraphedDecoder(tiny_model(name), TapeRecorder()),
+        HFDecoder(tiny_model(name)),
+    )
     caches = [graphed.new_cache(1, 8), reference.new_cache(1, 8)]
     sizes = []
     for i, token in enumerate(prompts(30, seed=2)[0].tolist()):
         rows = Rows.causal(0, i, 1)
-        got, expected = forward(graphed, [token], rows, caches[0]), forward(reference, [token], rows, caches[1])
+        got, expected = (
+            forward(graphed, [token], rows, caches[0]),
+            forward(reference, [token], rows, caches[1]),
+        )
         torch.testing.assert_close(got, expected, **CLOSE)
         sizes.append((caches[0].capacity, tape_of(graphed).recorded))
     # Two pieces for each 8 slots attended; growth at 8 and 16 also starts from nothing.
     assert graphed.graph_fallback is None
-    assert sizes[7] == (8, 2) and sizes[8] == (16, 4) and sizes[16] == (32, 6) and sizes[29] == (32, 8)
+    assert (
+        sizes[7] == (8, 2) and sizes[8] == (16, 4) and sizes[16] == (32, 6) and sizes[29] == (32, 8)
+    )
 
 
 @pytest.mark.parametrize("lengths", [(7,), (3, 9, 1, 6)], ids=["one", "four"])
@@ -157,12 +193,18 @@ def test_greedy_tokens_equal_generate(
 ) -> None:
     model, texts = tiny_model(name), prompts(*lengths, seed=4)
     width = max(lengths)
-    padded = torch.stack([torch.cat([torch.zeros(width - len(t), dtype=torch.long), t]) for t in texts])
+    padded = torch.stack(
+        [torch.cat([torch.zeros(width - len(t), dtype=torch.long), t]) for t in texts]
+    )
     mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
-    expected = model.generate(padded, attention_mask=mask, max_new_tokens=12, do_sample=False)[:, width:].tolist()
+    expected = model.generate(padded, attention_mask=mask, max_new_tokens=12, do_sample=False)[
+        :, width:
+    ].tolist()
     decoder = GraphedDecoder(model, recorder())
     for _ in range(2):
-        out = generate(decoder, PlainStep(), [t.tolist() for t in texts], stop=StopSettings(max_new_tokens=12))
+        out = generate(
+            decoder, PlainStep(), [t.tolist() for t in texts], stop=StopSettings(max_new_tokens=12)
+        )
         assert [list(s) for s in out.sequences] == expected
     assert decoder.graph_fallback is None
     if recorder is TapeRecorder:
@@ -183,13 +225,18 @@ def test_recordings_outlive_a_generation_and_go_with_their_cache() -> None:
     del first
     again = graphed.new_cache(1, 30)
     assert isinstance(again, StaticKVCache) and again.storage is storage
-    assert again.lengths == [0] and not any(t.any() for t in again.keys) and not again.positions.any()
+    assert (
+        again.lengths == [0] and not any(t.any() for t in again.keys) and not again.positions.any()
+    )
     torch.testing.assert_close(step(again), expected, **CLOSE)
     assert tape.recorded == 2
-    # A second living cache has tensors, and recordings, of its own; so has one of another size or batch.
+    # A second living cache has tensors, and recordings, of its own; so has one of another size or
+    # batch.
     second = graphed.new_cache(1, 30)
     torch.testing.assert_close(step(second), expected, **CLOSE)
-    assert isinstance(second, StaticKVCache) and second.storage is not storage and tape.recorded == 4
+    assert (
+        isinstance(second, StaticKVCache) and second.storage is not storage and tape.recorded == 4
+    )
     del second
     assert graphed.new_cache(1, SPAN + 1).capacity == 2 * SPAN
     assert graphed.new_cache(3, 1).keys[0].shape[0] == 3
@@ -211,10 +258,15 @@ def test_least_recently_used_recordings_go_first(monkeypatch: pytest.MonkeyPatch
 
 
 def test_calls_without_a_static_shape_run_as_before() -> None:
-    graphed, reference = GraphedDecoder(tiny_model("llama"), TapeRecorder()), HFDecoder(tiny_model("llama"))
+    graphed, reference = (
+        GraphedDecoder(tiny_model("llama"), TapeRecorder()),
+        HFDecoder(tiny_model("llama")),
+    )
     caches = [graphed.new_cache(1, 80), reference.new_cache(1, 80)]
     (ids,), rows = prompts(70), Rows.causal(0, 0, 70)
-    got, expected = (forward(d, ids.tolist(), rows, c) for d, c in zip((graphed, reference), caches, strict=True))
+    got, expected = (
+        forward(d, ids.tolist(), rows, c) for d, c in zip((graphed, reference), caches, strict=True)
+    )
     assert torch.equal(got, expected)
     plain = reference.new_cache(1, 8)  # somebody else's cache has no scratch slot
     assert torch.isfinite(forward(graphed, [5], Rows.causal(0, 0, 1), plain)).all()
@@ -237,7 +289,9 @@ def test_experts_fall_back_with_the_reason(name: str) -> None:
 
 
 def test_a_pass_that_reads_the_device_falls_back_once() -> None:
-    """An adapter that looks at its values cannot be recorded: the capture's error is kept, the text is not touched."""
+    """An adapter that looks at its values cannot be recorded: the capture's error is kept, the text
+    is not touched.
+    """
 
     class Looking(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -247,15 +301,22 @@ def test_a_pass_that_reads_the_device_falls_back_once() -> None:
         def deltas(self) -> dict[str, torch.nn.Module]:
             return {"mlp": Looking()}
 
-    graphed, reference = GraphedDecoder(tiny_model("llama"), TapeRecorder()), HFDecoder(tiny_model("llama"))
+    graphed, reference = (
+        GraphedDecoder(tiny_model("llama"), TapeRecorder()),
+        HFDecoder(tiny_model("llama")),
+    )
     rows, x = Rows.concat([Rows.causal(0, 0, 2), Rows.accelerated_at(0, [1])]), torch.randn(3, 32)
     cache, other = graphed.new_cache(1, 8), reference.new_cache(1, 8)
     for _ in range(3):
         assert torch.equal(
-            graphed.layers(x, rows, 0, 3, cache, {1: Adapter()}), reference.layers(x, rows, 0, 3, other, {1: Adapter()})
+            graphed.layers(x, rows, 0, 3, cache, {1: Adapter()}),
+            reference.layers(x, rows, 0, 3, other, {1: Adapter()}),
         )
     assert tape_of(graphed).recorded == 1
-    assert graphed.graph_fallback is not None and "not permitted when stream is capturing" in graphed.graph_fallback
+    assert (
+        graphed.graph_fallback is not None
+        and "not permitted when stream is capturing" in graphed.graph_fallback
+    )
     assert type(graphed.new_cache(1, 8)) is KVCache
 
 
@@ -264,12 +325,18 @@ def test_a_recording_that_gives_other_numbers_is_not_used() -> None:
         def record(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
             return lambda: function() * 1.01
 
-    graphed, reference = GraphedDecoder(tiny_model("llama"), Wrong()), HFDecoder(tiny_model("llama"))
+    graphed, reference = (
+        GraphedDecoder(tiny_model("llama"), Wrong()),
+        HFDecoder(tiny_model("llama")),
+    )
     cache, other = graphed.new_cache(1, 8), reference.new_cache(1, 8)
     for i in range(2):
         rows = Rows.causal(0, i, 1)
         assert torch.equal(forward(graphed, [7], rows, cache), forward(reference, [7], rows, other))
-    assert graphed.graph_fallback is not None and "relative difference 1.0e-02" in graphed.graph_fallback
+    assert (
+        graphed.graph_fallback is not None
+        and "relative difference 1.0e-02" in graphed.graph_fallback
+    )
 
 
 def test_cuda_models_get_the_graphed_decoder() -> None:

@@ -1,4 +1,6 @@
-"""Keys and values of skipped layers: those the layers themselves would write, and nothing else is touched."""
+"""Keys and values of skipped layers: those the layers themselves would write, and nothing else is
+touched.
+"""
 
 from __future__ import annotations
 

@@ -19,25 +19,54 @@ from multirate.model.rows import Rows
 from .tiny_models import MAX_POSITIONS, VOCAB, prompts, tiny_model
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
 }
 
 
 def refused() -> dict[str, tuple[Any, str]]:
     return {
-        "t5": (lambda: tf.T5ForConditionalGeneration(tf.T5Config(
-            vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)), "encoder-decoder"),
-        "mamba": (lambda: tf.MambaForCausalLM(tf.MambaConfig(
-            vocab_size=50, hidden_size=16, state_size=4, num_hidden_layers=2)), "0 attention blocks.*MambaMixer"),
+        "t5": (
+            lambda: tf.T5ForConditionalGeneration(
+                tf.T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+            ),
+            "encoder-decoder",
+        ),
+        "mamba": (
+            lambda: tf.MambaForCausalLM(
+                tf.MambaConfig(vocab_size=50, hidden_size=16, state_size=4, num_hidden_layers=2)
+            ),
+            "0 attention blocks.*MambaMixer",
+        ),
         "no head": (lambda: tf.LlamaModel(tf.LlamaConfig(**SMALL)), "no language-model head"),
-        "bloom": (lambda: tf.BloomForCausalLM(tf.BloomConfig(
-            vocab_size=50, hidden_size=16, n_layer=2, n_head=2)), "ln_f.*second norm"),
+        "bloom": (
+            lambda: tf.BloomForCausalLM(
+                tf.BloomConfig(vocab_size=50, hidden_size=16, n_layer=2, n_head=2)
+            ),
+            "ln_f.*second norm",
+        ),
         "not transformers": (lambda: torch.nn.Linear(2, 2), "not a transformers model"),
-        "linear attention": (lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(
-            **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-            shared_expert_intermediate_size=16, linear_num_value_heads=2, linear_num_key_heads=2,
-            linear_key_head_dim=8, linear_value_head_dim=8)), "attention"),
+        "linear attention": (
+            lambda: tf.Qwen3NextForCausalLM(
+                tf.Qwen3NextConfig(
+                    **SMALL,
+                    head_dim=8,
+                    num_experts=4,
+                    num_experts_per_tok=2,
+                    moe_intermediate_size=16,
+                    shared_expert_intermediate_size=16,
+                    linear_num_value_heads=2,
+                    linear_num_key_heads=2,
+                    linear_key_head_dim=8,
+                    linear_value_head_dim=8,
+                )
+            ),
+            "attention",
+        ),
     }
 
 
@@ -72,23 +101,54 @@ def test_a_part_that_structure_cannot_show_is_caught_by_the_probe() -> None:
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: tf.GraniteForCausalLM(tf.GraniteConfig(
-            **SMALL, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.2)),
+        lambda: tf.GraniteForCausalLM(
+            tf.GraniteConfig(
+                **SMALL,
+                embedding_multiplier=3.0,
+                logits_scaling=2.0,
+                residual_multiplier=0.5,
+                attention_multiplier=0.2,
+            )
+        ),
         lambda: tf.CohereForCausalLM(tf.CohereConfig(**SMALL, logit_scale=0.5)),
-        lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(
-            vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)),
-        lambda: tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**SMALL, pad_token_id=0, no_rope_layers=[1, 0])),
+        lambda: tf.GPTNeoXForCausalLM(
+            tf.GPTNeoXConfig(
+                vocab_size=50,
+                hidden_size=32,
+                intermediate_size=40,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+            )
+        ),
+        lambda: tf.SmolLM3ForCausalLM(
+            tf.SmolLM3Config(**SMALL, pad_token_id=0, no_rope_layers=[1, 0])
+        ),
         lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**SMALL)),
-        lambda: tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(
-            **{**SMALL, "num_key_value_heads": 4}, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, v_head_dim=8,
-            qk_nope_head_dim=6, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-            first_k_dense_replace=1, moe_intermediate_size=16, n_shared_experts=1)),
+        lambda: tf.DeepseekV3ForCausalLM(
+            tf.DeepseekV3Config(
+                **{**SMALL, "num_key_value_heads": 4},
+                q_lora_rank=8,
+                kv_lora_rank=8,
+                qk_rope_head_dim=4,
+                v_head_dim=8,
+                qk_nope_head_dim=6,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                n_group=1,
+                topk_group=1,
+                first_k_dense_replace=1,
+                moe_intermediate_size=16,
+                n_shared_experts=1,
+            )
+        ),
     ],
     ids=["granite", "cohere", "gpt_neox", "smollm3", "stablelm", "deepseek_v3"],
 )
 @torch.no_grad()
 def test_architectures_nobody_named_run_too(build: Any) -> None:
-    """Structure, not a list of names: scales, parallel residuals, no-rotary layers, keys wider than values."""
+    """Structure, not a list of names: scales, parallel residuals, no-rotary layers, keys wider than
+    values.
+    """
     torch.manual_seed(0)
     model = build().eval()
     for parameter in model.parameters():
@@ -99,23 +159,41 @@ def test_architectures_nobody_named_run_too(build: Any) -> None:
     out = []
     for start, stop in ((0, 5), (5, 9)):
         rows = Rows.causal(0, start, stop - start)
-        out.append(decoder.logits(decoder.layers(decoder.embed(ids[start:stop], rows.pos), rows, 0, total, cache)))
+        out.append(
+            decoder.logits(
+                decoder.layers(decoder.embed(ids[start:stop], rows.pos), rows, 0, total, cache)
+            )
+        )
     torch.testing.assert_close(torch.cat(out), model(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
 
 
 def test_facts() -> None:
     info = HFDecoder(tiny_model("llama")).info
-    assert (info.architecture, info.num_layers, info.hidden_size, info.vocab_size) == ("llama", 3, 32, VOCAB)
+    assert (info.architecture, info.num_layers, info.hidden_size, info.vocab_size) == (
+        "llama",
+        3,
+        32,
+        VOCAB,
+    )
     assert info.max_positions == MAX_POSITIONS and info.tied_head and info.dtype == torch.float32
     assert not HFDecoder(tiny_model("mistral")).info.tied_head
     assert HFDecoder(tiny_model("gpt2")).info.max_positions == MAX_POSITIONS
 
 
 def test_positions_stop_where_the_rotary_frequencies_change() -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
-            "original_max_position_embeddings": 32}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 32,
+    }
     config = tf.Phi3Config(
-        **SMALL, pad_token_id=0, max_position_embeddings=64, original_max_position_embeddings=32, rope_parameters=rope
+        **SMALL,
+        pad_token_id=0,
+        max_position_embeddings=64,
+        original_max_position_embeddings=32,
+        rope_parameters=rope,
     )
     assert HFDecoder(tf.Phi3ForCausalLM(config)).info.max_positions == 32
 
@@ -155,7 +233,9 @@ def test_unknown_backend_names_what_is_accepted() -> None:
 
 
 def test_backends_are_chosen_by_what_native_supports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """auto falls back with no word, native says why not; the answer comes from `NativeDecoder.supports`."""
+    """auto falls back with no word, native says why not; the answer comes from
+    `NativeDecoder.supports`.
+    """
 
     class Picky(HFDecoder):
         @staticmethod

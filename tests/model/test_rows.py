@@ -57,7 +57,13 @@ def test_bad_rows_are_refused() -> None:
 
 def test_concat_keeps_order_and_marks_accelerated_rows() -> None:
     rows = Rows.concat([Rows.causal(0, 3, 2), Rows.accelerated_at(0, [3, 4]), Rows.causal(1, 0, 1)])
-    assert rows.accelerated is not None and rows.accelerated.tolist() == [False, False, True, True, False]
+    assert rows.accelerated is not None and rows.accelerated.tolist() == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
     assert rows.slot.tolist() == [3, 4, -1, -1, 0] and rows.prefix.tolist() == [4, 5, 4, 5, 1]
     assert Rows.concat([Rows.causal(0, 0, 1), Rows.causal(0, 1, 1)]).accelerated is None
 
@@ -94,8 +100,13 @@ def test_lengths_change_only_within_bounds() -> None:
     cache.commit(0, 4)
     cache.truncate(0, 2)
     assert cache.lengths == [2]
-    for bad in (lambda: cache.commit(0, 5), lambda: cache.truncate(0, 3), lambda: cache.keep(0, [1]),
-                lambda: cache.keep(0, [4, 3]), lambda: cache.keep(0, [6])):
+    for bad in (
+        lambda: cache.commit(0, 5),
+        lambda: cache.truncate(0, 3),
+        lambda: cache.keep(0, [1]),
+        lambda: cache.keep(0, [4, 3]),
+        lambda: cache.keep(0, [6]),
+    ):
         with pytest.raises(ValueError):
             bad()
     assert cache.lengths == [2]

@@ -1,4 +1,6 @@
-"""What speculative decoding needs of rows and cache: rollback, trees, `keep` and rows that only read."""
+"""What speculative decoding needs of rows and cache: rollback, trees, `keep` and rows that only
+read.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from multirate.model.rows import Rows
 
 from .tiny_models import NAMES, VOCAB, prompts, tiny_model
 
-# Full attention, windows on every layer, mixed windows with two rotaries, soft-capping, learned positions, sinks + MoE.
+# Full attention, windows on every layer, mixed windows with two rotaries, soft-capping, learned
+# positions, sinks + MoE.
 SOME = ["llama", "mistral", "gemma3_text", "gemma2", "gpt2", "gpt_oss"]
 CLOSE = {"atol": 5e-5, "rtol": 1e-5}
 
@@ -44,7 +47,9 @@ tokens = st.integers(2, VOCAB - 1)
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(SOME), st.integers(1, 2), st.data())
 def test_rollback_equals_never_having_drafted(name: str, batch: int, data: st.DataObject) -> None:
-    """Random drafts, partial acceptance and truncation, over several sequences: the text alone decides the logits."""
+    """Random drafts, partial acceptance and truncation, over several sequences: the text alone
+    decides the logits.
+    """
     decoder = decoder_of(name)
     cache = decoder.new_cache(batch, 4)
     texts: list[list[int]] = [[] for _ in range(batch)]
@@ -67,13 +72,17 @@ def test_rollback_equals_never_having_drafted(name: str, batch: int, data: st.Da
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(SOME), st.data())
 def test_tree_rows_equal_each_path_as_a_chain(name: str, data: st.DataObject) -> None:
-    """Two sequences, each with a random tree after a random prompt; then `keep` of one path equals a fresh prefill."""
+    """Two sequences, each with a random tree after a random prompt; then `keep` of one path equals
+    a fresh prefill.
+    """
     decoder = decoder_of(name)
     texts = [data.draw(st.lists(tokens, min_size=1, max_size=10)) for _ in range(2)]
     cache = decoder.new_cache(2, 32)
     forward(
-        decoder, texts[0] + texts[1],
-        Rows.concat([Rows.causal(b, 0, len(t)) for b, t in enumerate(texts)]), cache,
+        decoder,
+        texts[0] + texts[1],
+        Rows.concat([Rows.causal(b, 0, len(t)) for b, t in enumerate(texts)]),
+        cache,
     )
     trees, nodes = [], []
     for b, text in enumerate(texts):
@@ -81,7 +90,12 @@ def test_tree_rows_equal_each_path_as_a_chain(name: str, data: st.DataObject) ->
         size = data.draw(st.integers(0, 7))
         trees.append([data.draw(st.integers(0, i)) for i in range(size)])
         nodes.append([data.draw(tokens) for _ in range(size + 1)])
-    rows = Rows.concat([Rows.draft_tree(b, len(t), tree) for b, (t, tree) in enumerate(zip(texts, trees, strict=True))])
+    rows = Rows.concat(
+        [
+            Rows.draft_tree(b, len(t), tree)
+            for b, (t, tree) in enumerate(zip(texts, trees, strict=True))
+        ]
+    )
     got = forward(decoder, nodes[0] + nodes[1], rows, cache).split([len(n) for n in nodes])
 
     for b, (text, tree, ids) in enumerate(zip(texts, trees, nodes, strict=True)):
@@ -89,7 +103,9 @@ def test_tree_rows_equal_each_path_as_a_chain(name: str, data: st.DataObject) ->
         for node, parent in enumerate(tree, start=1):
             paths.append([*paths[parent], node])
         for node, path in enumerate(paths):
-            torch.testing.assert_close(got[b][node], last_logits(decoder, text + [ids[i] for i in path]), **CLOSE)
+            torch.testing.assert_close(
+                got[b][node], last_logits(decoder, text + [ids[i] for i in path]), **CLOSE
+            )
         path = paths[data.draw(st.integers(0, len(tree)))]
         cache.keep(b, [len(text) + i for i in path])
         kept = text + [ids[i] for i in path]
@@ -106,7 +122,9 @@ def test_tree_rows_equal_each_path_as_a_chain(name: str, data: st.DataObject) ->
 
 @pytest.mark.parametrize("name", NAMES)
 def test_accelerated_rows_without_adapters_equal_the_slow_rows(name: str) -> None:
-    """Same token, same layer: they read the slow K/V written in the same call, and write nothing."""
+    """Same token, same layer: they read the slow K/V written in the same call, and write
+    nothing.
+    """
     decoder, (a, b) = decoder_of(name), prompts(9, 5, seed=2)
     total = decoder.info.num_layers
     slow = Rows.concat([Rows.causal(0, 0, 9), Rows.causal(1, 0, 5)])
@@ -123,7 +141,8 @@ def test_accelerated_rows_without_adapters_equal_the_slow_rows(name: str) -> Non
             assert not got[:, :, 9:].any() and not got[1, :, 5:].any()
     assert together.lengths == [0, 0]
 
-    # A call of accelerated rows alone (the slow ones were run before) reads the same and leaves every byte alone.
+    # A call of accelerated rows alone (the slow ones were run before) reads the same and leaves
+    # every byte alone.
     before = [t.clone() for t in alone.keys + alone.values]
     only = decoder.layers(x[:9], Rows.accelerated_at(0, np.arange(9)), 0, total, alone)
     torch.testing.assert_close(only, expected[:9], **CLOSE)
@@ -131,7 +150,9 @@ def test_accelerated_rows_without_adapters_equal_the_slow_rows(name: str) -> Non
 
 
 def test_attention_reads_views_of_the_cache() -> None:
-    """No copy of K/V per step: what attention gets aliases the cache, for one sequence and for a batch."""
+    """No copy of K/V per step: what attention gets aliases the cache, for one sequence and for a
+    batch.
+    """
     decoder = decoder_of("llama")
     cache = decoder.new_cache(3, 32)
     for rows in (Rows.causal(1, 4, 1), Rows.concat([Rows.causal(b, 4 + b, 1) for b in range(3)])):
@@ -144,7 +165,9 @@ def test_attention_reads_views_of_the_cache() -> None:
 
 
 def test_mask_follows_a_reused_rows_object() -> None:
-    """The plan of a `Rows` object is reused between pieces of the layers, but not once cached positions changed."""
+    """The plan of a `Rows` object is reused between pieces of the layers, but not once cached
+    positions changed.
+    """
     decoder, (ids,) = decoder_of("mistral"), prompts(12, seed=9)
     cache = decoder.new_cache(1, 32)
     step = Rows.causal(0, 11, 1)

@@ -29,19 +29,32 @@ _MOE: dict[str, Any] = {"num_experts_per_tok": 2}
 
 
 def _configs() -> dict[str, tf.PretrainedConfig]:
-    gpt_shape = {k: _SHAPE[k] for k in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}
+    gpt_shape = {
+        k: _SHAPE[k] for k in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
+    }
     return {
         "llama": tf.LlamaConfig(**_SHAPE, tie_word_embeddings=True),
         "mistral": tf.MistralConfig(**_SHAPE, sliding_window=WINDOW),
-        "qwen2": tf.Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=WINDOW, layer_types=_MIXED),
+        "qwen2": tf.Qwen2Config(
+            **_SHAPE, use_sliding_window=True, sliding_window=WINDOW, layer_types=_MIXED
+        ),
         "qwen3": tf.Qwen3Config(**_SHAPE, head_dim=12),
         "gemma": tf.GemmaConfig(**_SHAPE, head_dim=12),
         "gemma2": tf.Gemma2Config(
-            **_SHAPE, head_dim=12, sliding_window=WINDOW, layer_types=_MIXED, query_pre_attn_scalar=16,
-            attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
+            **_SHAPE,
+            head_dim=12,
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            query_pre_attn_scalar=16,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
         ),
         "gemma3_text": tf.Gemma3TextConfig(
-            **_SHAPE, head_dim=12, sliding_window=WINDOW, layer_types=_MIXED, query_pre_attn_scalar=16,
+            **_SHAPE,
+            head_dim=12,
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            query_pre_attn_scalar=16,
             rope_parameters={
                 "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
@@ -50,16 +63,31 @@ def _configs() -> dict[str, tf.PretrainedConfig]:
         "phi3": tf.Phi3Config(**_SHAPE, sliding_window=WINDOW),
         "olmo2": tf.Olmo2Config(**_SHAPE),
         "gpt2": tf.GPT2Config(
-            **gpt_shape, n_embd=32, n_layer=3, n_head=4, n_positions=MAX_POSITIONS, scale_attn_by_inverse_layer_idx=True
+            **gpt_shape,
+            n_embd=32,
+            n_layer=3,
+            n_head=4,
+            n_positions=MAX_POSITIONS,
+            scale_attn_by_inverse_layer_idx=True,
         ),
         "olmoe": tf.OlmoeConfig(**_SHAPE, **_MOE, num_experts=5, clip_qkv=2.0),
         "mixtral": tf.MixtralConfig(**_SHAPE, **_MOE, num_local_experts=5, sliding_window=WINDOW),
         "qwen3_moe": tf.Qwen3MoeConfig(
-            **_SHAPE, **_MOE, num_experts=5, moe_intermediate_size=24, head_dim=12, norm_topk_prob=True,
+            **_SHAPE,
+            **_MOE,
+            num_experts=5,
+            moe_intermediate_size=24,
+            head_dim=12,
+            norm_topk_prob=True,
             mlp_only_layers=[1],
         ),
         "gpt_oss": tf.GptOssConfig(
-            **_SHAPE, **_MOE, num_local_experts=5, head_dim=12, sliding_window=WINDOW, layer_types=_MIXED,
+            **_SHAPE,
+            **_MOE,
+            num_local_experts=5,
+            head_dim=12,
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         ),
     }
@@ -72,15 +100,17 @@ MOE = {"olmoe", "mixtral", "qwen3_moe", "gpt_oss"}
 
 @cache
 def tiny_model(name: str) -> Any:
-    """A random float32 model in evaluation mode, the same object at every call: leave it as you found it."""
+    """A random float32 model in evaluation mode, the same object at every call: leave it as you
+    found it.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(NAMES.index(name))
         model = tf.AutoModelForCausalLM.from_config(_configs()[name]).float().eval()
         embeddings = model.get_input_embeddings().weight
         with torch.no_grad():
             for parameter in model.parameters():
-                # Wide enough that attention, experts and the head all matter; vectors (norms, biases, sinks) off their
-                # neutral start, so that a forgotten one shows.
+                # Wide enough that attention, experts and the head all matter; vectors (norms,
+                # biases, sinks) off their neutral start, so that a forgotten one shows.
                 noise = torch.randn_like(parameter)
                 parameter.copy_(parameter + 0.2 * noise if parameter.ndim == 1 else 0.3 * noise)
             # Small against what the layers add, else a tied head repeats the last token for ever.

@@ -24,8 +24,14 @@ from multirate.training.fingerprint import fingerprint
 
 def small(**changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    shape: dict[str, Any] = dict(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
-                                 num_attention_heads=2, num_key_value_heads=1)
+    shape: dict[str, Any] = dict(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     return LlamaForCausalLM(LlamaConfig(**{**shape, **changes}))
 
 
@@ -40,31 +46,45 @@ def accelerator(model: Any, method: str = "m2r2-carry", **options: Any) -> Accel
     return Accelerator(method, config, module, describe_base(model, "tiny"), {"steps": 3}, {})
 
 
-@pytest.mark.parametrize("method,options", [("m2r2", {}), ("m2r2-carry", {"draft_vocab": 20}), ("kangaroo", {})])
+@pytest.mark.parametrize(
+    "method,options", [("m2r2", {}), ("m2r2-carry", {"draft_vocab": 20}), ("kangaroo", {})]
+)
 def test_round_trip(tmp_path: Path, method: str, options: dict[str, Any]) -> None:
     model = small()
     made = accelerator(model, method, **options)
     made.save_pretrained(tmp_path / "a" / "b")
     loaded = Accelerator.from_pretrained(tmp_path / "a" / "b", model)
-    assert loaded.config == made.config and loaded.method == method and loaded.training == {"steps": 3}
+    assert (
+        loaded.config == made.config and loaded.method == method and loaded.training == {"steps": 3}
+    )
     for name, tensor in made.module.state_dict().items():
         got = loaded.module.state_dict()[name]
         expected = tensor.bfloat16().float() if tensor.is_floating_point() else tensor
         assert torch.equal(got, expected), name
     assert not any(p.requires_grad for p in loaded.module.parameters())
     assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == [
-        "README.md", "accelerator.json", "accelerator.safetensors", "custom_generate"]
+        "README.md",
+        "accelerator.json",
+        "accelerator.safetensors",
+        "custom_generate",
+    ]
     card = (tmp_path / "a" / "b" / "README.md").read_text()
     assert method in card and made.base["fingerprint"] in card
     half = Accelerator.from_pretrained(tmp_path / "a" / "b", small().bfloat16())
     assert next(half.module.parameters()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("changes,words", [
-    ({"num_hidden_layers": 4}, ["num_layers 4 instead of 3"]),
-    ({"hidden_size": 32, "vocab_size": 51}, ["hidden_size 32 instead of 16", "vocab_size 51 instead of 50"]),
-    ({"initializer_range": 0.05}, ["other weights", "fingerprint"]),
-])
+@pytest.mark.parametrize(
+    "changes,words",
+    [
+        ({"num_hidden_layers": 4}, ["num_layers 4 instead of 3"]),
+        (
+            {"hidden_size": 32, "vocab_size": 51},
+            ["hidden_size 32 instead of 16", "vocab_size 51 instead of 50"],
+        ),
+        ({"initializer_range": 0.05}, ["other weights", "fingerprint"]),
+    ],
+)
 def test_another_base_is_refused(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     accelerator(small()).save_pretrained(tmp_path)
     with pytest.raises(UserError) as caught:
@@ -104,13 +124,24 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         Accelerator.from_pretrained(tmp_path / "other.safetensors", model)
 
 
-@pytest.mark.parametrize("method,field,value", [
-    ("m2r2-carry", "rank", 100_000_000), ("m2r2-carry", "rank", 10**30), ("m2r2-carry", "rank", 1 << 20),
-    ("m2r2-carry", "arla_dim", 1 << 19), ("m2r2-carry", "block_intermediate", 1 << 20),
-    ("m2r2-carry", "norm_eps", 10**400), ("m2r2-carry", "rope_theta", float("inf")),
-    ("m2r2-carry", "rope_theta", 0), ("m2r2-carry", "gates", [1, 1 << 40]), ("m2r2-carry", "gates", [[[[1]]]]),
-    ("kangaroo", "heads", 1 << 20), ("kangaroo", "head_dim", 1 << 20), ("kangaroo", "threshold", float("nan")),
-])
+@pytest.mark.parametrize(
+    "method,field,value",
+    [
+        ("m2r2-carry", "rank", 100_000_000),
+        ("m2r2-carry", "rank", 10**30),
+        ("m2r2-carry", "rank", 1 << 20),
+        ("m2r2-carry", "arla_dim", 1 << 19),
+        ("m2r2-carry", "block_intermediate", 1 << 20),
+        ("m2r2-carry", "norm_eps", 10**400),
+        ("m2r2-carry", "rope_theta", float("inf")),
+        ("m2r2-carry", "rope_theta", 0),
+        ("m2r2-carry", "gates", [1, 1 << 40]),
+        ("m2r2-carry", "gates", [[[[1]]]]),
+        ("kangaroo", "heads", 1 << 20),
+        ("kangaroo", "head_dim", 1 << 20),
+        ("kangaroo", "threshold", float("nan")),
+    ],
+)
 def test_a_config_is_compared_before_anything_is_built(
     tmp_path: Path, method: str, field: str, value: Any
 ) -> None:
@@ -127,15 +158,23 @@ def test_a_config_is_compared_before_anything_is_built(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000  # KiB
 
 
-@pytest.mark.parametrize("results,words", [
-    ([], "'results'"), ({"terms": 3}, "results.terms"), ({"terms": [3]}, r"results.terms\[0\]"),
-    ({"terms": [{"gate": "x", "draft_step": 1, "agreement": 0.5}]}, "gate' is 'x'"),
-    ({"terms": [{"gate": 1, "draft_step": 10**30, "agreement": 0.5}]}, "draft_step' is 1000"),
-    ({"terms": [{"gate": 1, "draft_step": 1, "agreement": "high"}]}, "agreement' is 'high'; accepted: a number"),
-    ({"terms": [{"gate": 1, "draft_step": 1, "agreement": 1e308}]}, "agreement"),
-    ({"terms": [{"gate": 1, "draft_step": 1, "agreement": float("nan")}]}, "agreement' is nan"),
-    ({"terms": [{"gate": 1, "draft_step": 1}]}, "agreement' is None"),
-])
+@pytest.mark.parametrize(
+    "results,words",
+    [
+        ([], "'results'"),
+        ({"terms": 3}, "results.terms"),
+        ({"terms": [3]}, r"results.terms\[0\]"),
+        ({"terms": [{"gate": "x", "draft_step": 1, "agreement": 0.5}]}, "gate' is 'x'"),
+        ({"terms": [{"gate": 1, "draft_step": 10**30, "agreement": 0.5}]}, "draft_step' is 1000"),
+        (
+            {"terms": [{"gate": 1, "draft_step": 1, "agreement": "high"}]},
+            "agreement' is 'high'; accepted: a number",
+        ),
+        ({"terms": [{"gate": 1, "draft_step": 1, "agreement": 1e308}]}, "agreement"),
+        ({"terms": [{"gate": 1, "draft_step": 1, "agreement": float("nan")}]}, "agreement' is nan"),
+        ({"terms": [{"gate": 1, "draft_step": 1}]}, "agreement' is None"),
+    ],
+)
 def test_malformed_results_are_refused(tmp_path: Path, results: Any, words: str) -> None:
     model = small()
     accelerator(model).save_pretrained(tmp_path)
@@ -156,23 +195,52 @@ def test_deep_nesting_and_ids_that_are_none_are_refused(tmp_path: Path) -> None:
     tensors = load_file(weights)
     for ids in (torch.arange(31, 51), torch.arange(-1, 19), torch.zeros(20, dtype=torch.int64)):
         save_file({**tensors, "draft_tokens": ids}, weights)
-        changed = {**json.loads(good), "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
+        changed = {
+            **json.loads(good),
+            "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        }
         description.write_text(json.dumps(changed))
-        with pytest.raises(UserError, match="'draft_tokens' must hold increasing token ids below 50"):
+        with pytest.raises(
+            UserError, match="'draft_tokens' must hold increasing token ids below 50"
+        ):
             Accelerator.from_pretrained(tmp_path, model)
     save_file({**tensors, "draft_tokens": torch.arange(20.0)}, weights)
-    changed = {**json.loads(good), "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
+    changed = {
+        **json.loads(good),
+        "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+    }
     description.write_text(json.dumps(changed))
     with pytest.raises(UserError, match=r"'draft_tokens' is torch\.float32"):
         Accelerator.from_pretrained(tmp_path, model)
 
 
-ODD: list[Any] = [None, True, -1, 0, 3, 10**9, 10**30, 1e308, float("nan"), float("inf"), "", "x" * 5000, "é\x00", [],
-                  [1], [[[[]]]], {}, {"a": {"b": []}}, [0] * 1000]
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    3,
+    10**9,
+    10**30,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 5000,
+    "é\x00",
+    [],
+    [1],
+    [[[[]]]],
+    {},
+    {"a": {"b": []}},
+    [0] * 1000,
+]
 
 
 def corrupted(good: dict[str, Any], weights: bytes, draw: random.Random) -> tuple[bytes, bytes]:
-    """accelerator.json and the weights after one random damage; checksums match where the weights were changed."""
+    """accelerator.json and the weights after one random damage; checksums match where the weights
+    were changed.
+    """
     kind = draw.randrange(6)
     text = json.dumps(good).encode()
     if kind == 0:  # bytes of the description
@@ -185,9 +253,13 @@ def corrupted(good: dict[str, Any], weights: bytes, draw: random.Random) -> tupl
     if kind == 2:  # bytes of the weights' header or body, with the checksum of the damaged file
         damaged = bytearray(weights)
         for _ in range(draw.randint(1, 8)):
-            damaged[draw.randrange(min(len(damaged), draw.choice((8, 400, 10**9))))] = draw.randrange(256)
+            damaged[draw.randrange(min(len(damaged), draw.choice((8, 400, 10**9))))] = (
+                draw.randrange(256)
+            )
         damaged = damaged[: draw.choice((len(damaged), draw.randrange(len(damaged))))]
-        return json.dumps({**good, "weights_sha256": hashlib.sha256(damaged).hexdigest()}).encode(), bytes(damaged)
+        return json.dumps(
+            {**good, "weights_sha256": hashlib.sha256(damaged).hexdigest()}
+        ).encode(), bytes(damaged)
     changed_json: dict[str, Any] = json.loads(text)
     place: Any = changed_json
     while True:  # any field, however deep
@@ -204,11 +276,18 @@ def corrupted(good: dict[str, Any], weights: bytes, draw: random.Random) -> tupl
 
 
 @pytest.mark.parametrize("method", ["m2r2-carry", "kangaroo"])
-def test_250_corrupted_accelerators_load_or_are_refused_in_a_sentence(tmp_path: Path, method: str) -> None:
+def test_250_corrupted_accelerators_load_or_are_refused_in_a_sentence(
+    tmp_path: Path, method: str
+) -> None:
     model = small()
     made = accelerator(model, method)
     term = {"gate": 1, "draft_step": 1, "agreement": 0.5, "overlap": 0.5, "kl": 1.0}
-    made.results = {"rows": 9, "terms": [term], "early_exit": {"terms": [term]}, "simulated_tokens_per_step": 2.0}
+    made.results = {
+        "rows": 9,
+        "terms": [term],
+        "early_exit": {"terms": [term]},
+        "simulated_tokens_per_step": 2.0,
+    }
     made.save_pretrained(tmp_path)
     description, weights = tmp_path / "accelerator.json", tmp_path / "accelerator.safetensors"
     good, good_weights = json.loads(description.read_text()), weights.read_bytes()
@@ -228,7 +307,9 @@ def test_250_corrupted_accelerators_load_or_are_refused_in_a_sentence(tmp_path: 
             assert len(str(error)) < 900, error
             continue
         if number % 25 == 0:  # whatever its weights are now: drafts never change the text
-            found = engine.generate(prompt, stop=stop, method=f"damaged{number}", speculate="always").sequences
+            found = engine.generate(
+                prompt, stop=stop, method=f"damaged{number}", speculate="always"
+            ).sequences
             assert found == expected
     assert refused > 60
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200_000  # KiB

@@ -27,15 +27,29 @@ def responses(sample: Sample, tok: object) -> str:
     return tok.decode(sample.ids[sample.response])  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("record,user,answer", [
-    ({"instruction": "ab", "input": "cd", "output": "ef"}, "ab\ncd", "ef"),
-    ({"instruction": "ab", "input": "", "response": "ef"}, "ab", "ef"),
-    ({"prompt": "ab", "completion": "ef"}, "ab", "ef"),
-    ({"question": "ab", "answer": "ef", "id": 7}, "ab", "ef"),
-    ({"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ef"}]}, "ab", "ef"),
-])
+@pytest.mark.parametrize(
+    "record,user,answer",
+    [
+        ({"instruction": "ab", "input": "cd", "output": "ef"}, "ab\ncd", "ef"),
+        ({"instruction": "ab", "input": "", "response": "ef"}, "ab", "ef"),
+        ({"prompt": "ab", "completion": "ef"}, "ab", "ef"),
+        ({"question": "ab", "answer": "ef", "id": 7}, "ab", "ef"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "ab"},
+                    {"role": "assistant", "content": "ef"},
+                ]
+            },
+            "ab",
+            "ef",
+        ),
+    ],
+)
 @pytest.mark.parametrize("array", [False, True])
-def test_forms(tmp_path: Path, record: dict[str, object], user: str, answer: str, array: bool) -> None:
+def test_forms(
+    tmp_path: Path, record: dict[str, object], user: str, answer: str, array: bool
+) -> None:
     path = tmp_path / ("d.json" if array else "d.jsonl")
     path.write_text(json.dumps([record]) if array else json.dumps(record) + "\n\n")
     assert read_conversations(path) == [Conversation((("user", user), ("assistant", answer)))]
@@ -58,21 +72,26 @@ def test_several_turns_and_plain_format_and_text() -> None:
     assert len(encode(Conversation(turns), tok, 7).ids) == 7
 
 
-@pytest.mark.parametrize("content,words", [
-    ("", ["is empty"]),
-    ('{"text": "a"}\n{"text": "b"\n', ["line 2", "not valid JSON"]),
-    ('{"text": "a"}\n[1]\n', ["line 2", "list"]),
-    ('{"txt": "a"}\n', ["line 1", "txt", "accepted"]),
-    ('{"prompt": 3, "completion": "x"}\n', ["line 1", "'prompt'", "int"]),
-    ('{"messages": [{"role": "user", "content": "x"}]}\n', ["line 1", "assistant"]),
-    ('{"messages": [{"role": "user"}]}\n', ["line 1", "message 1"]),
-])
+@pytest.mark.parametrize(
+    "content,words",
+    [
+        ("", ["is empty"]),
+        ('{"text": "a"}\n{"text": "b"\n', ["line 2", "not valid JSON"]),
+        ('{"text": "a"}\n[1]\n', ["line 2", "list"]),
+        ('{"txt": "a"}\n', ["line 1", "txt", "accepted"]),
+        ('{"prompt": 3, "completion": "x"}\n', ["line 1", "'prompt'", "int"]),
+        ('{"messages": [{"role": "user", "content": "x"}]}\n', ["line 1", "assistant"]),
+        ('{"messages": [{"role": "user"}]}\n', ["line 1", "message 1"]),
+    ],
+)
 def test_malformed_lines_are_named(tmp_path: Path, content: str, words: list[str]) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(content)
     with pytest.raises(UserError) as caught:
         load_samples([path], tokenizer(), 50)
-    assert "bad.jsonl" in str(caught.value) and all(w in str(caught.value) for w in words), caught.value
+    assert "bad.jsonl" in str(caught.value) and all(w in str(caught.value) for w in words), (
+        caught.value
+    )
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
@@ -96,7 +115,10 @@ def test_mask_marks_rows_whose_next_token_is_a_response() -> None:
 
 def test_batches_cover_every_sample_once_within_the_budget() -> None:
     rng = np.random.default_rng(0)
-    samples = [Sample(np.full(n, i, np.int32), np.ones(n, np.bool_)) for i, n in enumerate(rng.integers(2, 60, 200))]
+    samples = [
+        Sample(np.full(n, i, np.int32), np.ones(n, np.bool_))
+        for i, n in enumerate(rng.integers(2, 60, 200))
+    ]
     plan = BatchPlan(samples, 128, seed=4)
     for number in (0, 1):
         batches = plan.epoch(number)
@@ -111,12 +133,18 @@ def test_batches_cover_every_sample_once_within_the_budget() -> None:
 
 
 def test_self_instruct_seeds_have_a_sample_for_each_instance(tmp_path: Path) -> None:
-    seed = {"id": "seed_task_0", "instruction": "ab", "is_classification": False,
-            "instances": [{"input": "", "output": "ef"}, {"input": "cd", "output": "gh"}]}
+    seed = {
+        "id": "seed_task_0",
+        "instruction": "ab",
+        "is_classification": False,
+        "instances": [{"input": "", "output": "ef"}, {"input": "cd", "output": "gh"}],
+    }
     path = tmp_path / "seeds.jsonl"
     path.write_text(json.dumps(seed) + "\n")
-    assert read_conversations(path) == [Conversation((("user", "ab"), ("assistant", "ef"))),
-                                        Conversation((("user", "ab\ncd"), ("assistant", "gh")))]
+    assert read_conversations(path) == [
+        Conversation((("user", "ab"), ("assistant", "ef"))),
+        Conversation((("user", "ab\ncd"), ("assistant", "gh"))),
+    ]
     for instances in ([], 3, [3], [{"input": "x"}]):
         path.write_text(json.dumps({**seed, "instances": instances}) + "\n")
         with pytest.raises(UserError, match=r"line 1.*accepted|line 1: field 'instances'"):
@@ -124,14 +152,24 @@ def test_self_instruct_seeds_have_a_sample_for_each_instance(tmp_path: Path) -> 
 
 
 def test_no_prompt_is_on_both_sides_of_the_split() -> None:
-    """Like the file of 9,430 records with 317 instructions that made held-out figures look three times as good."""
+    """Like the file of 9,430 records with 317 instructions that made held-out figures look three
+    times as good.
+    """
     texts = [f"Question {n % 40}" if n % 3 else f"  question   {n % 40} " for n in range(1200)]
-    samples = [encode(Conversation((("user", t), ("assistant", f"{n}"))), tokenizer(), 99) for n, t in enumerate(texts)]
+    samples = [
+        encode(Conversation((("user", t), ("assistant", f"{n}"))), tokenizer(), 99)
+        for n, t in enumerate(texts)
+    ]
     trained, heldout = set_aside(samples, 100, 0)
     assert heldout and trained and not {s.prompt for s in trained} & {s.prompt for s in heldout}
-    assert len({s.prompt for s in trained}) + len(heldout) == 40  # each held-out prompt is evaluated once
+    assert (
+        len({s.prompt for s in trained}) + len(heldout) == 40
+    )  # each held-out prompt is evaluated once
     # Other order, more data: a prompt stays on its side.
-    more = [encode(Conversation((("user", f"more {n}"), ("assistant", "x"))), tokenizer(), 99) for n in range(300)]
+    more = [
+        encode(Conversation((("user", f"more {n}"), ("assistant", "x"))), tokenizer(), 99)
+        for n in range(300)
+    ]
     trained_more, heldout_more = set_aside([*more, *reversed(samples)], 1000, 0)
     assert {s.prompt for s in heldout} <= {s.prompt for s in heldout_more}
     assert {s.prompt for s in trained} <= {s.prompt for s in trained_more}

@@ -25,8 +25,16 @@ OPTIONS = {"rank": 8, "arla_dim": 8}
 
 
 def settings(**changes: Any) -> TrainSettings:
-    values: dict[str, Any] = {"steps": 12, "tokens_per_batch": 512, "max_length": 64, "warmup_steps": 3, "log_every": 5,
-                              "heldout_samples": 12, "precision": "fp32", "seed": 1}
+    values: dict[str, Any] = {
+        "steps": 12,
+        "tokens_per_batch": 512,
+        "max_length": 64,
+        "warmup_steps": 3,
+        "log_every": 5,
+        "heldout_samples": 12,
+        "precision": "fp32",
+        "seed": 1,
+    }
     return TrainSettings(**{**values, **changes})
 
 
@@ -34,18 +42,33 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "accelerator.safetensors")
 
 
-@pytest.mark.parametrize("method,optimizer", [("m2r2-carry", "muon"), ("m2r2", "adamw"), ("kangaroo", "muon")])
+@pytest.mark.parametrize(
+    "method,optimizer", [("m2r2-carry", "muon"), ("m2r2", "adamw"), ("kangaroo", "muon")]
+)
 def test_training_beats_the_early_exit(
     tmp_path: Path, model_dir: Path, data: Path, method: str, optimizer: str
 ) -> None:
-    options = {} if method == "kangaroo" else {**OPTIONS, "gates": [1, 2] if method == "m2r2" else [1]}
-    result = train(model_dir, [data], tmp_path, method, settings(steps=40, optimizer=optimizer, precision="bf16"),
-                   options)
+    options = (
+        {} if method == "kangaroo" else {**OPTIONS, "gates": [1, 2] if method == "m2r2" else [1]}
+    )
+    result = train(
+        model_dir,
+        [data],
+        tmp_path,
+        method,
+        settings(steps=40, optimizer=optimizer, precision="bf16"),
+        options,
+    )
     assert result.finished and result.steps == 40
-    for term, exit_ in zip(result.results["terms"], result.results["early_exit"]["terms"], strict=False):
+    for term, exit_ in zip(
+        result.results["terms"], result.results["early_exit"]["terms"], strict=False
+    ):
         assert term["kl"] < 0.8 * exit_["kl"]
         assert term["agreement"] > exit_["agreement"]
-    assert result.results["simulated_tokens_per_step"] > result.results["early_exit"]["simulated_tokens_per_step"]
+    assert (
+        result.results["simulated_tokens_per_step"]
+        > result.results["early_exit"]["simulated_tokens_per_step"]
+    )
     loaded = Accelerator.from_pretrained(tmp_path, AutoModelForCausalLM.from_pretrained(model_dir))
     assert loaded.results == result.results and loaded.training["data"] == ["chat.jsonl"]
     text = (tmp_path / "accelerator.json").read_text() + (tmp_path / "README.md").read_text()
@@ -72,8 +95,13 @@ def test_ctrl_c_then_resume_gives_the_uninterrupted_weights(
     assert not first.finished and first.steps == 7 and (tmp_path / "parts" / STATE).exists()
     assert not (tmp_path / "parts" / "accelerator.json").exists()
     with pytest.raises(UserError, match="setting lr"):
-        train(model_dir, [data], tmp_path / "parts", settings=settings(lr=0.1, precision=precision,
-                                                                       gradient_accumulation=2), options=OPTIONS)
+        train(
+            model_dir,
+            [data],
+            tmp_path / "parts",
+            settings=settings(lr=0.1, precision=precision, gradient_accumulation=2),
+            options=OPTIONS,
+        )
     assert train(model_dir, [data], tmp_path / "parts", settings=s, options=OPTIONS).steps == 12
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert whole.keys() == parts.keys()
@@ -87,15 +115,27 @@ def test_a_damaged_state_is_refused(tmp_path: Path, model_dir: Path, data: Path)
         train(model_dir, [data], tmp_path, settings=settings(), options=OPTIONS)
 
 
-def test_a_finished_accelerator_is_not_replaced_unasked(tmp_path: Path, model_dir: Path, data: Path) -> None:
+def test_a_finished_accelerator_is_not_replaced_unasked(
+    tmp_path: Path, model_dir: Path, data: Path
+) -> None:
     train(model_dir, [data], tmp_path, settings=settings(steps=1), options=OPTIONS)
     with pytest.raises(UserError, match="already holds a finished accelerator"):
         train(model_dir, [data], tmp_path, settings=settings(steps=1), options=OPTIONS)
-    assert train(model_dir, [data], tmp_path, settings=settings(steps=1, overwrite=True), options=OPTIONS).finished
+    assert train(
+        model_dir, [data], tmp_path, settings=settings(steps=1, overwrite=True), options=OPTIONS
+    ).finished
 
 
-def test_reduced_head_takes_the_frequent_tokens(tmp_path: Path, model_dir: Path, data: Path) -> None:
-    train(model_dir, [data], tmp_path, settings=settings(steps=2), options={**OPTIONS, "draft_vocab": 11})
+def test_reduced_head_takes_the_frequent_tokens(
+    tmp_path: Path, model_dir: Path, data: Path
+) -> None:
+    train(
+        model_dir,
+        [data],
+        tmp_path,
+        settings=settings(steps=2),
+        options={**OPTIONS, "draft_vocab": 11},
+    )
     chosen = weights(tmp_path)["draft_tokens"].tolist()
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     from .tiny import LETTERS, tokenizer
@@ -122,30 +162,74 @@ import sys
 from multirate.training.loop import train
 from multirate.training.settings import TrainSettings
 model, data, out = sys.argv[1:]
-train(model, [data], out, settings=TrainSettings(steps=4, tokens_per_batch=256, max_length=64, warmup_steps=2, seed=1,
-      optimizer="adamw", precision="fp32", heldout_samples=12), options={"rank": 8, "arla_dim": 8})
+settings = TrainSettings(
+    steps=4, tokens_per_batch=256, max_length=64, warmup_steps=2, seed=1, optimizer="adamw",
+    precision="fp32", heldout_samples=12,
+)
+train(model, [data], out, settings=settings, options={"rank": 8, "arla_dim": 8})
 """
 
 
-def test_two_processes_equal_one_with_accumulation(tmp_path: Path, model_dir: Path, data: Path) -> None:
-    """Two processes take the batches that one process takes as two micro-batches, so the weights agree."""
+def test_two_processes_equal_one_with_accumulation(
+    tmp_path: Path, model_dir: Path, data: Path
+) -> None:
+    """Two processes take the batches that one process takes as two micro-batches, so the weights
+    agree.
+    """
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
-               "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
-               str(script),
-               str(model_dir), str(data), str(tmp_path / "two")]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                          timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--main_process_port",
+        "0",
+        str(script),
+        str(model_dir),
+        str(data),
+        str(tmp_path / "two"),
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    train(model_dir, [data], tmp_path / "one", settings=settings(
-        steps=4, tokens_per_batch=256, warmup_steps=2, optimizer="adamw", gradient_accumulation=2), options=OPTIONS)
+    train(
+        model_dir,
+        [data],
+        tmp_path / "one",
+        settings=settings(
+            steps=4,
+            tokens_per_batch=256,
+            warmup_steps=2,
+            optimizer="adamw",
+            gradient_accumulation=2,
+        ),
+        options=OPTIONS,
+    )
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     for name in one:
-        torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-2, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            one[name], two[name], atol=1e-4, rtol=1e-2, msg=lambda m, n=name: f"{n}: {m}"
+        )
     import json
 
-    described = [json.loads((tmp_path / n / "accelerator.json").read_text()) for n in ("one", "two")]
+    described = [
+        json.loads((tmp_path / n / "accelerator.json").read_text()) for n in ("one", "two")
+    ]
     assert described[1]["training"]["processes"] == 2
     assert described[0]["results"]["rows"] == described[1]["results"]["rows"]
     assert described[0]["training"]["tokens"] == described[1]["training"]["tokens"]

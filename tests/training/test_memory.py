@@ -1,4 +1,6 @@
-"""A long run keeps the memory that it has after its first steps, whatever the shapes of its batches."""
+"""A long run keeps the memory that it has after its first steps, whatever the shapes of its
+batches.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +26,36 @@ def watched(self, step, tokens):
     seen.append(resident())
 loop.TrainProgress.advance = watched
 model, data, out = sys.argv[1:]
-loop.train(model, [data], out, settings=TrainSettings(steps=48, tokens_per_batch=1000, max_length=120,
-           heldout_samples=1, precision="bf16", warmup_steps=2), options={"rank": 8, "arla_dim": 8})
+settings = TrainSettings(
+    steps=48, tokens_per_batch=1000, max_length=120, heldout_samples=1, precision="bf16",
+    warmup_steps=2,
+)
+loop.train(model, [data], out, settings=settings, options={"rank": 8, "arla_dim": 8})
 print(round(seen[1]), round(max(seen)))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_batches_of_ever_new_shapes_do_not_grow_the_process(tmp_path: Path, model_dir: Path) -> None:
+def test_batches_of_ever_new_shapes_do_not_grow_the_process(
+    tmp_path: Path, model_dir: Path
+) -> None:
     data = tmp_path / "lengths.jsonl"
     with data.open("w") as file:
         for n in range(999):
-            record = {"prompt": f"{n} " + "ab" * (n % 7), "completion": "abcdefghij" * (1 + n % 10) + "a" * (n % 9)}
+            record = {
+                "prompt": f"{n} " + "ab" * (n % 7),
+                "completion": "abcdefghij" * (1 + n % 10) + "a" * (n % 9),
+            }
             file.write(json.dumps(record) + "\n")
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(model_dir), str(data), str(tmp_path / "out")],
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(model_dir), str(data), str(tmp_path / "out")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     early, most = map(int, done.stdout.split()[-2:])
     assert most < early + 500, f"{early} MB after two steps, then up to {most} MB"

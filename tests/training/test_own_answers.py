@@ -1,4 +1,6 @@
-"""The model's own answers as training data: what it would say, resumable, refused when made from other questions."""
+"""The model's own answers as training data: what it would say, resumable, refused when made from
+other questions.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,42 @@ from multirate.errors import UserError
 from multirate.model.load import load_decoder
 from multirate.training.own_answers import answer_questions
 
-WORDS = ["what", "is", "a", "the", "cat", "dog", "sun", "red", "blue", ".", "?", "User", "Assistant", ":"]
+WORDS = [
+    "what",
+    "is",
+    "a",
+    "the",
+    "cat",
+    "dog",
+    "sun",
+    "red",
+    "blue",
+    ".",
+    "?",
+    "User",
+    "Assistant",
+    ":",
+]
 
 
 @pytest.fixture(scope="module")
 def setup():
-    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<unk>", *WORDS])}, unk_token="<unk>"))
+    core = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["<unk>", *WORDS])}, unk_token="<unk>")
+    )
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS) + 1, hidden_size=32, intermediate_size=32,
-                                         num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(WORDS) + 1,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+        )
+    )
     return model.eval(), tokenizer
 
 
@@ -38,13 +65,23 @@ def data(tmp_path):
 def test_answers_are_the_models_greedy_text(setup, data, tmp_path):
     model, tokenizer = setup
     out = tmp_path / "own.jsonl"
-    assert answer_questions(load_decoder(model), tokenizer, [data], out, (), max_new_tokens=6, batch=2) == 5
+    assert (
+        answer_questions(load_decoder(model), tokenizer, [data], out, (), max_new_tokens=6, batch=2)
+        == 5
+    )
     for line in out.read_text().splitlines():
         record = json.loads(line)
-        ids = tokenizer(f"User: {record['instruction']}\n\nAssistant:", return_tensors="pt",
-                        add_special_tokens=False)["input_ids"]
-        expected = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, ids.shape[1]:]
-        assert record["output"] == (tokenizer.decode(expected, skip_special_tokens=True).strip() or " ")
+        ids = tokenizer(
+            f"User: {record['instruction']}\n\nAssistant:",
+            return_tensors="pt",
+            add_special_tokens=False,
+        )["input_ids"]
+        expected = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[
+            0, ids.shape[1] :
+        ]
+        assert record["output"] == (
+            tokenizer.decode(expected, skip_special_tokens=True).strip() or " "
+        )
 
 
 def test_interrupted_work_is_continued_and_foreign_files_are_refused(setup, data, tmp_path):
@@ -65,16 +102,29 @@ def test_later_turns_follow_the_models_own_answers(setup, tmp_path):
     model, tokenizer = setup
     decoder = load_decoder(model)
     data, out = tmp_path / "chat.jsonl", tmp_path / "own.jsonl"
-    turns = [("user", "what is the cat ?"), ("assistant", "a dog"), ("user", "is the sun red ?"), ("assistant", "is")]
-    rows = [{"messages": [{"role": r, "content": c} for r, c in turns]}, {"instruction": "the dog ?", "output": "red"}]
+    turns = [
+        ("user", "what is the cat ?"),
+        ("assistant", "a dog"),
+        ("user", "is the sun red ?"),
+        ("assistant", "is"),
+    ]
+    rows = [
+        {"messages": [{"role": r, "content": c} for r, c in turns]},
+        {"instruction": "the dog ?", "output": "red"},
+    ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert answer_questions(decoder, tokenizer, [data], out, (), max_new_tokens=5) == 2
     chat, single = (json.loads(line) for line in out.read_text().splitlines())
     assert single["instruction"] == "the dog ?"
     one, other = (m["content"] for m in chat["messages"] if m["role"] == "assistant")
-    ids = tokenizer(f"User: {turns[0][1]}\n\nAssistant: {one}\n\nUser: {turns[2][1]}\n\nAssistant:",
-                    return_tensors="pt", add_special_tokens=False)["input_ids"]
-    expected = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)[0, ids.shape[1]:]
+    ids = tokenizer(
+        f"User: {turns[0][1]}\n\nAssistant: {one}\n\nUser: {turns[2][1]}\n\nAssistant:",
+        return_tensors="pt",
+        add_special_tokens=False,
+    )["input_ids"]
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)[
+        0, ids.shape[1] :
+    ]
     assert other == (tokenizer.decode(expected, skip_special_tokens=True).strip() or " ")
     text = out.read_text()
     assert answer_questions(decoder, tokenizer, [data], out, (), max_new_tokens=5) == 2
@@ -84,7 +134,10 @@ def test_later_turns_follow_the_models_own_answers(setup, tmp_path):
 def test_limit_spreads_over_the_data(setup, data, tmp_path):
     model, tokenizer = setup
     out = tmp_path / "own.jsonl"
-    assert answer_questions(load_decoder(model), tokenizer, [data], out, (), max_new_tokens=2, limit=2) == 2
+    assert (
+        answer_questions(load_decoder(model), tokenizer, [data], out, (), max_new_tokens=2, limit=2)
+        == 2
+    )
     asked = [json.loads(line)["instruction"] for line in out.read_text().splitlines()]
     every = [json.loads(line)["instruction"] for line in data.read_text().splitlines()]
     assert asked == [every[0], every[2]]

@@ -31,14 +31,20 @@ def test_a_line_has_step_loss_speed_and_the_time_left(monkeypatch: pytest.Monkey
 
 
 def test_long_steps_are_reported_before_log_every(
-    tmp_path: Path, model_dir: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    model_dir: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(progress, "SAY_EVERY", 0.0)
     train(model_dir, [data], tmp_path, settings=settings(steps=2, log_every=50), options=OPTIONS)
     assert "step 1/2  loss" in capfd.readouterr().err
 
 
-def test_answers_write_lines(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_answers_write_lines(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(cli_progress, "SAY_EVERY", 0.0)
     with cli_progress.Lines("answering") as lines:
         lines.to(16, 48)

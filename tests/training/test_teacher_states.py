@@ -1,4 +1,6 @@
-"""Kept teacher states: the same training as with the teacher in every step, continued after a stop, checked."""
+"""Kept teacher states: the same training as with the teacher in every step, continued after a stop,
+checked.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,13 @@ from multirate.training.teacher_states import INDEX, TeacherStates
 from .test_loop import OPTIONS, settings, weights
 
 
-def test_states_are_the_teachers_for_every_sample(tmp_path: Path, model_dir: Path, data: Path) -> None:
+def test_states_are_the_teachers_for_every_sample(
+    tmp_path: Path, model_dir: Path, data: Path
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    samples = load_samples([data, data], AutoTokenizer.from_pretrained(model_dir), 64)  # every sample twice
+    samples = load_samples(
+        [data, data], AutoTokenizer.from_pretrained(model_dir), 64
+    )  # every sample twice
     states = TeacherStates(tmp_path, samples, 48, "base")
     states.compute(load_decoder(model))
     distinct = {s.ids.tobytes() for s in samples}
@@ -37,10 +43,21 @@ def test_states_are_the_teachers_for_every_sample(tmp_path: Path, model_dir: Pat
 
 
 @pytest.mark.parametrize("method", ["m2r2-carry", "m2r2", "kangaroo"])
-def test_training_with_them_is_training_without(tmp_path: Path, model_dir: Path, data: Path, method: str) -> None:
-    options = {} if method == "kangaroo" else {**OPTIONS, "gates": [1, 3] if method == "m2r2" else [1]}
+def test_training_with_them_is_training_without(
+    tmp_path: Path, model_dir: Path, data: Path, method: str
+) -> None:
+    options = (
+        {} if method == "kangaroo" else {**OPTIONS, "gates": [1, 3] if method == "m2r2" else [1]}
+    )
     online = train(model_dir, [data], tmp_path / "a", method, settings(), options)
-    kept = train(model_dir, [data], tmp_path / "b", method, settings(teacher_states=str(tmp_path / "s")), options)
+    kept = train(
+        model_dir,
+        [data],
+        tmp_path / "b",
+        method,
+        settings(teacher_states=str(tmp_path / "s")),
+        options,
+    )
     for one, other in zip(online.results["terms"], kept.results["terms"], strict=True):
         assert other["kl"] == pytest.approx(one["kl"], rel=0.02)
     assert weights(tmp_path / "a").keys() == weights(tmp_path / "b").keys()
@@ -71,12 +88,16 @@ def test_an_interrupted_computation_is_continued(
     assert torch.equal(again.batch(everything, 64), whole.batch(everything, 64))
 
 
-def test_states_of_another_base_or_other_data_are_refused(tmp_path: Path, model_dir: Path, data: Path) -> None:
+def test_states_of_another_base_or_other_data_are_refused(
+    tmp_path: Path, model_dir: Path, data: Path
+) -> None:
     samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     TeacherStates(tmp_path, samples, 48, "base").compute(load_decoder(model))
-    for changed in (lambda: TeacherStates(tmp_path, samples[1:], 48, "base"),
-                    lambda: TeacherStates(tmp_path, samples, 48, "other base")):
+    for changed in (
+        lambda: TeacherStates(tmp_path, samples[1:], 48, "base"),
+        lambda: TeacherStates(tmp_path, samples, 48, "other base"),
+    ):
         with pytest.raises(UserError, match="other samples or another base"):
             changed()
     (tmp_path / INDEX).write_text("{")

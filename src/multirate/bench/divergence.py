@@ -1,7 +1,8 @@
 """Is an answer that differs from the base model's a rounding near-tie, or a bug?
 
-Two correct evaluations of the same model in bf16 round differently (another batch shape is enough), so their greedy
-tokens may part where two logits are almost equal. Everything else that differs is a bug.
+Two correct evaluations of the same model in bf16 round differently (another batch shape is enough),
+so their greedy tokens may part where two logits are almost equal. Everything else that differs is a
+bug.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 class Divergence:
     """The first place where an answer parts from the reference.
 
-    `position` counts new tokens from 0. `gap` and `bound` are in logits and None where no tie can explain the
-    difference (an answer that ends early or runs on).
+    `position` counts new tokens from 0. `gap` and `bound` are in logits and None where no tie can
+    explain the difference (an answer that ends early or runs on).
     """
 
     kind: Literal["near-tie", "bug"]
@@ -35,7 +36,9 @@ class Divergence:
 
 
 def first_difference(reference: Sequence[int], answer: Sequence[int]) -> int | None:
-    """Index of the first token that differs, the shorter length when one is a prefix of the other, None when equal."""
+    """Index of the first token that differs, the shorter length when one is a prefix of the other,
+    None when equal.
+    """
     shorter = min(len(reference), len(answer))
     for index in range(shorter):
         if reference[index] != answer[index]:
@@ -46,11 +49,12 @@ def first_difference(reference: Sequence[int], answer: Sequence[int]) -> int | N
 class Judge:
     """Classifies first divergences by the model itself, evaluated at a higher precision.
 
-    Criterion: with z the logits at higher precision (float32 for bf16 and fp16 models, float64 for float32 ones)
-    after the common prefix, both tokens that were chosen must lie within `bound` of max(z). Both logits can move by the
-    model's rounding error e in opposite directions, so bound = 2·e + u·|max z|, where e = max over the vocabulary of
-    |z_dtype − z| is the error that the model's own forward pass shows on this very prefix, and u = eps of the dtype
-    allows for one more rounding of the logits themselves.
+    Criterion: with z the logits at higher precision (float32 for bf16 and fp16 models, float64 for
+    float32 ones) after the common prefix, both tokens that were chosen must lie within `bound` of
+    max(z). Both logits can move by the model's rounding error e in opposite directions, so bound =
+    2·e + u·|max z|, where e = max over the vocabulary of |z_dtype − z| is the error that the
+    model's own forward pass shows on this very prefix, and u = eps of the dtype allows for one more
+    rounding of the logits themselves.
     """
 
     def __init__(self, model: Any) -> None:
@@ -58,8 +62,12 @@ class Judge:
         self._exact: Any = None
 
     @torch.no_grad()
-    def classify(self, prompt: Sequence[int], reference: Sequence[int], answer: Sequence[int]) -> Divergence | None:
-        """None when the answers are equal, else the divergence. All are token ids; answers hold new tokens only."""
+    def classify(
+        self, prompt: Sequence[int], reference: Sequence[int], answer: Sequence[int]
+    ) -> Divergence | None:
+        """None when the answers are equal, else the divergence. All are token ids; answers hold new
+        tokens only.
+        """
         position = first_difference(reference, answer)
         if position is None:
             return None
@@ -81,7 +89,8 @@ class Judge:
         return Divergence("near-tie" if gap <= bound else "bug", position, *chosen, gap, bound)
 
     def _exact_model(self) -> Any:
-        # A copy: casting in place would also round the float32 buffers (rotary frequencies) on the way back.
+        # A copy: casting in place would also round the float32 buffers (rotary frequencies) on the
+        # way back.
         if self._exact is None:
             higher = torch.float64 if self._model.dtype == torch.float32 else torch.float32
             self._exact = copy.deepcopy(self._model).to(higher)

@@ -1,4 +1,6 @@
-"""All ways of loading experts on the same tokens: runs interleaved, every token compared, each budget in turn."""
+"""All ways of loading experts on the same tokens: runs interleaved, every token compared, each
+budget in turn.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,15 @@ ALL_POLICIES = (*FIXED_POLICIES, AHEAD_OF_TIME, *BOUNDS)
 class ExpertRow:
     """One policy at one budget.
 
-    tokens, seconds, tokens_per_second: total tokens over total time of the median repeat, from the first token of each
-    answer to its last; first_token_ms: the prompt until then, a mean (a prompt of some length needs every expert,
-    whatever the policy); total_tokens_per_second: both together. spread: of the seconds.
+    tokens, seconds, tokens_per_second: total tokens over total time of the median repeat, from the
+    first token of each answer to its last; first_token_ms: the prompt until then, a mean (a prompt
+    of some length needs every expert, whatever the policy); total_tokens_per_second: both together.
+    spread: of the seconds.
 
-    The rest is of the decoding phase too. hit_rate: needs that the cache alone served. prefetch_recall: share of the
-    others whose read was issued ahead of time; prefetch_precision: share of those reads that were needed. late: needed
-    while its read was queued or running; wasted: evicted unused. bytes_per_token, stall_ms, predictor_ms: per token.
+    The rest is of the decoding phase too. hit_rate: needs that the cache alone served.
+    prefetch_recall: share of the others whose read was issued ahead of time; prefetch_precision:
+    share of those reads that were needed. late: needed while its read was queued or running;
+    wasted: evicted unused. bytes_per_token, stall_ms, predictor_ms: per token.
     speedup, total_speedup: against on_demand. depth: how many layers ahead were named at the end.
     """
 
@@ -68,7 +72,9 @@ class ExpertRow:
 
 @dataclass
 class ExpertRun:
-    """Each budget with its rows, and the timeline of one token for each policy (of the first budget measured)."""
+    """Each budget with its rows, and the timeline of one token for each policy (of the first budget
+    measured).
+    """
 
     budgets: list[tuple[int, list[ExpertRow]]]
     timelines: dict[str, list[Event]]
@@ -90,16 +96,26 @@ class _Answer:
 
 
 class _Run:
-    """A policy with a runtime of its own, whose cache lives through the whole run. decoding: counts of all decoding."""
+    """A policy with a runtime of its own, whose cache lives through the whole run. decoding: counts
+    of all decoding.
+    """
 
-    def __init__(self, offload: OffloadedExperts, name: str, settings: ExpertSettings, traces: Sequence[Trace],
-                 order: Sequence[int]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        offload: OffloadedExperts,
+        name: str,
+        settings: ExpertSettings,
+        traces: Sequence[Trace],
+        order: Sequence[int],
+    ) -> None:
         self.name, self._traces = name, traces
         self.samples: list[list[_Answer]] = []
         self.decoding = ExpertStats()
         eviction: EvictionPolicy | None = None
         if name == "belady":
-            keys: list[Key] = [(row, e) for index in order for row, experts in traces[index] for e in experts]
+            keys: list[Key] = [
+                (row, e) for index in order for row, experts in traces[index] for e in experts
+            ]
             eviction = Belady(keys)
         else:
             eviction = eviction_policy("lrfu" if name in BOUNDS else policy_named(name).eviction)
@@ -125,17 +141,20 @@ def measure_policies(
     repeats: int,
     on_answer: Callable[[], None] | None = None,
 ) -> ExpertRun:
-    """Every policy on every prompt at every budget. settings(budget): how a runtime of that budget reads.
+    """Every policy on every prompt at every budget. settings(budget): how a runtime of that budget
+    reads.
 
-    The true tokens and needs are recorded with all experts resident first. One prompt warms each policy up. Ctrl-C ends
-    the run with the budgets that are complete.
+    The true tokens and needs are recorded with all experts resident first. One prompt warms each
+    policy up. Ctrl-C ends the run with the budgets that are complete.
     """
     offload = engine.experts
     assert offload is not None
     stop = engine.stopping(max_new_tokens)
     advance = on_answer or (lambda: None)
 
-    def answer(runtime: ExpertRuntime, prompt: Prompt, decoding: ExpertStats | None = None) -> _Answer:
+    def answer(
+        runtime: ExpertRuntime, prompt: Prompt, decoding: ExpertStats | None = None
+    ) -> _Answer:
         offload.runtime = runtime
         engine.forget()
         first: list[tuple[float, ExpertStats]] = []
@@ -145,7 +164,9 @@ def measure_policies(
                 first.append((time.perf_counter(), runtime.stats.copy()))
 
         began = time.perf_counter()
-        tokens = engine.generate([prompt.tokens], stop=stop, method=PLAIN, on_tokens=on_tokens).sequences[0]
+        tokens = engine.generate(
+            [prompt.tokens], stop=stop, method=PLAIN, on_tokens=on_tokens
+        ).sequences[0]
         end = time.perf_counter()
         at, before = first[0] if first else (end, runtime.stats.copy())
         if decoding is not None:
@@ -202,7 +223,9 @@ def measure_policies(
 def _row(run: _Run, budget: int, truth: Sequence[list[int]]) -> ExpertRow:
     repeats = run.samples
     seconds = [sum(answer.rest for answer in repeat) for repeat in repeats]
-    whole = statistics.median_low([sum(answer.first + answer.rest for answer in repeat) for repeat in repeats])
+    whole = statistics.median_low(
+        [sum(answer.first + answer.rest for answer in repeat) for repeat in repeats]
+    )
     tokens = sum(max(len(text) - 1, 0) for text in truth)  # the first of an answer is the prompt's
     middle = statistics.median_low(seconds)
     stats, all_tokens = run.decoding, max(tokens * len(seconds), 1)
@@ -236,7 +259,9 @@ def _speedups(rows: Sequence[ExpertRow]) -> None:
     base = next((row for row in rows if row.method == "on_demand" and row.identical), None)
     for row in rows:
         if base is not None and row.identical:
-            row.speedup = row.tokens_per_second / base.tokens_per_second if base.tokens_per_second else None
+            row.speedup = (
+                row.tokens_per_second / base.tokens_per_second if base.tokens_per_second else None
+            )
             row.total_speedup = row.total_tokens_per_second / base.total_tokens_per_second
 
 

@@ -1,4 +1,6 @@
-"""Arms of expert loading as a table of 80 columns, JSON, and a page with the timeline of a token."""
+"""Arms of expert loading as a table of 80 columns, JSON, and a page with the timeline of a
+token.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,28 @@ from multirate.bench.expert_policies import RESIDENT, ExpertRow, ExpertRun
 from multirate.experts.stats import Event
 
 _LANES = {"compute": 0, "predict": 0, "stall": 0, "demand": 1, "speculative": 2}
-_COLOURS = {"compute": "#2f6f4f", "predict": "#8a6d1d", "stall": "#c9cdd2", "demand": "#b3392f",
-            "speculative": "#2b5c9e"}  # fmt: skip
-_WORDS = {"compute": "computing", "predict": "predicting", "stall": "waiting for a read", "demand": "demand read",
-          "speculative": "read ahead of time"}  # fmt: skip
+_COLOURS = {
+    "compute": "#2f6f4f",
+    "predict": "#8a6d1d",
+    "stall": "#c9cdd2",
+    "demand": "#b3392f",
+    "speculative": "#2b5c9e",
+}
+_WORDS = {
+    "compute": "computing",
+    "predict": "predicting",
+    "stall": "waiting for a read",
+    "demand": "demand read",
+    "speculative": "read ahead of time",
+}
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """docs/experts.md: x = T_io / T_c (reading a token's experts against computing it), h, r and p of an arm, and the
-    greatest speedup over on-demand that these allow: (1 + x) / max(1 + a(1 − r)x, a(1 − r + r/p)x), a = 1 − h."""
+    """docs/experts.md: x = T_io / T_c (reading a token's experts against computing it), h, r and p
+    of an arm, and the greatest speedup over on-demand that these allow: (1 + x) / max(1 + a(1 −
+    r)x, a(1 − r + r/p)x), a = 1 − h.
+    """
 
     x: float
     h: float
@@ -35,7 +49,9 @@ class Arithmetic:
         """The greatest speedup over on-demand."""
         a, p = 1 - self.h, max(self.p, 1e-9)
         ahead = self.r / p if self.r else 0.0
-        return (1 + self.x) / max(1 + a * (1 - self.r) * self.x, a * (1 - self.r + ahead) * self.x, 1e-9)
+        return (1 + self.x) / max(
+            1 + a * (1 - self.r) * self.x, a * (1 - self.r + ahead) * self.x, 1e-9
+        )
 
 
 def arithmetic(rows: Sequence[ExpertRow], row: ExpertRow) -> Arithmetic | None:
@@ -50,12 +66,17 @@ def arithmetic(rows: Sequence[ExpertRow], row: ExpertRow) -> Arithmetic | None:
 
 def table(rows: Sequence[ExpertRow], title: str) -> Table:
     """The rows of one budget for a terminal."""
-    made = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, title_justify="left")
-    made.caption_justify, made.caption = "left", (
-        "tok/s, speedup (against on_demand) and the rest: after the first token,\n"
-        "which came after `first` ms. hit: by the cache alone; ahead: of the other\n"
-        "needs, those asked for early; used: of these reads. Per token: MB read\n"
-        "and ms that computing waited."
+    made = Table(
+        title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, title_justify="left"
+    )
+    made.caption_justify, made.caption = (
+        "left",
+        (
+            "tok/s, speedup (against on_demand) and the rest: after the first token,\n"
+            "which came after `first` ms. hit: by the cache alone; ahead: of the other\n"
+            "needs, those asked for early; used: of these reads. Per token: MB read\n"
+            "and ms that computing waited."
+        ),
     )
     made.add_column("method", min_width=15, no_wrap=True)
     for heading in ("tok/s", "speedup", "hit", "ahead", "used", "MB", "ms", "first", "same"):
@@ -63,28 +84,59 @@ def table(rows: Sequence[ExpertRow], title: str) -> Table:
     for row in rows:
         read_ahead = row.prefetch_recall > 0 or row.wasted > 0
         made.add_row(
-            row.method, f"{row.tokens_per_second:.1f}", "-" if row.speedup is None else f"{row.speedup:.2f}x",
-            f"{100 * row.hit_rate:.0f}%", f"{100 * row.prefetch_recall:.0f}%" if read_ahead else "-",
-            f"{100 * row.prefetch_precision:.0f}%" if read_ahead else "-", f"{row.bytes_per_token / 1e6:.2f}",
-            f"{row.stall_ms:.2f}", f"{row.first_token_ms:.0f}", "yes" if row.identical else "WRONG",
-        )  # fmt: skip
+            row.method,
+            f"{row.tokens_per_second:.1f}",
+            "-" if row.speedup is None else f"{row.speedup:.2f}x",
+            f"{100 * row.hit_rate:.0f}%",
+            f"{100 * row.prefetch_recall:.0f}%" if read_ahead else "-",
+            f"{100 * row.prefetch_precision:.0f}%" if read_ahead else "-",
+            f"{row.bytes_per_token / 1e6:.2f}",
+            f"{row.stall_ms:.2f}",
+            f"{row.first_token_ms:.0f}",
+            "yes" if row.identical else "WRONG",
+        )
     return made
 
 
 def page(run: ExpertRun, content: Mapping[str, Any]) -> str:
-    """A self-contained HTML page: a table per budget, measured speedup beside the bound, a token's timeline per arm."""
-    tables = "".join(f"<h2>{size(budget)} for experts</h2>{_table(rows)}" for budget, rows in run.budgets)
+    """A self-contained HTML page: a table per budget, measured speedup beside the bound, a token's
+    timeline per arm.
+    """
+    tables = "".join(
+        f"<h2>{size(budget)} for experts</h2>{_table(rows)}" for budget, rows in run.budgets
+    )
     longest = max((e.end for events in run.timelines.values() for e in events), default=0.0)
     pictures = "".join(
         f"<figure><figcaption>{html.escape(name)}</figcaption>{_picture(events, longest)}</figure>"
         for name, events in run.timelines.items()
     )
-    legend = "".join(f'<span><i style="background:{_COLOURS[kind]}"></i>{word}</span>' for kind, word in _WORDS.items())
-    facts = ", ".join(f"{key}: {html.escape(str(content[key]))}" for key in
-                      ("model", "suite", "prompts", "max_new_tokens", "cpu", "threads", "date", "version", "commit",
-                       "reads") if content.get(key) is not None)  # fmt: skip
-    return _PAGE.format(tables=tables, pictures=pictures, legend=legend, facts=facts,
-                        scale=f"{1e3 * longest:.2f}" if longest else "0")  # fmt: skip
+    legend = "".join(
+        f'<span><i style="background:{_COLOURS[kind]}"></i>{word}</span>'
+        for kind, word in _WORDS.items()
+    )
+    facts = ", ".join(
+        f"{key}: {html.escape(str(content[key]))}"
+        for key in (
+            "model",
+            "suite",
+            "prompts",
+            "max_new_tokens",
+            "cpu",
+            "threads",
+            "date",
+            "version",
+            "commit",
+            "reads",
+        )
+        if content.get(key) is not None
+    )
+    return _PAGE.format(
+        tables=tables,
+        pictures=pictures,
+        legend=legend,
+        facts=facts,
+        scale=f"{1e3 * longest:.2f}" if longest else "0",
+    )
 
 
 def size(count: int) -> str:
@@ -95,63 +147,114 @@ def size(count: int) -> str:
 
 
 def _table(rows: Sequence[ExpertRow]) -> str:
-    heads = ("method", "tokens/s", "speedup", "arithmetic", "with prompts", "hit rate", "read ahead", "useful", "depth",
-             "late", "wasted", "MB/token", "stall ms", "predictor ms", "first token ms", "same text")  # fmt: skip
+    heads = (
+        "method",
+        "tokens/s",
+        "speedup",
+        "arithmetic",
+        "with prompts",
+        "hit rate",
+        "read ahead",
+        "useful",
+        "depth",
+        "late",
+        "wasted",
+        "MB/token",
+        "stall ms",
+        "predictor ms",
+        "first token ms",
+        "same text",
+    )
     lines = []
     for row in rows:
         at_most = arithmetic(rows, row)
         values = (
-            row.method, f"{row.tokens_per_second:.1f}", "–" if row.speedup is None else f"{row.speedup:.2f}×",
+            row.method,
+            f"{row.tokens_per_second:.1f}",
+            "–" if row.speedup is None else f"{row.speedup:.2f}×",
             "–" if at_most is None or row.method == RESIDENT else f"{at_most.bound:.2f}×",
-            "–" if row.total_speedup is None else f"{row.total_speedup:.2f}×", f"{100 * row.hit_rate:.0f}%",
-            f"{100 * row.prefetch_recall:.0f}%", f"{100 * row.prefetch_precision:.0f}%",
-            "–" if row.depth is None else str(row.depth), str(row.late), str(row.wasted),
-            f"{row.bytes_per_token / 1e6:.2f}", f"{row.stall_ms:.2f}", f"{row.predictor_ms:.2f}",
-            f"{row.first_token_ms:.0f}", "yes" if row.identical else "WRONG",
-        )  # fmt: skip
-        lines.append("<tr>" + "".join(f"<td>{html.escape(value)}</td>" for value in values) + "</tr>")
+            "–" if row.total_speedup is None else f"{row.total_speedup:.2f}×",
+            f"{100 * row.hit_rate:.0f}%",
+            f"{100 * row.prefetch_recall:.0f}%",
+            f"{100 * row.prefetch_precision:.0f}%",
+            "–" if row.depth is None else str(row.depth),
+            str(row.late),
+            str(row.wasted),
+            f"{row.bytes_per_token / 1e6:.2f}",
+            f"{row.stall_ms:.2f}",
+            f"{row.predictor_ms:.2f}",
+            f"{row.first_token_ms:.0f}",
+            "yes" if row.identical else "WRONG",
+        )
+        lines.append(
+            "<tr>" + "".join(f"<td>{html.escape(value)}</td>" for value in values) + "</tr>"
+        )
     head = "".join(f"<th>{name}</th>" for name in heads)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    return (
+        "<div "
+        f'class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    )
 
 
 def _picture(events: Sequence[Event], longest: float) -> str:
-    """Three lanes of bars (compute, demand reads, reads ahead) over one token, an SVG that scales with the page."""
+    """Three lanes of bars (compute, demand reads, reads ahead) over one token, an SVG that scales
+    with the page.
+    """
     width, lane = 1000, 26
     scale = width / longest if longest else 0.0
     bars = []
-    for event in sorted(events, key=lambda e: e.kind != "stall"):  # waiting is drawn below what happens in it
+    for event in sorted(
+        events, key=lambda e: e.kind != "stall"
+    ):  # waiting is drawn below what happens in it
         x, w = event.begin * scale, max((event.end - event.begin) * scale, 0.8)
-        what = f"{_WORDS[event.kind]}, layer {event.row}" + (f", expert {event.expert}" if event.expert >= 0 else "")
-        bars.append(
-            f'<rect x="{x:.1f}" y="{_LANES[event.kind] * lane + 3}" width="{w:.1f}" height="{lane - 6}" '
-            f'fill="{_COLOURS[event.kind]}"><title>{what}: {1e3 * (event.end - event.begin):.3f} ms</title></rect>'
+        what = f"{_WORDS[event.kind]}, layer {event.row}" + (
+            f", expert {event.expert}" if event.expert >= 0 else ""
         )
-    lines = "".join(f'<line x1="0" x2="{width}" y1="{y}" y2="{y}" stroke="#e3e5e8"/>' for y in (lane, 2 * lane))
-    return f'<svg viewBox="0 0 {width} {3 * lane}" preserveAspectRatio="none" role="img">{lines}{"".join(bars)}</svg>'
+        bars.append(
+            f'<rect x="{x:.1f}" y="{_LANES[event.kind] * lane + 3}" width="{w:.1f}" '
+            f'height="{lane - 6}" '
+            f'fill="{_COLOURS[event.kind]}"><title>{what}: {1e3 * (event.end - event.begin):.3f} '
+            "ms</title></rect>"
+        )
+    lines = "".join(
+        f'<line x1="0" x2="{width}" y1="{y}" y2="{y}" stroke="#e3e5e8"/>' for y in (lane, 2 * lane)
+    )
+    return (
+        f'<svg viewBox="0 0 {width} {3 * lane}" preserveAspectRatio="none" '
+        f'role="img">{lines}{"".join(bars)}</svg>'
+    )
 
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,
+initial-scale=1">
 <title>Expert loading</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #1d2126; background: #fff; margin: 0 auto; max-width: 84rem;
+body {{ font: 15px/1.5 system-ui, sans-serif; color: #1d2126; background: #fff; margin: 0 auto;
+max-width: 84rem;
 padding: 1rem; }}
 h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
-.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; white-space: nowrap; font-size: 0.78rem; }}
+.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; white-space: nowrap; font-size:
+0.78rem; }}
 th, td {{ text-align: right; padding: 0.3rem 0.4rem; border-bottom: 1px solid #e3e5e8; }}
 th:first-child, td:first-child {{ text-align: left; }}
 figure {{ margin: 1rem 0; }} figcaption {{ font-weight: 600; font-size: 0.9rem; }}
 svg {{ width: 100%; height: 5.2rem; border: 1px solid #e3e5e8; display: block; }}
 .legend span {{ display: inline-block; margin-right: 1rem; }}
-.legend i {{ display: inline-block; width: 0.8rem; height: 0.8rem; margin-right: 0.35rem; vertical-align: -0.1rem; }}
+.legend i {{ display: inline-block; width: 0.8rem; height: 0.8rem; margin-right: 0.35rem;
+vertical-align: -0.1rem; }}
 .facts {{ color: #5a626b; font-size: 0.85rem; overflow-wrap: anywhere; }}
 </style></head><body>
 <h1>Experts loaded from disk: every way on the same tokens</h1>
 <p class="facts">{facts}</p>{tables}
-<p>Of an answer's tokens after the first, but for “with prompts” and “first token ms”. Speedups are against on_demand.
-Arithmetic: the speedup that hit rate, reads ahead and their usefulness allow, from the resident and on-demand rows
+<p>Of an answer's tokens after the first, but for “with prompts” and “first token ms”. Speedups are
+against on_demand.
+Arithmetic: the speedup that hit rate, reads ahead and their usefulness allow, from the resident
+and on-demand rows
 (docs/experts.md). Depth: how many layers ahead experts were named at the end.</p>
 <h2>One token, at the first budget</h2>
-<p>Upper lane: the compute thread (white: attention and all else); middle: reads that it waits for; lower: reads ahead
-of time. All pictures have the same scale, {scale} ms across.</p><p class="legend">{legend}</p>{pictures}
+<p>Upper lane: the compute thread (white: attention and all else); middle: reads that it waits for;
+lower: reads ahead
+of time. All pictures have the same scale, {scale} ms across.</p><p
+class="legend">{legend}</p>{pictures}
 </body></html>
 """

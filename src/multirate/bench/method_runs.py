@@ -15,13 +15,17 @@ GENERATE = "generate"
 
 
 def method_run(engine: Engine, name: str, max_new_tokens: int) -> MethodRun:
-    """A greedy run of one method: `generate`, or a method of the engine. UserError for a method it does not have."""
+    """A greedy run of one method: `generate`, or a method of the engine. UserError for a method it
+    does not have.
+    """
     if name == GENERATE:
         return _transformers(engine.model, engine.stopping().eos_token_ids, max_new_tokens)
     stop = engine.stopping(max_new_tokens)
 
     def run(prompt: list[int]) -> Answer:
-        output = engine.generate([prompt], SamplingSettings(), stop, method=name, speculate="always")
+        output = engine.generate(
+            [prompt], SamplingSettings(), stop, method=name, speculate="always"
+        )
         seen = output.stats
         return Answer(
             output.sequences[0],
@@ -46,7 +50,9 @@ def _transformers(model: Any, eos_token_ids: tuple[int, ...], max_new_tokens: in
 
     def run(prompt: list[int]) -> Answer:
         ids = torch.tensor([prompt], device=model.device)
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        out = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config
+        )
         tokens = out[0, len(prompt) :].tolist()
         return Answer(tokens, stepped=len(tokens) - 1, steps=len(tokens) - 1)
 

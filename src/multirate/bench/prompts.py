@@ -1,4 +1,6 @@
-"""Questions become token ids: chat template, turns asked after the model's own answers, and the context limit."""
+"""Questions become token ids: chat template, turns asked after the model's own answers, and the
+context limit.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,13 @@ class PromptSet:
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     """Token ids of a conversation that ends with the user's turn, by the tokenizer's chat template.
 
-    A tokenizer without a template gets the turns as plain text with its own special tokens, separated by blank lines.
+    A tokenizer without a template gets the turns as plain text with its own special tokens,
+    separated by blank lines.
     """
     if getattr(tokenizer, "chat_template", None):
-        encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        encoded = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True
+        )
         ids = encoded["input_ids"]
     else:
         ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
@@ -59,15 +64,17 @@ def build_prompts(
 ) -> PromptSet:
     """Every turn of every question as token ids, the same for all methods that are compared.
 
-    `answer(prompt ids) -> new ids` is the base model's plain decoding; it is called for all turns but a question's
-    last, because the next turn is asked after that answer. A prompt longer than `max_positions - max_new_tokens`
-    (None: there is no limit) is cut from the left with `truncate`, else it is skipped together with its later turns,
-    which would follow an answer that was never given. UserError when no prompt is left.
+    `answer(prompt ids) -> new ids` is the base model's plain decoding; it is called for all turns
+    but a question's last, because the next turn is asked after that answer. A prompt longer than
+    `max_positions - max_new_tokens` (None: there is no limit) is cut from the left with `truncate`,
+    else it is skipped together with its later turns, which would follow an answer that was never
+    given. UserError when no prompt is left.
     """
     room = None if max_positions is None else max_positions - max_new_tokens
     if max_positions is not None and room is not None and room < 1:
         raise UserError(
-            f"max_new_tokens is {max_new_tokens}, but the model's context is {max_positions} tokens: "
+            f"max_new_tokens is {max_new_tokens}, but the model's context is {max_positions} "
+            "tokens: "
             f"at most {max_positions - 1} leaves room for a prompt"
         )
     result = PromptSet()
@@ -79,7 +86,9 @@ def build_prompts(
             tokens = encode_chat(tokenizer, messages)
             if room is not None and len(tokens) > room:
                 if not truncate:
-                    result.skipped.extend(f"{question.id}#{t + 1}" for t in range(turn, len(question.turns)))
+                    result.skipped.extend(
+                        f"{question.id}#{t + 1}" for t in range(turn, len(question.turns))
+                    )
                     break
                 tokens = tokens[-room:]
                 result.truncated.append(name)
@@ -91,7 +100,9 @@ def build_prompts(
             on_question()
     if not result.prompts:
         raise UserError(
-            f"none of the {len(questions)} questions fits the model's context of {max_positions} tokens with "
-            f"max_new_tokens={max_new_tokens}: lower --max-new-tokens or cut prompts from the left with --truncate"
+            f"none of the {len(questions)} questions fits the model's context of {max_positions} "
+            "tokens with "
+            f"max_new_tokens={max_new_tokens}: lower --max-new-tokens or cut prompts from the left "
+            "with --truncate"
         )
     return result

@@ -17,7 +17,9 @@ import multirate
 
 
 def commit() -> str | None:
-    """The git commit this package runs from, with `-dirty` when its sources are changed; None for a wheel."""
+    """The git commit this package runs from, with `-dirty` when its sources are changed; None for a
+    wheel.
+    """
     folder = Path(multirate.__file__).resolve().parent
     try:
         inside = _git(folder, "ls-files", "--error-unmatch", "__init__.py")
@@ -32,7 +34,11 @@ def commit() -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     done = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
+        ["git", "-C", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
     )
     return done.stdout.strip() if done.returncode == 0 else None
 
@@ -53,7 +59,9 @@ DECISIVE = ("avx2", "avx_vnni", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "
 
 
 def cpu_features() -> list[str]:
-    """Which of DECISIVE the processor has: one marketing name stands for very different machines."""
+    """Which of DECISIVE the processor has: one marketing name stands for very different
+    machines.
+    """
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.lower().startswith(("flags", "features")):

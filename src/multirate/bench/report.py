@@ -14,7 +14,11 @@ def table(rows: Sequence[Row], title: str | None = None) -> Table:
     """The rows for a terminal. A row whose answers are not the base model's shows no speedup."""
     against = baseline(rows)
     result = Table(
-        title=title, title_justify="left", caption=_caption(rows, against), caption_justify="left", pad_edge=False
+        title=title,
+        title_justify="left",
+        caption=_caption(rows, against),
+        caption_justify="left",
+        pad_edge=False,
     )
     longest = max((len(row.method) for row in rows), default=0)
     result.add_column("method", overflow="fold", min_width=min(longest, 14), max_width=16)
@@ -34,7 +38,9 @@ def table(rows: Sequence[Row], title: str | None = None) -> Table:
 
 
 def identity(row: Row) -> str:
-    """`yes`, or how many answers are (`78/80`), with near-ties and wrong answers on lines of their own."""
+    """`yes`, or how many answers are (`78/80`), with near-ties and wrong answers on lines of their
+    own.
+    """
     total = row.identical + row.near_ties + row.diverged
     if row.lossless and row.identical == total:
         return "yes"
@@ -51,7 +57,9 @@ def identity(row: Row) -> str:
 def _caption(rows: Sequence[Row], against: Row | None) -> str:
     if against is None:
         return "No speedups: there is no correct baseline in this run."
-    lines = [f"Speedup: total tokens over total time, against {against.method} (the faster baseline)."]
+    lines = [
+        f"Speedup: total tokens over total time, against {against.method} (the faster baseline)."
+    ]
     wrong = [row.method for row in rows if row.diverged]
     if wrong:
         lines.append(f"No speedup for {', '.join(wrong)}: answers are missing, shortened or wrong.")

@@ -1,4 +1,6 @@
-"""Measures methods side by side: warm-up, interleaved repeats, total tokens over total time, identity of answers."""
+"""Measures methods side by side: warm-up, interleaved repeats, total tokens over total time,
+identity of answers.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ BASELINES = (REFERENCE, "generate")
 
 @dataclass(frozen=True)
 class Answer:
-    """New tokens of one prompt and what they took: `stepped` of them came from `steps` passes after the prefill.
+    """New tokens of one prompt and what they took: `stepped` of them came from `steps` passes after
+    the prefill.
 
-    `drafted` counts drafted levels (of a chain: tokens), `accepted` the drafted tokens that were emitted.
+    `drafted` counts drafted levels (of a chain: tokens), `accepted` the drafted tokens that were
+    emitted.
     """
 
     tokens: list[int]
@@ -31,9 +35,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class MethodRun:
-    """A method under test: `run(prompt ids) -> Answer`. Lossy ones need not give the reference's tokens.
+    """A method under test: `run(prompt ids) -> Answer`. Lossy ones need not give the reference's
+    tokens.
 
-    forget: called, untimed, before a prompt that does not go on from the one before: no method may know it already.
+    forget: called, untimed, before a prompt that does not go on from the one before: no method may
+    know it already.
     """
 
     name: str
@@ -69,10 +75,11 @@ class Measurements:
 class Row:
     """One method's figures. Rates are tokens per second of wall time, prefill included.
 
-    The repeat with the (lower) median rate gives `tokens`, `seconds` and `tokens_per_second`; `spread` is (max − min) /
-    median of the rates; `speedup` is against the faster baseline and None when answers are missing, shortened or
-    wrong. `tokens_per_step` counts emitted tokens per target pass after the prefill, bonus token included; `acceptance`
-    is accepted over drafted tokens. `identical + near_ties + diverged` is the number of prompts of a lossless method.
+    The repeat with the (lower) median rate gives `tokens`, `seconds` and `tokens_per_second`;
+    `spread` is (max − min) / median of the rates; `speedup` is against the faster baseline and None
+    when answers are missing, shortened or wrong. `tokens_per_step` counts emitted tokens per target
+    pass after the prefill, bonus token included; `acceptance` is accepted over drafted tokens.
+    `identical + near_ties + diverged` is the number of prompts of a lossless method.
     """
 
     method: str
@@ -104,11 +111,13 @@ def measure(
     synchronize: Callable[[], None] | None = None,
     on_answer: Callable[[str], None] | None = None,
 ) -> Measurements:
-    """Times every method on every prompt, `repeats` times, after `warmup` prompts that do not count.
+    """Times every method on every prompt, `repeats` times, after `warmup` prompts that do not
+    count.
 
-    All methods answer a prompt before the next one comes, and their order rotates, so that a machine that slows down
-    or warms up slows all of them alike. A conversation's later turns may use what a method kept of the earlier ones;
-    every other prompt is new to it. Ctrl-C ends the run with what is complete.
+    All methods answer a prompt before the next one comes, and their order rotates, so that a
+    machine that slows down or warms up slows all of them alike. A conversation's later turns may
+    use what a method kept of the earlier ones; every other prompt is new to it. Ctrl-C ends the run
+    with what is complete.
     """
     result = Measurements([c.name for c in method_runs], list(prompts))
     wait = synchronize or (lambda: None)
@@ -150,11 +159,16 @@ def _forget(method_runs: Sequence[MethodRun], prompt: Prompt) -> None:
 
 
 def summarise(measurements: Measurements, judge: Judge, lossy: Sequence[str] = ()) -> list[Row]:
-    """One Row per method, in the order given; identity is against the first repeat of REFERENCE, prompt by prompt."""
+    """One Row per method, in the order given; identity is against the first repeat of REFERENCE,
+    prompt by prompt.
+    """
     repeats = measurements.usable()
     if not repeats:
         return []
-    rows = [_row(name, name not in lossy, repeats, measurements.prompts, judge) for name in measurements.methods]
+    rows = [
+        _row(name, name not in lossy, repeats, measurements.prompts, judge)
+        for name in measurements.methods
+    ]
     reference = baseline(rows)
     for row in rows:
         if reference is not None and not row.diverged and row.tokens_per_second > 0:
@@ -163,13 +177,23 @@ def summarise(measurements: Measurements, judge: Judge, lossy: Sequence[str] = (
 
 
 def baseline(rows: Sequence[Row]) -> Row | None:
-    """The faster of our own plain decoding and transformers' `generate`: what speedups are quoted against."""
-    plain = [row for row in rows if row.method in BASELINES and not row.diverged and row.tokens_per_second > 0]
+    """The faster of our own plain decoding and transformers' `generate`: what speedups are quoted
+    against.
+    """
+    plain = [
+        row
+        for row in rows
+        if row.method in BASELINES and not row.diverged and row.tokens_per_second > 0
+    ]
     return max(plain, key=lambda row: row.tokens_per_second, default=None)
 
 
 def _row(
-    name: str, lossless: bool, repeats: list[list[dict[str, Sample]]], prompts: Sequence[Prompt], judge: Judge
+    name: str,
+    lossless: bool,
+    repeats: list[list[dict[str, Sample]]],
+    prompts: Sequence[Prompt],
+    judge: Judge,
 ) -> Row:
     tokens = [sum(len(taken[name].answer.tokens) for taken in repeat) for repeat in repeats]
     seconds = [sum(taken[name].seconds for taken in repeat) for repeat in repeats]
@@ -184,7 +208,11 @@ def _row(
     wrong = {
         index
         for index, divergence in found
-        if (divergence.kind == "bug" if lossless else not all(len(r[index][name].answer.tokens) for r in repeats))
+        if (
+            divergence.kind == "bug"
+            if lossless
+            else not all(len(r[index][name].answer.tokens) for r in repeats)
+        )
     }
     return Row(
         method=name,
@@ -200,14 +228,18 @@ def _row(
         near_ties=len(differing - wrong) if lossless else 0,
         diverged=len(wrong),
         seconds_per_repeat=seconds,
-        divergences=[{"prompt": prompts[index].id, **divergence.as_dict()} for index, divergence in found],
+        divergences=[
+            {"prompt": prompts[index].id, **divergence.as_dict()} for index, divergence in found
+        ],
     )
 
 
 def _divergences(
     name: str, repeats: list[list[dict[str, Sample]]], prompts: Sequence[Prompt], judge: Judge
 ) -> list[tuple[int, Divergence]]:
-    """(prompt index, divergence) of every distinct answer, over all repeats, that is not the reference's."""
+    """(prompt index, divergence) of every distinct answer, over all repeats, that is not the
+    reference's.
+    """
     found = []
     for index in range(len(repeats[0])):
         reference = repeats[0][index][REFERENCE].answer.tokens

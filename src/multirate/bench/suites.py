@@ -13,7 +13,9 @@ from multirate.errors import UserError
 
 @dataclass(frozen=True)
 class Question:
-    """What a user asks: one string per turn. A later turn is asked after the model's own answer to the one before."""
+    """What a user asks: one string per turn. A later turn is asked after the model's own answer to
+    the one before.
+    """
 
     id: str
     turns: tuple[str, ...]
@@ -33,7 +35,11 @@ def _text(record: dict[str, Any], field: str) -> str:
 
 def _fastchat(record: dict[str, Any]) -> list[tuple[str, ...]]:
     turns = record.get("turns")
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
+    if (
+        not isinstance(turns, list)
+        or not turns
+        or not all(isinstance(t, str) and t.strip() for t in turns)
+    ):
         raise _Field("needs a field 'turns' holding a list of non-empty strings")
     return [tuple(turns)]
 
@@ -41,7 +47,11 @@ def _fastchat(record: dict[str, Any]) -> list[tuple[str, ...]]:
 def _self_instruct(record: dict[str, Any]) -> list[tuple[str, ...]]:
     instruction = _text(record, "instruction")
     instances = record.get("instances", [{}])
-    if not isinstance(instances, list) or not instances or not all(isinstance(i, dict) for i in instances):
+    if (
+        not isinstance(instances, list)
+        or not instances
+        or not all(isinstance(i, dict) for i in instances)
+    ):
         raise _Field("needs 'instances' to be a non-empty list of objects with an 'input'")
     prompts: list[tuple[str, ...]] = []
     for instance in instances:
@@ -68,10 +78,11 @@ READERS: dict[str, Callable[[dict[str, Any]], list[tuple[str, ...]]]] = {
 
 
 def load_suite(suite: str, path: str | Path, limit: int | None = None) -> list[Question]:
-    """The questions of a JSONL file in the format of `suite` (a key of READERS); `limit` of them, spread evenly.
+    """The questions of a JSONL file in the format of `suite` (a key of READERS); `limit` of them,
+    spread evenly.
 
-    Suites are ordered by category: the first few would say little about the whole.
-    Raises UserError for an unknown suite, an unreadable or empty file, or a malformed line (file and line number).
+    Suites are ordered by category: the first few would say little about the whole. Raises UserError
+    for an unknown suite, an unreadable or empty file, or a malformed line (file and line number).
     """
     if suite not in READERS:
         raise UserError(f"unknown suite {suite!r}: accepted are {', '.join(READERS)}")
@@ -85,7 +96,9 @@ def load_suite(suite: str, path: str | Path, limit: int | None = None) -> list[Q
     return questions
 
 
-def _read(reader: Callable[[dict[str, Any]], list[tuple[str, ...]]], suite: str, path: Path) -> Iterator[Question]:
+def _read(
+    reader: Callable[[dict[str, Any]], list[tuple[str, ...]]], suite: str, path: Path
+) -> Iterator[Question]:
     for number, record in read_jsonl(path):
         try:
             prompts = reader(record)
@@ -102,7 +115,9 @@ def _read(reader: Callable[[dict[str, Any]], list[tuple[str, ...]]], suite: str,
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every non-blank line. UserError names file and line of what is no JSON object."""
+    """(line number from 1, object) of every non-blank line. UserError names file and line of what
+    is no JSON object.
+    """
     try:
         file = path.open("rb")
     except OSError as error:
@@ -119,9 +134,16 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 try:
                     record = json.loads(line)
                 except json.JSONDecodeError as error:
-                    raise UserError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
+                    raise UserError(
+                        f"{path}, line {number}: not valid JSON ({error.msg})"
+                    ) from None
                 if not isinstance(record, dict):
-                    raise UserError(f"{path}, line {number}: a JSON object is needed, not a {type(record).__name__}")
+                    raise UserError(
+                        f"{path}, line {number}: a JSON object is needed, not a "
+                        f"{type(record).__name__}"
+                    )
                 yield number, record
         except OSError as error:  # a directory opens on some systems and fails only when read
-            raise UserError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+            raise UserError(
+                f"cannot read {path}: {(error.strerror or str(error)).lower()}"
+            ) from None

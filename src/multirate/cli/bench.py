@@ -24,50 +24,76 @@ WRONG_ANSWERS = 1
 def command(
     model: options.Model = None,
     suite: Annotated[
-        str, typer.Option(help="mt_bench, spec_bench, self_instruct, koala, wizardlm, gsm8k or text.")
+        str,
+        typer.Option(help="mt_bench, spec_bench, self_instruct, koala, wizardlm, gsm8k or text."),
     ] = "mt_bench",
     data: Annotated[Path, typer.Option(help="The suite's JSONL file.", show_default=False)] = ...,  # type: ignore[assignment]
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated (default: generate, autoregressive, and every accelerator); settings may follow a "
-            "name: m2r2-carry:lookup=0.", show_default=False,
+            help="Comma-separated (default: generate, autoregressive, and every accelerator); "
+            "settings may follow a "
+            "name: m2r2-carry:lookup=0.",
+            show_default=False,
         ),
     ] = None,
     accelerator: Annotated[
         list[str] | None,
         typer.Option(
-            "--accelerator", "-a", help="NAME=FOLDER, or a folder or hub id (repeatable).", show_default=False
+            "--accelerator",
+            "-a",
+            help="NAME=FOLDER, or a folder or hub id (repeatable).",
+            show_default=False,
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Only so many questions, spread evenly over the file.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Only so many questions, spread evenly over the file.", show_default=False
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most so many per answer.")] = 256,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="At most so many per answer.")
+    ] = 256,
     repeats: Annotated[int, typer.Option(help="Measured rounds over all prompts.")] = 3,
     warmup: Annotated[int, typer.Option(help="Prompts answered before measuring.")] = 1,
     truncate: Annotated[
-        bool, typer.Option("--truncate", help="Cut long prompts from the left (default: skip and count them).")
+        bool,
+        typer.Option(
+            "--truncate", help="Cut long prompts from the left (default: skip and count them)."
+        ),
     ] = False,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write the results here.", show_default=False)] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+    ] = None,
     experts: options.Experts = None,
     expert_memory: Annotated[
         str | None,
-        typer.Option(help="With --methods experts: budgets such as 8MB,25% (default: 25%).", show_default=False),
+        typer.Option(
+            help="With --methods experts: budgets such as 8MB,25% (default: 25%).",
+            show_default=False,
+        ),
     ] = None,
     disk_speed: Annotated[
-        str | None, typer.Option(help="With --methods experts: read no faster, e.g. 500MB/s.", show_default=False)
+        str | None,
+        typer.Option(
+            help="With --methods experts: read no faster, e.g. 500MB/s.", show_default=False
+        ),
     ] = None,
     expert_predictor: options.ExpertPredictor = None,
     page: Annotated[
-        Path | None, typer.Option("--html", help="With --methods experts: a page with timelines.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--html", help="With --methods experts: a page with timelines.", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Measure methods side by side: interleaved repeats, total tokens over total time, identical answers or no speedup.
+    """Measure methods side by side: interleaved repeats, total tokens over total time, identical
+    answers or no speedup.
 
     Ends with code 1 when a lossless method gave an answer that is missing, shortened or wrong.
     """
@@ -91,10 +117,17 @@ def command(
     chosen = method_names(methods) if methods else []
     if experts is not None or bench_experts.EXPERTS in chosen:
         same, interrupted = bench_experts.command(
-            model, questions, suite, data, chosen or [bench_experts.EXPERTS],
+            model,
+            questions,
+            suite,
+            data,
+            chosen or [bench_experts.EXPERTS],
             bench_experts.ExpertOptions(experts, expert_memory, disk_speed, page, expert_predictor),
-            max_new_tokens=max_new_tokens, repeats=repeats, truncate=truncate, json=json,
-        )  # fmt: skip
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            truncate=truncate,
+            json=json,
+        )
         if not same:
             raise typer.Exit(WRONG_ANSWERS)
         if interrupted:
@@ -122,9 +155,14 @@ def command(
         warmup=warmup,
         truncate=truncate,
         title=f"{suite}, {loaded.name}, {dtype}, batch 1, greedy",
-        settings={"dtype": str(loaded.model.dtype).removeprefix("torch."), "model": loaded.name, "suite": suite,
-                  "data": str(data), "seed": None},
-    )  # fmt: skip
+        settings={
+            "dtype": str(loaded.model.dtype).removeprefix("torch."),
+            "model": loaded.name,
+            "suite": suite,
+            "data": str(data),
+            "seed": None,
+        },
+    )
     if json is not None:
         write_json(json, content)
     if any(row.diverged for row in rows):
@@ -175,13 +213,17 @@ def run(
             synchronize=(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None,
             on_answer=lambda name: bar.advance(),
         )
-    rows = summarise(measurements, Judge(engine.model), [c.name for c in method_runs if not c.lossless])
+    rows = summarise(
+        measurements, Judge(engine.model), [c.name for c in method_runs if not c.lossless]
+    )
     usable = measurements.usable()
     console = options.console()
     if rows:
         console.print(report.table(rows, title))
     else:
-        console.print("Nothing was measured: the run ended before every method had answered a prompt.")
+        console.print(
+            "Nothing was measured: the run ended before every method had answered a prompt."
+        )
     content = report.document(
         provenance.collect(device, backend=engine.backend),
         rows,

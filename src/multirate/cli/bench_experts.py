@@ -1,4 +1,6 @@
-"""`multirate bench --methods experts`: every way of loading experts, on the same tokens, at one or more budgets."""
+"""`multirate bench --methods experts`: every way of loading experts, on the same tokens, at one or
+more budgets.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ EXPERTS = "experts"
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """What the command line says of experts: the store, budgets and disk speed as text, and where the page goes."""
+    """What the command line says of experts: the store, budgets and disk speed as text, and where
+    the page goes.
+    """
 
     store: Path | None
     memory: str | None
@@ -43,7 +47,8 @@ def command(
     truncate: bool,
     json: Path | None,
 ) -> tuple[bool, bool]:
-    """Measures, prints a table per budget, writes JSON and page → (whether every token was the same, interrupted).
+    """Measures, prints a table per budget, writes JSON and page → (whether every token was the
+    same, interrupted).
 
     names: policies, or just "experts" for all of them.
     """
@@ -54,19 +59,30 @@ def command(
     from multirate.experts.runtime import ExpertSettings, slots_for
 
     if model is None or given.store is None:
-        raise UserError("--methods experts needs MODEL and --experts DIR, the store that multirate pack made of it")
+        raise UserError(
+            "--methods experts needs MODEL and --experts DIR, the store that multirate pack made "
+            "of it"
+        )
     policies = [name for name in names if name != EXPERTS]
     unknown = [name for name in policies if name not in ALL_POLICIES]
     if unknown:
-        raise UserError(f"expert policy {unknown[0]!r} is unknown; accepted: {', '.join(ALL_POLICIES)}")
-    speed = parse_bytes(given.disk_speed.removesuffix("/s"), "--disk-speed") if given.disk_speed else None
+        raise UserError(
+            f"expert policy {unknown[0]!r} is unknown; accepted: {', '.join(ALL_POLICIES)}"
+        )
+    speed = (
+        parse_bytes(given.disk_speed.removesuffix("/s"), "--disk-speed")
+        if given.disk_speed
+        else None
+    )
     for place in (json, given.page):
         if place is not None:
             check_writable(place)
     engine = attach(model, experts=given.store, expert_predictor=given.predictor)
     assert engine.experts is not None and engine.experts.runtime is not None
     if not policies:
-        policies = [one for one in ALL_POLICIES if one != "accelerated" or engine.experts.has_accelerated]
+        policies = [
+            one for one in ALL_POLICIES if one != "accelerated" or engine.experts.has_accelerated
+        ]
     index = engine.experts.store.index
     everything = index.data_bytes
     texts = [part.strip() for part in given.memory.split(",")] if given.memory else []
@@ -78,22 +94,42 @@ def command(
     total = len(budgets) * repeats * len(prompts.prompts) * len(policies)
     with Bar("measuring", total) as bar:
         run = measure_policies(
-            engine, prompts.prompts, policies, budgets,
+            engine,
+            prompts.prompts,
+            policies,
+            budgets,
             lambda budget: ExpertSettings(budget, disk_bytes_per_second=speed),
-            max_new_tokens=max_new_tokens, repeats=repeats, on_answer=bar.advance,
-        )  # fmt: skip
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            on_answer=bar.advance,
+        )
     reads = engine.experts.runtime.note or "O_DIRECT"
     content = {
-        **provenance.collect("cpu", backend=engine.backend), "model": Path(model).name, "suite": suite,
-        "data": str(data), "dtype": str(index.record.dtype).removeprefix("torch."), "prompts": len(prompts.prompts),
-        "max_new_tokens": max_new_tokens, "repeats": repeats, "skipped": prompts.skipped, "reads": reads,
-        "disk_bytes_per_second": speed, "experts_bytes": everything, "record_bytes": index.record.bytes,
-        "layers": len(index.layers), "num_experts": index.num_experts, "top_k": index.top_k,
-        "interrupted": run.interrupted, "rows": [row.as_dict() for row in run.rows],
-    }  # fmt: skip
+        **provenance.collect("cpu", backend=engine.backend),
+        "model": Path(model).name,
+        "suite": suite,
+        "data": str(data),
+        "dtype": str(index.record.dtype).removeprefix("torch."),
+        "prompts": len(prompts.prompts),
+        "max_new_tokens": max_new_tokens,
+        "repeats": repeats,
+        "skipped": prompts.skipped,
+        "reads": reads,
+        "disk_bytes_per_second": speed,
+        "experts_bytes": everything,
+        "record_bytes": index.record.bytes,
+        "layers": len(index.layers),
+        "num_experts": index.num_experts,
+        "top_k": index.top_k,
+        "interrupted": run.interrupted,
+        "rows": [row.as_dict() for row in run.rows],
+    }
     console = options.console()
     for budget, rows in run.budgets:
-        title = f"{expert_report.size(budget)} for experts ({100 * budget / everything:.0f}% of them), batch 1, greedy"
+        title = (
+            f"{expert_report.size(budget)} for experts ({100 * budget / everything:.0f}% of them), "
+            "batch 1, greedy"
+        )
         console.print(expert_report.table(rows, title))
     if json is not None:
         write_json(json, content)

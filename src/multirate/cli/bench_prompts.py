@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from multirate.engine import Engine
 
 
-def prepared(engine: Engine, questions: list[Question], max_new_tokens: int, truncate: bool) -> PromptSet:
+def prepared(
+    engine: Engine, questions: list[Question], max_new_tokens: int, truncate: bool
+) -> PromptSet:
     """The prompts of all questions; says which are skipped or cut."""
     from multirate.bench.prompts import build_prompts
 
@@ -34,7 +36,10 @@ def prepared(engine: Engine, questions: list[Question], max_new_tokens: int, tru
             f"{max_new_tokens} new tokens (--truncate cuts them): {_some(prompts.skipped)}"
         )
     if prompts.truncated:
-        options.note(f"note: {len(prompts.truncated)} prompts are cut from the left: {_some(prompts.truncated)}")
+        options.note(
+            f"note: {len(prompts.truncated)} prompts are cut from the left: "
+            f"{_some(prompts.truncated)}"
+        )
     return prompts
 
 

@@ -22,14 +22,18 @@ QUESTIONS = (
 
 
 def command(
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most so many per answer.")] = 96,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="At most so many per answer.")
+    ] = 96,
     repeats: Annotated[int, typer.Option(help="Measured rounds over all prompts.")] = 2,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Plain decoding and M2R2 side by side on the embedded model: speed, and that the text is the same."""
+    """Plain decoding and M2R2 side by side on the embedded model: speed, and that the text is the
+    same.
+    """
     for name, value in (("--max-new-tokens", max_new_tokens), ("--repeats", repeats)):
         if value < 1:
             raise UserError(f"{name} is {value}: at least 1 is needed")
@@ -46,13 +50,16 @@ def command(
     options.add_accelerators(engine, [], presets, embedded=True)
     parameters = sum(p.numel() for p in loaded.model.parameters())
     typer.echo(
-        f"Reference model: {parameters / 1e6:.1f}M parameters, {engine.decoder.info.num_layers} layers, {dtype}, "
+        f"Reference model: {parameters / 1e6:.1f}M parameters, {engine.decoder.info.num_layers} "
+        f"layers, {dtype}, "
         f"{engine.backend} backend, {engine.decoder.info.device.type}."
     )
     ids = encode_chat(loaded.tokenizer, [{"role": "user", "content": QUESTIONS[0]}])
     typer.echo(f"\n> {QUESTIONS[0]}\n")
     answer = engine.generate([ids], stop=engine.stopping(max_new_tokens), speculate="always")
-    typer.echo(loaded.tokenizer.decode(answer.sequences[0], skip_special_tokens=True).strip() + "\n")
+    typer.echo(
+        loaded.tokenizer.decode(answer.sequences[0], skip_special_tokens=True).strip() + "\n"
+    )
     _, rows, interrupted = run(
         engine,
         [Question(str(number), (text,)) for number, text in enumerate(QUESTIONS, start=1)],
@@ -69,4 +76,6 @@ def command(
     if any(row.diverged for row in rows):
         raise typer.Exit(WRONG_ANSWERS)
     exact = all(row.identical == len(QUESTIONS) for row in rows)
-    typer.echo("identical: yes" if exact else "identical: up to near-ties of bf16 rounding (see the table)")
+    typer.echo(
+        "identical: yes" if exact else "identical: up to near-ties of bf16 rounding (see the table)"
+    )

@@ -1,4 +1,6 @@
-"""What a user can mend becomes one sentence on stderr and an exit code; everything else keeps its traceback."""
+"""What a user can mend becomes one sentence on stderr and an exit code; everything else keeps its
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Group(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:  # the reader of our output went away (`| head`): nothing left to say
+        except (
+            BrokenPipeError
+        ):  # the reader of our output went away (`| head`): nothing left to say
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except OSError as error:
@@ -62,7 +66,9 @@ def fail(sentence: str) -> None:
     """Prints `error: sentence` to stderr, on one line, and ends the command with code 2."""
     try:
         sys.stdout.flush()
-    except OSError:  # what could not be written would be tried again at the end, and the exit code be the interpreter's
+    # what could not be written would be tried again at the end, and the exit code be the
+    # interpreter's
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     typer.echo(f"error: {' '.join(sentence.split())}", err=True)
     raise typer.Exit(MENDABLE) from None

@@ -14,32 +14,56 @@ from multirate.errors import UserError
 
 def command(
     model: options.Model = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.", show_default=False)] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The prompt.", show_default=False)
+    ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="A UTF-8 file that holds the prompt (default: stdin).", show_default=False)
+        Path | None,
+        typer.Option(
+            help="A UTF-8 file that holds the prompt (default: stdin).", show_default=False
+        ),
     ] = None,
     accelerator: Annotated[
-        str | None, typer.Option("--accelerator", "-a", help="An accelerator's folder or hub id.", show_default=False)
+        str | None,
+        typer.Option(
+            "--accelerator", "-a", help="An accelerator's folder or hub id.", show_default=False
+        ),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(
-            help="Decoding method (default: the accelerator's); settings may follow: m2r2-carry:lookup=0.",
+        str | None,
+        typer.Option(
+            help="Decoding method (default: the accelerator's); settings may follow: "
+            "m2r2-carry:lookup=0.",
             show_default=False,
-        )
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most so many tokens.")] = 256,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="At most so many tokens.")
+    ] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the smallest set with this probability; 1 keeps all.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best one's probability.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens that occurred become less likely.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text (repeatable).", show_default=False)] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Keep the smallest set with this probability; 1 keeps all.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens below this share of the best one's probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: tokens that occurred become less likely.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same text.", show_default=False)
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop at this text (repeatable).", show_default=False)
+    ] = None,
     stream: Annotated[bool, typer.Option(help="Print the text while it is written.")] = True,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt without the chat template.")
     ] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Print speed and acceptance to stderr.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print speed and acceptance to stderr.")
+    ] = False,
     speculate: options.Speculate = "auto",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -68,16 +92,29 @@ def command(
         raise UserError("--expert-memory needs --experts DIR, the store that multirate pack made")
     loaded = options.load(model, dtype, device, experts)
     engine = attach(
-        loaded, backend=backend, expert_memory=expert_memory, expert_policy=expert_policy,
+        loaded,
+        backend=backend,
+        expert_memory=expert_memory,
+        expert_policy=expert_policy,
         expert_predictor=expert_predictor,
-    )  # fmt: skip
-    if engine.experts is not None and engine.experts.runtime is not None and engine.experts.runtime.note:
+    )
+    if (
+        engine.experts is not None
+        and engine.experts.runtime is not None
+        and engine.experts.runtime.note
+    ):
         options.note(f"note: {engine.experts.runtime.note}")
     embedded = is_reference(model)
     wanted = [method or recommended()] if embedded and (method or not accelerator) else []
-    options.add_accelerators(engine, [accelerator] if accelerator else [], wanted, embedded=embedded)
+    options.add_accelerators(
+        engine, [accelerator] if accelerator else [], wanted, embedded=embedded
+    )
     tokenizer = loaded.tokenizer
-    ids = tokenizer(text)["input_ids"] if raw else encode_chat(tokenizer, [{"role": "user", "content": text}])
+    ids = (
+        tokenizer(text)["input_ids"]
+        if raw
+        else encode_chat(tokenizer, [{"role": "user", "content": text}])
+    )
     if not ids:
         raise UserError("the prompt has no tokens: give some text")
 
@@ -104,7 +141,8 @@ def command(
     if stats:
         seen = output.stats
         options.note(
-            f"{seen.tokens} tokens in {seen.seconds:.2f} s, {seen.tokens / max(seen.seconds, 1e-9):.1f} tokens/s, "
+            f"{seen.tokens} tokens in {seen.seconds:.2f} s, "
+            f"{seen.tokens / max(seen.seconds, 1e-9):.1f} tokens/s, "
             f"{seen.tokens_per_step:.2f} tokens per step, acceptance {seen.acceptance:.2f}, "
             f"ended by {output.finish_reasons[0]}, backend {engine.backend}"
         )
@@ -119,12 +157,16 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
         try:
             prompt = file.read_text(encoding="utf-8")
         except OSError as error:
-            raise UserError(f"cannot read {file}: {(error.strerror or str(error)).lower()}") from None
+            raise UserError(
+                f"cannot read {file}: {(error.strerror or str(error)).lower()}"
+            ) from None
         except UnicodeDecodeError:
             raise UserError(f"cannot read {file}: it is not UTF-8 text") from None
     elif prompt is None:
         if sys.stdin.isatty():
-            raise UserError("there is no prompt: give --prompt TEXT, --prompt-file FILE, or text on stdin")
+            raise UserError(
+                "there is no prompt: give --prompt TEXT, --prompt-file FILE, or text on stdin"
+            )
         prompt = sys.stdin.read()
     if not prompt.strip():
         raise UserError("the prompt is empty: give some text")

@@ -1,4 +1,6 @@
-"""`multirate info`: what a model is, whether it can be run and by what, and the accelerators at hand."""
+"""`multirate info`: what a model is, whether it can be run and by what, and the accelerators at
+hand.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,17 @@ def command(
 
     config = loaded.model.config
     row("model", loaded.name)
-    row("architecture", (getattr(config, "architectures", None) or [type(loaded.model).__name__])[0])
+    row(
+        "architecture", (getattr(config, "architectures", None) or [type(loaded.model).__name__])[0]
+    )
     row("parameters", f"{sum(p.numel() for p in loaded.model.parameters()) / 1e6:.1f}M")
     row("dtype", str(loaded.model.dtype).removeprefix("torch."))
     row("device", here["device"])
     row("processor", f"{here['cpu']}, {here['threads']} threads")
-    row("versions", f"multirate {here['version']}, torch {here['torch']}, transformers {here['transformers']}")
+    row(
+        "versions",
+        f"multirate {here['version']}, torch {here['torch']}, transformers {here['transformers']}",
+    )
     try:
         engine = attach(loaded.model, backend="hf", tokenizer=loaded.tokenizer)
     except UserError as unsupported:
@@ -61,7 +68,12 @@ def command(
         row("experts", f"{info.num_experts}, {info.experts_per_token} per token")
     row("supported", "yes")
     reason = why_not_native(loaded.model)
-    row("backend", "native (packed bf16 weights)" if reason is None else f"hf (the model's own layers): {reason}")
+    row(
+        "backend",
+        "native (packed bf16 weights)"
+        if reason is None
+        else f"hf (the model's own layers): {reason}",
+    )
     row("methods", ", ".join(engine.methods()))
     options.console().print(table)
     found = reference_accelerators() if is_reference(model) else {}
@@ -69,4 +81,6 @@ def command(
         typer.echo(f"\naccelerator {name} ({folder})")
         card = folder / "README.md"
         if card.is_file():
-            typer.echo(card.read_text(encoding="utf-8").partition("\n# ")[2].partition("\n")[2].strip())
+            typer.echo(
+                card.read_text(encoding="utf-8").partition("\n# ")[2].partition("\n")[2].strip()
+            )

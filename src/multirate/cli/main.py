@@ -13,7 +13,8 @@ from multirate.cli.errors import Group
 app = typer.Typer(
     name="multirate",
     cls=Group,
-    help="The same text from a Hugging Face language model, sooner: M2R2 self-speculative decoding.",
+    help="The same text from a Hugging Face language model, sooner: M2R2 self-speculative "
+    "decoding.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -37,7 +38,10 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass

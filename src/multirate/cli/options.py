@@ -18,14 +18,24 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     str | None,
-    typer.Argument(help="A model's folder or hub id; omitted: the embedded reference model.", show_default=False),
+    typer.Argument(
+        help="A model's folder or hub id; omitted: the embedded reference model.",
+        show_default=False,
+    ),
 ]
 Dtype = Annotated[str, typer.Option(help="auto (as saved), bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, cuda:1 …")]
-Backend = Annotated[str, typer.Option(help="auto, hf (the model's own layers) or native (packed bf16 weights).")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads (default: torch's).", show_default=False)]
+Backend = Annotated[
+    str, typer.Option(help="auto, hf (the model's own layers) or native (packed bf16 weights).")
+]
+Threads = Annotated[
+    int | None, typer.Option(help="CPU threads (default: torch's).", show_default=False)
+]
 Speculate = Annotated[
-    str, typer.Option(help="auto (plain decoding where drafts do not pay on this machine), always or never.")
+    str,
+    typer.Option(
+        help="auto (plain decoding where drafts do not pay on this machine), always or never."
+    ),
 ]
 
 
@@ -41,19 +51,25 @@ def set_threads(threads: int | None) -> None:
 
 
 Experts = Annotated[
-    Path | None, typer.Option(help="The model's expert store (multirate pack makes one).", show_default=False)
+    Path | None,
+    typer.Option(help="The model's expert store (multirate pack makes one).", show_default=False),
 ]
 ExpertMemory = Annotated[
-    str | None, typer.Option(help="Memory for experts, such as 2GB (default: all of them).", show_default=False)
+    str | None,
+    typer.Option(
+        help="Memory for experts, such as 2GB (default: all of them).", show_default=False
+    ),
 ]
 ExpertPolicy = Annotated[
     str,
     typer.Option(
-        help="aot, on_demand, lru, lrfu, least_stale, previous_token, popularity, next_layer_gate or accelerated."
+        help="aot, on_demand, lru, lrfu, least_stale, previous_token, popularity, next_layer_gate "
+        "or accelerated."
     ),
 ]
 ExpertPredictor = Annotated[
-    Path | None, typer.Option(help="What train --objective experts made for this model.", show_default=False)
+    Path | None,
+    typer.Option(help="What train --objective experts made for this model.", show_default=False),
 ]
 
 
@@ -75,7 +91,9 @@ def load(model: str | None, dtype: str, device: str, experts: Path | None = None
     if model is None:
         raise UserError("--experts needs the MODEL that the store was packed from")
     if dtype != "auto":
-        raise UserError(f"--dtype {dtype} with --experts: accepted is auto, the dtype that was packed")
+        raise UserError(
+            f"--dtype {dtype} with --experts: accepted is auto, the dtype that was packed"
+        )
     return load_offloaded(model, experts, device)
 
 
@@ -83,13 +101,18 @@ def expert_line(runtime: ExpertRuntime) -> str:
     """What loading experts did, on a line."""
     seen = runtime.stats
     return (
-        f"experts: {runtime.memory_bytes / 1e6:.0f} MB, hit rate {seen.hit_rate:.2f}, {seen.recall:.2f} of the rest "
+        f"experts: {runtime.memory_bytes / 1e6:.0f} MB, hit rate {seen.hit_rate:.2f}, "
+        f"{seen.recall:.2f} of the rest "
         f"read ahead, {seen.bytes / 1e6:.0f} MB read, waited {seen.stall_seconds:.2f} s"
     )
 
 
-def add_accelerators(engine: Engine, given: Sequence[str], methods: Sequence[str], embedded: bool) -> None:
-    """`NAME=PATH` or `PATH` each; on the embedded model also its own accelerators that `methods` name."""
+def add_accelerators(
+    engine: Engine, given: Sequence[str], methods: Sequence[str], embedded: bool
+) -> None:
+    """`NAME=PATH` or `PATH` each; on the embedded model also its own accelerators that `methods`
+    name.
+    """
     from multirate.hub import reference_accelerators
 
     for text in given:

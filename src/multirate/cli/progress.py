@@ -1,4 +1,6 @@
-"""A progress bar on stderr that is gone when it is full, and nowhere when stderr is not a terminal."""
+"""A progress bar on stderr that is gone when it is full, and nowhere when stderr is not a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,24 @@ class Bar:
     """`to(done, all)` moves it, `advance()` by one. A context manager."""
 
     def __init__(self, text: str, total: int | None = None) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         console = options.console(stderr=True)
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._progress = Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        )
         self._task = self._progress.add_task(text, total=total)
 
     def to(self, done: int, total: int) -> None:
@@ -32,7 +47,12 @@ class Bar:
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._progress.stop()
 
 

@@ -31,7 +31,9 @@ def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
                 field.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=default,
-                annotation=Annotated[hint, typer.Option(help=_HELP.get(field.name), show_default=default is not None)],
+                annotation=Annotated[
+                    hint, typer.Option(help=_HELP.get(field.name), show_default=default is not None)
+                ],
             )
         )
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -53,7 +55,8 @@ _HELP = {
     "checkpoint_steps": "Also write a checkpoint every this many steps.",
     "precision": "auto: bf16 where the hardware multiplies it, fp32 elsewhere.",
     "sharpness": "Distil at softmax(sharpness x logits); above 1 favours greedy drafts.",
-    "teacher_states": "Folder to keep the base's final residuals in: each sample runs through the base once.",
+    "teacher_states": "Folder to keep the base's final residuals in: each sample runs through the "
+    "base once.",
     "compile": "Compile the base's layers (pays on long runs).",
     "overwrite": "Replace a finished accelerator in the output folder.",
 }
@@ -61,29 +64,44 @@ _HELP = {
 
 @_with_settings
 def command(
-    model: Annotated[str, typer.Argument(help="The base model's folder or hub id; its weights are never changed.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="The base model's folder or hub id; its weights are never changed."),
+    ],
     more_data: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE", help="More data files.", show_default=False)
+        list[Path] | None,
+        typer.Argument(metavar="FILE", help="More data files.", show_default=False),
     ] = None,
     *,
-    data: Annotated[list[Path], typer.Option(help="JSON or JSONL to train on (repeatable).", show_default=False)],
+    data: Annotated[
+        list[Path], typer.Option(help="JSON or JSONL to train on (repeatable).", show_default=False)
+    ],
     out: Annotated[Path, typer.Option(help="The accelerator's folder.", show_default=False)],
     method: Annotated[
         str | None,
-        typer.Option(help="A trained method (multirate info lists them).", show_default="the recommended one"),
+        typer.Option(
+            help="A trained method (multirate info lists them).", show_default="the recommended one"
+        ),
     ] = None,
     objective: Annotated[
-        str, typer.Option(help="tokens (drafts), or experts: name a mixture's experts ahead of time.")
+        str,
+        typer.Option(help="tokens (drafts), or experts: name a mixture's experts ahead of time."),
     ] = "tokens",
     option: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=VALUE of the method's config, such as gates=[2] (repeatable).", show_default=False),
+        typer.Option(
+            help="NAME=VALUE of the method's config, such as gates=[2] (repeatable).",
+            show_default=False,
+        ),
     ] = None,
     threads: options.Threads = None,
     **settings: Any,
 ) -> None:
     """Train an accelerator beside a frozen model. Interrupted, the same command resumes."""
-    chosen = {name: tuple(value or ()) if name == "heldout_files" else value for name, value in settings.items()}
+    chosen = {
+        name: tuple(value or ()) if name == "heldout_files" else value
+        for name, value in settings.items()
+    }
     checked = TrainSettings(**cast(Any, chosen))
     if objective not in ("tokens", "experts"):
         raise UserError(f"--objective is {objective!r}; accepted: tokens or experts")

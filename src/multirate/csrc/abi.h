@@ -187,7 +187,7 @@ typedef struct {
     Event *events;               // [event_count] where record is set
     int32_t event_count, record;
     int32_t paused_layer; // the model's, where a pass that returned PAUSED goes on
-    int32_t predictor;   // which of several predictors is asked from the next pass on
+    int32_t predictor;    // which of several predictors is asked from the next pass on
 } Controls;
 
 typedef struct Reads Reads;
@@ -205,10 +205,10 @@ typedef struct {
 
 typedef struct {
     int32_t kind, most_depth;
-    double threshold;                // the least share of a rank that must come true; 0: all are read
+    double threshold;            // the least share of a rank that must come true; 0: all are read
     const LowRank *const *sites; // by residual: [layers][most_depth], near depth first
     const PrunedPair *const *sketches; // [layers][most_depth] or NULL
-    const PrunedExperts *pruned;      // by stream: [layers]
+    const PrunedExperts *pruned;       // by stream: [layers]
     const int32_t *layer_of;           // [rows]
     const float *ones;                 // [hidden]
     float eps;

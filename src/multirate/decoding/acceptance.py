@@ -1,7 +1,8 @@
-"""Who of a draft is accepted, and why the output is still the base model's (or, for `Typical`, is not).
+"""Who of a draft is accepted, and why the output is still the base model's (or, for `Typical`, is
+not).
 
-Node i of a draft is verified by row i of the target's output: row i tells what the base model says *after* node i
-(row 0: after the last emitted token).
+Node i of a draft is verified by row i of the target's output: row i tells what the base model says
+*after* node i (row 0: after the last emitted token).
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Acceptance(Protocol):
     def __call__(
         self, sampler: Sampler, seqs: Sequence[int], drafts: Sequence[Draft], logits: Tensor
     ) -> list[Verdict]:
-        """The verdict on the draft of each of `seqs`; logits [N, V] after all nodes, draft after draft."""
+        """The verdict on the draft of each of `seqs`; logits [N, V] after all nodes, draft after
+        draft.
+        """
         ...
 
 
@@ -63,14 +66,15 @@ class Exact:
 
 @dataclass(frozen=True)
 class Typical:
-    """Typical acceptance [Cai et al. 2024, Medusa]: a drafted token is kept while the target finds it likely enough.
+    """Typical acceptance [Cai et al. 2024, Medusa]: a drafted token is kept while the target finds
+    it likely enough.
 
-    A token x after which the target's distribution is p is kept when p(x) > min(epsilon, delta · exp(−H(p))): the
-    less certain the target is, the less probable a token may be. The deepest path whose tokens are all kept is
-    accepted, and after it the target chooses the bonus token.
+    A token x after which the target's distribution is p is kept when p(x) > min(epsilon, delta ·
+    exp(−H(p))): the less certain the target is, the less probable a token may be. The deepest path
+    whose tokens are all kept is accepted, and after it the target chooses the bonus token.
 
-    Lossy when sampling: text is plausible, not distributed as the target's. When greedy, p is one-hot and this is
-    exact acceptance. epsilon, delta: above 0, below 1.
+    Lossy when sampling: text is plausible, not distributed as the target's. When greedy, p is
+    one-hot and this is exact acceptance. epsilon, delta: above 0, below 1.
     """
 
     epsilon: float = 0.09
@@ -117,7 +121,9 @@ class Typical:
 def _row_contexts(
     sampler: Sampler, seqs: Sequence[int], drafts: Sequence[Draft]
 ) -> tuple[list[int], list[int], list[list[int]] | None]:
-    """Rows of each draft; the sequence of every row; the drafted tokens before every row, where they matter."""
+    """Rows of each draft; the sequence of every row; the drafted tokens before every row, where
+    they matter.
+    """
     counts = [len(draft.tokens) + 1 for draft in drafts]
     row_seqs = [b for b, count in zip(seqs, counts, strict=True) for _ in range(count)]
     if not sampler.settings.uses_context:
@@ -135,17 +141,19 @@ def split(values: list[int], counts: Sequence[int]) -> list[list[int]]:
 
 
 def accept_greedy(draft: Draft, target: Sequence[int]) -> tuple[list[int], int]:
-    """Walk down from node 0 as long as the target's own token is among the children of the node reached.
+    """Walk down from node 0 as long as the target's own token is among the children of the node
+    reached.
 
-    draft: a chain or a tree of n nodes. target: [n+1], the target's token after each node: its argmax, or, when
-    sampling, a token drawn from its distribution there.
-    Returns (path, bonus): accepted nodes, 0 first, and the target's token after the last of them.
-    The emitted tokens are those of path[1:], then bonus.
+    draft: a chain or a tree of n nodes. target: [n+1], the target's token after each node: its
+    argmax, or, when sampling, a token drawn from its distribution there. Returns (path, bonus):
+    accepted nodes, 0 first, and the target's token after the last of them. The emitted tokens are
+    those of path[1:], then bonus.
 
-    Lossless: each emitted token is target[i] of a node i whose whole path has been emitted before it (as an accepted
-    child, or as the bonus), so it is what plain decoding emits after the same tokens: the argmax, or a draw from the
-    same distribution, made independently of the draft. The draft decides only how many tokens a pass emits.
-    [Greedy: Stern et al. 2018; for drafts that are not random this is exactly rejection sampling with a one-hot q.]
+    Lossless: each emitted token is target[i] of a node i whose whole path has been emitted before
+    it (as an accepted child, or as the bonus), so it is what plain decoding emits after the same
+    tokens: the argmax, or a draw from the same distribution, made independently of the draft. The
+    draft decides only how many tokens a pass emits. [Greedy: Stern et al. 2018; for drafts that are
+    not random this is exactly rejection sampling with a one-hot q.]
     """
     path = [0]
     if draft.is_chain:
@@ -167,15 +175,17 @@ def accept_sampled(
 ) -> tuple[list[int], int]:
     """Speculative sampling over a chain [Leviathan et al. 2023, theorem 1; Chen et al. 2023].
 
-    draft: a chain of n nodes, node i+1's token drawn from q[i]. p: [n+1, V] target probabilities after each node.
-    q: [n, V]. generator: uniform numbers, independent of the draft. Returns (path, bonus) as `accept_greedy`.
+    draft: a chain of n nodes, node i+1's token drawn from q[i]. p: [n+1, V] target probabilities
+    after each node.
+    q: [n, V]. generator: uniform numbers, independent of the draft. Returns (path, bonus) as
+    `accept_greedy`.
 
-    Token x ~ q is accepted with probability min(1, p(x)/q(x)); at the first rejection the bonus is drawn from
-    the residual r(x) ∝ max(0, p(x) − q(x)); if all are accepted it is drawn from p[n].
+    Token x ~ q is accepted with probability min(1, p(x)/q(x)); at the first rejection the bonus is
+    drawn from the residual r(x) ∝ max(0, p(x) − q(x)); if all are accepted it is drawn from p[n].
 
-    Lossless: with β = Σ min(p, q) the probability of acceptance, Σ max(0, p − q) = 1 − β, so
-    P(emit x) = q(x)·min(1, p(x)/q(x)) + (1 − β)·max(0, p(x) − q(x)) / (1 − β) = min(p, q)(x) + max(0, p − q)(x) = p(x).
-    It holds at every level given the tokens above, hence for the whole sequence.
+    Lossless: with β = Σ min(p, q) the probability of acceptance, Σ max(0, p − q) = 1 − β, so P(emit
+    x) = q(x)·min(1, p(x)/q(x)) + (1 − β)·max(0, p(x) − q(x)) / (1 − β) = min(p, q)(x) + max(0, p −
+    q)(x) = p(x). It holds at every level given the tokens above, hence for the whole sequence.
     """
     n = len(draft.tokens)
     uniforms = generator.random(n + 1)

@@ -1,6 +1,8 @@
-"""How often drafts have come true lately: the one estimator, by confidence, by where drafts came from, and in all.
+"""How often drafts have come true lately: the one estimator, by confidence, by where drafts came
+from, and in all.
 
-Everything here counts tries and hits that fade, and leans on a first guess while there are few. [ours]
+Everything here counts tries and hits that fade, and leans on a first guess while there are few.
+[ours]
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ _ENOUGH_LEVELS = 64  # drafted levels after which what was observed outweighs a 
 
 @dataclass
 class DecayedRate:
-    """The share of tries that held, of about the last 1 / (1 − memory) tries. Plain numbers: arrays this small cost
-    more than a draft's level."""
+    """The share of tries that held, of about the last 1 / (1 − memory) tries. Plain numbers: arrays
+    this small cost more than a draft's level.
+    """
 
     memory: float = MEMORY
     tries: float = 0.0
@@ -45,7 +48,9 @@ class DecayedRate:
 
 
 class Calibration:
-    """From a drafter's confidence in its token (0..1) to the rate at which such tokens were accepted lately."""
+    """From a drafter's confidence in its token (0..1) to the rate at which such tokens were
+    accepted lately.
+    """
 
     def __init__(self) -> None:
         self._bins = [DecayedRate() for _ in range(_CONFIDENCE_BINS)]
@@ -63,8 +68,9 @@ class Calibration:
 
 
 class Origin(NamedTuple):
-    """Where the nodes of a draft come from: so many that the stream drew, then `followed` of a suggestion that matched
-    `matched` tokens of the text."""
+    """Where the nodes of a draft come from: so many that the stream drew, then `followed` of a
+    suggestion that matched `matched` tokens of the text.
+    """
 
     drawn: int
     followed: int = 0
@@ -72,10 +78,12 @@ class Origin(NamedTuple):
 
 
 class SuggestionRates:
-    """How far to follow what the text said before (ngram.py), by what came true of such suggestions lately.
+    """How far to follow what the text said before (ngram.py), by what came true of such suggestions
+    lately.
 
-    agree, onward [longest + 1], by matched length: the chance that a suggestion's first token is the model's when the
-    stream's best is the same, and that each next one is. steady: that the stream's own next level is.
+    agree, onward [longest + 1], by matched length: the chance that a suggestion's first token is
+    the model's when the stream's best is the same, and that each next one is. steady: that the
+    stream's own next level is.
     """
 
     def __init__(self, longest: int) -> None:
@@ -114,7 +122,8 @@ class SuggestionRates:
 
 
 class OverallRates:
-    """A drafter's acceptance over whole generations, none of them forgotten; at first what its card says.
+    """A drafter's acceptance over whole generations, none of them forgotten; at first what its card
+    says.
 
     prior: acceptance by depth, as measured in training; empty: unknown.
     """
@@ -125,12 +134,16 @@ class OverallRates:
         self._steps = 0
 
     def observe(self, steps: int, levels: int, accepted: int) -> None:
-        """In `steps` steps of one sequence each, `levels` levels were drafted and `accepted` tokens accepted."""
+        """In `steps` steps of one sequence each, `levels` levels were drafted and `accepted` tokens
+        accepted.
+        """
         self._levels.observe(levels, accepted)
         self._steps += steps
 
     def rates(self) -> list[float] | float | None:
-        """Acceptance per depth as the card says, or per token as observed; None: nothing is known yet."""
+        """Acceptance per depth as the card says, or per token as observed; None: nothing is known
+        yet.
+        """
         seen = self._levels
         if seen.tries >= _ENOUGH_LEVELS:
             return per_token_rate(seen.hits / self._steps, seen.tries / self._steps)
@@ -138,14 +151,18 @@ class OverallRates:
 
 
 def per_token_rate(accepted: float, length: float) -> float:
-    """The acceptance a per drafted token at which chains of `length` have `accepted` tokens accepted on average.
+    """The acceptance a per drafted token at which chains of `length` have `accepted` tokens
+    accepted on average.
 
-    Solves a + a² + … + a^length = accepted (tokens after the first rejection are never accepted); 1 at most.
+    Solves a + a² + … + a^length = accepted (tokens after the first rejection are never accepted); 1
+    at most.
     """
     low, high = 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2
         whole, rest = int(length), length - int(length)
-        expected = sum(middle**depth for depth in range(1, whole + 1)) + rest * middle ** (whole + 1)
+        expected = sum(middle**depth for depth in range(1, whole + 1)) + rest * middle ** (
+            whole + 1
+        )
         low, high = (middle, high) if expected < accepted else (low, middle)
     return high

@@ -1,4 +1,6 @@
-"""What a plain step, a draft step and a verification cost here and now, and whether speculation pays. [ours]"""
+"""What a plain step, a draft step and a verification cost here and now, and whether speculation
+pays. [ours]
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,26 @@ from multirate.model.decoder import Decoder
 from multirate.model.rows import Rows
 
 VERIFY_ROWS = (1, 2, 4, 6, 8, 12, 16)
-_MEASURE_ORDER = (4, 16, 1, 8, 6, 12, 2)  # most telling first: a slow model's time may not allow all of them
+_MEASURE_ORDER = (
+    4,
+    16,
+    1,
+    8,
+    6,
+    12,
+    2,
+)  # most telling first: a slow model's time may not allow all of them
 _CONTEXT = 32
 GREEDY = SamplingSettings()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether speculation pays. speedup: expected, against plain decoding, at the best draft `length` ≥ 1.
+    """Whether speculation pays. speedup: expected, against plain decoding, at the best draft
+    `length` ≥ 1.
 
-    break_even: the acceptance rate from which it pays; None when it does not even with every token accepted.
+    break_even: the acceptance rate from which it pays; None when it does not even with every token
+    accepted.
     message: one sentence with the numbers, for the user.
     """
 
@@ -43,28 +55,55 @@ class CostModel:
     longest: int = 15
 
     def speedup(self, acceptance: float | Sequence[float]) -> tuple[int, float]:
-        """(best draft length ≥ 1, expected speedup over plain decoding) at a per-token or per-depth acceptance."""
-        rates = [acceptance] * self.longest if isinstance(acceptance, (int, float)) else list(acceptance)
+        """(best draft length ≥ 1, expected speedup over plain decoding) at a per-token or per-depth
+        acceptance.
+        """
+        rates = (
+            [acceptance] * self.longest
+            if isinstance(acceptance, (int, float))
+            else list(acceptance)
+        )
         lengths = range(1, len(rates) + 1)
-        speeds = {n: expected_tokens(rates, n) * self.costs.plain_step / self.costs.step_seconds(n) for n in lengths}
+        speeds = {
+            n: expected_tokens(rates, n) * self.costs.plain_step / self.costs.step_seconds(n)
+            for n in lengths
+        }
         length = max(speeds, key=speeds.__getitem__)
         return length, speeds[length]
 
     def verdict(self, acceptance: float | Sequence[float]) -> Verdict:
-        """Whether drafts accepted at this rate (0..1, per drafted token; or one rate for each depth) make it faster."""
+        """Whether drafts accepted at this rate (0..1, per drafted token; or one rate for each
+        depth) make it faster.
+        """
         length, speedup = self.speedup(acceptance)
         break_even = self._break_even()
-        rate = acceptance if isinstance(acceptance, (int, float)) else sum(acceptance) / len(acceptance)
+        rate = (
+            acceptance
+            if isinstance(acceptance, (int, float))
+            else sum(acceptance) / len(acceptance)
+        )
         costs = self.costs
         numbers = (
-            f"plain step {1e3 * costs.plain_step:.2f} ms, draft step {1e3 * costs.draft_step:.2f} ms, verifying "
-            f"{length + 1} rows {1e3 * costs.verify_seconds(length + 1):.2f} ms, acceptance {rate:.2f}"
+            f"plain step {1e3 * costs.plain_step:.2f} ms, draft step {1e3 * costs.draft_step:.2f} "
+            "ms, verifying "
+            f"{length + 1} rows {1e3 * costs.verify_seconds(length + 1):.2f} ms, acceptance "
+            f"{rate:.2f}"
         )
         if speedup > 1:
-            message = f"speculation pays here: {speedup:.2f}x expected with drafts of {length} ({numbers})"
+            message = (
+                f"speculation pays here: {speedup:.2f}x expected with drafts of {length} "
+                f"({numbers})"
+            )
         else:
-            needed = "no acceptance is high enough" if break_even is None else f"it takes {break_even:.2f}"
-            message = f"speculation does not pay here: {speedup:.2f}x expected ({numbers}; {needed}); decoding plainly"
+            needed = (
+                "no acceptance is high enough"
+                if break_even is None
+                else f"it takes {break_even:.2f}"
+            )
+            message = (
+                f"speculation does not pay here: {speedup:.2f}x expected ({numbers}; {needed}); "
+                "decoding plainly"
+            )
         return Verdict(speedup > 1, speedup, length, break_even, message)
 
     def _break_even(self) -> float | None:
@@ -85,11 +124,13 @@ def measure_costs(
     budget_seconds: float = 0.3,
     repeats: int = 30,
 ) -> CostModel:
-    """Times a plain step, verifications of 1..16 rows of layers [start, L) with head, and a draft step; medians.
+    """Times a plain step, verifications of 1..16 rows of layers [start, L) with head, and a draft
+    step; medians.
 
-    draft_step: drafts one token for one sequence; None: layers [0, start) and the head on one row (self-speculation),
-    or nothing for start = 0. Takes about `budget_seconds` (at least one repeat of three measurements): when the time
-    is up, remaining row counts are left out and interpolated. Generates nothing and keeps nothing.
+    draft_step: drafts one token for one sequence; None: layers [0, start) and the head on one row
+    (self-speculation), or nothing for start = 0. Takes about `budget_seconds` (at least one repeat
+    of three measurements): when the time is up, remaining row counts are left out and interpolated.
+    Generates nothing and keeps nothing.
     """
     info = decoder.info
     deadline = time.perf_counter() + budget_seconds
@@ -118,7 +159,9 @@ def measure_costs(
     for count in _MEASURE_ORDER:
         pieces[count] = lambda count=count: run(count, start, layers)  # type: ignore[misc]
     taken: dict[str | int, list[float]] = {name: [] for name in pieces}
-    for repeat in range(repeats + 1):  # interleaved: a machine that changes its speed changes it for all
+    for repeat in range(
+        repeats + 1
+    ):  # interleaved: a machine that changes its speed changes it for all
         for name, piece in pieces.items():
             late = time.perf_counter() > deadline
             if late and (repeat or name not in essential):
@@ -129,9 +172,12 @@ def measure_costs(
                 torch.cuda.synchronize(info.device)
             taken[name].append(time.perf_counter() - begin)
     # the first call of a shape may pay for its set-up
-    medians = {name: statistics.median(times[1:] or times) for name, times in taken.items() if times}
+    medians = {
+        name: statistics.median(times[1:] or times) for name, times in taken.items() if times
+    }
     plain, draft_seconds = medians["plain"], medians.get("draft", 0.0)
     verify = {count: medians[count] for count in _MEASURE_ORDER if count in medians}
-    # the last drafted token has to pass the layers below `start` as well: one more draft step per speculative step
+    # the last drafted token has to pass the layers below `start` as well: one more draft step per
+    # speculative step
     fixed = draft_seconds if start else 0.0
     return CostModel(StepCosts(plain, dict(sorted(verify.items())), draft_seconds, fixed))

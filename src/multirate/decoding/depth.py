@@ -20,7 +20,8 @@ class Leaving:
     """What a policy says at an exit. rows [n]: which rows leave here.
 
     logits: [n, V], where the policy has computed them to decide (a confidence does), so that the
-    step does not compute them again; None: the step asks `DepthPolicy.logits` for the rows that leave.
+    step does not compute them again; None: the step asks `DepthPolicy.logits` for the rows that
+    leave.
     """
 
     rows: Sequence[bool]
@@ -28,7 +29,8 @@ class Leaving:
 
 
 class DepthPolicy(ABC):  # noqa: B024 - a policy overrides `leave` or `schedule`
-    """Says after which layer each row of a batch leaves. It knows nothing of the cache or of the loop.
+    """Says after which layer each row of a batch leaves. It knows nothing of the cache or of the
+    loop.
 
     exits: layers after which rows may leave: numbers of layers run, rising, above 0 and below L.
     lossless: whether the output is the base model's all the same. Leaving early never is, unless
@@ -49,7 +51,9 @@ class DepthPolicy(ABC):  # noqa: B024 - a policy overrides `leave` or `schedule`
         return None
 
     def leave(self, exit: int, hidden: Tensor, seqs: Sequence[int]) -> Leaving:
-        """Which rows leave after `exit` layers. hidden [n, d]: the residual of each of `seqs` there."""
+        """Which rows leave after `exit` layers. hidden [n, d]: the residual of each of `seqs`
+        there.
+        """
         return Leaving([False] * len(seqs))
 
     def logits(self, decoder: Decoder, exit: int, hidden: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""How far to draft: as far as a node's chance of being accepted pays for its time on this machine. [ours]
+"""How far to draft: as far as a node's chance of being accepted pays for its time on this machine.
+[ours]
 
-A node verified with probability r of being reached adds r tokens and costs c seconds. It raises tokens per second
-exactly when r / c exceeds the present rate, so the least path probability worth a node is c / v with v the present
-seconds per token, measured as decoding goes on. A row's cost c depends on how many there are already.
+A node verified with probability r of being reached adds r tokens and costs c seconds. It raises
+tokens per second exactly when r / c exceeds the present rate, so the least path probability worth a
+node is c / v with v the present seconds per token, measured as decoding goes on. A row's cost c
+depends on how many there are already.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ _CHANGE = 0.05  # of the rate, below which thresholds stay as they are
 class StepCosts:
     """Measured seconds of the pieces of a speculative step.
 
-    plain_step: one plain decoding step. verify: rows → seconds of verifying that many rows (layers [start, L), head).
-    draft_step: one more drafted level. draft_fixed: drafting's cost per step that does not depend on its length.
+    plain_step: one plain decoding step. verify: rows → seconds of verifying that many rows (layers
+    [start, L), head).
+    draft_step: one more drafted level. draft_fixed: drafting's cost per step that does not depend
+    on its length.
     """
 
     plain_step: float
@@ -32,7 +36,9 @@ class StepCosts:
     draft_fixed: float = 0.0
 
     def verify_seconds(self, rows: int) -> float:
-        """Seconds of verifying `rows` rows: linear between the measured counts, and beyond them by the last slope."""
+        """Seconds of verifying `rows` rows: linear between the measured counts, and beyond them by
+        the last slope.
+        """
         known = sorted(self.verify)
         if rows <= known[0] or len(known) == 1:
             return self.verify[known[0]]
@@ -42,17 +48,24 @@ class StepCosts:
         return self.verify[left] + max(slope, 0.0) * (rows - left)
 
     def step_seconds(self, length: int, sequences: int = 1) -> float:
-        """Seconds of a speculative step with chains of `length` drafted tokens in each of `sequences`.
+        """Seconds of a speculative step with chains of `length` drafted tokens in each of
+        `sequences`.
 
         Length 0: a plain step.
         """
         if length == 0:
             return self.plain_step
-        return self.draft_fixed + length * self.draft_step + self.verify_seconds(sequences * (length + 1))
+        return (
+            self.draft_fixed
+            + length * self.draft_step
+            + self.verify_seconds(sequences * (length + 1))
+        )
 
 
 def expected_tokens(rates: Sequence[float], length: int) -> float:
-    """Tokens a step emits on average: 1 + a₁ + a₁a₂ + … for conditional acceptance rates a of each depth."""
+    """Tokens a step emits on average: 1 + a₁ + a₁a₂ + … for conditional acceptance rates a of each
+    depth.
+    """
     total = reached = 1.0
     for rate in rates[:length]:
         reached *= rate
@@ -62,7 +75,8 @@ def expected_tokens(rates: Sequence[float], length: int) -> float:
 
 @dataclass
 class DraftLengthController:
-    """Seconds of one more draft level and of the n-th drafted row [nodes], and the running seconds per token.
+    """Seconds of one more draft level and of the n-th drafted row [nodes], and the running seconds
+    per token.
 
     clock: seconds that pass; another one than the machine's for simulations.
     """
@@ -92,8 +106,9 @@ class DraftLengthController:
         self._tokens += tokens
 
     def thresholds(self, sequences: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """(expand, keep), [nodes] each, for the next step, in which a level serves `sequences` sequences. Called once
-        per step."""
+        """(expand, keep), [nodes] each, for the next step, in which a level serves `sequences`
+        sequences. Called once per step.
+        """
         now = self.clock()
         if self._last is not None:
             self._seconds += now - self._last
@@ -102,7 +117,11 @@ class DraftLengthController:
         self._last = now
         per_token = sequences, self._seconds / max(self._tokens, 1e-3)
         before = self._priced_at
-        if self._thresholds is None or before[0] != sequences or abs(per_token[1] / before[1] - 1) > _CHANGE:
+        if (
+            self._thresholds is None
+            or before[0] != sequences
+            or abs(per_token[1] / before[1] - 1) > _CHANGE
+        ):
             keep = self.rows / per_token[1]
             expand = keep + self.level / sequences / per_token[1]
             self._thresholds = expand.clip(_LEAST, _MOST), keep.clip(_LEAST, _MOST)
@@ -111,10 +130,12 @@ class DraftLengthController:
 
 
 def convex_slopes(seconds: Sequence[float]) -> np.ndarray:
-    """Price of each further row under the largest convex curve below ``seconds`` [n + 1], of 1 to n + 1 rows → [n].
+    """Price of each further row under the largest convex curve below ``seconds`` [n + 1], of 1 to n
+    + 1 rows → [n].
 
-    Verification costs rise in steps (tiles of rows): inside a step a row is free, yet who pays for its first row may
-    use the rest. The hull shares a step's cost among its rows, so that adding rows one by one finds the best number.
+    Verification costs rise in steps (tiles of rows): inside a step a row is free, yet who pays for
+    its first row may use the rest. The hull shares a step's cost among its rows, so that adding
+    rows one by one finds the best number.
     """
     values = np.maximum.accumulate(np.asarray(seconds, dtype=np.float64))
     slopes = np.empty(len(values) - 1)

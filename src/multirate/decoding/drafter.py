@@ -27,12 +27,15 @@ class Draft:
 
     tokens: the tokens of nodes 1..n (n may be 0: the step is then a plain one).
     parents: parents[i-1] < i is the parent node of node i; a chain is [0, 1, 2, …].
-    hidden: [n+1, d], the target model's residual entering layer `start` for nodes 0..n, whose K/V of the layers
-        below `start` the drafter has written; or None: the step embeds and runs these layers itself.
-    probs: [n, V], the distribution each node's token was drawn from, when tokens were *drawn* (a chain); None when
-        they were not drawn at random (argmax, look-up, a tree's top-k). Both are verified losslessly. A drawn token
-        must be proposed whatever it is: to stop drafting, look at the distribution, never at the token drawn (a token
-        withheld because it was unlikely would leave the others over-represented).
+    hidden: [n+1, d], the target model's residual entering layer `start` for nodes 0..n, whose K/V
+        of the layers below `start` the drafter has written; or None: the step embeds and runs these
+        layers itself.
+    probs: [n, V], the distribution each node's token was drawn from, when tokens were *drawn* (a
+        chain); None when they were not drawn at random (argmax, look-up, a tree's top-k). Both are
+        verified losslessly. A drawn token
+        must be proposed whatever it is: to stop drafting, look at the distribution, never at the
+        token drawn (a token withheld because it was unlikely would leave the others
+        over-represented).
     """
 
     tokens: list[int]
@@ -68,7 +71,9 @@ class Draft:
         return paths
 
     def cut(self, depth: int, nodes: int) -> Draft:
-        """This draft up to its first node deeper than `depth`, and at most `nodes` nodes. Keeps node numbers."""
+        """This draft up to its first node deeper than `depth`, and at most `nodes` nodes. Keeps
+        node numbers.
+        """
         count = min(len(self.tokens), nodes)
         if self.is_chain:
             count = min(count, depth)
@@ -85,14 +90,18 @@ class Draft:
         )
 
     def rows(self, seq: int, length: int) -> Rows:
-        """The rows of nodes 0..n in a sequence of `length` committed tokens. Raises ValueError as `check`."""
+        """The rows of nodes 0..n in a sequence of `length` committed tokens. Raises ValueError as
+        `check`.
+        """
         self.check()
         if self.is_chain:
             return Rows.causal(seq, length, len(self.tokens) + 1)
         return Rows.draft_tree(seq, length, self.parents)
 
     def check(self) -> None:
-        """Raise ValueError when the draft breaks the contract (a drafter's defect, not a user's)."""
+        """Raise ValueError when the draft breaks the contract (a drafter's defect, not a
+        user's).
+        """
         n = len(self.tokens)
         if len(self.parents) != n or any(not 0 <= p <= i for i, p in enumerate(self.parents)):
             raise ValueError("every node of a draft needs one parent that comes before it")
@@ -125,7 +134,9 @@ class Verified:
     top: list[list[int]] | None = None
 
     def of_path(self, states: Tensor) -> Tensor:
-        """The accepted nodes' rows of states [n+1, d] → [len(path), d]; a view where they are contiguous."""
+        """The accepted nodes' rows of states [n+1, d] → [len(path), d]; a view where they are
+        contiguous.
+        """
         if self.path[-1] == len(self.path) - 1:
             return states[: len(self.path)]
         return states[self.path]
@@ -138,8 +149,10 @@ class Verified:
 
 @dataclass(frozen=True)
 class FusedStep:
-    """A finished greedy step of one sequence. tokens: those it emits, the bonus last. drafted: nodes of its draft;
-    levels: their greatest depth."""
+    """A finished greedy step of one sequence. tokens: those it emits, the bonus last. drafted:
+    nodes of its draft;
+    levels: their greatest depth.
+    """
 
     tokens: list[int]
     drafted: int
@@ -149,10 +162,11 @@ class FusedStep:
 class Drafter(ABC):
     """Proposes tokens that the target model then verifies.
 
-    start: verification runs layers [start, L) on `Draft.hidden`; 0 for drafts from outside the model.
+    start: verification runs layers [start, L) on `Draft.hidden`; 0 for drafts from outside the
+    model.
     max_nodes: no draft has more nodes; the loop reserves that many cache slots before each `draft`.
-    lossless: whether exact acceptance makes the output the base model's (it does for every drafter that keeps
-        this contract).
+    lossless: whether exact acceptance makes the output the base model's (it does for every drafter
+        that keeps this contract).
     taps: layers, `start` at least, whose entering residuals `prefill` and `accept` are given.
     top: of how many of the target's likeliest tokens after each node `accept` is told.
     """
@@ -166,7 +180,8 @@ class Drafter(ABC):
     _costs: CostModel | None = None
 
     def costs(self, decoder: Decoder) -> CostModel:
-        """What a draft step, a verification and a plain step take on this machine; measured once (under half a second).
+        """What a draft step, a verification and a plain step take on this machine; measured once
+        (under half a second).
 
         Not during a generation: the trial step may use the drafter's state.
         """
@@ -175,22 +190,30 @@ class Drafter(ABC):
         return self._costs
 
     def trial_step(self) -> Callable[[], object] | None:
-        """What drafts one more token for one sequence, to be timed; None: what `measure_costs` assumes."""
+        """What drafts one more token for one sequence, to be timed; None: what `measure_costs`
+        assumes.
+        """
         return None
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:  # noqa: B027 - a drafter without state needs none
-        """A generation begins on an empty `cache`. Forget the one before, which may have been interrupted."""
+        """A generation begins on an empty `cache`. Forget the one before, which may have been
+        interrupted.
+        """
 
     def usable(self, cache: KVCache, length: int) -> int:
-        """How many of the first `length` tokens of `cache`'s only sequence this drafter can go on from after `resume`.
+        """How many of the first `length` tokens of `cache`'s only sequence this drafter can go on
+        from after `resume`.
 
-        The cache is as a finished generation left it. The default, 0, makes every generation begin anew.
+        The cache is as a finished generation left it. The default, 0, makes every generation begin
+        anew.
         """
         return 0
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
-        """Instead of `begin`, when the last generation goes on: `cache` is its cache, cut to fewer tokens than `usable`
-        allowed. The token after these is read again, `prefill` then gets its and the later ones' h_L."""
+        """Instead of `begin`, when the last generation goes on: `cache` is its cache, cut to fewer
+        tokens than `usable` allowed. The token after these is read again, `prefill` then gets its
+        and the later ones' h_L.
+        """
         self.begin(cache, sampler)
 
     def prefill(  # noqa: B027 - optional
@@ -200,8 +223,10 @@ class Drafter(ABC):
         hidden_final: Sequence[Tensor],
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
-        """The target model has read the prompts. hidden_final[i]: h_L of every prompt token of seqs[i], [T_i, d]; after
-        `resume` of those that were read. taps[i]: the same tokens' residuals entering each layer of `taps`."""
+        """The target model has read the prompts. hidden_final[i]: h_L of every prompt token of
+        seqs[i], [T_i, d]; after `resume` of those that were read. taps[i]: the same tokens'
+        residuals entering each layer of `taps`.
+        """
 
     @abstractmethod
     def draft(
@@ -213,20 +238,23 @@ class Drafter(ABC):
     ) -> list[Draft]:
         """One draft for each of the unfinished sequences `seqs`.
 
-        last_tokens[i]: the last emitted token of seqs[i], to be written at slot `cache.lengths[seqs[i]]`.
-        limits[i] ≥ 0: the deepest level of use to seqs[i] (tokens it may still emit, less the one that verification
-        adds). The step drops deeper nodes.
+        last_tokens[i]: the last emitted token of seqs[i], to be written at slot
+        `cache.lengths[seqs[i]]`. limits[i] ≥ 0: the deepest level of use to seqs[i] (tokens it may
+        still emit, less the one that verification adds). The step drops deeper nodes.
         """
 
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
-        """A whole greedy step of sequence `seq` by itself where the drafter can run it at once; None: it cannot, and
-        the step calls `draft`, verifies and calls `accept`.
+        """A whole greedy step of sequence `seq` by itself where the drafter can run it at once;
+        None: it cannot, and the step calls `draft`, verifies and calls `accept`.
 
-        Same tokens as that way. The K/V of the last token and of the accepted ones end up in the slots after
-        `cache.lengths[seq]`, uncommitted. Once a sequence has had a fused step, all its later ones are.
+        Same tokens as that way. The K/V of the last token and of the accepted ones end up in the
+        slots after `cache.lengths[seq]`, uncommitted. Once a sequence has had a fused step, all its
+        later ones are.
         """
         return None
 
     def accept(self, seq: int, verified: Verified) -> None:  # noqa: B027 - optional
         """Sequence `seq` goes on with the nodes of `verified.path`. The cache is committed already;
-        `sampler.tokens[seq]` ends in the next step's last token. Not called for a sequence that has just finished."""
+        `sampler.tokens[seq]` ends in the next step's last token. Not called for a sequence that has
+        just finished.
+        """

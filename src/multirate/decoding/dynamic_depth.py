@@ -1,4 +1,6 @@
-"""Dynamic depth as a step: a token is emitted as soon as its row leaves, after as many layers as a policy says."""
+"""Dynamic depth as a step: a token is emitted as soon as its row leaves, after as many layers as a
+policy says.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class _Pending:
 
 
 class DynamicDepthStep(Step):
-    """One token per sequence and step; nothing is verified. Each row of a batch leaves at its own layer.
+    """One token per sequence and step; nothing is verified. Each row of a batch leaves at its own
+    layer.
 
     kv: where the K/V come from that later tokens need of the layers a row has skipped:
       propagate  from the residual the row left with, as if it entered each of these layers
@@ -112,7 +115,7 @@ class DynamicDepthStep(Step):
                 if stop < layers:
                     waiting.append(_Pending(part.first, hidden, stop))
 
-    # -- rows that leave one by one -------------------------------------------------------------------
+    # -- rows that leave one by one ----------------------------------------------------------------
 
     def _run_to_exits(self, session: Session, seqs: list[int], only: int | None) -> dict[int, int]:
         """Every sequence's last token, with the waiting ones it takes along → the next tokens.
@@ -160,7 +163,9 @@ class DynamicDepthStep(Step):
         return tokens
 
     def _leave(self, session: Session, parts: list[_Pending], seqs: list[int]) -> None:
-        """The rows left above the last layer: their K/V of the layers above are filled in, or wait."""
+        """The rows left above the last layer: their K/V of the layers above are filled in, or
+        wait.
+        """
         if self.kv == "deferred":
             for b, part in zip(seqs, parts, strict=True):
                 self._pending.setdefault(b, []).append(part)
@@ -175,7 +180,9 @@ class DynamicDepthStep(Step):
             session.note_inexact(b, part.first)
 
     def _joined(self, seq: int, part: _Pending | None, depth: int) -> _Pending | None:
-        """part, about to enter layer `depth`, with the sequence's tokens that wait there before it."""
+        """part, about to enter layer `depth`, with the sequence's tokens that wait there before
+        it.
+        """
         waiting, parts = self._pending.get(seq, []), [] if part is None else [part]
         while waiting and waiting[-1].depth == depth:
             parts.insert(0, waiting.pop())
@@ -183,7 +190,7 @@ class DynamicDepthStep(Step):
             return parts[0] if parts else None
         return _Pending(parts[0].first, torch.cat([p.hidden for p in parts]), depth)
 
-    # -- a schedule for the whole batch ---------------------------------------------------------------
+    # -- a schedule for the whole batch ------------------------------------------------------------
 
     def _run_ranges(
         self, session: Session, seqs: list[int], ranges: Sequence[LayerRange]

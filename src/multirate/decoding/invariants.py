@@ -16,7 +16,8 @@ from multirate.model.rows import Rows
 def check_invariants(
     session: Session, step: Step | None = None, atol: float = 1e-4, skip: Sequence[int] = ()
 ) -> None:
-    """Every layer holds exactly the emitted tokens but the last, and, where exact, the K/V of a fresh prefill.
+    """Every layer holds exactly the emitted tokens but the last, and, where exact, the K/V of a
+    fresh prefill.
 
     Exact are the tokens before the first that `session.note_inexact` named, outside the holes that
     the step declares (tokens whose deeper layers are still to run). Beyond these every committed

@@ -1,8 +1,8 @@
 """From logits to the distribution a token is drawn from: one pipeline for draft and target alike.
 
-Order and semantics are those of transformers' logits processors: repetition penalty, temperature, top-k,
-top-p, min-p. A method that used another pipeline for its drafts would still be lossless (rejection sampling
-does not care where a draft came from) but would be accepted less often.
+Order and semantics are those of transformers' logits processors: repetition penalty, temperature,
+top-k, top-p, min-p. A method that used another pipeline for its drafts would still be lossless
+(rejection sampling does not care where a draft came from) but would be accepted less often.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch import Tensor
 from multirate.errors import UserError
 from multirate.model.decoder import argmax_rows
 
-_NUCLEUS_CANDIDATES = 512  # sorting these first spares sorting the whole vocabulary for almost every row
+_NUCLEUS_CANDIDATES = (
+    512  # sorting these first spares sorting the whole vocabulary for almost every row
+)
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,11 @@ class SamplingSettings:
     top_k: keep the k largest logits (ties of the k-th included); 0 keeps all.
     top_p: keep the smallest set of tokens with at least this probability, in (0, 1]; 1 keeps all.
     min_p: drop tokens less probable than min_p times the most probable one, in [0, 1]; 0 keeps all.
-    repetition_penalty: logits of tokens already in prompt or output are divided by it where positive,
-        multiplied by it where negative; 1 changes nothing. Applies to greedy decoding too.
-    seed: same seed, same tokens (per sequence: its place in the batch is part of the seed); None takes a
-        seed from torch's global generator, so `torch.manual_seed` governs it.
+    repetition_penalty: logits of tokens already in prompt or output are divided by it where
+        positive, multiplied by it where negative; 1 changes nothing. Applies to greedy decoding
+        too.
+    seed: same seed, same tokens (per sequence: its place in the batch is part of the seed); None
+        takes a seed from torch's global generator, so `torch.manual_seed` governs it.
 
     Raises UserError naming the field, the value and what is accepted.
     """
@@ -45,14 +48,28 @@ class SamplingSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _require_number("temperature", self.temperature, lambda v: v >= 0, "a number of at least 0 (0 is greedy)")
+        _require_number(
+            "temperature",
+            self.temperature,
+            lambda v: v >= 0,
+            "a number of at least 0 (0 is greedy)",
+        )
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise UserError(f"top_k is {self.top_k!r}; accepted is a whole number of at least 0 (0 keeps all tokens)")
+            raise UserError(
+                f"top_k is {self.top_k!r}; accepted is a whole number of at least 0 (0 keeps all "
+                "tokens)"
+            )
         _require_number("top_p", self.top_p, lambda v: 0 < v <= 1, "a number above 0 and at most 1")
         _require_number("min_p", self.min_p, lambda v: 0 <= v <= 1, "a number from 0 to 1")
-        _require_number("repetition_penalty", self.repetition_penalty, lambda v: v > 0, "a number above 0")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
-            raise UserError(f"seed is {self.seed!r}; accepted is a whole number of at least 0, or none")
+        _require_number(
+            "repetition_penalty", self.repetition_penalty, lambda v: v > 0, "a number above 0"
+        )
+        if self.seed is not None and (
+            isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0
+        ):
+            raise UserError(
+                f"seed is {self.seed!r}; accepted is a whole number of at least 0, or none"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -66,18 +83,26 @@ class SamplingSettings:
 
 
 def _require_number(name: str, value: object, accepts: object, accepted: str) -> None:
-    number = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+    number = (
+        not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+    )
     if not number or not accepts(value):  # type: ignore[operator]
         raise UserError(f"{name} is {value!r}; accepted is {accepted}")
 
 
 def penalise(logits: Tensor, penalty: float, contexts: Sequence[Sequence[int]]) -> Tensor:
-    """Repetition penalty: logits [n, V] and, for each row, the token ids that have occurred → [n, V] (a copy)."""
+    """Repetition penalty: logits [n, V] and, for each row, the token ids that have occurred → [n,
+    V] (a copy).
+    """
     vocab = logits.shape[-1]
     counts = [len(context) for context in contexts]
     row = np.repeat(np.arange(len(counts)), counts)
-    token = np.fromiter((t for context in contexts for t in context), dtype=np.int64, count=int(sum(counts)))
-    inside = token < vocab  # an embedding may be larger than the head: such ids can never be generated
+    token = np.fromiter(
+        (t for context in contexts for t in context), dtype=np.int64, count=int(sum(counts))
+    )
+    inside = (
+        token < vocab
+    )  # an embedding may be larger than the head: such ids can never be generated
     seen = torch.zeros(logits.shape, dtype=torch.bool)
     seen[torch.from_numpy(row[inside]), torch.from_numpy(token[inside])] = True
     seen = seen.to(logits.device)
@@ -87,17 +112,21 @@ def penalise(logits: Tensor, penalty: float, contexts: Sequence[Sequence[int]]) 
 def greedy_tokens(
     logits: Tensor, settings: SamplingSettings, contexts: Sequence[Sequence[int]] | None = None
 ) -> list[int]:
-    """The most probable token of each row of logits [n, V]; a bare argmax unless there is a repetition penalty."""
+    """The most probable token of each row of logits [n, V]; a bare argmax unless there is a
+    repetition penalty.
+    """
     if settings.uses_context:
         logits = penalise(logits, settings.repetition_penalty, _needed(contexts, logits))
     return argmax_rows(logits.detach())
 
 
-def distribution(logits: Tensor, settings: SamplingSettings, contexts: Sequence[Sequence[int]] | None = None) -> Tensor:
+def distribution(
+    logits: Tensor, settings: SamplingSettings, contexts: Sequence[Sequence[int]] | None = None
+) -> Tensor:
     """Probabilities [n, V] (float32) that tokens are drawn from, for logits [n, V].
 
-    contexts: the token ids (prompt, output, drafted path) before each row; needed with a repetition penalty
-    only. Greedy settings give the one-hot distribution of the argmax.
+    contexts: the token ids (prompt, output, drafted path) before each row; needed with a repetition
+    penalty only. Greedy settings give the one-hot distribution of the argmax.
     """
     scores = logits.float()
     if settings.uses_context:
@@ -120,7 +149,9 @@ def distribution(logits: Tensor, settings: SamplingSettings, contexts: Sequence[
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """top-p: a token stays iff those ranked above it hold less than top_p. scores [n, V] → [n, V]."""
+    """top-p: a token stays iff those ranked above it hold less than top_p. scores [n, V] → [n,
+    V].
+    """
     vocab = scores.shape[-1]
     total = torch.logsumexp(scores, dim=-1, keepdim=True)
     ranked, order = torch.topk(scores, min(_NUCLEUS_CANDIDATES, vocab), dim=-1)
@@ -141,14 +172,22 @@ def _needed(contexts: Sequence[Sequence[int]] | None, logits: Tensor) -> Sequenc
 
 
 def draw(probs: Tensor, uniforms: Sequence[float]) -> list[int]:
-    """One token per row of probs [n, V] by inverting its cumulative distribution at uniforms [n] in [0, 1).
+    """One token per row of probs [n, V] by inverting its cumulative distribution at uniforms [n] in
+    [0, 1).
 
-    The sum runs in float64 and the comparison is strict, so a token of probability 0 is never drawn.
-    Raises UserError when a row is not a distribution (a model whose logits overflowed).
+    The sum runs in float64 and the comparison is strict, so a token of probability 0 is never
+    drawn. Raises UserError when a row is not a distribution (a model whose logits overflowed).
     """
     cumulative = torch.cumsum(probs, dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
     if not bool((torch.isfinite(total) & (total > 0)).all()):
-        raise UserError("the model's logits are not finite numbers; accepted are models that run in the chosen dtype")
+        raise UserError(
+            "the model's logits are not finite numbers; accepted are models that run in the chosen "
+            "dtype"
+        )
     target = torch.as_tensor(uniforms, dtype=torch.float64, device=probs.device) * total
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp_(max=probs.shape[-1] - 1).tolist()
+    return (
+        torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+        .clamp_(max=probs.shape[-1] - 1)
+        .tolist()
+    )

@@ -34,8 +34,8 @@ def generate(
     on_tokens(b, tokens): called with the new tokens of sequence b as they are emitted.
     after_step(session, step): for tests; called when a step is committed, see invariants.py.
     prefix_cache: what an earlier generation with this step left, which a single prompt may go on
-        from; this generation is left there in turn (see Session).
-    Raises UserError for prompts that cannot be used, ValueError for a step that breaks its contract.
+        from; this generation is left there in turn (see Session). Raises UserError for prompts that
+        cannot be used, ValueError for a step that breaks its contract.
     """
     session = Session(
         decoder, prompts, sampling, stop, on_tokens, step.slots, prefix_cache, usable=step.usable
@@ -55,7 +55,9 @@ def generate(
 
 
 def _read_prompts(session: Session, step: Step) -> None:
-    """The prefill and the first tokens. A function of its own: the prompts' residuals are freed when it returns."""
+    """The prefill and the first tokens. A function of its own: the prompts' residuals are freed
+    when it returns.
+    """
     seqs = session.active
     hidden, taps = session.prefill(step.taps)
     session.first_tokens(hidden)

@@ -1,8 +1,9 @@
-"""Keys and values kept between two calls, so that a conversation's next turn reads only what is new.
+"""Keys and values kept between two calls, so that a conversation's next turn reads only what is
+new.
 
 Only exact K/V are kept: those that a prefill of the same tokens through all layers writes. What a
-step that skips layers left is cut off (Session.exact_length), so that no turn depends on how the one
-before was decoded.
+step that skips layers left is cut off (Session.exact_length), so that no turn depends on how the
+one before was decoded.
 """
 
 from __future__ import annotations
@@ -13,22 +14,27 @@ from dataclasses import dataclass, field
 from multirate.model.kv_cache import KVCache
 
 MIN_SHARED = 8
-"""Fewer tokens in common are read again: a chat template's first tokens begin every conversation."""
+"""Fewer tokens in common are read again: a chat template's first tokens begin every conversation.
+"""
 
 
 @dataclass
 class PrefixCache:
-    """What one generation of one sequence left: `tokens` are those whose K/V are committed in `cache`.
+    """What one generation of one sequence left: `tokens` are those whose K/V are committed in
+    `cache`.
 
-    A session takes the cache out (`take`) and puts one back when it has finished, so that a generation which was
-    interrupted leaves nothing. The K/V are those of the same weights: whoever changes these must drop it.
+    A session takes the cache out (`take`) and puts one back when it has finished, so that a
+    generation which was interrupted leaves nothing. The K/V are those of the same weights: whoever
+    changes these must drop it.
     """
 
     tokens: list[int] = field(default_factory=list)
     cache: KVCache | None = None
 
     def shared(self, prompt: Sequence[int]) -> int:
-        """How many first tokens of `prompt` are in the cache; its last token never counts, it has to be run."""
+        """How many first tokens of `prompt` are in the cache; its last token never counts, it has
+        to be run.
+        """
         if self.cache is None:
             return 0
         count = min(len(self.tokens), len(prompt) - 1)
@@ -41,7 +47,9 @@ class PrefixCache:
         return cache
 
     def keep(self, tokens: list[int], cache: KVCache) -> None:
-        """The generation has finished: `tokens` are all of its sequence, the cache may lack the last ones."""
+        """The generation has finished: `tokens` are all of its sequence, the cache may lack the
+        last ones.
+        """
         self.tokens, self.cache = tokens[: cache.lengths[0]], cache
 
     def nbytes(self) -> int:

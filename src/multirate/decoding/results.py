@@ -15,8 +15,10 @@ class DecodeStats:
     """Counts of one `generate` call, summed over its sequences.
 
     tokens: emitted tokens, the first ones (which the prefill yields) included.
-    target_passes: forward calls of the base model after the prefill, each for all unfinished sequences.
-    sequence_steps: the same counted once per sequence taking part (equal to target_passes at batch 1).
+    target_passes: forward calls of the base model after the prefill, each for all unfinished
+    sequences.
+    sequence_steps: the same counted once per sequence taking part (equal to target_passes at batch
+    1).
     drafted, drafted_levels: nodes proposed, and depths of the drafts (equal for chains).
     accepted: drafted tokens emitted.
     exits: layers run → tokens emitted after so many; empty where every token takes all layers.
@@ -41,19 +43,27 @@ class DecodeStats:
         self.exits[layers] = self.exits.get(layers, 0) + tokens
 
     def count_draft(self, drafted: int, levels: int, accepted: int) -> None:
-        """A draft of one sequence had `drafted` nodes, `levels` deep, of which `accepted` were emitted."""
+        """A draft of one sequence had `drafted` nodes, `levels` deep, of which `accepted` were
+        emitted.
+        """
         self.drafted += drafted
         self.drafted_levels += levels
         self.accepted += accepted
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens emitted per target pass and sequence, the verification's own token included; plain decoding has 1."""
-        return (self.tokens - self.first_tokens) / self.sequence_steps if self.sequence_steps else 0.0
+        """Tokens emitted per target pass and sequence, the verification's own token included; plain
+        decoding has 1.
+        """
+        return (
+            (self.tokens - self.first_tokens) / self.sequence_steps if self.sequence_steps else 0.0
+        )
 
     @property
     def acceptance(self) -> float:
-        """Accepted tokens / drafted levels (for chains: / drafted tokens); 0 when nothing was drafted."""
+        """Accepted tokens / drafted levels (for chains: / drafted tokens); 0 when nothing was
+        drafted.
+        """
         return self.accepted / self.drafted_levels if self.drafted_levels else 0.0
 
 
@@ -61,7 +71,8 @@ class DecodeStats:
 class GenerationOutput:
     """sequences[b]: new tokens only, the token that ended it (EOS, end of a stop string) included.
 
-    finish_reasons[b]: "eos", "stop_string", "length" (max_new_tokens) or "context" (the model's positions are used up).
+    finish_reasons[b]: "eos", "stop_string", "length" (max_new_tokens) or "context" (the model's
+    positions are used up).
     """
 
     sequences: list[list[int]]

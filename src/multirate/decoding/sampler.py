@@ -1,4 +1,6 @@
-"""The random state of one generation: settings, the tokens so far, one random stream per sequence."""
+"""The random state of one generation: settings, the tokens so far, one random stream per
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ class Sampler:
     """Chooses tokens for rows of logits, for draft and target alike.
 
     tokens[b]: prompt and emitted tokens of sequence b, the root (last emitted token) included.
-    Every sequence draws from its own stream, so its output does not depend on who else is in the batch.
+    Every sequence draws from its own stream, so its output does not depend on who else is in the
+    batch.
     """
 
     def __init__(self, settings: SamplingSettings, prompts: Sequence[Sequence[int]]) -> None:
@@ -24,21 +27,30 @@ class Sampler:
         self.plain = settings.greedy and not settings.uses_context  # the bare argmax
         self.tokens = [list(prompt) for prompt in prompts]
         if not self.greedy:
-            seed = settings.seed if settings.seed is not None else int(torch.randint(2**62, ()).item())
+            seed = (
+                settings.seed if settings.seed is not None else int(torch.randint(2**62, ()).item())
+            )
             self.generators = [np.random.default_rng((seed, b)) for b in range(len(prompts))]
 
-    def contexts(self, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None) -> list[list[int]] | None:
-        """The tokens before each row: those of its sequence, then the drafted `paths` tokens; None if not needed."""
+    def contexts(
+        self, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None
+    ) -> list[list[int]] | None:
+        """The tokens before each row: those of its sequence, then the drafted `paths` tokens; None
+        if not needed.
+        """
         if not self.settings.uses_context:
             return None
         if paths is None:
             return [self.tokens[b] for b in seqs]
         return [[*self.tokens[b], *path] for b, path in zip(seqs, paths, strict=True)]
 
-    def distribution(self, logits: Tensor, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None = None) -> Tensor:
+    def distribution(
+        self, logits: Tensor, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None = None
+    ) -> Tensor:
         """logits [n, V] of rows of the sequences `seqs` → probabilities [n, V].
 
-        paths[i]: drafted tokens between the sequence's last emitted token (exclusive) and row i (inclusive).
+        paths[i]: drafted tokens between the sequence's last emitted token (exclusive) and row i
+        (inclusive).
         """
         return distribution(logits, self.settings, self.contexts(seqs, paths))
 
@@ -50,7 +62,9 @@ class Sampler:
         """One token from each row of probs [n, V]."""
         return draw(probs, self.uniforms(seqs))
 
-    def choose(self, logits: Tensor, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None = None) -> list[int]:
+    def choose(
+        self, logits: Tensor, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None = None
+    ) -> list[int]:
         """The next token of each row of logits [n, V]: argmax when greedy, drawn otherwise."""
         if self.greedy:
             return greedy_tokens(logits, self.settings, self.contexts(seqs, paths))

@@ -1,4 +1,6 @@
-"""One `generate` call: checked prompts, the prefill, emitted tokens. What every kind of step works on."""
+"""One `generate` call: checked prompts, the prefill, emitted tokens. What every kind of step works
+on.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,24 @@ from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
 
 _PREFILL_ROWS = 1024  # rows of one prefill call; bounds the memory of masks and activations
-_EAGER_SLOTS = 1024  # cache slots for new tokens allocated at once; the cache doubles when they are used up
+_EAGER_SLOTS = (
+    1024  # cache slots for new tokens allocated at once; the cache doubles when they are used up
+)
 _NEXT_TURN_SLOTS = 512  # more of them where a later turn may go on in the same cache
 
 
 class Session:
     """State of one generation over a batch of prompts.
 
-    prompts: those given. cache: K/V of prompts and emitted tokens. sampler: tokens so far, and the next ones' choice.
+    prompts: those given. cache: K/V of prompts and emitted tokens. sampler: tokens so far, and the
+    next ones' choice.
     active: the sequences that have not ended. stops, stats: see there.
     draft_slots: cache slots beyond prompt and new tokens that a step may write.
-    prefix_cache: what an earlier generation of one sequence left. A single prompt that begins with the same tokens goes
-    on in its cache; usable(cache, n) says how many of the n tokens in common the step can go on from.
-    `stats.resumed` of them are not read again. What is exact of the finished generation is left there in turn.
-    Raises UserError for an empty prompt, a token id outside the vocabulary, a prompt longer than the context.
+    prefix_cache: what an earlier generation of one sequence left. A single prompt that begins with
+    the same tokens goes on in its cache; usable(cache, n) says how many of the n tokens in common
+    the step can go on from. `stats.resumed` of them are not read again. What is exact of the
+    finished generation is left there in turn. Raises UserError for an empty prompt, a token id
+    outside the vocabulary, a prompt longer than the context.
     """
 
     def __init__(
@@ -52,16 +58,23 @@ class Session:
             if len(prompt) == 0:
                 raise UserError(f"prompt {b} is empty; accepted are prompts of at least one token")
             if min(prompt) < 0 or max(prompt) >= info.vocab_size:
-                raise UserError(f"prompt {b} has a token id outside 0..{info.vocab_size - 1} (the model's vocabulary)")
+                raise UserError(
+                    f"prompt {b} has a token id outside 0..{info.vocab_size - 1} (the model's "
+                    "vocabulary)"
+                )
         self.decoder = decoder
         self.prompts = prompts
         self.sampler = Sampler(sampling or SamplingSettings(), prompts)
-        self.stops = StopTracker(stop or StopSettings(), [len(p) for p in prompts], info.max_positions)
+        self.stops = StopTracker(
+            stop or StopSettings(), [len(p) for p in prompts], info.max_positions
+        )
         self.stats = DecodeStats()
         self._on_tokens = on_tokens
         self._inexact_from: dict[int, int] = {}
         self.active = [b for b in range(len(prompts)) if self.stops.remaining(b) > 0]
-        slots = [len(p) + min(self.stops.total_room(b), _EAGER_SLOTS) for b, p in enumerate(prompts)]
+        slots = [
+            len(p) + min(self.stops.total_room(b), _EAGER_SLOTS) for b, p in enumerate(prompts)
+        ]
         self._prefix_cache = prefix_cache if len(prompts) == 1 else None
         self.cache = self._cache_for(max(slots, default=0) + draft_slots, usable)
 
@@ -73,7 +86,10 @@ class Session:
             cache = kept.take()
             if cache is not None:
                 # The last token in common is read again: a step may need its final residual.
-                if shared and (resumed := (shared if usable is None else usable(cache, shared)) - 1) > 0:
+                if (
+                    shared
+                    and (resumed := (shared if usable is None else usable(cache, shared)) - 1) > 0
+                ):
                     self.stats.resumed = resumed
                     cache.truncate(0, resumed)
                     cache.reserve(capacity)
@@ -86,12 +102,15 @@ class Session:
     def prefill(self, taps: Sequence[int] = ()) -> tuple[list[Tensor], list[dict[int, Tensor]]]:
         """Reads the prompts of the active sequences into the cache.
 
-        → their final residuals h_L, [T_b, d] each, and the residuals entering the layers `taps`, [T_b, d] each (of a
+        → their final residuals h_L, [T_b, d] each, and the residuals entering the layers `taps`,
+        [T_b, d] each (of a
         prompt that goes on from a kept cache: without its first `stats.resumed` tokens).
         """
         info = self.decoder.info
         wanted = [*taps, info.num_layers]
-        pieces: list[dict[int, list[Tensor]]] = []  # layer → residuals entering it, of each active sequence
+        pieces: list[
+            dict[int, list[Tensor]]
+        ] = []  # layer → residuals entering it, of each active sequence
         batch: list[tuple[Rows, list[int], dict[int, list[Tensor]]]] = []
         waiting = 0
 
@@ -129,10 +148,14 @@ class Session:
         )
 
     def first_tokens(self, hidden_final: Sequence[Tensor]) -> None:
-        """Emits each active sequence's first token from the prefill's final residuals, list of [T_b, d]."""
+        """Emits each active sequence's first token from the prefill's final residuals, list of
+        [T_b, d].
+        """
         seqs = list(self.active)
         last = torch.stack([hidden[-1] for hidden in hidden_final])
-        for b, token in zip(seqs, self.sampler.choose(self.decoder.logits(last), seqs), strict=True):
+        for b, token in zip(
+            seqs, self.sampler.choose(self.decoder.logits(last), seqs), strict=True
+        ):
             self.emit(b, [token])
         self.stats.first_tokens = len(seqs)
         self.stats.prefill_seconds = time.perf_counter() - self._started
@@ -142,10 +165,14 @@ class Session:
         """Embeds ids [N] and runs layers [0, stop) on `rows` (None: all layers) → [N, d]."""
         info = self.decoder.info
         x = self.decoder.embed(torch.tensor(ids, device=info.device), rows.pos)
-        return self.decoder.layers(x, rows, 0, info.num_layers if stop is None else stop, self.cache)
+        return self.decoder.layers(
+            x, rows, 0, info.num_layers if stop is None else stop, self.cache
+        )
 
     def emit(self, seq: int, block: list[int]) -> int:
-        """Appends a block of tokens to a sequence, cut where it ends; streams them; returns how many were kept."""
+        """Appends a block of tokens to a sequence, cut where it ends; streams them; returns how
+        many were kept.
+        """
         kept = self.stops.push(seq, block)
         self.sampler.tokens[seq] += kept
         self.stats.tokens += len(kept)
@@ -154,12 +181,16 @@ class Session:
         return len(kept)
 
     def note_inexact(self, seq: int, token: int) -> None:
-        """From its `token`-th token on (counted from 0), the sequence's K/V are not those of a prefill through all
-        layers: that token's were not computed so, and every later one saw them."""
+        """From its `token`-th token on (counted from 0), the sequence's K/V are not those of a
+        prefill through all
+        layers: that token's were not computed so, and every later one saw them.
+        """
         self._inexact_from[seq] = min(token, self._inexact_from.get(seq, token))
 
     def exact_length(self, seq: int) -> int:
-        """How many of the sequence's committed tokens have the K/V that a prefill through all layers writes."""
+        """How many of the sequence's committed tokens have the K/V that a prefill through all
+        layers writes.
+        """
         length = self.cache.lengths[seq]
         return min(length, self._inexact_from.get(seq, length))
 

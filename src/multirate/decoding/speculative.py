@@ -1,4 +1,6 @@
-"""Speculative decoding as a step: draft, verify all rows in one pass, accept, commit. It knows no method."""
+"""Speculative decoding as a step: draft, verify all rows in one pass, accept, commit. It knows no
+method.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class SpeculativeStep(Step):
         (acceptance.Exact).
 
     Where the drafter can run a whole greedy step of one sequence at once (`Drafter.fused_step`), it
-    does: the same tokens, sooner. A drafter that asks for taps or top tokens is never asked for one.
+    does: the same tokens, sooner. A drafter that asks for taps or top tokens is never asked for
+    one.
     """
 
     def __init__(self, drafter: Drafter, acceptance: Acceptance | None = None) -> None:
@@ -145,14 +148,17 @@ class SpeculativeStep(Step):
     def _entering(
         self, session: Session, seqs: list[int], last_tokens: list[int], drafts: list[Draft]
     ) -> tuple[Tensor, Rows]:
-        """Residuals [N, d] of all last tokens and nodes as they enter layer `start`, and their rows."""
+        """Residuals [N, d] of all last tokens and nodes as they enter layer `start`, and their
+        rows.
+        """
         lengths = session.cache.lengths
         parts = [draft.rows(b, lengths[b]) for b, draft in zip(seqs, drafts, strict=True)]
         rows = Rows.concat(parts)
         bare = [i for i, draft in enumerate(drafts) if draft.hidden is None]
         entering: list[Tensor | None] = [draft.hidden for draft in drafts]
         if bare:
-            # these drafters left embedding and the layers below `start` to us: one call for all of them
+            # these drafters left embedding and the layers below `start` to us: one call for all of
+            # them
             ids = [token for i in bare for token in (last_tokens[i], *drafts[i].tokens)]
             bare_rows = rows if len(bare) == len(drafts) else Rows.concat([parts[i] for i in bare])
             x = session.forward(ids, bare_rows, stop=self.drafter.start)

@@ -1,4 +1,6 @@
-"""One decoding step, whatever its kind: the interface between the loop (loop.py) and what is done in a pass."""
+"""One decoding step, whatever its kind: the interface between the loop (loop.py) and what is done
+in a pass.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Step(ABC):
 
     A step object may serve any number of generations, one after the other.
 
-    slots: cache slots beyond prompt and new tokens that one step may write (rows that are rejected).
+    slots: cache slots beyond prompt and new tokens that one step may write (rows that are
+    rejected).
     taps: layers whose entering residuals of the prompt's tokens `prefilled` is to be given.
     lossless: whether the output is the base model's: the same text when greedy, the same
         distribution when sampling.
@@ -47,10 +50,12 @@ class Step(ABC):
         """
 
     def usable(self, cache: KVCache, length: int) -> int:
-        """How many of the first `length` tokens of `cache`'s only sequence this step can go on from.
+        """How many of the first `length` tokens of `cache`'s only sequence this step can go on
+        from.
 
-        The cache is as a finished generation left it. Its K/V of these tokens are those of a prefill
-        (the prefix cache keeps no others); the question is what else the step has to remember.
+        The cache is as a finished generation left it. Its K/V of these tokens are those of a
+        prefill (the prefix cache keeps no others); the question is what else the step has to
+        remember.
         """
         return length
 
@@ -69,7 +74,8 @@ class Step(ABC):
 
     @abstractmethod
     def run(self, session: Session) -> None:
-        """One step: emits at least one token of every active sequence and commits the K/V of those before it.
+        """One step: emits at least one token of every active sequence and commits the K/V of those
+        before it.
 
         Afterwards `session.cache.lengths[b]` counts all tokens of sequence b but the last emitted
         one. A step that leaves K/V other than a prefill's calls `session.note_inexact`.
@@ -83,7 +89,8 @@ class Step(ABC):
         return []
 
     def costs(self, decoder: Decoder) -> CostModel | None:
-        """What this kind of step costs here against plain decoding; None: unknown, so it is always used.
+        """What this kind of step costs here against plain decoding; None: unknown, so it is always
+        used.
 
         Not during a generation: measuring may use the step's state.
         """

@@ -17,11 +17,13 @@ class StopSettings:
 
     max_new_tokens: at most this many tokens (0 emits none); None: until another reason.
     eos_token_ids: any of these ends a sequence and is its last token.
-    stop_strings: a sequence ends with the token that completes one of these in the text of the *new* tokens,
-        across token borders; the token is kept.
+    stop_strings: a sequence ends with the token that completes one of these in the text of the
+        *new* tokens, across token borders; the token is kept.
     decode: token ids → text (a tokenizer's `decode`), needed with stop_strings.
-    ends: ends(b, tokens) says whether sequence b ends with the last of its new tokens; asked after each of them.
-    context_limit: prompt and new tokens together never exceed it; None: the model's number of positions.
+    ends: ends(b, tokens) says whether sequence b ends with the last of its new tokens; asked after
+    each of them.
+    context_limit: prompt and new tokens together never exceed it; None: the model's number of
+    positions.
 
     Raises UserError naming the field, the value and what is accepted.
     """
@@ -35,19 +37,38 @@ class StopSettings:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and not _whole(self.max_new_tokens, 0):
-            raise UserError(f"max_new_tokens is {self.max_new_tokens!r}; accepted is a whole number of at least 0")
+            raise UserError(
+                f"max_new_tokens is {self.max_new_tokens!r}; accepted is a whole number of at "
+                "least 0"
+            )
         if self.context_limit is not None and not _whole(self.context_limit, 1):
-            raise UserError(f"context_limit is {self.context_limit!r}; accepted is a whole number of at least 1")
-        ids = (self.eos_token_ids,) if isinstance(self.eos_token_ids, int) else tuple(self.eos_token_ids)
+            raise UserError(
+                f"context_limit is {self.context_limit!r}; accepted is a whole number of at least 1"
+            )
+        ids = (
+            (self.eos_token_ids,)
+            if isinstance(self.eos_token_ids, int)
+            else tuple(self.eos_token_ids)
+        )
         for token in ids:
             if not _whole(token, 0):
-                raise UserError(f"eos_token_ids has {token!r}; accepted are token ids (whole numbers of at least 0)")
-        strings = (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
+                raise UserError(
+                    f"eos_token_ids has {token!r}; accepted are token ids (whole numbers of at "
+                    "least 0)"
+                )
+        strings = (
+            (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
+        )
         for text in strings:
             if not isinstance(text, str) or not text:
-                raise UserError(f"stop_strings has {text!r}; accepted are texts of at least one character")
+                raise UserError(
+                    f"stop_strings has {text!r}; accepted are texts of at least one character"
+                )
         if strings and self.decode is None:
-            raise UserError("stop_strings need a tokenizer; accepted is a tokenizer's decode function in `decode`")
+            raise UserError(
+                "stop_strings need a tokenizer; accepted is a tokenizer's decode function in "
+                "`decode`"
+            )
         object.__setattr__(self, "eos_token_ids", ids)
         object.__setattr__(self, "stop_strings", strings)
 
@@ -59,18 +80,26 @@ def _whole(value: object, least: int) -> bool:
 class StopTracker:
     """The new tokens of every sequence of a batch and whether it has ended.
 
-    prompt_lengths: [B]; max_positions: the model's limit, None when it has none.
-    Raises UserError when a prompt is longer than the context, or when nothing at all bounds the output.
+    prompt_lengths: [B]; max_positions: the model's limit, None when it has none. Raises UserError
+    when a prompt is longer than the context, or when nothing at all bounds the output.
     """
 
-    def __init__(self, settings: StopSettings, prompt_lengths: Sequence[int], max_positions: int | None) -> None:
+    def __init__(
+        self, settings: StopSettings, prompt_lengths: Sequence[int], max_positions: int | None
+    ) -> None:
         limits = [limit for limit in (settings.context_limit, max_positions) if limit is not None]
         self._context = min(limits) if limits else None
         if self._context is None and settings.max_new_tokens is None:
-            raise UserError("max_new_tokens is none and the model has no context limit; accepted is a whole number")
+            raise UserError(
+                "max_new_tokens is none and the model has no context limit; accepted is a whole "
+                "number"
+            )
         for length in prompt_lengths:
             if self._context is not None and length > self._context:
-                raise UserError(f"the prompt has {length} tokens; accepted are at most {self._context} (the context)")
+                raise UserError(
+                    f"the prompt has {length} tokens; accepted are at most {self._context} (the "
+                    "context)"
+                )
         self._settings = settings
         self._eos = frozenset(settings.eos_token_ids)
         self._longest = max((len(text) for text in settings.stop_strings), default=0)
@@ -82,7 +111,9 @@ class StopTracker:
 
     def _allowance(self, prompt_length: int) -> int:
         of_context = None if self._context is None else self._context - prompt_length
-        bounds = [bound for bound in (self._settings.max_new_tokens, of_context) if bound is not None]
+        bounds = [
+            bound for bound in (self._settings.max_new_tokens, of_context) if bound is not None
+        ]
         return min(bounds)
 
     def _end_of_room(self, seq: int) -> FinishReason:
@@ -97,10 +128,11 @@ class StopTracker:
         return 0 if self.reasons[seq] is not None else self._room[seq] - len(self.new_tokens[seq])
 
     def push(self, seq: int, block: list[int]) -> list[int]:
-        """Append a block of emitted tokens, cut at the first reason to end; returns the tokens kept.
+        """Append a block of emitted tokens, cut at the first reason to end; returns the tokens
+        kept.
 
-        The result is that of pushing the tokens one by one: a verified draft may hold an EOS, complete a stop string
-        or exceed max_new_tokens anywhere inside.
+        The result is that of pushing the tokens one by one: a verified draft may hold an EOS,
+        complete a stop string or exceed max_new_tokens anywhere inside.
         """
         new = self.new_tokens[seq]
         before = len(new)
@@ -122,8 +154,9 @@ class StopTracker:
         return self._settings.ends is not None and self._settings.ends(seq, new)
 
     def _completes_stop_string(self, tokens: list[int]) -> bool:
-        # Decode a tail only: long enough that a match ending in the last token lies inside it, with a margin against
-        # what a decoder does at a text's left border (a leading space dropped, half a UTF-8 character).
+        # Decode a tail only: long enough that a match ending in the last token lies inside it, with
+        # a margin against what a decoder does at a text's left border (a leading space dropped,
+        # half a UTF-8 character).
         decode = self._settings.decode
         assert decode is not None
         count = self._longest + 8

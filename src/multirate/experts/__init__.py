@@ -1,1 +1,3 @@
-"""Mixture-of-experts models larger than memory: experts on disk, a bounded cache, loads ahead of time."""
+"""Mixture-of-experts models larger than memory: experts on disk, a bounded cache, loads ahead of
+time.
+"""

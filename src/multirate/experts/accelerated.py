@@ -1,4 +1,6 @@
-"""The accelerated residual as predictor: layer i names the experts of layer i + δ through that layer's own router."""
+"""The accelerated residual as predictor: layer i names the experts of layer i + δ through that
+layer's own router.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,18 @@ from multirate.model.native.moe import NativeMoEDecoder
 
 STREAM_ROWS = 16  # as in the kernel (forecasts.h)
 
-Advance = Callable[[int, Tensor, "Tensor | None", int, "tuple[Tensor, Tensor] | None"], list[Tensor]]
-"""(layer, residual [N, d], accelerated state or None, depths, routing) → p of each depth, [N, d] (modules.py)."""
+Advance = Callable[
+    [int, Tensor, "Tensor | None", int, "tuple[Tensor, Tensor] | None"], list[Tensor]
+]
+"""(layer, residual [N, d], accelerated state or None, depths, routing) → p of each depth, [N, d]
+(modules.py).
+"""
 
 
 class AcceleratedResidual(Predictor):
-    """advance: moves the accelerated residual on by a layer; layers[row]: the model layer of each row; select[row]: its
-    norm, router and rule; most_depth: the depths that were trained; native: what advance calls, where it is the kernel.
+    """advance: moves the accelerated residual on by a layer; layers[row]: the model layer of each
+    row; select[row]: its norm, router and rule; most_depth: the depths that were trained; native:
+    what advance calls, where it is the kernel.
 
     The accelerated state lives for one pass over the layers.
     """
@@ -59,16 +66,19 @@ class AcceleratedResidual(Predictor):
         found = self._advance(self.layers[row], residual, self._state, depth, self._routing)
         self._state = found[0]
         return [
-            one for step, seen in enumerate(found, start=1)
+            one
+            for step, seen in enumerate(found, start=1)
             for one in likeliest(self._select[row + step](seen), row + step)
-        ]  # fmt: skip
+        ]
 
 
 class AcceleratedWithAttention(NextLayerGate):
-    """The accelerated residual that runs the later layers' attention over the running pass's keys and values.
+    """The accelerated residual that runs the later layers' attention over the running pass's keys
+    and values.
 
-    Passes with more than STREAM_ROWS rows (prompts, which need most experts anyway) ask the next layers' routers
-    as they are. decoder: runs the attention. Raises UserError where transformers' own layers run the model
+    Passes with more than STREAM_ROWS rows (prompts, which need most experts anyway) ask the next
+    layers' routers as they are. decoder: runs the attention. Raises UserError where transformers'
+    own layers run the model
     instead: they cannot run ahead of themselves.
     """
 
@@ -95,8 +105,10 @@ class AcceleratedWithAttention(NextLayerGate):
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
         if not self.can_run:
             raise UserError(
-                "expert policy accelerated cannot be used with transformers' own layers, which cannot run attention "
-                "ahead as this predictor does (attention=true); accepted are generate(custom_generate="
+                "expert policy accelerated cannot be used with transformers' own layers, which "
+                "cannot run attention "
+                "ahead as this predictor does (attention=true); accepted are "
+                "generate(custom_generate="
                 "multirate.custom_generate()), or the policies aot and next_layer_gate"
             )
         if len(residual) > STREAM_ROWS:

@@ -1,4 +1,6 @@
-"""Predictions that are chosen, and switched off, by what they gain: that is measured, not believed."""
+"""Predictions that are chosen, and switched off, by what they gain: that is measured, not
+believed.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,32 @@ _OFF = -1
 class AdaptivePredictor(Predictor):
     """Passes on what one of several predictors names, only while that makes passes faster.
 
-    Single-token passes are timed in blocks, with each predictor and without any in turn. How much a text misses changes
-    with what it says, so only blocks of the same turn are compared: a predictor is judged by the median, over `turns`,
-    of its block's seconds over those without any; after half of them one that is a tenth slower sits out. Then the
-    fastest stays for `trust` passes if it gains the share `margin` at least, which noise alone seldom does, else none
-    does; and all are tried again. A pass is timed from its first row to the next one's; longer passes (prompts) and the
-    first after a change are left out.
+    Single-token passes are timed in blocks, with each predictor and without any in turn. How much a
+    text misses changes with what it says, so only blocks of the same turn are compared: a predictor
+    is judged by the median, over `turns`, of its block's seconds over those without any; after half
+    of them one that is a tenth slower sits out. Then the fastest stays for `trust` passes if it
+    gains the share `margin` at least, which noise alone seldom does, else none does; and all are
+    tried again. A pass is timed from its first row to the next one's; longer passes (prompts) and
+    the first after a change are left out.
     """
 
     def __init__(
-        self, inner: Mapping[str, Predictor], *, block: int = 8, turns: int = 9, trust: int = 2000,
-        margin: float = 0.03, clock: Callable[[], float] = time.perf_counter,
+        self,
+        inner: Mapping[str, Predictor],
+        *,
+        block: int = 8,
+        turns: int = 9,
+        trust: int = 2000,
+        margin: float = 0.03,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._names, self._inner = list(inner), list(inner.values())
         self._block, self._turns, self._trust, self._clock = block, turns, trust, clock
         self._margin = margin
         self._tried = [*range(len(self._inner)), _OFF]
-        self._times: list[dict[int, float]] = [{}]  # of each turn: mean seconds of a pass, by candidate
+        self._times: list[dict[int, float]] = [
+            {}
+        ]  # of each turn: mean seconds of a pass, by candidate
         self.candidate, self.on = 0, True
         self._began: float | None = None
         self._single, self._left, self._said = True, 0, False
@@ -65,7 +76,10 @@ class AdaptivePredictor(Predictor):
             return "reading ahead has not been measured yet"
         best, pays = self._best(gains)
         word, name = "pays" if pays else "does not pay", self._names[best]
-        return f"reading ahead ({name}) {word} here: a token takes {gains[best]:.2f} of the time without it"
+        return (
+            f"reading ahead ({name}) {word} here: a token takes {gains[best]:.2f} of the time "
+            "without it"
+        )
 
     def _best(self, ratios: Mapping[int, float]) -> tuple[int, bool]:
         """The fastest predictor, and whether it gains enough."""
@@ -73,10 +87,16 @@ class AdaptivePredictor(Predictor):
         return best, ratios[best] <= 1 - self._margin
 
     def _ratios(self) -> dict[int, float]:
-        """A pass's time with each predictor over that without any, by candidate; of those that have been measured."""
+        """A pass's time with each predictor over that without any, by candidate; of those that have
+        been measured.
+        """
         found: dict[int, float] = {}
         for candidate in range(len(self._inner)):
-            pairs = [turn[candidate] / turn[_OFF] for turn in self._times if candidate in turn and _OFF in turn]
+            pairs = [
+                turn[candidate] / turn[_OFF]
+                for turn in self._times
+                if candidate in turn and _OFF in turn
+            ]
             if pairs:
                 found[candidate] = statistics.median(pairs)
         return found
@@ -103,7 +123,9 @@ class AdaptivePredictor(Predictor):
         chosen = self._inner[self.candidate]
         if not chosen.can_run:  # transformers' own layers run this pass
             runnable = next((i for i, one in enumerate(self._inner) if one.can_run), None)
-            self._say(self._names[self.candidate], None if runnable is None else self._names[runnable])
+            self._say(
+                self._names[self.candidate], None if runnable is None else self._names[runnable]
+            )
             if runnable is None:
                 return []
             chosen = self._inner[runnable]

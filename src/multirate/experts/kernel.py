@@ -1,9 +1,10 @@
-"""Passes over a mixture's layers in one kernel call each: slots, loads and predictions without the interpreter.
+"""Passes over a mixture's layers in one kernel call each: slots, loads and predictions without the
+interpreter.
 
-The kernel's own state machine (csrc/moe/) does what slot_cache.py,
-policies.py, loader.py, predictors.py and worth.py do for decoders that Python runs; tests/experts/test_kernel.py holds
-the two together. It knows reads by the kernel, the named eviction policies, Belady's, and the predictors of `plan_of`;
-runtime.py keeps to Python for the rest.
+The kernel's own state machine (csrc/moe/) does what slot_cache.py, policies.py, loader.py,
+predictors.py and worth.py do for decoders that Python runs; tests/experts/test_kernel.py holds the
+two together. It knows reads by the kernel, the named eviction policies, Belady's, and the
+predictors of `plan_of`; runtime.py keeps to Python for the rest.
 """
 
 from __future__ import annotations
@@ -34,9 +35,13 @@ from multirate.model.native.foresight import NativeAcceleratedResidual
 from multirate.model.native.moe import KernelCall, NativeMoEDecoder
 
 _EVICTIONS: dict[type[EvictionPolicy], str] = {
-    KeepNothing: "none", LeastRecentlyUsed: "lru", LeastFrequentlyUsed: "lfu", DecayedFrequency: "lrfu",
-    LeastStale: "least_stale", Belady: "belady",
-}  # fmt: skip
+    KeepNothing: "none",
+    LeastRecentlyUsed: "lru",
+    LeastFrequentlyUsed: "lfu",
+    DecayedFrequency: "lrfu",
+    LeastStale: "least_stale",
+    Belady: "belady",
+}
 
 _COUNTS = [name for name, _ in abi.ffi.typeof("Counts").fields]
 
@@ -81,7 +86,9 @@ class _Plan(_Memory):
 
 
 def plans_of(predictor: Predictor | None, threshold: float) -> list[_Plan] | None:
-    """The kernel's form of a predictor, or of each that it chooses from; None: there is none of some."""
+    """The kernel's form of a predictor, or of each that it chooses from; None: there is none of
+    some.
+    """
     candidates: Sequence[Predictor | None] = [None] if predictor is None else predictor.candidates
     plans = [plan_of(one, threshold) for one in candidates]
     known = [plan for plan in plans if plan is not None]
@@ -102,7 +109,9 @@ def plan_of(predictor: Predictor | None, threshold: float) -> _Plan | None:
         plan.kind, plan.count = c.PREDICTORS.index("popularity"), predictor.count
     elif kind is NextLayerGate:
         plan.kind = c.PREDICTORS.index("next_layer_gate")
-    elif isinstance(predictor, AcceleratedResidual) and isinstance(predictor.native, NativeAcceleratedResidual):
+    elif isinstance(predictor, AcceleratedResidual) and isinstance(
+        predictor.native, NativeAcceleratedResidual
+    ):
         plan.kind = c.PREDICTORS.index("accelerated")
         native = predictor.native
         made.kept.append(native)
@@ -110,7 +119,11 @@ def plan_of(predictor: Predictor | None, threshold: float) -> _Plan | None:
         plan.sites = made.pointers(native.sites(plan.most_depth))
         sketches = native.sketches(plan.most_depth)
         plan.sketches = made.pointers(sketches) if sketches else abi.NULL
-        plan.layer_of, plan.ones, plan.eps = made.array(predictor.layers), abi.at(native.ones), native.eps
+        plan.layer_of, plan.ones, plan.eps = (
+            made.array(predictor.layers),
+            abi.at(native.ones),
+            native.eps,
+        )
     elif isinstance(predictor, AcceleratedWithAttention):
         plan.kind = c.PREDICTORS.index("stream")
         made.kept.append(predictor.native)
@@ -120,7 +133,10 @@ def plan_of(predictor: Predictor | None, threshold: float) -> _Plan | None:
         plan.kind = c.PREDICTORS.index("oracle")
         plan.trace = made.array([expert for _, experts in predictor.trace for expert in experts])
         plan.trace_ends = made.array(np.cumsum([len(experts) for _, experts in predictor.trace]))
-        plan.trace_rows, plan.trace_calls = made.array([row for row, _ in predictor.trace]), len(predictor.trace)
+        plan.trace_rows, plan.trace_calls = (
+            made.array([row for row, _ in predictor.trace]),
+            len(predictor.trace),
+        )
     else:
         return None
     return made
@@ -132,23 +148,33 @@ def knows(eviction: EvictionPolicy) -> bool:
 
 
 class KernelExperts:
-    """The experts of one runtime for one native decoder. reads fill `slots`, [record bytes] uint8 each, and outlive it.
+    """The experts of one runtime for one native decoder. reads fill `slots`, [record bytes] uint8
+    each, and outlive it.
 
     Raises MemoryError. One pass at a time.
     """
 
     def __init__(
-        self, decoder: NativeMoEDecoder, store: ExpertStore, slots: Sequence[Tensor], reads: NativeReads,
-        eviction: EvictionPolicy, forecasts: Sequence[_Plan],
+        self,
+        decoder: NativeMoEDecoder,
+        store: ExpertStore,
+        slots: Sequence[Tensor],
+        reads: NativeReads,
+        eviction: EvictionPolicy,
+        forecasts: Sequence[_Plan],
     ) -> None:
         self._decoder, self._library = decoder, library.kernel()
         index = store.index
         rows, experts = len(index.layers), index.num_experts
         self._experts = experts
         self._kept = _Memory()
-        plan = abi.new("ExpertCachePlan", rows=rows, experts=experts, slots=len(slots), reads=reads.handle)
+        plan = abi.new(
+            "ExpertCachePlan", rows=rows, experts=experts, slots=len(slots), reads=reads.handle
+        )
         plan.policy = c.EVICTIONS.index(_EVICTIONS[type(eviction)])
-        plan.offsets = self._kept.array([store.offset(r, e) for r in range(rows) for e in range(experts)], np.int64)
+        plan.offsets = self._kept.array(
+            [store.offset(r, e) for r in range(rows) for e in range(experts)], np.int64
+        )
         plan.checksums = self._kept.array(index.checksums, np.uint32)
         plan.checked = self._kept.shared(store.checked)
         if isinstance(eviction, DecayedFrequency):
@@ -174,18 +200,23 @@ class KernelExperts:
             raise MemoryError("no memory for the predictor's tables")
 
     def run(self, call: KernelCall, start: int, stop: int, into: abi.CData) -> None:
-        """Layers [start, stop), `into`: mr_mixture's last argument. Raises Failure; Ctrl-C is heard while a read takes
-        long."""
+        """Layers [start, stop), `into`: mr_mixture's last argument. Raises Failure; Ctrl-C is heard
+        while a read takes long.
+        """
         work, mixture, handle = self._decoder.workspace.address, self._mixture.packed, self._handle
         self.controls.paused_layer = -1  # of a pass that was given up
-        while (state := self._library.mr_mixture(work, mixture, handle, *call, start, stop, into)) == c.PAUSED:
+        while (
+            state := self._library.mr_mixture(work, mixture, handle, *call, start, stop, into)
+        ) == c.PAUSED:
             start = self.controls.paused_layer
         self._check(state)
 
     def load(self, count: int) -> None:
         """The first `count` experts, layer by layer, into memory. Raises as `run`."""
         keys = np.arange(count, dtype=np.int32)
-        while (state := self._library.mr_expert_cache_load(self._handle, abi.ints(keys), count)) == c.PAUSED:
+        while (
+            state := self._library.mr_expert_cache_load(self._handle, abi.ints(keys), count)
+        ) == c.PAUSED:
             pass
         self._check(state)
 
@@ -201,7 +232,9 @@ class KernelExperts:
     def reset(self, events: bool) -> None:
         """Counts from zero; events: record them."""
         counts = self.controls.counts
-        abi.ffi.memmove(abi.ffi.addressof(counts), bytes(abi.ffi.sizeof(counts)), abi.ffi.sizeof(counts))
+        abi.ffi.memmove(
+            abi.ffi.addressof(counts), bytes(abi.ffi.sizeof(counts)), abi.ffi.sizeof(counts)
+        )
         self.controls.event_count, self.controls.record = 0, int(events)
 
     def close(self) -> None:
@@ -216,4 +249,6 @@ class KernelExperts:
         if state == c.READ_FAILED:
             row, expert = divmod(self.controls.failed_key, self._experts)
             raise Failure(row, expert, self.controls.failure)
-        raise RuntimeError("every slot is held and nothing is being read")  # a defect, never the user's
+        raise RuntimeError(
+            "every slot is held and nothing is being read"
+        )  # a defect, never the user's

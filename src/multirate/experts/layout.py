@@ -1,7 +1,8 @@
 """Where a family keeps its experts on disk, and how one expert becomes a record of the store.
 
-A record holds one expert's slices of the parameters that transformers' experts module has (`gate_up_proj [2I, H]`,
-`down_proj [H, I]`; GPT-OSS transposed, with biases), so that a slot of memory is computed with as it was read.
+A record holds one expert's slices of the parameters that transformers' experts module has
+(`gate_up_proj [2I, H]`, `down_proj [H, I]`; GPT-OSS transposed, with biases), so that a slot of
+memory is computed with as it was read.
 """
 
 from __future__ import annotations
@@ -19,9 +20,20 @@ from multirate.experts.shards import Shards
 ALIGNMENT = 4096  # what O_DIRECT asks of offsets, lengths and buffers, whatever the device
 FIELD_ALIGNMENT = 64
 MODULE, NATIVE = "module", "native"
-"""A record's numbers as transformers' experts module has them, or as the kernel reads them (same shapes)."""
-_ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
-_SEPARATE = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
+"""A record's numbers as transformers' experts module has them, or as the kernel reads them (same
+shapes).
+"""
+_ROLES = {
+    "gate_proj": "gate",
+    "w1": "gate",
+    "up_proj": "up",
+    "w3": "up",
+    "down_proj": "down",
+    "w2": "down",
+}
+_SEPARATE = re.compile(
+    r"(?:^|\.)layers\.(\d+)\..*\bexperts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$"
+)
 _FUSED = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\.((?:gate_up_proj|down_proj)(?:_bias)?)$")
 _QUANTISED = re.compile(r"\bexperts\..*(?:_blocks|_scales|\.qweight|\.weight_scale.*)$")
 FIELDS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
@@ -38,7 +50,9 @@ class Field:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """What every record of a store holds. `bytes` is a multiple of ALIGNMENT; the end is padding."""
+    """What every record of a store holds. `bytes` is a multiple of ALIGNMENT; the end is
+    padding.
+    """
 
     dtype: torch.dtype
     fields: tuple[Field, ...]
@@ -65,25 +79,31 @@ class RecordFormat:
         found = {}
         for field in self.fields:
             size = torch.Size(field.shape).numel() * self.dtype.itemsize
-            found[field.name] = record[field.offset : field.offset + size].view(self.dtype).view(field.shape)
+            found[field.name] = (
+                record[field.offset : field.offset + size].view(self.dtype).view(field.shape)
+            )
         return found
 
 
 class ExpertTensors:
-    """The experts of a checkpoint: which layers have them, how many, and each one's parameter slices.
+    """The experts of a checkpoint: which layers have them, how many, and each one's parameter
+    slices.
 
     Raises UserError for a checkpoint without experts, with quantised ones, or with gaps.
     """
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self._separate: dict[int, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+        self._separate: dict[int, dict[int, dict[str, str]]] = defaultdict(
+            lambda: defaultdict(dict)
+        )
         self._fused: dict[int, dict[str, str]] = defaultdict(dict)
         self.tensor_names: set[str] = set()
         for name in shards.names():
             if _QUANTISED.search(name):
                 raise UserError(
-                    f"{shards.folder}: {name} is quantised; accepted are experts in bfloat16, float16 or float32 "
+                    f"{shards.folder}: {name} is quantised; accepted are experts in bfloat16, "
+                    "float16 or float32 "
                     "(load the model with its dequantised weights and save it first)"
                 )
             if match := _SEPARATE.search(name):
@@ -95,8 +115,10 @@ class ExpertTensors:
             self.tensor_names.add(name)
         if not self.tensor_names:
             raise UserError(
-                f"{shards.folder} has no experts: accepted are mixture-of-experts models whose tensors are named "
-                "layers.N.….experts.E.{gate,up,down}_proj, ….experts.E.{w1,w2,w3}, or ….experts.{gate_up,down}_proj"
+                f"{shards.folder} has no experts: accepted are mixture-of-experts models whose "
+                "tensors are named "
+                "layers.N.….experts.E.{gate,up,down}_proj, ….experts.E.{w1,w2,w3}, or "
+                "….experts.{gate_up,down}_proj"
             )
         self.layers = sorted({*self._separate, *self._fused})
         self.num_experts = self._count()
@@ -104,29 +126,43 @@ class ExpertTensors:
 
     def _count(self) -> int:
         counts = {
-            layer: self._shards.shape(self._fused[layer]["gate_up_proj"])[0] if layer in self._fused
-            else len(self._separate[layer]) for layer in self.layers
-        }  # fmt: skip
+            layer: self._shards.shape(self._fused[layer]["gate_up_proj"])[0]
+            if layer in self._fused
+            else len(self._separate[layer])
+            for layer in self.layers
+        }
         if len(set(counts.values())) != 1:
-            raise UserError(f"{self._shards.folder}: layers have different numbers of experts ({counts})")
+            raise UserError(
+                f"{self._shards.folder}: layers have different numbers of experts ({counts})"
+            )
         count = next(iter(counts.values()))
         for layer, experts in self._separate.items():
             for expert in range(count):
                 lacking = {"gate", "up", "down"} - experts.get(expert, {}).keys()
                 if lacking:
-                    raise UserError(f"{self._shards.folder}: expert {expert} of layer {layer} has no {min(lacking)}")
+                    raise UserError(
+                        f"{self._shards.folder}: expert {expert} of layer {layer} has no "
+                        f"{min(lacking)}"
+                    )
         return count
 
     def _format(self) -> RecordFormat:
         values = self.expert(self.layers[0], 0)
         dtype = values["down_proj"].dtype
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise UserError(f"{self._shards.folder}: experts are {dtype}; accepted are bfloat16, float16 and float32")
+            raise UserError(
+                f"{self._shards.folder}: experts are {dtype}; accepted are bfloat16, float16 and "
+                "float32"
+            )
         return RecordFormat.of({name: tuple(value.shape) for name, value in values.items()}, dtype)
 
     def expert(self, layer: int, expert: int) -> dict[str, Tensor]:
         """One expert's slices of the experts module's parameters, by parameter name."""
         if layer in self._fused:
-            return {name: self._shards.tensor(full, expert) for name, full in self._fused[layer].items()}
-        parts = {role: self._shards.tensor(name) for role, name in self._separate[layer][expert].items()}
+            return {
+                name: self._shards.tensor(full, expert) for name, full in self._fused[layer].items()
+            }
+        parts = {
+            role: self._shards.tensor(name) for role, name in self._separate[layer][expert].items()
+        }
         return {"gate_up_proj": torch.cat([parts["gate"], parts["up"]]), "down_proj": parts["down"]}

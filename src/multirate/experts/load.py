@@ -16,11 +16,11 @@ PREDICTOR = "predictor"
 
 
 def load_offloaded(name: str, experts: str | os.PathLike[str], device: str = "auto") -> LoadedModel:
-    """A mixture-of-experts model without its experts, which stay in the store `experts`; `.experts` leads to them. On a
-    GPU the store is read into pinned RAM, and experts go from there to the GPU.
+    """A mixture-of-experts model without its experts, which stay in the store `experts`; `.experts`
+    leads to them. On a GPU the store is read into pinned RAM, and experts go from there to the GPU.
 
-    In the checkpoint's dtype. A predictor in the model's own folder `predictor` is added. Raises UserError as
-    load_model and ExpertStore.open do.
+    In the checkpoint's dtype. A predictor in the model's own folder `predictor` is added. Raises
+    UserError as load_model and ExpertStore.open do.
     """
     place, folder = find_device(device), model_folder(name)
     with Shards(folder) as shards:

@@ -1,8 +1,9 @@
-"""Loads experts into slots: demands first, then what was predicted, in the order of the layers that will need it.
+"""Loads experts into slots: demands first, then what was predicted, in the order of the layers that
+will need it.
 
-All decisions are made on the thread that computes; only the reads themselves are elsewhere (reads.py). A demand for an
-expert that is being read ahead of time joins that read; what was predicted for a layer that has passed, or is not
-predicted any more, is dropped.
+All decisions are made on the thread that computes; only the reads themselves are elsewhere
+(reads.py). A demand for an expert that is being read ahead of time joins that read; what was
+predicted for a layer that has passed, or is not predicted any more, is dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _PATIENCE = 0.1  # seconds between two looks at Ctrl-C while waiting for a read
 
 
 class Prediction(NamedTuple):
-    """An expert that may be needed: `deadline` is the row of the layer that would, chance orders those of a layer."""
+    """An expert that may be needed: `deadline` is the row of the layer that would, chance orders
+    those of a layer.
+    """
 
     key: Key
     deadline: int
@@ -43,22 +46,30 @@ def unreadable(store: ExpertStore, key: Key, why: str) -> UserError:
     """What is raised in the compute that needs an expert whose read failed."""
     row, expert = key
     return UserError(
-        f"expert {expert} of layer {store.index.layers[row]} could not be read from {store.path}: {why}"
+        f"expert {expert} of layer {store.index.layers[row]} could not be read from {store.path}: "
+        f"{why}"
     )
 
 
 class ExpertLoader:
     """Turns needs and predictions into reads, and finished reads into READY slots.
 
-    `close` (or leaving the `with`) ends the reading threads. A failed read raises in the compute that needs its expert,
-    as a UserError naming the file; a failed speculative read only counts as an error.
+    `close` (or leaving the `with`) ends the reading threads. A failed read raises in the compute
+    that needs its expert, as a UserError naming the file; a failed speculative read only counts as
+    an error.
     """
 
     def __init__(
-        self, store: ExpertStore, cache: SlotCache, reads: Reads, stats: ExpertStats,
+        self,
+        store: ExpertStore,
+        cache: SlotCache,
+        reads: Reads,
+        stats: ExpertStats,
         intact: Callable[[Key, int], bool] = lambda key, slot: True,
     ) -> None:
-        """intact(key, slot): whether the record that has been read into the slot is what was packed."""
+        """intact(key, slot): whether the record that has been read into the slot is what was
+        packed.
+        """
         self._intact = intact
         self._store, self._cache, self._reads, self.stats = store, cache, reads, stats
         self._loads: dict[Key, _Load] = {}
@@ -87,7 +98,9 @@ class ExpertLoader:
             self._submit(_Load(key, slot, True), 0)
 
     def wait(self, keys: Sequence[Key]) -> Slot:
-        """Holds the first of `keys` to be READY (all are demanded). Raises UserError when its read failed."""
+        """Holds the first of `keys` to be READY (all are demanded). Raises UserError when its read
+        failed.
+        """
         while True:
             for key in keys:
                 if (slot := self._cache.hold(key)) is not None:
@@ -98,7 +111,9 @@ class ExpertLoader:
                 raise UserError("the expert loader was closed while an expert was needed")
             self.demand(keys)
             if not self._loads:
-                raise RuntimeError("every slot is held and nothing is being read")  # a defect, never the user's
+                raise RuntimeError(
+                    "every slot is held and nothing is being read"
+                )  # a defect, never the user's
             self.poll(_PATIENCE)
 
     def poll(self, patience: float = 0.0) -> None:
@@ -108,8 +123,10 @@ class ExpertLoader:
                 self._over(one)
 
     def prefetch(self, predictions: Sequence[Prediction]) -> None:
-        """These experts may be needed; ones that are there or asked for already are left alone. What was predicted for
-        the same layers before and is not named again is dropped, unless its read has begun."""
+        """These experts may be needed; ones that are there or asked for already are left alone.
+        What was predicted for the same layers before and is not named again is dropped, unless its
+        read has begun.
+        """
         rows, named = {one.deadline for one in predictions}, {one.key for one in predictions}
         self._cache.protected = {key for key in self._cache.protected if key[0] not in rows} | named
         if self._loads or self._pending:
@@ -119,12 +136,15 @@ class ExpertLoader:
             self._pending = [one for one in self._pending if one.deadline not in rows]
         missing = [one for one in predictions if self._cache.find(one.key) is None]
         if missing:
-            self._pending = sorted([*self._pending, *missing], key=lambda one: (one.deadline, -one.chance))
+            self._pending = sorted(
+                [*self._pending, *missing], key=lambda one: (one.deadline, -one.chance)
+            )
             self.go_on()
 
     def go_on(self) -> None:
-        """Slots may have become free: reads what was predicted and found none. A slot that this token has used is not
-        for predictions."""
+        """Slots may have become free: reads what was predicted and found none. A slot that this
+        token has used is not for predictions.
+        """
         while self._pending:
             one = self._pending[0]
             if self._cache.find(one.key) is None:
@@ -133,12 +153,16 @@ class ExpertLoader:
                     return
                 self._numbers += 1
                 self.stats.issued += 1
-                order = (self._cache.token * len(self._store.index.layers) + one.deadline << 32) + self._numbers
+                order = (
+                    self._cache.token * len(self._store.index.layers) + one.deadline << 32
+                ) + self._numbers
                 self._submit(_Load(one.key, slot, False, one.deadline, self._cache.token), order)
             self._pending.pop(0)
 
     def pass_row(self, token: int, row: int) -> None:
-        """Layer `row` of `token` begins: what was predicted for earlier ones is dropped unless it is demanded."""
+        """Layer `row` of `token` begins: what was predicted for earlier ones is dropped unless it
+        is demanded.
+        """
         if token != self._cache.token:
             self._pending = []
             self._cache.protected = set()
@@ -147,7 +171,11 @@ class ExpertLoader:
         self._cache.token, self._cache.row = token, row
         if self._loads:
             self.poll()
-            for load in [x for x in self._loads.values() if not x.demanded and (x.token, x.deadline) < (token, row)]:
+            for load in [
+                x
+                for x in self._loads.values()
+                if not x.demanded and (x.token, x.deadline) < (token, row)
+            ]:
                 self._drop(load)
 
     def forget_failures(self) -> None:
@@ -198,7 +226,9 @@ class ExpertLoader:
             self.stats.speculative_bytes += one.bytes
         else:
             self.stats.demand_bytes += one.bytes
-        self.stats.read_seconds += max(one.ended - max(one.began, self._busy_until), 0.0)  # two at a time count once
+        self.stats.read_seconds += max(
+            one.ended - max(one.began, self._busy_until), 0.0
+        )  # two at a time count once
         self._busy_until = max(one.ended, self._busy_until)
         if self.stats.events is not None:
             self.stats.record("speculative" if ahead else "demand", one.began, one.ended, *load.key)

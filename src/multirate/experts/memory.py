@@ -1,9 +1,11 @@
-"""Where slots are and what fills them: RAM from the store's file, or a GPU's memory from pinned RAM.
+"""Where slots are and what fills them: RAM from the store's file, or a GPU's memory from pinned
+RAM.
 
-On a GPU: the store is read into pinned host memory once; records then go to the device on a copy stream of their own.
-A slot is READY when its copy has ended on the device, so computing need not wait for an event; it is overwritten only
-behind the event that ends the last compute with it, because that compute runs after the Python that asked for it.
-Written without a GPU at hand: the order of copies and events is tested on CPU with a recorder, its speed is unmeasured.
+On a GPU: the store is read into pinned host memory once; records then go to the device on a copy
+stream of their own. A slot is READY when its copy has ended on the device, so computing need not
+wait for an event; it is overwritten only behind the event that ends the last compute with it,
+because that compute runs after the Python that asked for it. Written without a GPU at hand: the
+order of copies and events is tested on CPU with a recorder, its speed is unmeasured.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _SPIN = 1e-3  # longer than a layer of a small model computes
 
 
 class SlotMemory(ABC):
-    """`slots[i]`: [record bytes] uint8 on the device that computes. note: what the user should know about it, or None.
+    """`slots[i]`: [record bytes] uint8 on the device that computes. note: what the user should know
+    about it, or None.
 
     `fill` may be called from several threads, for different slots.
     """
@@ -41,10 +44,14 @@ class SlotMemory(ABC):
 
     @abstractmethod
     def fill(self, slot: int, offset: int, begin: int, end: int) -> None:
-        """Bytes [begin, end) of the record at `offset` of the data file → the slot, there on return. Raises OSError."""
+        """Bytes [begin, end) of the record at `offset` of the data file → the slot, there on
+        return. Raises OSError.
+        """
 
     def reads(self, threads: int | None) -> Reads:
-        """What fills the slots, with so many threads; 0: the system alone, where it can; None: whatever suits."""
+        """What fills the slots, with so many threads; 0: the system alone, where it can; None:
+        whatever suits.
+        """
         return ThreadReads(self.fill, self.store.index.record.bytes, threads or 1, CHUNK)
 
     def intact(self, key: tuple[int, int], slot: int) -> bool:
@@ -61,7 +68,9 @@ class SlotMemory(ABC):
 class HostMemory(SlotMemory):
     """Aligned RAM, filled from the data file past the page cache."""
 
-    def __init__(self, store: ExpertStore, count: int, throttle: Throttle | None = None, direct: bool = True) -> None:
+    def __init__(
+        self, store: ExpertStore, count: int, throttle: Throttle | None = None, direct: bool = True
+    ) -> None:
         self.store = store
         self._arena = Arena(count, store.index.record.bytes)
         self.slots = self._arena.slots
@@ -76,14 +85,25 @@ class HostMemory(SlotMemory):
         except library.NativeUnavailable:
             return super().reads(threads)
         if not threads and (threads == 0 or self.store.index.record.bytes <= CHUNK):
-            with contextlib.suppress(OSError):  # larger ones need somebody to go on with while a layer computes
+            with contextlib.suppress(
+                OSError
+            ):  # larger ones need somebody to go on with while a layer computes
                 return self._native(0)
         return self._native(threads or 1)
 
     def _native(self, threads: int) -> Reads:
         idle = (os.cpu_count() or 1) - torch.get_num_threads()  # cores that computing leaves
-        return NativeReads(self.reader.fileno, self.slots[0].data_ptr(), len(self.slots), self.store.index.record.bytes,
-                           self.reader.rate, threads, CHUNK, ALIGNMENT, _SPIN if idle >= threads else 0.0)  # fmt: skip
+        return NativeReads(
+            self.reader.fileno,
+            self.slots[0].data_ptr(),
+            len(self.slots),
+            self.store.index.record.bytes,
+            self.reader.rate,
+            threads,
+            CHUNK,
+            ALIGNMENT,
+            _SPIN if idle >= threads else 0.0,
+        )
 
     def fill(self, slot: int, offset: int, begin: int, end: int) -> None:
         self.reader.read(offset + begin, self._arena.buffers[slot][begin:end])
@@ -103,7 +123,9 @@ class CopyStream(Protocol):
         ...
 
     def pinned(self, size: int) -> Tensor:
-        """[size] uint8 of host memory that copies at full speed. Raises RuntimeError when there is not enough."""
+        """[size] uint8 of host memory that copies at full speed. Raises RuntimeError when there is
+        not enough.
+        """
         ...
 
     def mark(self) -> Any:
@@ -143,7 +165,12 @@ class DeviceMemory(SlotMemory):
     """Slots on a device, filled from pinned host memory that holds the whole store."""
 
     def __init__(
-        self, store: ExpertStore, count: int, copies: CopyStream, throttle: Throttle | None = None, direct: bool = True
+        self,
+        store: ExpertStore,
+        count: int,
+        copies: CopyStream,
+        throttle: Throttle | None = None,
+        direct: bool = True,
     ) -> None:
         self.store, size = store, store.index.record.bytes
         self._copies, self._throttle = copies, throttle or Throttle(None)
@@ -151,7 +178,8 @@ class DeviceMemory(SlotMemory):
             self._records = copies.pinned(store.index.data_bytes)
         except RuntimeError as error:
             raise UserError(
-                f"{store.path} needs {store.index.data_bytes} bytes of pinned host memory, which cannot be had: "
+                f"{store.path} needs {store.index.data_bytes} bytes of pinned host memory, which "
+                "cannot be had: "
                 f"{str(error).splitlines()[0]}"
             ) from None
         self._read(store, direct)

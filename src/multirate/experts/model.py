@@ -1,4 +1,6 @@
-"""A mixture-of-experts model whose experts stay on disk: everything else loaded, experts modules led to a runtime."""
+"""A mixture-of-experts model whose experts stay on disk: everything else loaded, experts modules
+led to a runtime.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from multirate.experts.layout import NATIVE, ExpertTensors
 from multirate.experts.memory import CopyStream, CudaCopies
 from multirate.experts.named_policies import AHEAD_OF_TIME, parse_bytes, policy_named
 from multirate.experts.policies import EvictionPolicy
-from multirate.experts.predictors import NextLayerGate, Popularity, Predictor, PreviousToken, SelectExperts
+from multirate.experts.predictors import (
+    NextLayerGate,
+    Popularity,
+    Predictor,
+    PreviousToken,
+    SelectExperts,
+)
 from multirate.experts.runtime import IMPLEMENTATION, ExpertRuntime, ExpertSettings
 from multirate.experts.shards import Shards
 from multirate.experts.store import INDEX, ExpertStore
@@ -46,9 +54,11 @@ def experts_on_disk(model: Any) -> OffloadedExperts | None:
 
 
 def load_without_experts(folder: Path, device: torch.device | str = "cpu") -> Any:
-    """The causal LM in `folder`, in evaluation mode on `device`, its experts' parameters on the meta device.
+    """The causal LM in `folder`, in evaluation mode on `device`, its experts' parameters on the
+    meta device.
 
-    In the checkpoint's own dtype. Raises UserError naming a parameter that the checkpoint does not have.
+    In the checkpoint's own dtype. Raises UserError naming a parameter that the checkpoint does not
+    have.
     """
     config = AutoConfig.from_pretrained(folder)
     with Shards(folder) as shards:
@@ -56,9 +66,15 @@ def load_without_experts(folder: Path, device: torch.device | str = "cpu") -> An
         dtype = experts.format.dtype
         with init_empty_weights(include_buffers=False):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        given = {_module_name(name): name for name in shards.names() if name not in experts.tensor_names}
+        given = {
+            _module_name(name): name for name in shards.names() if name not in experts.tensor_names
+        }
         modules = dict(model.named_modules())
-        tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
+        tied = (
+            set(getattr(model, "_tied_weights_keys", None) or ())
+            if config.tie_word_embeddings
+            else set()
+        )
         for name, parameter in list(model.named_parameters()):
             path, _, leaf = name.rpartition(".")
             if ".experts." in f".{name}":
@@ -66,11 +82,16 @@ def load_without_experts(folder: Path, device: torch.device | str = "cpu") -> An
             if name not in given:
                 if name in tied:
                     continue
-                raise UserError(f"{folder} has no tensor for {name}: it is not a checkpoint of {type(model).__name__}")
+                raise UserError(
+                    f"{folder} has no tensor for {name}: it is not a checkpoint of "
+                    f"{type(model).__name__}"
+                )
             value = shards.tensor(given[name])
             if value.shape != parameter.shape:
-                raise UserError(f"{folder}: {given[name]} is {tuple(value.shape)}; the model's {name} is "
-                                f"{tuple(parameter.shape)}")  # fmt: skip
+                raise UserError(
+                    f"{folder}: {given[name]} is {tuple(value.shape)}; the model's {name} is "
+                    f"{tuple(parameter.shape)}"
+                )
             setattr(modules[path], leaf, nn.Parameter(value.to(dtype), requires_grad=False))
     model.tie_weights()
     if (folder / "generation_config.json").is_file():
@@ -101,16 +122,21 @@ def _check_shapes(store: ExpertStore, layer: int, moe: MoEParts) -> None:
     index, place = store.index, store.folder / INDEX
     for name, value in (("num_experts", moe.num_experts), ("top_k", moe.top_k)):
         if getattr(index, name) != value:
-            raise UserError(f"{place}: {name} is {getattr(index, name)}; layer {layer} of the model has {value}")
+            raise UserError(
+                f"{place}: {name} is {getattr(index, name)}; layer {layer} of the model has {value}"
+            )
     packed = {field.name: field.shape for field in index.record.fields}
     for name, parameter in moe.experts.named_parameters():
         shape = tuple(parameter.shape[1:])
         if packed.get(name) != shape:
-            raise UserError(f"{place}: {name} is {packed.get(name)}; layer {layer} of the model has {shape}")
+            raise UserError(
+                f"{place}: {name} is {packed.get(name)}; layer {layer} of the model has {shape}"
+            )
 
 
 class OffloadedExperts:
-    """Leads the experts modules of `model` to a runtime; the runtime may be exchanged between two generations.
+    """Leads the experts modules of `model` to a runtime; the runtime may be exchanged between two
+    generations.
 
     Sees the stream before the norm of each MoE block through hooks, which `remove` takes off again.
     """
@@ -126,7 +152,9 @@ class OffloadedExperts:
         found = tuple(layer.index for layer, _ in blocks)
         if found != store.index.layers:
             held = list(store.index.layers)
-            raise UserError(f"{store.folder} holds experts of layers {held}; the model's are {list(found)}")
+            raise UserError(
+                f"{store.folder} holds experts of layers {held}; the model's are {list(found)}"
+            )
         self._moe: list[MoEParts] = [moe for _, moe in blocks]
         for layer, moe in blocks:
             _check_shapes(store, layer.index, moe)
@@ -149,7 +177,8 @@ class OffloadedExperts:
         self._seen = (norm, arguments[0])
 
     def decoder(self, backend: str = "auto") -> Decoder:
-        """What runs the model: the native kernel where it can and the store is packed for it, else its own layers.
+        """What runs the model: the native kernel where it can and the store is packed for it, else
+        its own layers.
 
         UserError for a backend that cannot be used.
         """
@@ -157,7 +186,10 @@ class OffloadedExperts:
             raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
         reason = NativeMoEDecoder.supports(self.model)
         if reason is None and self.store.index.layout != NATIVE:
-            reason = f"{self.store.folder} has layout {self.store.index.layout} (multirate pack --layout native)"
+            reason = (
+                f"{self.store.folder} has layout {self.store.index.layout} (multirate pack "
+                "--layout native)"
+            )
         if backend == "native" and reason is not None:
             raise UserError(f"backend='native' cannot run this model: {reason}")
         if reason is not None and backend == "auto":
@@ -175,24 +207,34 @@ class OffloadedExperts:
         return self.runtime
 
     def use(
-        self, settings: ExpertSettings | None = None, predictor: str | Predictor = "none",
+        self,
+        settings: ExpertSettings | None = None,
+        predictor: str | Predictor = "none",
         eviction: EvictionPolicy | None = None,
     ) -> ExpertRuntime:
-        """A new runtime in place of the last, which is closed. predictor: a name of PREDICTORS, or one of yours."""
+        """A new runtime in place of the last, which is closed. predictor: a name of PREDICTORS, or
+        one of yours.
+        """
         if self.runtime is not None:
             self.runtime.close()
-        self.runtime = ExpertRuntime(self.store, settings, self.predictor(predictor), eviction, self.copies)
+        self.runtime = ExpertRuntime(
+            self.store, settings, self.predictor(predictor), eviction, self.copies
+        )
         return self.runtime
 
     def use_policy(self, policy: str = "aot", memory: str | int | None = None) -> ExpertRuntime:
-        """A new runtime by the name of a policy (arms.py) and a size such as "2GB". UserError for what is neither."""
+        """A new runtime by the name of a policy (arms.py) and a size such as "2GB". UserError for
+        what is neither.
+        """
         self.policy, self.memory = policy, memory
         settings = ExpertSettings(parse_bytes(memory), policy_named(policy).eviction)
         return self.use(settings, self.policy_predictor(policy) or "none")
 
     @property
     def has_accelerated(self) -> bool:
-        """Whether a trained predictor was added that can be run here: with attention, only by the native kernel."""
+        """Whether a trained predictor was added that can be run here: with attention, only by the
+        native kernel.
+        """
         trained = self.trained_predictor
         return trained is not None and (self.native is not None or not trained.config.attention)
 
@@ -219,47 +261,71 @@ class OffloadedExperts:
             return NextLayerGate(self.selections())
         if predictor == "accelerated":
             if self.trained_predictor is None:
-                raise UserError("expert policy accelerated needs a predictor: multirate train MODEL --objective "
-                                "experts --data FILE --out DIR, then --expert-predictor DIR")  # fmt: skip
+                raise UserError(
+                    "expert policy accelerated needs a predictor: multirate train MODEL "
+                    "--objective "
+                    "experts --data FILE --out DIR, then --expert-predictor DIR"
+                )
             if self.trained_predictor.config.attention:
                 return self._stream(self.trained_predictor)
             native = None if self.native is None else self._native_residual(self.trained_predictor)
             advance = self._advance(self.trained_predictor) if native is None else native.step
             return AcceleratedResidual(
-                advance, index.layers, self.selections(), self.trained_predictor.config.ahead, native
+                advance,
+                index.layers,
+                self.selections(),
+                self.trained_predictor.config.ahead,
+                native,
             )
-        raise UserError(f"expert predictor {predictor!r} is unknown; accepted: {', '.join(PREDICTORS)}")
+        raise UserError(
+            f"expert predictor {predictor!r} is unknown; accepted: {', '.join(PREDICTORS)}"
+        )
 
     def _stream(self, forecast: ExpertPredictor) -> AcceleratedWithAttention:
         sketch, gated, down = forecast.sketch, forecast.gated, forecast.down
         if self.native is None or sketch is None or gated is None:
             raise UserError(
-                "expert policy accelerated cannot run this predictor here: with attention=true it needs sketches and "
-                "the native kernel's decoder; accepted are the policies aot and next_layer_gate, or a predictor "
+                "expert policy accelerated cannot run this predictor here: with attention=true it "
+                "needs sketches and "
+                "the native kernel's decoder; accepted are the policies aot and next_layer_gate, "
+                "or a predictor "
                 "trained with --option attention=false"
             )
         native = NativeResidualWithAttention(
-            None if down is None else down.detach(), forecast.up[0].detach(), sketch.detach(), gated.detach(),
-            forecast.config.sketch, forecast.config.ahead,
+            None if down is None else down.detach(),
+            forecast.up[0].detach(),
+            sketch.detach(),
+            gated.detach(),
+            forecast.config.sketch,
+            forecast.config.ahead,
         )
-        return AcceleratedWithAttention(native, self.store.index.layers, self.selections(), self.native)
+        return AcceleratedWithAttention(
+            native, self.store.index.layers, self.selections(), self.native
+        )
 
     @staticmethod
     def _native_residual(forecast: ExpertPredictor) -> NativeAcceleratedResidual:
         assert forecast.down is not None  # there is, without attention
         sketch = None if forecast.sketch is None else forecast.sketch.detach()
         ups = [up.detach() for up in forecast.up]
-        return NativeAcceleratedResidual(forecast.down.detach(), ups, sketch, forecast.config.sketch)
+        return NativeAcceleratedResidual(
+            forecast.down.detach(), ups, sketch, forecast.config.sketch
+        )
 
     @staticmethod
     def _advance(forecast: ExpertPredictor) -> Advance:
         slow = forecast.float().eval().requires_grad_(False)
         return lambda layer, residual, state, depths, routing: [
-            seen.to(residual.dtype) for seen in slow.step(layer, residual.float(), state, depths, routing)
+            seen.to(residual.dtype)
+            for seen in slow.step(layer, residual.float(), state, depths, routing)
         ]
 
-    def start(self, backend: str = "auto", policy: str | None = None, memory: str | int | None = None) -> Decoder:
-        """A decoder, and a runtime as `use_policy` makes it; what is None is as it was last, at first aot and all."""
+    def start(
+        self, backend: str = "auto", policy: str | None = None, memory: str | int | None = None
+    ) -> Decoder:
+        """A decoder, and a runtime as `use_policy` makes it; what is None is as it was last, at
+        first aot and all.
+        """
         policy, memory = policy or self.policy, self.memory if memory is None else memory
         self.use_policy("on_demand", memory)  # building a decoder may run the model once
         decoder = self.decoder(backend)
@@ -267,16 +333,25 @@ class OffloadedExperts:
         return decoder
 
     def add(self, accelerator: str | os.PathLike[str] | Accelerator) -> None:
-        """A trained predictor (folder or hub id) for the policies accelerated and aot. UserError if it does not fit."""
+        """A trained predictor (folder or hub id) for the policies accelerated and aot. UserError if
+        it does not fit.
+        """
         loaded = accelerator
         if not isinstance(loaded, Accelerator):
-            loaded = Accelerator.from_pretrained(resolve_accelerator(loaded), self.model, torch.float32)
+            loaded = Accelerator.from_pretrained(
+                resolve_accelerator(loaded), self.model, torch.float32
+            )
         if not isinstance(loaded.module, ExpertPredictor):
-            raise UserError(f"{accelerator} is for drafts ({loaded.method}); accepted: of train --objective experts")
+            raise UserError(
+                f"{accelerator} is for drafts ({loaded.method}); accepted: of train --objective "
+                "experts"
+            )
         self.trained_predictor = loaded.module
 
     def selections(self) -> list[SelectExperts]:
-        """For each row: the stream after attention → the experts that its norm, router and rule would choose."""
+        """For each row: the stream after attention → the experts that its norm, router and rule
+        would choose.
+        """
         return [self._selection(row) for row in range(len(self._moe))]
 
     def _selection(self, row: int) -> SelectExperts:
@@ -287,7 +362,9 @@ class OffloadedExperts:
         @torch.no_grad()
         def select(residual: Tensor) -> Tensor:
             norm = self._norms[row]
-            if norm is None:  # the layer has not run yet, so nobody knows which norm is its MoE block's
+            if (
+                norm is None
+            ):  # the layer has not run yet, so nobody knows which norm is its MoE block's
                 return torch.empty(0, 0, dtype=torch.int64)
             seen = self._seen
             try:
@@ -297,7 +374,9 @@ class OffloadedExperts:
 
         return select
 
-    def forward(self, module: Any, hidden: Tensor, top_index: Tensor, top_weights: Tensor) -> Tensor:
+    def forward(
+        self, module: Any, hidden: Tensor, top_index: Tensor, top_weights: Tensor
+    ) -> Tensor:
         """The experts module's forward: hidden [N, H] → [N, H]."""
         runtime = self._provider()
         row = module._multirate_row
@@ -308,7 +387,9 @@ class OffloadedExperts:
         return runtime.forward(module, row, hidden, top_index, top_weights, residual)
 
     def remove(self) -> None:
-        """Takes the hooks off and ends the runtime's threads. The model needs its experts back before it can run."""
+        """Takes the hooks off and ends the runtime's threads. The model needs its experts back
+        before it can run.
+        """
         for handle in self._handles:
             handle.remove()
         if self.runtime is not None:

@@ -1,4 +1,6 @@
-"""The ways to run with experts on disk, by the names that the command line, Python and the bench share."""
+"""The ways to run with experts on disk, by the names that the command line, Python and the bench
+share.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +29,32 @@ class Policy:
 FIXED_POLICIES: Mapping[str, Policy] = {
     "on_demand": Policy("none", "none", "every use is a read"),
     "lru": Policy("lru", "none", "a cache, the least recently used leaves"),
-    "least_stale": Policy("least_stale", "none", "a cache, what an earlier token left leaves first"),
+    "least_stale": Policy(
+        "least_stale", "none", "a cache, what an earlier token left leaves first"
+    ),
     "lrfu": Policy("lrfu", "none", "a cache, the least used leaves, old uses counting less"),
-    "previous_token": Policy("lrfu", "previous_token", "and the experts of the previous token are read ahead"),
+    "previous_token": Policy(
+        "lrfu", "previous_token", "and the experts of the previous token are read ahead"
+    ),
     "popularity": Policy("lrfu", "popularity", "and the most used experts are read ahead"),
-    "next_layer_gate": Policy("lrfu", "next_layer_gate", "and the next layer's router, asked now, is read ahead"),
-    "accelerated": Policy("lrfu", "accelerated", "the same router, asked with the accelerated residual"),
+    "next_layer_gate": Policy(
+        "lrfu", "next_layer_gate", "and the next layer's router, asked now, is read ahead"
+    ),
+    "accelerated": Policy(
+        "lrfu", "accelerated", "the same router, asked with the accelerated residual"
+    ),
 }
 AHEAD_OF_TIME = "aot"
-_BEST = Policy("lrfu", "next_layer_gate", "and whoever names experts best here as measured, or nobody")
+_BEST = Policy(
+    "lrfu", "next_layer_gate", "and whoever names experts best here as measured, or nobody"
+)
 POLICIES = (*FIXED_POLICIES, AHEAD_OF_TIME)
 
 
 def policy_named(policy: str) -> Policy:
-    """What a policy consists of; "aot", ahead of time, is what is fastest here as measured: the next layer's gate, the
-    accelerated residual where a trained one was added, or no predictions (controller.py).
+    """What a policy consists of; "aot", ahead of time, is what is fastest here as measured: the
+    next layer's gate, the accelerated residual where a trained one was added, or no predictions
+    (controller.py).
 
     UserError for another name.
     """
@@ -53,10 +66,14 @@ def policy_named(policy: str) -> Policy:
 
 
 def parse_bytes(text: str | int | None, name: str = "expert memory") -> int | None:
-    """2GB, 512MiB, 1.5g or a number of bytes → bytes (GB is 10⁹, GiB 2³⁰); None stays None. UserError for the rest."""
+    """2GB, 512MiB, 1.5g or a number of bytes → bytes (GB is 10⁹, GiB 2³⁰); None stays None.
+    UserError for the rest.
+    """
     if text is None or isinstance(text, int):
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
-        raise UserError(f"{name} is {text!r}; accepted is a size such as 2GB, 512MiB or a number of bytes")
+        raise UserError(
+            f"{name} is {text!r}; accepted is a size such as 2GB, 512MiB or a number of bytes"
+        )
     return int(float(match[1]) * _UNITS[match[2]])

@@ -1,4 +1,6 @@
-"""Safetensors → expert store, one expert in memory at a time; interrupted, the same call goes on."""
+"""Safetensors → expert store, one expert in memory at a time; interrupted, the same call goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,14 @@ def pack(
     force: bool = False,
     layout: str = "auto",
 ) -> StoreIndex:
-    """Packs the experts of the checkpoint in folder `model` into the folder `out` → what was packed.
+    """Packs the experts of the checkpoint in folder `model` into the folder `out` → what was
+    packed.
 
-    on_expert(done, all) is called per expert. A finished store of the same revision is left as it is; one of another is
-    replaced only with `force`. layout: "module", "native" (as the kernel reads weights: no copy while generating) or
-    "auto", which is native for the families and sizes that the kernel runs. Nothing half-written is ever named
-    experts.bin. Raises UserError naming file and reason.
+    on_expert(done, all) is called per expert. A finished store of the same revision is left as it
+    is; one of another is replaced only with `force`. layout: "module", "native" (as the kernel
+    reads weights: no copy while generating) or "auto", which is native for the families and sizes
+    that the kernel runs. Nothing half-written is ever named experts.bin. Raises UserError naming
+    file and reason.
     """
     with Shards(model) as shards:
         experts = ExpertTensors(shards)
@@ -45,11 +49,16 @@ def pack(
             store = ExpertStore.open(out)
             if store.index.revision == revision and layout in ("auto", store.index.layout):
                 return store.index
-            raise UserError(f"{out} holds the experts of {store.index.model}, another revision: name another folder or "
-                            "replace it with --force")  # fmt: skip
+            raise UserError(
+                f"{out} holds the experts of {store.index.model}, another revision: name another "
+                "folder or "
+                "replace it with --force"
+            )
         config = _config(model)
         chosen = _layout(layout, config, experts)
-        return _Packer(experts, out, revision, name or model.name, _top_k(model, config), chosen).run(on_expert)
+        return _Packer(
+            experts, out, revision, name or model.name, _top_k(model, config), chosen
+        ).run(on_expert)
 
 
 def _config(model: Path) -> dict[str, Any]:
@@ -63,14 +72,19 @@ def _config(model: Path) -> dict[str, Any]:
 def _layout(wanted: str, config: dict[str, Any], experts: ExpertTensors) -> str:
     shapes = {field.name: field.shape for field in experts.format.fields}
     possible = (
-        config.get("model_type") in MOE_FAMILIES and shapes.keys() == {"gate_up_proj", "down_proj"}
-        and experts.format.dtype == torch.bfloat16 and expert_tiles(*shapes["down_proj"])
-    )  # fmt: skip
+        config.get("model_type") in MOE_FAMILIES
+        and shapes.keys() == {"gate_up_proj", "down_proj"}
+        and experts.format.dtype == torch.bfloat16
+        and expert_tiles(*shapes["down_proj"])
+    )
     if wanted not in ("auto", MODULE, NATIVE):
         raise UserError(f"layout {wanted!r} is unknown; accepted: auto, {MODULE} or {NATIVE}")
     if wanted == NATIVE and not possible:
-        raise UserError(f"layout native: accepted are bfloat16 experts of {', '.join(MOE_FAMILIES)}, hidden size a "
-                        "multiple of 64, intermediate size one of 32")  # fmt: skip
+        raise UserError(
+            f"layout native: accepted are bfloat16 experts of {', '.join(MOE_FAMILIES)}, hidden "
+            "size a "
+            "multiple of 64, intermediate size one of 32"
+        )
     return NATIVE if possible and wanted != MODULE else MODULE
 
 
@@ -78,7 +92,9 @@ def _top_k(model: Path, config: dict[str, Any]) -> int:
     for key in ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk"):
         if isinstance(config.get(key), int):
             return int(config[key])
-    raise UserError(f"{model / 'config.json'} does not say how many experts a token has (num_experts_per_tok)")
+    raise UserError(
+        f"{model / 'config.json'} does not say how many experts a token has (num_experts_per_tok)"
+    )
 
 
 class _Packer:
@@ -87,8 +103,16 @@ class _Packer:
     def __init__(
         self, experts: ExpertTensors, out: Path, revision: str, name: str, top_k: int, layout: str
     ) -> None:
-        self._experts, self._out, self._revision, self._name, self._top_k = experts, out, revision, name, top_k
-        self._keys = [(layer, expert) for layer in experts.layers for expert in range(experts.num_experts)]
+        self._experts, self._out, self._revision, self._name, self._top_k = (
+            experts,
+            out,
+            revision,
+            name,
+            top_k,
+        )
+        self._keys = [
+            (layer, expert) for layer in experts.layers for expert in range(experts.num_experts)
+        ]
         self._layout = layout
         self._checksums: list[int] = []
         self._bytes = experts.format.bytes
@@ -103,9 +127,19 @@ class _Packer:
                 file.truncate(len(self._checksums) * self._bytes)
                 file.seek(0, os.SEEK_END)
                 self._write(file, on_expert)
-            index = StoreIndex(self._name, self._revision, tuple(self._experts.layers), self._experts.num_experts,
-                               self._top_k, self._experts.format, tuple(self._checksums), self._layout)  # fmt: skip
-            (out / INDEX).unlink(missing_ok=True)  # never an index beside data that it does not describe
+            index = StoreIndex(
+                self._name,
+                self._revision,
+                tuple(self._experts.layers),
+                self._experts.num_experts,
+                self._top_k,
+                self._experts.format,
+                tuple(self._checksums),
+                self._layout,
+            )
+            (out / INDEX).unlink(
+                missing_ok=True
+            )  # never an index beside data that it does not describe
             (out / VERIFIED).unlink(missing_ok=True)
             os.replace(partial, out / DATA)
             write_atomically(out / INDEX, json.dumps(index.to_json()))
@@ -140,10 +174,17 @@ class _Packer:
     def _check_shapes(self, values: dict[str, torch.Tensor], layer: int, expert: int) -> None:
         for field in self._experts.format.fields:
             value = values.get(field.name)
-            if value is None or tuple(value.shape) != field.shape or value.dtype != self._experts.format.dtype:
+            if (
+                value is None
+                or tuple(value.shape) != field.shape
+                or value.dtype != self._experts.format.dtype
+            ):
                 found = "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"
-                raise UserError(f"expert {expert} of layer {layer}: {field.name} is {found}; the first expert's is "
-                                f"{self._experts.format.dtype} {field.shape}")  # fmt: skip
+                raise UserError(
+                    f"expert {expert} of layer {layer}: {field.name} is {found}; the first "
+                    "expert's is "
+                    f"{self._experts.format.dtype} {field.shape}"
+                )
 
     def _save(self, file: Any) -> None:
         file.flush()
@@ -171,4 +212,6 @@ class _Packer:
         needed = (len(self._keys) - len(self._checksums)) * self._bytes
         free = shutil.disk_usage(self._out).free
         if needed > free:
-            raise UserError(f"{self._out} has {free / 1e9:.1f} GB free; the experts take {needed / 1e9:.1f} GB")
+            raise UserError(
+                f"{self._out} has {free / 1e9:.1f} GB free; the experts take {needed / 1e9:.1f} GB"
+            )

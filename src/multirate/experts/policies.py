@@ -1,4 +1,6 @@
-"""Who leaves the cache. A policy orders the slots; the cache takes the first that may be evicted (slot_cache.py)."""
+"""Who leaves the cache. A policy orders the slots; the cache takes the first that may be evicted
+(slot_cache.py).
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def order(self, token: int, row: int) -> Iterable[Slot]:
-        """The slots, the first to leave first, while layer `row` of pass `token` runs. Nothing else is called until the
-        caller has stopped taking from it."""
+        """The slots, the first to leave first, while layer `row` of pass `token` runs. Nothing else
+        is called until the caller has stopped taking from it.
+        """
 
 
 class LeastRecentlyUsed(EvictionPolicy):
@@ -67,8 +70,10 @@ class KeepNothing(LeastRecentlyUsed):
 class LeastStale(EvictionPolicy):
     """What an earlier token left goes first. [our reading of SpecMD's least-stale]
 
-    Layers are visited in a cycle, so of what an earlier token left, the layers already passed in this token have had
-    their chance: they go first, the oldest first; then the layers ahead, the farthest first. Of what this token itself
+    Layers are visited in a cycle, so of what an earlier token left, the layers already passed in
+    this token have had
+    their chance: they go first, the oldest first; then the layers ahead, the farthest first. Of
+    what this token itself
     used, the last is needed again last: it goes first.
     """
 
@@ -101,7 +106,11 @@ class LeastStale(EvictionPolicy):
 
     def order(self, token: int, row: int) -> Iterator[Slot]:
         passed = [self._stale(r, token) for r in self._rows if r < row]
-        heads = {self._when[slot.index]: (slot, rest) for rest in passed if (slot := next(rest, None)) is not None}
+        heads = {
+            self._when[slot.index]: (slot, rest)
+            for rest in passed
+            if (slot := next(rest, None)) is not None
+        }
         while heads:
             slot, rest = heads.pop(min(heads))
             yield slot
@@ -109,12 +118,16 @@ class LeastStale(EvictionPolicy):
                 heads[self._when[following.index]] = (following, rest)
         for r in sorted((r for r in self._rows if r >= row), reverse=True):
             yield from self._stale(r, token)
-        current = [slot for slots in self._rows.values() for slot in slots.values() if slot.token >= token]
+        current = [
+            slot for slots in self._rows.values() for slot in slots.values() if slot.token >= token
+        ]
         yield from sorted(current, key=lambda slot: -self._when[slot.index])
 
 
 class _Ranked(EvictionPolicy):
-    """The least `rank` goes first; of equals the one that was ranked longest ago. Ranks outlive a slot's expert."""
+    """The least `rank` goes first; of equals the one that was ranked longest ago. Ranks outlive a
+    slot's expert.
+    """
 
     def __init__(self) -> None:
         self._rank: dict[Key, float] = {}
@@ -126,7 +139,9 @@ class _Ranked(EvictionPolicy):
         assert slot.key is not None
         self._number += 1
         self._current[slot.index] = self._number
-        heapq.heappush(self._heap, (self._rank.get(slot.key, -math.inf), self._number, slot, slot.key))
+        heapq.heappush(
+            self._heap, (self._rank.get(slot.key, -math.inf), self._number, slot, slot.key)
+        )
 
     def on_evict(self, slot: Slot) -> None:
         del self._current[slot.index]
@@ -168,8 +183,9 @@ class LeastFrequentlyUsed(_Ranked):
 
 
 class DecayedFrequency(_Ranked):
-    """The one with the least uses, each counting `decay` less with every token since: between least recently and least
-    frequently used (LRFU, Lee et al. 2001)."""
+    """The one with the least uses, each counting `decay` less with every token since: between least
+    recently and least frequently used (LRFU, Lee et al. 2001).
+    """
 
     def __init__(self, decay: float = 0.97) -> None:
         super().__init__()
@@ -182,7 +198,9 @@ class DecayedFrequency(_Ranked):
 
 
 class Belady(EvictionPolicy):
-    """The one whose next use is farthest in the future: the bound that no policy beats. Needs the recorded trace."""
+    """The one whose next use is farthest in the future: the bound that no policy beats. Needs the
+    recorded trace.
+    """
 
     def __init__(self, trace: Sequence[Key]) -> None:
         self.trace = trace
@@ -212,9 +230,12 @@ class Belady(EvictionPolicy):
 
 
 EVICTION: Mapping[str, Callable[[], EvictionPolicy]] = {
-    "none": KeepNothing, "lru": LeastRecentlyUsed, "lfu": LeastFrequentlyUsed, "lrfu": DecayedFrequency,
+    "none": KeepNothing,
+    "lru": LeastRecentlyUsed,
+    "lfu": LeastFrequentlyUsed,
+    "lrfu": DecayedFrequency,
     "least_stale": LeastStale,
-}  # fmt: skip
+}
 
 
 def eviction_policy(name: str) -> EvictionPolicy:

@@ -1,4 +1,6 @@
-"""Who names experts ahead of time. A predictor changes what is loaded early, never what is computed."""
+"""Who names experts ahead of time. A predictor changes what is loaded early, never what is
+computed.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,18 @@ from torch import Tensor
 from multirate.experts.loader import Prediction
 
 SelectExperts = Callable[[Tensor], Tensor]
-"""A layer's own norm, router and selection rule: the stream after attention [N, H] → experts [N, k], best first."""
+"""A layer's own norm, router and selection rule: the stream after attention [N, H] → experts [N,
+k], best first.
+"""
 
 
 class Predictor(ABC):
     """Names experts of later layers when the experts of layer `row` are asked for.
 
-    depth: how many rows ahead are named, up to most_depth; the runtime may set it (depth.py). on: whether it names any.
-    candidates: the predictors that it chooses from, and candidate: which of them it is now; most are just themselves.
+    depth: how many rows ahead are named, up to most_depth; the runtime may set it (depth.py). on:
+    whether it names any.
+    candidates: the predictors that it chooses from, and candidate: which of them it is now; most
+    are just themselves.
     """
 
     depth = 1
@@ -44,21 +50,30 @@ class Predictor(ABC):
         """Layer `row` needs these experts now: what there is to learn from."""
 
     def routed(self, experts: Tensor, weights: Tensor) -> None:  # noqa: B027 - optional
-        """What the running layer's router chose, before `predict`: experts int64 [N, k], weights fp32 [N, k]."""
+        """What the running layer's router chose, before `predict`: experts int64 [N, k], weights
+        fp32 [N, k].
+        """
 
     @abstractmethod
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
-        """residual [N, H]: the stream after the attention of layer `row`. → predictions for later rows of this pass."""
+        """residual [N, H]: the stream after the attention of layer `row`. → predictions for later
+        rows of this pass.
+        """
 
 
 _BY_RANK = [1 / (1 + rank) for rank in range(256)]
 
 
 def likeliest(chosen: Tensor, target: int) -> list[Prediction]:
-    """chosen [N, k], each row's likeliest first → the experts of row `target`: chance: Σ 1 / (1 + rank) over rows."""
+    """chosen [N, k], each row's likeliest first → the experts of row `target`: chance: Σ 1 / (1 +
+    rank) over rows.
+    """
     rows = chosen.tolist()
     if len(rows) == 1:
-        return [Prediction((target, expert), target, _BY_RANK[rank]) for rank, expert in enumerate(rows[0])]
+        return [
+            Prediction((target, expert), target, _BY_RANK[rank])
+            for rank, expert in enumerate(rows[0])
+        ]
     chances: dict[int, float] = {}
     for experts in rows:
         for rank, expert in enumerate(experts):
@@ -78,7 +93,11 @@ class PreviousToken(Predictor):
 
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
         targets = range(row + 1, min(row + self.depth + 1, len(self._last)))
-        return [Prediction((target, expert), target, 1.0) for target in targets for expert in self._last[target]]
+        return [
+            Prediction((target, expert), target, 1.0)
+            for target in targets
+            for expert in self._last[target]
+        ]
 
 
 class Popularity(Predictor):
@@ -96,12 +115,16 @@ class Popularity(Predictor):
         found = []
         for target in range(row + 1, min(row + self.depth + 1, len(self._uses))):
             best = self._uses[target].most_common(self.count)
-            found += [Prediction((target, e), target, _BY_RANK[rank]) for rank, (e, _) in enumerate(best)]
+            found += [
+                Prediction((target, e), target, _BY_RANK[rank]) for rank, (e, _) in enumerate(best)
+            ]
         return found
 
 
 class NextLayerGate(Predictor):
-    """A later layer's own router on the current residual: the usual way, and the one to beat. select: of each row."""
+    """A later layer's own router on the current residual: the usual way, and the one to beat.
+    select: of each row.
+    """
 
     def __init__(self, select: Sequence[SelectExperts]) -> None:
         self._select = select
@@ -110,11 +133,15 @@ class NextLayerGate(Predictor):
     @torch.no_grad()
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
         targets = range(row + 1, min(row + self.depth + 1, len(self._select)))
-        return [one for target in targets for one in likeliest(self._select[target](residual), target)]
+        return [
+            one for target in targets for one in likeliest(self._select[target](residual), target)
+        ]
 
 
 class Oracle(Predictor):
-    """What a recorded run of the same tokens needed: the bound of every predictor. trace: (row, experts) of each."""
+    """What a recorded run of the same tokens needed: the bound of every predictor. trace: (row,
+    experts) of each.
+    """
 
     def __init__(self, trace: Sequence[tuple[int, Sequence[int]]]) -> None:
         self.trace, self._at = list(trace), -1
@@ -156,4 +183,7 @@ class Shuffled(Predictor):
         for one in found:
             if one.deadline not in others:
                 others[one.deadline] = self._random.sample(range(self._num), self._num)
-        return [Prediction((one.key[0], others[one.deadline].pop()), one.deadline, one.chance) for one in found]
+        return [
+            Prediction((one.key[0], others[one.deadline].pop()), one.deadline, one.chance)
+            for one in found
+        ]

@@ -1,4 +1,6 @@
-"""Reads of the store that leave the page cache alone: O_DIRECT into aligned memory, a chunk at a time."""
+"""Reads of the store that leave the page cache alone: O_DIRECT into aligned memory, a chunk at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,28 @@ from multirate.model.native.packing import HUGE_PAGE, large_pages
 
 
 class Arena:
-    """Page-aligned memory for `count` records of `size` bytes, a multiple of ALIGNMENT. `slots[i]`: [size] uint8."""
+    """Page-aligned memory for `count` records of `size` bytes, a multiple of ALIGNMENT. `slots[i]`:
+    [size] uint8.
+    """
 
     def __init__(self, count: int, size: int) -> None:
-        # A direct read names its pages one by one: of large ones it has few. Whole ones, from where one begins: else
-        # slots of less than 2 MB in all have none, and are read at half the speed.
+        # A direct read names its pages one by one: of large ones it has few. Whole ones, from where
+        # one begins: else slots of less than 2 MB in all have none, and are read at half the speed.
         room = -(-max(count * size, ALIGNMENT) // HUGE_PAGE) * HUGE_PAGE
         self._memory = large_pages(room + HUGE_PAGE)
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         first = -whole.data_ptr() % HUGE_PAGE
-        self.slots: list[Tensor] = [whole[first + i * size : first + (i + 1) * size] for i in range(count)]
+        self.slots: list[Tensor] = [
+            whole[first + i * size : first + (i + 1) * size] for i in range(count)
+        ]
         view = memoryview(self._memory)
         self.buffers = [view[first + i * size : first + (i + 1) * size] for i in range(count)]
 
 
 class Throttle:
-    """At most `bytes_per_second` over all readers, so that measurements repeat on any disk; None: no limit."""
+    """At most `bytes_per_second` over all readers, so that measurements repeat on any disk; None:
+    no limit.
+    """
 
     def __init__(self, bytes_per_second: float | None) -> None:
         self.rate = bytes_per_second
@@ -43,7 +51,9 @@ class Throttle:
 
     @contextmanager
     def taking(self, size: int) -> Iterator[None]:
-        """Around the reading of `size` bytes; sleeps at its end until a disk of the set speed would have read them."""
+        """Around the reading of `size` bytes; sleeps at its end until a disk of the set speed would
+        have read them.
+        """
         began = time.perf_counter()
         yield
         if self.rate is None:
@@ -56,7 +66,8 @@ class Throttle:
 
 
 class RecordReader:
-    """Reads of one data file. `direct`: whether the page cache is bypassed; if not, `note` says why.
+    """Reads of one data file. `direct`: whether the page cache is bypassed; if not, `note` says
+    why.
 
     Safe to use from several threads. Raises OSError when a read fails or ends early.
     """
@@ -72,14 +83,19 @@ class RecordReader:
                 self.direct = True
             except OSError as error:
                 self._close_fd()
-                self.note = f"{path} cannot be read with O_DIRECT ({error.strerror}): reads go through the page cache"
+                self.note = (
+                    f"{path} cannot be read with O_DIRECT ({error.strerror}): reads go through the "
+                    "page cache"
+                )
         elif direct:
             self.note = "this system has no O_DIRECT: reads go through the page cache"
         if self._fd < 0:
             try:
                 self._fd = os.open(path, os.O_RDONLY)
             except OSError as error:
-                raise UserError(f"{path} cannot be opened: {(error.strerror or str(error)).lower()}") from None
+                raise UserError(
+                    f"{path} cannot be opened: {(error.strerror or str(error)).lower()}"
+                ) from None
 
     def _probe(self) -> None:
         with mmap.mmap(-1, ALIGNMENT) as page:
@@ -98,7 +114,10 @@ class RecordReader:
             if count > 0 and done < len(into) and self.direct:
                 done -= done % ALIGNMENT  # a short direct read is resumed where it may be
             if done == before:
-                raise OSError(f"{self.path} ends at byte {offset + done + count}: it was truncated while in use")
+                raise OSError(
+                    f"{self.path} ends at byte {offset + done + count}: it was truncated while in "
+                    "use"
+                )
         if not self.direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
 

@@ -1,7 +1,9 @@
-"""Reads of records into slots, done by other threads: what the loader asks of them, and two ways to do it.
+"""Reads of records into slots, done by other threads: what the loader asks of them, and two ways to
+do it.
 
-One read per slot at a time. Demands go first, in their order; then predictions, the lowest `order` first. A prediction
-gives way to a demand between two chunks and goes on afterwards. Everything here is called from one thread.
+One read per slot at a time. Demands go first, in their order; then predictions, the lowest `order`
+first. A prediction gives way to a demand between two chunks and goes on afterwards. Everything here
+is called from one thread.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ from multirate.model.native import abi, library
 
 CHUNK = 1 << 20
 Fill = Callable[[int, int, int, int], None]
-"""(slot, offset of the record, begin, end): brings bytes [begin, end) of the record; raises OSError."""
+"""(slot, offset of the record, begin, end): brings bytes [begin, end) of the record; raises
+OSError.
+"""
 
 
 @dataclass
 class Ended:
-    """A read that is over. error: an errno, 0 (the slot is whole) or ECANCELED; began, ended: perf_counter."""
+    """A read that is over. error: an errno, 0 (the slot is whole) or ECANCELED; began, ended:
+    perf_counter.
+    """
 
     slot: int
     error: int
@@ -56,12 +62,15 @@ class Reads(ABC):
 
     @abstractmethod
     def cancel(self, slot: int) -> bool:
-        """True: it will not be read, and the slot may be filled with something else. False: it is being read or has
-        ended; `ended` will tell, as ECANCELED if that was between two chunks."""
+        """True: it will not be read, and the slot may be filled with something else. False: it is
+        being read or has ended; `ended` will tell, as ECANCELED if that was between two chunks.
+        """
 
     @abstractmethod
     def ended(self, patience: float = 0.0) -> list[Ended]:
-        """What has ended since the last call, after waiting up to `patience` seconds for something to."""
+        """What has ended since the last call, after waiting up to `patience` seconds for something
+        to.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -69,13 +78,26 @@ class Reads(ABC):
 
 
 class NativeReads(Reads):
-    """In the kernel's library: by its own threads (no interpreter lock between a read that ends and the next one), or
-    with threads = 0 by the system, asked from this thread (Linux, files opened with O_DIRECT)."""
+    """In the kernel's library: by its own threads (no interpreter lock between a read that ends and
+    the next one), or with threads = 0 by the system, asked from this thread (Linux, files opened
+    with O_DIRECT).
+    """
 
-    def __init__(self, fd: int, address: int, slots: int, size: int, rate: float | None, threads: int, chunk: int,
-                 alignment: int, spin: float = 0.0) -> None:  # fmt: skip
-        """spin: seconds that a reader looks for work before it sleeps, where it has a core of its own. Raises OSError
-        where threads is 0 and the system cannot read by itself."""
+    def __init__(
+        self,
+        fd: int,
+        address: int,
+        slots: int,
+        size: int,
+        rate: float | None,
+        threads: int,
+        chunk: int,
+        alignment: int,
+        spin: float = 0.0,
+    ) -> None:
+        """spin: seconds that a reader looks for work before it sleeps, where it has a core of its
+        own. Raises OSError where threads is 0 and the system cannot read by itself.
+        """
         self._library = library.kernel()
         self._handle: abi.CData | None = self._library.mr_reads_open(
             fd, abi.at(address), slots, size, chunk, alignment, rate or 0.0, threads, spin
@@ -83,11 +105,21 @@ class NativeReads(Reads):
         if not self._handle and not threads:
             raise OSError(errno.ENOSYS, "the system has no asynchronous reads, or no more of them")
         if not self._handle:
-            raise UserError(f"{threads} reader threads cannot be started: the system has no more of them, or no memory")
+            raise UserError(
+                f"{threads} reader threads cannot be started: the system has no more of them, or "
+                "no memory"
+            )
         self._slots, self._status = np.empty(slots, np.int32), np.empty(slots, np.int32)
-        self._bytes, self._began, self._over = np.empty(slots, np.int64), np.empty(slots), np.empty(slots)
+        self._bytes, self._began, self._over = (
+            np.empty(slots, np.int64),
+            np.empty(slots),
+            np.empty(slots),
+        )
         self._addresses = (
-            abi.ints(self._slots), abi.ints(self._status), abi.longs(self._bytes), abi.doubles(self._began),
+            abi.ints(self._slots),
+            abi.ints(self._status),
+            abi.longs(self._bytes),
+            abi.doubles(self._began),
             abi.doubles(self._over),
         )
 
@@ -112,9 +144,13 @@ class NativeReads(Reads):
             return []
         count = self._library.mr_reads_ended(self._handle, patience, *self._addresses)
         rows = zip(
-            self._slots[:count].tolist(), self._status[:count].tolist(), self._bytes[:count].tolist(),
-            self._began[:count].tolist(), self._over[:count].tolist(), strict=True,
-        )  # fmt: skip
+            self._slots[:count].tolist(),
+            self._status[:count].tolist(),
+            self._bytes[:count].tolist(),
+            self._began[:count].tolist(),
+            self._over[:count].tolist(),
+            strict=True,
+        )
         return [Ended(*row, message=reason(row[1]) if row[1] else "") for row in rows]
 
     def close(self) -> None:
@@ -134,7 +170,9 @@ class _Read:
 
 
 class ThreadReads(Reads):
-    """The same with Python's threads around any `fill`: for slots on a device, and where the kernel cannot be built."""
+    """The same with Python's threads around any `fill`: for slots on a device, and where the kernel
+    cannot be built.
+    """
 
     def __init__(self, fill: Fill, size: int, threads: int, chunk: int = CHUNK) -> None:
         self._fill, self._size, self._chunk = fill, size, chunk
@@ -144,15 +182,23 @@ class ThreadReads(Reads):
         self._sequence = 0
         self._closed = False
         self._lock = threading.Lock()
-        self._work, self._finished = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._threads = [threading.Thread(target=self._run, daemon=True, name=f"experts-{i}") for i in range(threads)]
+        self._work, self._finished = (
+            threading.Condition(self._lock),
+            threading.Condition(self._lock),
+        )
+        self._threads = [
+            threading.Thread(target=self._run, daemon=True, name=f"experts-{i}")
+            for i in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 
     def submit(self, slot: int, offset: int, order: int, demanded: bool) -> None:
         with self._lock:
             self._sequence += 1
-            read = self._reads[slot] = _Read(slot, offset, (not demanded, self._sequence if demanded else order))
+            read = self._reads[slot] = _Read(
+                slot, offset, (not demanded, self._sequence if demanded else order)
+            )
             self._queue.append(read)
             self._work.notify()
 
@@ -207,7 +253,11 @@ class ThreadReads(Reads):
             try:
                 self._fill(read.slot, read.offset, read.done, end)
             except OSError as problem:
-                error, message, end = problem.errno or errno.EIO, problem.strerror or str(problem), read.done
+                error, message, end = (
+                    problem.errno or errno.EIO,
+                    problem.strerror or str(problem),
+                    read.done,
+                )
             with self._lock:
                 read.done = end
                 if not error and end < self._size:
@@ -221,6 +271,8 @@ class ThreadReads(Reads):
                         continue
                     error = errno.ECANCELED
                 del self._reads[read.slot]
-                self._over.append(Ended(read.slot, error, end, read.began, time.perf_counter(), message))
+                self._over.append(
+                    Ended(read.slot, error, end, read.began, time.perf_counter(), message)
+                )
                 self._finished.notify()
                 return

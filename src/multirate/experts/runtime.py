@@ -1,8 +1,9 @@
-"""Computes with experts that are not all in memory: the demand point of transformers' experts modules.
+"""Computes with experts that are not all in memory: the demand point of transformers' experts
+modules.
 
-The true router always decides; loading changes residency only. An expert's product for its tokens, and the sum over a
-token's experts, are formed in one fixed order whatever arrives first, so logits are bit-identical for every policy,
-budget and predictor.
+The true router always decides; loading changes residency only. An expert's product for its tokens,
+and the sum over a token's experts, are formed in one fixed order whatever arrives first, so logits
+are bit-identical for every policy, budget and predictor.
 """
 
 from __future__ import annotations
@@ -29,21 +30,28 @@ from multirate.experts.slot_cache import Key, Slot, SlotCache, State
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
 from multirate.experts.worth import PrefetchFilter
-from multirate.model.native.moe import ComputeExperts, KernelCall, KernelPasses, NativeMoEDecoder, unpack_expert
+from multirate.model.native.moe import (
+    ComputeExperts,
+    KernelCall,
+    KernelPasses,
+    NativeMoEDecoder,
+    unpack_expert,
+)
 
 IMPLEMENTATION = "multirate"
 
 
 @dataclass(frozen=True)
 class ExpertSettings:
-    """memory_bytes: for expert weights; None: all of them. eviction: see policies.py. threads: that read;
-    0: none, the system is asked from the computing thread; None: as suits the size of an expert.
+    """memory_bytes: for expert weights; None: all of them. eviction: see policies.py. threads: that
+    read; 0: none, the system is asked from the computing thread; None: as suits the size of an
+    expert.
 
-    disk_bytes_per_second: slows reads down to this, for measurements that repeat; None: the real disk. direct: past the
-    page cache. depth: how many layers ahead experts are named, at most what the predictor can; None: as measured
-    compute and reads have it (depth.py). prefetch_threshold: the least share of predictions of the same rank that must
-    have come true lately for one to be read (worth.py); 0: all are. kernel: passes are the native kernel's where it can
-    (kernel.py).
+    disk_bytes_per_second: slows reads down to this, for measurements that repeat; None: the real
+    disk. direct: past the page cache. depth: how many layers ahead experts are named, at most what
+    the predictor can; None: as measured compute and reads have it (depth.py). prefetch_threshold:
+    the least share of predictions of the same rank that must have come true lately for one to be
+    read (worth.py); 0: all are. kernel: passes are the native kernel's where it can (kernel.py).
     """
 
     memory_bytes: int | None = None
@@ -64,26 +72,34 @@ def slots_for(store: ExpertStore, memory_bytes: int | None) -> int:
     count, least = memory_bytes // record, store.index.top_k + 1
     if count < least:
         raise UserError(
-            f"the expert memory of {memory_bytes} bytes holds {count} experts of {record} bytes; accepted are at least "
+            f"the expert memory of {memory_bytes} bytes holds {count} experts of {record} bytes; "
+            "accepted are at least "
             f"{least} (those of one token, and one to load into): {least * record} bytes"
         )
     return min(count, everything)
 
 
 class ExpertRuntime:
-    """The experts of one model: slots, loader threads and the function that its experts modules call.
+    """The experts of one model: slots, loader threads and the function that its experts modules
+    call.
 
-    copies: None for slots in RAM, read from disk; a GPU's copy stream for slots there, read from pinned RAM.
-    Owns everything it makes; `close` ends the threads. One generation at a time.
+    copies: None for slots in RAM, read from disk; a GPU's copy stream for slots there, read from
+    pinned RAM. Owns everything it makes; `close` ends the threads. One generation at a time.
     """
 
     def __init__(
-        self, store: ExpertStore, settings: ExpertSettings | None = None, predictor: Predictor | None = None,
-        eviction: EvictionPolicy | None = None, copies: CopyStream | None = None,
+        self,
+        store: ExpertStore,
+        settings: ExpertSettings | None = None,
+        predictor: Predictor | None = None,
+        eviction: EvictionPolicy | None = None,
+        copies: CopyStream | None = None,
     ) -> None:
         self.store, self.settings = store, settings or ExpertSettings()
         self._stats = ExpertStats()
-        self.trace: list[tuple[int, list[int]]] | None = None  # (row, experts) of each call, when recorded
+        self.trace: list[tuple[int, list[int]]] | None = (
+            None  # (row, experts) of each call, when recorded
+        )
         count = slots_for(store, self.settings.memory_bytes)
         self._everything = len(store.index.layers) * store.index.num_experts
         self._eviction = eviction or eviction_policy(self.settings.eviction)
@@ -123,7 +139,9 @@ class ExpertRuntime:
         if predictor is not None:
             for one in predictor.candidates:
                 one.depth = min(fixed or last, one.most_depth)
-            self._depth = MeasuredDepth(predictor, len(self.store.index.layers)) if fixed is None else None
+            self._depth = (
+                MeasuredDepth(predictor, len(self.store.index.layers)) if fixed is None else None
+            )
         if self._kernel is not None:
             plans = plans_of(predictor, self.settings.prefetch_threshold)
             if plans is None:
@@ -132,7 +150,9 @@ class ExpertRuntime:
                 self._kernel.predict_with(plans)
 
     def kernel(self, decoder: NativeMoEDecoder) -> KernelPasses | None:
-        """Runs passes of `decoder` from now on; None where Python has to (kernel.py), or has begun to."""
+        """Runs passes of `decoder` from now on; None where Python has to (kernel.py), or has begun
+        to.
+        """
         untouched = not self.cache.occupied or self._token == 0  # but for `preload`
         if self._kernel is None and self.settings.kernel and untouched and self.trace is None:
             plans = plans_of(self.predictor, self.settings.prefetch_threshold)
@@ -144,15 +164,21 @@ class ExpertRuntime:
                 if loaded:
                     fresh = eviction_policy(self.settings.eviction)
                     self.cache = SlotCache(len(self.cache.slots), fresh, self._evicted)
-                    self.loader = ExpertLoader(self.store, self.cache, self._reads, self._stats, self.memory.intact)
+                    self.loader = ExpertLoader(
+                        self.store, self.cache, self._reads, self._stats, self.memory.intact
+                    )
                     self._running(lambda kernel: kernel.load(loaded))
         return self._pass if self._kernel is not None and self.trace is None else None
 
-    def _pass(self, call: KernelCall, start: int, stop: int, into: int, row: int, rows: int) -> None:
+    def _pass(
+        self, call: KernelCall, start: int, stop: int, into: int, row: int, rows: int
+    ) -> None:
         """As KernelPasses."""
         assert self._kernel is not None
         controls = self._kernel.controls
-        if self.predictor is not None and len(self.cache.slots) < self._everything:  # else nothing is ever named
+        if (
+            self.predictor is not None and len(self.cache.slots) < self._everything
+        ):  # else nothing is ever named
             if row <= controls.last_row:
                 self._new_pass(rows)
             controls.depth, controls.predictor = self.predictor.depth, self.predictor.candidate
@@ -164,7 +190,9 @@ class ExpertRuntime:
         try:
             work(self._kernel)
         except Failure as failed:
-            raise unreadable(self.store, (failed.row, failed.expert), reason(failed.error)) from None
+            raise unreadable(
+                self.store, (failed.row, failed.expert), reason(failed.error)
+            ) from None
 
     def _leave_kernel(self) -> None:
         """Python goes on with no expert in memory: of what the kernel loads it knows nothing."""
@@ -174,16 +202,23 @@ class ExpertRuntime:
         self._kernel.close()
         self._kernel = None
         self._reads = self.memory.reads(self.settings.threads)
-        self.loader = ExpertLoader(self.store, self.cache, self._reads, self._stats, self.memory.intact)
+        self.loader = ExpertLoader(
+            self.store, self.cache, self._reads, self._stats, self.memory.intact
+        )
 
     def run(
-        self, row: int, needed: list[int], compute: ComputeExperts, residual: Tensor,
+        self,
+        row: int,
+        needed: list[int],
+        compute: ComputeExperts,
+        residual: Tensor,
         routing: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Hands every expert in `needed` to `compute` once, those that are there first.
 
-        row: of the store. weights: the record's fields, unchanged until compute returns. residual [N, d]: the stream
-        after this layer's attention, and routing: the router's choice [N, k] with weights [N, k], for predictors.
+        row: of the store. weights: the record's fields, unchanged until compute returns. residual
+        [N, d]: the stream after this layer's attention, and routing: the router's choice [N, k]
+        with weights [N, k], for predictors.
         """
         if self._kernel is not None:
             self._leave_kernel()
@@ -204,7 +239,9 @@ class ExpertRuntime:
                 slots = self._next(row, waiting)
                 began = time.perf_counter()
                 try:
-                    keys = [slot.key for slot in slots if slot.key is not None]  # a held slot has one
+                    keys = [
+                        slot.key for slot in slots if slot.key is not None
+                    ]  # a held slot has one
                     pairs = zip(keys, slots, strict=True)
                     compute([(key[1], self._views[slot.index]) for key, slot in pairs])
                 finally:
@@ -218,9 +255,17 @@ class ExpertRuntime:
             self.cache.pin(())
 
     def forward(
-        self, module: Any, row: int, hidden: Tensor, top_index: Tensor, top_weights: Tensor, residual: Tensor
+        self,
+        module: Any,
+        row: int,
+        hidden: Tensor,
+        top_index: Tensor,
+        top_weights: Tensor,
+        residual: Tensor,
     ) -> Tensor:
-        """hidden [N, H], top_index [N, k] experts, top_weights [N, k] → [N, H], as the experts module's own forward."""
+        """hidden [N, H], top_index [N, k] experts, top_weights [N, k] → [N, H], as the experts
+        module's own forward.
+        """
         n, k = top_index.shape
         flat = top_index.reshape(-1)
         parts = torch.empty(n * k, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
@@ -229,12 +274,20 @@ class ExpertRuntime:
         def compute(found: Sequence[tuple[int, Mapping[str, Tensor]]]) -> None:
             for expert, weights in found:
                 places = (flat == expert).nonzero()[:, 0]
-                own = unpack_expert(weights["gate_up_proj"], weights["down_proj"]) if unpack else weights
+                own = (
+                    unpack_expert(weights["gate_up_proj"], weights["down_proj"])
+                    if unpack
+                    else weights
+                )
                 parts[places] = expert_forward(module, own, hidden[places // k])
 
-        self.run(row, torch.unique(flat).tolist(), compute, residual, (top_index, top_weights.float()))
+        self.run(
+            row, torch.unique(flat).tolist(), compute, residual, (top_index, top_weights.float())
+        )
         weighted = parts.view(n, k, -1).float() * top_weights[..., None].float()
-        total: Tensor = weighted.sum(dim=1).to(hidden.dtype)  # over a token's k in the router's order, always
+        total: Tensor = weighted.sum(dim=1).to(
+            hidden.dtype
+        )  # over a token's k in the router's order, always
         return total
 
     def preload(self) -> None:
@@ -266,7 +319,7 @@ class ExpertRuntime:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- a call ---------------------------------------------------------------------------------------
+    # -- a call ------------------------------------------------------------------------------------
 
     def _enter(self, row: int, rows: int) -> None:
         if row <= self._last_row:
@@ -312,9 +365,11 @@ class ExpertRuntime:
         if self._filter is not None:
             keep = self._filter.keep
             found = [
-                one for one in found
-                if self.cache.find(one.key) is not None or keep(one.key, one.deadline - row, one.chance)
-            ]  # fmt: skip
+                one
+                for one in found
+                if self.cache.find(one.key) is not None
+                or keep(one.key, one.deadline - row, one.chance)
+            ]
         if found:
             self.loader.prefetch(found)
 
@@ -335,7 +390,9 @@ class ExpertRuntime:
 
 
 def expert_forward(module: Any, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """One expert on its tokens x [n, H] → [n, H]; weights: the slices of the module's parameters for that expert."""
+    """One expert on its tokens x [n, H] → [n, H]; weights: the slices of the module's parameters
+    for that expert.
+    """
     up = _linear(x, weights["gate_up_proj"], weights.get("gate_up_proj_bias"), module.is_transposed)
     inner = module._apply_gate(up)
     out = _linear(inner, weights["down_proj"], weights.get("down_proj_bias"), module.is_transposed)

@@ -1,4 +1,6 @@
-"""A model folder's safetensors files, read tensor by tensor: nothing is loaded that is not asked for."""
+"""A model folder's safetensors files, read tensor by tensor: nothing is loaded that is not asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ _SAMPLE_BYTES = 128
 
 
 class Shards:
-    """The tensors of a folder by name. Use as a context manager; files are opened once and memory-mapped.
+    """The tensors of a folder by name. Use as a context manager; files are opened once and
+    memory-mapped.
 
     Raises UserError naming the file that is missing, truncated or no safetensors file.
     """
@@ -36,12 +39,20 @@ class Shards:
                 named: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{index} is not a safetensors index ({error})") from None
-            missing = sorted({name for name in named.values() if not (self.folder / name).is_file()})
+            missing = sorted(
+                {name for name in named.values() if not (self.folder / name).is_file()}
+            )
             if missing:
-                raise UserError(f"{self.folder} lacks {missing[0]}, which {INDEX} names ({len(missing)} files missing)")
+                raise UserError(
+                    f"{self.folder} lacks {missing[0]}, which {INDEX} names ({len(missing)} files "
+                    "missing)"
+                )
             return named
         if not (self.folder / SINGLE).is_file():
-            raise UserError(f"{self.folder} has no {SINGLE} and no {INDEX}: only safetensors files can be packed")
+            raise UserError(
+                f"{self.folder} has no {SINGLE} and no {INDEX}: only safetensors files can be "
+                "packed"
+            )
         return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
 
     def _open(self, name: str) -> Any:
@@ -66,7 +77,9 @@ class Shards:
         try:
             whole: Tensor = part[:] if index is None else part[index : index + 1][0]
         except (SafetensorError, RuntimeError) as error:
-            raise UserError(f"{self.folder / self._file_of[name]}: tensor {name} cannot be read: {error}") from None
+            raise UserError(
+                f"{self.folder / self._file_of[name]}: tensor {name} cannot be read: {error}"
+            ) from None
         return whole
 
     def _slice(self, name: str) -> Any:
@@ -74,12 +87,16 @@ class Shards:
         try:
             return handle.get_slice(name)
         except SafetensorError as error:
-            raise UserError(f"{self.folder / self._file_of[name]} has no tensor {name}: {error}") from None
+            raise UserError(
+                f"{self.folder / self._file_of[name]} has no tensor {name}: {error}"
+            ) from None
 
     def revision(self) -> str:
-        """32 hex digits over every tensor's name, shape and 384 of its bytes: another revision has another one.
+        """32 hex digits over every tensor's name, shape and 384 of its bytes: another revision has
+        another one.
 
-        Read, not mapped: the pages around thousands of samples would count as this process's memory.
+        Read, not mapped: the pages around thousands of samples would count as this process's
+        memory.
         """
         digest = hashlib.sha256()
         for file in sorted(set(self._file_of.values())):
@@ -92,13 +109,20 @@ class Shards:
                     begin, end = about["data_offsets"]
                     digest.update(f"{name} {about['shape']} {about['dtype']}\n".encode())
                     for at in (begin, (begin + end) // 2, max(end - _SAMPLE_BYTES, begin)):
-                        digest.update(os.pread(data.fileno(), min(_SAMPLE_BYTES, end - at), 8 + length + at))
+                        digest.update(
+                            os.pread(data.fileno(), min(_SAMPLE_BYTES, end - at), 8 + length + at)
+                        )
         return digest.hexdigest()[:32]
 
     def __enter__(self) -> Shards:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         for handle in self._stack.values():
             handle.__exit__(None, None, None)
         self._stack.clear()

@@ -2,7 +2,8 @@
 
 FREE → LOADING → READY → FREE or LOADING (another expert). Invariants, checked by a property test:
 - compute reads only READY slots that it holds (refs > 0);
-- a held or LOADING slot is never evicted, nor one whose expert is pinned by the running layer: whoever needs one waits;
+- a held or LOADING slot is never evicted, nor one whose expert is pinned by the running layer:
+  whoever needs one waits;
 - a speculative load takes only a FREE slot or one that this token has not used;
 - a key is in one slot at most; `generation` grows with every load.
 """
@@ -41,13 +42,16 @@ class Slot:
 
 
 class SlotCache:
-    """`count` slots. token, row: the pass over the layers and the layer that is running; pinned: what it computes with;
+    """`count` slots. token, row: the pass over the layers and the layer that is running; pinned:
+    what it computes with;
     protected: predicted for the next layers, evicted for a demand only, and last.
 
     on_evict(slot): called before a READY slot loses its expert (statistics, tests).
     """
 
-    def __init__(self, count: int, policy: EvictionPolicy, on_evict: Callable[[Slot], None] | None = None) -> None:
+    def __init__(
+        self, count: int, policy: EvictionPolicy, on_evict: Callable[[Slot], None] | None = None
+    ) -> None:
         self.slots = [Slot(i) for i in range(count)]
         self.token, self.row = 0, 0
         self.pinned: set[Key] = set()
@@ -75,8 +79,9 @@ class SlotCache:
         return slot
 
     def touch(self, slot: Slot) -> None:
-        """A READY slot's expert is needed by the running layer. Not left to `hold`, whose order is that of the reads:
-        what is evicted must not depend on it."""
+        """A READY slot's expert is needed by the running layer. Not left to `hold`, whose order is
+        that of the reads: what is evicted must not depend on it.
+        """
         slot.token, slot.fresh = self.token, False
         self._policy.on_access(slot, self.token)
 
@@ -86,7 +91,9 @@ class SlotCache:
             assert slot.refs > 0, "released more often than held"
             assert slot.key is not None
             slot.refs -= 1
-            if len(self.pinned) >= len(self.slots):  # more than fit: one that is done with makes room
+            if len(self.pinned) >= len(
+                self.slots
+            ):  # more than fit: one that is done with makes room
                 self.pinned.discard(slot.key)
             if not slot.refs and not self._policy.keeps:
                 self._empty(slot)

@@ -1,4 +1,6 @@
-"""What loading did: counts and bytes by origin, waiting, and (when asked for) every event for the timeline."""
+"""What loading did: counts and bytes by origin, waiting, and (when asked for) every event for the
+timeline.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from typing import Any
 
 @dataclass
 class Event:
-    """What happened between two moments (perf_counter). kind: compute, demand, speculative, stall, predict or token."""
+    """What happened between two moments (perf_counter). kind: compute, demand, speculative, stall,
+    predict or token.
+    """
 
     kind: str
     begin: float
@@ -22,11 +26,13 @@ class Event:
 class ExpertStats:
     """Counts since the last reset.
 
-    uses: (token row, layer, expert) needs, each expert once per layer call. hits: it was READY without a demand read;
-    of these `timely` were loaded ahead of time and used for the first time. misses: a demand read, or a wait for a
-    speculative one under way (`late`). wasted: loaded ahead of time and evicted unused. predicted, predicted_needed:
-    would-be misses named ahead of time, and all would-be misses (recall); speculative loads are issued - cancelled.
-    stall_seconds: compute waited for reads. predictor_seconds: naming experts. read_seconds: something was being read.
+    uses: (token row, layer, expert) needs, each expert once per layer call. hits: it was READY
+    without a demand read; of these `timely` were loaded ahead of time and used for the first time.
+    misses: a demand read, or a wait for a speculative one under way (`late`). wasted: loaded ahead
+    of time and evicted unused. predicted, predicted_needed: would-be misses named ahead of time,
+    and all would-be misses (recall); speculative loads are issued - cancelled.
+    stall_seconds: compute waited for reads. predictor_seconds: naming experts. read_seconds:
+    something was being read.
     """
 
     calls: int = 0
@@ -67,7 +73,9 @@ class ExpertStats:
         begun = self.issued - self.cancelled
         if begun <= 0:
             return 0.0
-        return min(1.0, (self.timely + self.late) / begun)  # what a phase needed may have been begun before it
+        return min(
+            1.0, (self.timely + self.late) / begun
+        )  # what a phase needed may have been begun before it
 
     @property
     def bytes(self) -> int:
@@ -90,7 +98,9 @@ class ExpertStats:
 
     def minus(self, before: ExpertStats) -> ExpertStats:
         """What was counted since `before`, a copy of these."""
-        return ExpertStats(**{name: getattr(self, name) - getattr(before, name) for name in _COUNTS})
+        return ExpertStats(
+            **{name: getattr(self, name) - getattr(before, name) for name in _COUNTS}
+        )
 
     def add(self, other: ExpertStats) -> None:
         """Counts the other's too."""
@@ -100,7 +110,12 @@ class ExpertStats:
     def as_dict(self) -> dict[str, Any]:
         """Counts and rates, JSON-ready."""
         content = {k: v for k, v in asdict(self).items() if k != "events"}
-        return {**content, "hit_rate": self.hit_rate, "recall": self.recall, "precision": self.precision}
+        return {
+            **content,
+            "hit_rate": self.hit_rate,
+            "recall": self.recall,
+            "precision": self.precision,
+        }
 
 
 _COUNTS = tuple(f.name for f in fields(ExpertStats) if f.name != "events")

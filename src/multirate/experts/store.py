@@ -1,6 +1,7 @@
 """The expert store: `experts.bin`, a record per (layer, expert), and `experts.json`, what is in it.
 
-Opening refuses what would give wrong tokens: a missing or truncated file, a wrong checksum, another model's experts.
+Opening refuses what would give wrong tokens: a missing or truncated file, a wrong checksum, another
+model's experts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ import torch
 from torch import Tensor
 
 from multirate.errors import UserError
-from multirate.experts.layout import ALIGNMENT, FIELD_ALIGNMENT, FIELDS, MODULE, NATIVE, Field, RecordFormat
+from multirate.experts.layout import (
+    ALIGNMENT,
+    FIELD_ALIGNMENT,
+    FIELDS,
+    MODULE,
+    NATIVE,
+    Field,
+    RecordFormat,
+)
 from multirate.model.native.moe import expert_tiles
 
 DATA, INDEX, VERIFIED = "experts.bin", "experts.json", "verified.json"
@@ -34,10 +43,11 @@ _MOST_LAYERS, _MOST_EXPERTS, _MOST_BYTES = 10_000, 100_000, 1 << 40  # far above
 
 @dataclass(frozen=True)
 class StoreIndex:
-    """What a store holds. `layers[i]` is the model layer of the i-th row of records; `checksums` are crc32, row by row.
+    """What a store holds. `layers[i]` is the model layer of the i-th row of records; `checksums`
+    are crc32, row by row.
 
-    `revision` names the checkpoint it was made from (shards.py). `top_k`: experts per token, for the arithmetic.
-    `layout`: see layout.py.
+    `revision` names the checkpoint it was made from (shards.py). `top_k`: experts per token, for
+    the arithmetic. `layout`: see layout.py.
     """
 
     model: str
@@ -57,22 +67,33 @@ class StoreIndex:
     def to_json(self) -> dict[str, Any]:
         """JSON with a digest of itself, so that a damaged index is noticed."""
         content = {
-            "format": FORMAT, "version": VERSION, "model": self.model, "revision": self.revision,
-            "layout": self.layout, "layers": list(self.layers), "num_experts": self.num_experts, "top_k": self.top_k,
-            "dtype": str(self.record.dtype).removeprefix("torch."), "record_bytes": self.record.bytes,
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model,
+            "revision": self.revision,
+            "layout": self.layout,
+            "layers": list(self.layers),
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+            "dtype": str(self.record.dtype).removeprefix("torch."),
+            "record_bytes": self.record.bytes,
             "fields": [asdict(one) for one in self.record.fields],
             "checksums": [f"{value:08x}" for value in self.checksums],
-        }  # fmt: skip
+        }
         return {**content, "digest": _digest(content)}
 
     @staticmethod
     def from_json(content: Any, place: Path) -> StoreIndex:
         """Raises UserError for anything but an intact index of this version."""
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise UserError(f"{place} is not the index of an expert store (multirate pack MODEL --out DIR makes one)")
+            raise UserError(
+                f"{place} is not the index of an expert store (multirate pack MODEL --out DIR "
+                "makes one)"
+            )
         if content.get("version") != VERSION:
             raise UserError(
-                f"{place} has version {_shown(content.get('version'))}; accepted is {VERSION}: pack it again"
+                f"{place} has version {_shown(content.get('version'))}; accepted is {VERSION}: "
+                "pack it again"
             )
         claimed = content.pop("digest", None)
         if claimed != _digest(content):
@@ -89,7 +110,11 @@ class _Values:
     def index(self) -> StoreIndex:
         """Raises UserError naming the field, its value and what is accepted."""
         layers = self._list("layers", "the model's layers with experts, rising", _MOST_LAYERS)
-        if not layers or not all(_whole(one, 0, _MOST_LAYERS) for one in layers) or sorted({*layers}) != layers:
+        if (
+            not layers
+            or not all(_whole(one, 0, _MOST_LAYERS) for one in layers)
+            or sorted({*layers}) != layers
+        ):
             self._refuse("layers", "the model's layers with experts, rising")
         experts = self._number("num_experts", 1, _MOST_EXPERTS)
         top_k = self._number("top_k", 1, experts)
@@ -102,35 +127,57 @@ class _Values:
         shapes = {field.name: field.shape for field in fields}
         plain = dtype == "bfloat16" and shapes.keys() == {"gate_up_proj", "down_proj"}
         if layout == NATIVE and not (plain and expert_tiles(*shapes["down_proj"])):
-            self._refuse("layout", f"{MODULE}, since {NATIVE} is for bfloat16 experts whose size the kernel tiles")
-        checksums = self._list("checksums", "eight hex digits for each record", len(layers) * experts)
-        if len(checksums) != len(layers) * experts or not all(_is_checksum(one) for one in checksums):
-            self._refuse("checksums", f"eight hex digits for each of {len(layers) * experts} records")
+            self._refuse(
+                "layout",
+                f"{MODULE}, since {NATIVE} is for bfloat16 experts whose size the kernel tiles",
+            )
+        checksums = self._list(
+            "checksums", "eight hex digits for each record", len(layers) * experts
+        )
+        if len(checksums) != len(layers) * experts or not all(
+            _is_checksum(one) for one in checksums
+        ):
+            self._refuse(
+                "checksums", f"eight hex digits for each of {len(layers) * experts} records"
+            )
         return StoreIndex(
-            self._text("model"), self._text("revision"), tuple(layers), experts, top_k,
-            RecordFormat(getattr(torch, dtype), fields, size), tuple(int(one, 16) for one in checksums), layout,
-        )  # fmt: skip
+            self._text("model"),
+            self._text("revision"),
+            tuple(layers),
+            experts,
+            top_k,
+            RecordFormat(getattr(torch, dtype), fields, size),
+            tuple(int(one, 16) for one in checksums),
+            layout,
+        )
 
     def _fields(self, dtype: torch.dtype, size: int) -> tuple[Field, ...]:
-        accepted = "gate_up_proj and down_proj, with or without biases, one after the other within record_bytes"
+        accepted = (
+            "gate_up_proj and down_proj, with or without biases, one after the other within "
+            "record_bytes"
+        )
         found, end = [], 0
         for one in self._list("fields", accepted, len(FIELDS)):
             shape = one.get("shape") if isinstance(one, dict) else None
             if (
-                not isinstance(shape, list) or not 1 <= len(shape) <= 2
+                not isinstance(shape, list)
+                or not 1 <= len(shape) <= 2
                 or not all(_whole(length, 1, _MOST_BYTES) for length in shape)
-                or one.get("name") not in FIELDS or not _whole(one.get("offset"), end, size)
+                or one.get("name") not in FIELDS
+                or not _whole(one.get("offset"), end, size)
                 or one["offset"] % FIELD_ALIGNMENT
-            ):  # fmt: skip
+            ):
                 self._refuse("fields", accepted)
             end = one["offset"] + math.prod(shape) * dtype.itemsize
             found.append(Field(one["name"], tuple(shape), one["offset"]))
         names = [field.name for field in found]
         dimensions = {field.name: len(field.shape) for field in found}
         if (
-            end > size or len({*names}) != len(names)
-            or dimensions.get("gate_up_proj") != 2 or dimensions.get("down_proj") != 2
-        ):  # fmt: skip
+            end > size
+            or len({*names}) != len(names)
+            or dimensions.get("gate_up_proj") != 2
+            or dimensions.get("down_proj") != 2
+        ):
             self._refuse("fields", accepted)
         return tuple(found)
 
@@ -203,27 +250,37 @@ class ExpertStore:
 
     @staticmethod
     def open(
-        folder: str | os.PathLike[str], revision: str | None = None, on_bytes: Callable[[int, int], None] | None = None
+        folder: str | os.PathLike[str],
+        revision: str | None = None,
+        on_bytes: Callable[[int, int], None] | None = None,
     ) -> ExpertStore:
-        """The store in `folder`, whole and unchanged, made from the checkpoint `revision` (None: not checked).
+        """The store in `folder`, whole and unchanged, made from the checkpoint `revision` (None:
+        not checked).
 
-        Checksums are verified the first time and whenever the data file has changed since (size, time or inode);
-        on_bytes(done, all) tells how far that is. Raises UserError naming the file and what is wrong with it.
+        Checksums are verified the first time and whenever the data file has changed since (size,
+        time or inode); on_bytes(done, all) tells how far that is. Raises UserError naming the file
+        and what is wrong with it.
         """
         folder = Path(folder)
         place = folder / INDEX
         if not place.is_file():
-            raise UserError(f"{folder} is not an expert store: it has no {INDEX} (multirate pack MODEL --out DIR)")
+            raise UserError(
+                f"{folder} is not an expert store: it has no {INDEX} (multirate pack MODEL --out "
+                "DIR)"
+            )
         try:
             content = json.loads(place.read_text())
         except RecursionError:
-            raise UserError(f"{place} cannot be read: its JSON is nested too deeply; pack it again") from None
+            raise UserError(
+                f"{place} cannot be read: its JSON is nested too deeply; pack it again"
+            ) from None
         except (OSError, ValueError) as error:
             raise UserError(f"{place} cannot be read: {error}") from None
         store = ExpertStore(folder, StoreIndex.from_json(content, place))
         if revision is not None and store.index.revision != revision:
             raise UserError(
-                f"{folder} was packed from another revision of {store.index.model} ({store.index.revision[:12]}, the "
+                f"{folder} was packed from another revision of {store.index.model} "
+                f"({store.index.revision[:12]}, the "
                 f"model given is {revision[:12]}): pack it again"
             )
         store._check_data(on_bytes)
@@ -234,7 +291,9 @@ class ExpertStore:
         return (row * self.index.num_experts + expert) * self.index.record.bytes
 
     def intact(self, row: int, expert: int, record: Tensor) -> bool:
-        """Whether a record [bytes] uint8 that has just been read is what was packed; looked at once for each."""
+        """Whether a record [bytes] uint8 that has just been read is what was packed; looked at once
+        for each.
+        """
         number = row * self.index.num_experts + expert
         if not self.checked[number]:
             self.checked[number] = zlib.crc32(record.numpy().data) == self.index.checksums[number]
@@ -246,9 +305,15 @@ class ExpertStore:
         state = self.path.stat()
         wanted = self.index.data_bytes
         if state.st_size != wanted:
-            raise UserError(f"{self.path} has {state.st_size} bytes, not the {wanted} of {INDEX}: pack it again")
-        seal = {"size": state.st_size, "mtime_ns": state.st_mtime_ns, "inode": state.st_ino,
-                "checksums": _digest({"all": list(self.index.checksums)})}  # fmt: skip
+            raise UserError(
+                f"{self.path} has {state.st_size} bytes, not the {wanted} of {INDEX}: pack it again"
+            )
+        seal = {
+            "size": state.st_size,
+            "mtime_ns": state.st_mtime_ns,
+            "inode": state.st_ino,
+            "checksums": _digest({"all": list(self.index.checksums)}),
+        }
         remembered = self.folder / VERIFIED
         with contextlib.suppress(OSError, ValueError):
             if json.loads(remembered.read_text()) == seal:
@@ -272,8 +337,10 @@ class ExpertStore:
                 if found != expected:
                     row, expert = divmod(number, self.index.num_experts)
                     raise UserError(
-                        f"{self.path}: the checksum of expert {expert} in layer {self.index.layers[row]} is "
-                        f"{found:08x}, {expected:08x} was packed: the file is damaged, pack it again"
+                        f"{self.path}: the checksum of expert {expert} in layer "
+                        f"{self.index.layers[row]} is "
+                        f"{found:08x}, {expected:08x} was packed: the file is damaged, pack it "
+                        "again"
                     )
                 if on_bytes is not None:
                     on_bytes(done, self.index.data_bytes)

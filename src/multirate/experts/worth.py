@@ -1,7 +1,9 @@
-"""Which predictions are worth a read: how often those of the same rank were right lately, for experts that were absent.
+"""Which predictions are worth a read: how often those of the same rank were right lately, for
+experts that were absent.
 
-A read that nobody needs is not free even on an idle disk: it takes a processor from computing, and a slot. Of an expert
-that is named last among a layer's k, half come true where nine in ten of the first do.
+A read that nobody needs is not free even on an idle disk: it takes a processor from computing, and
+a slot. Of an expert that is named last among a layer's k, half come true where nine in ten of the
+first do.
 """
 
 from __future__ import annotations

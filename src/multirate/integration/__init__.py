@@ -1,4 +1,6 @@
-"""`model.generate(..., custom_generate=...)` of transformers, by a callable or by a saved accelerator's folder."""
+"""`model.generate(..., custom_generate=...)` of transformers, by a callable or by a saved
+accelerator's folder.
+"""
 
 from multirate.integration.callable import CustomGenerate, custom_generate
 from multirate.integration.folder import generate_from_folder

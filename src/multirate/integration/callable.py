@@ -34,18 +34,20 @@ def custom_generate(
 ) -> CustomGenerate:
     """`model.generate(**inputs, custom_generate=multirate.custom_generate("path/to/accelerator"))`.
 
-    The other arguments are those of `multirate.attach` and `Engine.generate`; `tokenizer` is needed with stop strings
-    only, where `generate` was not given one. The first call packs the model's weights; they are kept on the model for
-    the calls that follow.
+    The other arguments are those of `multirate.attach` and `Engine.generate`; `tokenizer` is needed
+    with stop strings only, where `generate` was not given one. The first call packs the model's
+    weights; they are kept on the model for the calls that follow.
     """
     return CustomGenerate(accelerator, method, backend, speculate, tokenizer, streamer)
 
 
 class CustomGenerate:
-    """Decodes what transformers has prepared. It honours greedy decoding and sampling (temperature, top-k, top-p,
-    min-p, repetition penalty), EOS ids, length limits, stop strings, left-padded batches and streamers.
+    """Decodes what transformers has prepared. It honours greedy decoding and sampling (temperature,
+    top-k, top-p, min-p, repetition penalty), EOS ids, length limits, stop strings, left-padded
+    batches and streamers.
 
-    Anything else a call asks for (beams, other logits processors or stopping criteria, scores …) goes to the model's
+    Anything else a call asks for (beams, other logits processors or stopping criteria, scores …)
+    goes to the model's
     own loop with a warning that names it: the output is never another one than without us.
     """
 
@@ -81,22 +83,37 @@ class CustomGenerate:
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """input_ids [B, T] → [B, T + n], padded on the right, as transformers' own `generate` returns it."""
+        """input_ids [B, T] → [B, T + n], padded on the right, as transformers' own `generate`
+        returns it.
+        """
         if generation_config is None:
-            raise UserError("custom_generate is called by transformers: use model.generate(..., custom_generate=...)")
-        streamer = self._streamer or model_kwargs.pop("streamer", None) or argument_of_generate("streamer")
+            raise UserError(
+                "custom_generate is called by transformers: use model.generate(..., "
+                "custom_generate=...)"
+            )
+        streamer = (
+            self._streamer or model_kwargs.pop("streamer", None) or argument_of_generate("streamer")
+        )
         model_kwargs.pop("streamer", None)
-        loop = _OwnLoop(model, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer)
+        loop = _OwnLoop(
+            model, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
+        )
         try:
             try:
                 request = read_request(
-                    input_ids, generation_config, logits_processor or [], stopping_criteria or [], model_kwargs
+                    input_ids,
+                    generation_config,
+                    logits_processor or [],
+                    stopping_criteria or [],
+                    model_kwargs,
                 )
                 engine = engine_of(model, self._accelerator, self._backend)
                 _check_context(request, engine.decoder.info.max_positions)
             except Unsupported as reason:
                 warnings.warn(
-                    f"multirate does not speed up this call: {reason} is left to the model's own generate", stacklevel=3
+                    f"multirate does not speed up this call: {reason} is left to the model's own "
+                    "generate",
+                    stacklevel=3,
                 )
                 return loop.run(input_ids)
             sequences = self._decode(engine, input_ids, request, streamer, loop)
@@ -109,7 +126,12 @@ class CustomGenerate:
         return sequences
 
     def _decode(
-        self, engine: Engine, input_ids: torch.Tensor, request: Request, streamer: Any, loop: _OwnLoop
+        self,
+        engine: Engine,
+        input_ids: torch.Tensor,
+        request: Request,
+        streamer: Any,
+        loop: _OwnLoop,
     ) -> torch.Tensor:
         if streamer is not None and len(request.prompts) > 1:
             raise UserError(f"a streamer takes one sequence, this call has {len(request.prompts)}")
@@ -129,9 +151,11 @@ class CustomGenerate:
         cut = [row for row, reason in enumerate(output.finish_reasons) if reason == "context"]
         if cut:
             warnings.warn(
-                "multirate does not speed up the rest of this call: generation beyond the model's context limit of "
-                f"{engine.decoder.info.max_positions} tokens is left to the model's own generate", stacklevel=4
-            )  # fmt: skip
+                "multirate does not speed up the rest of this call: generation beyond the model's "
+                "context limit of "
+                f"{engine.decoder.info.max_positions} tokens is left to the model's own generate",
+                stacklevel=4,
+            )
         for row in cut:
             output.sequences[row] += loop.go_on(input_ids[row], output.sequences[row], row)
         if streamer is not None and not cut:
@@ -153,13 +177,26 @@ class _OwnLoop:
     """The model's own decoding loop with what transformers prepared for this call."""
 
     def __init__(
-        self, model: Any, processor: Any, criteria: Any, config: Any, arguments: dict[str, Any], streamer: Any
+        self,
+        model: Any,
+        processor: Any,
+        criteria: Any,
+        config: Any,
+        arguments: dict[str, Any],
+        streamer: Any,
     ) -> None:
-        self._model, self._processor, self._criteria, self._config = model, processor, criteria, config
+        self._model, self._processor, self._criteria, self._config = (
+            model,
+            processor,
+            criteria,
+            config,
+        )
         self._arguments, self._streamer = arguments, streamer
 
     def run(self, input_ids: torch.Tensor, **changes: Any) -> Any:
-        """input_ids [B, T] → what the loop gives for them; it ends the streamer. changes: of its arguments."""
+        """input_ids [B, T] → what the loop gives for them; it ends the streamer. changes: of its
+        arguments.
+        """
         mode = self._config.get_generation_mode()
         loop = getattr(type(self._model), GENERATION_MODES_MAPPING.get(mode, ""), None)
         if loop is None:  # a mode that lives in a repository of its own
@@ -178,7 +215,9 @@ class _OwnLoop:
 
     def go_on(self, prompt: torch.Tensor, tokens: list[int], row: int) -> list[int]:
         """The tokens that follow `tokens` in row number `row`, whose (padded) prompt is [T]."""
-        ids = torch.cat([prompt, torch.tensor(tokens, dtype=prompt.dtype, device=prompt.device)])[None]
+        ids = torch.cat([prompt, torch.tensor(tokens, dtype=prompt.dtype, device=prompt.device)])[
+            None
+        ]
         mask = self._arguments.get("attention_mask")
         if mask is not None:
             mask = torch.cat([mask[row : row + 1], mask.new_ones(1, len(tokens))], dim=1)
@@ -190,13 +229,19 @@ class _OwnLoop:
         config._mask_length = ids.shape[1]
         changes = {"attention_mask": mask, "position_ids": positions, "past_key_values": None}
         given = {name: value for name, value in changes.items() if name in self._arguments}
-        processors = LogitsProcessorList([_of_row(processor, row) for processor in self._processor or []])
-        one = _OwnLoop(self._model, processors, self._criteria, config, self._arguments, self._streamer)
+        processors = LogitsProcessorList(
+            [_of_row(processor, row) for processor in self._processor or []]
+        )
+        one = _OwnLoop(
+            self._model, processors, self._criteria, config, self._arguments, self._streamer
+        )
         return [int(token) for token in one.run(ids, **given)[0, ids.shape[1] :]]
 
 
 def _of_row(processor: Any, row: int) -> Any:
-    """A logits processor for one row of its batch: a repetition penalty counts each row's padding."""
+    """A logits processor for one row of its batch: a repetition penalty counts each row's
+    padding.
+    """
     ignored = getattr(processor, "prompt_ignore_length", None)
     if not isinstance(ignored, torch.Tensor):
         return processor
@@ -206,8 +251,9 @@ def _of_row(processor: Any, row: int) -> Any:
 
 
 def _restore_tokenizer(callable_: CustomGenerate) -> None:
-    """Lets transformers make its stopping criterion of `stop_strings`: it takes the tokenizer out of a call's arguments
-    before it asks which arguments a callable has, and then misses it."""
+    """Lets transformers make its stopping criterion of `stop_strings`: it takes the tokenizer out
+    of a call's arguments before it asks which arguments a callable has, and then misses it.
+    """
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_name != "_extract_generation_mode_kwargs":
         frame = frame.f_back  # type: ignore[assignment]

@@ -16,7 +16,9 @@ _KEPT = 4
 
 
 class _Holder:
-    """Dies with the model it hangs on. Copies and pickles of that model start without engines: theirs are others."""
+    """Dies with the model it hangs on. Copies and pickles of that model start without engines:
+    theirs are others.
+    """
 
     def __init__(self) -> None:
         self.engines: dict[tuple[Any, ...], Engine] = {}
@@ -28,14 +30,19 @@ class _Holder:
         return _Holder, ()
 
 
-def engine_of(model: Any, accelerator: str | os.PathLike[str] | Accelerator | None, backend: str) -> Engine:
-    """The engine of `model` with this accelerator, made on first use, and again when the weights have changed. Threads
-    that ask for the same one get the same one."""
+def engine_of(
+    model: Any, accelerator: str | os.PathLike[str] | Accelerator | None, backend: str
+) -> Engine:
+    """The engine of `model` with this accelerator, made on first use, and again when the weights
+    have changed. Threads that ask for the same one get the same one.
+    """
     with turns_of(model).taken():
         return _engine_of(model, accelerator, backend)
 
 
-def _engine_of(model: Any, accelerator: str | os.PathLike[str] | Accelerator | None, backend: str) -> Engine:
+def _engine_of(
+    model: Any, accelerator: str | os.PathLike[str] | Accelerator | None, backend: str
+) -> Engine:
     holder = model.__dict__.get(_ATTRIBUTE)
     if not isinstance(holder, _Holder):
         holder = model.__dict__[_ATTRIBUTE] = _Holder()
@@ -45,8 +52,11 @@ def _engine_of(model: Any, accelerator: str | os.PathLike[str] | Accelerator | N
     state = _state(model)
     engine = holder.engines.get((*key, state))
     if engine is None:
-        # Engines of older weights are of no use to anybody, and packed weights are as large as the model.
-        holder.engines = {k: e for k, e in list(holder.engines.items())[1 - _KEPT :] if k[-1] == state}
+        # Engines of older weights are of no use to anybody, and packed weights are as large as the
+        # model.
+        holder.engines = {
+            k: e for k, e in list(holder.engines.items())[1 - _KEPT :] if k[-1] == state
+        }
         engine = holder.engines[(*key, state)] = attach(model, accelerator, backend=backend)
     return engine
 

@@ -37,7 +37,9 @@ def generate_from_folder(model: Any, accelerator: str | None = None, **arguments
 
 
 def _stop_strings_as_criterion(arguments: dict[str, Any], tokenizer: Any) -> None:
-    """transformers takes the tokenizer away from a callable and then misses it; a ready criterion needs none."""
+    """transformers takes the tokenizer away from a callable and then misses it; a ready criterion
+    needs none.
+    """
     strings = arguments.pop("stop_strings", None)
     config = arguments.get("generation_config")
     if strings is None and config is not None and config.stop_strings is not None:
@@ -49,4 +51,6 @@ def _stop_strings_as_criterion(arguments: dict[str, Any], tokenizer: Any) -> Non
     if tokenizer is None:
         raise UserError("stop_strings need the model's tokenizer: pass tokenizer=... to generate")
     given = list(arguments.get("stopping_criteria") or [])
-    arguments["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
+    arguments["stopping_criteria"] = StoppingCriteriaList(
+        [*given, StopStringCriteria(tokenizer, strings)]
+    )

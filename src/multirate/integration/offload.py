@@ -15,13 +15,14 @@ def offload(
     policy: str = "aot",
     predictor: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """A mixture of experts by folder or hub id → the transformers model, its experts read from the store `experts`.
+    """A mixture of experts by folder or hub id → the transformers model, its experts read from the
+    store `experts`.
 
     memory: for experts, such as "2GB" (None: all). policy: see experts/named_policies.py.
     predictor: what `train --objective experts` made. Its `generate` works as ever, and faster with
     `custom_generate=multirate.custom_generate()`, which finds the store by itself; a predictor's
-    own folder as `custom_generate` adds that predictor.
-    Raises UserError for a model, store or predictor that cannot be used.
+    own folder as `custom_generate` adds that predictor. Raises UserError for a model, store or
+    predictor that cannot be used.
     """
     loaded = load_offloaded(os.fspath(model), experts)
     assert loaded.experts is not None

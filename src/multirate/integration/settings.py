@@ -1,4 +1,6 @@
-"""Reads what transformers prepared for a generation: our settings, or the reason why we cannot honour it."""
+"""Reads what transformers prepared for a generation: our settings, or the reason why we cannot
+honour it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,19 @@ from transformers.generation.configuration_utils import GenerationMode
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.stopping import StopSettings
 
-# Arguments that describe the same generation to the model's own loop; what they hold is read elsewhere or is no matter.
+# Arguments that describe the same generation to the model's own loop; what they hold is read
+# elsewhere or is no matter.
 _KNOWN_ARGUMENTS = {
-    "attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache", "logits_to_keep", "synced_gpus",
-    "streamer", "cache_implementation",
-}  # fmt: skip
+    "attention_mask",
+    "position_ids",
+    "cache_position",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "synced_gpus",
+    "streamer",
+    "cache_implementation",
+}
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 # The order in which both pipelines apply them; another order would be another distribution.
 _ORDER = (
@@ -31,7 +41,9 @@ _ORDER = (
 
 
 class Unsupported(Exception):
-    """Something this generation asks for that only the model's own loop does; the message names it."""
+    """Something this generation asks for that only the model's own loop does; the message names
+    it.
+    """
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,9 @@ def read_request(
     if arguments.get("synced_gpus"):
         raise Unsupported("synced_gpus")
     cache = arguments.get("past_key_values")
-    if cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)):
+    if cache is not None and (
+        cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)
+    ):
         raise Unsupported("filling your own past_key_values")
     mask = _mask(input_ids, arguments.get("attention_mask"), arguments.get("position_ids"))
     prompts = [row[keep].tolist() for row, keep in zip(input_ids.cpu(), mask, strict=True)]
@@ -82,7 +96,9 @@ def read_request(
 
 
 def _mask(input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> torch.Tensor:
-    """[B, T] bool on the CPU: which ids are prompt. Padding must be on the left and positions count from its end."""
+    """[B, T] bool on the CPU: which ids are prompt. Padding must be on the left and positions count
+    from its end.
+    """
     if attention_mask is None:
         mask = torch.ones(input_ids.shape, dtype=torch.bool)
     else:
@@ -94,7 +110,9 @@ def _mask(input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> to
     if position_ids is not None:
         expected = mask.long().cumsum(-1) - 1
         given = position_ids.to("cpu")
-        if given.shape[-1] != mask.shape[1] or bool((given.expand_as(mask)[mask] != expected[mask]).any()):
+        if given.shape[-1] != mask.shape[1] or bool(
+            (given.expand_as(mask)[mask] != expected[mask]).any()
+        ):
             raise Unsupported("position_ids of your own")
     return mask
 
@@ -123,7 +141,8 @@ def _sampling(config: Any, logits_processor: Any, mask: torch.Tensor) -> Samplin
         else:
             values["min_p"] = float(processor.min_p)
     if not config.do_sample:
-        # Warpers that a caller passes himself do not move the most probable token (temperature, top-k, top-p, min-p).
+        # Warpers that a caller passes himself do not move the most probable token (temperature,
+        # top-k, top-p, min-p).
         values = {"temperature": 0.0, "repetition_penalty": values.get("repetition_penalty", 1.0)}
     return SamplingSettings(**values)
 
@@ -141,7 +160,9 @@ def _check_penalised_prompt(ignored: Any, mask: torch.Tensor) -> None:
         raise Unsupported("a repetition penalty that ignores part of the prompt")
 
 
-def _stop(stopping_criteria: Any, input_ids: torch.Tensor, eos_ids: tuple[int, ...]) -> StopSettings:
+def _stop(
+    stopping_criteria: Any, input_ids: torch.Tensor, eos_ids: tuple[int, ...]
+) -> StopSettings:
     limit: int | None = None
     strings: list[criteria.StopStringCriteria] = []
     ends = set(eos_ids)
@@ -156,19 +177,28 @@ def _stop(stopping_criteria: Any, input_ids: torch.Tensor, eos_ids: tuple[int, .
             strings.append(criterion)
         else:
             raise Unsupported(f"the stopping criterion {type(criterion).__name__}")
-    if strings and batch > 1 and not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
+    if (
+        strings
+        and batch > 1
+        and not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    ):
         # There, transformers lets a row that has ended go on until all have.
         raise Unsupported("stop strings in a batch without an EOS id")
     return StopSettings(
         max_new_tokens=limit,
-        eos_token_ids=tuple(sorted(token for token in ends if token >= 0)),  # a negative one is never met
+        eos_token_ids=tuple(
+            sorted(token for token in ends if token >= 0)
+        ),  # a negative one is never met
         ends=_ends(strings, input_ids) if strings else None,
     )
 
 
-def _ends(strings: list[criteria.StopStringCriteria], input_ids: torch.Tensor) -> Callable[[int, list[int]], bool]:
-    """transformers' own matching of stop strings, which may begin in the prompt (padding included) and end in the last
-    token. The criteria look at a row's last tokens only."""
+def _ends(
+    strings: list[criteria.StopStringCriteria], input_ids: torch.Tensor
+) -> Callable[[int, list[int]], bool]:
+    """transformers' own matching of stop strings, which may begin in the prompt (padding included)
+    and end in the last token. The criteria look at a row's last tokens only.
+    """
     rows = input_ids.tolist()
     longest = max(criterion.maximum_token_len for criterion in strings)
 

@@ -88,7 +88,9 @@ class MethodSpec:
     recommended: bool = False
 
     def read_settings(self, values: Any = None) -> Any:
-        """The settings from None (defaults), a mapping of fields, or an instance. UserError else."""
+        """The settings from None (defaults), a mapping of fields, or an instance. UserError
+        else.
+        """
         if self.settings is None:
             if values:
                 raise UserError(f"method {self.name} has no settings; {values!r} was given")
@@ -108,17 +110,22 @@ class MethodSpec:
                 )
         return self.settings(**(values or {}))
 
-    def make_step(self, decoder: Decoder, accelerator: Any = None, settings: Any = None) -> Step | None:
+    def make_step(
+        self, decoder: Decoder, accelerator: Any = None, settings: Any = None
+    ) -> Step | None:
         """The kind of step that decodes with this method; None: plain decoding.
 
-        accelerator: a loaded one, or its module. Raises UserError for settings or an accelerator that cannot be used.
+        accelerator: a loaded one, or its module. Raises UserError for settings or an accelerator
+        that cannot be used.
         """
         if self.step is not None:
             return self.step(decoder, self._module(accelerator), self.read_settings(settings))
         drafter = self.make_drafter(decoder, accelerator, settings)
         return None if drafter is None else SpeculativeStep(drafter)
 
-    def make_drafter(self, decoder: Decoder, accelerator: Any = None, settings: Any = None) -> Drafter | None:
+    def make_drafter(
+        self, decoder: Decoder, accelerator: Any = None, settings: Any = None
+    ) -> Drafter | None:
         """This method's drafter; None: plain decoding. Arguments and errors as of `make_step`."""
         if self.drafter is None:
             raise UserError(f"method {self.name} proposes no tokens to verify; it {self.summary}")
@@ -186,13 +193,17 @@ def recommended(role: str = "drafter") -> str:
 
 
 def parse_variant(name: str) -> tuple[str, dict[str, Any]]:
-    """A method's name with settings: "NAME:nodes=5" → ("NAME", {"nodes": 5}). UserError without "="."""
+    """A method's name with settings: "NAME:nodes=5" → ("NAME", {"nodes": 5}). UserError without
+    "=".
+    """
     base, *parts = name.split(":")
     return base, parse_settings(parts, f"in method {name!r},")
 
 
 def parse_settings(given: Sequence[str], where: str) -> dict[str, Any]:
-    """["nodes=5", "gates=[6]", "trust=arla"] → their values, JSON or else words. UserError, begun by `where`."""
+    """["nodes=5", "gates=[6]", "trust=arla"] → their values, JSON or else words. UserError, begun
+    by `where`.
+    """
     values: dict[str, Any] = {}
     for text in given:
         name, separator, value = text.partition("=")

@@ -16,7 +16,9 @@ from multirate.model.rows import Rows
 
 
 class NotPlain(str):
-    """A reason not to pack a model of a known family: which of its modules is not plain, and why."""
+    """A reason not to pack a model of a known family: which of its modules is not plain, and
+    why.
+    """
 
 
 class LayerAdapter(Protocol):
@@ -25,8 +27,8 @@ class LayerAdapter(Protocol):
     def deltas(self) -> Mapping[str, nn.Module]:
         """Maps site names among "q", "o", "gate", "up", "down", "mlp" to modules f.
 
-        f(input of that linear [..., in]) is added to the linear's output [..., out]; "mlp" is a parallel adapter:
-        f(input of the MLP block) is added to the MLP block's output.
+        f(input of that linear [..., in]) is added to the linear's output [..., out]; "mlp" is a
+        parallel adapter: f(input of the MLP block) is added to the MLP block's output.
         """
         ...
 
@@ -35,8 +37,9 @@ class LayerAdapter(Protocol):
 class DecoderInfo:
     """What a loop or a method may need to know about a decoder.
 
-    `max_positions` is the longest context (prompt and new tokens) for which the model's positions are exact, None when
-    unlimited; `windows[i]` the sliding window of layer i (None: full attention); `num_experts` 0 for a dense model.
+    `max_positions` is the longest context (prompt and new tokens) for which the model's positions
+    are exact, None when unlimited; `windows[i]` the sliding window of layer i (None: full
+    attention); `num_experts` 0 for a dense model.
     """
 
     architecture: str
@@ -57,18 +60,24 @@ class Decoder(ABC):
 
     info: DecoderInfo
     runs_the_model = True
-    """Whether calls change anything of the model or run its modules, so that its decoders must take turns."""
+    """Whether calls change anything of the model or run its modules, so that its decoders must take
+    turns.
+    """
 
     @abstractmethod
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens (it grows when more are written)."""
+        """An empty cache for `batch` sequences of up to `capacity` tokens (it grows when more are
+        written).
+        """
 
     def release_cache(self, cache: KVCache) -> None:  # noqa: B027 - optional
         """Nobody reads `cache` any more: its memory may serve the next `new_cache`."""
 
     @abstractmethod
     def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
-        """Token ids [N] at positions pos [N] → [N, d] as they enter layer 0 (scaled, learned positions added)."""
+        """Token ids [N] at positions pos [N] → [N, d] as they enter layer 0 (scaled, learned
+        positions added).
+        """
 
     @abstractmethod
     def layers(
@@ -80,7 +89,8 @@ class Decoder(ABC):
         cache: KVCache,
         adapters: Mapping[int, LayerAdapter] | None = None,
     ) -> Tensor:
-        """Runs layers [start, stop) on the N rows: [N, d] → [N, d]; writes K/V of rows with slot >= 0.
+        """Runs layers [start, stop) on the N rows: [N, d] → [N, d]; writes K/V of rows with slot >=
+        0.
 
         `adapters[i]` modifies layer i for rows with `rows.accelerated` only.
         """
@@ -88,7 +98,9 @@ class Decoder(ABC):
     def layers_with_taps(
         self, x: Tensor, rows: Rows, start: int, stop: int, cache: KVCache, taps: Sequence[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """`layers`, and the residuals [N, d] entering each layer of `taps`, start..stop (`stop`: the result)."""
+        """`layers`, and the residuals [N, d] entering each layer of `taps`, start..stop (`stop`:
+        the result).
+        """
         found: dict[int, Tensor] = {}
         for tap in sorted(taps):
             if not start <= tap <= stop:
@@ -99,10 +111,12 @@ class Decoder(ABC):
 
     @abstractmethod
     def fill_kv(self, rows: Rows, hidden: Tensor, start: int, stop: int, cache: KVCache) -> None:
-        """Writes the K/V of the N rows for layers [start, stop) as if `hidden` [N, d] entered each of them.
+        """Writes the K/V of the N rows for layers [start, stop) as if `hidden` [N, d] entered each
+        of them.
 
-        For rows that leave early: later ones find K/V in every layer. Input norm, key and value projections, key norm
-        and rotary embedding are the layer's own, with the rounding of `layers`; nothing else of a layer runs.
+        For rows that leave early: later ones find K/V in every layer. Input norm, key and value
+        projections, key norm and rotary embedding are the layer's own, with the rounding of
+        `layers`; nothing else of a layer runs.
         """
 
     @abstractmethod
@@ -111,7 +125,9 @@ class Decoder(ABC):
 
     @abstractmethod
     def unembed(self, normed: Tensor) -> Tensor:
-        """LM head, scaling and soft-cap of states that have been normed already: [N, d] → float32 [N, V]."""
+        """LM head, scaling and soft-cap of states that have been normed already: [N, d] → float32
+        [N, V].
+        """
 
     def logits(self, x: Tensor) -> Tensor:
         """Final norm, LM head, scaling and soft-cap: [N, d] → float32 [N, V]."""
@@ -123,10 +139,17 @@ class Decoder(ABC):
         return tokens
 
     def greedy(
-        self, rows: Rows, cache: KVCache, ids: Sequence[int] | None = None, x: Tensor | None = None, start: int = 0
+        self,
+        rows: Rows,
+        cache: KVCache,
+        ids: Sequence[int] | None = None,
+        x: Tensor | None = None,
+        start: int = 0,
     ) -> tuple[Tensor, list[int]]:
-        """One pass of greedy decoding: the rows' ``ids``, or residuals ``x`` [N, d] entering layer ``start`` → h_L
-        [N, d] and each row's argmax. What ``embed``, ``layers`` and ``logits`` give, in one call where that pays."""
+        """One pass of greedy decoding: the rows' ``ids``, or residuals ``x`` [N, d] entering layer
+        ``start`` → h_L [N, d] and each row's argmax. What ``embed``, ``layers`` and ``logits``
+        give, in one call where that pays.
+        """
         if x is None:
             x = self.embed(torch.as_tensor(ids, device=self.info.device), rows.pos)
         hidden = self.layers(x, rows, start, self.info.num_layers, cache)
@@ -136,7 +159,8 @@ class Decoder(ABC):
 def argmax_rows(logits: Tensor) -> list[int]:
     """The argmax of each row of logits [n, V]."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        # torch would wake its thread pool for a dozen rows, whose waiting threads then starve the native kernel's
+        # torch would wake its thread pool for a dozen rows, whose waiting threads then starve the
+        # native kernel's
         tokens: list[int] = logits.numpy().argmax(axis=-1).tolist()
         return tokens
     chosen: list[int] = logits.argmax(dim=-1).tolist()

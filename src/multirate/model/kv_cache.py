@@ -26,9 +26,10 @@ class LayerKV:
 class KVCache:
     """K/V of B sequences: `keys[i]`, `values[i]` are [B, H_kv, capacity, D] for layer i.
 
-    `lengths[b]` counts the *committed* tokens of sequence b; rows may write beyond it (drafts). Only `commit`,
-    `keep` and `truncate` change it. Stored data is never moved except by `keep` and `reserve`.
-    `positions` is a numpy int32 array [B, capacity]: the position each slot was last written with.
+    `lengths[b]` counts the *committed* tokens of sequence b; rows may write beyond it (drafts).
+    Only `commit`, `keep` and `truncate` change it. Stored data is never moved except by `keep` and
+    `reserve`. `positions` is a numpy int32 array [B, capacity]: the position each slot was last
+    written with.
     """
 
     def __init__(self, batch: int, capacity: int, layers: Sequence[LayerKV]) -> None:
@@ -40,14 +41,25 @@ class KVCache:
         self.positions = np.zeros((batch, 0), np.int32)
         self.lengths = [0] * batch
         self.version = 0
-        """Grows whenever `positions` or the storage changes, so that masks built from them can be reused safely."""
-        # Zeros rather than empty: a masked slot still enters the attention sum with weight 0, and 0 * NaN is NaN.
-        self.keys = [torch.zeros(batch, k.heads, 0, k.key_dim, dtype=k.dtype, device=k.device) for k in self.layout]
-        self.values = [torch.zeros(batch, k.heads, 0, k.value_dim, dtype=k.dtype, device=k.device) for k in self.layout]
+        """Grows whenever `positions` or the storage changes, so that masks built from them can be
+        reused safely.
+        """
+        # Zeros rather than empty: a masked slot still enters the attention sum with weight 0, and 0
+        # * NaN is NaN.
+        self.keys = [
+            torch.zeros(batch, k.heads, 0, k.key_dim, dtype=k.dtype, device=k.device)
+            for k in self.layout
+        ]
+        self.values = [
+            torch.zeros(batch, k.heads, 0, k.value_dim, dtype=k.dtype, device=k.device)
+            for k in self.layout
+        ]
         self.reserve(capacity)
 
     def reserve(self, capacity: int) -> None:
-        """Makes room for `capacity` slots per sequence; never shrinks. Existing slots keep their contents."""
+        """Makes room for `capacity` slots per sequence; never shrinks. Existing slots keep their
+        contents.
+        """
         if capacity <= self.capacity:
             return
         for store in (self.keys, self.values):
@@ -61,9 +73,11 @@ class KVCache:
         self.version += 1
 
     def note_positions(self, rows: Rows) -> None:
-        """Records the positions of the slots `rows` write; grows the cache (doubling) when they do not fit.
+        """Records the positions of the slots `rows` write; grows the cache (doubling) when they do
+        not fit.
 
-        Every decoder calls it before writing. Raises ValueError for a sequence that the cache does not have.
+        Every decoder calls it before writing. Raises ValueError for a sequence that the cache does
+        not have.
         """
         if not len(rows):
             return
@@ -81,17 +95,22 @@ class KVCache:
     def commit(self, seq: int, count: int) -> None:
         """Counts the `count` slots after the committed ones as committed."""
         if count < 0 or self.lengths[seq] + count > self.capacity:
-            raise ValueError(f"cannot commit {count} slots after {self.lengths[seq]} of {self.capacity}")
+            raise ValueError(
+                f"cannot commit {count} slots after {self.lengths[seq]} of {self.capacity}"
+            )
         self.lengths[seq] += count
 
     def truncate(self, seq: int, length: int) -> None:
         """Forgets everything of sequence `seq` beyond its first `length` committed tokens. O(1)."""
         if not 0 <= length <= self.lengths[seq]:
-            raise ValueError(f"cannot truncate sequence {seq} of {self.lengths[seq]} tokens to {length}")
+            raise ValueError(
+                f"cannot truncate sequence {seq} of {self.lengths[seq]} tokens to {length}"
+            )
         self.lengths[seq] = length
 
     def keep(self, seq: int, slots: Sequence[int]) -> None:
-        """Makes the listed uncommitted slots (an accepted tree path) contiguous after the committed ones; commits them.
+        """Makes the listed uncommitted slots (an accepted tree path) contiguous after the committed
+        ones; commits them.
 
         `slots` are strictly increasing and >= the committed length.
         """
@@ -99,7 +118,10 @@ class KVCache:
         wanted = list(slots)
         increasing = all(a < b for a, b in zip([start - 1, *wanted], wanted, strict=False))
         if not increasing or (wanted and wanted[-1] >= self.capacity):
-            raise ValueError(f"slots {wanted} to keep must be increasing, uncommitted (>= {start}) and in the cache")
+            raise ValueError(
+                f"slots {wanted} to keep must be increasing, uncommitted (>= {start}) and in the "
+                "cache"
+            )
         # Leading slots that already sit in place (a chain: all of them) need no copy.
         done = 0
         while done < len(wanted) and wanted[done] == start + done:
@@ -115,9 +137,13 @@ class KVCache:
         self.lengths[seq] += len(wanted)
 
     def standard(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, [B, H_kv, capacity, D] each, whatever layout they are stored in."""
+        """Keys and values of one layer, [B, H_kv, capacity, D] each, whatever layout they are
+        stored in.
+        """
         return self.keys[layer], self.values[layer]
 
     def nbytes(self) -> int:
         """Bytes of the allocated keys and values."""
-        return sum(t.numel() * t.element_size() for store in (self.keys, self.values) for t in store)
+        return sum(
+            t.numel() * t.element_size() for store in (self.keys, self.values) for t in store
+        )

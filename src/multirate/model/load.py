@@ -1,4 +1,6 @@
-"""Which decoder runs a model: the packed kernel where it knows every part, else the model's own layers."""
+"""Which decoder runs a model: the packed kernel where it knows every part, else the model's own
+layers.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,19 @@ BACKENDS = ("auto", "hf", "native")
 
 
 def why_not_native(model: nn.Module) -> str | None:
-    """Why backend "auto" runs the model's own layers; None: it packs its weights for the native kernel."""
+    """Why backend "auto" runs the model's own layers; None: it packs its weights for the native
+    kernel.
+    """
     return NativeDecoder.supports(model)
 
 
 def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
     """The decoder that runs `model`.
 
-    backend: "native" (packed weights, our kernel), "hf" (the model's own layers; on CUDA recorded and replayed), or
-    "auto", which takes native where that supports the model and says so where it ought to but cannot. Raises UserError
-    with the reason for a model or backend that cannot be used.
+    backend: "native" (packed weights, our kernel), "hf" (the model's own layers; on CUDA recorded
+    and replayed), or "auto", which takes native where that supports the model and says so where it
+    ought to but cannot. Raises UserError with the reason for a model or backend that cannot be
+    used.
     """
     if backend not in BACKENDS:
         raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
@@ -35,10 +40,16 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
         if reason is None:
             return NativeDecoder(model)
         if backend == "native":
-            raise UserError(f"backend='native' cannot run this model: {reason}; use backend='hf' or 'auto'")
+            raise UserError(
+                f"backend='native' cannot run this model: {reason}; use backend='hf' or 'auto'"
+            )
         NativeDecoder.say_fallback(reason)
         if isinstance(reason, NotPlain):
-            warnings.warn(f"the model's own layers are run, not packed weights: {reason}", Notice, stacklevel=3)
+            warnings.warn(
+                f"the model's own layers are run, not packed weights: {reason}",
+                Notice,
+                stacklevel=3,
+            )
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     return own_layers_decoder(device)(model)

@@ -13,18 +13,26 @@ from torch import Tensor, nn
 _SAMPLE = 64  # bytes compared at a place of a parameter
 _version = attrgetter("_version")
 _HARMLESS_HOOKS = ("multirate.", "transformers.utils.output_capturing")
-"""Hooks of ours, and those with which transformers records hidden states on demand: both leave outputs as they are."""
-_SWITCHES = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")  # of PEFT's layers
+"""Hooks of ours, and those with which transformers records hidden states on demand: both leave
+outputs as they are.
+"""
+_SWITCHES = (
+    "_active_adapter",
+    "_disable_adapters",
+    "scaling",
+    "merged_adapters",
+)  # of PEFT's layers
 
 
 class WeightWatch:
-    """Remembers the parameters, modules and hooks of `model`; `changed` says whether they are still those.
+    """Remembers the parameters, modules and hooks of `model`; `changed` says whether they are still
+    those.
 
-    It notices replaced, moved and cast parameters, in-place writes that torch counts (optimizer steps, copy_,
-    load_state_dict), modules exchanged or wrapped, hooks and forwards put on or taken off. In-place writes through
-    `.data` are not counted by torch: they are noticed where they reach the bytes that are compared at the start and
-    in the middle of each parameter, as writes to whole tensors do. A check of a model with 30 layers takes about
-    0.1 ms.
+    It notices replaced, moved and cast parameters, in-place writes that torch counts (optimizer
+    steps, copy_, load_state_dict), modules exchanged or wrapped, hooks and forwards put on or taken
+    off. In-place writes through `.data` are not counted by torch: they are noticed where they reach
+    the bytes that are compared at the start and in the middle of each parameter, as writes to whole
+    tensors do. A check of a model with 30 layers takes about 0.1 ms.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,7 +46,9 @@ class WeightWatch:
         self._modules = modules
         self._children = [module["_modules"] for module in modules if module["_modules"]]
         self._tensors = [module["_parameters"] for module in modules if module["_parameters"]]
-        self._hooks = [module[name] for module in modules for name in ("_forward_hooks", "_forward_pre_hooks")]
+        self._hooks = [
+            module[name] for module in modules for name in ("_forward_hooks", "_forward_pre_hooks")
+        ]
         self._parameters = list({id(p): p for p in self._model.parameters()}.values())
         self._counted = [p for p in self._parameters if not p.is_inference()]
         self._places = [place for p in self._parameters for place in _places(p)]
@@ -54,7 +64,9 @@ class WeightWatch:
         return (
             list(map(id, chain.from_iterable(map(dict.values, self._children)))),
             list(map(id, chain.from_iterable(map(dict.values, self._tensors)))),
-            [id(hook) for hooks in self._hooks for hook in foreign(hooks)] if any(self._hooks) else [],
+            [id(hook) for hooks in self._hooks for hook in foreign(hooks)]
+            if any(self._hooks)
+            else [],
             ["forward" in module for module in self._modules],
             list(map(Tensor.data_ptr, self._parameters)),
             list(map(_version, self._counted)),
@@ -65,12 +77,20 @@ class WeightWatch:
 
 def foreign(hooks: Mapping[int, Any]) -> list[Any]:
     """Of a module's hooks, those that may change what it computes."""
-    return [h for h in hooks.values() if not str(getattr(h, "__module__", None) or "").startswith(_HARMLESS_HOOKS)]
+    return [
+        h
+        for h in hooks.values()
+        if not str(getattr(h, "__module__", None) or "").startswith(_HARMLESS_HOOKS)
+    ]
 
 
 def _places(parameter: nn.Parameter) -> list[memoryview]:
     """The bytes to compare, as views of the parameter's memory."""
-    if type(parameter) is not nn.Parameter or parameter.device.type != "cpu" or not parameter.is_contiguous():
+    if (
+        type(parameter) is not nn.Parameter
+        or parameter.device.type != "cpu"
+        or not parameter.is_contiguous()
+    ):
         return []
     count = _SAMPLE // parameter.element_size()
     flat = parameter.detach().view(-1)

@@ -1,4 +1,6 @@
-"""A trained accelerator on disk: accelerator.safetensors + accelerator.json + README.md (its model card)."""
+"""A trained accelerator on disk: accelerator.safetensors + accelerator.json + README.md (its model
+card).
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,18 @@ WEIGHTS, DESCRIPTION, CARD = "accelerator.safetensors", "accelerator.json", "REA
 
 
 def describe_base(model: Any, name: str = "") -> dict[str, Any]:
-    """What identifies a base model: sizes and the fingerprint of its weights. ``name``: a hub id or a folder's name."""
+    """What identifies a base model: sizes and the fingerprint of its weights. ``name``: a hub id or
+    a folder's name.
+    """
     shape = BaseShape.of(model.config)
-    return {"name": name, "architecture": shape.architecture, "num_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "fingerprint": fingerprint(model)}
+    return {
+        "name": name,
+        "architecture": shape.architecture,
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "vocab_size": shape.vocab_size,
+        "fingerprint": fingerprint(model),
+    }
 
 
 @dataclass
@@ -50,33 +60,48 @@ class Accelerator:
         return sum(p.numel() for p in self.module.parameters())
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write weights (floating point as ``dtype``), description and model card; each file appears whole.
+        """Write weights (floating point as ``dtype``), description and model card; each file
+        appears whole.
 
-        The description comes last and holds the weights' checksum: an interrupted save is recognised on load.
+        The description comes last and holds the weights' checksum: an interrupted save is
+        recognised on load.
         """
         directory = Path(directory)
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"Folder {directory} cannot be made: {error.strerror}.") from None
-        tensors = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous().cpu()
-                   for name, t in self.module.state_dict().items()}
+        tensors = {
+            name: (t.to(dtype) if t.is_floating_point() else t).contiguous().cpu()
+            for name, t in self.module.state_dict().items()
+        }
         weights = save(tensors, metadata={"format": "pt"})
         description = {
-            "format": FORMAT, "method": self.method, "config": self.config.to_json(), "base": self.base,
-            "parameters": self.parameters(), "weights_sha256": hashlib.sha256(weights).hexdigest(),
-            "training": self.training, "results": self.results}
+            "format": FORMAT,
+            "method": self.method,
+            "config": self.config.to_json(),
+            "base": self.base,
+            "parameters": self.parameters(),
+            "weights_sha256": hashlib.sha256(weights).hexdigest(),
+            "training": self.training,
+            "results": self.results,
+        }
         write_atomically(directory / WEIGHTS, weights)
         write_atomically(directory / CARD, model_card(description).encode())
         write_custom_generate(directory)
-        write_atomically(directory / DESCRIPTION, (json.dumps(description, indent=2) + "\n").encode())
+        write_atomically(
+            directory / DESCRIPTION, (json.dumps(description, indent=2) + "\n").encode()
+        )
 
     @staticmethod
-    def from_pretrained(source: str | Path, model: Any, dtype: torch.dtype | None = None) -> Accelerator:
-        """Load from a folder or a hub id for the base ``model`` it was trained on, as ``dtype`` (default: the model's).
+    def from_pretrained(
+        source: str | Path, model: Any, dtype: torch.dtype | None = None
+    ) -> Accelerator:
+        """Load from a folder or a hub id for the base ``model`` it was trained on, as ``dtype``
+        (default: the model's).
 
-        Raises UserError naming what is wrong: missing or damaged file, unknown method, or every respect in which
-        ``model`` is not the base the accelerator was trained for.
+        Raises UserError naming what is wrong: missing or damaged file, unknown method, or every
+        respect in which ``model`` is not the base the accelerator was trained for.
         """
         directory = _folder(source)
         path = directory / DESCRIPTION
@@ -89,39 +114,66 @@ class Accelerator:
             raise UserError(f"{path}: {error}") from None
         _check_base(directory, description["base"], model)
         try:
-            with torch.device("meta"):  # the shapes that the config means, without any memory for them
+            with torch.device(
+                "meta"
+            ):  # the shapes that the config means, without any memory for them
                 module = training.build(config, base)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
         weights = _read(directory / WEIGHTS)
         if hashlib.sha256(weights).hexdigest() != description["weights_sha256"]:
-            raise UserError(f"{directory / WEIGHTS} is not the file that {DESCRIPTION} describes (another checksum: "
-                            "truncated, damaged or from another save); fetch or train it again.")
+            raise UserError(
+                f"{directory / WEIGHTS} is not the file that {DESCRIPTION} describes (another "
+                "checksum: "
+                "truncated, damaged or from another save); fetch or train it again."
+            )
         try:
             tensors = load(weights)
         except (SafetensorError, ValueError, KeyError) as error:
-            raise UserError(f"{directory / WEIGHTS} is not a readable safetensors file ({error}).") from None
+            raise UserError(
+                f"{directory / WEIGHTS} is not a readable safetensors file ({error})."
+            ) from None
         _check_tensors(directory / WEIGHTS, tensors, module, base)
         module.load_state_dict({name: t.clone() for name, t in tensors.items()}, assign=True)
         first = next(iter(model.parameters()))
         module.to(device=first.device, dtype=dtype or first.dtype).eval().requires_grad_(False)
-        return Accelerator(description["method"], config, module, description["base"], description["training"],
-                           description["results"])
+        return Accelerator(
+            description["method"],
+            config,
+            module,
+            description["base"],
+            description["training"],
+            description["results"],
+        )
 
 
-def _check_tensors(path: Path, tensors: dict[str, torch.Tensor], module: nn.Module, base: BaseShape) -> None:
-    """UserError unless ``tensors`` are what ``module`` (on the meta device) holds: names, shapes, kinds and ids."""
+def _check_tensors(
+    path: Path, tensors: dict[str, torch.Tensor], module: nn.Module, base: BaseShape
+) -> None:
+    """UserError unless ``tensors`` are what ``module`` (on the meta device) holds: names, shapes,
+    kinds and ids.
+    """
     expected = module.state_dict()
     for name in sorted(expected.keys() | tensors.keys()):
         wanted, found = expected.get(name), tensors.get(name)
         if wanted is None or found is None or wanted.shape != found.shape:
-            raise UserError(f"{path}: tensor '{name}' has shape {_shape(found, 'missing')}; "
-                            f"the config needs {_shape(wanted, 'no such tensor')}.")
-        if found.dtype != wanted.dtype and not (wanted.is_floating_point() and found.is_floating_point()):
-            raise UserError(f"{path}: tensor '{name}' is {found.dtype}; the config needs {wanted.dtype}.")
+            raise UserError(
+                f"{path}: tensor '{name}' has shape {_shape(found, 'missing')}; "
+                f"the config needs {_shape(wanted, 'no such tensor')}."
+            )
+        if found.dtype != wanted.dtype and not (
+            wanted.is_floating_point() and found.is_floating_point()
+        ):
+            raise UserError(
+                f"{path}: tensor '{name}' is {found.dtype}; the config needs {wanted.dtype}."
+            )
     tokens = tensors.get("draft_tokens")
-    if tokens is not None and (tokens.min() < 0 or tokens.max() >= base.vocab_size or (tokens.diff() <= 0).any()):
-        raise UserError(f"{path}: tensor 'draft_tokens' must hold increasing token ids below {base.vocab_size}.")
+    if tokens is not None and (
+        tokens.min() < 0 or tokens.max() >= base.vocab_size or (tokens.diff() <= 0).any()
+    ):
+        raise UserError(
+            f"{path}: tensor 'draft_tokens' must hold increasing token ids below {base.vocab_size}."
+        )
 
 
 def _shape(tensor: torch.Tensor | None, otherwise: str) -> tuple[int, ...] | str:
@@ -139,20 +191,29 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; an accelerator folder holds {DESCRIPTION} "
-                        f"and {WEIGHTS}.") from None
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}; an accelerator folder holds {DESCRIPTION} "
+            f"and {WEIGHTS}."
+        ) from None
 
 
 def _check_base(directory: Path, trained_for: dict[str, Any], model: Any) -> None:
     here = describe_base(model)
-    wrong = [f"{name} {here[name]} instead of {reprlib.repr(trained_for.get(name))}"
-             for name in ("architecture", "num_layers", "hidden_size", "vocab_size")
-             if here[name] != trained_for.get(name)]
+    wrong = [
+        f"{name} {here[name]} instead of {reprlib.repr(trained_for.get(name))}"
+        for name in ("architecture", "num_layers", "hidden_size", "vocab_size")
+        if here[name] != trained_for.get(name)
+    ]
     if not wrong and here["fingerprint"] != trained_for.get("fingerprint"):
-        wrong = ["other weights (another revision or a fine-tuned copy: fingerprint "
-                 f"{here['fingerprint'][:8]} instead of {reprlib.repr(trained_for.get('fingerprint'))[1:9]})"]
+        wrong = [
+            "other weights (another revision or a fine-tuned copy: fingerprint "
+            f"{here['fingerprint'][:8]} instead of "
+            f"{reprlib.repr(trained_for.get('fingerprint'))[1:9]})"
+        ]
     if wrong:
         name = trained_for.get("name")
         name = reprlib.repr(name)[1:-1] if isinstance(name, str) and name else "another model"
-        raise UserError(f"The accelerator in {directory} was trained for {name} and does not fit this model: "
-                        f"{'; '.join(wrong)}.")
+        raise UserError(
+            f"The accelerator in {directory} was trained for {name} and does not fit this model: "
+            f"{'; '.join(wrong)}."
+        )

@@ -1,4 +1,6 @@
-"""The small loader that transformers expects in a folder given as `custom_generate`. Imports nothing of the engine."""
+"""The small loader that transformers expects in a folder given as `custom_generate`. Imports
+nothing of the engine.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from pathlib import Path
 from multirate.errors import UserError
 from multirate.io import write_atomically
 
-_LOADER = '''"""Lossless speed-up of this accelerator's base model: the text is the model's own, sooner.
+_LOADER = '''"""Lossless speed-up of this accelerator's base model: the text is the model's own,
+sooner.
 
 model.generate(**inputs, custom_generate="<this folder or its hub id>", trust_remote_code=True)
 Further arguments: backend="auto" | "hf" | "native", speculate="auto" | "always" | "never".
@@ -23,7 +26,9 @@ _REQUIREMENTS = "multirate>=0.1.0\n"
 
 
 def write_custom_generate(folder: str | Path) -> None:
-    """Adds `custom_generate/generate.py` and `requirements.txt` to an accelerator's folder, existing ones replaced."""
+    """Adds `custom_generate/generate.py` and `requirements.txt` to an accelerator's folder,
+    existing ones replaced.
+    """
     place = Path(folder) / "custom_generate"
     try:
         place.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
-"""Training samples from JSON and JSONL files: token ids, a response mask, and batches of a token budget.
+"""Training samples from JSON and JSONL files: token ids, a response mask, and batches of a token
+budget.
 
-One sample is one row of a batch: truncated to ``max_length`` from the right, padded on the right. Samples are not
-packed into shared windows, so no document ever sees another and causality alone masks the padding: the base runs on its
-fast, mask-free path whatever its architecture. Batches hold samples of similar length, so little of them is padding.
+One sample is one row of a batch: truncated to ``max_length`` from the right, padded on the right.
+Samples are not packed into shared windows, so no document ever sees another and causality alone
+masks the padding: the base runs on its fast, mask-free path whatever its architecture. Batches hold
+samples of similar length, so little of them is padding.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ from torch import Tensor
 
 from multirate.errors import UserError
 
-ACCEPTED = ('{"instruction", "input"?, "output" or "response"}, {"instruction", "instances": [{"input", "output"}]}, '
-            '{"prompt", "completion"}, {"messages"}, '
-            '{"question", "answer"} or {"text"}')
+ACCEPTED = (
+    '{"instruction", "input"?, "output" or "response"}, {"instruction", "instances": [{"input", '
+    '"output"}]}, '
+    '{"prompt", "completion"}, {"messages"}, '
+    '{"question", "answer"} or {"text"}'
+)
 POOL = 32
 """Batches drawn together and cut from one length-sorted pool."""
 
@@ -38,7 +43,9 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Sample:
-    """``ids`` int32 [T]; ``response`` bool [T]: the token is one the model has to write; ``prompt``: normalised."""
+    """``ids`` int32 [T]; ``response`` bool [T]: the token is one the model has to write;
+    ``prompt``: normalised.
+    """
 
     ids: np.ndarray
     response: np.ndarray
@@ -46,12 +53,16 @@ class Sample:
 
 
 def normalised(text: str) -> str:
-    """One form for texts that differ in case, white space or Unicode's compatible characters only."""
+    """One form for texts that differ in case, white space or Unicode's compatible characters
+    only.
+    """
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def prompt_of(conversation: Conversation) -> str:
-    """What decides which side of a split a conversation is on: its first question; all of a plain text."""
+    """What decides which side of a split a conversation is on: its first question; all of a plain
+    text.
+    """
     asked = next((text for role, text in conversation.turns if role == "user"), conversation.text)
     return normalised(asked)
 
@@ -62,10 +73,12 @@ def prompt_rank(prompt: str, seed: int) -> bytes:
 
 
 def set_aside(samples: Sequence[Sample], most: int, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """(training, held-out) samples, no prompt on both sides; at most ``most`` held out, about a tenth of the prompts.
+    """(training, held-out) samples, no prompt on both sides; at most ``most`` held out, about a
+    tenth of the prompts.
 
-    Whether a prompt is held out depends on its hash alone, not on the order of the data or on what else is in it.
-    Of the held-out prompts' samples the first of each prompt is evaluated, the others are left out.
+    Whether a prompt is held out depends on its hash alone, not on the order of the data or on what
+    else is in it. Of the held-out prompts' samples the first of each prompt is evaluated, the
+    others are left out.
     """
     cut = (1 << 64) // 10
     chosen = {s.prompt for s in samples if int.from_bytes(prompt_rank(s.prompt, seed)[:8]) < cut}
@@ -84,17 +97,27 @@ def _conversations(record: Any, where: str) -> list[Conversation]:
     if not isinstance(record, dict) or "instances" not in record or "instruction" not in record:
         return [_conversation(record, where)]
     instances = record["instances"]
-    if not isinstance(instances, list) or not instances or not all(isinstance(i, dict) for i in instances):
-        raise UserError(f"{where}: field 'instances' must be a non-empty list of {{'input', 'output'}}.")
+    if (
+        not isinstance(instances, list)
+        or not instances
+        or not all(isinstance(i, dict) for i in instances)
+    ):
+        raise UserError(
+            f"{where}: field 'instances' must be a non-empty list of {{'input', 'output'}}."
+        )
     return [
-        _conversation({"instruction": record["instruction"], **instance}, f"{where}, instance {number}")
+        _conversation(
+            {"instruction": record["instruction"], **instance}, f"{where}, instance {number}"
+        )
         for number, instance in enumerate(instances, start=1)
     ]
 
 
 def _conversation(record: Any, where: str) -> Conversation:
     if not isinstance(record, dict):
-        raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}; accepted: {ACCEPTED}.")
+        raise UserError(
+            f"{where}: expected a JSON object, got {type(record).__name__}; accepted: {ACCEPTED}."
+        )
 
     def text(name: str) -> str:
         value = record[name]
@@ -105,15 +128,29 @@ def _conversation(record: Any, where: str) -> Conversation:
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list) or not messages:
-            raise UserError(f"{where}: field 'messages' must be a non-empty list of {{'role', 'content'}}.")
+            raise UserError(
+                f"{where}: field 'messages' must be a non-empty list of {{'role', 'content'}}."
+            )
         for number, m in enumerate(messages):
-            if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
-                raise UserError(f"{where}: message {number + 1} must have text fields 'role' and 'content'.")
+            if (
+                not isinstance(m, dict)
+                or not isinstance(m.get("role"), str)
+                or not isinstance(m.get("content"), str)
+            ):
+                raise UserError(
+                    f"{where}: message {number + 1} must have text fields 'role' and 'content'."
+                )
         if all(m["role"] != "assistant" for m in messages):
-            raise UserError(f"{where}: no message has the role 'assistant', so there is no response to learn from.")
+            raise UserError(
+                f"{where}: no message has the role 'assistant', so there is no response to learn "
+                "from."
+            )
         return Conversation(tuple((m["role"], m["content"]) for m in messages))
-    for ask, answers in (("instruction", ("output", "response")), ("prompt", ("completion",)),
-                         ("question", ("answer",))):
+    for ask, answers in (
+        ("instruction", ("output", "response")),
+        ("prompt", ("completion",)),
+        ("question", ("answer",)),
+    ):
         for answer in answers:
             if ask in record and answer in record:
                 user = text(ask)
@@ -126,9 +163,11 @@ def _conversation(record: Any, where: str) -> Conversation:
 
 
 def read_conversations(path: str | Path) -> list[Conversation]:
-    """All samples of a ``.jsonl`` file (one object per line, blank lines ignored) or a ``.json`` array.
+    """All samples of a ``.jsonl`` file (one object per line, blank lines ignored) or a ``.json``
+    array.
 
-    Raises UserError naming the file and line (or array element) of the first malformed record, or an empty file.
+    Raises UserError naming the file and line (or array element) of the first malformed record, or
+    an empty file.
     """
     path = Path(path)
     try:
@@ -138,7 +177,9 @@ def read_conversations(path: str | Path) -> list[Conversation]:
     except UnicodeDecodeError as error:
         raise UserError(f"Data file {path} is not UTF-8 text (byte {error.start}).") from None
     if not content.strip():
-        raise UserError(f"Data file {path} is empty; accepted: JSONL or a JSON array of {ACCEPTED}.")
+        raise UserError(
+            f"Data file {path} is empty; accepted: JSONL or a JSON array of {ACCEPTED}."
+        )
     if path.suffix == ".json":
         try:
             records = json.loads(content)
@@ -146,7 +187,11 @@ def read_conversations(path: str | Path) -> list[Conversation]:
             raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
         if not isinstance(records, list) or not records:
             raise UserError(f"Data file {path} must hold a non-empty JSON array of {ACCEPTED}.")
-        return [c for n, r in enumerate(records, start=1) for c in _conversations(r, f"{path}, element {n}")]
+        return [
+            c
+            for n, r in enumerate(records, start=1)
+            for c in _conversations(r, f"{path}, element {n}")
+        ]
     out = []
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
@@ -164,31 +209,46 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def render_prompt(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
-    """The text that precedes the model's next answer, by the tokenizer's chat template or "role: content" lines."""
+    """The text that precedes the model's next answer, by the tokenizer's chat template or "role:
+    content" lines.
+    """
     messages = [{"role": role, "content": content} for role, content in turns]
     if getattr(tokenizer, "chat_template", None):
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        )
     bos = tokenizer.bos_token or ""
-    return bos + "".join(f"{role.capitalize()}: {content.strip()}\n\n" for role, content in turns) + "Assistant:"
+    return (
+        bos
+        + "".join(f"{role.capitalize()}: {content.strip()}\n\n" for role, content in turns)
+        + "Assistant:"
+    )
 
 
 def _render(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
     messages = [{"role": role, "content": content} for role, content in turns]
     if getattr(tokenizer, "chat_template", None):
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    return render_prompt(tokenizer, turns[:-1]) + f" {turns[-1][1].strip()}{tokenizer.eos_token or ''}\n\n"
+    return (
+        render_prompt(tokenizer, turns[:-1])
+        + f" {turns[-1][1].strip()}{tokenizer.eos_token or ''}\n\n"
+    )
 
 
 def encode(conversation: Conversation, tokenizer: Any, max_length: int) -> Sample:
-    """Token ids and response mask of one conversation, at most ``max_length`` tokens (the rest is cut).
+    """Token ids and response mask of one conversation, at most ``max_length`` tokens (the rest is
+    cut).
 
-    A response is what an assistant turn adds after the generation prompt, its end-of-turn token included; the text
-    after that token (which no one generates) is left out. Plain text counts as a response throughout.
+    A response is what an assistant turn adds after the generation prompt, its end-of-turn token
+    included; the text after that token (which no one generates) is left out. Plain text counts as a
+    response throughout.
     """
     if not conversation.turns:
         bos, eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
         ids = _ids(tokenizer, bos + conversation.text + eos)[:max_length]
-        return Sample(np.asarray(ids, np.int32), np.ones(len(ids), np.bool_), prompt_of(conversation))
+        return Sample(
+            np.asarray(ids, np.int32), np.ones(len(ids), np.bool_), prompt_of(conversation)
+        )
     ids, response = [], []
     done = ""
     for number, (role, _) in enumerate(conversation.turns, start=1):
@@ -197,7 +257,9 @@ def encode(conversation: Conversation, tokenizer: Any, max_length: int) -> Sampl
         prompt = render_prompt(tokenizer, conversation.turns[: number - 1])
         whole = _render(tokenizer, conversation.turns[:number])
         if not prompt.startswith(done) or not whole.startswith(prompt):
-            break  # the template rewrites earlier turns (thinking models): later turns cannot be told apart
+            # the template rewrites earlier turns (thinking models): later turns cannot be told
+            # apart
+            break
         eos = tokenizer.eos_token
         answer = whole[len(prompt) :]
         end = answer.rfind(eos) + len(eos) if eos and eos in answer else len(answer)
@@ -212,14 +274,18 @@ def encode(conversation: Conversation, tokenizer: Any, max_length: int) -> Sampl
 
 
 def load_samples(paths: Sequence[str | Path], tokenizer: Any, max_length: int) -> list[Sample]:
-    """Encoded samples of all files, in order; those without a response token to predict are dropped."""
+    """Encoded samples of all files, in order; those without a response token to predict are
+    dropped.
+    """
     if not paths:
         raise UserError("No data file was given; --data needs at least one JSONL or JSON file.")
     samples = [encode(c, tokenizer, max_length) for path in paths for c in read_conversations(path)]
     kept = [s for s in samples if len(s.ids) >= 2 and s.response[1:].any()]
     if not kept:
-        raise UserError(f"No sample of {', '.join(str(p) for p in paths)} has a response token within "
-                        f"max_length={max_length}; raise max_length or check the data.")
+        raise UserError(
+            f"No sample of {', '.join(str(p) for p in paths)} has a response token within "
+            f"max_length={max_length}; raise max_length or check the data."
+        )
     return kept
 
 
@@ -247,14 +313,18 @@ def collate(samples: Sequence[Sample]) -> Batch:
 
 
 class BatchPlan:
-    """The order of batches, a function of (samples, budget, seed) alone, so a resume only needs a position."""
+    """The order of batches, a function of (samples, budget, seed) alone, so a resume only needs a
+    position.
+    """
 
     def __init__(self, samples: Sequence[Sample], tokens: int, seed: int) -> None:
         self.samples, self.tokens, self.seed = samples, tokens, seed
         self.lengths = np.array([len(s.ids) for s in samples])
 
     def epoch(self, number: int) -> list[list[int]]:
-        """Sample indices of every batch of one epoch: each sample once, rows × longest ≤ the token budget."""
+        """Sample indices of every batch of one epoch: each sample once, rows × longest ≤ the token
+        budget.
+        """
         rng = np.random.default_rng([self.seed, number])
         order = rng.permutation(len(self.samples))
         pool = max(1, int(POOL * self.tokens / max(1.0, self.lengths.mean())))

@@ -41,14 +41,20 @@ def read_description(path: Path, content: bytes) -> dict[str, Any]:
     except RecursionError:
         raise UserError(f"{path} is nested too deeply to be a multirate accelerator.") from None
     except ValueError:
-        raise UserError(f"{path} is not valid JSON (truncated or damaged); fetch or train it again.") from None
+        raise UserError(
+            f"{path} is not valid JSON (truncated or damaged); fetch or train it again."
+        ) from None
     if not isinstance(description, dict):
         raise UserError(f"{path} has no valid field 'format'; it is not a multirate accelerator.")
     for name in _OPTIONAL:
         description.setdefault(name, {})
     for name, (kind, accepted) in _KINDS.items():
         if not isinstance(description.get(name), kind):
-            found = f"it is {reprlib.repr(description[name])}" if name in description else "it is missing"
+            found = (
+                f"it is {reprlib.repr(description[name])}"
+                if name in description
+                else "it is missing"
+            )
             raise UserError(
                 f"{path} has no valid field '{name}' ({found}; accepted: {accepted}); "
                 "it is not a multirate accelerator."

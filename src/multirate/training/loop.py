@@ -1,7 +1,8 @@
 """Train an accelerator beside a frozen base: one process, or several under ``accelerate launch``.
 
-On CPU, several processes need ``accelerate launch --multi_gpu --num_processes N`` (without a GPU it uses gloo) or
-``torchrun``: with ``--cpu`` accelerate starts a single process unless mpirun starts the others.
+On CPU, several processes need ``accelerate launch --multi_gpu --num_processes N`` (without a GPU it
+uses gloo) or ``torchrun``: with ``--cpu`` accelerate starts a single process unless mpirun starts
+the others.
 """
 
 from __future__ import annotations
@@ -63,10 +64,12 @@ def train(
     options: dict[str, Any] | None = None,
     tokenizer: Any = None,
 ) -> TrainResult:
-    """Train ``method`` beside ``model`` (a path, a hub id, or a loaded causal LM with ``tokenizer``) into ``out_dir``.
+    """Train ``method`` beside ``model`` (a path, a hub id, or a loaded causal LM with
+    ``tokenizer``) into ``out_dir``.
 
-    ``options`` replace fields of the method's config (``gates``, ``rank``, …). Interrupted by Ctrl-C, SIGTERM or kill,
-    the same call resumes and ends with the weights an uninterrupted run has. Raises UserError for anything a user
+    ``options`` replace fields of the method's config (``gates``, ``rank``, …). Interrupted by
+    Ctrl-C, SIGTERM or kill, the same call resumes and ends with the weights an uninterrupted run
+    has. Raises UserError for anything a user
     can mend, before any training: method, options, output folder, model, data.
     """
     settings = settings or TrainSettings()
@@ -78,7 +81,9 @@ def train(
     launcher = Launcher(mixed_precision="no", cpu=not torch.cuda.is_available())
     name = _name(model)
     if isinstance(model, (str, Path)):
-        model, tokenizer = load_base(model, torch.float32 if settings.precision == "fp32" else torch.bfloat16)
+        model, tokenizer = load_base(
+            model, torch.float32 if settings.precision == "fp32" else torch.bfloat16
+        )
     elif settings.precision == "fp32":
         model.float()
     run = _Run(launcher, model, tokenizer, name, data_files, out, method, settings, options or {})
@@ -87,19 +92,35 @@ def train(
 
 def _name(model: Any) -> str:
     """A hub id, or a folder's last component: absolute paths are nobody's business."""
-    source = str(model) if isinstance(model, (str, Path)) else str(getattr(model.config, "_name_or_path", "") or "")
+    source = (
+        str(model)
+        if isinstance(model, (str, Path))
+        else str(getattr(model.config, "_name_or_path", "") or "")
+    )
     return Path(source).name if Path(source).exists() else source
 
 
 def load_base(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A causal LM and its tokenizer, by folder, hub id or embedded name. UserError when either cannot be had."""
+    """A causal LM and its tokenizer, by folder, hub id or embedded name. UserError when either
+    cannot be had.
+    """
     loaded = load_model(str(path), str(dtype).removeprefix("torch."), "cpu")
     return loaded.model, loaded.tokenizer
 
 
 class _Run:
-    def __init__(self, launcher: Launcher, model: Any, tokenizer: Any, name: str, data_files: Sequence[str | Path],
-                 out: Path, method: str, settings: TrainSettings, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        data_files: Sequence[str | Path],
+        out: Path,
+        method: str,
+        settings: TrainSettings,
+        options: dict[str, Any],
+    ) -> None:
         self.launcher, self.out, self.method, self.settings = launcher, out, method, settings
         self.main = launcher.is_main_process
         torch.manual_seed(settings.seed)
@@ -125,7 +146,9 @@ class _Run:
                 layer.module.compile()
         self.step, self.tokens, self.seconds = 0, 0, 0.0
 
-    def _data(self, files: Sequence[str | Path], tokenizer: Any) -> tuple[list[Sample], list[Sample]]:
+    def _data(
+        self, files: Sequence[str | Path], tokenizer: Any
+    ) -> tuple[list[Sample], list[Sample]]:
         limit = self.settings.max_length
         samples = load_samples(files, tokenizer, limit)
         most = self.settings.heldout_samples
@@ -135,47 +158,80 @@ class _Run:
         given = load_samples(self.settings.heldout_files, tokenizer, limit)
         heldout = [s for s in given if s.prompt not in trained_on]
         if len(heldout) < len(given) and self.main:
-            print(f"{len(given) - len(heldout)} of {len(given)} held-out samples have prompts of the training data: "
-                  "they are left out", file=sys.stderr)
+            print(
+                f"{len(given) - len(heldout)} of {len(given)} held-out samples have prompts of the "
+                "training data: "
+                "they are left out",
+                file=sys.stderr,
+            )
         return samples, heldout[:most]
 
     def _initialise(self, trained: Training) -> None:
-        """A reduced draft head takes the tokens that responses use most; a method may start from the base's weights."""
+        """A reduced draft head takes the tokens that responses use most; a method may start from
+        the base's weights.
+        """
         tokens = getattr(self.stream, "draft_tokens", None)
         if isinstance(tokens, Tensor):
             counts = torch.zeros(self.teacher.shape.vocab_size, dtype=torch.long)
             for sample in self.samples:
                 ids = torch.from_numpy(sample.ids[sample.response]).long()
                 counts.scatter_add_(0, ids, torch.ones_like(ids))
-            tokens.copy_(counts.sort(descending=True, stable=True).indices[: len(tokens)].sort().values)
+            tokens.copy_(
+                counts.sort(descending=True, stable=True).indices[: len(tokens)].sort().values
+            )
         self.stream.to(device=self.launcher.device, dtype=torch.float32)
         if trained.start is not None:
             plan = BatchPlan(self.samples, self.settings.tokens_per_batch, self.settings.seed)
             some = islice(plan.batches(), STARTING_BATCHES)
-            trained.start(self.teacher, self.stream, ((ids, mask) for ids, mask, *_ in map(self._on_device, some)))
+            trained.start(
+                self.teacher,
+                self.stream,
+                ((ids, mask) for ids, mask, *_ in map(self._on_device, some)),
+            )
 
     def _provenance(self, files: Sequence[str | Path]) -> dict[str, Any]:
         digest = hashlib.sha256()
         for sample in self.samples:
             digest.update(sample.ids.tobytes())
-        settings = {**self.settings.to_json(), "heldout_files": [Path(f).name for f in self.settings.heldout_files]}
-        if self.settings.teacher_states is not None:  # a path on this machine means nothing elsewhere
+        settings = {
+            **self.settings.to_json(),
+            "heldout_files": [Path(f).name for f in self.settings.heldout_files],
+        }
+        if (
+            self.settings.teacher_states is not None
+        ):  # a path on this machine means nothing elsewhere
             settings["teacher_states"] = Path(self.settings.teacher_states).name
-        # Absolute paths say something about the machine, not about the run: only last components are kept.
+        # Absolute paths say something about the machine, not about the run: only last components
+        # are kept.
         argv = [Path(a).name if a.startswith("/") else a for a in sys.argv]
         return {
             "data": [Path(f).name for f in files],
-            "samples": len(self.samples), "distinct_prompts": len({s.prompt for s in self.samples}),
-            "heldout_samples": len(self.heldout), "heldout_prompts": len({s.prompt for s in self.heldout}),
-            "data_sha256": digest.hexdigest(), "settings": settings,
-            "processes": self.launcher.num_processes, "argv": argv, "multirate": multirate.__version__,
-            "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
+            "samples": len(self.samples),
+            "distinct_prompts": len({s.prompt for s in self.samples}),
+            "heldout_samples": len(self.heldout),
+            "heldout_prompts": len({s.prompt for s in self.heldout}),
+            "data_sha256": digest.hexdigest(),
+            "settings": settings,
+            "processes": self.launcher.num_processes,
+            "argv": argv,
+            "multirate": multirate.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        }
 
     def _identity(self) -> dict[str, Any]:
-        return {"method": self.method, "config": self.config.to_json(), "base fingerprint": self.base["fingerprint"],
-                "training data": self.provenance["data_sha256"], "process count": self.launcher.num_processes,
-                **{f"setting {k}": list(v) if isinstance(v, tuple) else v
-                   for k, v in self.settings.decides_result().items()}}
+        return {
+            "method": self.method,
+            "config": self.config.to_json(),
+            "base fingerprint": self.base["fingerprint"],
+            "training data": self.provenance["data_sha256"],
+            "process count": self.launcher.num_processes,
+            **{
+                f"setting {k}": list(v) if isinstance(v, tuple) else v
+                for k, v in self.settings.decides_result().items()
+            },
+        }
 
     def _autocast(self) -> Any:
         return torch.autocast(self.launcher.device.type, torch.bfloat16, enabled=self.bf16)
@@ -194,8 +250,15 @@ class _Run:
                 return TrainResult(False, self.step, self.out, {})
         results = self.evaluate()
         if self.main:
-            training = {**self.provenance, "steps": self.step, "tokens": self.tokens, "seconds": round(self.seconds)}
-            Accelerator(self.method, self.config, self.stream, self.base, training, results).save_pretrained(self.out)
+            training = {
+                **self.provenance,
+                "steps": self.step,
+                "tokens": self.tokens,
+                "seconds": round(self.seconds),
+            }
+            Accelerator(
+                self.method, self.config, self.stream, self.base, training, results
+            ).save_pretrained(self.out)
             remove_state(self.out)
         self.launcher.wait_for_everyone()
         return TrainResult(True, self.step, self.out, results)
@@ -237,8 +300,14 @@ class _Run:
                 now = time.monotonic()
                 self.seconds, clock = self.seconds + now - clock, now
                 if self.step % s.log_every == 0 or progress.due():
-                    progress.report(self.step, describe(summary, sum(losses) / len(losses), self.objective.drafts))
-                    summary, losses = Summary.empty(self.objective.terms, self.objective.has_arla), []
+                    progress.report(
+                        self.step,
+                        describe(summary, sum(losses) / len(losses), self.objective.drafts),
+                    )
+                    summary, losses = (
+                        Summary.empty(self.objective.terms, self.objective.has_arla),
+                        [],
+                    )
                 stop = stop and self.step < s.steps
                 due = s.checkpoint_steps is not None and self.step % s.checkpoint_steps == 0
                 if self.main and (stop or due or now - saved_at > s.checkpoint_seconds):
@@ -249,13 +318,19 @@ class _Run:
         return True
 
     def _teacher_states(self, model: Any) -> TeacherStates | None:
-        """The final residuals of all samples, when a folder for them was given; computed by the fastest decoder."""
+        """The final residuals of all samples, when a folder for them was given; computed by the
+        fastest decoder.
+        """
         folder = self.settings.teacher_states
         if folder is None:
             return None
         if self.launcher.num_processes > 1:
-            raise UserError("teacher_states works in a single process; leave it out under accelerate launch")
-        states = TeacherStates(Path(folder), self.samples, self.teacher.shape.hidden_size, self.base["fingerprint"])
+            raise UserError(
+                "teacher_states works in a single process; leave it out under accelerate launch"
+            )
+        states = TeacherStates(
+            Path(folder), self.samples, self.teacher.shape.hidden_size, self.base["fingerprint"]
+        )
         if not states.complete:
             states.compute(load_decoder(model), report_to_terminal)
         return states
@@ -267,7 +342,9 @@ class _Run:
         return [t.to(self.launcher.device) for t in tensors]
 
     def _together(self, asked: bool, seen: int) -> tuple[bool, int]:
-        """Whether any process was asked to stop (all leave after the same step), and the tokens of all of them."""
+        """Whether any process was asked to stop (all leave after the same step), and the tokens of
+        all of them.
+        """
         if self.launcher.num_processes == 1:
             return asked, seen
         both = torch.tensor([float(asked), float(seen)], device=self.launcher.device)
@@ -275,26 +352,41 @@ class _Run:
         return stops > 0, int(tokens)
 
     def _save(self) -> None:
-        save_state(self.out, {
-            "identity": self._identity(), "stream": self.stream.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers], "step": self.step, "tokens": self.tokens,
-            "seconds": self.seconds})
+        save_state(
+            self.out,
+            {
+                "identity": self._identity(),
+                "stream": self.stream.state_dict(),
+                "optimizers": [o.state_dict() for o in self.optimizers],
+                "step": self.step,
+                "tokens": self.tokens,
+                "seconds": self.seconds,
+            },
+        )
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Held-out agreement, overlap, KL, AUC and calibration per gate and draft step, and the base's early exit."""
+        """Held-out agreement, overlap, KL, AUC and calibration per gate and draft step, and the
+        base's early exit.
+        """
         if not self.heldout:
             return {}
         self.stream.eval()
         with self._autocast():
-            results = evaluate(self.objective, self.heldout, self.settings.tokens_per_batch, self.launcher)
+            results = evaluate(
+                self.objective, self.heldout, self.settings.tokens_per_batch, self.launcher
+            )
         self.stream.train()
         return results
 
 
 @torch.no_grad()
-def evaluate(objective: Any, heldout: Sequence[Sample], tokens_per_batch: int, launcher: Launcher) -> dict[str, Any]:
-    """What a card's "results" hold, of ``objective`` (its modules in eval mode) over ``heldout``, by all processes."""
+def evaluate(
+    objective: Any, heldout: Sequence[Sample], tokens_per_batch: int, launcher: Launcher
+) -> dict[str, Any]:
+    """What a card's "results" hold, of ``objective`` (its modules in eval mode) over ``heldout``,
+    by all processes.
+    """
     world, rank, device = launcher.num_processes, launcher.process_index, launcher.device
     plan = BatchPlan(heldout, tokens_per_batch, 0)
     trained = Summary.empty(objective.terms, objective.has_arla)

@@ -1,4 +1,6 @@
-"""The README.md that goes with an accelerator: what it is, how to use it, what was measured while training it."""
+"""The README.md that goes with an accelerator: what it is, how to use it, what was measured while
+training it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ def _figures(term: dict[str, Any]) -> str:
 
 
 def _table(results: dict[str, Any]) -> list[str]:
-    lines = ["| gate after layer | draft step | agreement | overlap Σ min(p, q) | KL (nats) |", "|---|---|---|---|---|"]
+    lines = [
+        "| gate after layer | draft step | agreement | overlap Σ min(p, q) | KL (nats) |",
+        "|---|---|---|---|---|",
+    ]
     for term in results.get("terms", []):
         lines.append(f"| {term['gate']} | {term['draft_step']} | {_figures(term)} |")
     for exit_ in results.get("early_exit", {}).get("terms", []):
@@ -21,18 +26,29 @@ def _table(results: dict[str, Any]) -> list[str]:
 
 
 def _experts_table(results: dict[str, Any]) -> list[str]:
-    lines = ["| experts of layer | named so many layers before | recall | the gate's own | overlap | KL (nats) |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
-    for term, gate in zip(results["terms"], results.get("early_exit", {}).get("terms", []), strict=False):
-        lines.append(f"| {term['gate']} | {term['draft_step']} | {term['agreement']} | {gate['agreement']} | "
-                     f"{term['overlap']} | {term['kl']} |")  # fmt: skip
+    lines = [
+        "| experts of layer | named so many layers before | recall | the gate's own | overlap | KL "
+        "(nats) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for term, gate in zip(
+        results["terms"], results.get("early_exit", {}).get("terms", []), strict=False
+    ):
+        lines.append(
+            f"| {term['gate']} | {term['draft_step']} | {term['agreement']} | {gate['agreement']} "
+            "| "
+            f"{term['overlap']} | {term['kl']} |"
+        )
     return lines
 
 
 def _prompts(results: dict[str, Any]) -> list[str]:
     if "prompts" not in results:
         return []
-    return [f"Answers to {results['prompts']} distinct prompts, none of which is in the training data.", ""]
+    return [
+        f"Answers to {results['prompts']} distinct prompts, none of which is in the training data.",
+        "",
+    ]
 
 
 def _measured(description: dict[str, Any]) -> list[str]:
@@ -40,37 +56,74 @@ def _measured(description: dict[str, Any]) -> list[str]:
     if not results.get("terms"):
         return []
     if find(description["method"]).role == "experts":
-        return ["## Measured on held-out text", "", *_prompts(results),
-                "Recall: share of a token's experts among the k likeliest that were named; the gate's own: the later "
-                "layer's router on the current residual.", "", *_experts_table(results), ""]  # fmt: skip
-    return ["## Measured on held-out text", "", *_prompts(results),
-            f"{results['rows']} response tokens, teacher-forced; agreement is top-1 with the full model. "
-            f"Simulated tokens per verify step (chain of 5, bonus token included): "
-            f"**{results['simulated_tokens_per_step']}**.", "", *_table(results), ""]  # fmt: skip
+        return [
+            "## Measured on held-out text",
+            "",
+            *_prompts(results),
+            "Recall: share of a token's experts among the k likeliest that were named; the gate's "
+            "own: the later "
+            "layer's router on the current residual.",
+            "",
+            *_experts_table(results),
+            "",
+        ]
+    return [
+        "## Measured on held-out text",
+        "",
+        *_prompts(results),
+        f"{results['rows']} response tokens, teacher-forced; agreement is top-1 with the full "
+        "model. "
+        f"Simulated tokens per verify step (chain of 5, bonus token included): "
+        f"**{results['simulated_tokens_per_step']}**.",
+        "",
+        *_table(results),
+        "",
+    ]
 
 
 def model_card(description: dict[str, Any]) -> str:
-    """Markdown of the card, from what accelerator.json holds. States nothing that was not measured."""
+    """Markdown of the card, from what accelerator.json holds. States nothing that was not
+    measured.
+    """
     base, training = description["base"], description["training"]
     name = base.get("name") or base["architecture"]
     use = f'engine = multirate.attach(model, "this folder")  # model: {name}'
     if find(description["method"]).role == "experts":
-        use = f'engine = multirate.attach("{name}", experts="its store", expert_predictor="this folder")'
+        use = (
+            f'engine = multirate.attach("{name}", experts="its store", expert_predictor="this '
+            'folder")'
+        )
     lines = [
-        "---", "library_name: multirate", "tags: [multirate, speculative-decoding, m2r2]", "---", "",
-        f"# Accelerator for {name}", "",
+        "---",
+        "library_name: multirate",
+        "tags: [multirate, speculative-decoding, m2r2]",
+        "---",
+        "",
+        f"# Accelerator for {name}",
+        "",
         f"Method `{description['method']}`: {find(description['method']).title}. "
         f"{description['parameters'] / 1e6:.2f}M parameters beside the frozen base; "
-        "greedy output stays the base's own.", "",
-        "```python", "import multirate", use, "```", "",
-        f"Fits one base only: {base['architecture']}, {base['num_layers']} layers, width {base['hidden_size']}, "
-        f"vocabulary {base['vocab_size']}, weights fingerprint `{base['fingerprint']}` (checked on load).", "",
+        "greedy output stays the base's own.",
+        "",
+        "```python",
+        "import multirate",
+        use,
+        "```",
+        "",
+        f"Fits one base only: {base['architecture']}, {base['num_layers']} layers, width "
+        f"{base['hidden_size']}, "
+        f"vocabulary {base['vocab_size']}, weights fingerprint `{base['fingerprint']}` (checked on "
+        "load).",
+        "",
     ]
     lines += _measured(description)
     if training:
         lines += ["## Training", ""]
-        lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in training.items()
-                  if not isinstance(value, (dict, list)) and value is not None]
+        lines += [
+            f"- {key.replace('_', ' ')}: {value}"
+            for key, value in training.items()
+            if not isinstance(value, (dict, list)) and value is not None
+        ]
         if training.get("data"):
             lines.append(f"- data files: {', '.join(training['data'])}")
         if training.get("argv"):

@@ -1,8 +1,8 @@
 """Muon, many matrices at once, in the precision that the device multiplies fast.
 
-``torch.optim.Muon`` (Keller Jordan's optimizer) orthogonalises each update in bfloat16, one matrix at a time; on a
-processor that emulates bfloat16 this took longer than forward and backward together, so it takes float32 there.
-Same update, same settings.
+``torch.optim.Muon`` (Keller Jordan's optimizer) orthogonalises each update in bfloat16, one matrix
+at a time; on a processor that emulates bfloat16 this took longer than forward and backward
+together, so it takes float32 there. Same update, same settings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalised(matrices: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """[n, r, c] with r ≤ c → the nearest semi-orthogonal matrices, roughly (singular values 0.7 to 1.2)."""
+    """[n, r, c] with r ≤ c → the nearest semi-orthogonal matrices, roughly (singular values 0.7 to
+    1.2).
+    """
     a, b, c = COEFFICIENTS
     x = matrices / matrices.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
     for _ in range(steps):
@@ -31,11 +33,16 @@ def orthogonalised(matrices: Tensor, steps: int = 5, eps: float = 1e-7) -> Tenso
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices [out, in] and stacks of them [E, out, in] (experts, each a matrix of its own); the step is scaled to
-    AdamW's typical size (0.2 · √max(out, in))."""
+    """For matrices [out, in] and stacks of them [E, out, in] (experts, each a matrix of its own);
+    the step is scaled to AdamW's typical size (0.2 · √max(out, in)).
+    """
 
     def __init__(
-        self, params: Iterable[Tensor], lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95
+        self,
+        params: Iterable[Tensor],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         if any(p.ndim not in (2, 3) for group in self.param_groups for p in group["params"]):
@@ -64,8 +71,13 @@ class Muon(torch.optim.Optimizer):
             update = update if update.ndim == 3 else update[None]
             wide.append(update.mT if update.shape[-2] > update.shape[-1] else update)
         stacked = torch.cat(wide)
-        updates = orthogonalised(stacked.to(low_precision(stacked.device))).split([len(part) for part in wide])
+        updates = orthogonalised(stacked.to(low_precision(stacked.device))).split(
+            [len(part) for part in wide]
+        )
         for p, update in zip(matrices, updates, strict=True):
             p.mul_(1 - group["lr"] * group["weight_decay"])
             scale = group["lr"] * 0.2 * max(p.shape[-2:]) ** 0.5
-            p.add_((update.mT if p.shape[-2] > p.shape[-1] else update).reshape(p.shape).to(p.dtype), alpha=-scale)
+            p.add_(
+                (update.mT if p.shape[-2] > p.shape[-1] else update).reshape(p.shape).to(p.dtype),
+                alpha=-scale,
+            )

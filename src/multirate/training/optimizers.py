@@ -19,7 +19,11 @@ def optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.optim.O
     if settings.optimizer == "muon":
         out.append(Muon(matrices, lr=settings.lr, weight_decay=settings.weight_decay))
     elif matrices:
-        out.append(torch.optim.AdamW(matrices, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay))
+        out.append(
+            torch.optim.AdamW(
+                matrices, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay
+            )
+        )
     if vectors:
         out.append(torch.optim.AdamW(vectors, lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0))
     return out
@@ -30,4 +34,6 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
-    return settings.lr * (settings.final_lr + (1 - settings.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    return settings.lr * (
+        settings.final_lr + (1 - settings.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    )

@@ -1,7 +1,8 @@
-"""Training text that the base model wrote itself: its greedy answers to the data's questions. [ours]
+"""Training text that the base model wrote itself: its greedy answers to the data's questions.
+[ours]
 
-A draft has to agree with what the model says, not with what a data set says. The file is written one record
-at a time, so an interrupted run is continued by the same call.
+A draft has to agree with what the model says, not with what a data set says. The file is written
+one record at a time, so an interrupted run is continued by the same call.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ def answer_questions(
     batch: int = 16,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Writes the data's conversations to `out`, every user turn answered by the model after its own earlier answers.
+    """Writes the data's conversations to `out`, every user turn answered by the model after its own
+    earlier answers.
 
-    One {"instruction", "output"} line per conversation of one turn, {"messages"} for several. Equal questions
-    (normalised text) are asked once. limit: at most so many conversations, spread evenly over the data.
-    progress(done, total). Returns the number of records in the file.
-    Questions that leave no room in the context are left out; later turns without room end their conversation.
+    One {"instruction", "output"} line per conversation of one turn, {"messages"} for several. Equal
+    questions (normalised text) are asked once. limit: at most so many conversations, spread evenly
+    over the data. progress(done, total). Returns the number of records in the file. Questions that
+    leave no room in the context are left out; later turns without room end their conversation.
     Raises UserError for unusable data or an `out` that was made from other questions.
     """
     conversations = [c.turns for f in data_files for c in read_conversations(f)]
@@ -57,8 +59,12 @@ def answer_questions(
     if limit is not None and limit < len(questions):
         questions = [questions[i * len(questions) // limit] for i in range(limit)]
     room = (decoder.info.max_positions or 1 << 30) - max_new_tokens
-    answerer = _Answerer(decoder, tokenizer, StopSettings(max_new_tokens=max_new_tokens,
-                                                          eos_token_ids=tuple(eos_token_ids)), room)
+    answerer = _Answerer(
+        decoder,
+        tokenizer,
+        StopSettings(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids)),
+        room,
+    )
     questions = [users for users in questions if answerer.prompt([("user", users[0])])]
     path = Path(out)
     done = _resume(path, questions)
@@ -85,8 +91,14 @@ class _Answerer:
     room: int
 
     def prompt(self, turns: Turns) -> list[int] | None:
-        """The ids that the next answer follows; None when there are none, or more than leave room for it."""
-        ids = list(self.tokenizer(render_prompt(self.tokenizer, turns), add_special_tokens=False)["input_ids"])
+        """The ids that the next answer follows; None when there are none, or more than leave room
+        for it.
+        """
+        ids = list(
+            self.tokenizer(render_prompt(self.tokenizer, turns), add_special_tokens=False)[
+                "input_ids"
+            ]
+        )
         return ids if 0 < len(ids) <= self.room else None
 
     def answer(self, questions: Sequence[Questions]) -> list[Turns]:
@@ -94,11 +106,15 @@ class _Answerer:
         for turn in range(max(len(users) for users in questions)):
             waiting: list[tuple[Turns, str, list[int]]] = []
             for turns, users in zip(conversations, questions, strict=True):
-                if turn < len(users) and len(turns) == 2 * turn:  # else an earlier turn found no room
+                if (
+                    turn < len(users) and len(turns) == 2 * turn
+                ):  # else an earlier turn found no room
                     prompt = self.prompt([*turns, ("user", users[turn])])
                     if prompt is not None:
                         waiting.append((turns, users[turn], prompt))
-            answers = generate(self.decoder, PlainStep(), [ids for _, _, ids in waiting], stop=self.stop).sequences
+            answers = generate(
+                self.decoder, PlainStep(), [ids for _, _, ids in waiting], stop=self.stop
+            ).sequences
             for (turns, question, _), answer in zip(waiting, answers, strict=True):
                 text = self.tokenizer.decode(answer, skip_special_tokens=True).strip()
                 turns += [("user", question), ("assistant", text or " ")]
@@ -130,9 +146,17 @@ def _resume(path: Path, questions: Sequence[Questions]) -> int:
         try:
             found = _asked(json.loads(line))
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}, line {number}: not a record of this command; choose another --out") from None
+            raise UserError(
+                f"{path}, line {number}: not a record of this command; choose another --out"
+            ) from None
         if not found or found != users[: len(found)]:
-            raise UserError(f"{path}, line {number}: made from other questions; choose another --out or delete it")
+            raise UserError(
+                f"{path}, line {number}: made from other questions; choose another --out or delete "
+                "it"
+            )
     if len(whole) > len(questions):
-        raise UserError(f"{path} holds {len(whole)} records for {len(questions)} questions; choose another --out")
+        raise UserError(
+            f"{path} holds {len(whole)} records for {len(questions)} questions; choose another "
+            "--out"
+        )
     return len(whole)

@@ -8,7 +8,8 @@ import torch
 def low_precision(device: torch.device) -> torch.dtype:
     """bfloat16 where the hardware multiplies it, float32 elsewhere.
 
-    A processor without such instructions emulates bf16 products: measured 16 GFLOP/s against 150 in fp32.
+    A processor without such instructions emulates bf16 products: measured 16 GFLOP/s against 150 in
+    fp32.
     """
     if device.type == "cpu":
         # private to torch, so a release without it means fp32: slower at worst, never wrong

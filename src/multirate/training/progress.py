@@ -1,4 +1,6 @@
-"""What a person sees while training: a progress bar on a terminal, a line now and then in a log file."""
+"""What a person sees while training: a progress bar on a terminal, a line now and then in a log
+file.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,50 @@ from multirate.training.pace import SAY_EVERY, duration
 
 
 def describe(summary: Summary, loss: float, drafts: bool = True) -> str:
-    """loss, agreement of every gate and draft step, simulated tokens per verify step; of experts, each depth's mean
-    recall."""
+    """loss, agreement of every gate and draft step, simulated tokens per verify step; of experts,
+    each depth's mean recall.
+    """
     if not drafts:
         depths = sorted({term.step for term in summary.terms})
         pairs = list(zip(summary.agreement(), summary.terms, strict=True))
         means = [[a for a, t in pairs if t.step == depth] for depth in depths]
-        recall = " ".join(f"{depth} ahead {sum(m) / len(m):.3f}" for depth, m in zip(depths, means, strict=True))
+        recall = " ".join(
+            f"{depth} ahead {sum(m) / len(m):.3f}" for depth, m in zip(depths, means, strict=True)
+        )
         return f"loss {loss:.3f}  recall {recall}"
-    parts = [f"g{t.gate}{f'·s{t.step}' if t.step > 1 else ''} {a:.3f}"
-             for t, a in zip(summary.terms, summary.agreement(), strict=True)]
-    return f"loss {loss:.3f}  agreement {' '.join(parts)}  " \
-           f"tokens/step {simulated_tokens_per_step(summary.chain()):.2f}"
+    parts = [
+        f"g{t.gate}{f'·s{t.step}' if t.step > 1 else ''} {a:.3f}"
+        for t, a in zip(summary.terms, summary.agreement(), strict=True)
+    ]
+    return (
+        f"loss {loss:.3f}  agreement {' '.join(parts)}  "
+        f"tokens/step {simulated_tokens_per_step(summary.chain()):.2f}"
+    )
 
 
 class TrainProgress:
-    """Context manager; ``update`` after each report. Silent when ``shown`` is false (other processes)."""
+    """Context manager; ``update`` after each report. Silent when ``shown`` is false (other
+    processes).
+    """
 
     def __init__(self, total: int, start: int, shown: bool, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
-        self.shown, self.total, self.start, self.began, self.tokens = shown, total, start, time.monotonic(), 0
+        self.shown, self.total, self.start, self.began, self.tokens = (
+            shown,
+            total,
+            start,
+            time.monotonic(),
+            0,
+        )
         self.said = self.began
-        self.bar = Progress(TextColumn("training"), BarColumn(bar_width=20), MofNCompleteColumn(),
-                            TimeRemainingColumn(), TextColumn("{task.description}"), console=self.console)
+        self.bar = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=self.console,
+        )
         self.task = self.bar.add_task("", total=total, completed=start)
 
     def __enter__(self) -> TrainProgress:
@@ -45,7 +68,10 @@ class TrainProgress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.shown and self.console.is_terminal:
             self.bar.stop()

@@ -31,7 +31,9 @@ class TrainSettings(MethodConfig):
     step_decay: float = 0.8
     """Loss weight of draft step s is step_decay^(s − 1)."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """auto: bf16 where the hardware multiplies it, fp32 elsewhere (the base's weights stay what they are)."""
+    """auto: bf16 where the hardware multiplies it, fp32 elsewhere (the base's weights stay what
+    they are).
+    """
     seed: int = 0
     heldout_files: tuple[str, ...] = ()
     """Evaluated at the end; empty: ``heldout_samples`` of the training data are set aside."""
@@ -42,9 +44,12 @@ class TrainSettings(MethodConfig):
     """Also write a checkpoint every this many steps."""
     log_every: int = 20
     sharpness: float = 1.0
-    """Distil at softmax(sharpness · logits) of teacher and student; above 1 favours greedy drafts."""
+    """Distil at softmax(sharpness · logits) of teacher and student; above 1 favours greedy drafts.
+    """
     teacher_states: str | None = None
-    """Folder to keep the base's final residuals in, so that each sample is run through the base once."""
+    """Folder to keep the base's final residuals in, so that each sample is run through the base
+    once.
+    """
     compile: bool = False
     """Compile the base's layers (pays on long runs)."""
     overwrite: bool = False
@@ -64,11 +69,21 @@ class TrainSettings(MethodConfig):
         self.require(self.warmup_steps >= 0, "warmup_steps", "0 or more")
         self.require(self.weight_decay >= 0, "weight_decay", "0 or more")
         self.require(0 <= self.final_lr <= 1, "final_lr", "0 to 1")
-        self.require(self.checkpoint_steps is None or self.checkpoint_steps >= 1, "checkpoint_steps",
-                     "null or at least 1")
+        self.require(
+            self.checkpoint_steps is None or self.checkpoint_steps >= 1,
+            "checkpoint_steps",
+            "null or at least 1",
+        )
 
     def decides_result(self) -> dict[str, Any]:
         """The settings a resumed run must share with the interrupted one."""
-        free = {"heldout_files", "checkpoint_seconds", "checkpoint_steps", "log_every", "compile", "teacher_states",
-                "overwrite"}
+        free = {
+            "heldout_files",
+            "checkpoint_seconds",
+            "checkpoint_steps",
+            "log_every",
+            "compile",
+            "teacher_states",
+            "overwrite",
+        }
         return {k: v for k, v in asdict(self).items() if k not in free}

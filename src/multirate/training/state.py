@@ -1,4 +1,6 @@
-"""The resumable state of an unfinished run: one file, written atomically, that a restart picks up."""
+"""The resumable state of an unfinished run: one file, written atomically, that a restart picks
+up.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ STATE = "training_state.pt"
 
 
 def prepare_output(directory: Path, overwrite: bool) -> None:
-    """Make the output folder and prove that it can be written, before any work. UserError otherwise."""
+    """Make the output folder and prove that it can be written, before any work. UserError
+    otherwise.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):  # each process of a run its own
@@ -25,8 +29,11 @@ def prepare_output(directory: Path, overwrite: bool) -> None:
     except OSError as error:
         raise UserError(f"Output folder {directory} cannot be written: {error.strerror}.") from None
     if (directory / DESCRIPTION).exists() and not (directory / STATE).exists() and not overwrite:
-        raise UserError(f"Output folder {directory} already holds a finished accelerator; name another folder or "
-                        "set overwrite.")
+        raise UserError(
+            f"Output folder {directory} already holds a finished accelerator; name another folder "
+            "or "
+            "set overwrite."
+        )
 
 
 def save_state(directory: Path, state: dict[str, Any]) -> None:
@@ -37,7 +44,8 @@ def save_state(directory: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The state of an interrupted run, None when there is none; UserError when it belongs to another run.
+    """The state of an interrupted run, None when there is none; UserError when it belongs to
+    another run.
 
     ``identity`` is compared entry by entry with what the state was saved with.
     """
@@ -48,11 +56,15 @@ def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any] | No
         state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
         saved = state["identity"]
     except Exception:
-        raise UserError(f"{path} cannot be read (truncated or damaged); delete it to start over.") from None
+        raise UserError(
+            f"{path} cannot be read (truncated or damaged); delete it to start over."
+        ) from None
     for name in identity:
         if saved.get(name) != identity[name]:
-            raise UserError(f"{path} belongs to a run with another {name} ({saved.get(name)} instead of "
-                            f"{identity[name]}); use the same, another output folder, or delete the file.")
+            raise UserError(
+                f"{path} belongs to a run with another {name} ({saved.get(name)} instead of "
+                f"{identity[name]}); use the same, another output folder, or delete the file."
+            )
     return state
 
 

@@ -1,8 +1,9 @@
 """The base's final residuals of the training samples, computed once and kept in a file. Opt-in.
 
-By default the teacher runs in every step. Where the same samples are seen several times, or several accelerators are
-trained on them, that repeats most of the work: with a states folder a step runs only the layers below the last gate.
-The file takes 2 · hidden_size bytes per distinct token. An interrupted computation is continued.
+By default the teacher runs in every step. Where the same samples are seen several times, or several
+accelerators are trained on them, that repeats most of the work: with a states folder a step runs
+only the layers below the last gate. The file takes 2 · hidden_size bytes per distinct token. An
+interrupted computation is continued.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ ROWS_PER_CALL = 1024
 
 
 class TeacherStates:
-    """h_L of every sample, bfloat16 on disk. ``batch`` reads them; samples with equal ids share their rows."""
+    """h_L of every sample, bfloat16 on disk. ``batch`` reads them; samples with equal ids share
+    their rows.
+    """
 
-    def __init__(self, folder: Path, samples: Sequence[Sample], hidden_size: int, fingerprint: str) -> None:
+    def __init__(
+        self, folder: Path, samples: Sequence[Sample], hidden_size: int, fingerprint: str
+    ) -> None:
         self.folder, self._size = folder, hidden_size
         self._place: list[int] = []  # sample → row of its first token
         self._distinct: list[Sample] = []
@@ -47,7 +52,11 @@ class TeacherStates:
                 digest.update(key)
                 digest.update(b"|")
             self._place.append(rows[key])
-        self._identity = {"samples_sha256": digest.hexdigest(), "tokens": total, "hidden_size": hidden_size}
+        self._identity = {
+            "samples_sha256": digest.hexdigest(),
+            "tokens": total,
+            "hidden_size": hidden_size,
+        }
         self._lengths = [len(s.ids) for s in samples]
         self._total = total
         self._open()
@@ -65,14 +74,20 @@ class TeacherStates:
             fresh = not path.exists() or path.stat().st_size != self.bytes
             if fresh:
                 self._done = 0
-            self._rows = np.memmap(path, np.uint16, "w+" if fresh else "r+", shape=(self._total, self._size))
+            self._rows = np.memmap(
+                path, np.uint16, "w+" if fresh else "r+", shape=(self._total, self._size)
+            )
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             size = f"{self.bytes / 1e9:.1f} GB"
-            raise UserError(f"teacher states of {size} cannot be kept in {self.folder}: {reason}") from None
+            raise UserError(
+                f"teacher states of {size} cannot be kept in {self.folder}: {reason}"
+            ) from None
 
     def _progress(self) -> int:
-        """How many distinct samples are on disk; UserError when the folder belongs to other data or another base."""
+        """How many distinct samples are on disk; UserError when the folder belongs to other data or
+        another base.
+        """
         path = self.folder / INDEX
         if not path.exists():
             return 0
@@ -80,10 +95,15 @@ class TeacherStates:
             saved = json.loads(path.read_text())
             done, identity = int(saved["done"]), saved["identity"]
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path} is damaged; delete the folder {self.folder} to start over") from None
+            raise UserError(
+                f"{path} is damaged; delete the folder {self.folder} to start over"
+            ) from None
         if identity != self._identity:
-            raise UserError(f"{self.folder} holds the states of other samples or another base model; choose another "
-                            "--teacher-states folder or delete it")
+            raise UserError(
+                f"{self.folder} holds the states of other samples or another base model; choose "
+                "another "
+                "--teacher-states folder or delete it"
+            )
         return done
 
     def _save_progress(self) -> None:
@@ -111,7 +131,9 @@ class TeacherStates:
                     end, count = end + 1, count + len(sample.ids)
                 part = self._distinct[self._done : end]
                 hidden = self._forward(decoder, part)
-                self._rows[place : place + len(hidden)] = hidden.to(torch.bfloat16).view(torch.uint16).cpu().numpy()
+                self._rows[place : place + len(hidden)] = (
+                    hidden.to(torch.bfloat16).view(torch.uint16).cpu().numpy()
+                )
                 place += len(hidden)
                 self._done += len(part)
                 if self._done % 256 < len(part):
@@ -124,7 +146,9 @@ class TeacherStates:
     def _forward(self, decoder: Decoder, samples: Sequence[Sample]) -> Tensor:
         cache = decoder.new_cache(len(samples), max(len(s.ids) for s in samples))
         rows = Rows.concat([Rows.causal(b, 0, len(s.ids)) for b, s in enumerate(samples)])
-        ids = torch.from_numpy(np.concatenate([s.ids for s in samples]).astype(np.int64)).to(decoder.info.device)
+        ids = torch.from_numpy(np.concatenate([s.ids for s in samples]).astype(np.int64)).to(
+            decoder.info.device
+        )
         return decoder.layers(decoder.embed(ids, rows.pos), rows, 0, decoder.info.num_layers, cache)
 
     def batch(self, indices: Sequence[int], length: int) -> Tensor:

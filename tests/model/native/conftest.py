@@ -1,4 +1,6 @@
-"""Every test here runs on the kernel as this processor gets it, and on those for AVX2 and for any other processor."""
+"""Every test here runs on the kernel as this processor gets it, and on those for AVX2 and for any
+other processor.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Building, keeping and loading the kernel where something is missing or broken. Each start is a process of its own."""
+"""Building, keeping and loading the kernel where something is missing or broken. Each start is a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,20 @@ def kernel() -> str:
 
 def begin(cache: Path, **environment: str) -> subprocess.Popen[str]:
     source = str(Path(multirate.__file__).parents[1])
-    settings = {**os.environ, "PYTHONPATH": source, "MULTIRATE_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    settings = {
+        **os.environ,
+        "PYTHONPATH": source,
+        "MULTIRATE_CACHE": str(cache),
+        "OMP_NUM_THREADS": "1",
+    }
     settings["MULTIRATE_KERNEL_FLAGS"] = "-O0"
     return subprocess.Popen(
-        [sys.executable, "-c", START], env={**settings, **environment}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", START],
+        env={**settings, **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def start(cache: Path, **environment: str) -> tuple[list[str], list[str]]:
@@ -125,10 +135,27 @@ def test_the_command_line_says_it_on_one_line(tmp_path: Path) -> None:
     source = str(Path(multirate.__file__).parents[1])
     settings = {**os.environ, "PYTHONPATH": source, "MULTIRATE_CACHE": str(tmp_path), **NO_COMPILER}
     done = subprocess.run(
-        [sys.executable, "-m", "multirate.cli.main", "generate", "-p", "A", "-n", "2", "--speculate", "never"],
-        env=settings, text=True, capture_output=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert [line[:40] for line in done.stderr.splitlines()] == ["note: the native kernel is not used: no "]
+        [
+            sys.executable,
+            "-m",
+            "multirate.cli.main",
+            "generate",
+            "-p",
+            "A",
+            "-n",
+            "2",
+            "--speculate",
+            "never",
+        ],
+        env=settings,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    assert [line[:40] for line in done.stderr.splitlines()] == [
+        "note: the native kernel is not used: no "
+    ]
 
 
 def test_a_failed_attempt_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""The kernel against transformers, and its own promise: a row's bits do not depend on its company."""
+"""The kernel against transformers, and its own promise: a row's bits do not depend on its
+company.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,35 @@ from multirate.model.native import NativeDecoder
 from multirate.model.native.cache import from_native, to_native
 from multirate.model.rows import Rows
 
-SIZES = dict(vocab_size=133, hidden_size=128, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=256)
+SIZES = dict(
+    vocab_size=133,
+    hidden_size=128,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES, head_dim=32),
-    "llama3-rope": LlamaConfig(**SIZES, head_dim=64, rope_parameters={
-        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64}),
+    "llama3-rope": LlamaConfig(
+        **SIZES,
+        head_dim=64,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
     "mistral-window": MistralConfig(**SIZES, head_dim=32, sliding_window=24),
     "qwen2-bias": Qwen2Config(**SIZES),
     "qwen3-norms": Qwen3Config(**SIZES, head_dim=64),
-    "mha-head-80": LlamaConfig(**{**SIZES, "hidden_size": 320, "num_key_value_heads": 4}, head_dim=80),
+    "mha-head-80": LlamaConfig(
+        **{**SIZES, "hidden_size": 320, "num_key_value_heads": 4}, head_dim=80
+    ),
 }
 
 
@@ -42,7 +62,9 @@ def make(name: str):
     torch.manual_seed(sorted(CONFIGS).index(name))
     model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases away from their neutral values, logits spread out
+        for parameter in (
+            model.parameters()
+        ):  # norms and biases away from their neutral values, logits spread out
             parameter.mul_(1.5).add_(torch.randn_like(parameter) * 0.05)
     return model.to(torch.bfloat16)
 
@@ -50,7 +72,9 @@ def make(name: str):
 def run(decoder, tokens, start: int, cache, stops=None):
     rows = Rows.causal(0, start, len(tokens))
     x = decoder.embed(torch.tensor(tokens), rows.pos)
-    for low, high in zip([0, *(stops or [])], [*(stops or []), decoder.info.num_layers], strict=True):
+    for low, high in zip(
+        [0, *(stops or [])], [*(stops or []), decoder.info.num_layers], strict=True
+    ):
         x = decoder.layers(x, rows, low, high, cache)
     return decoder.logits(x)
 
@@ -102,19 +126,23 @@ def test_tree_nodes_equal_their_path_as_a_chain_bit_for_bit(name, seed):
     cache.commit(0, len(prompt))
     rows = Rows.draft_tree(0, len(prompt), parents)
     tree = decoder.logits(
-        decoder.layers(decoder.embed(torch.tensor(tokens), rows.pos), rows, 0, decoder.info.num_layers, cache)
+        decoder.layers(
+            decoder.embed(torch.tensor(tokens), rows.pos), rows, 0, decoder.info.num_layers, cache
+        )
     )
     for node in range(nodes + 1):
         path = [node]
         while path[0] != 0:
             path.insert(0, parents[path[0] - 1])
-        alone = run(decoder, prompt + [tokens[i] for i in path], 0, decoder.new_cache(1, 96))[len(prompt):]
+        alone = run(decoder, prompt + [tokens[i] for i in path], 0, decoder.new_cache(1, 96))[
+            len(prompt) :
+        ]
         assert torch.equal(tree[path], alone)
     path = [int(np.argmax(rows.pos))]
     while path[0] != 0:
         path.insert(0, parents[path[0] - 1])
     other = decoder.new_cache(1, 96)
-    chain = run(decoder, prompt + [tokens[i] for i in path], 0, other)[len(prompt):]
+    chain = run(decoder, prompt + [tokens[i] for i in path], 0, other)[len(prompt) :]
     assert torch.equal(tree[path], chain)
     cache.keep(0, [len(prompt) + i for i in path])
     total = len(prompt) + len(path)
@@ -124,7 +152,9 @@ def test_tree_nodes_equal_their_path_as_a_chain_bit_for_bit(name, seed):
 
 
 def test_trees_of_several_sequences_and_prompts_share_a_pass():
-    """Attention reads a K/V block once for neighbouring rows: of one sequence only, each up to its own end."""
+    """Attention reads a K/V block once for neighbouring rows: of one sequence only, each up to its
+    own end.
+    """
     rng = np.random.default_rng(0)
     decoder = NativeDecoder(make("llama"))
     prompts = [rng.integers(0, 133, n).tolist() for n in (30, 3, 17)]
@@ -138,7 +168,9 @@ def test_trees_of_several_sequences_and_prompts_share_a_pass():
         tree = Rows.draft_tree(b, len(prompt), [0, 0, 1, 2, 3])
         tokens = rng.integers(0, 133, 6).tolist()
         single = Rows.draft_tree(0, len(prompt), [0, 0, 1, 2, 3])
-        alone.append(decoder.layers(decoder.embed(torch.tensor(tokens), single.pos), single, 0, 3, own))
+        alone.append(
+            decoder.layers(decoder.embed(torch.tensor(tokens), single.pos), single, 0, 3, own)
+        )
         parts.append(tree)
         ids += tokens
     rows = Rows.concat(parts)
@@ -182,7 +214,9 @@ def test_accelerated_rows_match_the_generic_decoder_and_leave_slow_rows_alone(ml
 
     model = make("llama")
     base = BaseShape.of(model.config)
-    stream = AcceleratedStream(M2R2Config.for_base(base, "m2r2-carry", gates=(2,), rank=24, mlp_adapter=mlp), base)
+    stream = AcceleratedStream(
+        M2R2Config.for_base(base, "m2r2-carry", gates=(2,), rank=24, mlp_adapter=mlp), base
+    )
     with torch.no_grad():
         for parameter in stream.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -205,7 +239,9 @@ def test_accelerated_rows_match_the_generic_decoder_and_leave_slow_rows_alone(ml
 
 
 def test_a_released_cache_comes_back_as_new():
-    """Also after a generation that left NaN behind: a hidden slot of weight 0 must not turn it into one of its own."""
+    """Also after a generation that left NaN behind: a hidden slot of weight 0 must not turn it into
+    one of its own.
+    """
     decoder = NativeDecoder(make("llama"))
     tokens = torch.randint(0, 133, (21,)).tolist()
     expected = run(decoder, tokens, 0, decoder.new_cache(1, 40))
@@ -232,7 +268,9 @@ def test_layout_round_trip():
 
 
 def test_refusals_name_the_reason():
-    gpt = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=50))
+    gpt = AutoModelForCausalLM.from_config(
+        GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=50)
+    )
     assert "gpt2" in str(NativeDecoder.supports(gpt))
     assert "float32" in str(NativeDecoder.supports(make("llama").float()))
     with pytest.raises(UserError, match="gpt2"):
@@ -243,6 +281,8 @@ def test_missing_compiler_is_a_reason_not_a_crash(monkeypatch):
     monkeypatch.setenv("MULTIRATE_NATIVE", "0")
     assert "MULTIRATE_NATIVE=0" in str(NativeDecoder.supports(make("llama")))
     assert isinstance(load_decoder(make("llama")), HFDecoder)
+
+
 def test_the_whole_context_is_run():
     torch.manual_seed(0)
     config = LlamaConfig(**{**SIZES, "max_position_embeddings": 131072}, head_dim=32)
@@ -256,8 +296,12 @@ def test_the_whole_context_is_run():
     cache = decoder.new_cache(1, 16)
     ours = decoder.logits(decoder.layers(decoder.embed(tokens, rows.pos), rows, 0, 3, cache))
     with torch.no_grad():
-        exact = model.float()(tokens[None], position_ids=torch.from_numpy(rows.pos.astype(np.int64))[None]).logits[0]
+        exact = model.float()(
+            tokens[None], position_ids=torch.from_numpy(rows.pos.astype(np.int64))[None]
+        ).logits[0]
     assert (ours - exact).norm() < 0.05 * exact.norm()
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("count", [1, 7, 130])
 def test_filled_keys_and_values_have_the_bits_that_layers_write(name: str, count: int) -> None:

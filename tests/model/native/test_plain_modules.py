@@ -1,4 +1,6 @@
-"""Only plain modules are packed: whatever else a module does is done by the model's own layers, or refused by name."""
+"""Only plain modules are packed: whatever else a module does is done by the model's own layers, or
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,26 @@ from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native import NativeDecoder
 
 SIZES: dict[str, Any] = dict(
-    vocab_size=133, hidden_size=128, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15,
-)  # fmt: skip
+    vocab_size=133,
+    hidden_size=128,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.15,
+)
 PROMPT = [7, 3, 99, 42, 5]
 NEW = 24
 
 
 def make(config: Any = None) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config or LlamaConfig(**SIZES, head_dim=32)).to(torch.bfloat16).eval()
+    return (
+        AutoModelForCausalLM.from_config(config or LlamaConfig(**SIZES, head_dim=32))
+        .to(torch.bfloat16)
+        .eval()
+    )
 
 
 def answer(model: Any, **options: Any) -> list[int]:
@@ -58,7 +70,9 @@ class Doubled(nn.Module):
 
 def lora(model: Any, **settings: Any) -> Any:
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **settings)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **settings
+    )
     return peft.get_peft_model(model, config).eval()
 
 
@@ -76,12 +90,16 @@ def hook(model: Any) -> Any:
 
 
 def pre_hook(model: Any) -> Any:
-    model.model.layers[0].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2, *inputs[1:]))
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, inputs: (inputs[0] * 2, *inputs[1:])
+    )
     return model
 
 
 def parametrised(model: Any) -> Any:
-    nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", Minus())
+    nn.utils.parametrize.register_parametrization(
+        model.model.layers[0].mlp.up_proj, "weight", Minus()
+    )
     return model
 
 
@@ -131,8 +149,14 @@ def test_what_is_not_plain_is_run_by_its_own_layers(name: str) -> None:
     assert (plain - changed).norm() > 0.05 * plain.norm()  # ignoring it would be seen
     with pytest.warns(Notice, match=f"own layers are run.*{named}") as caught:
         engine = attach(model)
-    assert isinstance(engine.decoder, HFDecoder) and len(caught) == 1 and "\n" not in str(caught[0].message)
-    assert engine.generate([PROMPT], stop=engine.stopping(NEW)).sequences[0] == answer(model, backend="hf")
+    assert (
+        isinstance(engine.decoder, HFDecoder)
+        and len(caught) == 1
+        and "\n" not in str(caught[0].message)
+    )
+    assert engine.generate([PROMPT], stop=engine.stopping(NEW)).sequences[0] == answer(
+        model, backend="hf"
+    )
     with pytest.raises(UserError, match=named):
         attach(model, backend="native")
 
@@ -140,7 +164,9 @@ def test_what_is_not_plain_is_run_by_its_own_layers(name: str) -> None:
 @pytest.mark.parametrize("config", [None, Qwen3Config(**SIZES, head_dim=64)])
 def test_plain_models_are_packed_without_a_word(config: Any) -> None:
     model = make(config)
-    model(torch.tensor([PROMPT]), output_hidden_states=True, output_attentions=True)  # leaves transformers' hooks
+    model(
+        torch.tensor([PROMPT]), output_hidden_states=True, output_attentions=True
+    )  # leaves transformers' hooks
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert isinstance(attach(model).decoder, NativeDecoder)
@@ -236,7 +262,8 @@ def optimizer_step(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [through_data, one_of_its_tensors, other_storage, new_parameter, state_dict, optimizer_step]
+    "change",
+    [through_data, one_of_its_tensors, other_storage, new_parameter, state_dict, optimizer_step],
 )
 def test_changed_weights_are_packed_again(change: Callable[[Any], None]) -> None:
     model = make()
@@ -252,9 +279,16 @@ def test_changed_weights_are_packed_again(change: Callable[[Any], None]) -> None
     for method in ("autoregressive", "layerskip"):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert engine.generate([PROMPT * 3], stop=stop, method=method, speculate="always").sequences == expected
+            assert (
+                engine.generate(
+                    [PROMPT * 3], stop=stop, method=method, speculate="always"
+                ).sequences
+                == expected
+            )
         assert [str(w.message) for w in caught if w.category is Notice] == (
-            ["the model was changed after its weights were packed: packed again"] if method == "autoregressive" else []
+            ["the model was changed after its weights were packed: packed again"]
+            if method == "autoregressive"
+            else []
         )
 
 
@@ -279,4 +313,6 @@ def test_a_check_is_cheap() -> None:
 
     watch = WeightWatch(make())
     assert not watch.changed()
-    assert min(timeit.repeat(watch.changed, number=20, repeat=5)) / 20 < 0.001  # 3 layers; about 0.02 ms
+    assert (
+        min(timeit.repeat(watch.changed, number=20, repeat=5)) / 20 < 0.001
+    )  # 3 layers; about 0.02 ms

@@ -141,8 +141,9 @@ static int routed(Workspace *work, ExpertCache *e, const Routers *m, int target,
 
 // The accelerated residual of `depth` later rows: p[0 … depth - 1]; p[0] is the state for the next
 // row.
-static void predict_residual(Workspace *work, Predictor *f, const Routers *m, int row, const float *x,
-                    int n, const int64_t *ids, const float *weights, int depth) {
+static void predict_residual(Workspace *work, Predictor *f, const Routers *m, int row,
+                             const float *x, int n, const int64_t *ids, const float *weights,
+                             int depth) {
     const PredictorPlan *plan = &f->plan;
     int at = plan->layer_of[row] * plan->most_depth;
     float *state = f->p[MOST_AHEAD_ROWS];
@@ -197,8 +198,8 @@ static int run_ahead(Workspace *work, ExpertCache *e, const Routers *m, const Pa
     memcpy(p, x, (size_t)n * m->hidden * sizeof *p);
     for (int step = 1; step <= depth; step++) {
         int layer = plan->layer_of[row + step - 1], next = plan->layer_of[row + step];
-        mr_pruned_experts(work, plan->pruned + layer, ids, weights, m->top_k, plan->ones,
-                          plan->eps, p, n, m->hidden);
+        mr_pruned_experts(work, plan->pruned + layer, ids, weights, m->top_k, plan->ones, plan->eps,
+                          p, n, m->hidden);
         mr_layers(work, pass->shape, pass->layers, pass->caches, NULL, &pass->rows, p, layer + 1,
                   next + 1);
         count = routed(work, e, m, row + step, p, n, count);
@@ -211,7 +212,7 @@ static int run_ahead(Workspace *work, ExpertCache *e, const Routers *m, const Pa
 // What layer `row` names: [count] of f->found. x [n, hidden]: the stream after its attention; ids,
 // weights [n, top_k]: its routing.
 static int predict(Workspace *work, ExpertCache *e, const Routers *m, const Pass *pass, int row,
-                    const float *x, int n, const int64_t *ids, const float *weights) {
+                   const float *x, int n, const int64_t *ids, const float *weights) {
     Predictor *f = e->predictor;
     int experts = e->plan.experts, count = 0, depth = e->controls.depth;
     if (depth > f->plan.most_depth)

@@ -129,7 +129,8 @@ static void prefetch(ExpertCache *e, const Prediction *found, int count) {
         go_on(e);
 }
 
-// crc32 as zlib's: 16 bytes a step, each looked up in the table of its distance from the step's end.
+// crc32 as zlib's: 16 bytes a step, each looked up in the table of its distance from the step's
+// end.
 static uint32_t crc_tables[16][256];
 static pthread_once_t crc_once = PTHREAD_ONCE_INIT;
 

@@ -31,13 +31,13 @@ struct ExpertCache {
     Controls controls;
     ExpertCachePlan plan;
     Slot *slots;
-    int32_t *slot_of;          // [keys], -1: in none
-    double *rank;              // [keys] of EVICT_LFU, EVICT_LRFU
-    int32_t *next_use;         // [keys] of EVICT_BELADY: index into future
-    uint8_t *pinned, *protected;    // [keys]: what the running layer computes with; named for the next
-                               // layers, evicted last
-    int32_t *failed;           // [keys] errno of this layer's failed reads
-    int32_t *left, left_count; // keys that a paused layer still waits for; none: no layer is
+    int32_t *slot_of;            // [keys], -1: in none
+    double *rank;                // [keys] of EVICT_LFU, EVICT_LRFU
+    int32_t *next_use;           // [keys] of EVICT_BELADY: index into future
+    uint8_t *pinned, *protected; // [keys]: what the running layer computes with; named for the next
+                                 // layers, evicted last
+    int32_t *failed;             // [keys] errno of this layer's failed reads
+    int32_t *left, left_count;   // keys that a paused layer still waits for; none: no layer is
     int32_t *free, free_count, pinned_count, loading, failures, event_room;
     int64_t number, numbers;
     double busy_until;   // the disk, by the reads that have ended
@@ -200,7 +200,7 @@ void mr_expert_cache_close(ExpertCache *e) {
     for (int i = 0; i < e->predictor_count; i++)
         mr_predictor_close(e->predictors[i]);
     void *parts[] = {e->slots,       e->slot_of,     e->rank,       e->next_use,
-                     e->pinned,      e->protected,        e->failed,     e->left,
+                     e->pinned,      e->protected,   e->failed,     e->left,
                      e->free,        e->pending,     e->ended_slot, e->ended_status,
                      e->ended_bytes, e->ended_began, e->ended_over, e->controls.events};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
@@ -233,8 +233,8 @@ ExpertCache *mr_expert_cache_open(const ExpertCachePlan *plan) {
     e->ended_began = calloc(slots, sizeof *e->ended_began);
     e->ended_over = calloc(slots, sizeof *e->ended_over);
     if (!e->slots || !e->free || !e->left || !e->slot_of || !e->rank || !e->next_use ||
-        !e->pinned || !e->protected || !e->failed || !e->pending || !e->ended_slot || !e->ended_status ||
-        !e->ended_bytes || !e->ended_began || !e->ended_over) {
+        !e->pinned || !e->protected || !e->failed || !e->pending || !e->ended_slot ||
+        !e->ended_status || !e->ended_bytes || !e->ended_began || !e->ended_over) {
         mr_expert_cache_close(e);
         return NULL;
     }

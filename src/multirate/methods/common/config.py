@@ -1,4 +1,6 @@
-"""What every trained method's configuration shares: a dataclass that reads JSON strictly and says what is wrong."""
+"""What every trained method's configuration shares: a dataclass that reads JSON strictly and says
+what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from multirate.errors import UserError
 
 C = TypeVar("C", bound="MethodConfig")
 MAX_COUNT = 1 << 20
-"""Of anything that decides a tensor's size: a config may come from anywhere, and products of sizes must stay below
-2^63."""
+"""Of anything that decides a tensor's size: a config may come from anywhere, and products of sizes
+must stay below 2^63.
+"""
 
 
 def _accepts(value: Any, hint: Any) -> bool:
@@ -23,7 +26,9 @@ def _accepts(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return value in get_args(hint)
     if origin is tuple:
-        return isinstance(value, (list, tuple)) and all(_accepts(v, get_args(hint)[0]) for v in value)
+        return isinstance(value, (list, tuple)) and all(
+            _accepts(v, get_args(hint)[0]) for v in value
+        )
     if hint is float:
         return _is_finite(value)
     if hint is int:
@@ -48,9 +53,13 @@ def _spell(hint: Any) -> str:
         return ", ".join(repr(v) for v in get_args(hint))
     if origin is tuple:
         return f"a list of {_spell(get_args(hint)[0])}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}.get(
-        hint, str(hint)
-    )
+    return {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        types.NoneType: "null",
+    }.get(hint, str(hint))
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,9 @@ class MethodConfig:
         return [f.name for f in fields(cls)]
 
     def refuse(self, field: str, value: Any, accepted: str) -> None:
-        raise UserError(f"{type(self).__name__} field '{field}' is {reprlib.repr(value)}; accepted: {accepted}.")
+        raise UserError(
+            f"{type(self).__name__} field '{field}' is {reprlib.repr(value)}; accepted: {accepted}."
+        )
 
     def require(self, condition: bool, field: str, accepted: str) -> None:
         if not condition:
@@ -87,7 +98,11 @@ class MethodConfig:
     def require_count(self, *names: str, least: int = 1) -> None:
         """Sizes and counts: from ``least`` to MAX_COUNT."""
         for name in names:
-            self.require(least <= getattr(self, name) <= MAX_COUNT, name, f"at least {least}, at most {MAX_COUNT}")
+            self.require(
+                least <= getattr(self, name) <= MAX_COUNT,
+                name,
+                f"at least {least}, at most {MAX_COUNT}",
+            )
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary; ``from_json`` restores an equal config."""
@@ -102,7 +117,8 @@ class MethodConfig:
         for name in data:
             if name not in known:
                 raise UserError(
-                    f"{cls.__name__} has no field {reprlib.repr(name)} (value {reprlib.repr(data[name])}); "
+                    f"{cls.__name__} has no field {reprlib.repr(name)} (value "
+                    f"{reprlib.repr(data[name])}); "
                     f"accepted fields: {', '.join(known)}."
                 )
         try:

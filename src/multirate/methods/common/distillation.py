@@ -1,7 +1,9 @@
-"""KL to the full model through the frozen head, a chunk of rows at a time, and what it says about drafting.
+"""KL to the full model through the frozen head, a chunk of rows at a time, and what it says about
+drafting.
 
-The gradient with respect to the hidden rows is formed in the forward pass, chunk by chunk, so [N, V] logits never exist
-whole; the teacher's distribution of a chunk is computed once for all gates and draft steps.
+The gradient with respect to the hidden rows is formed in the forward pass, chunk by chunk, so [N,
+V] logits never exist whole; the teacher's distribution of a chunk is computed once for all gates
+and draft steps.
 """
 
 from __future__ import annotations
@@ -14,15 +16,18 @@ import torch
 from torch import Tensor
 
 ELEMENTS_PER_CHUNK = 1 << 21
-"""Logits held at once per stream (8 MiB of float32: stays in the last-level cache of a small machine)."""
+"""Logits held at once per stream (8 MiB of float32: stays in the last-level cache of a small
+machine).
+"""
 
 
 @dataclass(frozen=True)
 class Head:
-    """A frozen LM head: logits = sharpness · cap(scale · (x Wᵀ + bias)), cap(z) = softcap · tanh(z / softcap).
+    """A frozen LM head: logits = sharpness · cap(scale · (x Wᵀ + bias)), cap(z) = softcap · tanh(z
+    / softcap).
 
-    Distilling at ``sharpness`` above 1 (a temperature below 1) [ours] weighs the likely tokens more: greedy drafts
-    live on the argmax alone.
+    Distilling at ``sharpness`` above 1 (a temperature below 1) [ours] weighs the likely tokens
+    more: greedy drafts live on the argmax alone.
     """
 
     weight: Tensor
@@ -48,7 +53,9 @@ class Head:
         if self.softcap is not None:
             grad = grad * (1 - (logits / (self.softcap * self.sharpness)).square())
         scale = self.scale * self.sharpness
-        return ((grad * scale if scale != 1.0 else grad).to(self.weight.dtype) @ self.weight).float()
+        return (
+            (grad * scale if scale != 1.0 else grad).to(self.weight.dtype) @ self.weight
+        ).float()
 
     def subset(self, tokens: Tensor) -> Head:
         """The head over ``tokens`` only [n]."""
@@ -72,11 +79,17 @@ class Distilled:
 
 class _ChunkedKL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, students: Tensor, teacher: Tensor, head: Head, tokens: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, students: Tensor, teacher: Tensor, head: Head, tokens: Tensor | None
+    ) -> tuple[Tensor, ...]:
         count, rows, _ = students.shape
         draft_head = head if tokens is None else head.subset(tokens)
         need_grad = students.requires_grad
-        grad = torch.empty(students.shape, dtype=torch.float32, device=students.device) if need_grad else None
+        grad = (
+            torch.empty(students.shape, dtype=torch.float32, device=students.device)
+            if need_grad
+            else None
+        )
         kl = torch.zeros(count, device=students.device)
         overlap = torch.zeros(count, device=students.device)
         agree = torch.empty(count, rows, dtype=torch.bool, device=students.device)
@@ -100,7 +113,9 @@ class _ChunkedKL(torch.autograd.Function):
                 confidence[k, part] = (top - normaliser[:, 0]).exp()
                 q = (z - normaliser).exp_()
                 difference = q.sub_(p)
-                overlap[k] += z.shape[0] - 0.5 * difference.abs().sum()  # Σ min(p, q) = 1 − ½ Σ |q − p|
+                overlap[k] += (
+                    z.shape[0] - 0.5 * difference.abs().sum()
+                )  # Σ min(p, q) = 1 − ½ Σ |q − p|
                 if grad is not None:
                     grad[k, part] = draft_head.pull_back(difference, z)
         if grad is not None:
@@ -115,20 +130,25 @@ class _ChunkedKL(torch.autograd.Function):
         return (grad * upstream[:, None, None]).to(ctx.dtype), None, None, None
 
 
-def distil(students: Tensor, teacher: Tensor, head: Head, tokens: Tensor | None = None) -> Distilled:
+def distil(
+    students: Tensor, teacher: Tensor, head: Head, tokens: Tensor | None = None
+) -> Distilled:
     """KL(head(teacher) ‖ head(student)) of K students at once.
 
-    students [K, N, d] and teacher [N, d] are already through the final norm; ``tokens`` [n] restricts the students'
-    head (the teacher is renormalised over them; agreement is still with the full model's argmax).
+    students [K, N, d] and teacher [N, d] are already through the final norm; ``tokens`` [n]
+    restricts the students' head (the teacher is renormalised over them; agreement is still with the
+    full model's argmax).
     """
     kl, agree, confidence, overlap = _ChunkedKL.apply(students, teacher, head, tokens)
     return Distilled(kl, agree, confidence, overlap)
 
 
 def simulated_tokens_per_step(agreement: Sequence[float], chain: int = 5) -> float:
-    """Tokens per verify step of a chain of ``chain`` drafts, the bonus token included: 1 + Σ_k Π_{s ≤ k} a_s.
+    """Tokens per verify step of a chain of ``chain`` drafts, the bonus token included: 1 + Σ_k Π_{s
+    ≤ k} a_s.
 
-    ``agreement[s − 1]`` is the top-1 agreement of draft step s; deeper steps than measured count as the last one.
+    ``agreement[s − 1]`` is the top-1 agreement of draft step s; deeper steps than measured count as
+    the last one.
     """
     total, product = 1.0, 1.0
     for k in range(chain):

@@ -1,7 +1,9 @@
-"""Fused greedy steps of one sequence in the kernel: draft, verification and acceptance in one call from Python.
+"""Fused greedy steps of one sequence in the kernel: draft, verification and acceptance in one call
+from Python.
 
-The state between two steps is what the kernel leaves: the tokens it emitted and h_L of the accepted path, which are
-the tokens to refresh (all but the last one, which enters next) and their carried residuals.
+The state between two steps is what the kernel leaves: the tokens it emitted and h_L of the accepted
+path, which are the tokens to refresh (all but the last one, which enters next) and their carried
+residuals.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from multirate.model.native.cache import NativeKVCache
 
 @dataclass(frozen=True)
 class DraftHead:
-    """What a stream's output is read with. ``token_map``: address of each output's id [vocab]; None: itself."""
+    """What a stream's output is read with. ``token_map``: address of each output's id [vocab];
+    None: itself.
+    """
 
     linear: abi.CData
     vocab: int
@@ -32,20 +36,28 @@ class DraftHead:
 
 
 class FusedSteps:
-    """Fused steps of one sequence at a time: ``begin`` a generation, ``enter`` a sequence, ``run`` until it ends.
+    """Fused steps of one sequence at a time: ``begin`` a generation, ``enter`` a sequence, ``run``
+    until it ends.
 
-    stream: what drafts, at stream.gate, read with `head`; without one the text is looked up, and nothing else. refresh:
-    whether accepted tokens run through it again (it has own K/V). limits: nodes, width, top, sharpness, least and the
-    lookup's rates are kept; ``run`` sets the others. Owns all buffers of a step.
+    stream: what drafts, at stream.gate, read with `head`; without one the text is looked up, and
+    nothing else. refresh: whether accepted tokens run through it again (it has own K/V). limits:
+    nodes, width, top, sharpness, least and the lookup's rates are kept; ``run`` sets the others.
+    Owns all buffers of a step.
     """
 
     @staticmethod
     def can_draft(nodes: int) -> bool:
-        """Whether a fused step can have so many nodes: the kernel's arrays, and a tree's bits, end there."""
+        """Whether a fused step can have so many nodes: the kernel's arrays, and a tree's bits, end
+        there.
+        """
         return nodes <= MAX_TREE_NODES
 
     def __init__(
-        self, decoder: NativeDecoder, stream: abi.CData, head: DraftHead | None, limits: abi.CData,
+        self,
+        decoder: NativeDecoder,
+        stream: abi.CData,
+        head: DraftHead | None,
+        limits: abi.CData,
         refresh: bool,
     ) -> None:
         nodes, d = limits.nodes, decoder.info.hidden_size
@@ -55,7 +67,10 @@ class FusedSteps:
         self._carried = torch.zeros(nodes + 1, d)
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
         self._hidden = torch.empty(nodes + 1, d)
-        heads = limits.width * head.linear.outputs if head else 0, (nodes + 1) * decoder.head.outputs
+        heads = (
+            limits.width * head.linear.outputs if head else 0,
+            (nodes + 1) * decoder.head.outputs,
+        )
         self._scratch = torch.empty((5 * (nodes + 1) + 2) * d + max(heads))
         self._held = (stream, head)  # the kernel reads them by address
         self._free = np.zeros(nodes)
@@ -63,11 +78,20 @@ class FusedSteps:
         self._limits, self._longest = limits, limits.ngram.longest
         self._text = np.empty(0, np.int32)
         self._step = abi.new(
-            "SpeculativeStep", stream=stream, draft_head=head.linear if head else None, head=decoder.head,
-            norm=decoder.norm_address, token_map=head.token_map if head else None, ids=abi.longs(self._ids),
-            carried=self._carried.data_ptr(), tokens=abi.longs(self._tokens), parents=abi.ints(self._parents),
-            hidden=self._hidden.data_ptr(), scratch=self._scratch.data_ptr(),
-            draft_vocab=head.vocab if head else 0, layers=decoder.info.num_layers,
+            "SpeculativeStep",
+            stream=stream,
+            draft_head=head.linear if head else None,
+            head=decoder.head,
+            norm=decoder.norm_address,
+            token_map=head.token_map if head else None,
+            ids=abi.longs(self._ids),
+            carried=self._carried.data_ptr(),
+            tokens=abi.longs(self._tokens),
+            parents=abi.ints(self._parents),
+            hidden=self._hidden.data_ptr(),
+            scratch=self._scratch.data_ptr(),
+            draft_vocab=head.vocab if head else 0,
+            layers=decoder.info.num_layers,
         )
 
     def begin(self, cache: NativeKVCache, own: NativeKVCache | None) -> None:
@@ -75,10 +99,16 @@ class FusedSteps:
         self._cache, self._own = cache, own
 
     def enter(
-        self, seq: int, ids: Sequence[int], carried: Tensor | None = None, text: Sequence[int] | None = None
+        self,
+        seq: int,
+        ids: Sequence[int],
+        carried: Tensor | None = None,
+        text: Sequence[int] | None = None,
     ) -> None:
-        """The sequence's next step refreshes all ``ids`` but the last. carried [len(ids), d], if any.
-        text: all tokens so far, for drafts that look themselves up in it; None: these do not."""
+        """The sequence's next step refreshes all ``ids`` but the last. carried [len(ids), d], if
+        any.
+        text: all tokens so far, for drafts that look themselves up in it; None: these do not.
+        """
         self._limits.ngram.longest = 0 if text is None else self._longest
         self._set_text([] if text is None else text)
         self._step.sequence = seq
@@ -88,35 +118,52 @@ class FusedSteps:
             self._carried[: len(ids)] = carried
 
     def run(
-        self, depth: int, expand: np.ndarray | None = None, keep: np.ndarray | None = None, deepest: int | None = None,
+        self,
+        depth: int,
+        expand: np.ndarray | None = None,
+        keep: np.ndarray | None = None,
+        deepest: int | None = None,
         steady: float = 1.0,
     ) -> FusedStep:
-        """One step, with drafts of at most ``depth`` levels, suggestions of ``deepest``. The accepted tokens' K/V are
-        in place, uncommitted.
+        """One step, with drafts of at most ``depth`` levels, suggestions of ``deepest``. The
+        accepted tokens' K/V are in place, uncommitted.
 
-        expand, keep: float64 [nodes], least path probability of the n-th node to be drafted from and to be verified; None: 0.
+        expand, keep: float64 [nodes], least path probability of the n-th node to be drafted from
+        and to be verified; None: 0.
         steady: abi.h's draft_accepted.
         """
         limits, length = self._limits, self._make_room()
         limits.depth = depth
-        limits.ngram.deepest, limits.ngram.draft_accepted = depth if deepest is None else deepest, steady
+        limits.ngram.deepest, limits.ngram.draft_accepted = (
+            depth if deepest is None else deepest,
+            steady,
+        )
         limits.draft_threshold = self._no_threshold if expand is None else abi.doubles(expand)
         limits.verify_threshold = self._no_threshold if keep is None else abi.doubles(keep)
         first = 0 if self._refresh else self._entered - 1
         emitted = self._library.mr_speculative_step(
-            self._decoder.workspace.address, self._step, length, first, self._entered - first, limits
+            self._decoder.workspace.address,
+            self._step,
+            length,
+            first,
+            self._entered - first,
+            limits,
         )
         self._entered = emitted
         return FusedStep(self._ids[:emitted].tolist(), self._step.drafted, self._step.levels)
 
     def measured(
-        self, plain: CostModel, own: Callable[[NativeKVCache], NativeKVCache | None], repeats: int = 40,
+        self,
+        plain: CostModel,
+        own: Callable[[NativeKVCache], NativeKVCache | None],
+        repeats: int = 40,
         budget_seconds: float = 0.2,
     ) -> CostModel:
-        """``plain`` with the draft's costs as they are inside a fused step: the difference between steps of
-        many levels and of one (a level alone misses that draft and verification push each other out of the
-        caches). Uses caches of its own, the stream's made by ``own``; not during a generation. At least
-        two repeats, however long they take."""
+        """``plain`` with the draft's costs as they are inside a fused step: the difference between
+        steps of many levels and of one (a level alone misses that draft and verification push each
+        other out of the caches). Uses caches of its own, the stream's made by ``own``; not during a
+        generation. At least two repeats, however long they take.
+        """
         most, length = min(self._nodes, 6), 40
         cache = self._decoder.new_cache(1, length + self._nodes + 1)
         cache.commit(0, length)
@@ -147,7 +194,9 @@ class FusedSteps:
         return origin, step.accepted_drafted, step.accepted_continued
 
     def draft(self) -> tuple[list[int], list[int]]:
-        """The last round's draft: the tokens of nodes 1, 2, … and their parents (0: the last token before it)."""
+        """The last round's draft: the tokens of nodes 1, 2, … and their parents (0: the last token
+        before it).
+        """
         count = self._step.drafted
         return self._tokens[:count].tolist(), self._parents[:count].tolist()
 

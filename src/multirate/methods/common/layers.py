@@ -1,10 +1,11 @@
-"""The layers that trained methods add beside a frozen base: RMSNorm, rotary attention with its own K/V, SwiGLU.
+"""The layers that trained methods add beside a frozen base: RMSNorm, rotary attention with its own
+K/V, SwiGLU.
 
 A native kernel computes the same formulas, so they are stated exactly and kept plain:
 
 * RMSNorm        y = w * x / sqrt(mean(x^2) + eps), the mean taken in float32
-* rotary         transformers' Llama form: frequency theta^(-2i/D) for i < D/2, dimension i is paired with i + D/2,
-                 (a, b) -> (a cos - b sin, b cos + a sin)
+* rotary         transformers' Llama form: frequency theta^(-2i/D) for i < D/2, dimension i is
+                 paired with i + D/2, (a, b) -> (a cos - b sin, b cos + a sin)
 * attention      softmax(q.k / sqrt(D)) v, query head h reads K/V head h // (H / H_kv)
 * SwiGLU         down(silu(gate(x)) * up(x))
 """
@@ -40,7 +41,9 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, pos: Tensor, theta: float) -> Tensor:
-    """Rotary embedding, half-rotation form. x [..., H, T, D] with pos [T] or [B, 1, T] → same shape."""
+    """Rotary embedding, half-rotation form. x [..., H, T, D] with pos [T] or [B, 1, T] → same
+    shape.
+    """
     half = x.shape[-1] // 2
     frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = pos[..., None].float() * frequency  # [..., T, D/2]
@@ -50,7 +53,9 @@ def rotate(x: Tensor, pos: Tensor, theta: float) -> Tensor:
 
 
 def visible_slots(prefix: np.ndarray, tree: np.ndarray, slots: int) -> np.ndarray:
-    """bool [n, slots]: slot s is seen when s < prefix, or when bit s − prefix of tree is set (bits 0 to 62)."""
+    """bool [n, slots]: slot s is seen when s < prefix, or when bit s − prefix of tree is set (bits
+    0 to 62).
+    """
     offset = np.arange(slots)[None, :] - prefix[:, None].astype(np.int64)
     bits = (tree[:, None].astype(np.int64) >> np.clip(offset, 0, MAX_TREE_BIT)) & 1
     return (offset < 0) | ((bits == 1) & (offset >= 0) & (offset <= MAX_TREE_BIT))
@@ -68,7 +73,9 @@ class OwnAttention(nn.Module):
         self.o = nn.Linear(heads * head_dim, size, bias=False)
 
     def project(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, d], pos [T] → q [B, H, T, D] and k, v [B, H_kv, T, D]; rotary applied to q and k."""
+        """x [B, T, d], pos [T] → q [B, H, T, D] and k, v [B, H_kv, T, D]; rotary applied to q and
+        k.
+        """
         batch, length, _ = x.shape
         q = self.q(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
         k = self.k(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
@@ -76,16 +83,20 @@ class OwnAttention(nn.Module):
         return rotate(q, pos, self.theta), rotate(k, pos, self.theta), v
 
     def forward(self, x: Tensor, earlier: Sequence[KeysValues] = ()) -> tuple[Tensor, KeysValues]:
-        """Training pass of draft step s = len(earlier) + 1 over x [B, T, d] → ([B, T, d], this step's K/V).
+        """Training pass of draft step s = len(earlier) + 1 over x [B, T, d] → ([B, T, d], this
+        step's K/V).
 
-        Step 1 is plain causal attention. A row of step s at position t was reached by drafting s tokens from a root
-        at t − s + 1: it sees step 1's K/V at positions ≤ t − s + 1 and step j's K/V at t − s + j for j = 2..s,
-        its own included. Rows at t < s − 1 have no root and see only the steps that exist there.
+        Step 1 is plain causal attention. A row of step s at position t was reached by drafting s
+        tokens from a root at t − s + 1: it sees step 1's K/V at positions ≤ t − s + 1 and step j's
+        K/V at t − s + j for j = 2..s, its own included. Rows at t < s − 1 have no root and see only
+        the steps that exist there.
         """
         batch, length, _ = x.shape
         q, k, v = self.project(x, torch.arange(length, device=x.device))
         if not earlier:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
+            )
         else:
             mixed = self._unrolled(q, [*earlier, (k, v)])
         return self.o(mixed.transpose(1, 2).reshape(batch, length, -1)), (k, v)
@@ -97,7 +108,11 @@ class OwnAttention(nn.Module):
         first_k, first_v = steps[0]
         position = torch.arange(length, device=q.device)
         root = position[:, None] - (depth - 1)
-        scores = [(q @ first_k[:, :, None].transpose(-1, -2)).masked_fill(position[None, :] > root, -torch.inf)]
+        scores = [
+            (q @ first_k[:, :, None].transpose(-1, -2)).masked_fill(
+                position[None, :] > root, -torch.inf
+            )
+        ]
         shifted_values = []
         for j, (k, v) in enumerate(steps[1:], start=2):
             shift = depth - j
@@ -115,19 +130,23 @@ class OwnAttention(nn.Module):
         """An empty one-layer cache for ``rows``, in this module's dtype and device."""
         weight = self.k.weight
         return KVCache(
-            batch, capacity, [LayerKV(self.kv_heads, self.head_dim, self.head_dim, weight.dtype, weight.device)]
+            batch,
+            capacity,
+            [LayerKV(self.kv_heads, self.head_dim, self.head_dim, weight.dtype, weight.device)],
         )
 
     def rows(self, x: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        """Decode form, x [N, d] → [N, d]: K/V go to ``rows.slot`` (≥ 0) of the one-layer ``cache`` before any row
-        attends; row n then sees the slots its prefix and tree name."""
+        """Decode form, x [N, d] → [N, d]: K/V go to ``rows.slot`` (≥ 0) of the one-layer ``cache``
+        before any row attends; row n then sees the slots its prefix and tree name.
+        """
         cache.note_positions(rows)
         keys, values = cache.keys[0], cache.values[0]  # [B, H_kv, capacity, D]
         q, k, v = self.project(x[None], torch.as_tensor(rows.pos, device=x.device))  # [1, H, N, D]
         q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)  # [N, H, D]
         writes = np.flatnonzero(rows.slot >= 0)
         seq, slot, index = (
-            torch.as_tensor(a.astype(np.int64), device=x.device) for a in (rows.seq[writes], rows.slot[writes], writes)
+            torch.as_tensor(a.astype(np.int64), device=x.device)
+            for a in (rows.seq[writes], rows.slot[writes], writes)
         )
         keys[seq, :, slot] = k[index].to(keys.dtype)
         values[seq, :, slot] = v[index].to(values.dtype)
@@ -136,7 +155,9 @@ class OwnAttention(nn.Module):
         for one in np.unique(rows.seq):
             mine = np.flatnonzero(rows.seq == one)
             end = int(ends[mine].max())
-            seen = torch.as_tensor(visible_slots(rows.prefix[mine], rows.tree[mine], end), device=x.device)
+            seen = torch.as_tensor(
+                visible_slots(rows.prefix[mine], rows.tree[mine], end), device=x.device
+            )
             here = torch.as_tensor(mine, device=x.device)
             mixed[here] = F.scaled_dot_product_attention(
                 q[here].transpose(0, 1)[None],

@@ -1,4 +1,6 @@
-"""What a training objective reports beside its loss, and how reports add up over batches and processes."""
+"""What a training objective reports beside its loss, and how reports add up over batches and
+processes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch import Tensor, nn
 from multirate.methods.common.distillation import Distilled, simulated_tokens_per_step
 
 BINS = 200
-"""Score histogram bins for AUC and calibration: sums over batches and processes stay exact and small."""
+"""Score histogram bins for AUC and calibration: sums over batches and processes stay exact and
+small.
+"""
 
 
 class Term(NamedTuple):
@@ -24,7 +28,9 @@ class Term(NamedTuple):
 
 @dataclass
 class Report:
-    """One batch, already detached. ``arla`` [K, N]: ARLA's probability of agreement, where it exists."""
+    """One batch, already detached. ``arla`` [K, N]: ARLA's probability of agreement, where it
+    exists.
+    """
 
     terms: list[Term]
     result: Distilled
@@ -32,8 +38,10 @@ class Report:
     arla: Tensor | None = None
 
     def sums(self) -> Tensor:
-        """[K, 4 + 4·BINS] float64: rows · (1, agreement, overlap, KL), then histograms of confidence and ARLA scores,
-        each for agreeing and disagreeing rows. Sums of batches and of processes are sums of these."""
+        """[K, 4 + 4·BINS] float64: rows · (1, agreement, overlap, KL), then histograms of
+        confidence and ARLA scores, each for agreeing and disagreeing rows. Sums of batches and of
+        processes are sums of these.
+        """
         agree, rows = self.result.agree, self.result.agree.shape[1]
         parts = [
             torch.full((len(agree),), float(rows)),
@@ -83,7 +91,9 @@ class Objective(nn.Module):
 
 
 def auc(hits: Tensor, misses: Tensor) -> float | None:
-    """Area under the ROC curve from score histograms [BINS] (ties in a bin count one half); None if one is empty."""
+    """Area under the ROC curve from score histograms [BINS] (ties in a bin count one half); None if
+    one is empty.
+    """
     total = float(hits.sum() * misses.sum())
     if total == 0:
         return None
@@ -126,15 +136,23 @@ class Summary:
         return [a for a, t in zip(self.agreement(), self.terms, strict=True) if t.gate == gate]
 
     def to_json(self, digits: int = 4) -> dict[str, Any]:
-        """What a model card needs: per term agreement, overlap, KL, AUC and ECE; simulated tokens per step."""
+        """What a model card needs: per term agreement, overlap, KL, AUC and ECE; simulated tokens
+        per step.
+        """
         rows = self.sums[:, 0].clamp(min=1)
 
         def rounded(x: float | None) -> float | None:
             return None if x is None else round(x, digits)
 
         def scores(row: Tensor, which: int) -> dict[str, float | None]:
-            hits, misses = row[4 + 2 * which * BINS :][:BINS], row[4 + (2 * which + 1) * BINS :][:BINS]
-            return {"auc": rounded(auc(hits, misses)), "ece": rounded(expected_calibration_error(hits, misses))}
+            hits, misses = (
+                row[4 + 2 * which * BINS :][:BINS],
+                row[4 + (2 * which + 1) * BINS :][:BINS],
+            )
+            return {
+                "auc": rounded(auc(hits, misses)),
+                "ece": rounded(expected_calibration_error(hits, misses)),
+            }
 
         terms = []
         for term, row, n in zip(self.terms, self.sums, rows, strict=True):

@@ -8,7 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class BaseShape:
-    """Sizes of a frozen base model. All counts; ``norm_eps`` and ``rope_theta`` as the model's config states them."""
+    """Sizes of a frozen base model. All counts; ``norm_eps`` and ``rope_theta`` as the model's
+    config states them.
+    """
 
     architecture: str
     num_layers: int
@@ -47,7 +49,9 @@ class BaseShape:
 
         hidden, heads = first("hidden_size"), first("num_attention_heads")
         rope = first("rope_parameters", default={}) or {}
-        if "full_attention" in rope:  # one set per layer type (Gemma 3): the block attends to everything
+        if (
+            "full_attention" in rope
+        ):  # one set per layer type (Gemma 3): the block attends to everything
             rope = rope["full_attention"]
         return BaseShape(
             architecture=(getattr(config, "architectures", None) or [type(config).__name__])[0],
@@ -58,7 +62,9 @@ class BaseShape:
             num_kv_heads=first("num_key_value_heads", default=heads),
             head_dim=first("head_dim", default=hidden // heads),
             intermediate_size=first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
-            norm_eps=float(first("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", default=1e-5)),
+            norm_eps=float(
+                first("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", default=1e-5)
+            ),
             rope_theta=float(rope.get("rope_theta") or first("rope_theta", default=10000.0)),
             num_experts=first("num_experts", "num_local_experts", default=0),
         )

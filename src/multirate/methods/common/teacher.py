@@ -1,4 +1,6 @@
-"""The frozen base as a teacher: one forward gives every slow residual, and its layers run again for other rows."""
+"""The frozen base as a teacher: one forward gives every slow residual, and its layers run again for
+other rows.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class SlowPass:
 
 
 class Teacher:
-    """A frozen causal LM of transformers. Not an ``nn.Module``: its weights are never parameters of what is trained."""
+    """A frozen causal LM of transformers. Not an ``nn.Module``: its weights are never parameters of
+    what is trained.
+    """
 
     def __init__(self, model: Any) -> None:
         model.requires_grad_(False).eval()
@@ -64,8 +68,8 @@ class Teacher:
     ) -> SlowPass:
         """Run the base on ids [B, T] (padding on the right, so causality alone masks it).
 
-        Keeps K/V of layers < ``shared``, and the residuals h_0 and h_G for G in ``gates``. With a known ``final``
-        (h_L [B, T, d]) only the layers these need are run.
+        Keeps K/V of layers < ``shared``, and the residuals h_0 and h_G for G in ``gates``. With a
+        known ``final`` (h_L [B, T, d]) only the layers these need are run.
         """
         parts = self.parts
         depth = len(parts.layers) if final is None else max((shared, *gates))
@@ -79,26 +83,41 @@ class Teacher:
             for i in range(depth):
                 if i in gates:
                     kept[i] = x
-                x = parts.run_layer(i, x, masks[i], position_ids, rotary, recorder if i < shared else None)
+                x = parts.run_layer(
+                    i, x, masks[i], position_ids, rotary, recorder if i < shared else None
+                )
         if depth in gates:
             kept[depth] = x
         if final is not None:
             x = final.to(x.dtype)
         return SlowPass(
-            x, parts.final_norm(x), SharedKV(recorder.keys, recorder.values), masks, position_ids, rotary, kept
+            x,
+            parts.final_norm(x),
+            SharedKV(recorder.keys, recorder.values),
+            masks,
+            position_ids,
+            rotary,
+            kept,
         )
 
-    def accelerated_layer(self, i: int, x: Tensor, slow: SlowPass, adapter: LayerAdapter | None) -> Tensor:
-        """Layer i on the accelerated rows x [B, T, d], over the slow K/V; differentiable in x and the adapter."""
+    def accelerated_layer(
+        self, i: int, x: Tensor, slow: SlowPass, adapter: LayerAdapter | None
+    ) -> Tensor:
+        """Layer i on the accelerated rows x [B, T, d], over the slow K/V; differentiable in x and
+        the adapter.
+        """
         with ExitStack() as stack:
             stack.enter_context(self.parts.attention())
             if adapter is not None:
                 stack.enter_context(apply_adapter(self.parts.layers[i], adapter))
-            return self.parts.run_layer(i, x, slow.masks[i], slow.position_ids, slow.rotary, slow.shared)
+            return self.parts.run_layer(
+                i, x, slow.masks[i], slow.position_ids, slow.rotary, slow.shared
+            )
 
     def onward(self, i: int, x: Tensor, slow: SlowPass) -> Tensor:
-        """Layer i on rows x [B, T, d] thought to enter it, a mixture up to its router (the stream after attention), any
-        other to its end. Each row attends to the slow K/V of the tokens before it and to its own; differentiable in x.
+        """Layer i on rows x [B, T, d] thought to enter it, a mixture up to its router (the stream
+        after attention), any other to its end. Each row attends to the slow K/V of the tokens
+        before it and to its own; differentiable in x.
         """
         layer = self.parts.layers[i]
         mask = additive(earlier_and_own(x.shape[1], layer.window, x.device), x.dtype)

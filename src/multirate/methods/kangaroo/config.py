@@ -23,7 +23,9 @@ class KangarooConfig(MethodConfig):
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     threshold: float = 0.6
-    """Drafting stops at a token whose top-1 probability is below this (the token itself is still verified)."""
+    """Drafting stops at a token whose top-1 probability is below this (the token itself is still
+    verified).
+    """
     max_draft: int = 6
 
     def check(self) -> None:
@@ -37,15 +39,21 @@ class KangarooConfig(MethodConfig):
     def check_base(self, base: BaseShape) -> None:
         """Refuse a config that does not fit ``base``."""
         self.require(
-            self.exit_layer < base.num_layers, "exit_layer", f"below the base model's {base.num_layers} layers"
+            self.exit_layer < base.num_layers,
+            "exit_layer",
+            f"below the base model's {base.num_layers} layers",
         )
 
     @staticmethod
-    def for_base(base: BaseShape, match_parameters: int | None = None, **options: Any) -> KangarooConfig:
+    def for_base(
+        base: BaseShape, match_parameters: int | None = None, **options: Any
+    ) -> KangarooConfig:
         """Defaults for a base: exit after L/16 layers (the paper's 2 of 32), heads as the base's.
 
-        ``match_parameters``: the number of query heads is chosen so that the adapter has about this many parameters,
-        with as many K/V heads (the adapter's whole size is in its attention): a rival of equal size.
+        ``match_parameters``: the number of query heads is chosen so that the adapter has about this
+        many parameters,
+        with as many K/V heads (the adapter's whole size is in its attention): a rival of equal
+        size.
         """
         values: dict[str, Any] = {
             "exit_layer": max(1, round(base.num_layers / 16)),

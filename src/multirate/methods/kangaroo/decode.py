@@ -1,4 +1,6 @@
-"""Kangaroo as a drafter: chains from the exit layer and its adapter, stopped by low confidence; the rest verifies."""
+"""Kangaroo as a drafter: chains from the exit layer and its adapter, stopped by low confidence; the
+rest verifies.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,30 @@ class KangarooDecodeConfig(MethodConfig):
     max_draft: int | None = None
 
     def check(self) -> None:
-        self.require(self.threshold is None or 0 <= self.threshold <= 1, "threshold", "null or 0 to 1")
-        self.require(self.max_draft is None or self.max_draft >= 1, "max_draft", "null or at least 1")
+        self.require(
+            self.threshold is None or 0 <= self.threshold <= 1, "threshold", "null or 0 to 1"
+        )
+        self.require(
+            self.max_draft is None or self.max_draft >= 1, "max_draft", "null or at least 1"
+        )
 
 
 class KangarooDrafter(Drafter):
-    """Layers [0, E) and the adapter draft; layers [E, L) verify the exact residuals that drafting left behind.
+    """Layers [0, E) and the adapter draft; layers [E, L) verify the exact residuals that drafting
+    left behind.
 
-    The adapter's cache has the K/V of every token it was queried at. A draft's last token is never queried; when it is
-    accepted its K/V are back-filled together with the next step's last token.
+    The adapter's cache has the K/V of every token it was queried at. A draft's last token is never
+    queried; when it is accepted its K/V are back-filled together with the next step's last token.
     """
 
-    def __init__(self, decoder: Decoder, adapter: KangarooAdapter, config: KangarooDecodeConfig) -> None:
-        # the decoder's residuals decide the dtype: the native kernel keeps them in fp32 whatever the weights are
-        probe = decoder.embed(torch.zeros(1, dtype=torch.int64, device=decoder.info.device), np.zeros(1, np.int32))
+    def __init__(
+        self, decoder: Decoder, adapter: KangarooAdapter, config: KangarooDecodeConfig
+    ) -> None:
+        # the decoder's residuals decide the dtype: the native kernel keeps them in fp32 whatever
+        # the weights are
+        probe = decoder.embed(
+            torch.zeros(1, dtype=torch.int64, device=decoder.info.device), np.zeros(1, np.int32)
+        )
         self.decoder = decoder
         adapter = adapter.to(dtype=probe.dtype)
         self.adapter: KangarooAdapter | NativeKangarooAdapter = adapter
@@ -63,8 +75,12 @@ class KangarooDrafter(Drafter):
         self._cache: KVCache | None = None
         self._own: KVCache | None = None
         self._filled: dict[int, int] = {}  # slots of the adapter's cache that are in place
-        self._exits: dict[int, Tensor] = {}  # h_E of the last draft's rows [n + 1, d], the last token first
-        self._missing: dict[int, Tensor] = {}  # h_E of accepted tokens whose adapter K/V are not in place
+        self._exits: dict[
+            int, Tensor
+        ] = {}  # h_E of the last draft's rows [n + 1, d], the last token first
+        self._missing: dict[
+            int, Tensor
+        ] = {}  # h_E of accepted tokens whose adapter K/V are not in place
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         """Takes the target's cache; a fresh adapter cache."""
@@ -91,32 +107,50 @@ class KangarooDrafter(Drafter):
         hidden_final: Sequence[Tensor],
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
-        """The prompts' adapter K/V, from their exit residuals: layers [0, E) again, over the K/V already written."""
+        """The prompts' adapter K/V, from their exit residuals: layers [0, E) again, over the K/V
+        already written.
+        """
         assert self._cache is not None and self._own is not None
         for b, prompt, hidden in zip(seqs, prompts, hidden_final, strict=True):
             for begin in range(len(prompt) - len(hidden), len(prompt), _PREFILL_ROWS):
                 part = list(prompt[begin : begin + _PREFILL_ROWS])
                 rows = Rows.causal(b, begin, len(part))
-                reads = Rows(rows.seq, np.full(len(part), -1, np.int32), rows.pos, rows.prefix, rows.tree)
-                x = self.decoder.embed(torch.tensor(part, device=self.decoder.info.device), rows.pos)
-                self.adapter.rows(self.decoder.layers(x, reads, 0, self.start, self._cache), rows, self._own)
+                reads = Rows(
+                    rows.seq, np.full(len(part), -1, np.int32), rows.pos, rows.prefix, rows.tree
+                )
+                x = self.decoder.embed(
+                    torch.tensor(part, device=self.decoder.info.device), rows.pos
+                )
+                self.adapter.rows(
+                    self.decoder.layers(x, reads, 0, self.start, self._cache), rows, self._own
+                )
             self._filled[b] = len(prompt)
 
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
-        """See Drafter. `draft`'s rule, with the accepted tokens' K/V computed again instead of back-filled."""
+        """See Drafter. `draft`'s rule, with the accepted tokens' K/V computed again instead of
+        back-filled.
+        """
         if self._fused is None or self._missing.get(seq) is not None:
             return None  # K/V owed from steps in parts are paid there first
         if self._entered != seq:
             self._fused.enter(seq, [last_token])
             self._entered = seq
         assert self._cache is not None
-        self._filled[seq] = self._cache.lengths[seq]  # this step computes again what the last one accepted
+        self._filled[seq] = self._cache.lengths[
+            seq
+        ]  # this step computes again what the last one accepted
         return self._fused.run(min(limit, self.max_nodes))
 
     def draft(
-        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int], sampler: Sampler
+        self,
+        seqs: Sequence[int],
+        last_tokens: Sequence[int],
+        limits: Sequence[int],
+        sampler: Sampler,
     ) -> list[Draft]:
-        """See Drafter. The stopping rule reads the distribution, before the token is drawn, and keeps that token."""
+        """See Drafter. The stopping rule reads the distribution, before the token is drawn, and
+        keeps that token.
+        """
         count = len(seqs)
         depths = [min(limit, self.max_nodes) for limit in limits]
         tokens: list[list[int]] = [[] for _ in seqs]
@@ -151,11 +185,15 @@ class KangarooDrafter(Drafter):
                 stopped[i] = sure < self.threshold
         for i, b in enumerate(seqs):
             self._exits[b] = torch.cat(hidden[i])
-        return [Draft.chain(tokens[i], self._exits[b], torch.cat(probs[i]) if probs[i] else None)
-                for i, b in enumerate(seqs)]
+        return [
+            Draft.chain(tokens[i], self._exits[b], torch.cat(probs[i]) if probs[i] else None)
+            for i, b in enumerate(seqs)
+        ]
 
     def accept(self, seq: int, verified: Verified) -> None:
-        """Accepted rows are a prefix of the chain; the tail the adapter was not queried at is kept for back-filling."""
+        """Accepted rows are a prefix of the chain; the tail the adapter was not queried at is kept
+        for back-filling.
+        """
         assert self._cache is not None
         length = self._cache.lengths[seq]  # committed: it includes this path
         before = length - len(verified.path)
@@ -167,14 +205,18 @@ class KangarooDrafter(Drafter):
             self._missing[seq] = late if earlier is None else torch.cat([earlier, late])
 
     def _shallow(self, seqs: list[int], tokens: list[int], depth: int) -> Tensor:
-        """Layers [0, E) on one row per sequence, ``depth`` slots after its committed ones → h_E [n, d]."""
+        """Layers [0, E) on one row per sequence, ``depth`` slots after its committed ones → h_E [n,
+        d].
+        """
         assert self._cache is not None
         rows = _after(self._cache, seqs, depth)
         x = self.decoder.embed(torch.tensor(tokens, device=self.decoder.info.device), rows.pos)
         return self.decoder.layers(x, rows, 0, self.start, self._cache)
 
     def _query(self, seqs: list[int], exits: Tensor, depth: int) -> Tensor:
-        """The adapter at each sequence's row [n, d] → [n, d], after back-filling what is missing before it."""
+        """The adapter at each sequence's row [n, d] → [n, d], after back-filling what is missing
+        before it.
+        """
         assert self._cache is not None and self._own is not None
         parts, inputs = [], []
         for b in seqs:
@@ -189,4 +231,6 @@ class KangarooDrafter(Drafter):
 
 def _after(cache: KVCache, seqs: Sequence[int], depth: int) -> Rows:
     slot = np.array([cache.lengths[b] + depth for b in seqs], np.int32)
-    return Rows(np.array(seqs, np.int32), slot, slot, slot + np.int32(1), np.zeros(len(seqs), np.int64))
+    return Rows(
+        np.array(seqs, np.int32), slot, slot, slot + np.int32(1), np.zeros(len(seqs), np.int64)
+    )

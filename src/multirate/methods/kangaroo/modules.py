@@ -1,10 +1,12 @@
-"""Kangaroo's adapter on the exit residual h_E: norm → attention with its own K/V → residual → norm → the base's head.
+"""Kangaroo's adapter on the exit residual h_E: norm → attention with its own K/V → residual → norm
+→ the base's head.
 
     y = RMSNorm_out(h_E + attn(RMSNorm(h_E)));   draft = lm_head(final_norm(y))
 
-No MLP, the base's head shared and frozen. The paper's output norm replaces the base's final norm; ours comes before it
-[ours], so that the head is the same call as everywhere. Its weight starts at one and the attention's output at zero: an
-untrained adapter is the base's early exit, up to the epsilon of a second norm.
+No MLP, the base's head shared and frozen. The paper's output norm replaces the base's final norm;
+ours comes before it [ours], so that the head is the same call as everywhere. Its weight starts at
+one and the attention's output at zero: an untrained adapter is the base's early exit, up to the
+epsilon of a second norm.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class KangarooAdapter(nn.Module):
         config.check_base(base)
         self.config, self.base = config, base
         self.norm = RMSNorm(base.hidden_size, config.norm_eps)
-        self.attn = OwnAttention(base.hidden_size, config.heads, config.kv_heads, config.head_dim, config.rope_theta)
+        self.attn = OwnAttention(
+            base.hidden_size, config.heads, config.kv_heads, config.head_dim, config.rope_theta
+        )
         self.norm_out = RMSNorm(base.hidden_size, config.norm_eps)
         nn.init.zeros_(self.attn.o.weight)
 

@@ -1,4 +1,6 @@
-"""Kangaroo's adapter on the native kernel, so that the rival is not slowed by another implementation."""
+"""Kangaroo's adapter on the native kernel, so that the rival is not slowed by another
+implementation.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from multirate.model.rows import Rows
 
 
 class NativeKangarooAdapter:
-    """``new_cache``, ``rows`` and ``top`` of a KangarooAdapter, with packed copies of its weights."""
+    """``new_cache``, ``rows`` and ``top`` of a KangarooAdapter, with packed copies of its
+    weights.
+    """
 
     @staticmethod
     def supports(decoder: object, adapter: KangarooAdapter) -> bool:
@@ -28,24 +32,44 @@ class NativeKangarooAdapter:
     def __init__(self, decoder: NativeDecoder, adapter: KangarooAdapter) -> None:
         c, attention, owner = adapter.config, adapter.attn, Owner()
         layer = abi.new(
-            "Layer", qkv=owner.linear(torch.cat([attention.q.weight, attention.k.weight, attention.v.weight])),
-            o=owner.linear(attention.o.weight), norm_attention=owner.floats(adapter.norm.weight),
+            "Layer",
+            qkv=owner.linear(
+                torch.cat([attention.q.weight, attention.k.weight, attention.v.weight])
+            ),
+            o=owner.linear(attention.o.weight),
+            norm_attention=owner.floats(adapter.norm.weight),
         )
         self._layer = OwnLayer(
-            decoder, owner, layer, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, intermediate=0,
-            theta=c.rope_theta, eps=c.norm_eps,
+            decoder,
+            owner,
+            layer,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            intermediate=0,
+            theta=c.rope_theta,
+            eps=c.norm_eps,
         )
         self._decoder, self._norm_out, self._owner = decoder, adapter.norm_out, owner
 
     def fused_steps(self, exit_layer: int, max_draft: int, threshold: float) -> FusedSteps:
-        """Fused steps with Kangaroo's chains: the stream is the target's own, with this layer at the exit."""
+        """Fused steps with Kangaroo's chains: the stream is the target's own, with this layer at
+        the exit.
+        """
         decoder = self._decoder
         stream = abi.new(
-            "Stream", shape=decoder.shape, layers=decoder.packed_layers, table=decoder.table.data_ptr(),
-            block_shape=self._layer.shape, block=self._layer.layer,
-            norm_out=self._owner.floats(self._norm_out.weight), exit_layer=exit_layer,
+            "Stream",
+            shape=decoder.shape,
+            layers=decoder.packed_layers,
+            table=decoder.table.data_ptr(),
+            block_shape=self._layer.shape,
+            block=self._layer.layer,
+            norm_out=self._owner.floats(self._norm_out.weight),
+            exit_layer=exit_layer,
         )
-        limits = abi.new("DraftLimits", nodes=max_draft, width=1, top=1, sharpness=1.0, min_probability=threshold)
+        limits = abi.new(
+            "DraftLimits", nodes=max_draft, width=1, top=1, sharpness=1.0, min_probability=threshold
+        )
         head = DraftHead(decoder.head, decoder.info.vocab_size)
         return FusedSteps(decoder, stream, head, limits, refresh=True)
 

@@ -1,7 +1,8 @@
-"""Kangaroo's objective: the same soft loss, data and budget as M2R2's, so that the rival is a fair one.
+"""Kangaroo's objective: the same soft loss, data and budget as M2R2's, so that the rival is a fair
+one.
 
-Its adapter reads true exit residuals at decode time as in training (they are slow residuals of drafted tokens), so
-there are no own-draft steps to train through.
+Its adapter reads true exit residuals at decode time as in training (they are slow residuals of
+drafted tokens), so there are no own-draft steps to train through.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from multirate.methods.kangaroo.modules import KangarooAdapter
 
 
 class KangarooObjective(Objective):
-    """(ids [B, T], response mask [B, T]) → KL(head(h_L) ‖ adapter's distribution) over response rows, and report."""
+    """(ids [B, T], response mask [B, T]) → KL(head(h_L) ‖ adapter's distribution) over response
+    rows, and report.
+    """
 
     def __init__(self, teacher: Teacher, adapter: KangarooAdapter, step_decay: float = 0.8) -> None:
         super().__init__()
@@ -29,12 +32,17 @@ class KangarooObjective(Objective):
     def terms(self) -> list[Term]:
         return [Term(self.exit, 1, 1.0)]
 
-    def forward(self, ids: Tensor, mask: Tensor, final: Tensor | None = None) -> tuple[Tensor, Report]:
-        """ids int64 [B, T]; mask bool [B, T], true where the row's *next* token is a response token; final: see
-        ``Teacher.slow``."""
+    def forward(
+        self, ids: Tensor, mask: Tensor, final: Tensor | None = None
+    ) -> tuple[Tensor, Report]:
+        """ids int64 [B, T]; mask bool [B, T], true where the row's *next* token is a response
+        token; final: see ``Teacher.slow``.
+        """
         teacher = self._teacher[0]
         slow = teacher.slow(ids, shared=0, gates=(self.exit,), final=final)
-        students = teacher.norm(self.stream(slow.residual[self.exit].float())[mask])[None]  # [1, N, d]
+        students = teacher.norm(self.stream(slow.residual[self.exit].float())[mask])[
+            None
+        ]  # [1, N, d]
         result = distil(students, slow.normed[mask], teacher.head)
         loss = result.kl.sum()
         return loss, Report(self.terms, result, float(loss.detach()))
@@ -44,4 +52,6 @@ class KangarooObjective(Objective):
         """The base's plain early exit at the same layer: what training must beat."""
         teacher = self._teacher[0]
         slow = teacher.slow(ids, shared=0, gates=(self.exit,))
-        return self.terms, distil(teacher.norm(slow.residual[self.exit][mask])[None], slow.normed[mask], teacher.head)
+        return self.terms, distil(
+            teacher.norm(slow.residual[self.exit][mask])[None], slow.normed[mask], teacher.head
+        )

@@ -1,1 +1,3 @@
-"""LayerSkip-style self-speculation: the first layers with the shared head draft, the others verify."""
+"""LayerSkip-style self-speculation: the first layers with the shared head draft, the others
+verify.
+"""

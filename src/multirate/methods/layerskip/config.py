@@ -12,9 +12,11 @@ from multirate.methods.common.config import MethodConfig
 class LayerSkipConfig(MethodConfig):
     """Settings.
 
-    exit_layer: the first `exit_layer` layers draft; 0: a quarter of the model's layers, at least one.
+    exit_layer: the first `exit_layer` layers draft; 0: a quarter of the model's layers, at least
+    one.
     tokens: longest draft.
-    confidence: stop drafting before a token whose top-1 probability at the exit is below this; 0 never stops.
+    confidence: stop drafting before a token whose top-1 probability at the exit is below this; 0
+    never stops.
     adaptive: instead of `confidence`, stop where another token is not worth its measured time.
     """
 
@@ -30,8 +32,13 @@ class LayerSkipConfig(MethodConfig):
         self.require(0 <= self.confidence <= 1, "confidence", "a number from 0 to 1")
 
     def exit_of(self, num_layers: int) -> int:
-        """The exit layer in a model of `num_layers`. Raises UserError when it has no deeper layer to verify with."""
+        """The exit layer in a model of `num_layers`. Raises UserError when it has no deeper layer
+        to verify with.
+        """
         exit_layer = self.exit_layer or max(1, num_layers // 4)
         if exit_layer >= num_layers:
-            raise UserError(f"layerskip's exit_layer is {exit_layer}; accepted are 1..{num_layers - 1} for this model")
+            raise UserError(
+                f"layerskip's exit_layer is {exit_layer}; accepted are 1..{num_layers - 1} for "
+                "this model"
+            )
         return exit_layer

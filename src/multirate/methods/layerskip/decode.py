@@ -1,6 +1,8 @@
-"""Plain early exit as a drafter [Elhoushi et al. 2024]: layers [0, E) and the shared head draft, [E, L) verify.
+"""Plain early exit as a drafter [Elhoushi et al. 2024]: layers [0, E) and the shared head draft,
+[E, L) verify.
 
-Shallow K/V are written once, while drafting, and are the verified ones: the residual entering layer E is exact.
+Shallow K/V are written once, while drafting, and are the verified ones: the residual entering layer
+E is exact.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from multirate.model.rows import Rows
 
 
 class LayerSkipDrafter(Drafter):
-    """Drafts chains level by level, all sequences in one call; a sequence drops out when its confidence is low."""
+    """Drafts chains level by level, all sequences in one call; a sequence drops out when its
+    confidence is low.
+    """
 
     def __init__(self, decoder: Decoder, config: LayerSkipConfig) -> None:
         self.decoder = decoder
@@ -32,7 +36,9 @@ class LayerSkipDrafter(Drafter):
         self.max_nodes = config.tokens
         self.controller: DraftLengthController | None = None
         if config.adaptive:
-            self.controller = DraftLengthController.of(measure_costs(decoder, self.start).costs, config.tokens)
+            self.controller = DraftLengthController.of(
+                measure_costs(decoder, self.start).costs, config.tokens
+            )
         self._calibrated = Calibration()
         self._worth = np.zeros(config.tokens)  # least path probability of each level
         self._cache: KVCache | None = None
@@ -49,9 +55,15 @@ class LayerSkipDrafter(Drafter):
         return length  # it has no state but the target's cache
 
     def draft(
-        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int], sampler: Sampler
+        self,
+        seqs: Sequence[int],
+        last_tokens: Sequence[int],
+        limits: Sequence[int],
+        sampler: Sampler,
     ) -> list[Draft]:
-        """See Drafter. Whether to go on is decided before a token is drawn, as `Draft.probs` demands."""
+        """See Drafter. Whether to go on is decided before a token is drawn, as `Draft.probs`
+        demands.
+        """
         depths = [min(limit, self.config.tokens) for limit in limits]
         if self.controller is not None:
             self._worth, _ = self.controller.thresholds(len(seqs))
@@ -107,15 +119,25 @@ class LayerSkipDrafter(Drafter):
             self._calibrated.observe(trust, len(verified.path) - 1)
 
     def _shallow(self, seqs: list[int], tokens: list[int], depth: int) -> Tensor:
-        """Layers [0, E) on one row per sequence, `depth` slots after its committed ones → [n, d]."""
+        """Layers [0, E) on one row per sequence, `depth` slots after its committed ones → [n,
+        d].
+        """
         assert self._cache is not None
         slot = np.array([self._cache.lengths[b] + depth for b in seqs], dtype=np.int32)
-        rows = Rows(np.array(seqs, dtype=np.int32), slot, slot, slot + 1, np.zeros(len(seqs), dtype=np.int64))
+        rows = Rows(
+            np.array(seqs, dtype=np.int32),
+            slot,
+            slot,
+            slot + 1,
+            np.zeros(len(seqs), dtype=np.int64),
+        )
         x = self.decoder.embed(torch.tensor(tokens, device=self.decoder.info.device), slot)
         return self.decoder.layers(x, rows, 0, self.start, self._cache)
 
     def _confidence(self, logits: Tensor) -> list[float]:
-        """Top-1 probability of each row of logits [n, V]; not computed where nothing depends on it."""
+        """Top-1 probability of each row of logits [n, V]; not computed where nothing depends on
+        it.
+        """
         if self.controller is None and self.config.confidence == 0:
             return [1.0] * len(logits)
         return torch.exp(logits.amax(dim=-1) - torch.logsumexp(logits, dim=-1)).tolist()

@@ -1,6 +1,8 @@
-"""ARLA, accelerated residual latent attention: will this gate's token be the full model's? (paper; details [ours])
+"""ARLA, accelerated residual latent attention: will this gate's token be the full model's? (paper;
+details [ours])
 
-With n_j = final_norm(p_{G_j}) of one token at gates 1..j, the probability that argmax head(p_{G_j}) = argmax head(h_L):
+With n_j = final_norm(p_{G_j}) of one token at gates 1..j, the probability that argmax head(p_{G_j})
+= argmax head(h_L):
 
     z_i    = W n_i + e_i                                     latents, e_i learned per gate
     y      = z_j + Σ_{i ≤ j} softmax_i(Q z_j · K z_i / √d_z) V z_i
@@ -15,7 +17,9 @@ from torch import Tensor, nn
 
 
 class ARLA(nn.Module):
-    """Latent attention over the gates a token has passed. ``size`` d, ``latent`` d_z, ``gates`` J."""
+    """Latent attention over the gates a token has passed. ``size`` d, ``latent`` d_z, ``gates``
+    J.
+    """
 
     def __init__(self, size: int, latent: int, gates: int) -> None:
         super().__init__()
@@ -27,7 +31,9 @@ class ARLA(nn.Module):
         self.out = nn.Linear(latent, 1)
 
     def forward(self, normed: Tensor) -> Tensor:
-        """normed [..., j, d], the normed stream at gates 1..j in order → logits [...] for gate j."""
+        """normed [..., j, d], the normed stream at gates 1..j in order → logits [...] for gate
+        j.
+        """
         count = normed.shape[-2]
         z = self.down(normed) + self.gate[:count]  # [..., j, d_z]
         last = z[..., -1, :]
@@ -41,9 +47,13 @@ class ARLA(nn.Module):
 
 
 def balanced_bce(logits: Tensor, agree: Tensor) -> Tensor:
-    """Class-balanced binary cross-entropy: both classes weigh one half whatever their counts. [N], bool [N] → []."""
+    """Class-balanced binary cross-entropy: both classes weigh one half whatever their counts. [N],
+    bool [N] → [].
+    """
     target = agree.float()
     loss = F.binary_cross_entropy_with_logits(logits.float(), target, reduction="none")
     positive = target.sum()
-    weight = torch.where(agree, 0.5 / positive.clamp(min=1), 0.5 / (target.numel() - positive).clamp(min=1))
+    weight = torch.where(
+        agree, 0.5 / positive.clamp(min=1), 0.5 / (target.numel() - positive).clamp(min=1)
+    )
     return (loss * weight).sum()

@@ -1,4 +1,6 @@
-"""M2R2's configuration and its two presets, kept apart: what the paper describes, and what we add."""
+"""M2R2's configuration and its two presets, kept apart: what the paper describes, and what we
+add.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,19 @@ PRESETS = ("m2r2", "m2r2-carry")
 
 
 def default_paper_gates(num_layers: int) -> tuple[int, ...]:
-    """Three equally spaced gates, after L/4, L/2 and 3L/4 layers (paper: equally spaced gates; three is ours)."""
-    return tuple(sorted({max(1, min(num_layers - 1, round(num_layers * j / 4))) for j in (1, 2, 3)}))
+    """Three equally spaced gates, after L/4, L/2 and 3L/4 layers (paper: equally spaced gates;
+    three is ours).
+    """
+    return tuple(
+        sorted({max(1, min(num_layers - 1, round(num_layers * j / 4))) for j in (1, 2, 3)})
+    )
 
 
 @dataclass(frozen=True)
 class M2R2Config(MethodConfig):
-    """Everything that decides the shape of an accelerated stream. Paper: arXiv 2502.02040; [ours] marks our choices."""
+    """Everything that decides the shape of an accelerated stream. Paper: arXiv 2502.02040; [ours]
+    marks our choices.
+    """
 
     METHOD: ClassVar[str] = "m2r2"
 
@@ -31,7 +39,9 @@ class M2R2Config(MethodConfig):
     attention_adapter: bool = True
     """Low-rank updates of the q and o projections [ours]."""
     mlp_adapter: Literal["parallel", "lora", "none"] = "parallel"
-    """parallel: one adapter beside the whole MLP [ours, nearest to the paper]; lora: on gate, up and down [ours]."""
+    """parallel: one adapter beside the whole MLP [ours, nearest to the paper]; lora: on gate, up
+    and down [ours].
+    """
     carry: bool = False
     """Add a projection of the previous token's final residual to the stream's start [ours]."""
     block: bool = False
@@ -45,11 +55,14 @@ class M2R2Config(MethodConfig):
     reinitialise: bool = True
     """Restart the stream from the slow residual at every gate (paper)."""
     arla_dim: int = 64
-    """Width of ARLA's latents (paper: latent attention over gates; the width is ours); 0: no ARLA."""
+    """Width of ARLA's latents (paper: latent attention over gates; the width is ours); 0: no ARLA.
+    """
     unroll_steps: int = 1
     """Training steps through the stream's own drafts [ours, as HASS and EAGLE-3]; needs carry."""
     draft_vocab: int | None = None
-    """Size of the reduced draft head (the most frequent tokens of the training data) [ours]; null: the full head."""
+    """Size of the reduced draft head (the most frequent tokens of the training data) [ours]; null:
+    the full head.
+    """
     preset: str = "m2r2"
 
     def check(self) -> None:
@@ -68,18 +81,30 @@ class M2R2Config(MethodConfig):
             "unroll_steps",
             "1 when carry is false (without it every step is the first)",
         )
-        self.require(self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2")
+        self.require(
+            self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2"
+        )
         self.require(0 < self.norm_eps <= 1, "norm_eps", "above 0, at most 1")
         self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")
         if self.block:
-            self.require_count("block_intermediate", "block_heads", "block_kv_heads", "block_head_dim")
-            self.require(self.block_heads % self.block_kv_heads == 0, "block_kv_heads", "a divisor of block_heads")
-            self.require(self.block_head_dim % 2 == 0, "block_head_dim", "an even number (rotary pairs)")
+            self.require_count(
+                "block_intermediate", "block_heads", "block_kv_heads", "block_head_dim"
+            )
+            self.require(
+                self.block_heads % self.block_kv_heads == 0,
+                "block_kv_heads",
+                "a divisor of block_heads",
+            )
+            self.require(
+                self.block_head_dim % 2 == 0, "block_head_dim", "an even number (rotary pairs)"
+            )
 
     def check_base(self, base: BaseShape) -> None:
         """Refuse a config that does not fit ``base``."""
         self.require(
-            self.gates[-1] < base.num_layers, "gates", f"layer counts below the base model's {base.num_layers} layers"
+            self.gates[-1] < base.num_layers,
+            "gates",
+            f"layer counts below the base model's {base.num_layers} layers",
         )
         self.require(
             self.draft_vocab is None or self.draft_vocab <= base.vocab_size,
@@ -87,7 +112,11 @@ class M2R2Config(MethodConfig):
             f"at most the base model's {base.vocab_size} tokens",
         )
         if base.is_moe:
-            self.require(self.mlp_adapter != "lora", "mlp_adapter", "'parallel' or 'none' on a mixture of experts")
+            self.require(
+                self.mlp_adapter != "lora",
+                "mlp_adapter",
+                "'parallel' or 'none' on a mixture of experts",
+            )
 
     @staticmethod
     def for_base(base: BaseShape, preset: str = "m2r2", **options: Any) -> M2R2Config:

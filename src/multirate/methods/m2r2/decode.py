@@ -1,9 +1,11 @@
-"""M2R2 self-speculative decoding: draft trees from the accelerated stream at the first gate, lossless by verification.
+"""M2R2 self-speculative decoding: draft trees from the accelerated stream at the first gate,
+lossless by verification.
 
-A step: the accelerated rows of the last token and of the tokens accepted since the last draft run with their *true*
-carried residuals (the latter only refresh the block's K/V); every further level runs the new nodes with the
-stream's own output as carried residual. The slow rows of all nodes go through the layers below the gate in the
-same calls, so verification starts at the gate (docs/methods/m2r2.md, point 7).
+A step: the accelerated rows of the last token and of the tokens accepted since the last draft run
+with their *true* carried residuals (the latter only refresh the block's K/V); every further level
+runs the new nodes with the stream's own output as carried residual. The slow rows of all nodes go
+through the layers below the gate in the same calls, so verification starts at the gate
+(docs/methods/m2r2.md, point 7).
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ from multirate.model.rows import Rows
 
 @dataclass
 class _Waiting:
-    """What a sequence's next draft must know: accepted tokens to refresh, and the last token's carried residual."""
+    """What a sequence's next draft must know: accepted tokens to refresh, and the last token's
+    carried residual.
+    """
 
     ids: list[int]
     carried: Tensor  # [len(ids), d]: h_L of the token before each
@@ -45,9 +49,13 @@ class _Waiting:
 
 
 class M2R2Drafter(Drafter):
-    """Drafts with an AcceleratedStream on any decoder; on the native one a greedy step is one kernel call."""
+    """Drafts with an AcceleratedStream on any decoder; on the native one a greedy step is one
+    kernel call.
+    """
 
-    def __init__(self, decoder: Decoder, stream: AcceleratedStream, config: M2R2DecodeConfig | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, stream: AcceleratedStream, config: M2R2DecodeConfig | None = None
+    ) -> None:
         self.decoder, self.stream = decoder, stream
         self.config = config or M2R2DecodeConfig()
         self.start = stream.config.gates[0]
@@ -61,24 +69,42 @@ class M2R2Drafter(Drafter):
         self._arla = None
         if self.config.trust == "arla":
             if stream.arla is None:
-                raise UserError("m2r2 setting trust='arla' needs an accelerator with ARLA; this one has arla_dim=0")
+                raise UserError(
+                    "m2r2 setting trust='arla' needs an accelerator with ARLA; this one has "
+                    "arla_dim=0"
+                )
             self._arla = copy.deepcopy(stream.arla).float()
         self._suggestions = SuggestionRates(self.config.lookup)
         self._texts: dict[int, TextIndex] = {}
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
         self._fused: FusedSteps | None = None
-        if self._arla is None and isinstance(decoder, NativeDecoder) and isinstance(self.runner, NativeStreamRunner):
+        if (
+            self._arla is None
+            and isinstance(decoder, NativeDecoder)
+            and isinstance(self.runner, NativeStreamRunner)
+        ):
             c = self.config
             ngram = abi.new(
-                "NgramLimits", longest=c.lookup, first_accepted=abi.doubles(self._suggestions.agree),
+                "NgramLimits",
+                longest=c.lookup,
+                first_accepted=abi.doubles(self._suggestions.agree),
                 next_accepted=abi.doubles(self._suggestions.onward),
             )
             limits = abi.new(
-                "DraftLimits", nodes=c.nodes, width=c.width, top=self._candidates, sharpness=c.sharpness, ngram=ngram
+                "DraftLimits",
+                nodes=c.nodes,
+                width=c.width,
+                top=self._candidates,
+                sharpness=c.sharpness,
+                ngram=ngram,
             )
-            self._fused = FusedSteps(decoder, self.runner.packed, self.runner.head, limits, refresh=self._refresh)
+            self._fused = FusedSteps(
+                decoder, self.runner.packed, self.runner.head, limits, refresh=self._refresh
+            )
         self._controller: DraftLengthController | None = None
-        self._expand, self._keep = (np.full(self.max_nodes, c or 0.0) for c in (self.config.expand, self.config.keep))
+        self._expand, self._keep = (
+            np.full(self.max_nodes, c or 0.0) for c in (self.config.expand, self.config.keep)
+        )
 
     def trial_step(self) -> Callable[[], object]:
         """One level of one node on a cache of its own."""
@@ -102,7 +128,9 @@ class M2R2Drafter(Drafter):
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         if self._controller is None and (self.config.expand is None or self.config.keep is None):
-            self._controller = DraftLengthController.of(self.costs(self.decoder).costs, self.config.nodes)
+            self._controller = DraftLengthController.of(
+                self.costs(self.decoder).costs, self.config.nodes
+            )
         if self._controller is not None:
             self._controller.pause()
         self.runner.begin(cache)
@@ -138,7 +166,9 @@ class M2R2Drafter(Drafter):
             first = len(prompt) - len(hidden)
             carried = hidden[:-1]
             if first:
-                first += 1  # the first token read again has its K/V in the block; what it gives is the next one's h_L
+                # the first token read again has its K/V in the block; what it gives is the next
+                # one's h_L
+                first += 1
             else:
                 carried = torch.cat([torch.zeros_like(hidden[:1]), carried])
             if self._refresh and first < len(prompt):
@@ -170,10 +200,18 @@ class M2R2Drafter(Drafter):
         waiting = self._waiting.pop(seq, None)
         if waiting is not None:  # the sequence's first step here
             text = self._sampler.tokens[seq] if self.config.lookup else None
-            self._fused.enter(seq, [*waiting.ids, last_token], torch.cat([waiting.carried, waiting.last[None]]), text)
+            self._fused.enter(
+                seq,
+                [*waiting.ids, last_token],
+                torch.cat([waiting.carried, waiting.last[None]]),
+                text,
+            )
         self._note_refreshed(seq)
         self._price(1)
-        depth, deepest = min(self.config.depth, self.config.nodes, limit), min(self.config.nodes, limit)
+        depth, deepest = (
+            min(self.config.depth, self.config.nodes, limit),
+            min(self.config.nodes, limit),
+        )
         done = self._fused.run(depth, self._expand, self._keep, deepest, self._suggestions.steady)
         if self.config.lookup:
             self._suggestions.observe(*self._fused.origin())
@@ -195,7 +233,11 @@ class M2R2Drafter(Drafter):
             self._keep = keep if self.config.keep is None else self._keep
 
     def draft(
-        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int], sampler: Sampler
+        self,
+        seqs: Sequence[int],
+        last_tokens: Sequence[int],
+        limits: Sequence[int],
+        sampler: Sampler,
     ) -> list[Draft]:
         """One pass of both streams per level, all sequences in it."""
         self._price(len(seqs))
@@ -227,10 +269,12 @@ class M2R2Drafter(Drafter):
         c = self.config
         return c.width + 1 if c.width > 1 or c.nodes > c.depth else 1
 
-    # -- the passes ---------------------------------------------------------------------------------
+    # -- the passes --------------------------------------------------------------------------------
 
     def _first_pass(self, seqs: Sequence[int], last_tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Refreshed rows of all sequences, then their last tokens → (h_G, p), [len(seqs), d] each, of these."""
+        """Refreshed rows of all sequences, then their last tokens → (h_G, p), [len(seqs), d] each,
+        of these.
+        """
         assert self._cache is not None
         lengths = self._cache.lengths
         parts, ids, carried = [], [], []
@@ -251,19 +295,34 @@ class M2R2Drafter(Drafter):
         return h_gate, p[len(ids) - len(seqs) :]
 
     def _next_pass(
-        self, trees: list[DraftTree], live: list[int], frontier: list[list[int]], seqs: Sequence[int],
-        hidden: list[list[Tensor]], outputs: list[dict[int, Tensor]],
+        self,
+        trees: list[DraftTree],
+        live: list[int],
+        frontier: list[list[int]],
+        seqs: Sequence[int],
+        hidden: list[list[Tensor]],
+        outputs: list[dict[int, Tensor]],
     ) -> None:
-        """Runs the frontier nodes of the live sequences; adds their h_G to `hidden` and their p to `outputs`."""
+        """Runs the frontier nodes of the live sequences; adds their h_G to `hidden` and their p to
+        `outputs`.
+        """
         nodes = [(i, node) for i in live for node in frontier[i]]
         rows = self._rows_of(trees, nodes, seqs)
-        carried = torch.cat([outputs[i][trees[i].parents[node - 1]] for i, node in nodes]) if self._carry else None
-        h_gate, p = self.runner.step([trees[i].tokens[node - 1] for i, node in nodes], rows, carried, fresh=len(nodes))
+        carried = (
+            torch.cat([outputs[i][trees[i].parents[node - 1]] for i, node in nodes])
+            if self._carry
+            else None
+        )
+        h_gate, p = self.runner.step(
+            [trees[i].tokens[node - 1] for i, node in nodes], rows, carried, fresh=len(nodes)
+        )
         for k, (i, node) in enumerate(nodes):
             hidden[i].append(h_gate[k : k + 1])
             outputs[i][node] = p[k : k + 1]
 
-    def _rows_of(self, trees: list[DraftTree], nodes: list[tuple[int, int]], seqs: Sequence[int]) -> Rows:
+    def _rows_of(
+        self, trees: list[DraftTree], nodes: list[tuple[int, int]], seqs: Sequence[int]
+    ) -> Rows:
         assert self._cache is not None
         lengths = self._cache.lengths
         seq = [seqs[i] for i, _ in nodes]
@@ -276,28 +335,46 @@ class M2R2Drafter(Drafter):
             np.array([trees[i].bits[node] for i, node in nodes], dtype=np.int64),
         )
 
-    # -- growing ------------------------------------------------------------------------------------
+    # -- growing -----------------------------------------------------------------------------------
 
     def _grow_best(
-        self, trees: list[DraftTree], live: list[int], frontier: list[list[int]], p: Tensor, seqs: Sequence[int]
+        self,
+        trees: list[DraftTree],
+        live: list[int],
+        frontier: list[list[int]],
+        p: Tensor,
+        seqs: Sequence[int],
     ) -> None:
         c = self.config
         ids, best = self.runner.top(p, self._candidates, c.sharpness)
         if self._arla is not None:
-            best = [_with_first(row, score) for row, score in zip(best, self._agreement(p), strict=True)]
+            best = [
+                _with_first(row, score) for row, score in zip(best, self._agreement(p), strict=True)
+            ]
         at = 0
         for i in live:
             count = len(frontier[i])
             room = c.nodes - len(trees[i].tokens)
-            followed = count == 1 and trees[i].is_chain and self._follow(trees[i], seqs[i], ids[at][0], best[at][0])
+            followed = (
+                count == 1
+                and trees[i].is_chain
+                and self._follow(trees[i], seqs[i], ids[at][0], best[at][0])
+            )
             frontier[i] = trees[i].grow(
-                frontier[i], ids[at : at + count], best[at : at + count], 0 if followed else min(c.width, room),
-                self._expand, self._keep, first=int(followed),
-            )  # fmt: skip
+                frontier[i],
+                ids[at : at + count],
+                best[at : at + count],
+                0 if followed else min(c.width, room),
+                self._expand,
+                self._keep,
+                first=int(followed),
+            )
             at += count
 
     def _follow(self, tree: DraftTree, seq: int, best: int, own: float) -> bool:
-        """Lets the tree, a chain so far, end in what the text said after the same tokens, where that is worth it."""
+        """Lets the tree, a chain so far, end in what the text said after the same tokens, where
+        that is worth it.
+        """
         most = tree.deepest - len(tree.tokens)
         if not self.config.lookup or most <= 0:
             return False
@@ -305,24 +382,40 @@ class M2R2Drafter(Drafter):
         suggestion, matched = index.look_up(self._sampler.tokens[seq], most, tree.tokens)
         if not matched or suggestion[0] != best:
             return False
-        length = tree.worth_following(most, own, matched, self._suggestions, self._expand, self._keep)
+        length = tree.worth_following(
+            most, own, matched, self._suggestions, self._expand, self._keep
+        )
         tree.follow(suggestion[:length], matched)
         return length > 0
 
     def _grow_drawn(
-        self, trees: list[DraftTree], live: list[int], frontier: list[list[int]], p: Tensor, seqs: Sequence[int],
-        sampler: Sampler, probs: list[list[Tensor]],
+        self,
+        trees: list[DraftTree],
+        live: list[int],
+        frontier: list[list[int]],
+        p: Tensor,
+        seqs: Sequence[int],
+        sampler: Sampler,
+        probs: list[list[Tensor]],
     ) -> None:
-        """Chains for sampling: whether to go on is decided before a token is drawn, as Draft.probs demands."""
+        """Chains for sampling: whether to go on is decided before a token is drawn, as Draft.probs
+        demands.
+        """
         logits = self.runner.logits(p)
         rows_seqs = [seqs[i] for i in live]
         paths = [trees[i].tokens for i in live]
         q = sampler.distribution(logits, rows_seqs, paths)
         sure = q.amax(-1).tolist() if self._arla is None else self._agreement(p)
-        tokens = sampler.choose(logits, rows_seqs, paths) if sampler.greedy else sampler.draw(q, rows_seqs)
+        tokens = (
+            sampler.choose(logits, rows_seqs, paths)
+            if sampler.greedy
+            else sampler.draw(q, rows_seqs)
+        )
         for k, i in enumerate(live):
             tree, node = trees[i], frontier[i][0]
-            if tree.depth[node] >= tree.depth_limit or (node and tree.path_probability[node] < self._expand[node - 1]):
+            if tree.depth[node] >= tree.depth_limit or (
+                node and tree.path_probability[node] < self._expand[node - 1]
+            ):
                 frontier[i] = []
                 continue
             frontier[i] = [tree.add(node, tokens[k], tree.path_probability[node] * sure[k])]
@@ -336,10 +429,16 @@ class M2R2Drafter(Drafter):
         return scores
 
     def _finish(
-        self, trees: list[DraftTree], seqs: Sequence[int], hidden: list[list[Tensor]], probs: list[list[Tensor]],
+        self,
+        trees: list[DraftTree],
+        seqs: Sequence[int],
+        hidden: list[list[Tensor]],
+        probs: list[list[Tensor]],
         plain: bool,
     ) -> list[Draft]:
-        """Adds the leaves; their slow rows (and those of nodes not run yet) go through the layers below the gate."""
+        """Adds the leaves; their slow rows (and those of nodes not run yet) go through the layers
+        below the gate.
+        """
         missing: list[tuple[int, int]] = []
         for i, tree in enumerate(trees):
             if plain:
@@ -351,13 +450,20 @@ class M2R2Drafter(Drafter):
             for k, (i, _) in enumerate(missing):
                 hidden[i].append(h_gate[k : k + 1])
         return [
-            Draft(tree.tokens, tree.parents, torch.cat(hidden[i]), torch.cat(probs[i]) if probs[i] else None)
+            Draft(
+                tree.tokens,
+                tree.parents,
+                torch.cat(hidden[i]),
+                torch.cat(probs[i]) if probs[i] else None,
+            )
             for i, tree in enumerate(trees)
         ]
 
 
 def _with_first(probs: list[float], first: float) -> list[float]:
-    """The candidates' probabilities with another one for the best: the others share what is left, as before."""
+    """The candidates' probabilities with another one for the best: the others share what is left,
+    as before.
+    """
     rest = (1 - first) / max(1 - probs[0], 1e-9)
     return [first, *(min(prob * rest, first) for prob in probs[1:])]
 

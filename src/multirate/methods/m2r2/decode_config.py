@@ -14,15 +14,19 @@ from multirate.model.rows import MAX_TREE_BIT
 class M2R2DecodeConfig(MethodConfig):
     """How drafts grow. Greedy drafts are trees, sampled ones chains.
 
-    depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified at once.
-    sharpness: path probabilities multiply softmax(sharpness · logits) of the stream: the chance that a
-    token is the argmax of the full model is larger than the probability that a draw from its
+    depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified
+    at once.
+    sharpness: path probabilities multiply softmax(sharpness · logits) of the stream: the chance
+    that a token is the argmax of the full model is larger than the probability that a draw from its
     distribution would be that token.
-    expand, keep: least path probability (see tree.py) of a node to draft from, and of a leaf to verify;
-    None: from measured costs, so that a node is added exactly when it raises the expected tokens per second.
-    lookup: where the last tokens (this many at most, 0: never) occurred before in the text and the stream's best next
-    token is what followed there, a draft may go on as the text did, without the stream (tree.py). [ours]
-    trust: what a draft is judged by: confidence (the sharpened top-1 probability) or arla (the trained estimate that
+    expand, keep: least path probability (see tree.py) of a node to draft from, and of a leaf to
+    verify; None: from measured costs, so that a node is added exactly when it raises the expected
+    tokens per second.
+    lookup: where the last tokens (this many at most, 0: never) occurred before in the text and the
+    stream's best next token is what followed there, a draft may go on as the text did, without the
+    stream (tree.py). [ours]
+    trust: what a draft is judged by: confidence (the sharpened top-1 probability) or arla (the
+    trained estimate that
     the argmax agrees: docs/methods/m2r2.md, point 5). Both were measured: docs/experiments.md.
     """
 
@@ -36,15 +40,27 @@ class M2R2DecodeConfig(MethodConfig):
     trust: Literal["confidence", "arla"] = "confidence"
 
     def check(self) -> None:
-        for name, low, high in (("depth", 1, 32), ("width", 1, 16), ("nodes", 1, MAX_TREE_BIT), ("lookup", 0, 64)):
+        for name, low, high in (
+            ("depth", 1, 32),
+            ("width", 1, 16),
+            ("nodes", 1, MAX_TREE_BIT),
+            ("lookup", 0, 64),
+        ):
             if not low <= getattr(self, name) <= high:
-                raise UserError(f"m2r2 setting {name}={getattr(self, name)} is out of range; accepted: {low} to {high}")
+                raise UserError(
+                    f"m2r2 setting {name}={getattr(self, name)} is out of range; accepted: {low} "
+                    f"to {high}"
+                )
         if not self.sharpness > 0:
-            raise UserError(f"m2r2 setting sharpness={self.sharpness} is out of range; accepted: above 0")
+            raise UserError(
+                f"m2r2 setting sharpness={self.sharpness} is out of range; accepted: above 0"
+            )
         for name in ("expand", "keep"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
-                raise UserError(f"m2r2 setting {name}={value} is out of range; accepted: 0 to 1, or None")
+                raise UserError(
+                    f"m2r2 setting {name}={value} is out of range; accepted: 0 to 1, or None"
+                )
 
 
 @dataclass(frozen=True)

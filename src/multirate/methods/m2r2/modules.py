@@ -1,15 +1,17 @@
-"""The accelerated residual stream beside a frozen base: carry → adapted layers → block at the gate → the base's head.
+"""The accelerated residual stream beside a frozen base: carry → adapted layers → block at the gate
+→ the base's head.
 
-One token at position t, gate G, h_i the slow residual entering layer i, c the carried residual (h_L of position t − 1
-when verified, the stream's own output at t − 1 while drafting, zeros at t = 0):
+One token at position t, gate G, h_i the slow residual entering layer i, c the carried residual (h_L
+of position t − 1 when verified, the stream's own output at t − 1 while drafting, zeros at t = 0):
 
     p_0     = h_0 + W_c RMSNorm(c)                                       (carry; else p_0 = h_0)
-    p_{i+1} = layer_i(p_i) with q, o, … + low-rank deltas, over the slow K/V of layer i at positions ≤ t
-    p       = block_G(p_G)                                               (block; else p_G)
-    draft   = lm_head(final_norm(p)), both the base's own and frozen
+    p_{i+1} = layer_i(p_i) with q, o, … + low-rank deltas, over the slow K/V of layer i at positions
+    ≤ t p       = block_G(p_G)                                               (block; else p_G) draft
+    = lm_head(final_norm(p)), both the base's own and frozen
 
-With several gates and ``reinitialise`` the stream restarts as h_{G_j} after gate j (paper); the carry enters at layer 0
-only. Every added path starts at zero: untrained, the draft is the base's plain early exit at G.
+With several gates and ``reinitialise`` the stream restarts as h_{G_j} after gate j (paper); the
+carry enters at layer 0 only. Every added path starts at zero: untrained, the draft is the base's
+plain early exit at G.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from multirate.model.rows import Rows
 
 
 class LowRank(nn.Module):
-    """x → up(down(x)) through ``rank`` dimensions, no bias, no scale; ``up`` starts at zero. [..., in] → [..., out]."""
+    """x → up(down(x)) through ``rank`` dimensions, no bias, no scale; ``up`` starts at zero. [...,
+    in] → [..., out].
+    """
 
     def __init__(self, d_in: int, d_out: int, rank: int) -> None:
         super().__init__()
@@ -40,10 +44,11 @@ class LowRank(nn.Module):
 
 
 class LayerAdapter(nn.Module):
-    """The low-rank deltas of one layer: each adds to the output of its site, computed from the site's own input.
+    """The low-rank deltas of one layer: each adds to the output of its site, computed from the
+    site's own input.
 
-    Sites: q, o (attention), gate, up, down (the MLP's projections), mlp (beside the whole MLP: input is the normed
-    residual, output is added to the MLP's).
+    Sites: q, o (attention), gate, up, down (the MLP's projections), mlp (beside the whole MLP:
+    input is the normed residual, output is added to the MLP's).
     """
 
     def __init__(self, config: M2R2Config, base: BaseShape) -> None:
@@ -56,7 +61,9 @@ class LayerAdapter(nn.Module):
             sizes |= {"gate": (d, inner), "up": (d, inner), "down": (inner, d)}
         elif config.mlp_adapter == "parallel":
             sizes |= {"mlp": (d, d)}
-        self.sites = nn.ModuleDict({site: LowRank(*size, config.rank) for site, size in sizes.items()})
+        self.sites = nn.ModuleDict(
+            {site: LowRank(*size, config.rank) for site, size in sizes.items()}
+        )
 
     def deltas(self) -> dict[str, nn.Module]:
         """Site name → module."""
@@ -64,7 +71,9 @@ class LayerAdapter(nn.Module):
 
 
 class CarryProjection(nn.Module):
-    """W RMSNorm(c): what the carried residual adds to the stream's start; W starts at zero. [..., d] → [..., d]."""
+    """W RMSNorm(c): what the carried residual adds to the stream's start; W starts at zero. [...,
+    d] → [..., d].
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -77,21 +86,31 @@ class CarryProjection(nn.Module):
 
 
 class GateBlock(nn.Module):
-    """One Llama-style block with its own K/V: y = x + attn(norm(x)), y + swiglu(norm(y)). Starts as the identity."""
+    """One Llama-style block with its own K/V: y = x + attn(norm(x)), y + swiglu(norm(y)). Starts as
+    the identity.
+    """
 
     def __init__(self, config: M2R2Config, size: int) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(size, config.norm_eps)
         self.attn = OwnAttention(
-            size, config.block_heads, config.block_kv_heads, config.block_head_dim, config.rope_theta
+            size,
+            config.block_heads,
+            config.block_kv_heads,
+            config.block_head_dim,
+            config.rope_theta,
         )
         self.mlp_norm = RMSNorm(size, config.norm_eps)
         self.mlp = SwiGLU(size, config.block_intermediate)
         nn.init.zeros_(self.attn.o.weight)
         nn.init.zeros_(self.mlp.down.weight)
 
-    def forward(self, x: Tensor, earlier: list[KeysValues] | None = None) -> tuple[Tensor, KeysValues]:
-        """Training pass of draft step len(earlier) + 1 (see ``OwnAttention.forward``). [B, T, d] → same, K/V."""
+    def forward(
+        self, x: Tensor, earlier: list[KeysValues] | None = None
+    ) -> tuple[Tensor, KeysValues]:
+        """Training pass of draft step len(earlier) + 1 (see ``OwnAttention.forward``). [B, T, d] →
+        same, K/V.
+        """
         mixed, keys_values = self.attn(self.attn_norm(x), earlier or [])
         y = x + mixed
         return y + self.mlp(self.mlp_norm(y)), keys_values
@@ -101,14 +120,17 @@ class GateBlock(nn.Module):
         return self.attn.new_cache(batch, capacity)
 
     def rows(self, x: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        """Decode step: x [N, d] → [N, d]. ``cache`` comes from ``new_cache``; ``rows.slot`` says where each row's
-        K/V go (−1: nowhere), as everywhere."""
+        """Decode step: x [N, d] → [N, d]. ``cache`` comes from ``new_cache``; ``rows.slot`` says
+        where each row's K/V go (−1: nowhere), as everywhere.
+        """
         y = x + self.attn.rows(self.attn_norm(x), rows, cache)
         return y + self.mlp(self.mlp_norm(y))
 
 
 class AcceleratedStream(nn.Module):
-    """Everything M2R2 trains. ``adapters`` keyed by layer index, ``blocks`` by gate (ModuleDict keys are text)."""
+    """Everything M2R2 trains. ``adapters`` keyed by layer index, ``blocks`` by gate (ModuleDict
+    keys are text).
+    """
 
     carry: CarryProjection | None
     arla: ARLA | None
@@ -125,14 +147,20 @@ class AcceleratedStream(nn.Module):
             {str(i): LayerAdapter(config, base) for i in range(config.gates[-1])} if adapted else {}
         )
         self.blocks = nn.ModuleDict(
-            {str(gate): GateBlock(config, base.hidden_size) for gate in config.gates} if config.block else {}
+            {str(gate): GateBlock(config, base.hidden_size) for gate in config.gates}
+            if config.block
+            else {}
         )
-        self.arla = ARLA(base.hidden_size, config.arla_dim, len(config.gates)) if config.arla_dim else None
+        self.arla = (
+            ARLA(base.hidden_size, config.arla_dim, len(config.gates)) if config.arla_dim else None
+        )
         tokens = None if config.draft_vocab is None else torch.arange(config.draft_vocab)
         self.register_buffer("draft_tokens", tokens)
 
     def start(self, embedded: Tensor, carried: Tensor | None) -> Tensor:
-        """p_0 from h_0 [..., d] and the carried residual [..., d] (ignored without carry; None: nothing carried)."""
+        """p_0 from h_0 [..., d] and the carried residual [..., d] (ignored without carry; None:
+        nothing carried).
+        """
         if self.carry is None or carried is None:
             return embedded
         return embedded + self.carry(carried)

@@ -1,4 +1,6 @@
-"""The accelerated stream on the native kernel: embed, carry, both streams' shallow layers and block in one call."""
+"""The accelerated stream on the native kernel: embed, carry, both streams' shallow layers and block
+in one call.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,17 @@ from multirate.model.rows import Rows
 
 
 class NativeStreamRunner(StreamRunner):
-    """Same contract as StreamRunner, with packed copies of the stream's weights. Residuals are fp32."""
+    """Same contract as StreamRunner, with packed copies of the stream's weights. Residuals are
+    fp32.
+    """
 
     decoder: NativeDecoder
 
     @staticmethod
     def supports(decoder: NativeDecoder, stream: AcceleratedStream) -> bool:
-        """Whether the block's shape tiles; its heads must be as long as the base's (one cache layout)."""
+        """Whether the block's shape tiles; its heads must be as long as the base's (one cache
+        layout).
+        """
         c = stream.config
         sizes = c.block_heads, c.block_kv_heads, c.block_head_dim, c.block_intermediate
         return decoder.supports_fused and (not c.block or tiles(decoder, *sizes))
@@ -46,8 +52,12 @@ class NativeStreamRunner(StreamRunner):
             bias = None if decoder.head_bias is None else decoder.head_bias[chosen]
             self._token_list = chosen.tolist()
             token_map = owner.address(chosen.to(torch.int64).contiguous())
-            self.head = DraftHead(owner.linear(decoder.head_weight[chosen], bias), len(chosen), token_map)
-        self._adapters = AdapterPack(self.adapters, decoder.info.num_layers) if self.adapters else None
+            self.head = DraftHead(
+                owner.linear(decoder.head_weight[chosen], bias), len(chosen), token_map
+            )
+        self._adapters = (
+            AdapterPack(self.adapters, decoder.info.num_layers) if self.adapters else None
+        )
         self.packed = abi.new(
             "Stream",
             shape=decoder.shape,
@@ -64,9 +74,15 @@ class NativeStreamRunner(StreamRunner):
             self.packed.merged = self._merged
         if self._block is not None:
             self._own_layer = OwnLayer(
-                decoder, owner, pack_block(owner, self._block), heads=config.block_heads,
-                kv_heads=config.block_kv_heads, head_dim=config.block_head_dim,
-                intermediate=config.block_intermediate, theta=config.rope_theta, eps=config.norm_eps,
+                decoder,
+                owner,
+                pack_block(owner, self._block),
+                heads=config.block_heads,
+                kv_heads=config.block_kv_heads,
+                head_dim=config.block_head_dim,
+                intermediate=config.block_intermediate,
+                theta=config.rope_theta,
+                eps=config.norm_eps,
             )
             self.packed.block_shape = self._own_layer.shape
             self.packed.block = self._own_layer.layer
@@ -79,9 +95,13 @@ class NativeStreamRunner(StreamRunner):
 
     def own_cache_for(self, cache: NativeKVCache) -> NativeKVCache | None:
         """An empty cache for the block, as large as ``cache``; None without a block."""
-        return None if self._block is None else self._own_layer.new_cache(cache.batch, cache.capacity)
+        return (
+            None if self._block is None else self._own_layer.new_cache(cache.batch, cache.capacity)
+        )
 
-    def step(self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int) -> tuple[Tensor, Tensor]:
+    def step(
+        self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
+    ) -> tuple[Tensor, Tensor]:
         n, cache, own = len(ids), self.native_cache, self.own_cache
         for store in (cache, own):
             if store is not None:
@@ -90,28 +110,46 @@ class NativeStreamRunner(StreamRunner):
         x = torch.empty(n + fresh, self._d)
         carried = None if carried is None else carried.float().contiguous()
         self._library.mr_stream_step(
-            self.decoder.workspace.address, self.packed, cache.address, abi.NULL if own is None else own.address,
-            0 if own is None else own.capacity, abi.rows_of(rows, cache.capacity), fresh, abi.longs(tokens),
-            abi.at(None if carried is None else carried.data_ptr()), abi.at(x.data_ptr()),
+            self.decoder.workspace.address,
+            self.packed,
+            cache.address,
+            abi.NULL if own is None else own.address,
+            0 if own is None else own.capacity,
+            abi.rows_of(rows, cache.capacity),
+            fresh,
+            abi.longs(tokens),
+            abi.at(None if carried is None else carried.data_ptr()),
+            abi.at(x.data_ptr()),
         )
         return x[:fresh], x[fresh:]
 
-    def top(self, p: Tensor, count: int, sharpness: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
-        ids, probs = self.decoder.top(self.head.linear, self.head.vocab, p, min(count, self.head.vocab), sharpness)
+    def top(
+        self, p: Tensor, count: int, sharpness: float = 1.0
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        ids, probs = self.decoder.top(
+            self.head.linear, self.head.vocab, p, min(count, self.head.vocab), sharpness
+        )
         if self._token_list is None:
             return ids, probs
         return [[self._token_list[i] for i in row] for row in ids], probs
 
 
 def _mergeable(adapters: Mapping[int, Any] | None, gate: int) -> dict[str, Tensor] | None:
-    """What the adapters add to layer 0's weights, if that is all they do and no slow layer runs while drafting: a draft
-    then reads one set of weights, and of its slow rows only their keys and values are needed before verification."""
+    """What the adapters add to layer 0's weights, if that is all they do and no slow layer runs
+    while drafting: a draft then reads one set of weights, and of its slow rows only their keys and
+    values are needed before verification.
+    """
     if gate != 1 or not adapters:
         return None
     sites = dict(adapters[0].deltas())
-    if not sites.keys() <= {"q", "o", "gate", "up", "down"} or not all(hasattr(s, "up") for s in sites.values()):
+    if not sites.keys() <= {"q", "o", "gate", "up", "down"} or not all(
+        hasattr(s, "up") for s in sites.values()
+    ):
         return None
-    return {name: site.up.weight.detach().float() @ site.down.weight.detach().float() for name, site in sites.items()}
+    return {
+        name: site.up.weight.detach().float() @ site.down.weight.detach().float()
+        for name, site in sites.items()
+    }
 
 
 def pack_block(owner: Owner, block: GateBlock) -> abi.CData:

@@ -28,12 +28,16 @@ class StreamRunner:
         self._block = stream.block(gate)
         self._slow_cache: KVCache | None = None
         self._block_cache: KVCache | None = None
-        self._tokens = None if stream.draft_tokens is None else stream.draft_tokens.to(decoder.info.device)
+        self._tokens = (
+            None if stream.draft_tokens is None else stream.draft_tokens.to(decoder.info.device)
+        )
 
     def begin(self, cache: KVCache) -> None:
         """A new generation over the slow stream's `cache`."""
         self._slow_cache = cache
-        self._block_cache = None if self._block is None else self._block.new_cache(cache.batch, cache.capacity)
+        self._block_cache = (
+            None if self._block is None else self._block.new_cache(cache.batch, cache.capacity)
+        )
 
     @property
     def _cache(self) -> KVCache:
@@ -41,26 +45,37 @@ class StreamRunner:
         return self._slow_cache
 
     def serves(self, cache: KVCache) -> bool:
-        """Whether the block's K/V are those of `cache`: no other generation, and no trial step, has begun since."""
+        """Whether the block's K/V are those of `cache`: no other generation, and no trial step, has
+        begun since.
+        """
         return cache is self._slow_cache
 
-    def step(self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int) -> tuple[Tensor, Tensor]:
-        """Accelerated rows of tokens ids [N] at `rows` (slots as the slow stream's), carried residuals [N, d].
+    def step(
+        self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
+    ) -> tuple[Tensor, Tensor]:
+        """Accelerated rows of tokens ids [N] at `rows` (slots as the slow stream's), carried
+        residuals [N, d].
 
-        The last `fresh` rows are new to the slow stream as well: it runs beside them and writes its K/V. Rows before
-        them refresh the block's K/V of tokens that are committed already.
-        → (slow residuals h_G of the fresh rows [fresh, d], the stream's outputs p [N, d])
+        The last `fresh` rows are new to the slow stream as well: it runs beside them and writes its
+        K/V. Rows before them refresh the block's K/V of tokens that are committed already. → (slow
+        residuals h_G of the fresh rows [fresh, d], the stream's outputs p [N, d])
         """
         h0 = self.decoder.embed(torch.tensor(ids, device=self.decoder.info.device), rows.pos)
         n = len(ids)
-        p = self.stream.start(h0.to(self.decoder.info.dtype), None if carried is None else
-                              carried.to(self.decoder.info.dtype)).to(h0.dtype)
+        p = self.stream.start(
+            h0.to(self.decoder.info.dtype),
+            None if carried is None else carried.to(self.decoder.info.dtype),
+        ).to(h0.dtype)
         reading = replace(rows, slot=np.full(n, -1, np.int32), accelerated=np.ones(n, np.bool_))
         if fresh:
             new = slice(n - fresh, n)
-            slow = Rows(rows.seq[new], rows.slot[new], rows.pos[new], rows.prefix[new], rows.tree[new])
+            slow = Rows(
+                rows.seq[new], rows.slot[new], rows.pos[new], rows.prefix[new], rows.tree[new]
+            )
             both = Rows.concat([slow, reading])
-            x = self.decoder.layers(torch.cat([h0[new], p]), both, 0, self.gate, self._cache, self.adapters)
+            x = self.decoder.layers(
+                torch.cat([h0[new], p]), both, 0, self.gate, self._cache, self.adapters
+            )
             h_gate, p = x[:fresh], x[fresh:]
         else:
             p = self.decoder.layers(p, reading, 0, self.gate, self._cache, self.adapters)
@@ -83,8 +98,12 @@ class StreamRunner:
         limited[:, self._tokens] = full[:, self._tokens]
         return limited
 
-    def top(self, p: Tensor, count: int, sharpness: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
-        """The `count` likeliest tokens of each row and their probabilities under softmax(sharpness · logits)."""
+    def top(
+        self, p: Tensor, count: int, sharpness: float = 1.0
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The `count` likeliest tokens of each row and their probabilities under softmax(sharpness
+        · logits).
+        """
         logits = sharpness * self.logits(p)
         best, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
         return ids.tolist(), torch.exp(best - logits.logsumexp(-1, keepdim=True)).tolist()

@@ -1,9 +1,11 @@
-"""M2R2's objective: every gate and every own-draft step towards the full model's distribution, in one pass.
+"""M2R2's objective: every gate and every own-draft step towards the full model's distribution, in
+one pass.
 
-Frozen base, online teacher. Loss = Σ w · KL(head(h_L) ‖ head(p)) / Σ w over response rows. Its terms are every gate at
-draft step 1 (weight 1 each; re-initialisation makes the gates independent: paper) and, with carry, the first gate at
-draft steps s = 2..S (weight decay^(s−1)) [ours]. Step s carries the stream's own output of step s − 1 at t − 1, and its
-block sees the K/V that drafting s tokens ahead sees (``OwnAttention.forward``): what happens at decode time.
+Frozen base, online teacher. Loss = Σ w · KL(head(h_L) ‖ head(p)) / Σ w over response rows. Its
+terms are every gate at draft step 1 (weight 1 each; re-initialisation makes the gates independent:
+paper) and, with carry, the first gate at draft steps s = 2..S (weight decay^(s−1)) [ours]. Step s
+carries the stream's own output of step s − 1 at t − 1, and its block sees the K/V that drafting s
+tokens ahead sees (``OwnAttention.forward``): what happens at decode time.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def shift(x: Tensor) -> Tensor:
 class M2R2Objective(Objective):
     """(ids [B, T], response mask [B, T]) → loss and report. Only ``stream`` holds parameters."""
 
-    def __init__(self, teacher: Teacher, stream: AcceleratedStream, step_decay: float = 0.8) -> None:
+    def __init__(
+        self, teacher: Teacher, stream: AcceleratedStream, step_decay: float = 0.8
+    ) -> None:
         super().__init__()
         self.stream, self.step_decay = stream, step_decay
         self.has_arla = stream.arla is not None
@@ -48,7 +52,9 @@ class M2R2Objective(Objective):
         return self._teacher[0].slow(ids, shared=gates[-1], gates=gates, final=final)
 
     def first_step(self, slow: SlowPass) -> tuple[list[Tensor], KeysValues | None]:
-        """Draft step 1, true carried residual: the stream at every gate [B, T, d], and the first block's K/V."""
+        """Draft step 1, true carried residual: the stream at every gate [B, T, d], and the first
+        block's K/V.
+        """
         config, stream = self.stream.config, self.stream
         x = stream.start(slow.residual[0].float(), shift(slow.final.float()))
         outputs: list[Tensor] = []
@@ -63,8 +69,12 @@ class M2R2Objective(Objective):
             previous = gate
         return outputs, keys_values
 
-    def next_step(self, slow: SlowPass, own: Tensor, earlier: list[KeysValues]) -> tuple[Tensor, KeysValues | None]:
-        """One more draft step to the first gate, carrying the stream's own output ``own`` [B, T, d] of the last."""
+    def next_step(
+        self, slow: SlowPass, own: Tensor, earlier: list[KeysValues]
+    ) -> tuple[Tensor, KeysValues | None]:
+        """One more draft step to the first gate, carrying the stream's own output ``own`` [B, T, d]
+        of the last.
+        """
         x = self.stream.start(slow.residual[0].float(), shift(own))
         return self._interval(x, slow, 0, self.stream.config.gates[0], earlier)
 
@@ -77,9 +87,12 @@ class M2R2Objective(Objective):
         block = self.stream.block(gate)
         return (x, None) if block is None else block(x, earlier)
 
-    def forward(self, ids: Tensor, mask: Tensor, final: Tensor | None = None) -> tuple[Tensor, Report]:
-        """ids int64 [B, T]; mask bool [B, T], true where the row's *next* token is a response token; final: see
-        ``Teacher.slow``."""
+    def forward(
+        self, ids: Tensor, mask: Tensor, final: Tensor | None = None
+    ) -> tuple[Tensor, Report]:
+        """ids int64 [B, T]; mask bool [B, T], true where the row's *next* token is a response
+        token; final: see ``Teacher.slow``.
+        """
         slow = self.slow(ids, final)
         outputs, kv = self.first_step(slow)
         earlier = [] if kv is None else [kv]
@@ -100,13 +113,21 @@ class M2R2Objective(Objective):
         report = Report(self.terms, result, float(loss.detach()))
         if stream.arla is not None and normed.shape[1]:
             logits = self.arla_logits(normed.detach().float())
-            # Its own parameters only (the stream is detached): added to the loss, it changes nothing for the stream.
-            loss = loss + torch.stack([balanced_bce(logits[k], result.agree[k]) for k in range(len(logits))]).mean()
+            # Its own parameters only (the stream is detached): added to the loss, it changes
+            # nothing for the stream.
+            loss = (
+                loss
+                + torch.stack(
+                    [balanced_bce(logits[k], result.agree[k]) for k in range(len(logits))]
+                ).mean()
+            )
             report.arla = logits.detach().float().sigmoid()
         return loss, report
 
     def arla_logits(self, normed: Tensor) -> Tensor:
-        """normed [K, N, d] in the order of ``terms`` → [K, N]; later draft steps are seen at the first gate alone."""
+        """normed [K, N, d] in the order of ``terms`` → [K, N]; later draft steps are seen at the
+        first gate alone.
+        """
         assert self.stream.arla is not None
         count = len(self.stream.config.gates)
         rows = normed.transpose(0, 1)  # [N, K, d]
@@ -118,5 +139,9 @@ class M2R2Objective(Objective):
     def early_exit(self, ids: Tensor, mask: Tensor) -> tuple[list[Term], Distilled]:
         """The base's plain early exit at every gate: what training must beat."""
         teacher, slow = self._teacher[0], self.slow(ids)
-        normed = torch.stack([teacher.norm(slow.residual[g][mask]) for g in self.stream.config.gates])
-        return [t for t in self.terms if t.step == 1], distil(normed, slow.normed[mask], teacher.head)
+        normed = torch.stack(
+            [teacher.norm(slow.residual[g][mask]) for g in self.stream.config.gates]
+        )
+        return [t for t in self.terms if t.step == 1], distil(
+            normed, slow.normed[mask], teacher.head
+        )

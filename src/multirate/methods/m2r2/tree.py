@@ -1,11 +1,14 @@
-"""The draft tree of one sequence while it grows from the accelerated stream, best-first within each level. [ours]
+"""The draft tree of one sequence while it grows from the accelerated stream, best-first within each
+level. [ours]
 
-A node's *path probability* is the stream's own estimate that verification arrives there: the product of the draft
-probabilities on its path. A node pays while that exceeds what it costs relative to a token:
-`expand` for a node that is itself drafted from (one more level), `keep` for a leaf (one more verified row); both rise
-with the number of nodes where rows do not all cost the same.
+A node's *path probability* is the stream's own estimate that verification arrives there: the
+product of the draft probabilities on its path. A node pays while that exceeds what it costs
+relative to a token: `expand` for a node that is itself drafted from (one more level), `keep` for a
+leaf (one more verified row); both rise with the number of nodes where rows do not all cost the
+same.
 
-A tree that is a chain so far may end in a suggestion: what followed the same tokens earlier in the text. Its nodes are
+A tree that is a chain so far may end in a suggestion: what followed the same tokens earlier in the
+text. Its nodes are
 leaves below one another: they cost rows and no levels.
 """
 
@@ -21,10 +24,12 @@ from multirate.decoding.acceptance_statistics import Origin, SuggestionRates
 
 @dataclass
 class DraftTree:
-    """Nodes 1..n below node 0, the last token, in the order they were drafted from; leaves are added by `finish`.
+    """Nodes 1..n below node 0, the last token, in the order they were drafted from; leaves are
+    added by `finish`.
 
-    depth_limit: of the stream's own nodes. deepest: of a suggestion's. drawn: nodes the stream drafted from. followed:
-    nodes after these that are a suggestion's; matched: what it was matched by.
+    depth_limit: of the stream's own nodes. deepest: of a suggestion's. drawn: nodes the stream
+    drafted from. followed: nodes after these that are a suggestion's; matched: what it was matched
+    by.
     """
 
     depth_limit: int
@@ -37,7 +42,9 @@ class DraftTree:
     path_probability: list[float] = field(default_factory=lambda: [1.0])
     depth: list[int] = field(default_factory=lambda: [0])
     bits: list[int] = field(default_factory=lambda: [0])
-    _leaves: list[tuple[float, int, int]] = field(default_factory=list)  # (path probability, parent, token)
+    _leaves: list[tuple[float, int, int]] = field(
+        default_factory=list
+    )  # (path probability, parent, token)
 
     def add(self, parent: int, token: int, path_probability: float) -> int:
         """Appends a node and returns its number. Its ancestors' bits include itself (Rows.tree)."""
@@ -50,14 +57,21 @@ class DraftTree:
         return node
 
     def grow(
-        self, frontier: Sequence[int], ids: Sequence[Sequence[int]], probs: Sequence[Sequence[float]],
-        width: int, expand: np.ndarray, keep: np.ndarray, first: int = 0,
+        self,
+        frontier: Sequence[int],
+        ids: Sequence[Sequence[int]],
+        probs: Sequence[Sequence[float]],
+        width: int,
+        expand: np.ndarray,
+        keep: np.ndarray,
+        first: int = 0,
     ) -> list[int]:
-        """Candidates below the frontier nodes, given their top tokens and probabilities → the nodes to draft from next.
+        """Candidates below the frontier nodes, given their top tokens and probabilities → the nodes
+        to draft from next.
 
-        expand, keep [nodes]: least path probability of the n-th node, not falling. At most `width` candidates
-        of at least `expand` become nodes; the others of at least the first of `keep` wait as leaves. Each
-        node's candidates before `first` are passed over.
+        expand, keep [nodes]: least path probability of the n-th node, not falling. At most `width`
+        candidates of at least `expand` become nodes; the others of at least the first of `keep`
+        wait as leaves. Each node's candidates before `first` are passed over.
         """
         candidates: list[tuple[float, int, int]] = []
         for node, node_ids, node_probs in zip(frontier, ids, probs, strict=True):
@@ -85,10 +99,17 @@ class DraftTree:
         return self.depth[-1] == len(self.tokens)
 
     def worth_following(
-        self, suggested: int, own: float, matched: int, rates: SuggestionRates, expand: np.ndarray, keep: np.ndarray
+        self,
+        suggested: int,
+        own: float,
+        matched: int,
+        rates: SuggestionRates,
+        expand: np.ndarray,
+        keep: np.ndarray,
     ) -> int:
-        """How many of `suggested` tokens below the last node of this chain make a better draft than going on with the
-        stream, whose best token, of probability `own`, is the suggestion's first. csrc/ngram.c, worth_continuing.
+        """How many of `suggested` tokens below the last node of this chain make a better draft than
+        going on with the stream, whose best token, of probability `own`, is the suggestion's first.
+        csrc/ngram.c, worth_continuing.
 
         Better: the sum over the nodes of each way of path probability less price is larger.
         """
@@ -114,9 +135,13 @@ class DraftTree:
         return Origin(self.drawn, self.followed, self.matched)
 
     def accepted(self, path: Sequence[int]) -> tuple[int, int]:
-        """How many of the accepted `path`'s nodes the stream drew, and how many a suggestion made."""
+        """How many of the accepted `path`'s nodes the stream drew, and how many a suggestion
+        made.
+        """
         below = self.drawn + self.followed
-        return sum(0 < node <= self.drawn for node in path), sum(self.drawn < node <= below for node in path)
+        return sum(0 < node <= self.drawn for node in path), sum(
+            self.drawn < node <= below for node in path
+        )
 
     def follow(self, suggestion: Sequence[int], matched: int) -> None:
         """The chain ends in these tokens."""
@@ -125,7 +150,9 @@ class DraftTree:
         self.followed, self.matched = len(suggestion), matched
 
     def finish(self, keep: np.ndarray) -> int:
-        """Adds the best leaves of at least `keep` [nodes], up to as many nodes in all; returns how many were added."""
+        """Adds the best leaves of at least `keep` [nodes], up to as many nodes in all; returns how
+        many were added.
+        """
         self._leaves.sort(key=lambda c: -c[0])
         before = len(self.tokens)
         for chance, parent, token in self._leaves:

@@ -11,23 +11,33 @@ from multirate.methods.common.shape import BaseShape
 
 @dataclass(frozen=True)
 class ExpertPredictorConfig(MethodConfig):
-    """Low-rank adapters, one per layer, that push the current residual towards that of a later layer. [ours]"""
+    """Low-rank adapters, one per layer, that push the current residual towards that of a later
+    layer. [ours]
+    """
 
     METHOD: ClassVar[str] = "m2r2-experts"
 
     rank: int = 64
-    """Of the adapters. With attention 0 is accepted, and the default: beside the sketches they add nothing there."""
+    """Of the adapters. With attention 0 is accepted, and the default: beside the sketches they add
+    nothing there.
+    """
     sketch: int = 8
-    """Rank of the copy in small of each expert: it says where this layer's own experts will move the residual, which
-    they have not done yet. 0: none."""
+    """Rank of the copy in small of each expert: it says where this layer's own experts will move
+    the residual, which they have not done yet. 0: none.
+    """
     ahead: int = 2
     """Depths 1 … ahead are trained: layer i names the experts of layers i + 1 … i + ahead."""
     attention: bool = False
-    """The later layers' own attention runs on the stream that is forecast to enter them, over the slow stream's K/V.
-    The sketch of an expert is then gated, as the expert is, and starts as its strongest neurons."""
+    """The later layers' own attention runs on the stream that is forecast to enter them, over the
+    slow stream's K/V. The sketch of an expert is then gated, as the expert is, and starts as its
+    strongest neurons.
+    """
     membership: float = 0.5
-    """Loss weight of the binary cross-entropy on being among a token's experts, beside KL's 1. ``for_base`` makes it 0
-    with attention: that close to the truth its pull towards wider margins costs recall, which KL alone raises."""
+    """Loss weight of the binary cross-entropy on being among a token's experts, beside KL's 1.
+    ``for_base`` makes it 0
+    with attention: that close to the truth its pull towards wider margins costs recall, which KL
+    alone raises.
+    """
     alignment: float = 0.1
     """Loss weight of 1 − cosine between the router's input and the one that is named ahead."""
 
@@ -41,7 +51,9 @@ class ExpertPredictorConfig(MethodConfig):
 
     @staticmethod
     def for_base(base: BaseShape, **options: Any) -> ExpertPredictorConfig:
-        """Defaults for a base, with ``options`` replacing fields. UserError for a model without experts."""
+        """Defaults for a base, with ``options`` replacing fields. UserError for a model without
+        experts.
+        """
         if options.get("attention") is True:
             options = {"membership": 0.0, "rank": 0, **options}
         config = ExpertPredictorConfig.from_json(options)
@@ -51,5 +63,11 @@ class ExpertPredictorConfig(MethodConfig):
     def check_base(self, base: BaseShape) -> None:
         """Refuse a base that has no experts or too few layers."""
         if not base.is_moe:
-            self.refuse("METHOD", self.METHOD, "for mixtures of experts only, and this model is none")
-        self.require(self.ahead < base.num_layers, "ahead", f"below the base model's {base.num_layers} layers")
+            self.refuse(
+                "METHOD", self.METHOD, "for mixtures of experts only, and this model is none"
+            )
+        self.require(
+            self.ahead < base.num_layers,
+            "ahead",
+            f"below the base model's {base.num_layers} layers",
+        )

@@ -11,7 +11,8 @@ from multirate.methods.spec import MethodSpec, Training, register
 SPEC = register(
     MethodSpec(
         name=ExpertPredictorConfig.METHOD,
-        title="M2R2's accelerated residual as a predictor of experts (arXiv 2502.02040; a reconstruction)",
+        title="M2R2's accelerated residual as a predictor of experts (arXiv 2502.02040; a "
+        "reconstruction)",
         summary="predicts the experts of a mixture ahead of time",
         role="experts",
         recommended=True,

@@ -1,8 +1,10 @@
-"""Where a forecast with attention starts, before any gradient: at what can be read off the experts themselves.
+"""Where a forecast with attention starts, before any gradient: at what can be read off the experts
+themselves.
 
-Each sketch is taken from its expert, as the neurons that matter most, and ``up`` is fitted by least squares to what the
-layer really adds: so it also says what the neurons left out add on average. On our mixture that is most of what can be
-learned; from random sketches 200 steps end well below it.
+Each sketch is taken from its expert, as the neurons that matter most, and ``up`` is fitted by least
+squares to what the
+layer really adds: so it also says what the neurons left out add on average. On our mixture that is
+most of what can be learned; from random sketches 200 steps end well below it.
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ RIDGE = 1e-3
 
 
 @torch.no_grad()
-def start_from_experts(teacher: Teacher, forecast: ExpertPredictor, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Sets the sketches and ``up`` of ``forecast`` by what the layers do with the rows of ``batches`` (ids and mask
-    [B, T]). Experts that are not transformers' fused modules keep their sketches as they are."""
+def start_from_experts(
+    teacher: Teacher, forecast: ExpertPredictor, batches: Iterable[tuple[Tensor, Tensor]]
+) -> None:
+    """Sets the sketches and ``up`` of ``forecast`` by what the layers do with the rows of
+    ``batches`` (ids and mask [B, T]). Experts that are not transformers' fused modules keep their
+    sketches as they are.
+    """
     if not forecast.config.attention:
         return
     mixtures = [_Seen(part) for part in teacher.parts.layers if part.moe is not None]
@@ -42,7 +48,10 @@ def start_from_experts(teacher: Teacher, forecast: ExpertPredictor, batches: Ite
 
 
 def _watch(
-    teacher: Teacher, batches: Iterable[tuple[Tensor, Tensor]], mixtures: list[_Seen], each: list[Callable[[], None]]
+    teacher: Teacher,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    mixtures: list[_Seen],
+    each: list[Callable[[], None]],
 ) -> None:
     """Runs the base on the batches, and after each calls ``each``."""
     with ExitStack() as stack:
@@ -91,8 +100,12 @@ class _Seen:
 
 
 def _readable(experts: nn.Module) -> bool:
-    """Whether they are of the form that transformers gives to experts whose implementation can be exchanged."""
-    return all(hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "_apply_gate", "has_bias"))
+    """Whether they are of the form that transformers gives to experts whose implementation can be
+    exchanged.
+    """
+    return all(
+        hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "_apply_gate", "has_bias")
+    )
 
 
 class _Neurons:
@@ -111,7 +124,9 @@ class _Neurons:
             inner = self._seen.hidden[rows].float() @ gate_up[expert].float().T
             if experts.has_bias:
                 inner = inner + experts.gate_up_proj_bias[expert].float()
-            energy[expert] = (weights[rows, rank, None] * experts._apply_gate(inner)).square().sum(0)
+            energy[expert] = (
+                (weights[rows, rank, None] * experts._apply_gate(inner)).square().sum(0)
+            )
         self._energy = energy if self._energy is None else self._energy + energy
 
     def _matrices(self, name: str) -> Tensor:
@@ -120,8 +135,10 @@ class _Neurons:
         return matrices.mT if getattr(self._experts, "is_transposed", False) else matrices
 
     def draw(self, forecast: ExpertPredictor) -> None:
-        """The strongest neurons of each expert become its sketch, which reads n(r) where the expert reads the layer's
-        norm of r: that norm's weights go into the matrices."""
+        """The strongest neurons of each expert become its sketch, which reads n(r) where the expert
+        reads the layer's
+        norm of r: that norm's weights go into the matrices.
+        """
         if self._energy is None:
             return
         assert forecast.sketch is not None and forecast.gated is not None
@@ -135,11 +152,15 @@ class _Neurons:
             place = slice(expert * rows, expert * rows + len(best))
             forecast.sketch[layer, place] = gate[expert, best] * scale
             forecast.gated[layer, place] = up[expert, best] * scale
-            forecast.up[0][layer, :, rank + place.start : rank + place.stop] = down[expert][:, best].float()
+            forecast.up[0][layer, :, rank + place.start : rank + place.stop] = down[expert][
+                :, best
+            ].float()
 
 
 class _Fit:
-    """Least squares for ``up`` of one mixture: features to what the layer adds, each row relative to its rms."""
+    """Least squares for ``up`` of one mixture: features to what the layer adds, each row relative
+    to its rms.
+    """
 
     def __init__(self, seen: _Seen, forecast: ExpertPredictor) -> None:
         self._seen, self._forecast = seen, forecast
@@ -157,6 +178,8 @@ class _Fit:
         self._cross += (features.T @ missing).double().cpu()
 
     def solve(self) -> None:
-        ridge = RIDGE * self._gram.diagonal().mean() * torch.eye(len(self._gram), dtype=torch.float64)
+        ridge = (
+            RIDGE * self._gram.diagonal().mean() * torch.eye(len(self._gram), dtype=torch.float64)
+        )
         up = self._forecast.up[0]
         up[self._seen.part.index] += torch.linalg.solve(self._gram + ridge, self._cross).T.to(up)

@@ -1,9 +1,11 @@
 """Trains the accelerated residual to name experts: the base and its routers are frozen.
 
-Per mixture layer j and depth δ, q the router's distribution and S its top k for the true residual, q̂ for p_{j−δ,δ}:
-KL(q ‖ q̂) + membership · BCE(top k of q̂'s logits against S) + alignment · (1 − cos of the router's inputs).
+Per mixture layer j and depth δ, q the router's distribution and S its top k for the true residual,
+q̂ for p_{j−δ,δ}: KL(q ‖ q̂) + membership · BCE(top k of q̂'s logits against S) + alignment · (1 −
+cos of the router's inputs).
 
-With attention (modules.py), a row has the true K/V of the tokens before it, as it will when it is decoded after them.
+With attention (modules.py), a row has the true K/V of the tokens before it, as it will when it is
+decoded after them.
 """
 
 from __future__ import annotations
@@ -56,15 +58,18 @@ class _Mixture:
 
 
 class ExpertPredictorObjective(Objective):
-    """(ids [B, T], mask [B, T]) → loss, and a report whose terms are (layer whose experts are named, depth).
+    """(ids [B, T], mask [B, T]) → loss, and a report whose terms are (layer whose experts are
+    named, depth).
 
-    In the report "agreement" is recall: each of a token's k experts counts as a row, agreeing when it is among the k
-    likeliest of q̂; "overlap" is Σ min(q, q̂).
+    In the report "agreement" is recall: each of a token's k experts counts as a row, agreeing when
+    it is among the k likeliest of q̂; "overlap" is Σ min(q, q̂).
     """
 
     drafts = False  # it names experts, not tokens
 
-    def __init__(self, teacher: Teacher, forecast: ExpertPredictor, step_decay: float = 0.8) -> None:
+    def __init__(
+        self, teacher: Teacher, forecast: ExpertPredictor, step_decay: float = 0.8
+    ) -> None:
         super().__init__()
         self.stream = forecast
         self._decay = step_decay
@@ -73,7 +78,10 @@ class ExpertPredictorObjective(Objective):
             _Mixture(part.index, part.moe) for part in teacher.parts.layers if part.moe is not None
         ]
         if len(self._mixtures) <= forecast.config.ahead:
-            raise UserError(f"ahead is {forecast.config.ahead}; the model has {len(self._mixtures)} mixture layers")
+            raise UserError(
+                f"ahead is {forecast.config.ahead}; the model has {len(self._mixtures)} mixture "
+                "layers"
+            )
 
     @property
     def terms(self) -> list[Term]:
@@ -81,16 +89,25 @@ class ExpertPredictorObjective(Objective):
         depths = range(1, self.stream.config.ahead + 1)
         return [
             Term(target.layer, depth, self._decay ** (depth - 1))
-            for depth in depths for target in self._mixtures[depth:]
-        ]  # fmt: skip
+            for depth in depths
+            for target in self._mixtures[depth:]
+        ]
 
-    def forward(self, ids: Tensor, mask: Tensor, final: Tensor | None = None) -> tuple[Tensor, Report]:
-        """ids int64 [B, T]; mask bool [B, T]: the rows that count; final is not used (all layers have to run)."""
+    def forward(
+        self, ids: Tensor, mask: Tensor, final: Tensor | None = None
+    ) -> tuple[Tensor, Report]:
+        """ids int64 [B, T]; mask bool [B, T]: the rows that count; final is not used (all layers
+        have to run).
+        """
         rows, slow = self._residuals(ids, mask)
         onward = self._onward(slow, mask)
         state, named = None, []
-        for mixture, residual in zip(self._mixtures[:-1], rows, strict=False):  # the last has no one to name
-            found = self.stream.step(mixture.layer, residual, state, None, mixture.routing(residual), onward)
+        for mixture, residual in zip(
+            self._mixtures[:-1], rows, strict=False
+        ):  # the last has no one to name
+            found = self.stream.step(
+                mixture.layer, residual, state, None, mixture.routing(residual), onward
+            )
             state = found[0]
             named.append(found)
         return self._judge(rows, named)
@@ -125,7 +142,9 @@ class ExpertPredictorObjective(Objective):
             edge = guessed.topk(k + 1, dim=-1).values[:, k - 1 :].mean(-1, keepdim=True).detach()
             membership = F.binary_cross_entropy_with_logits(guessed - edge, members)
             alignment = 1 - F.cosine_similarity(x.float(), inputs[target].float(), dim=-1).mean()
-            losses.append(term.weight * (kl + config.membership * membership + config.alignment * alignment))
+            losses.append(
+                term.weight * (kl + config.membership * membership + config.alignment * alignment)
+            )
             q = log_q.exp().detach()
             hits = torch.zeros_like(members).scatter_(1, top, 1.0).gather(1, chosen) > 0
             kls.append(kl)
@@ -133,7 +152,9 @@ class ExpertPredictorObjective(Objective):
             sure.append(q.gather(1, chosen).flatten())
             overlaps.append(torch.minimum(p, q).sum(-1).mean())
         loss = torch.stack(losses).sum() / len(self._mixtures)
-        result = Distilled(torch.stack(kls), torch.stack(agrees), torch.stack(sure), torch.stack(overlaps))
+        result = Distilled(
+            torch.stack(kls), torch.stack(agrees), torch.stack(sure), torch.stack(overlaps)
+        )
         return loss, Report(terms, result, float(loss.detach()))
 
     def _onward(self, slow: SlowPass, mask: Tensor) -> Onward:
@@ -145,8 +166,11 @@ class ExpertPredictorObjective(Objective):
             target = after.get(layer)
             if target is None:
                 return None
-            # Tokens outside the mask stay zero: nobody sees their keys, since each row's own are for itself alone.
-            x = leaving.new_zeros(*mask.shape, leaving.shape[-1]).masked_scatter(mask[..., None], leaving)
+            # Tokens outside the mask stay zero: nobody sees their keys, since each row's own are
+            # for itself alone.
+            x = leaving.new_zeros(*mask.shape, leaving.shape[-1]).masked_scatter(
+                mask[..., None], leaving
+            )
             x = x.to(teacher.parts.dtype)
             for i in range(layer + 1, target.layer + 1):
                 x = teacher.onward(i, x, slow)
@@ -157,9 +181,13 @@ class ExpertPredictorObjective(Objective):
 
     @torch.no_grad()
     def _residuals(self, ids: Tensor, mask: Tensor) -> tuple[list[Tensor], SlowPass]:
-        """The stream after attention of each mixture layer, [N, d] over the rows of ``mask``, and the pass it is of."""
+        """The stream after attention of each mixture layer, [N, d] over the rows of ``mask``, and
+        the pass it is of.
+        """
         with self._watching():
-            slow = self._teacher[0].slow(ids, len(self._teacher[0].parts.layers) if self.stream.config.attention else 0)
+            slow = self._teacher[0].slow(
+                ids, len(self._teacher[0].parts.layers) if self.stream.config.attention else 0
+            )
         found = []
         for mixture in self._mixtures:
             assert mixture.residual is not None

@@ -20,7 +20,9 @@ def nodes_of(widths: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class MedusaConfig(MethodConfig):
-    """heads: K; head k drafts the token k places after the next. widths: children at depth 1, 2, …"""
+    """heads: K; head k drafts the token k places after the next. widths: children at depth 1, 2,
+    …
+    """
 
     METHOD: ClassVar[str] = "medusa"
 

@@ -1,4 +1,6 @@
-"""Medusa as a drafter: all heads read the last verified row's final residual; their best tokens span a tree."""
+"""Medusa as a drafter: all heads read the last verified row's final residual; their best tokens
+span a tree.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from multirate.model.kv_cache import KVCache
 
 
 class MedusaDrafter(Drafter):
-    """Depth k of the tree holds head k's `widths[k - 1]` best tokens below every node of depth k - 1."""
+    """Depth k of the tree holds head k's `widths[k - 1]` best tokens below every node of depth k -
+    1.
+    """
 
     def __init__(self, decoder: Decoder, heads: MedusaHeads, config: MedusaDecodeConfig) -> None:
         # the decoder's residuals decide the dtype: the native kernel keeps them in fp32
@@ -69,7 +73,9 @@ class MedusaDrafter(Drafter):
 
     @torch.no_grad()
     def _best(self, hidden: Tensor) -> list[list[int]]:
-        """h_L [n, d] → the likeliest tokens after each row by each head, head after head: [K · n][k]."""
+        """h_L [n, d] → the likeliest tokens after each row by each head, head after head: [K ·
+        n][k].
+        """
         students = self.heads(self.decoder.norm(hidden), len(self.widths)).flatten(0, 1)
         count = min(max(self.widths), self.decoder.info.vocab_size)
         return self.decoder.top_tokens(self.decoder.unembed(students), count)

@@ -1,4 +1,5 @@
-"""Medusa's heads [Cai et al. 2024, Medusa-1]: student_k = x + SiLU(W_k x), read by the base's frozen LM head.
+"""Medusa's heads [Cai et al. 2024, Medusa-1]: student_k = x + SiLU(W_k x), read by the base's
+frozen LM head.
 
 x is the base's final residual after its final norm. W_k starts at zero: an untrained head repeats
 the base's next token.

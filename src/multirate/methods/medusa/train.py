@@ -35,7 +35,9 @@ class MedusaObjective(Objective):
     def forward(
         self, ids: Tensor, mask: Tensor, final: Tensor | None = None
     ) -> tuple[Tensor, Report]:
-        """See Objective. Rows count whose next K + 1 tokens are all response tokens, as when drafting."""
+        """See Objective. Rows count whose next K + 1 tokens are all response tokens, as when
+        drafting.
+        """
         teacher, count = self._teacher[0], self.heads.config.heads
         normed = teacher.slow(ids, shared=0, final=final).normed
         # what the teacher says at row t head k must say at row t - k

@@ -9,7 +9,9 @@ from multirate.methods.common.config import MethodConfig
 
 @dataclass(frozen=True)
 class PromptLookupConfig(MethodConfig):
-    """max_ngram: longest n-gram looked up (shorter ones are tried next). tokens: length of a draft."""
+    """max_ngram: longest n-gram looked up (shorter ones are tried next). tokens: length of a
+    draft.
+    """
 
     max_ngram: int = 3
     tokens: int = 10

@@ -1,4 +1,6 @@
-"""Drafts by looking the last n tokens up in prompt and output [Saxena 2023]. No model, no training."""
+"""Drafts by looking the last n tokens up in prompt and output [Saxena 2023]. No model, no
+training.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from multirate.model.native.cache import NativeKVCache
 
 
 class PromptLookupDrafter(Drafter):
-    """The longest n-gram (n ≤ max_ngram) that occurred before proposes what followed its latest occurrence.
+    """The longest n-gram (n ≤ max_ngram) that occurred before proposes what followed its latest
+    occurrence.
 
-    On the native decoder a greedy step of one sequence is one kernel call, as M2R2's and Kangaroo's are.
+    On the native decoder a greedy step of one sequence is one kernel call, as M2R2's and Kangaroo's
+    are.
     """
 
     start = 0
@@ -29,9 +33,16 @@ class PromptLookupDrafter(Drafter):
         self._texts: list[TextIndex] = []
         self._fused: FusedSteps | None = None
         self._entered: int | None = None  # the sequence whose steps are fused
-        if isinstance(decoder, NativeDecoder) and decoder.supports_fused and FusedSteps.can_draft(config.tokens):
+        if (
+            isinstance(decoder, NativeDecoder)
+            and decoder.supports_fused
+            and FusedSteps.can_draft(config.tokens)
+        ):
             self._stream = abi.new(
-                "Stream", shape=decoder.shape, layers=decoder.packed_layers, table=decoder.table.data_ptr()
+                "Stream",
+                shape=decoder.shape,
+                layers=decoder.packed_layers,
+                table=decoder.table.data_ptr(),
             )
             ngram = abi.new("NgramLimits", longest=config.max_ngram)
             limits = abi.new("DraftLimits", nodes=config.tokens, ngram=ngram)
@@ -49,7 +60,11 @@ class PromptLookupDrafter(Drafter):
         return length  # the index is made anew from the tokens
 
     def draft(
-        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int], sampler: Sampler
+        self,
+        seqs: Sequence[int],
+        last_tokens: Sequence[int],
+        limits: Sequence[int],
+        sampler: Sampler,
     ) -> list[Draft]:
         """See Drafter. The draft is empty where not even the last token occurred before."""
         tokens = self.config.tokens

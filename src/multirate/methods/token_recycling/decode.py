@@ -67,7 +67,9 @@ class TokenRecyclingDrafter(Drafter):
         return [self._expand(b, token) for b, token in zip(seqs, last_tokens, strict=True)]
 
     def accept(self, seq: int, verified: Verified) -> None:
-        """Every row renews its token's successors; where a token has several, an accepted row wins."""
+        """Every row renews its token's successors; where a token has several, an accepted row
+        wins.
+        """
         assert verified.top is not None
         rows = [*range(len(verified.top)), *verified.path]
         for row in rows:

@@ -1,7 +1,8 @@
-"""Decoding passes with static shapes, recorded once and replayed: CUDA graphs for any model that HFDecoder runs.
+"""Decoding passes with static shapes, recorded once and replayed: CUDA graphs for any model that
+HFDecoder runs.
 
-Written without a GPU at hand: its logic is tested on CPU with recorders that replay the same static-shape code; its
-CUDA capture has not been run, and its speed is unmeasured.
+Written without a GPU at hand: its logic is tested on CPU with recorders that replay the same
+static-shape code; its CUDA capture has not been run, and its speed is unmeasured.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ from multirate.model.kv_cache import KVCache
 from multirate.model.rows import MAX_TREE_BIT, Rows
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-"""Rows of one sequence are padded to one of these; a call with more (a long prompt) runs as HFDecoder does."""
+"""Rows of one sequence are padded to one of these; a call with more (a long prompt) runs as
+HFDecoder does.
+"""
 MAX_ROWS = 256
-"""Padded rows of all sequences together, above which a pass is bound by arithmetic and not by launching kernels."""
+"""Padded rows of all sequences together, above which a pass is bound by arithmetic and not by
+launching kernels.
+"""
 MAX_RECORDINGS = 64
 """Recordings kept for one cache; the least recently used goes first."""
 _WARM_UPS = 3
@@ -35,7 +40,9 @@ Replay = Callable[[], Tensor]
 
 
 class Recorder(Protocol):
-    """Turns a function without arguments, reading and writing fixed tensors, into one that repeats its device work."""
+    """Turns a function without arguments, reading and writing fixed tensors, into one that repeats
+    its device work.
+    """
 
     def record(self, function: Callable[[], Tensor]) -> Replay:
         """The returned function's tensor is valid until anything is recorded or replayed again."""
@@ -43,14 +50,18 @@ class Recorder(Protocol):
 
 
 class EagerRecorder:
-    """Runs the function itself each time: the static-shape code without graphs, for devices that have none."""
+    """Runs the function itself each time: the static-shape code without graphs, for devices that
+    have none.
+    """
 
     def record(self, function: Callable[[], Tensor]) -> Replay:
         return function
 
 
 class CudaRecorder:
-    """One torch.cuda.CUDAGraph per function; all share a memory pool, for only one of them runs at a time."""
+    """One torch.cuda.CUDAGraph per function; all share a memory pool, for only one of them runs at
+    a time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -58,7 +69,8 @@ class CudaRecorder:
 
     def record(self, function: Callable[[], Tensor]) -> Replay:
         with torch.cuda.device(self.device):
-            # Libraries allocate workspaces and pick kernels at first use, which a capture may not contain.
+            # Libraries allocate workspaces and pick kernels at first use, which a capture may not
+            # contain.
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -78,14 +90,17 @@ class CudaRecorder:
 
 
 class GraphedDecoder(HFDecoder):
-    """HFDecoder whose short passes (decoding, drafting, verifying) have static shapes and are replayed recordings.
+    """HFDecoder whose short passes (decoding, drafting, verifying) have static shapes and are
+    replayed recordings.
 
-    A pass is recorded once for each storage of a cache, width of rows, attended span, layers [start, stop) and
-    adapters. Its first run is compared with HFDecoder's own; a model that cannot be recorded, or whose recording gives
-    other numbers, runs as HFDecoder from then on, and `graph_fallback` says why (None: recordings are in use).
+    A pass is recorded once for each storage of a cache, width of rows, attended span, layers
+    [start, stop) and adapters. Its first run is compared with HFDecoder's own; a model that cannot
+    be recorded, or whose recording gives other numbers, runs as HFDecoder from then on, and
+    `graph_fallback` says why (None: recordings are in use).
 
-    The storage of the last cache is kept and given to the next one, so that recordings outlive a generation. A
-    recording holds the weights' addresses: weights may change in place, not be replaced (nor may `deltas()`).
+    The storage of the last cache is kept and given to the next one, so that recordings outlive a
+    generation. A recording holds the weights' addresses: weights may change in place, not be
+    replaced (nor may `deltas()`).
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder | None = None) -> None:
@@ -163,7 +178,9 @@ class GraphedDecoder(HFDecoder):
         return expected
 
     def _width(self, x: Tensor, rows: Rows, start: int, stop: int, cache: KVCache) -> int | None:
-        """The rows per sequence of the static shape for this call; None: it is not one for a recording."""
+        """The rows per sequence of the static shape for this call; None: it is not one for a
+        recording.
+        """
         if self.graph_fallback is not None or not isinstance(cache, StaticKVCache):
             return None
         if not len(rows) or len(rows) != len(x) or start >= stop or len(rows) > MAX_ROWS:
@@ -178,19 +195,25 @@ class GraphedDecoder(HFDecoder):
 
 
 class StaticRows:
-    """What changes from one replay to the next, in tensors that stay: B sequences of `width` rows seeing `span` slots.
+    """What changes from one replay to the next, in tensors that stay: B sequences of `width` rows
+    seeing `span` slots.
 
-    `x` [B, width, d]; `numbers` [5, B, width] int64 (position, slot written, prefix, tree, accelerated): all of a
-    call's rows cross to the device in one copy; `positions` [B, span] int64 of the slots, for sliding windows.
-    Padding rows see nothing and write to the scratch slot, which lies behind every span.
+    `x` [B, width, d]; `numbers` [5, B, width] int64 (position, slot written, prefix, tree,
+    accelerated): all of a call's rows cross to the device in one copy; `positions` [B, span] int64
+    of the slots, for sliding windows. Padding rows see nothing and write to the scratch slot, which
+    lies behind every span.
     """
 
-    def __init__(self, parts: ModelParts, storage: StaticStorage, width: int, span: int, size: int) -> None:
+    def __init__(
+        self, parts: ModelParts, storage: StaticStorage, width: int, span: int, size: int
+    ) -> None:
         self.shape, self.span, self.scratch = (storage.batch, width), span, storage.scratch
         self.windowed = any(window is not None for window in parts.windows)
         self.x = torch.zeros(*self.shape, size, dtype=parts.dtype, device=parts.device)
         self.numbers = torch.zeros(5, *self.shape, dtype=torch.int64, device=parts.device)
-        self.position_ids, self.slot, self.prefix, self.tree, self.accelerated = self.numbers.unbind()
+        self.position_ids, self.slot, self.prefix, self.tree, self.accelerated = (
+            self.numbers.unbind()
+        )
         self.positions = torch.zeros(storage.batch, span, dtype=torch.int64, device=parts.device)
         self._rows: Rows | None = None
         self._cache: Callable[[], KVCache | None] = lambda: None
@@ -199,7 +222,9 @@ class StaticRows:
         self._at: Tensor | None = None
 
     def load(self, x: Tensor, rows: Rows, cache: KVCache) -> None:
-        """Copies x [N, d] and the rows' numbers (these only when they changed: layers are often run in pieces)."""
+        """Copies x [N, d] and the rows' numbers (these only when they changed: layers are often run
+        in pieces).
+        """
         if self._rows is not rows or self._cache() is not cache or self._version != cache.version:
             self._load_rows(rows, cache)
         flat = self.x.view(-1, self.x.shape[-1])
@@ -217,7 +242,9 @@ class StaticRows:
         return flat[: self._count].clone() if self._at is None else flat.index_select(0, self._at)
 
     def mask(self, window: int | None) -> Tensor:
-        """The additive mask [B, 1, width, span], computed on the device from the tensors above alone."""
+        """The additive mask [B, 1, width, span], computed on the device from the tensors above
+        alone.
+        """
         slots = torch.arange(self.span, device=self.x.device)
         k = slots - self.prefix[:, :, None]
         bit = (self.tree[:, :, None] >> k.clamp(0, MAX_TREE_BIT)) & 1
@@ -233,7 +260,9 @@ class StaticRows:
         if batch > 1:
             b = rows.seq.astype(np.int64)
             counts = np.bincount(b, minlength=batch)
-            t[np.argsort(b, kind="stable")] = np.arange(n) - np.repeat(np.cumsum(counts) - counts, counts)
+            t[np.argsort(b, kind="stable")] = np.arange(n) - np.repeat(
+                np.cumsum(counts) - counts, counts
+            )
             at = b * width + t
             if not np.array_equal(at, np.arange(n)):
                 self._at = torch.from_numpy(at).to(self.x.device)
@@ -241,7 +270,9 @@ class StaticRows:
         grid[1] = self.scratch
         slot = np.where(rows.slot < 0, self.scratch, rows.slot)
         accelerated = 0 if rows.accelerated is None else rows.accelerated
-        for row, values in zip(grid, (rows.pos, slot, rows.prefix, rows.tree, accelerated), strict=True):
+        for row, values in zip(
+            grid, (rows.pos, slot, rows.prefix, rows.tree, accelerated), strict=True
+        ):
             row[b, t] = values
         self.numbers.copy_(torch.from_numpy(grid))
         if self.windowed:
@@ -250,7 +281,9 @@ class StaticRows:
 
 
 class LayerRun:
-    """Layers [start, stop) on a StaticRows: what is recorded. Calling it reads no number that is not in a tensor."""
+    """Layers [start, stop) on a StaticRows: what is recorded. Calling it reads no number that is
+    not in a tensor.
+    """
 
     def __init__(
         self,
@@ -266,20 +299,31 @@ class LayerRun:
         self.keys, self.values = storage.keys, storage.values
         # The originals too: recordings are known by their adapters' ids, which must stay taken.
         self.originals = dict(adapters)
-        self.adapters = {i: _RowsOnly(adapter, inputs.accelerated) for i, adapter in adapters.items()}
+        self.adapters = {
+            i: _RowsOnly(adapter, inputs.accelerated) for i, adapter in adapters.items()
+        }
 
     def __call__(self) -> Tensor:
         parts, inputs = self.parts, self.inputs
-        hidden, masks = inputs.x, {w: inputs.mask(w) for w in set(parts.windows[self.start : self.stop])}
+        hidden, masks = (
+            inputs.x,
+            {w: inputs.mask(w) for w in set(parts.windows[self.start : self.stop])},
+        )
         rotary = parts.position_embeddings(hidden, inputs.position_ids)
         for i in range(self.start, self.stop):
             layer, adapter = parts.layers[i], self.adapters.get(i)
             with nullcontext() if adapter is None else apply_adapter(layer, adapter):
-                hidden = parts.run_layer(i, hidden, masks[layer.window], inputs.position_ids, rotary, self)
+                hidden = parts.run_layer(
+                    i, hidden, masks[layer.window], inputs.position_ids, rotary, self
+                )
         return hidden
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The cache protocol of transformers' attention: writes [B, H, width, D], returns views [B, H, span, D]."""
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The cache protocol of transformers' attention: writes [B, H, width, D], returns views [B,
+        H, span, D].
+        """
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         slot = self.inputs.slot[:, None, :, None]
         keys.scatter_(2, slot.expand_as(key), key)
@@ -288,10 +332,14 @@ class LayerRun:
 
 
 class _RowsOnly:
-    """An adapter whose deltas are zero outside the rows flagged in a tensor: no index list, whose length would vary."""
+    """An adapter whose deltas are zero outside the rows flagged in a tensor: no index list, whose
+    length would vary.
+    """
 
     def __init__(self, adapter: LayerAdapter, flags: Tensor) -> None:
-        self._deltas = {name: _MaskedDelta(delta, flags) for name, delta in adapter.deltas().items()}
+        self._deltas = {
+            name: _MaskedDelta(delta, flags) for name, delta in adapter.deltas().items()
+        }
 
     def deltas(self) -> Mapping[str, nn.Module]:
         return self._deltas
@@ -308,7 +356,9 @@ class _MaskedDelta(nn.Module):
 
 
 def unsupported(parts: ModelParts) -> str | None:
-    """Why passes of this model cannot be recorded, as far as its structure tells; None when they may be."""
+    """Why passes of this model cannot be recorded, as far as its structure tells; None when they
+    may be.
+    """
     if any(moe is not None for moe in parts.moe):
         return "its experts get as many rows as the router decides, so shapes vary"
     kinds = getattr(parts.rotary_module, "rope_type", None)
@@ -322,7 +372,12 @@ def unsupported(parts: ModelParts) -> str | None:
 
 
 def _disagreement(got: Tensor, expected: Tensor) -> str | None:
-    difference = float((got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12))
+    difference = float(
+        (got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12)
+    )
     if difference <= (1e-3 if expected.dtype in (torch.float32, torch.float64) else 3e-2):
         return None
-    return f"a recorded pass gave other numbers than the model's own layers (relative difference {difference:.1e})"
+    return (
+        "a recorded pass gave other numbers than the model's own layers (relative difference "
+        f"{difference:.1e})"
+    )

@@ -1,4 +1,6 @@
-"""A KVCache whose storage keeps its address, size and a slot nobody reads: what recorded graphs may refer to."""
+"""A KVCache whose storage keeps its address, size and a slot nobody reads: what recorded graphs may
+refer to.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def round_up(slots: int) -> int:
 
 
 class StaticStorage:
-    """K/V tensors `keys[i]`, `values[i]`: [B, H_kv, capacity + 1, D]; the last slot, `scratch`, is only written.
+    """K/V tensors `keys[i]`, `values[i]`: [B, H_kv, capacity + 1, D]; the last slot, `scratch`, is
+    only written.
 
     What was recorded over these tensors is kept beside them, so that it goes when they go.
     """
@@ -31,22 +34,29 @@ class StaticStorage:
         self.batch, self.capacity, self.scratch = batch, capacity, capacity
         shapes = [(k, (batch, k.heads, capacity + 1)) for k in layout]
         self.keys = [torch.zeros(*s, k.key_dim, dtype=k.dtype, device=k.device) for k, s in shapes]
-        self.values = [torch.zeros(*s, k.value_dim, dtype=k.dtype, device=k.device) for k, s in shapes]
+        self.values = [
+            torch.zeros(*s, k.value_dim, dtype=k.dtype, device=k.device) for k, s in shapes
+        ]
         self.recordings: OrderedDict[Hashable, Any] = OrderedDict()
         self.inputs: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 
 
 class StaticKVCache(KVCache):
-    """A KVCache over a StaticStorage: the capacity is a multiple of SPAN; growing takes a new storage.
+    """A KVCache over a StaticStorage: the capacity is a multiple of SPAN; growing takes a new
+    storage.
 
-    kept: the storage of a dropped cache of the same batch and layout. Used (emptied) when large enough, and then what
-    was recorded over it stays valid.
+    kept: the storage of a dropped cache of the same batch and layout. Used (emptied) when large
+    enough, and then what was recorded over it stays valid.
     """
 
     storage: StaticStorage
 
     def __init__(
-        self, batch: int, capacity: int, layers: Sequence[LayerKV], kept: StaticStorage | None = None
+        self,
+        batch: int,
+        capacity: int,
+        layers: Sequence[LayerKV],
+        kept: StaticStorage | None = None,
     ) -> None:
         self._kept = kept
         super().__init__(batch, max(capacity, 1), layers)

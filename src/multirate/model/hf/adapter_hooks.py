@@ -1,4 +1,6 @@
-"""Adds a layer adapter's outputs to the model's own linears, for chosen rows, through temporary forward hooks."""
+"""Adds a layer adapter's outputs to the model's own linears, for chosen rows, through temporary
+forward hooks.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,34 @@ from multirate.model.hf.parts import LayerParts, Site
 
 
 @contextmanager
-def apply_adapter(layer: LayerParts, adapter: LayerAdapter, rows: Tensor | None = None) -> Iterator[None]:
+def apply_adapter(
+    layer: LayerParts, adapter: LayerAdapter, rows: Tensor | None = None
+) -> Iterator[None]:
     """While active, a run of `layer` adds `adapter.deltas()` at their sites.
 
-    rows: which of the layer's [B, T] rows get the deltas: a boolean mask [B, T], flat row numbers (int64, into B·T),
-    or None for all. The others come out bit-identical. Keeps gradients; the hooks go also when the body raises.
-    Other threads that run the layer meanwhile are not concerned.
-    Raises UserError when the adapter names a site that this layer does not have.
+    rows: which of the layer's [B, T] rows get the deltas: a boolean mask [B, T], flat row numbers
+    (int64, into B·T), or None for all. The others come out bit-identical. Keeps gradients; the
+    hooks go also when the body raises. Other threads that run the layer meanwhile are not
+    concerned. Raises UserError when the adapter names a site that this layer does not have.
     """
     deltas = adapter.deltas()
     missing = [name for name in deltas if name not in layer.sites]
     if missing:
-        kind = "a mixture-of-experts layer" if layer.moe is not None else f"a {type(layer.module).__name__}"
+        kind = (
+            "a mixture-of-experts layer"
+            if layer.moe is not None
+            else f"a {type(layer.module).__name__}"
+        )
         raise UserError(
-            f"the adapter of layer {layer.index} adapts {missing[0]!r}, which {kind} does not have; "
+            f"the adapter of layer {layer.index} adapts {missing[0]!r}, which {kind} does not "
+            "have; "
             f"available: {', '.join(sorted(layer.sites))}"
         )
-    index = rows.reshape(-1).nonzero().squeeze(-1) if rows is not None and rows.dtype == torch.bool else rows
+    index = (
+        rows.reshape(-1).nonzero().squeeze(-1)
+        if rows is not None and rows.dtype == torch.bool
+        else rows
+    )
     handles = []
     try:
         for name, delta in deltas.items():
@@ -44,13 +57,17 @@ def apply_adapter(layer: LayerParts, adapter: LayerAdapter, rows: Tensor | None 
             handle.remove()
 
 
-def _hook(site: Site, delta: nn.Module, index: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
+def _hook(
+    site: Site, delta: nn.Module, index: Tensor | None
+) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
     ours = threading.get_ident()
 
     def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         if threading.get_ident() != ours:
             return output
-        if isinstance(output, tuple):  # e.g. a MoE block returning its router scores beside the hidden states
+        if isinstance(
+            output, tuple
+        ):  # e.g. a MoE block returning its router scores beside the hidden states
             return (_added(inputs[0], output[0]), *output[1:])
         return _added(inputs[0], output)
 
@@ -59,7 +76,11 @@ def _hook(site: Site, delta: nn.Module, index: Tensor | None) -> Callable[[nn.Mo
             extra = delta(x).to(y.dtype)
             if site.start is None:
                 return y + extra
-            before, part, after = y[..., : site.start], y[..., site.start : site.stop], y[..., site.stop :]
+            before, part, after = (
+                y[..., : site.start],
+                y[..., site.start : site.stop],
+                y[..., site.stop :],
+            )
             return torch.cat([before, part + extra, after], dim=-1)
         flat = y.reshape(-1, y.shape[-1])
         extra = delta(x.reshape(-1, x.shape[-1])[index]).to(y.dtype)

@@ -1,4 +1,6 @@
-"""A decoder that calls the transformers model's own layer modules: any architecture, any dtype, no forked code."""
+"""A decoder that calls the transformers model's own layer modules: any architecture, any dtype, no
+forked code.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ _PROBE_TOKENS = 4
 class HFDecoder(Decoder):
     """Runs rows through the layers of `model`, which is frozen: nothing of it is changed.
 
-    Building it runs a four-token probe through the model's own forward and through the located parts; a model whose
-    logits differ is refused with a UserError: an architecture with an unforeseen part cannot give wrong text silently.
+    Building it runs a four-token probe through the model's own forward and through the located
+    parts; a model whose
+    logits differ is refused with a UserError: an architecture with an unforeseen part cannot give
+    wrong text silently.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,7 +53,7 @@ class HFDecoder(Decoder):
         self._plan: RowPlan | None = None
         self._kv_layout = self._probe()
 
-    # -- Decoder ----------------------------------------------------------------------------------------------------
+    # -- Decoder -----------------------------------------------------------------------------------
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity, self._kv_layout)
@@ -82,8 +86,14 @@ class HFDecoder(Decoder):
             for i in range(start, stop):
                 adapter = adapters.get(i) if adapters and plan.accelerated is not None else None
                 layer = parts.layers[i]
-                with nullcontext() if adapter is None else apply_adapter(layer, adapter, plan.accelerated):
-                    hidden = parts.run_layer(i, hidden, plan.mask(layer.window), plan.position_ids, plan.rotary, plan)
+                with (
+                    nullcontext()
+                    if adapter is None
+                    else apply_adapter(layer, adapter, plan.accelerated)
+                ):
+                    hidden = parts.run_layer(
+                        i, hidden, plan.mask(layer.window), plan.position_ids, plan.rotary, plan
+                    )
             return plan.unpad(hidden)
 
     @torch.no_grad()
@@ -99,7 +109,9 @@ class HFDecoder(Decoder):
             if plan.rotary is None:
                 plan.rotary = parts.position_embeddings(x, plan.position_ids)
             for i in range(start, stop):
-                parts.run_to_kv(i, x, plan.mask(parts.layers[i].window), plan.position_ids, plan.rotary, plan)
+                parts.run_to_kv(
+                    i, x, plan.mask(parts.layers[i].window), plan.position_ids, plan.rotary, plan
+                )
 
     @torch.no_grad()
     def norm(self, x: Tensor) -> Tensor:
@@ -109,12 +121,14 @@ class HFDecoder(Decoder):
     def unembed(self, normed: Tensor) -> Tensor:
         return self.parts.unembed(normed).float()
 
-    # -- internals --------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------
 
     def _plan_for(self, rows: Rows, cache: KVCache, x: Tensor, implementation: str) -> RowPlan:
         # The same rows usually come twice or more: the layers are run in pieces [0, G) and [G, L).
         if self._plan is None or not self._plan.current(rows, cache):
-            self._plan = RowPlan(rows, cache, x.device, x.dtype, fused_causal=implementation == "sdpa")
+            self._plan = RowPlan(
+                rows, cache, x.device, x.dtype, fused_causal=implementation == "sdpa"
+            )
         return self._plan
 
     @contextmanager
@@ -125,9 +139,13 @@ class HFDecoder(Decoder):
 
     @torch.no_grad()
     def _probe(self) -> list[LayerKV]:
-        """Compares the parts with the model's own forward on a few tokens; returns each layer's K/V shape."""
+        """Compares the parts with the model's own forward on a few tokens; returns each layer's K/V
+        shape.
+        """
         parts, name = self.parts, type(self.parts.model).__name__
-        ids = torch.arange(1, _PROBE_TOKENS + 1, device=parts.device)[None] * 7 % self.info.vocab_size
+        ids = (
+            torch.arange(1, _PROBE_TOKENS + 1, device=parts.device)[None] * 7 % self.info.vocab_size
+        )
         positions = torch.arange(_PROBE_TOKENS, device=parts.device)[None]
         recorded = RecordingKV()
         try:
@@ -140,17 +158,23 @@ class HFDecoder(Decoder):
                     hidden = parts.run_layer(i, hidden, masks[i], positions, rotary, recorded)
                 logits = parts.logits(hidden)
         except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
-            raise UserError(f"{name} cannot be run: its layers could not be called one by one ({error})") from error
+            raise UserError(
+                f"{name} cannot be run: its layers could not be called one by one ({error})"
+            ) from error
         if logits.shape != expected.shape:
             raise UserError(
-                f"{name} cannot be run: its own forward gives logits of {tuple(expected.shape)} for {_PROBE_TOKENS} "
+                f"{name} cannot be run: its own forward gives logits of {tuple(expected.shape)} "
+                f"for {_PROBE_TOKENS} "
                 "tokens (a prompt of its own put before them?), so it has a part that is not known"
             )
-        difference = (logits.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12)
+        difference = (logits.float() - expected.float()).norm() / expected.float().norm().clamp(
+            min=1e-12
+        )
         limit = 1e-3 if self.info.dtype in (torch.float32, torch.float64) else 3e-2
         if not difference <= limit:
             raise UserError(
-                f"{name} cannot be run: its layers run one by one give other logits than its own forward "
+                f"{name} cannot be run: its layers run one by one give other logits than its own "
+                "forward "
                 f"(relative difference {float(difference):.1e}), so it has a part that is not known"
             )
         return [

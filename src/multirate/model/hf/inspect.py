@@ -1,4 +1,6 @@
-"""Finds the parts of a transformers decoder-only model by structure, or says why it cannot be run."""
+"""Finds the parts of a transformers decoder-only model by structure, or says why it cannot be
+run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from multirate.model.hf.parts import LayerParts, ModelParts, MoEParts, Site, Tra
 
 __all__ = ["LayerParts", "MoEParts", "ModelParts", "Site", "Trace", "find_parts"]
 
-_LAYER_ARGUMENTS = {"hidden_states", "attention_mask", "position_ids", "position_embeddings", "use_cache"}
+_LAYER_ARGUMENTS = {
+    "hidden_states",
+    "attention_mask",
+    "position_ids",
+    "position_embeddings",
+    "use_cache",
+}
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 _OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense")
 _UP_NAMES = ("up_proj", "c_fc", "fc1", "dense_h_to_4h")
@@ -27,8 +35,8 @@ def _refuse(model: nn.Module, reason: str) -> NoReturn:
 def find_parts(model: nn.Module) -> ModelParts:
     """The parts of `model`, a decoder-only causal language model of transformers.
 
-    Raises UserError naming the model class and the reason: encoder-decoder, state-space or linear attention,
-    bidirectional attention, no LM head, or a part whose role is unknown.
+    Raises UserError naming the model class and the reason: encoder-decoder, state-space or linear
+    attention, bidirectional attention, no LM head, or a part whose role is unknown.
     """
     full_config = getattr(model, "config", None)
     if full_config is None or not hasattr(full_config, "get_text_config"):
@@ -60,7 +68,8 @@ def find_parts(model: nn.Module) -> ModelParts:
         embed_scale=float(getattr(config, "embedding_multiplier", None) or 1.0),
         layers=layers,
         rotary_module=rotary,
-        rotary_by_type=rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
+        rotary_by_type=rotary is not None
+        and "layer_type" in inspect.signature(rotary.forward).parameters
         and _ropes_by_type(config),
         norm=found.get("norm"),
         head=head,
@@ -73,13 +82,19 @@ def find_parts(model: nn.Module) -> ModelParts:
     )
 
 
-def _classify(model: nn.Module, base: nn.Module, embed_tokens: nn.Module, config: Any) -> dict[str, Any]:
-    """Gives every child of the base model its role; a child with weights and no known role is refused."""
+def _classify(
+    model: nn.Module, base: nn.Module, embed_tokens: nn.Module, config: Any
+) -> dict[str, Any]:
+    """Gives every child of the base model its role; a child with weights and no known role is
+    refused.
+    """
     found: dict[str, Any] = {}
 
     def take(role: str, name: str, module: nn.Module) -> None:
         if role in found:
-            _refuse(model, f"its part {name!r} ({type(module).__name__}) looks like a second {role}")
+            _refuse(
+                model, f"its part {name!r} ({type(module).__name__}) looks like a second {role}"
+            )
         found[role] = module
 
     count = config.num_hidden_layers
@@ -96,18 +111,32 @@ def _classify(model: nn.Module, base: nn.Module, embed_tokens: nn.Module, config
         elif isinstance(child, nn.Embedding) and type(child) is nn.Embedding:
             take("positions", name, child)
         elif next(child.parameters(), None) is not None:
-            _refuse(model, f"its part {name!r} ({type(child).__name__}) has no known role in a decoder-only model")
+            _refuse(
+                model,
+                f"its part {name!r} ({type(child).__name__}) has no known role in a decoder-only "
+                "model",
+            )
     if "layers" not in found:
         _refuse(model, f"no list of its {count} layers was found in {type(base).__name__}")
     return found
 
 
-def _layer(model: nn.Module, base: nn.Module, module: nn.Module, index: int, config: Any) -> LayerParts:
+def _layer(
+    model: nn.Module, base: nn.Module, module: nn.Module, index: int, config: Any
+) -> LayerParts:
     children = dict(module.named_children())
-    attentions = [c for c in children.values() if "attention" in type(c).__name__.lower() and hasattr(c, "forward")]
+    attentions = [
+        c
+        for c in children.values()
+        if "attention" in type(c).__name__.lower() and hasattr(c, "forward")
+    ]
     if len(attentions) != 1:
         what = ", ".join(type(c).__name__ for c in children.values())
-        _refuse(model, f"layer {index} has {len(attentions)} attention blocks among its parts ({what}); one is needed")
+        _refuse(
+            model,
+            f"layer {index} has {len(attentions)} attention blocks among its parts ({what}); one "
+            "is needed",
+        )
     attention = attentions[0]
 
     names = inspect.signature(module.forward).parameters
@@ -117,15 +146,20 @@ def _layer(model: nn.Module, base: nn.Module, module: nn.Module, index: int, con
     unknown = [
         name
         for name, p in names.items()
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        and name not in _LAYER_ARGUMENTS and name not in _CACHE_ARGUMENTS
+        if p.default is p.empty
+        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        and name not in _LAYER_ARGUMENTS
+        and name not in _CACHE_ARGUMENTS
     ]
     if unknown:
         _refuse(model, f"its layers need the argument {unknown[0]!r}, which is not known")
 
     rest = [
-        c for c in children.values()
-        if c is not attention and "norm" not in type(c).__name__.lower() and next(c.parameters(), None) is not None
+        c
+        for c in children.values()
+        if c is not attention
+        and "norm" not in type(c).__name__.lower()
+        and next(c.parameters(), None) is not None
     ]
     block = rest[0] if len(rest) == 1 and any(True for _ in rest[0].children()) else None
     moe = _moe(block, config)
@@ -153,7 +187,11 @@ def _layer_type(model: nn.Module, config: Any, index: int) -> str | None:
         return None
     kind = str(types[index])
     if kind not in ("full_attention", "sliding_attention"):
-        _refuse(model, f"layer {index} is of type {kind!r}; full_attention and sliding_attention are supported")
+        _refuse(
+            model,
+            f"layer {index} is of type {kind!r}; full_attention and sliding_attention are "
+            "supported",
+        )
     return kind
 
 
@@ -161,8 +199,8 @@ def _window(base: nn.Module, config: Any, layer_type: str | None) -> int | None:
     window = getattr(config, "sliding_window", None)
     if window is None or layer_type == "full_attention":
         return None
-    # Without layer types, a config may carry a window that its model ignores: the model's code then never makes
-    # a sliding mask.
+    # Without layer types, a config may carry a window that its model ignores: the model's code then
+    # never makes a sliding mask.
     module = sys.modules[type(base).__module__]
     if layer_type is None and not hasattr(module, "create_sliding_window_causal_mask"):
         return None
@@ -182,10 +220,14 @@ def _site(linear: nn.Module, start: int | None = None, stop: int | None = None) 
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
-    return next((m for name in names if isinstance(m := getattr(module, name, None), nn.Module)), None)
+    return next(
+        (m for name in names if isinstance(m := getattr(module, name, None), nn.Module)), None
+    )
 
 
-def _attention_sites(attention: nn.Module, config: Any) -> tuple[dict[str, nn.Module], dict[str, Site]]:
+def _attention_sites(
+    attention: nn.Module, config: Any
+) -> tuple[dict[str, nn.Module], dict[str, Site]]:
     linears: dict[str, nn.Module] = {}
     sites: dict[str, Site] = {}
     for role in ("q", "k", "v"):
@@ -193,7 +235,8 @@ def _attention_sites(attention: nn.Module, config: Any) -> tuple[dict[str, nn.Mo
             linears[role] = linear
     if "q" in linears:
         sites["q"] = _site(linears["q"])
-    # Only layouts that put all queries first; a per-head interleaved projection (GPT-NeoX) offers no "q".
+    # Only layouts that put all queries first; a per-head interleaved projection (GPT-NeoX) offers
+    # no "q".
     elif (fused := _first(attention, ("qkv_proj", "c_attn"))) is not None:
         linears["qkv"] = fused
         head_dim = getattr(attention, "head_dim", config.hidden_size // config.num_attention_heads)
@@ -225,9 +268,14 @@ def _moe(block: nn.Module | None, config: Any) -> MoEParts | None:
     router = _first(block, ("gate", "router"))
     if router is None:
         return None
-    counts = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    counts = (
+        getattr(config, key, None)
+        for key in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
     count = next((int(n) for n in counts if n), 0)
-    return MoEParts(block, router, experts, count, int(getattr(config, "num_experts_per_tok", 0) or 0))
+    return MoEParts(
+        block, router, experts, count, int(getattr(config, "num_experts_per_tok", 0) or 0)
+    )
 
 
 def _logit_scale(config: Any) -> float:
@@ -243,14 +291,17 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
 
 def _ropes_by_type(config: Any) -> bool:
     ropes = getattr(config, "rope_parameters", None) or {}
-    return any(isinstance(r, dict) for r in ropes.values()) and getattr(config, "layer_types", None) is not None
+    return (
+        any(isinstance(r, dict) for r in ropes.values())
+        and getattr(config, "layer_types", None) is not None
+    )
 
 
 def _max_positions(config: Any) -> int | None:
     limits = [getattr(config, "max_position_embeddings", None)]
     for rope in _ropes(config):
-        # These recompute their frequencies beyond the original length, so rotated keys already cached would no longer
-        # be those of a fresh run; up to it they are fixed.
+        # These recompute their frequencies beyond the original length, so rotated keys already
+        # cached would no longer be those of a fresh run; up to it they are fixed.
         if rope.get("rope_type") in ("dynamic", "longrope"):
             limits.append(rope.get("original_max_position_embeddings"))
     known = [int(n) for n in limits if n]

@@ -1,4 +1,6 @@
-"""Small objects that a transformers attention module takes as its cache (`update(key, value, layer_idx)`)."""
+"""Small objects that a transformers attention module takes as its cache (`update(key, value,
+layer_idx)`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class RecordingKV:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         self.keys[layer_idx], self.values[layer_idx] = key, value
         return key, value
 
@@ -27,24 +31,34 @@ class RecordingKV:
 class SharedKV:
     """Serves given slow-stream keys and values, and ignores the ones the calling rows offer.
 
-    An accelerated residual run through layer i with it attends to the slow stream's K/V and writes nothing
-    (docs/methods/m2r2.md, point 2).
-    `keys[i]`, `values[i]`: [B, H_kv, S, D] for each layer i that will be run.
+    An accelerated residual run through layer i with it attends to the slow stream's K/V and writes
+    nothing (docs/methods/m2r2.md, point 2). `keys[i]`, `values[i]`: [B, H_kv, S, D] for each layer
+    i that will be run.
     """
 
     def __init__(
-        self, keys: Mapping[int, Tensor] | Sequence[Tensor], values: Mapping[int, Tensor] | Sequence[Tensor]
+        self,
+        keys: Mapping[int, Tensor] | Sequence[Tensor],
+        values: Mapping[int, Tensor] | Sequence[Tensor],
     ) -> None:
         self.keys = keys
         self.values = values
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         return self.keys[layer_idx], self.values[layer_idx]
 
 
 class SharedThenOwnKV(SharedKV):
-    """Serves the given keys and values, followed by the ones the calling rows offer: [B, H_kv, S + T, D]."""
+    """Serves the given keys and values, followed by the ones the calling rows offer: [B, H_kv, S +
+    T, D].
+    """
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         keys, values = self.keys[layer_idx], self.values[layer_idx]
-        return torch.cat([keys, key.to(keys.dtype)], dim=-2), torch.cat([values, value.to(values.dtype)], dim=-2)
+        return torch.cat([keys, key.to(keys.dtype)], dim=-2), torch.cat(
+            [values, value.to(values.dtype)], dim=-2
+        )

@@ -1,4 +1,6 @@
-"""The parts of a transformers decoder that `inspect.find_parts` locates, and how to run them one by one."""
+"""The parts of a transformers decoder that `inspect.find_parts` locates, and how to run them one by
+one.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ from torch.utils.hooks import RemovableHandle
 from multirate.model.hf.layer_caches import RecordingKV
 
 PositionEmbeddings = Mapping[str | None, Any]
-"""(cos, sin) for each layer type; key None when all layers share one rotary embedding. Empty without rotary."""
+"""(cos, sin) for each layer type; key None when all layers share one rotary embedding. Empty
+without rotary.
+"""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place an adapter may add to: outputs [start, stop) of `module` (a linear, a fused linear or the MLP block)."""
+    """A place an adapter may add to: outputs [start, stop) of `module` (a linear, a fused linear or
+    the MLP block).
+    """
 
     module: nn.Module
     in_features: int
@@ -30,7 +36,9 @@ class Site:
 
 @dataclass(frozen=True)
 class MoEParts:
-    """A mixture-of-experts block: `router` scores `num_experts`, `top_k` of which run in `experts` for each token."""
+    """A mixture-of-experts block: `router` scores `num_experts`, `top_k` of which run in `experts`
+    for each token.
+    """
 
     block: nn.Module
     router: nn.Module
@@ -39,17 +47,23 @@ class MoEParts:
     top_k: int
 
     def route(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The router on its inputs [N, d] → logits [N, E] and the experts chosen by the model's own rule [N, k]."""
+        """The router on its inputs [N, d] → logits [N, E] and the experts chosen by the model's own
+        rule [N, k].
+        """
         outputs = self.router(inputs)
-        logits = next(x for x in outputs if x.is_floating_point() and x.shape[-1] == self.num_experts)
+        logits = next(
+            x for x in outputs if x.is_floating_point() and x.shape[-1] == self.num_experts
+        )
         chosen = next(x for x in outputs if not x.is_floating_point())
         return logits, chosen
 
 
 @dataclass(frozen=True)
 class LayerParts:
-    """One decoder layer. `sites` has what exists of "q", "o", "gate", "up", "down", "mlp"; `linears` the located
-    projections by role ("q", "k", "v", "o", or fused "qkv"); `window` None: full attention."""
+    """One decoder layer. `sites` has what exists of "q", "o", "gate", "up", "down", "mlp";
+    `linears` the located projections by role ("q", "k", "v", "o", or fused "qkv"); `window` None:
+    full attention.
+    """
 
     index: int
     module: nn.Module
@@ -63,15 +77,21 @@ class LayerParts:
     cache_argument: str
     arguments: frozenset[str]
 
-    def before_norms(self, hook: Callable[[nn.Module, tuple[Any, ...]], None]) -> list[RemovableHandle]:
-        """Calls hook(norm, its arguments) before each of the layer's norms runs: the last one before a router is the
-        mixture's own, its input the stream after attention."""
-        norms = [child for child in self.module.children() if "norm" in type(child).__name__.lower()]
+    def before_norms(
+        self, hook: Callable[[nn.Module, tuple[Any, ...]], None]
+    ) -> list[RemovableHandle]:
+        """Calls hook(norm, its arguments) before each of the layer's norms runs: the last one
+        before a router is the mixture's own, its input the stream after attention.
+        """
+        norms = [
+            child for child in self.module.children() if "norm" in type(child).__name__.lower()
+        ]
         return [norm.register_forward_pre_hook(hook) for norm in norms]
 
     def before_router(self, hook: Callable[[nn.Module, Tensor], None]) -> list[RemovableHandle]:
-        """Calls hook(norm, stream) when a mixture's router is about to run: its norm, and that norm's input, the stream
-        after attention. The hook may raise to end the layer there."""
+        """Calls hook(norm, stream) when a mixture's router is about to run: its norm, and that
+        norm's input, the stream after attention. The hook may raise to end the layer there.
+        """
         assert self.moe is not None
         last: list[Any] = []
 
@@ -84,8 +104,10 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class Trace:
-    """The slow stream of a batch: `hidden[i]` [B, T, d] enters layer i (`hidden[L]`: the last residual, before the
-    final norm); `keys[i]`, `values[i]` [B, H_kv, T, D] are layer i's, unlimited by any window."""
+    """The slow stream of a batch: `hidden[i]` [B, T, d] enters layer i (`hidden[L]`: the last
+    residual, before the final norm); `keys[i]`, `values[i]` [B, H_kv, T, D] are layer i's,
+    unlimited by any window.
+    """
 
     hidden: list[Tensor]
     keys: dict[int, Tensor]
@@ -117,9 +139,11 @@ class _AtRouter(Exception):
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Everything needed to run a decoder-only transformers model layer by layer, with or without gradients.
+    """Everything needed to run a decoder-only transformers model layer by layer, with or without
+    gradients.
 
-    `moe[i]` is None for a dense layer. `needs_eager`: attention sinks or soft-capping, which sdpa does not compute.
+    `moe[i]` is None for a dense layer. `needs_eager`: attention sinks or soft-capping, which sdpa
+    does not compute.
     """
 
     model: nn.Module
@@ -156,7 +180,9 @@ class ModelParts:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes; of offloaded weights, whose own place is the meta device, where accelerate brings them."""
+        """Where it computes; of offloaded weights, whose own place is the meta device, where
+        accelerate brings them.
+        """
         device = self.embed_tokens.weight.device
         assert isinstance(device, torch.device)
         if device.type == "meta":
@@ -193,8 +219,9 @@ class ModelParts:
     ) -> Tensor:
         """Layer `index` on hidden [B, T, d] → [B, T, d].
 
-        attention_mask: additive, [B or 1, 1, T, S], S being the length of what `cache.update` returns; None means
-        causal for sdpa (T = S) and unmasked for T = 1. `cache`: any object of `layer_caches`, or None (attend within).
+        attention_mask: additive, [B or 1, 1, T, S], S being the length of what `cache.update`
+        returns; None means causal for sdpa (T = S) and unmasked for T = 1. `cache`: any object of
+        `layer_caches`, or None (attend within).
         """
         layer = self.layers[index]
         arguments: dict[str, Any] = {"attention_mask": attention_mask, layer.cache_argument: cache}
@@ -205,7 +232,9 @@ class ModelParts:
         if self.rotary_module is not None:
             if position_embeddings is None:
                 position_embeddings = self.position_embeddings(hidden, position_ids)
-            arguments["position_embeddings"] = position_embeddings[layer.layer_type if self.rotary_by_type else None]
+            arguments["position_embeddings"] = position_embeddings[
+                layer.layer_type if self.rotary_by_type else None
+            ]
         output = layer.module(hidden, **arguments)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
@@ -219,20 +248,28 @@ class ModelParts:
         position_embeddings: PositionEmbeddings | None,
         cache: Any,
     ) -> None:
-        """As `run_layer` (same arguments), up to where the layer gives its keys and values to `cache`."""
+        """As `run_layer` (same arguments), up to where the layer gives its keys and values to
+        `cache`.
+        """
         try:
             # Ended from inside: no family needs to be told how it makes keys and values.
-            self.run_layer(index, hidden, attention_mask, position_ids, position_embeddings, _WriteOnly(cache))
+            self.run_layer(
+                index, hidden, attention_mask, position_ids, position_embeddings, _WriteOnly(cache)
+            )
         except _KVWritten:
             return
         raise RuntimeError(f"layer {index} never wrote keys and values")
 
-    def run_to_router(self, index: int, hidden: Tensor, *arguments: Any) -> tuple[Tensor, nn.Module]:
-        """As `run_layer` (same arguments), a mixture layer up to its router → the stream after attention [B, T, d], and
-        the norm through which the router reads it."""
+    def run_to_router(
+        self, index: int, hidden: Tensor, *arguments: Any
+    ) -> tuple[Tensor, nn.Module]:
+        """As `run_layer` (same arguments), a mixture layer up to its router → the stream after
+        attention [B, T, d], and the norm through which the router reads it.
+        """
 
         def stop(norm: nn.Module, stream: Tensor) -> None:
-            # Raised from inside the layer's own forward: no family needs to be told where its attention ends.
+            # Raised from inside the layer's own forward: no family needs to be told where its
+            # attention ends.
             raise _AtRouter(norm, stream)
 
         handles = self.layers[index].before_router(stop)
@@ -253,7 +290,9 @@ class ModelParts:
         return self.unembed(self.final_norm(hidden))
 
     def unembed(self, normed: Tensor) -> Tensor:
-        """LM head, scale and soft-cap of what the final norm gave: [..., d] → [..., V] in the head's dtype."""
+        """LM head, scale and soft-cap of what the final norm gave: [..., d] → [..., V] in the
+        head's dtype.
+        """
         logits: Tensor = self.head(normed)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
@@ -272,7 +311,9 @@ class ModelParts:
 
     @contextmanager
     def attention(self) -> Iterator[str]:
-        """An attention implementation that honours explicit masks, for the duration; yields its name."""
+        """An attention implementation that honours explicit masks, for the duration; yields its
+        name.
+        """
         before, wanted = self.config._attn_implementation, self.implementation()
         if before == wanted:
             yield wanted
@@ -288,8 +329,8 @@ class ModelParts:
     ) -> list[Tensor | None]:
         """Each layer's additive mask [B or 1, 1, T, T] for a whole sequence of T = `length` tokens.
 
-        token_mask [B, T]: 0 for padding, which nobody sees. Layers with the same window share a tensor.
-        None (sdpa only): plain causal, the fused kernel's own.
+        token_mask [B, T]: 0 for padding, which nobody sees. Layers with the same window share a
+        tensor. None (sdpa only): plain causal, the fused kernel's own.
         """
         dtype = dtype or self.dtype
         slots = torch.arange(length, device=self.device)
@@ -303,15 +344,21 @@ class ModelParts:
                 made[key] = None
                 continue
             seen = distance >= 0 if key is None else (distance >= 0) & (distance < key)
-            seen = seen[None, None] if token_mask is None else seen[None, None] & token_mask.bool()[:, None, None, :]
+            seen = (
+                seen[None, None]
+                if token_mask is None
+                else seen[None, None] & token_mask.bool()[:, None, None, :]
+            )
             made[key] = additive(seen, dtype)
         return [made[w if w is not None and w < length else None] for w in self.windows]
 
     @torch.no_grad()
     def trace(self, ids: Tensor, token_mask: Tensor | None = None) -> Trace:
-        """Runs the frozen model on ids [B, T], keeping every residual and all K/V: what training a second stream needs.
+        """Runs the frozen model on ids [B, T], keeping every residual and all K/V: what training a
+        second stream needs.
 
-        token_mask [B, T]: 0 for padding; positions count the real tokens. Modules stay in the mode they are in.
+        token_mask [B, T]: 0 for padding; positions count the real tokens. Modules stay in the mode
+        they are in.
         """
         cache = RecordingKV()
         position_ids = self.position_ids(ids, token_mask)
@@ -332,8 +379,9 @@ class ModelParts:
 
 
 def earlier_and_own(length: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [1, 1, T, 2T] for T = `length` rows over T given positions and T of their own: a row sees what is given for
-    the positions before it, and its own."""
+    """bool [1, 1, T, 2T] for T = `length` rows over T given positions and T of their own: a row
+    sees what is given for the positions before it, and its own.
+    """
     slots = torch.arange(length, device=device)
     distance = slots[:, None] - slots[None, :]
     earlier = (distance > 0) if window is None else (distance > 0) & (distance < window)
@@ -342,6 +390,7 @@ def earlier_and_own(length: int, window: int | None, device: torch.device) -> Te
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """A boolean mask (True: visible) as one that is added to attention scores."""
-    # The smallest finite value, not -inf: a padding row sees nothing, and a softmax over -inf alone is NaN.
+    # The smallest finite value, not -inf: a padding row sees nothing, and a softmax over -inf alone
+    # is NaN.
     hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
     return torch.where(seen, torch.zeros((), dtype=dtype, device=seen.device), hidden)

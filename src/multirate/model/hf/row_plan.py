@@ -1,4 +1,6 @@
-"""Turns flat rows into the padded batch that a transformers layer takes: where rows sit, write and look."""
+"""Turns flat rows into the padded batch that a transformers layer takes: where rows sit, write and
+look.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,21 @@ from multirate.model.rows import MAX_TREE_BIT, Rows
 
 
 class RowPlan:
-    """How the N rows of one call become a batch [B', T]; built once per call, reused while the cache is unchanged.
+    """How the N rows of one call become a batch [B', T]; built once per call, reused while the
+    cache is unchanged.
 
-    B' are the sequences between the smallest and the largest of the call (so that K/V are plain views of the cache),
-    or only those that occur when most of that range does not. T is the largest number of rows of one sequence; gaps
-    are padding rows that write nothing and see nothing.
+    B' are the sequences between the smallest and the largest of the call (so that K/V are plain
+    views of the cache), or only those that occur when most of that range does not. T is the largest
+    number of rows of one sequence; gaps are padding rows that write nothing and see nothing.
     """
 
     def __init__(
-        self, rows: Rows, cache: KVCache, device: torch.device, dtype: torch.dtype, fused_causal: bool
+        self,
+        rows: Rows,
+        cache: KVCache,
+        device: torch.device,
+        dtype: torch.dtype,
+        fused_causal: bool,
     ) -> None:
         cache.note_positions(rows)
         # Weak: a plan kept for reuse must not keep a dropped cache's memory.
@@ -72,7 +80,8 @@ class RowPlan:
             self.sequences = slice(first, last + 1)
         else:
             span = len(present)
-            # Rare: copying the K/V of the few sequences left beats attending for all that have ended.
+            # Rare: copying the K/V of the few sequences left beats attending for all that have
+            # ended.
             self.sequences = torch.from_numpy(present.astype(np.int64))
         order = np.argsort(rows.seq, kind="stable")
         starts = np.cumsum(counts) - counts
@@ -100,7 +109,9 @@ class RowPlan:
             return
         slots = rows.slot[writing]
         count = len(writing)
-        contiguous = int(writing[-1]) - int(writing[0]) == count - 1 and bool((np.diff(slots) == 1).all())
+        contiguous = int(writing[-1]) - int(writing[0]) == count - 1 and bool(
+            (np.diff(slots) == 1).all()
+        )
         if isinstance(self.sequences, slice) and self.shape[0] == 1 and contiguous:
             where = slice(int(slots[0]), int(slots[0]) + count)
             self.block = (self.sequences.start, slice(int(writing[0]), int(writing[-1]) + 1), where)
@@ -108,10 +119,14 @@ class RowPlan:
         index: list[np.ndarray] = [self.b[writing], self.t[writing], rows.seq[writing], slots]
         self.write_index = [torch.from_numpy(a.astype(np.int64)).to(self.device) for a in index]
 
-    # -- what the layers call ---------------------------------------------------------------------------------------
+    # -- what the layers call ----------------------------------------------------------------------
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The cache protocol of transformers' attention: writes [B', H, T, D], returns views [B', H, end, D]."""
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The cache protocol of transformers' attention: writes [B', H, T, D], returns views [B',
+        H, end, D].
+        """
         keys, values = self.cache.keys[layer_idx], self.cache.values[layer_idx]
         if self.block is not None:
             seq, where, slots = self.block
@@ -124,7 +139,9 @@ class RowPlan:
         if isinstance(self.sequences, slice):
             return keys[self.sequences, :, : self.end], values[self.sequences, :, : self.end]
         index = self.sequences.to(keys.device)
-        return keys[:, :, : self.end].index_select(0, index), values[:, :, : self.end].index_select(0, index)
+        return keys[:, :, : self.end].index_select(0, index), values[:, :, : self.end].index_select(
+            0, index
+        )
 
     def pad(self, x: Tensor) -> Tensor:
         """[N, d] → [B', T, d]."""
@@ -139,7 +156,9 @@ class RowPlan:
         return flat if self.in_order else flat.index_select(0, self.at)
 
     def mask(self, window: int | None) -> Tensor | None:
-        """The additive mask [B', 1, T, end] of a layer with this window; None where none is needed."""
+        """The additive mask [B', 1, T, end] of a layer with this window; None where none is
+        needed.
+        """
         key = window if window is not None and window <= self.max_position else None
         if key not in self._masks:
             self._masks[key] = None if key is None and self._unmasked() else self._build(key)
@@ -165,7 +184,9 @@ class RowPlan:
             seen = seen | (bit.bool() & (k >= 0) & (k <= MAX_TREE_BIT))
         if window is not None:
             stored = self.cache.positions[:, : self.end]
-            chosen: np.ndarray = stored[self.sequences if isinstance(self.sequences, slice) else self.sequences.numpy()]
+            chosen: np.ndarray = stored[
+                self.sequences if isinstance(self.sequences, slice) else self.sequences.numpy()
+            ]
             positions = torch.from_numpy(chosen.astype(np.int64)).to(self.device)[:, None, :]
             seen = seen & (positions > self.position_ids[:, :, None] - window)
         return additive(seen[:, None], self.dtype)

@@ -1,4 +1,6 @@
-"""The native bf16 kernel for Llama-like models on CPU: packed weights, bit-identical rows, one call per pass."""
+"""The native bf16 kernel for Llama-like models on CPU: packed weights, bit-identical rows, one call
+per pass.
+"""
 
 from multirate.model.native.decoder import NativeDecoder
 from multirate.model.native.moe import NativeMoEDecoder

@@ -1,7 +1,9 @@
-"""The kernel's structures and prototypes as cffi reads them from csrc/abi.h, the only place that defines them.
+"""The kernel's structures and prototypes as cffi reads them from csrc/abi.h, the only place that
+defines them.
 
-Memory of a structure belongs to the object that `new` or `array` returns; what its pointers point to is its maker's to
-keep alive. Addresses of tensors are plain integers (`Tensor.data_ptr()`), which `at` makes pointers of.
+Memory of a structure belongs to the object that `new` or `array` returns; what its pointers point
+to is its maker's to keep alive. Addresses of tensors are plain integers (`Tensor.data_ptr()`),
+which `at` makes pointers of.
 """
 
 from __future__ import annotations
@@ -94,8 +96,9 @@ def _kinds(kind: str) -> dict[str, str]:
 
 
 def new(kind: str, /, **fields: Any) -> CData:
-    """A zeroed structure of csrc/abi.h with these fields: numbers, structures (copied), and for pointers structures,
-    arrays, addresses or None."""
+    """A zeroed structure of csrc/abi.h with these fields: numbers, structures (copied), and for
+    pointers structures, arrays, addresses or None.
+    """
     made = ffi.new(f"{kind} *")
     kinds = _kinds(kind)
     for name, value in fields.items():
@@ -109,7 +112,9 @@ def new(kind: str, /, **fields: Any) -> CData:
 
 
 def rows_of(rows: Rows, capacity: int) -> CData:
-    """The kernel's view of `rows` in a cache of so many slots a sequence, good as long as they are."""
+    """The kernel's view of `rows` in a cache of so many slots a sequence, good as long as they
+    are.
+    """
     made = ffi.new(_ROWS)
     made.seq, made.slot, made.pos = ints(rows.seq), ints(rows.slot), ints(rows.pos)
     made.prefix, made.tree = ints(rows.prefix), longs(rows.tree)

@@ -18,7 +18,8 @@ KERNEL_RANK = abi.constant("MAX_RANK")  # widest low-rank site the kernel's scra
 class AdapterPack:
     """Packed copies of `adapters` (layer index → LayerAdapter) for a model of `num_layers` layers.
 
-    A site must be a module with `down` and `up` linears: f(x) = up(down(x)). Raises UserError for another form.
+    A site must be a module with `down` and `up` linears: f(x) = up(down(x)). Raises UserError for
+    another form.
     """
 
     def __init__(self, adapters: Mapping[int, Any], num_layers: int) -> None:
@@ -36,11 +37,15 @@ class AdapterPack:
             if module is None:
                 return None, None
             if not (hasattr(module, "down") and hasattr(module, "up")):
-                raise UserError(f"adapter site '{site}' is not a low-rank down/up pair; use backend='hf'")
+                raise UserError(
+                    f"adapter site '{site}' is not a low-rank down/up pair; use backend='hf'"
+                )
             a, b = module.down.weight.detach(), module.up.weight.detach()
             if padded(a.shape[0]) > KERNEL_RANK // 2:
                 most = KERNEL_RANK // 2
-                raise UserError(f"adapter site '{site}' has rank {a.shape[0]}; the kernel takes at most {most}")
+                raise UserError(
+                    f"adapter site '{site}' has rank {a.shape[0]}; the kernel takes at most {most}"
+                )
             return a, b
 
         packed = {site: self._owner.low_rank(*halves(site)) for site in ("q", "o", "down", "mlp")}
@@ -48,9 +53,14 @@ class AdapterPack:
         if (gate_a is None) != (up_a is None):
             raise UserError("adapters of 'gate' and 'up' must come together")
         if gate_a is not None and gate_b is not None and up_a is not None and up_b is not None:
-            # One site for both: A stacks the two, B is block-diagonal with rows in the packed gate/up order.
-            wide_gate = torch.cat([gate_b, torch.zeros(gate_b.shape[0], up_a.shape[0], dtype=gate_b.dtype)], dim=1)
-            wide_up = torch.cat([torch.zeros(up_b.shape[0], gate_a.shape[0], dtype=up_b.dtype), up_b], dim=1)
+            # One site for both: A stacks the two, B is block-diagonal with rows in the packed
+            # gate/up order.
+            wide_gate = torch.cat(
+                [gate_b, torch.zeros(gate_b.shape[0], up_a.shape[0], dtype=gate_b.dtype)], dim=1
+            )
+            wide_up = torch.cat(
+                [torch.zeros(up_b.shape[0], gate_a.shape[0], dtype=up_b.dtype), up_b], dim=1
+            )
             both = interleave_gate_up(wide_gate, wide_up)
             packed["gate_up"] = self._owner.low_rank(torch.cat([gate_a, up_a]), both)
         return abi.new("Adapter", **packed)

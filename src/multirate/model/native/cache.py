@@ -24,10 +24,11 @@ def from_native(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class NativeKVCache(KVCache):
-    """bf16 K/V that the kernel reads at full width; `standard(i)` gives layer i in the usual layout.
+    """bf16 K/V that the kernel reads at full width; `standard(i)` gives layer i in the usual
+    layout.
 
-    Positions equal slots for committed tokens, so the kernel needs no position table; the base class's
-    `positions` stays unused.
+    Positions equal slots for committed tokens, so the kernel needs no position table; the base
+    class's `positions` stays unused.
     """
 
     def __init__(self, batch: int, capacity: int, layers: Sequence[LayerKV]) -> None:
@@ -42,8 +43,8 @@ class NativeKVCache(KVCache):
         old = list(zip(self.keys, self.values, strict=True)) if self.capacity else None
         self.keys, self.values = [], []
         sizes = [self.batch * layer.heads * capacity * layer.key_dim for layer in self.layout]
-        # One block, not two per layer: its pages come and are cleared at once. Zeros: a masked slot enters the weighted
-        # sum with weight 0, and 0 · NaN is NaN.
+        # One block, not two per layer: its pages come and are cleared at once. Zeros: a masked slot
+        # enters the weighted sum with weight 0, and 0 · NaN is NaN.
         self._block = torch.zeros(2 * sum(sizes), dtype=torch.bfloat16)
         parts = iter(self._block.split([size for size in sizes for _ in range(2)]))
         for i, layer in enumerate(self.layout):
@@ -89,18 +90,31 @@ class NativeKVCache(KVCache):
 
     def keep(self, seq: int, slots: Sequence[int]) -> None:
         start = self.lengths[seq]
-        if slots and list(slots) == list(range(start, start + len(slots))) and slots[-1] < self.capacity:
+        if (
+            slots
+            and list(slots) == list(range(start, start + len(slots)))
+            and slots[-1] < self.capacity
+        ):
             self.lengths[seq] += len(slots)  # in place already: every chain
             return
         wanted = np.asarray(slots, dtype=np.int32)
         if len(wanted):
             if wanted[0] < start or wanted[-1] >= self.capacity or (np.diff(wanted) <= 0).any():
-                raise ValueError(f"slots {list(slots)} to keep must be increasing, >= {start} and in the cache")
+                raise ValueError(
+                    f"slots {list(slots)} to keep must be increasing, >= {start} and in the cache"
+                )
             to = np.arange(start, start + len(wanted), dtype=np.int32)
             if wanted[-1] != to[-1]:
                 layer = self.layout[0]
                 library.kernel().mr_move(
-                    self.address, len(self.layout), layer.heads, layer.key_dim, self.capacity, seq,
-                    abi.ints(wanted), abi.ints(to), len(wanted),
+                    self.address,
+                    len(self.layout),
+                    layer.heads,
+                    layer.key_dim,
+                    self.capacity,
+                    seq,
+                    abi.ints(wanted),
+                    abi.ints(to),
+                    len(wanted),
                 )
         self.lengths[seq] += len(wanted)

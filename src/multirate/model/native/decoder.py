@@ -1,8 +1,9 @@
 """NativeDecoder: a Llama-like model on CPU through the packed bf16 kernel.
 
-The residual stream stays fp32 between layers (a model run in bf16 by transformers rounds it after every
-layer); products take bf16 inputs and bf16 weights. A row's result does not depend on which other rows share
-its call, so drafting and verifying give bit-identical logits: speculation in bf16 is exact, not nearly so.
+The residual stream stays fp32 between layers (a model run in bf16 by transformers rounds it after
+every layer); products take bf16 inputs and bf16 weights. A row's result does not depend on which
+other rows share its call, so drafting and verifying give bit-identical logits: speculation in bf16
+is exact, not nearly so.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ TABLE_CHUNK = 16384  # positions computed at once
 
 
 class NativeDecoder(Decoder):
-    """Runs `model` (bf16, CPU, Llama-like) with packed copies of its weights. Inputs and outputs are fp32 [N, d].
+    """Runs `model` (bf16, CPU, Llama-like) with packed copies of its weights. Inputs and outputs
+    are fp32 [N, d].
 
-    Decoders may run side by side in several threads, each of them one call at a time. `workspace`: the memory its calls
-    work in; they use as many threads as torch had when the decoder was made.
+    Decoders may run side by side in several threads, each of them one call at a time. `workspace`:
+    the memory its calls work in; they use as many threads as torch had when the decoder was made.
     """
 
     info: DecoderInfo
     runs_the_model = False
     supports_fused = True
-    """Whether the kernel can run all layers by itself, and so fused steps: draft and verification in one call."""
+    """Whether the kernel can run all layers by itself, and so fused steps: draft and verification
+    in one call.
+    """
 
     @staticmethod
     def supports(model: nn.Module) -> str | None:
@@ -61,15 +65,23 @@ class NativeDecoder(Decoder):
         if parameter.is_meta:
             return NotPlain("its weights are offloaded")
         if parameter.device.type != "cpu" or parameter.dtype != torch.bfloat16:
-            return f"the native kernel runs bfloat16 on CPU, not {parameter.dtype} on {parameter.device}"
+            return (
+                f"the native kernel runs bfloat16 on CPU, not {parameter.dtype} on "
+                f"{parameter.device}"
+            )
         d, dim = config.hidden_size, _head_dim(config)
         if d % 64 or config.intermediate_size % 32 or dim % 16 or dim > 256:
-            return f"hidden size {d}, intermediate size {config.intermediate_size} or head size {dim} does not tile"
+            return (
+                f"hidden size {d}, intermediate size {config.intermediate_size} or head size {dim} "
+                "does not tile"
+            )
         if config.hidden_act not in ("silu", "swish"):
             return f"the native kernel has SiLU, not {config.hidden_act}"
         if (config.num_attention_heads * dim) % 64 or (2 * config.num_key_value_heads * dim) % 64:
             return "the query, key and value widths do not tile"
-        if getattr(config, "mlp_bias", False) or (kind == "llama" and getattr(config, "attention_bias", False)):
+        if getattr(config, "mlp_bias", False) or (
+            kind == "llama" and getattr(config, "attention_bias", False)
+        ):
             return "biases in the output or MLP projections are not supported by the native kernel"
         rope = getattr(config, "rope_parameters", None) or {}
         if rope.get("rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
@@ -88,8 +100,9 @@ class NativeDecoder(Decoder):
 
     @staticmethod
     def say_fallback(reason: str) -> None:
-        """The model's own layers are used for the `reason` that `supports` gave: says so where it is the kernel that
-        is missing (once, see library.say_unavailable)."""
+        """The model's own layers are used for the `reason` that `supports` gave: says so where it
+        is the kernel that is missing (once, see library.say_unavailable).
+        """
         library.say_unavailable(reason)
 
     def __init__(self, model: nn.Module) -> None:
@@ -119,11 +132,16 @@ class NativeDecoder(Decoder):
         self.table = parts.embed_tokens.weight.detach().contiguous()
         self.norm_address = self._owner.floats(parts.norm.weight)
         self._norm_weight = parts.norm.weight.detach().float()
-        self.head_weight, self.head_bias = parts.head.weight.detach(), getattr(parts.head, "bias", None)
+        self.head_weight, self.head_bias = (
+            parts.head.weight.detach(),
+            getattr(parts.head, "bias", None),
+        )
         self.head = self._owner.linear(self.head_weight, self.head_bias)
         self.shape = self._shape(config.intermediate_size, self._rotary(parts, config))
         self._layers = list(parts.layers)
-        self.packed_layers = abi.array("Layer", [self.pack(i, self._owner) for i in range(len(self._layers))])
+        self.packed_layers = abi.array(
+            "Layer", [self.pack(i, self._owner) for i in range(len(self._layers))]
+        )
         self._table, self._norm = abi.at(self.table.data_ptr()), abi.at(self.norm_address)
         self._logits = torch.empty(0)
         self._spare: NativeKVCache | None = None
@@ -132,9 +150,18 @@ class NativeDecoder(Decoder):
     def _shape(self, intermediate: int, tables: tuple[int | None, int | None, int]) -> abi.CData:
         cos, sin, positions = tables
         return abi.new(
-            "Shape", hidden=self.info.hidden_size, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
-            intermediate=intermediate, vocab=self.info.vocab_size, max_positions=positions, eps=self.eps,
-            attention_scale=self.head_dim**-0.5, cos=cos, sin=sin,
+            "Shape",
+            hidden=self.info.hidden_size,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            intermediate=intermediate,
+            vocab=self.info.vocab_size,
+            max_positions=positions,
+            eps=self.eps,
+            attention_scale=self.head_dim**-0.5,
+            cos=cos,
+            sin=sin,
         )
 
     def _rotary(self, parts: Any, config: Any) -> tuple[int | None, int | None, int]:
@@ -142,7 +169,9 @@ class NativeDecoder(Decoder):
         count = min(wanted, LONGEST_TABLE)
         if wanted > count:
             warnings.warn(
-                f"the native kernel runs the first {count} of the model's {wanted} positions", Notice, stacklevel=4
+                f"the native kernel runs the first {count} of the model's {wanted} positions",
+                Notice,
+                stacklevel=4,
             )
         self.info = DecoderInfo(**{**vars(self.info), "max_positions": count})
         like, half = torch.zeros(1, 1, config.hidden_size, dtype=torch.float32), self.head_dim // 2
@@ -153,8 +182,12 @@ class NativeDecoder(Decoder):
                 table[start : start + TABLE_CHUNK] = values[0, :, :half]
         return self._owner.address(tables[0]), self._owner.address(tables[1]), count
 
-    def pack(self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None) -> abi.CData:
-        """Layer `index` in the kernel's form. deltas: site (q, o, gate, up, down) → what is added to its weight."""
+    def pack(
+        self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None
+    ) -> abi.CData:
+        """Layer `index` in the kernel's form. deltas: site (q, o, gate, up, down) → what is added
+        to its weight.
+        """
         layer, module = self.pack_attention(index, owner, deltas), self._layers[index].module
         mlp = module.mlp
         gate, up = _weight("gate", mlp.gate_proj, deltas), _weight("up", mlp.up_proj, deltas)
@@ -173,7 +206,8 @@ class NativeDecoder(Decoder):
         bias = None if queries[0].bias is None else torch.cat([p.bias for p in queries])
         together = torch.cat([_weight(s, p, deltas) for s, p in zip("qkv", queries, strict=True)])
         return abi.new(
-            "Layer", qkv=owner.linear(together, bias),
+            "Layer",
+            qkv=owner.linear(together, bias),
             o=owner.linear(_weight("o", attention.o_proj, deltas), attention.o_proj.bias),
             norm_attention=owner.floats(layer.input_layernorm.weight),
             q_norm=owner.floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
@@ -181,11 +215,15 @@ class NativeDecoder(Decoder):
             window=window or 0,
         )
 
-    # -- Decoder ------------------------------------------------------------------------------------
+    # -- Decoder -----------------------------------------------------------------------------------
 
     def new_cache(self, batch: int, capacity: int) -> NativeKVCache:
         spare, self._spare = self._spare, None
-        if spare is not None and spare.batch == batch and capacity <= spare.capacity <= 4 * capacity + 1024:
+        if (
+            spare is not None
+            and spare.batch == batch
+            and capacity <= spare.capacity <= 4 * capacity + 1024
+        ):
             spare.reset()
             return spare
         return self.cache_of(self.info.num_layers, batch, capacity, self.kv_heads)
@@ -194,14 +232,18 @@ class NativeDecoder(Decoder):
         self._spare = cache if cache.nbytes() <= SPARE_BYTES else None
 
     def cache_of(self, layers: int, batch: int, capacity: int, kv_heads: int) -> NativeKVCache:
-        """A cache for other layers run by this kernel (an accelerated block's own keys and values)."""
+        """A cache for other layers run by this kernel (an accelerated block's own keys and
+        values).
+        """
         kv = LayerKV(kv_heads, self.head_dim, self.head_dim, torch.bfloat16, self.info.device)
         return NativeKVCache(batch, capacity, [kv] * layers)
 
     def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
         ids = ids.to(torch.int64).contiguous()
         x = torch.empty(len(ids), self.info.hidden_size)
-        self._library.mr_embed(self._table, abi.at(ids.data_ptr()), len(ids), x.shape[1], 1.0, abi.at(x.data_ptr()))
+        self._library.mr_embed(
+            self._table, abi.at(ids.data_ptr()), len(ids), x.shape[1], 1.0, abi.at(x.data_ptr())
+        )
         return x
 
     def layers(
@@ -220,24 +262,48 @@ class NativeDecoder(Decoder):
         return x
 
     def _run(
-        self, x: Tensor, rows: Rows, start: int, stop: int, cache: NativeKVCache, adapters: abi.CData | None
+        self,
+        x: Tensor,
+        rows: Rows,
+        start: int,
+        stop: int,
+        cache: NativeKVCache,
+        adapters: abi.CData | None,
     ) -> None:
         cache.make_room(rows)
         self._library.mr_layers(
-            self._work, self.shape, self.packed_layers, cache.address, adapters or abi.NULL,
-            abi.rows_of(rows, cache.capacity), abi.at(x.data_ptr()), start, stop,
+            self._work,
+            self.shape,
+            self.packed_layers,
+            cache.address,
+            adapters or abi.NULL,
+            abi.rows_of(rows, cache.capacity),
+            abi.at(x.data_ptr()),
+            start,
+            stop,
         )
 
     def fill_kv(self, rows: Rows, hidden: Tensor, start: int, stop: int, cache: Any) -> None:
         x = hidden.float().contiguous()
         cache.make_room(rows)
         self._library.mr_fill_kv(
-            self._work, self.shape, self.packed_layers, cache.address, abi.rows_of(rows, cache.capacity),
-            abi.at(x.data_ptr()), start, stop,
+            self._work,
+            self.shape,
+            self.packed_layers,
+            cache.address,
+            abi.rows_of(rows, cache.capacity),
+            abi.at(x.data_ptr()),
+            start,
+            stop,
         )
 
     def greedy(
-        self, rows: Rows, cache: Any, ids: Sequence[int] | None = None, x: Tensor | None = None, start: int = 0
+        self,
+        rows: Rows,
+        cache: Any,
+        ids: Sequence[int] | None = None,
+        x: Tensor | None = None,
+        start: int = 0,
     ) -> tuple[Tensor, list[int]]:
         n = len(rows.seq)
         cache.make_room(rows)
@@ -250,9 +316,20 @@ class NativeDecoder(Decoder):
         tokens = np.empty(n, np.int64)
         entering = None if ids is None else np.array(ids, dtype=np.int64)
         self._library.mr_greedy(
-            self._work, self.shape, self.packed_layers, cache.address, abi.rows_of(rows, cache.capacity), self._table,
-            abi.NULL if entering is None else abi.longs(entering), abi.at(x.data_ptr()), start, self.info.num_layers,
-            self.head, self._norm, abi.at(self._logits.data_ptr()), abi.longs(tokens),
+            self._work,
+            self.shape,
+            self.packed_layers,
+            cache.address,
+            abi.rows_of(rows, cache.capacity),
+            self._table,
+            abi.NULL if entering is None else abi.longs(entering),
+            abi.at(x.data_ptr()),
+            start,
+            self.info.num_layers,
+            self.head,
+            self._norm,
+            abi.at(self._logits.data_ptr()),
+            abi.longs(tokens),
         )
         return x, tokens.tolist()
 
@@ -266,12 +343,20 @@ class NativeDecoder(Decoder):
     def logits(self, x: Tensor) -> Tensor:
         return self.product(self.head, x, self.norm_address)[:, : self.info.vocab_size]
 
-    def product(self, linear: abi.CData, x: Tensor, norm: int | None, into: Tensor | None = None) -> Tensor:
+    def product(
+        self, linear: abi.CData, x: Tensor, norm: int | None, into: Tensor | None = None
+    ) -> Tensor:
         """W · (RMSNorm(x) or x): x fp32 [N, in] → [N, out], added to `into` when given."""
         x = x.float().contiguous()
         y = torch.empty(len(x), linear.outputs) if into is None else into
         self._library.mr_linear(
-            self._work, linear, abi.at(x.data_ptr()), abi.at(norm), self.eps, len(x), abi.at(y.data_ptr()),
+            self._work,
+            linear,
+            abi.at(x.data_ptr()),
+            abi.at(norm),
+            self.eps,
+            len(x),
+            abi.at(y.data_ptr()),
             int(into is not None),
         )
         return y
@@ -279,14 +364,25 @@ class NativeDecoder(Decoder):
     def top(
         self, head: abi.CData, vocab: int, x: Tensor, count: int, sharpness: float = 1.0
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """The ``count`` likeliest of ``head``'s ``vocab`` outputs for each row of x [n, d], best first, and their
-        probabilities under softmax(sharpness · logits)."""
+        """The ``count`` likeliest of ``head``'s ``vocab`` outputs for each row of x [n, d], best
+        first, and their probabilities under softmax(sharpness · logits).
+        """
         x, n = x.contiguous(), len(x)
         logits = torch.empty(n, head.outputs)
         ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
         self._library.mr_head_top(
-            self._work, head, self._norm, self.eps, abi.at(x.data_ptr()), n, vocab, count, sharpness,
-            abi.at(logits.data_ptr()), abi.longs(ids), abi.floats(probs),
+            self._work,
+            head,
+            self._norm,
+            self.eps,
+            abi.at(x.data_ptr()),
+            n,
+            vocab,
+            count,
+            sharpness,
+            abi.at(logits.data_ptr()),
+            abi.longs(ids),
+            abi.floats(probs),
         )
         return ids.tolist(), probs.tolist()
 
@@ -296,13 +392,22 @@ class NativeDecoder(Decoder):
             return super().top_tokens(logits, count)
         ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
         self._library.mr_top(
-            abi.at(logits.data_ptr()), n, vocab, logits.stride(0), count, 1.0, abi.longs(ids), abi.floats(probs)
+            abi.at(logits.data_ptr()),
+            n,
+            vocab,
+            logits.stride(0),
+            count,
+            1.0,
+            abi.longs(ids),
+            abi.floats(probs),
         )
         chosen: list[list[int]] = ids.tolist()
         return chosen
 
     def packed_adapters(self, adapters: Mapping[int, LayerAdapter] | None) -> abi.CData | None:
-        """The adapters in the kernel's form, packed on first use and again when other modules are given."""
+        """The adapters in the kernel's form, packed on first use and again when other modules are
+        given.
+        """
         if not adapters:
             return None
         modules = sorted(adapters.items())
@@ -318,4 +423,6 @@ def _weight(site: str, linear: Any, deltas: Mapping[str, Tensor] | None) -> Tens
 
 
 def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )

@@ -1,4 +1,6 @@
-"""The accelerated residual that names experts, on the native kernel (methods/m2r2_experts/modules.py states both)."""
+"""The accelerated residual that names experts, on the native kernel
+(methods/m2r2_experts/modules.py states both).
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,27 @@ from multirate.model.native.packing import Owner
 
 
 class NativeAcceleratedResidual:
-    """down [L, rank, 2d], sketch [L, E · s, d] or None, up[δ − 1] [L, d, rank + E · s] in the kernel's form
-    (bf16): what is named may differ from what fp32 would name, which changes no token."""
+    """down [L, rank, 2d], sketch [L, E · s, d] or None, up[δ − 1] [L, d, rank + E · s] in the
+    kernel's form (bf16): what is named may differ from what fp32 would name, which changes no
+    token.
+    """
 
     def __init__(
-        self, down: Tensor, up: Sequence[Tensor], sketch: Tensor | None = None, rows: int = 0, eps: float = 1e-6
+        self,
+        down: Tensor,
+        up: Sequence[Tensor],
+        sketch: Tensor | None = None,
+        rows: int = 0,
+        eps: float = 1e-6,
     ) -> None:
         self._library, self._owner = library.kernel(), Owner()
         self._workspace = library.Workspace(torch.get_num_threads())
         rank = down.shape[1]
         self._sites = [
-            [self._owner.low_rank(down[layer].float(), one[layer, :, :rank].float(), silu=True) for one in up]
+            [
+                self._owner.low_rank(down[layer].float(), one[layer, :, :rank].float(), silu=True)
+                for one in up
+            ]
             for layer in range(len(down))
         ]
         self._ones = torch.ones(up[0].shape[1])
@@ -33,7 +45,10 @@ class NativeAcceleratedResidual:
                 ups = [keep(self._owner, one[layer, :, rank:].T) for one in up]
                 drawn = keep(self._owner, sketch[layer])
                 self._sketches.append(
-                    [abi.new("PrunedPair", down=drawn, near=ups[0], far=far, rows=rows) for far in ups]
+                    [
+                        abi.new("PrunedPair", down=drawn, near=ups[0], far=far, rows=rows)
+                        for far in ups
+                    ]
                 )
 
     def sites(self, depths: int) -> list[int]:
@@ -41,7 +56,9 @@ class NativeAcceleratedResidual:
         return [abi.address(site) for sites in self._sites for site in sites[:depths]]
 
     def sketches(self, depths: int) -> list[int]:
-        """Addresses [L · depths] of the sketches as the near depth goes with each; empty: there are none."""
+        """Addresses [L · depths] of the sketches as the near depth goes with each; empty: there are
+        none.
+        """
         return [abi.address(one) for layer in self._sketches for one in layer[:depths]]
 
     def step(
@@ -52,7 +69,9 @@ class NativeAcceleratedResidual:
         depths: int,
         routing: tuple[Tensor, Tensor] | None = None,
     ) -> list[Tensor]:
-        """As ExpertPredictor.step: residual, state fp32 [N, d], routing int64 and fp32 [N, k] → p of each depth."""
+        """As ExpertPredictor.step: residual, state fp32 [N, d], routing int64 and fp32 [N, k] → p
+        of each depth.
+        """
         residual = residual.float().contiguous()
         sites, sketches = self._sites[layer][:depths], None
         found = [torch.empty_like(residual) for _ in sites]
@@ -64,25 +83,48 @@ class NativeAcceleratedResidual:
             sketches = self._sketches[layer]
             ids, weights = abi.at(routing[0].data_ptr()), abi.at(routing[1].data_ptr())
             k = routing[0].shape[1]
-        for i in range(1, max(len(sites), 2)):  # two depths a call: they share the product with `down`
-            far = (sites[i], abi.at(found[i].data_ptr())) if i < len(sites) else (abi.NULL, abi.NULL)
+        for i in range(
+            1, max(len(sites), 2)
+        ):  # two depths a call: they share the product with `down`
+            far = (
+                (sites[i], abi.at(found[i].data_ptr())) if i < len(sites) else (abi.NULL, abi.NULL)
+            )
             drawn = abi.NULL if sketches is None else sketches[min(i, len(sketches) - 1)]
             self._library.mr_predict_residual(
                 self._workspace.address,
-                sites[0], far[0], drawn, ids, weights, k, abi.at(self.ones), self.eps,
-                abi.at(residual.data_ptr()), before, len(residual), abi.at(found[0].data_ptr()), far[1],
+                sites[0],
+                far[0],
+                drawn,
+                ids,
+                weights,
+                k,
+                abi.at(self.ones),
+                self.eps,
+                abi.at(residual.data_ptr()),
+                before,
+                len(residual),
+                abi.at(found[0].data_ptr()),
+                far[1],
             )
         return found
 
 
 class NativeResidualWithAttention:
-    """What a forecast with attention needs beside the decoder's own layers, in the kernel's form (bf16).
+    """What a forecast with attention needs beside the decoder's own layers, in the kernel's form
+    (bf16).
 
     sketch, gated [L, E · s, d], up [L, d, rank + E · s + E], down [L, rank, d] or None.
     """
 
     def __init__(
-        self, down: Tensor | None, up: Tensor, sketch: Tensor, gated: Tensor, rows: int, depth: int, eps: float = 1e-6
+        self,
+        down: Tensor | None,
+        up: Tensor,
+        sketch: Tensor,
+        gated: Tensor,
+        rows: int,
+        depth: int,
+        eps: float = 1e-6,
     ) -> None:
         self._library, self._owner = library.kernel(), Owner()
         self._workspace = library.Workspace(torch.get_num_threads())
@@ -94,21 +136,48 @@ class NativeResidualWithAttention:
         for layer in range(len(up)):
             site = None
             if down is not None:
-                self._sites.append(self._owner.low_rank(down[layer].float(), up[layer, :, :rank].float(), silu=True))
+                self._sites.append(
+                    self._owner.low_rank(
+                        down[layer].float(), up[layer, :, :rank].float(), silu=True
+                    )
+                )
                 site = self._sites[-1]
-            places = [sketch[layer], gated[layer], up[layer, :, rank : rank + drawn].T, up[layer, :, rank + drawn :].T]
+            places = [
+                sketch[layer],
+                gated[layer],
+                up[layer, :, rank : rank + drawn].T,
+                up[layer, :, rank + drawn :].T,
+            ]
             gate, other, out, means = (keep(self._owner, one) for one in places)
-            layers.append(abi.new("PrunedExperts", site=site, gate=gate, up=other, down=out, means=means, rows=rows))
+            layers.append(
+                abi.new(
+                    "PrunedExperts",
+                    site=site,
+                    gate=gate,
+                    up=other,
+                    down=out,
+                    means=means,
+                    rows=rows,
+                )
+            )
         self.layers = abi.array("PrunedExperts", layers)
 
     def leaving(self, layer: int, residual: Tensor, routing: tuple[Tensor, Tensor]) -> Tensor:
-        """The stream after attention of `layer` [N, d] and its routing [N, k] → what is thought to leave it."""
+        """The stream after attention of `layer` [N, d] and its routing [N, k] → what is thought to
+        leave it.
+        """
         x = residual.float().clone(memory_format=torch.contiguous_format)
         ids, weights = routing[0].contiguous(), routing[1].float().contiguous()
         self._library.mr_pruned_experts(
             self._workspace.address,
-            self.layers + layer, abi.at(ids.data_ptr()), abi.at(weights.data_ptr()), ids.shape[1],
-            abi.at(self.ones), self.eps, abi.at(x.data_ptr()), *x.shape,
+            self.layers + layer,
+            abi.at(ids.data_ptr()),
+            abi.at(weights.data_ptr()),
+            ids.shape[1],
+            abi.at(self.ones),
+            self.eps,
+            abi.at(x.data_ptr()),
+            *x.shape,
         )
         return x
 

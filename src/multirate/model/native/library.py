@@ -1,10 +1,12 @@
 """Build the kernel once per machine with the system's C compiler, and call it through cffi.
 
-Contract: `kernel()` returns the loaded library or raises `NativeUnavailable` with the reason; callers fall
-back to the generic decoder and say so (`say_unavailable`). The build is kept in the user's cache folder under a name
-that holds a digest of source, flags and processor, one of the compiler, and one of the file's own content, which is
-compared before the file is loaded: a damaged library would end the process. Files are written atomically, so several
-processes may build at once. Where the folder cannot be used, a process builds a library of its own.
+Contract: `kernel()` returns the loaded library or raises `NativeUnavailable` with the reason;
+callers fall back to the generic decoder and say so (`say_unavailable`). The build is kept in the
+user's cache folder under a name that holds a digest of source, flags and processor, one of the
+compiler, and one of the file's own content, which is
+compared before the file is loaded: a damaged library would end the process. Files are written
+atomically, so several processes may build at once. Where the folder cannot be used, a process
+builds a library of its own.
 """
 
 from __future__ import annotations
@@ -28,16 +30,22 @@ FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-pthre
 
 VARIANTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "native": (("-march=native",), ()),
-    "avx512": (("-march=skylake-avx512",), ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")),
+    "avx512": (
+        ("-march=skylake-avx512",),
+        ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"),
+    ),
     "avx2": (("-march=haswell",), ("avx2", "fma")),
     "portable": (("-DMULTIRATE_WIDE",), ()),
 }
-"""What a build may be for: the compiler's flags, and the processor's that it then needs. native: this processor, with
-all it has; portable: no instructions beyond the architecture's own."""
+"""What a build may be for: the compiler's flags, and the processor's that it then needs. native:
+this processor, with all it has; portable: no instructions beyond the architecture's own.
+"""
 
 
 class NativeUnavailable(RuntimeError):
-    """Why the native kernel cannot be used here. mend: what the user can do about it; "": it was switched off."""
+    """Why the native kernel cannot be used here. mend: what the user can do about it; "": it was
+    switched off.
+    """
 
     def __init__(self, reason: str, mend: str = "") -> None:
         super().__init__(reason)
@@ -45,14 +53,20 @@ class NativeUnavailable(RuntimeError):
 
 
 def _cache_folder() -> Path:
-    root = os.environ.get("MULTIRATE_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = (
+        os.environ.get("MULTIRATE_CACHE")
+        or os.environ.get("XDG_CACHE_HOME")
+        or Path.home() / ".cache"
+    )
     return Path(root) / "multirate"
 
 
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+        return next(
+            (line for line in lines if line.startswith(("flags", "Features"))), platform.processor()
+        )
     except OSError:
         return platform.processor() + platform.machine()
 
@@ -92,7 +106,9 @@ def _compile(compiler: str, flags: tuple[str, ...], built: Path) -> None:
 def _kept(folder: Path, pattern: str) -> abi.CData | None:
     """A library that was built before and is whole; damaged ones are removed."""
     for path in sorted(folder.glob(pattern)):
-        with contextlib.suppress(OSError):  # unreadable, of a system with other libraries, in a folder without programs
+        with contextlib.suppress(
+            OSError
+        ):  # unreadable, of a system with other libraries, in a folder without programs
             if _digest(path.read_bytes()) == path.stem.rpartition("-")[2]:
                 return _open(path)
             path.unlink(missing_ok=True)
@@ -126,15 +142,21 @@ def _build(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> ab
             return _open(_keep(built, folder, name))
         except OSError as problem:
             say_once(
-                f"the compiled kernel cannot be kept in {folder} ({problem.strerror or problem}): every process "
-                "builds its own, which takes some seconds; set MULTIRATE_CACHE to a folder that can be written"
+                f"the compiled kernel cannot be kept in {folder} ({problem.strerror or problem}): "
+                "every process "
+                "builds its own, which takes some seconds; set MULTIRATE_CACHE to a folder that "
+                "can be written"
             )
         return _open(built)  # the file may go once it is loaded
 
 
 @functools.lru_cache(maxsize=8)
-def _attempt(compiler: str | None, folder: Path, flags: tuple[str, ...]) -> abi.CData | NativeUnavailable:
-    """The library or why there is none: asked once, as a failing compiler takes seconds each time."""
+def _attempt(
+    compiler: str | None, folder: Path, flags: tuple[str, ...]
+) -> abi.CData | NativeUnavailable:
+    """The library or why there is none: asked once, as a failing compiler takes seconds each
+    time.
+    """
     sources = b"".join(path.name.encode() + path.read_bytes() for path in _sources())
     settings = " ".join((*flags, _processor(), platform.machine()))
     key = "kernel-" + _digest(sources + settings.encode())
@@ -144,14 +166,19 @@ def _attempt(compiler: str | None, folder: Path, flags: tuple[str, ...]) -> abi.
         if library is None and compiler is not None:
             library = _build(compiler, flags, folder, name)
         problem = NativeUnavailable(
-            "no C compiler (cc, gcc or clang) was found", "install gcc or clang, or name a compiler with CC=..."
+            "no C compiler (cc, gcc or clang) was found",
+            "install gcc or clang, or name a compiler with CC=...",
         )
     except NativeUnavailable as failure:
         problem, library = failure, None
     except OSError as failure:
-        problem, library = NativeUnavailable(
-            f"the compiled kernel could not be loaded ({failure})", "set TMPDIR to a folder for programs"
-        ), None
+        problem, library = (
+            NativeUnavailable(
+                f"the compiled kernel could not be loaded ({failure})",
+                "set TMPDIR to a folder for programs",
+            ),
+            None,
+        )
     if library is None:  # one that another compiler built will do
         library = _kept(folder, f"{key}-*.so")
     if library is None:
@@ -166,21 +193,29 @@ _attempting = threading.RLock()
 def kernel(variant: str | None = None) -> abi.CData:
     """The kernel's library, built on first use (some seconds). Raises NativeUnavailable.
 
-    variant: a key of VARIANTS; None: what the environment's MULTIRATE_KERNEL_VARIANT names, and native without it. The
-    environment's MULTIRATE_KERNEL_FLAGS are passed to the compiler, too (docs/kernel.md: sanitizers).
+    variant: a key of VARIANTS; None: what the environment's MULTIRATE_KERNEL_VARIANT names, and
+    native without it. The environment's MULTIRATE_KERNEL_FLAGS are passed to the compiler, too
+    (docs/kernel.md: sanitizers).
     """
     environment = os.environ
     return _kernel(
         variant or environment.get("MULTIRATE_KERNEL_VARIANT", "native"),
         environment.get("MULTIRATE_NATIVE"),
-        environment.get("CC", "cc"), environment.get("PATH"), environment.get("MULTIRATE_CACHE"),
+        environment.get("CC", "cc"),
+        environment.get("PATH"),
+        environment.get("MULTIRATE_CACHE"),
         environment.get("MULTIRATE_KERNEL_FLAGS", ""),
     )
 
 
 @functools.lru_cache(maxsize=16)
 def _kernel(
-    variant: str, native: str | None, compiler: str, _path: str | None, _cache: str | None, extra: str
+    variant: str,
+    native: str | None,
+    compiler: str,
+    _path: str | None,
+    _cache: str | None,
+    extra: str,
 ) -> abi.CData:
     if native == "0":
         raise NativeUnavailable("MULTIRATE_NATIVE=0 is set")
@@ -192,7 +227,9 @@ def _kernel(
     machine, needed = VARIANTS[variant]
     missing = sorted(set(needed) - set(_processor().split()))
     if missing:
-        raise NativeUnavailable(f"this processor has no {', '.join(missing)}, which the kernel variant {variant} needs")
+        raise NativeUnavailable(
+            f"this processor has no {', '.join(missing)}, which the kernel variant {variant} needs"
+        )
     found = shutil.which(compiler) or shutil.which("gcc") or shutil.which("clang")
     with _attempting:
         library = _attempt(found, _cache_folder(), (*FLAGS, *machine, *extra.split()))
@@ -202,14 +239,18 @@ def _kernel(
 
 
 def say_unavailable(reason: str) -> None:
-    """Tells the user, once, that the model's own layers are used, where `reason` is that there is no kernel and it was
-    not switched off."""
+    """Tells the user, once, that the model's own layers are used, where `reason` is that there is
+    no kernel and it was not switched off.
+    """
     try:
         kernel()
     except NativeUnavailable as problem:
         if problem.mend and str(problem) == reason:
-            say_once(f"the native kernel is not used: {problem}. The model's own layers are, which is slower; to mend "
-                     f"it, {problem.mend}")  # fmt: skip
+            say_once(
+                f"the native kernel is not used: {problem}. The model's own layers are, which is "
+                "slower; to mend "
+                f"it, {problem.mend}"
+            )
 
 
 class Workspace:
@@ -250,4 +291,3 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-

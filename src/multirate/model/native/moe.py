@@ -1,8 +1,9 @@
 """A mixture of experts on the native kernel, its experts handed over by a provider.
 
-The kernel runs a layer's attention; then the router chooses, the provider hands over each needed expert's packed
-weights in whatever order they are there, and the sum over a row's experts is formed in the router's order. As in
-NativeDecoder, a row's bits depend neither on the other rows of a call nor on where experts came from.
+The kernel runs a layer's attention; then the router chooses, the provider hands over each needed
+expert's packed weights in whatever order they are there, and the sum over a row's experts is formed
+in the router's order. As in NativeDecoder, a row's bits depend neither on the other rows of a call
+nor on where experts came from.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ ComputeExperts = Callable[[Sequence[tuple[int, Mapping[str, Tensor]]]], None]
 KernelCall = tuple[Any, ...]
 """mr_mixture's arguments from the caches to the residual."""
 KernelPasses = Callable[[KernelCall, int, int, int, int, int], None]
-"""(call, start, stop, where it is routed, row of the first mixture layer, rows of the call): runs layers [start, stop),
-loading what they need. Raises UserError when a read failed."""
+"""(call, start, stop, where it is routed, row of the first mixture layer, rows of the call): runs
+layers [start, stop), loading what they need. Raises UserError when a read failed.
+"""
 
 
 class ExpertProvider(Protocol):
@@ -43,19 +45,27 @@ class ExpertProvider(Protocol):
         ...
 
     def run(
-        self, row: int, needed: list[int], compute: ComputeExperts, residual: Tensor,
+        self,
+        row: int,
+        needed: list[int],
+        compute: ComputeExperts,
+        residual: Tensor,
         routing: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Hands every needed expert of the row-th mixture layer to `compute` once, in any order and grouping.
+        """Hands every needed expert of the row-th mixture layer to `compute` once, in any order and
+        grouping.
 
-        weights: "gate_up_proj" and "down_proj" as `pack_expert` makes them, unchanged until compute returns. residual
-        [N, d]: the stream after this layer's attention; routing: experts int64 [N, k] and their weights fp32 [N, k].
+        weights: "gate_up_proj" and "down_proj" as `pack_expert` makes them, unchanged until compute
+        returns. residual [N, d]: the stream after this layer's attention; routing: experts int64
+        [N, k] and their weights fp32 [N, k].
         """
         ...
 
 
 def pack_expert(gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
-    """gate_up [2I, H], down [H, I] → the same numbers (bf16) as the kernel reads them (packing.Owner.linear)."""
+    """gate_up [2I, H], down [H, I] → the same numbers (bf16) as the kernel reads them
+    (packing.Owner.linear).
+    """
     gate, up = gate_up.chunk(2)
     return {"gate_up_proj": _packed(interleave_gate_up(gate, up)), "down_proj": _packed(down)}
 
@@ -82,7 +92,9 @@ def expert_tiles(hidden: int, intermediate: int) -> bool:
 
 
 class NativeMoEDecoder(NativeDecoder):
-    """A NativeDecoder whose mixture layers get their experts from `provider`. Not for batches of drafts in one call."""
+    """A NativeDecoder whose mixture layers get their experts from `provider`. Not for batches of
+    drafts in one call.
+    """
 
     runs_the_model = True
     supports_fused = False
@@ -95,7 +107,10 @@ class NativeMoEDecoder(NativeDecoder):
             return f"the native kernel knows mixtures of {', '.join(MOE_FAMILIES)}, not {kind}"
         reason = NativeDecoder.cannot_run(config, model)
         if reason is None and library.kernel().mr_fixed_point():
-            return "on this processor the kernel multiplies fixed-point weights, experts are packed as bfloat16"
+            return (
+                "on this processor the kernel multiplies fixed-point weights, experts are packed "
+                "as bfloat16"
+            )
         return reason
 
     def __init__(self, model: nn.Module, provider: Callable[[], ExpertProvider]) -> None:
@@ -103,7 +118,9 @@ class NativeMoEDecoder(NativeDecoder):
         self._experts: dict[int, abi.CData] = {}
         super().__init__(model)
         moe = [layer.moe for layer in self._layers]
-        self.row_of = {i: row for row, i in enumerate(i for i, block in enumerate(moe) if block is not None)}
+        self.row_of = {
+            i: row for row, i in enumerate(i for i, block in enumerate(moe) if block is not None)
+        }
         first: Any = next(block for block in moe if block is not None)
         self.num_experts, self.top_k = first.num_experts, first.top_k
         config: Any = model.config
@@ -112,19 +129,31 @@ class NativeMoEDecoder(NativeDecoder):
         self._router_weights = {i: self._owner.linear(moe[i].router.weight) for i in self.row_of}
         self.routers = self._router_weights
         self._kept: _Routing | None = None
-        self.running: tuple[Rows, Any] | None = None  # rows and cache of a pass that Python leads layer by layer
-        self._asked: _Routing | None = None  # of `select`, which is called between a layer's routing and its sum
+        self.running: tuple[Rows, Any] | None = (
+            None  # rows and cache of a pass that Python leads layer by layer
+        )
+        self._asked: _Routing | None = (
+            None  # of `select`, which is called between a layer's routing and its sum
+        )
         self.norms = {
-            i: self._owner.floats(self._layers[i].module.post_attention_layernorm.weight) for i in self.row_of
+            i: self._owner.floats(self._layers[i].module.post_attention_layernorm.weight)
+            for i in self.row_of
         }
 
-    def pack(self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None) -> abi.CData:
+    def pack(
+        self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None
+    ) -> abi.CData:
         if self._layers[index].moe is None:
             return super().pack(index, owner, deltas)
         return self.pack_attention(index, owner, deltas)
 
     def layers(
-        self, x: Tensor, rows: Rows, start: int, stop: int, cache: Any,
+        self,
+        x: Tensor,
+        rows: Rows,
+        start: int,
+        stop: int,
+        cache: Any,
         adapters: Mapping[int, LayerAdapter] | None = None,
     ) -> Tensor:
         if start >= stop:
@@ -149,33 +178,48 @@ class NativeMoEDecoder(NativeDecoder):
         return x
 
     def run_ahead(self, x: Tensor, start: int, stop: int) -> None:
-        """Layers [start, stop) for x, a guess of what will enter them [N, d] fp32, in place, without the experts of
-        mixture layers. x has the rows of the pass that is running: it attends to what that has cached, and leaves keys
-        and values where the pass itself will overwrite them."""
+        """Layers [start, stop) for x, a guess of what will enter them [N, d] fp32, in place,
+        without the experts of mixture layers. x has the rows of the pass that is running: it
+        attends to what that has cached, and leaves keys and values where the pass itself will
+        overwrite them.
+        """
         assert self.running is not None
         self._run(x, self.running[0], start, stop, self.running[1], None)
 
     def route(self, row: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What the row-th mixture layer's router says of the stream x [N, d] fp32: experts int64 and weights fp32
-        [N, k], overwritten by the next call."""
+        """What the row-th mixture layer's router says of the stream x [N, d] fp32: experts int64
+        and weights fp32 [N, k], overwritten by the next call.
+        """
         if self._asked is None or self._asked.rows != len(x):
             self._asked = self._new_routing(len(x))
         return self._route(self._layer_of[row], x, self._asked).chosen
 
     def _passes(
-        self, kernel: KernelPasses, x: Tensor, rows: Rows, start: int, stop: int, cache: Any, packed: abi.CData | None,
+        self,
+        kernel: KernelPasses,
+        x: Tensor,
+        rows: Rows,
+        start: int,
+        stop: int,
+        cache: Any,
+        packed: abi.CData | None,
         adapters: Mapping[int, LayerAdapter] | None,
     ) -> None:
         """Layers [start, stop) by the kernel, in one call but for adapters beside experts."""
         routing, fast, begin = self._routing(len(x)), rows.accelerated, start
-        beside = {i: a for i, a in (adapters or {}).items() if i in self.row_of and "mlp" in a.deltas()}
+        beside = {
+            i: a for i, a in (adapters or {}).items() if i in self.row_of and "mlp" in a.deltas()
+        }
         cache.make_room(rows)
         for i in range(start, stop):
             if i + 1 < stop and (fast is None or i not in beside):
                 continue
             row = next((self.row_of[j] for j in range(begin, i + 1) if j in self.row_of), 1 << 30)
             call = (
-                cache.address, packed or abi.NULL, abi.rows_of(rows, cache.capacity), abi.at(x.data_ptr()),
+                cache.address,
+                packed or abi.NULL,
+                abi.rows_of(rows, cache.capacity),
+                abi.at(x.data_ptr()),
             )
             kernel(call, begin, i + 1, routing.for_kernel, row, len(x))
             if fast is not None and i in beside:
@@ -183,17 +227,25 @@ class NativeMoEDecoder(NativeDecoder):
             begin = i + 1
 
     def mixture(self, experts: Sequence[Mapping[str, Tensor]]) -> KernelMixture:
-        """What the kernel's passes need of this model. experts: of each slot, its record's fields."""
+        """What the kernel's passes need of this model. experts: of each slot, its record's
+        fields.
+        """
         return KernelMixture(self, [self._expert(record) for record in experts])
 
     def greedy(
-        self, rows: Rows, cache: KVCache, ids: Sequence[int] | None = None, x: Tensor | None = None, start: int = 0
+        self,
+        rows: Rows,
+        cache: KVCache,
+        ids: Sequence[int] | None = None,
+        x: Tensor | None = None,
+        start: int = 0,
     ) -> tuple[Tensor, list[int]]:
         return Decoder.greedy(self, rows, cache, ids, x, start)
 
     def select(self, row: int, residual: Tensor) -> np.ndarray:
-        """The experts [N, k] that the row-th mixture layer would choose for the stream residual [N, d], the likeliest
-        first; overwritten by the next call."""
+        """The experts [N, k] that the row-th mixture layer would choose for the stream residual [N,
+        d], the likeliest first; overwritten by the next call.
+        """
         return self.route(row, residual.float().contiguous())[0].numpy()
 
     def _new_routing(self, rows: int) -> _Routing:
@@ -207,8 +259,16 @@ class NativeMoEDecoder(NativeDecoder):
 
     def _route(self, layer: int, x: Tensor, into: _Routing) -> _Routing:
         self._library.mr_route(
-            self._work, self.routers[layer], abi.at(self.norms[layer]), self.eps, abi.at(x.data_ptr()), into.rows,
-            self.num_experts, self.top_k, self.normalise, *into.addresses,
+            self._work,
+            self.routers[layer],
+            abi.at(self.norms[layer]),
+            self.eps,
+            abi.at(x.data_ptr()),
+            into.rows,
+            self.num_experts,
+            self.top_k,
+            self.normalise,
+            *into.addresses,
         )
         return into
 
@@ -221,11 +281,20 @@ class NativeMoEDecoder(NativeDecoder):
             counts, wanted, places = uses.of([expert for expert, _ in found])
             records = abi.ffi.new("Expert *[]", [self._expert(record) for _, record in found])
             self._library.mr_experts(
-                self._work, records, abi.ints(counts), len(found), normed, abi.ints(wanted), abi.ints(places), parts
+                self._work,
+                records,
+                abi.ints(counts),
+                len(found),
+                normed,
+                abi.ints(wanted),
+                abi.ints(places),
+                parts,
             )
 
         self._provider().run(self.row_of[layer], uses.experts, compute, x, routing.chosen)
-        self._library.mr_combine(parts, routing.addresses[-1], *routing.ids.shape, x.shape[1], abi.at(x.data_ptr()))
+        self._library.mr_combine(
+            parts, routing.addresses[-1], *routing.ids.shape, x.shape[1], abi.at(x.data_ptr())
+        )
         if adapter is not None and rows.accelerated is not None:
             self._beside(adapter, routing.normed, x, np.flatnonzero(rows.accelerated))
 
@@ -238,7 +307,9 @@ class NativeMoEDecoder(NativeDecoder):
         x[index] += module(normed[index].to(dtype)).float()
 
     def _expert(self, record: Mapping[str, Tensor]) -> abi.CData:
-        """The kernel's view of a record, made once for each place in memory that records are read into."""
+        """The kernel's view of a record, made once for each place in memory that records are read
+        into.
+        """
         gate_up, down = record["gate_up_proj"], record["down_proj"]
         found = self._experts.get(gate_up.data_ptr())
         if found is None or found.down.weight != abi.at(down.data_ptr()):
@@ -248,25 +319,41 @@ class NativeMoEDecoder(NativeDecoder):
 
 
 def _linear(packed: Tensor) -> abi.CData:
-    return abi.new("Linear", weight=packed.data_ptr(), inputs=packed.shape[1], outputs=packed.shape[0])
+    return abi.new(
+        "Linear", weight=packed.data_ptr(), inputs=packed.shape[1], outputs=packed.shape[0]
+    )
 
 
 class KernelMixture:
-    """A decoder's layers and routers, and the experts of each slot, as abi.h has them. Outlived by the decoder."""
+    """A decoder's layers and routers, and the experts of each slot, as abi.h has them. Outlived by
+    the decoder.
+    """
 
     def __init__(self, decoder: NativeMoEDecoder, experts: Sequence[abi.CData]) -> None:
         info = decoder.info
         self._routers = abi.ffi.new("Linear *[]", list(decoder.routers.values()))
         self._norms = abi.ffi.new("float *[]", [abi.at(one) for one in decoder.norms.values()])
-        self._row_of = np.array([decoder.row_of.get(i, -1) for i in range(info.num_layers)], np.int32)
+        self._row_of = np.array(
+            [decoder.row_of.get(i, -1) for i in range(info.num_layers)], np.int32
+        )
         self._experts = abi.array("Expert", experts)
         routers = abi.new(
-            "Routers", routers=self._routers, norms=self._norms, eps=decoder.eps, experts=decoder.num_experts,
-            top_k=decoder.top_k, normalise=decoder.normalise, hidden=info.hidden_size,
+            "Routers",
+            routers=self._routers,
+            norms=self._norms,
+            eps=decoder.eps,
+            experts=decoder.num_experts,
+            top_k=decoder.top_k,
+            normalise=decoder.normalise,
+            hidden=info.hidden_size,
         )
         self.packed = abi.new(
-            "Mixture", shape=decoder.shape, layers=decoder.packed_layers, routers=routers,
-            row_of=abi.ints(self._row_of), experts=self._experts,
+            "Mixture",
+            shape=decoder.shape,
+            layers=decoder.packed_layers,
+            routers=routers,
+            row_of=abi.ints(self._row_of),
+            experts=self._experts,
         )
 
 
@@ -276,22 +363,33 @@ class _Routing:
     def __init__(self, rows: int, top_k: int, experts: int, hidden: int) -> None:
         self.rows = rows
         self.normed, self._logits = torch.empty(rows, hidden), torch.empty(rows, padded(experts))
-        self.ids, self.weights = np.empty((rows, top_k), np.int64), np.empty((rows, top_k), np.float32)
+        self.ids, self.weights = (
+            np.empty((rows, top_k), np.int64),
+            np.empty((rows, top_k), np.float32),
+        )
         self.parts = torch.empty(rows * top_k, hidden)
         self.chosen = torch.from_numpy(self.ids), torch.from_numpy(self.weights)
         self.addresses = (
-            abi.at(self.normed.data_ptr()), abi.at(self._logits.data_ptr()), abi.longs(self.ids),
+            abi.at(self.normed.data_ptr()),
+            abi.at(self._logits.data_ptr()),
+            abi.longs(self.ids),
             abi.floats(self.weights),
         )
         normed, logits, ids, weights = self.addresses
         self.for_kernel = abi.new(
-            "RoutedRows", normed=normed, logits=logits, ids=ids, weights=weights, parts=self.parts.data_ptr()
+            "RoutedRows",
+            normed=normed,
+            logits=logits,
+            ids=ids,
+            weights=weights,
+            parts=self.parts.data_ptr(),
         )
 
 
 class _Uses:
-    """Which rows each expert is for. ids [N, k] → `experts`, ascending, and for some of them their rows and places
-    (row · k + rank) as the kernel takes them."""
+    """Which rows each expert is for. ids [N, k] → `experts`, ascending, and for some of them their
+    rows and places (row · k + rank) as the kernel takes them.
+    """
 
     def __init__(self, ids: np.ndarray) -> None:
         n, self._k = ids.shape
@@ -313,6 +411,8 @@ class _Uses:
         if len(at) == len(self.experts) and at == list(range(len(at))):
             places = self._order
         else:
-            places = np.concatenate([self._order[self._starts[i] : self._starts[i + 1]] for i in at])
+            places = np.concatenate(
+                [self._order[self._starts[i] : self._starts[i + 1]] for i in at]
+            )
         counts = np.array([self._starts[i + 1] - self._starts[i] for i in at], np.int32)
         return counts, places // np.int32(self._k), places

@@ -12,26 +12,54 @@ from multirate.model.native.packing import Owner
 from multirate.model.rows import Rows
 
 
-def tiles(decoder: NativeDecoder, heads: int, kv_heads: int, head_dim: int, intermediate: int = 0) -> bool:
-    """Whether the kernel can run such a layer beside ``decoder``'s (one head size, so one cache layout)."""
+def tiles(
+    decoder: NativeDecoder, heads: int, kv_heads: int, head_dim: int, intermediate: int = 0
+) -> bool:
+    """Whether the kernel can run such a layer beside ``decoder``'s (one head size, so one cache
+    layout).
+    """
     widths = (heads * head_dim, 2 * kv_heads * head_dim)
-    return head_dim == decoder.head_dim and all(width % 64 == 0 for width in widths) and intermediate % 32 == 0
+    return (
+        head_dim == decoder.head_dim
+        and all(width % 64 == 0 for width in widths)
+        and intermediate % 32 == 0
+    )
 
 
 class OwnLayer:
-    """``layer`` with rotary attention of base ``theta``; a layer without ``gate_up`` weights is attention alone."""
+    """``layer`` with rotary attention of base ``theta``; a layer without ``gate_up`` weights is
+    attention alone.
+    """
 
     def __init__(
-        self, decoder: NativeDecoder, owner: Owner, layer: abi.CData, *, heads: int, kv_heads: int,
-        head_dim: int, intermediate: int, theta: float, eps: float,
+        self,
+        decoder: NativeDecoder,
+        owner: Owner,
+        layer: abi.CData,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        intermediate: int,
+        theta: float,
+        eps: float,
     ) -> None:
         self._decoder, self._owner, self._kv_heads = decoder, owner, kv_heads
         half = torch.arange(head_dim // 2) / (head_dim // 2)
         angle = torch.arange(decoder.shape.max_positions)[:, None] * theta**-half
         self.shape = abi.new(
-            "Shape", hidden=decoder.info.hidden_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            intermediate=intermediate, vocab=0, max_positions=decoder.shape.max_positions, eps=eps,
-            attention_scale=head_dim**-0.5, cos=owner.floats(angle.cos()), sin=owner.floats(angle.sin()),
+            "Shape",
+            hidden=decoder.info.hidden_size,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate=intermediate,
+            vocab=0,
+            max_positions=decoder.shape.max_positions,
+            eps=eps,
+            attention_scale=head_dim**-0.5,
+            cos=owner.floats(angle.cos()),
+            sin=owner.floats(angle.sin()),
         )
         self.layer = layer
 
@@ -44,7 +72,14 @@ class OwnLayer:
         x = x.float().clone(memory_format=torch.contiguous_format)
         cache.make_room(rows)
         library.kernel().mr_layers(
-            self._decoder.workspace.address, self.shape, self.layer, cache.address, abi.NULL,
-            abi.rows_of(rows, cache.capacity), abi.at(x.data_ptr()), 0, 1,
+            self._decoder.workspace.address,
+            self.shape,
+            self.layer,
+            cache.address,
+            abi.NULL,
+            abi.rows_of(rows, cache.capacity),
+            abi.at(x.data_ptr()),
+            0,
+            1,
         )
         return x

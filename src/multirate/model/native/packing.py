@@ -24,7 +24,9 @@ WEIGHT_NORM = 65000.0
 
 
 def fixed_point(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, in] → int16 [out, in] and float32 units [out] with weight ≈ unit · integers (see fixed_point.c)."""
+    """[out, in] → int16 [out, in] and float32 units [out] with weight ≈ unit · integers (see
+    fixed_point.c).
+    """
     norm, largest = weight.norm(dim=1), weight.abs().amax(dim=1)
     steps = torch.minimum(WEIGHT_NORM / norm.clamp(min=1e-30), 32767 / largest.clamp(min=1e-30))
     steps = torch.where(largest > 0, steps, torch.ones_like(steps))
@@ -36,8 +38,9 @@ HUGE_PAGE = 2 << 20
 
 
 def large_pages(size: int) -> mmap.mmap:
-    """Memory of this process alone, on large pages where the system has them. Memory that may be shared, as Python's
-    mmap is unless told otherwise, has none on most systems."""
+    """Memory of this process alone, on large pages where the system has them. Memory that may be
+    shared, as Python's mmap is unless told otherwise, has none on most systems.
+    """
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return mmap.mmap(-1, size)
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -50,8 +53,8 @@ def large_pages(size: int) -> mmap.mmap:
 class Slabs:
     """Memory for packed weights in large blocks that the system may back with huge pages.
 
-    A pass reads every weight once: with 4 KiB pages each 64th line starts with a page walk, a long one in a virtual
-    machine (measured: docs/experiments.md).
+    A pass reads every weight once: with 4 KiB pages each 64th line starts with a page walk, a long
+    one in a virtual machine (measured: docs/experiments.md).
     """
 
     def __init__(self) -> None:
@@ -83,16 +86,23 @@ class Owner:
         return tensor.data_ptr()
 
     def floats(self, tensor: Tensor | None) -> int | None:
-        return None if tensor is None else self.address(tensor.detach().float().cpu().contiguous().clone())
+        return (
+            None
+            if tensor is None
+            else self.address(tensor.detach().float().cpu().contiguous().clone())
+        )
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> abi.CData:
-        """weight [out, in], bias [out] → bf16 [groups, in/2, 4, 16, 2] or int16 [groups, 4, in/2, 16, 2].
+        """weight [out, in], bias [out] → bf16 [groups, in/2, 4, 16, 2] or int16 [groups, 4, in/2,
+        16, 2].
 
         Outputs are padded with zeros to whole groups.
         """
         outputs, inputs = weight.shape
         if inputs % 2:
-            raise library.NativeUnavailable(f"a linear layer with an odd number of inputs ({inputs})")
+            raise library.NativeUnavailable(
+                f"a linear layer with an odd number of inputs ({inputs})"
+            )
         full = torch.zeros(padded(outputs), inputs)
         full[:outputs] = weight.detach().to(device="cpu", dtype=torch.float32)
         scale = None
@@ -107,8 +117,12 @@ class Owner:
             bias = wide
         weights = self.address(self.slabs.copy(packed))
         return abi.new(
-            "Linear", weight=weights, bias=self.address(bias), scale=self.address(scale),
-            inputs=inputs, outputs=padded(outputs),
+            "Linear",
+            weight=weights,
+            bias=self.address(bias),
+            scale=self.address(scale),
+            inputs=inputs,
+            outputs=padded(outputs),
         )
 
     def low_rank(self, a: Tensor | None, b: Tensor | None, silu: bool = False) -> abi.CData:
@@ -122,6 +136,8 @@ class Owner:
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
-    """[I, …] twice → [2I, …]: 32 rows of gate, the same 32 rows of up, and so on (one group each)."""
+    """[I, …] twice → [2I, …]: 32 rows of gate, the same 32 rows of up, and so on (one group
+    each).
+    """
     pieces: Sequence[Tensor] = [gate.unflatten(0, (-1, 32)), up.unflatten(0, (-1, 32))]
     return torch.stack(list(pieces), dim=1).flatten(0, 2)

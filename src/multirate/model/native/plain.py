@@ -1,7 +1,8 @@
 """Whether a model's modules are the plain ones whose weights alone say what they compute.
 
-The kernel reads weights and knows the families' forward passes by heart. What else a module may do (a LoRA wrapper, a
-hook, a parametrisation, a quantised or offloaded weight) is not in its weight, so such a module must not be packed.
+The kernel reads weights and knows the families' forward passes by heart. What else a module may do
+(a LoRA wrapper, a hook, a parametrisation, a quantised or offloaded weight) is not in its weight,
+so such a module must not be packed.
 """
 
 from __future__ import annotations
@@ -18,18 +19,26 @@ from multirate.model.hf.parts import LayerParts, ModelParts
 from multirate.model.weight_watch import foreign
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_LINEARS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+_LINEARS = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
 
 
 def unknown_part(parts: ModelParts, family: str) -> NotPlain | None:
-    """The first module of a Llama-like model that is not plain, by name, and why; None: all of them are.
+    """The first module of a Llama-like model that is not plain, by name, and why; None: all of them
+    are.
 
     family: transformers' name of the model type, whose classes are expected.
     """
     names = {module: name for name, module in parts.model.named_modules(remove_duplicate=False)}
     home = f"transformers.models.{family}.modeling_{family}"
     for module, kind in _modules(parts):
-        reason = _own_behaviour(module) or _of_other_class(module, kind, home) or _unusual_weight(module, kind)
+        reason = (
+            _own_behaviour(module)
+            or _of_other_class(module, kind, home)
+            or _unusual_weight(module, kind)
+        )
         if reason is not None:
             return NotPlain(f"{names.get(module) or 'the model'} {reason}")
     for layer in parts.layers:
@@ -40,7 +49,9 @@ def unknown_part(parts: ModelParts, family: str) -> NotPlain | None:
 
 
 def _modules(parts: ModelParts) -> Iterator[tuple[nn.Module, type[nn.Module] | None]]:
-    """Every module that the kernel stands in for, and its class where that is torch's (None: the family's own)."""
+    """Every module that the kernel stands in for, and its class where that is torch's (None: the
+    family's own).
+    """
     yield parts.model, None
     yield parts.base, None
     yield parts.embed_tokens, nn.Embedding
@@ -82,7 +93,9 @@ def _own_behaviour(module: nn.Module) -> str | None:
 def _of_other_class(module: nn.Module, kind: type[nn.Module] | None, home: str) -> str | None:
     cls = type(module)
     if kind is not None and cls is not kind:
-        return f"is a {cls.__module__.partition('.')[0]} {cls.__name__}, not a plain {kind.__name__}"
+        return (
+            f"is a {cls.__module__.partition('.')[0]} {cls.__name__}, not a plain {kind.__name__}"
+        )
     if kind is None and cls.__module__ != home:
         return f"is a {cls.__module__.partition('.')[0]} {cls.__name__}, not one of {home}"
     source = next(one for one in cls.__mro__ if "forward" in vars(one))
@@ -106,15 +119,22 @@ def _unusual_weight(module: nn.Module, kind: type[nn.Module] | None) -> str | No
 
 
 def _other_arithmetic(layer: LayerParts, parts: ModelParts) -> str | None:
-    """A number or function that the family's forward reads from the instance and the kernel from the configuration."""
+    """A number or function that the family's forward reads from the instance and the kernel from
+    the configuration.
+    """
     module: Any = layer.module
     attention = module.self_attn
     for norm in (module.input_layernorm, module.post_attention_layernorm):
         if norm.variance_epsilon != parts.config.rms_norm_eps:
-            return f"has a norm with epsilon {norm.variance_epsilon}, the configuration has {parts.config.rms_norm_eps}"
+            return (
+                f"has a norm with epsilon {norm.variance_epsilon}, the configuration has "
+                f"{parts.config.rms_norm_eps}"
+            )
     if attention.scaling != attention.head_dim**-0.5:
         return f"scales its attention scores by {attention.scaling}"
-    biases = {name: getattr(attention, name).bias is not None for name in ("q_proj", "k_proj", "v_proj")}
+    biases = {
+        name: getattr(attention, name).bias is not None for name in ("q_proj", "k_proj", "v_proj")
+    }
     if len(set(biases.values())) > 1:
         return f"has a bias in {' and '.join(name for name, has in biases.items() if has)} alone"
     if layer.moe is None:

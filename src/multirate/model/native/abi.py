@@ -93,7 +93,7 @@ def _kinds(kind: str) -> dict[str, str]:
     return {name: field.type.kind for name, field in fields}
 
 
-def new(kind: str, **fields: Any) -> CData:
+def new(kind: str, /, **fields: Any) -> CData:
     """A zeroed structure of csrc/abi.h with these fields: numbers, structures (copied), and for pointers structures,
     arrays, addresses or None."""
     made = ffi.new(f"{kind} *")

@@ -86,11 +86,15 @@ def _sources() -> list[Path]:
 def _compile(compiler: str, flags: tuple[str, ...], built: Path) -> None:
     sources = [str(path) for path in _sources() if path.suffix == ".c"]
     errors: list[str] = []
+    # a library that is loaded before Python's own (a sanitizer's) is not meant for the compiler
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     # OpenMP shares torch's threads; a compiler without it gets the kernel's own pool
     for openmp in (["-fopenmp"], []):
         command = [compiler, *flags, *openmp, *sources, "-o", str(built), "-lm"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=120, check=False, env=environment
+            )
         except (OSError, subprocess.SubprocessError) as problem:
             errors = [str(problem)]
             continue

@@ -7,10 +7,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from multirate.methods.common.native_rounds import DraftHead, NativeRounds
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from multirate.decoding.ngram import TextIndex
+from multirate.methods.common.fused_steps import DraftHead, FusedSteps
 from multirate.methods.m2r2.tree import DraftTree
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
@@ -82,7 +82,7 @@ def test_steps_that_only_look_the_text_up_emit_what_plain_decoding_does() -> Non
         "Stream", shape=decoder.shape, layers=decoder.packed_layers, table=decoder.table.data_ptr()
     )
     limits = abi.new("DraftLimits", nodes=6, ngram=abi.new("NgramLimits", longest=3))
-    steps = NativeRounds(decoder, stream, None, limits, refresh=False)
+    steps = FusedSteps(decoder, stream, None, limits, refresh=False)
     steps.begin(cache, None)
     steps.enter(0, [token], text=[*prompt, token])
     emitted, index = [token], TextIndex(3)
@@ -195,7 +195,7 @@ def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float])
             sharpness=1.0,
             min_probability=chosen["min_probability"],
         )
-        steps = NativeRounds(decoder, stream, DraftHead(decoder.head, VOCAB), limits, refresh=False)
+        steps = FusedSteps(decoder, stream, DraftHead(decoder.head, VOCAB), limits, refresh=False)
         steps.begin(cache, None)
         steps.enter(0, [token])
         done = steps.run(depth, np.full(nodes, chosen["expand"]), np.full(nodes, chosen["keep"]))

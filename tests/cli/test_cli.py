@@ -11,6 +11,7 @@ from bench import tiny_model
 from typer.testing import CliRunner, Result
 
 import multirate
+from multirate.cli.bench import method_names
 from multirate.cli.main import app
 from multirate.engine import attach
 
@@ -552,3 +553,9 @@ def test_public_names() -> None:
     assert all(getattr(multirate, name) is not None for name in multirate.__all__)
     with pytest.raises(AttributeError):
         _ = multirate.nothing
+
+
+def test_a_list_in_a_method_s_settings_is_not_split() -> None:
+    assert method_names("generate, token_recycling:tree=[3,2]:k=4,generate,layerskip") == [
+        "generate", "token_recycling:tree=[3,2]:k=4", "layerskip",
+    ]  # fmt: skip

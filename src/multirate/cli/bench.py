@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -173,8 +174,9 @@ def command(
 
 
 def method_names(text: str) -> list[str]:
-    """A comma-separated list, without repetitions."""
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    """A comma-separated list, without repetitions; commas within [] belong to a setting's list."""
+    parts = re.split(r",(?![^\[\]]*\])", text)
+    names = list(dict.fromkeys(name.strip() for name in parts if name.strip()))
     if not names:
         raise UserError("--methods names no method: try generate,autoregressive,prompt_lookup")
     return names

@@ -1,9 +1,11 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
 # Overridable: PYTHON, TORCH (e.g. `make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"`),
-# VENV, and PYTEST_ARGS.
+# VENV, JOBS (test processes), and PYTEST_ARGS.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+# Tests run in as many processes as there are cores, each with one thread but where threads are what is tested.
+JOBS ?= auto
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -28,6 +30,7 @@ demo: $(READY)
 
 lint: $(READY)
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
+	$(BIN)/ruff format --check --quiet src tests recipes benchmarks
 	$(BIN)/ruff check src tests recipes benchmarks
 	$(BIN)/mypy
 
@@ -36,4 +39,4 @@ sanitize: $(READY)
 		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -q -p no:cacheprovider tests/csrc $(PYTEST_ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)

@@ -10,7 +10,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 PACKAGE = SOURCE / "multirate"
 LAYERS = (
     ("errors",),
-    ("io", "turns"),
+    ("io", "generation_lock"),
     ("model",),
     ("decoding",),
     ("methods",),

@@ -21,6 +21,7 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import Notice, UserError
 from multirate.experts.load import load_offloaded
+from multirate.generation_lock import GenerationLock, lock_of
 from multirate.hub import LoadedModel, load_model, resolve_accelerator
 from multirate.methods import spec
 from multirate.methods.spec import PLAIN, MethodSpec
@@ -29,7 +30,6 @@ from multirate.model.hf.decoder import HFDecoder
 from multirate.model.load import load_decoder
 from multirate.model.weight_watch import WeightWatch
 from multirate.training.checkpoint import Accelerator
-from multirate.turns import Turns, turns_of
 
 if TYPE_CHECKING:
     from multirate.experts.model import OffloadedExperts
@@ -73,9 +73,9 @@ def attach(
 
     if isinstance(model, LoadedModel):
         model, tokenizer = model.model, tokenizer or model.tokenizer
-    with turns_of(
+    with lock_of(
         model
-    ).taken():  # building a decoder may run the model, and exchanges what reads its experts
+    ).held():  # building a decoder may run the model, and exchanges what reads its experts
         offloaded = experts_on_disk(model)
         if offloaded is None:
             engine = Engine(model, load_decoder(model, backend), tokenizer, backend)
@@ -132,7 +132,7 @@ class Engine:
         self.notice: str | None = None
         self.keep_bytes = KEPT_BYTES
         self.experts: OffloadedExperts | None = None
-        self._turns = turns_of(model) if decoder.runs_the_model else Turns()
+        self._lock = lock_of(model) if decoder.runs_the_model else GenerationLock()
         self._generating_in: int | None = None  # the process; a forked one inherits its parent's
         self._requested = backend
         self._watch = WeightWatch(model)
@@ -154,7 +154,7 @@ class Engine:
         if not isinstance(accelerator, Accelerator):
             accelerator = Accelerator.from_pretrained(resolve_accelerator(accelerator), self.model)
         name = name or accelerator.method
-        with self._turns.taken():
+        with self._lock.held():
             return self._add(accelerator, name)
 
     def _add(self, accelerator: Accelerator, name: str) -> str:
@@ -194,7 +194,7 @@ class Engine:
 
     def lossless(self, method: str) -> bool:
         """Whether a method's output is the base model's own."""
-        with self._turns.taken():
+        with self._lock.held():
             decoding = self._decoding(method)
         return self._spec(method).lossless and (decoding is None or decoding.step.lossless)
 
@@ -239,8 +239,8 @@ class Engine:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """This thread's turn to generate."""
-        with self._turns.taken():
-            if self._turns.inherited and self.experts is not None:
+        with self._lock.held():
+            if self._lock.inherited and self.experts is not None:
                 raise UserError(
                     "this engine's experts are read by threads of the parent process: load the "
                     "model and "
@@ -290,7 +290,7 @@ class Engine:
         """Drops the kept prefixes: the next prompt is read from its first token (in the memory they
         had).
         """
-        with self._turns.taken():
+        with self._lock.held():
             for kept in self._prefix_caches.values():
                 kept.tokens = []
 

@@ -205,7 +205,9 @@ def _check_name(name: str, kind: str, needed: str) -> None:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turns what loading may raise into one sentence. Defects of our own are let through."""
+    """Turns what loading may raise into one sentence. Defects of our own are let
+    through.
+    """
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:

@@ -107,8 +107,8 @@ def tree_by_parts(
     width: int,
     nodes: int,
     top: int,
-    expand: float,
-    keep: float,
+    draft_threshold: float,
+    verify_threshold: float,
     min_probability: float,
 ) -> tuple[list[int], list[int], list[int]]:
     """The same draft level by level: the first EXIT layers, then the head. → tokens, parents,
@@ -116,7 +116,7 @@ def tree_by_parts(
     """
     cache, _ = start(decoder, prompt)
     length, tree = len(prompt), DraftTree(depth)
-    thresholds = np.full(nodes, expand), np.full(nodes, keep)
+    thresholds = np.full(nodes, draft_threshold), np.full(nodes, verify_threshold)
 
     def logits_of(ids: list[int], rows: Rows) -> torch.Tensor:
         x = decoder.embed(torch.tensor(ids), rows.pos)
@@ -158,13 +158,18 @@ def tree_by_parts(
         dict(depth=4, width=1, nodes=4, top=1),
         dict(depth=4, width=1, nodes=6, top=1, min_probability=0.15),
         dict(depth=3, width=3, nodes=12, top=4),
-        dict(depth=5, width=2, nodes=20, top=3, expand=0.02, keep=0.01),
+        dict(depth=5, width=2, nodes=20, top=3, draft_threshold=0.02, verify_threshold=0.01),
         dict(depth=0, width=1, nodes=3, top=1),
     ],
 )
 def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float]) -> None:
     decoder = make_decoder()
-    chosen: dict[str, float] = {"expand": 0.0, "keep": 0.0, "min_probability": 0.0, **settings}
+    chosen: dict[str, float] = {
+        "draft_threshold": 0.0,
+        "verify_threshold": 0.0,
+        "min_probability": 0.0,
+        **settings,
+    }
     nodes, depth, top = int(chosen["nodes"]), int(chosen["depth"]), int(chosen["top"])
     for prompt in ([3, 4, 5], list(range(10, 45))):
         cache, token = start(decoder, prompt)
@@ -176,8 +181,8 @@ def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float])
             int(chosen["width"]),
             nodes,
             top,
-            chosen["expand"],
-            chosen["keep"],
+            chosen["draft_threshold"],
+            chosen["verify_threshold"],
             chosen["min_probability"],
         )
         stream = abi.new(
@@ -198,7 +203,11 @@ def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float])
         steps = FusedSteps(decoder, stream, DraftHead(decoder.head, VOCAB), limits, refresh=False)
         steps.begin(cache, None)
         steps.enter(0, [token])
-        done = steps.run(depth, np.full(nodes, chosen["expand"]), np.full(nodes, chosen["keep"]))
+        done = steps.run(
+            depth,
+            np.full(nodes, chosen["draft_threshold"]),
+            np.full(nodes, chosen["verify_threshold"]),
+        )
         assert steps.draft() == (tokens, parents)
         assert done.tokens == emitted
         expected = plain(decoder, prompt, 1 + len(emitted))

@@ -27,8 +27,10 @@ def test_a_step_is_shared_by_its_rows() -> None:
 
 def test_thresholds_are_prices_over_the_present_seconds_per_token() -> None:
     costs = StepCosts(plain_step=1.0, verify={1: 1.0, 9: 1.8}, draft_step=0.1)
-    expand, keep = DraftLengthController.of(costs, nodes=4).thresholds()
-    assert keep.tolist() == pytest.approx([0.2] * 4)  # a row of 0.1 s at half a second per token
-    assert expand.tolist() == pytest.approx([0.4] * 4)
+    draft_threshold, verify_threshold = DraftLengthController.of(costs, nodes=4).thresholds()
+    assert verify_threshold.tolist() == pytest.approx(
+        [0.2] * 4
+    )  # a row of 0.1 s at half a second per token
+    assert draft_threshold.tolist() == pytest.approx([0.4] * 4)
     shared, _ = DraftLengthController.of(costs, nodes=4).thresholds(sequences=2)
     assert shared.tolist() == pytest.approx([0.3] * 4)  # two sequences share a level

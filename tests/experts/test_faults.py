@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import multirate.experts.memory as memory
 from multirate.errors import UserError
+from multirate.experts.expert_cache import ExpertCache, State
 from multirate.experts.loader import ExpertLoader, Prediction
 from multirate.experts.model import OffloadedExperts, load_without_experts
 from multirate.experts.pack import pack
@@ -30,7 +31,6 @@ from multirate.experts.predictors import Oracle, Shuffled
 from multirate.experts.reader import Arena, RecordReader, Throttle
 from multirate.experts.reads import Ended, Reads
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
-from multirate.experts.slot_cache import SlotCache, State
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
 
@@ -217,7 +217,7 @@ def test_a_replayed_trace_gives_the_live_hits(offload: OffloadedExperts) -> None
         live = offload.use(settings(offload, 8), eviction=policies[0])
         steps(offload)
         hits[name] = live.stats.hits
-        cache, replayed, token, last = SlotCache(8, policies[1]), 0, 0, 99
+        cache, replayed, token, last = ExpertCache(8, policies[1]), 0, 0, 99
         for row, experts in trace:
             token, last = token + (row <= last), row
             cache.token, cache.row = token, row
@@ -339,7 +339,7 @@ def test_the_slot_machine(seed: int, eviction: str, count: int) -> None:
     store: Any = SimpleNamespace(
         index=record, path="store", offset=lambda row, expert: 100 * row + expert
     )
-    cache, reads = SlotCache(count, eviction_policy(eviction)), Random(draw)
+    cache, reads = ExpertCache(count, eviction_policy(eviction)), Random(draw)
     loader = ExpertLoader(store, cache, reads, ExpertStats())
     for token in range(12):
         for row in range(3):

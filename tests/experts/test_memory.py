@@ -28,8 +28,8 @@ def memory(field):
 import multirate.experts.model, transformers.models.qwen3_moe.modeling_qwen3_moe
 import torch; torch.zeros(64, 64).bfloat16() @ torch.zeros(64, 64).bfloat16()
 before = memory("VmRSS")
-name, store, memory, backend = sys.argv[1:5]
-engine = attach(name, experts=store, expert_memory=int(memory), backend=backend)
+name, store, budget, backend = sys.argv[1:5]
+engine = attach(name, experts=store, expert_memory=int(budget), backend=backend)
 tokens = engine.generate([list(range(3, 30))], stop=engine.stopping(12)).sequences[0]
 print(json.dumps({"grown": memory("VmHWM") - before, "tokens": tokens}))
 """

@@ -8,8 +8,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multirate.experts.expert_cache import ExpertCache, Key, Slot, State
 from multirate.experts.policies import DecayedFrequency, EvictionPolicy, eviction_policy
-from multirate.experts.slot_cache import Key, Slot, SlotCache, State
 
 
 @given(
@@ -38,7 +38,7 @@ def test_the_victim_has_the_least_decayed_uses(uses: list[tuple[int, int]], deca
 
 
 def hit_rate(policy: EvictionPolicy, trace: list[Key], count: int) -> float:
-    cache, hits = SlotCache(count, policy), 0
+    cache, hits = ExpertCache(count, policy), 0
     for token, key in enumerate(trace):
         cache.token = token
         slot = cache.find(key)

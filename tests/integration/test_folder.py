@@ -141,7 +141,7 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
         {"gate": 1, "draft_step": step, "agreement": 0.6} for step in (1, 2, 3)
     ]
     engine = multirate.attach(model, accelerator, backend="hf")
-    speculation = engine._speculation("m2r2-carry")
+    speculation = engine._decoding("m2r2-carry")
     assert speculation is not None
     rates = speculation.acceptance.rates()
     assert isinstance(rates, list) and rates[:3] == [0.6] * 3
@@ -167,7 +167,7 @@ def test_costs_are_measured_on_first_use(model: Any, folder: Path) -> None:
     accelerator.results["terms"] = [{"gate": 1, "draft_step": 1, "agreement": 0.5}]
     engine = multirate.attach(model, accelerator, backend="hf")
     engine.generate([prompt()[0].tolist()], stop=engine.stopping(2))
-    speculation = engine._speculation("m2r2-carry")
+    speculation = engine._decoding("m2r2-carry")
     assert speculation is not None and speculation.step.drafter._costs is not None
     measured = speculation.step.drafter._costs.costs
     assert measured.plain_step > 0 and measured.draft_step > 0

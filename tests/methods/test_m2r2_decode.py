@@ -58,7 +58,7 @@ OTHERS = {
     ),
 }
 EAGER_TREE = M2R2DecodeConfig(
-    depth=5, width=3, nodes=20, expand=0.0, keep=0.0
+    depth=5, width=3, nodes=20, draft_threshold=0.0, verify_threshold=0.0
 )  # every tree is as large as can be
 PROMPTS = [[5, 9, 2, 44, 17], [3], [8] * 11]
 
@@ -105,13 +105,24 @@ def decoders():
     depth=st.integers(1, 7),
     width=st.integers(1, 4),
     nodes=st.integers(1, 24),
-    keep=st.sampled_from([0, 0.02, 0.3]),
+    verify_threshold=st.sampled_from([0, 0.02, 0.3]),
     reduced=st.sampled_from([None, 20]),
     trust=st.sampled_from(["confidence", "arla"]),
     lookup=st.integers(0, 5),
 )
 def test_greedy_is_the_base_token_for_token(
-    decoders, backend, seed, preset, gate, depth, width, nodes, keep, reduced, trust, lookup
+    decoders,
+    backend,
+    seed,
+    preset,
+    gate,
+    depth,
+    width,
+    nodes,
+    verify_threshold,
+    reduced,
+    trust,
+    lookup,
 ):
     if backend not in decoders:
         pytest.skip("no native kernel here")
@@ -120,7 +131,15 @@ def test_greedy_is_the_base_token_for_token(
     drafter = M2R2Drafter(
         decoder,
         stream,
-        M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep, trust=trust, lookup=lookup),
+        M2R2DecodeConfig(
+            depth,
+            width,
+            nodes,
+            draft_threshold=verify_threshold,
+            verify_threshold=verify_threshold,
+            trust=trust,
+            lookup=lookup,
+        ),
     )
     stop = StopSettings(max_new_tokens=24)
     plain = generate(decoder, PlainStep(), PROMPTS, stop=stop)
@@ -180,7 +199,9 @@ def test_a_perfect_stream_is_accepted_whole(decoders):
     base = BaseShape.of(LLAMA)
     stream = AcceleratedStream(M2R2Config.for_base(base, "m2r2-carry"), base)
     drafter = M2R2Drafter(
-        decoder, stream, M2R2DecodeConfig(depth=4, width=1, nodes=4, expand=0, keep=0)
+        decoder,
+        stream,
+        M2R2DecodeConfig(depth=4, width=1, nodes=4, draft_threshold=0, verify_threshold=0),
     )
     out = generate(
         decoder, SpeculativeStep(drafter), PROMPTS[:1], stop=StopSettings(max_new_tokens=21)
@@ -192,7 +213,9 @@ def test_a_perfect_stream_is_accepted_whole(decoders):
 @pytest.mark.parametrize("repetition", [1.0, 1.3])
 def test_sampled_tokens_do_not_depend_on_the_batch(decoders, repetition):
     stream = stream_of(LLAMA, "m2r2-carry", rank=8)
-    drafter = M2R2Drafter(decoders["hf"], stream, M2R2DecodeConfig(expand=0.0, keep=0.0))
+    drafter = M2R2Drafter(
+        decoders["hf"], stream, M2R2DecodeConfig(draft_threshold=0.0, verify_threshold=0.0)
+    )
     sampling = SamplingSettings(temperature=0.9, top_p=0.9, seed=4, repetition_penalty=repetition)
     out = generate(
         decoders["hf"], SpeculativeStep(drafter), PROMPTS, sampling, StopSettings(max_new_tokens=12)
@@ -215,7 +238,9 @@ def test_sampling_keeps_the_base_distribution(decoders):
     stream = stream_of(
         LLAMA, "m2r2-carry", rank=8, scale=0.3
     )  # a poor drafter: most drafts are rejected
-    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(depth=3, expand=0.0, keep=0.0))
+    drafter = M2R2Drafter(
+        decoder, stream, M2R2DecodeConfig(depth=3, draft_threshold=0.0, verify_threshold=0.0)
+    )
     settings_ = dict(temperature=1.5, top_k=6)
     draws = 1500
     out = generate(
@@ -276,12 +301,12 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate):
     depth=st.integers(1, 7),
     width=st.integers(1, 4),
     nodes=st.integers(1, 20),
-    keep=st.sampled_from([0.0, 0.02, 0.1]),
+    verify_threshold=st.sampled_from([0.0, 0.02, 0.1]),
     reduced=st.sampled_from([None, 20]),
     lookup=st.sampled_from([0, 1, 4]),
 )
 def test_a_round_in_one_kernel_call_is_the_round_in_parts(
-    decoders, seed, preset, gate, depth, width, nodes, keep, reduced, lookup
+    decoders, seed, preset, gate, depth, width, nodes, verify_threshold, reduced, lookup
 ):
     """Same drafts, same tokens step by step, and the same committed keys and values, bit for
     bit.
@@ -290,7 +315,14 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
         pytest.skip("no native kernel here")
     decoder = decoders["native"]
     stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced)
-    config = M2R2DecodeConfig(depth, width, nodes, expand=keep, keep=keep, lookup=lookup)
+    config = M2R2DecodeConfig(
+        depth,
+        width,
+        nodes,
+        draft_threshold=verify_threshold,
+        verify_threshold=verify_threshold,
+        lookup=lookup,
+    )
     assert_fused_steps_are_steps_in_parts(
         decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0]
     )
@@ -318,7 +350,12 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
     steps = {}
     for lookup in (0, 3):
         config = M2R2DecodeConfig(
-            depth=2, nodes=9, expand=0.3, keep=0.2, sharpness=9.0, lookup=lookup
+            depth=2,
+            nodes=9,
+            draft_threshold=0.3,
+            verify_threshold=0.2,
+            sharpness=9.0,
+            lookup=lookup,
         )
         out = generate(
             decoder, SpeculativeStep(M2R2Drafter(decoder, stream, config)), PROMPTS, stop=stop
@@ -362,7 +399,9 @@ def test_arla_decides_how_long_a_draft_is(decoders, bias, levels, sampling):
     with torch.no_grad():
         stream.arla.out.weight.zero_()
         stream.arla.out.bias.fill_(bias)
-    settings = M2R2DecodeConfig(depth=5, width=1, nodes=5, expand=0.5, keep=0.0, trust="arla")
+    settings = M2R2DecodeConfig(
+        depth=5, width=1, nodes=5, draft_threshold=0.5, verify_threshold=0.0, trust="arla"
+    )
     drafter = M2R2Drafter(decoders["hf"], stream, settings)
     drafted = []
     original = drafter.draft
@@ -399,7 +438,7 @@ def test_settings_out_of_range_are_named():
         {"lookup": "x"},
         {"nodes": 2.5},
         {"sharpness": "sharp"},
-        {"keep": [1]},
+        {"verify_threshold": [1]},
         {"depth": True},
     ):
         with pytest.raises(UserError, match=f"field '{next(iter(wrong))}' is"):

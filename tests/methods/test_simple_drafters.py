@@ -152,9 +152,11 @@ def test_registry() -> None:
 
 def test_a_name_may_carry_settings() -> None:
     assert parse_variant("m2r2") == ("m2r2", {})
-    assert parse_variant("m2r2-carry:lookup=0:trust=arla:keep=null:expand=0.5") == (
+    assert parse_variant(
+        "m2r2-carry:lookup=0:trust=arla:verify_threshold=null:draft_threshold=0.5"
+    ) == (
         "m2r2-carry",
-        {"lookup": 0, "trust": "arla", "keep": None, "expand": 0.5},
+        {"lookup": 0, "trust": "arla", "verify_threshold": None, "draft_threshold": 0.5},
     )
     with pytest.raises(UserError, match="in method 'm2r2:nodes', 'nodes' is not NAME=VALUE"):
         parse_variant("m2r2:nodes")

@@ -12,12 +12,12 @@ from typing import Any
 
 from multirate.bench.prompts import Prompt
 from multirate.engine import PLAIN, Engine
+from multirate.experts.expert_cache import Key
 from multirate.experts.model import OffloadedExperts
 from multirate.experts.named_policies import AHEAD_OF_TIME, FIXED_POLICIES, policy_named
 from multirate.experts.policies import Belady, EvictionPolicy, eviction_policy
 from multirate.experts.predictors import Oracle
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
-from multirate.experts.slot_cache import Key
 from multirate.experts.stats import Event, ExpertStats
 
 Trace = list[tuple[int, list[int]]]

@@ -15,7 +15,7 @@ import numpy as np
 
 MEMORY = 0.98  # about the last fifty tries
 STRENGTH = 4.0  # tries that a first guess counts as
-_STEADY = 0.8
+_DRAFT_ACCEPTED = 0.8
 _FADE_STEPS, _FADE = 16, 0.72
 _CONFIDENCE_BINS = 10
 _ENOUGH_LEVELS = 64  # drafted levels after which what was observed outweighs a first guess
@@ -69,56 +69,61 @@ class Calibration:
 
 class Origin(NamedTuple):
     """Where the nodes of a draft come from: so many that the stream drew, then `followed` of a
-    suggestion that matched `matched` tokens of the text.
+    continuation that matched `matched` tokens of the text.
     """
 
-    drawn: int
-    followed: int = 0
+    drafted: int
+    continued: int = 0
     matched: int = 0
 
 
-class SuggestionRates:
-    """How far to follow what the text said before (ngram.py), by what came true of such suggestions
-    lately.
+class ContinuationRates:
+    """How far to follow what the text said before (ngram.py), by what came true of such
+    continuations lately.
 
-    agree, onward [longest + 1], by matched length: the chance that a suggestion's first token is
-    the model's when the stream's best is the same, and that each next one is. steady: that the
-    stream's own next level is.
+    first_accepted, next_accepted [longest + 1], by matched length: the chance that a
+    continuation's first token is the model's when the stream's best is the same, and that each
+    next one is. draft_accepted: that the stream's own next level is.
     """
 
     def __init__(self, longest: int) -> None:
         # first guesses: 0.6 after one matched token, 0.8 after two, 0.9 after four
         self._guess = [1 - 0.4 / max(n, 1) for n in range(longest + 1)]
-        self._agree = [DecayedRate() for _ in self._guess]
-        self._onward = [DecayedRate() for _ in self._guess]
-        self._steady = DecayedRate(tries=STRENGTH, hits=STRENGTH * _STEADY)
+        self._first = [DecayedRate() for _ in self._guess]
+        self._next = [DecayedRate() for _ in self._guess]
+        self._draft = DecayedRate(tries=STRENGTH, hits=STRENGTH * _DRAFT_ACCEPTED)
         self._steps = 0
-        self.agree, self.onward = np.array(self._guess), np.array(self._guess)
-        self.steady = _STEADY
+        self.first_accepted, self.next_accepted = np.array(self._guess), np.array(self._guess)
+        self.draft_accepted = _DRAFT_ACCEPTED
 
-    def observe(self, origin: Origin, true_drawn: int, true_followed: int) -> None:
+    def observe(self, origin: Origin, accepted_drafted: int, accepted_continued: int) -> None:
         """A step's draft was of this origin; so many nodes of either kind were accepted."""
-        tried = min(origin.drawn, true_drawn + 1)
+        tried = min(origin.drafted, accepted_drafted + 1)
         if tried:
-            self._steady.observe(tried, true_drawn)
-            self.steady = self._steady.rate(0.0, 0.0)
-        if origin.followed and true_drawn == origin.drawn:  # else rejected before it came to that
+            self._draft.observe(tried, accepted_drafted)
+            self.draft_accepted = self._draft.rate(0.0, 0.0)
+        if (
+            origin.continued and accepted_drafted == origin.drafted
+        ):  # else rejected before it came to that
             n = origin.matched
-            self._agree[n].observe(1, min(true_followed, 1))
-            tried_onward = min(origin.followed, true_followed + 1) - 1
-            self._onward[n].observe(tried_onward, max(true_followed - 1, 0))
+            self._first[n].observe(1, min(accepted_continued, 1))
+            tried_onward = min(origin.continued, accepted_continued + 1) - 1
+            self._next[n].observe(tried_onward, max(accepted_continued - 1, 0))
             self._publish(n)
         self._steps += 1
         if self._steps % _FADE_STEPS == 0:
             # towards the first guesses, so that a length that disappointed is tried again some day
             for n in range(len(self._guess)):
-                self._agree[n].fade(_FADE)
-                self._onward[n].fade(_FADE)
+                self._first[n].fade(_FADE)
+                self._next[n].fade(_FADE)
                 self._publish(n)
 
     def _publish(self, n: int) -> None:
         guess = self._guess[n]
-        self.agree[n], self.onward[n] = self._agree[n].rate(guess), self._onward[n].rate(guess)
+        self.first_accepted[n], self.next_accepted[n] = (
+            self._first[n].rate(guess),
+            self._next[n].rate(guess),
+        )
 
 
 class OverallRates:

@@ -106,8 +106,8 @@ class DraftLengthController:
         self._tokens += tokens
 
     def thresholds(self, sequences: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """(expand, keep), [nodes] each, for the next step, in which a level serves `sequences`
-        sequences. Called once per step.
+        """(draft_threshold, verify_threshold), [nodes] each, for the next step, in which a level
+        serves `sequences` sequences. Called once per step.
         """
         now = self.clock()
         if self._last is not None:
@@ -122,9 +122,12 @@ class DraftLengthController:
             or before[0] != sequences
             or abs(per_token[1] / before[1] - 1) > _CHANGE
         ):
-            keep = self.rows / per_token[1]
-            expand = keep + self.level / sequences / per_token[1]
-            self._thresholds = expand.clip(_LEAST, _MOST), keep.clip(_LEAST, _MOST)
+            verify_threshold = self.rows / per_token[1]
+            draft_threshold = verify_threshold + self.level / sequences / per_token[1]
+            self._thresholds = (
+                draft_threshold.clip(_LEAST, _MOST),
+                verify_threshold.clip(_LEAST, _MOST),
+            )
             self._priced_at = per_token
         return self._thresholds
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from multirate.errors import UserError
 from multirate.experts.loader import Prediction
 from multirate.experts.predictors import NextLayerGate, Predictor, SelectExperts, likeliest
-from multirate.model.native.foresight import (
+from multirate.model.native.accelerated_residual import (
     NativeAcceleratedResidual,
     NativeResidualWithAttention,
 )
 from multirate.model.native.moe import NativeMoEDecoder
 
-STREAM_ROWS = 16  # as in the kernel (forecasts.h)
+STREAM_ROWS = 16  # as in the kernel (predictors.h)
 
 Advance = Callable[
     [int, Tensor, "Tensor | None", int, "tuple[Tensor, Tensor] | None"], list[Tensor]

@@ -40,7 +40,7 @@ class AdaptivePredictor(Predictor):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._names, self._inner = list(inner), list(inner.values())
-        self._block, self._turns, self._trust, self._clock = block, turns, trust, clock
+        self._block, self._lock, self._trust, self._clock = block, turns, trust, clock
         self._margin = margin
         self._tried = [*range(len(self._inner)), _OFF]
         self._times: list[dict[int, float]] = [
@@ -155,13 +155,13 @@ class AdaptivePredictor(Predictor):
         waiting = [candidate for candidate in self._tried if candidate not in self._times[-1]]
         if waiting:
             self._use(waiting[0])
-        elif len(self._times) < self._turns:
+        elif len(self._times) < self._lock:
             self._next_turn()
         else:
             self._decide()
 
     def _next_turn(self) -> None:
-        if 2 * len(self._times) >= self._turns:
+        if 2 * len(self._times) >= self._lock:
             slow = {candidate for candidate, ratio in self._ratios().items() if ratio > 1.1}
             self._tried = [candidate for candidate in self._tried if candidate not in slow]
         if self._tried == [_OFF]:

@@ -1,7 +1,7 @@
 """Passes over a mixture's layers in one kernel call each: slots, loads and predictions without the
 interpreter.
 
-The kernel's own state machine (csrc/moe/) does what slot_cache.py, policies.py, loader.py,
+The kernel's own state machine (csrc/moe/) does what expert_cache.py, policies.py, loader.py,
 predictors.py and worth.py do for decoders that Python runs; tests/experts/test_kernel.py holds the
 two together. It knows reads by the kernel, the named eviction policies, Belady's, and the
 predictors of `plan_of`; runtime.py keeps to Python for the rest.
@@ -30,8 +30,8 @@ from multirate.experts.reads import NativeReads
 from multirate.experts.stats import Event, ExpertStats
 from multirate.experts.store import ExpertStore
 from multirate.model.native import abi, library
-from multirate.model.native import residency as c
-from multirate.model.native.foresight import NativeAcceleratedResidual
+from multirate.model.native import expert_cache as c
+from multirate.model.native.accelerated_residual import NativeAcceleratedResidual
 from multirate.model.native.moe import KernelCall, NativeMoEDecoder
 
 _EVICTIONS: dict[type[EvictionPolicy], str] = {

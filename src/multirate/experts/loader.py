@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from multirate.errors import UserError
+from multirate.experts.expert_cache import ExpertCache, Key, Slot, State
 from multirate.experts.reads import Ended, Reads, reason
-from multirate.experts.slot_cache import Key, Slot, SlotCache, State
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
 
@@ -62,7 +62,7 @@ class ExpertLoader:
     def __init__(
         self,
         store: ExpertStore,
-        cache: SlotCache,
+        cache: ExpertCache,
         reads: Reads,
         stats: ExpertStats,
         intact: Callable[[Key, int], bool] = lambda key, slot: True,

@@ -38,7 +38,10 @@ from multirate.model.hf.decoder import HFDecoder
 from multirate.model.hf.inspect import find_parts
 from multirate.model.hf.parts import MoEParts
 from multirate.model.load import BACKENDS
-from multirate.model.native.foresight import NativeAcceleratedResidual, NativeResidualWithAttention
+from multirate.model.native.accelerated_residual import (
+    NativeAcceleratedResidual,
+    NativeResidualWithAttention,
+)
 from multirate.model.native.moe import NativeMoEDecoder
 from multirate.training.checkpoint import Accelerator
 

@@ -1,5 +1,5 @@
 """Who leaves the cache. A policy orders the slots; the cache takes the first that may be evicted
-(slot_cache.py).
+(expert_cache.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from multirate.errors import UserError
 
 if TYPE_CHECKING:
-    from multirate.experts.slot_cache import Key, Slot
+    from multirate.experts.expert_cache import Key, Slot
 
 
 class EvictionPolicy(ABC):

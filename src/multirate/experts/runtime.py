@@ -18,18 +18,18 @@ from torch import Tensor, nn
 
 from multirate.errors import UserError
 from multirate.experts.depth import MeasuredDepth
+from multirate.experts.expert_cache import ExpertCache, Key, Slot, State
 from multirate.experts.kernel import Failure, KernelExperts, knows, plans_of
 from multirate.experts.layout import NATIVE
 from multirate.experts.loader import ExpertLoader, unreadable
 from multirate.experts.memory import CopyStream, DeviceMemory, HostMemory, SlotMemory
 from multirate.experts.policies import EvictionPolicy, eviction_policy
 from multirate.experts.predictors import Predictor
+from multirate.experts.prefetch_filter import PrefetchFilter
 from multirate.experts.reader import Throttle
 from multirate.experts.reads import NativeReads, reason
-from multirate.experts.slot_cache import Key, Slot, SlotCache, State
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
-from multirate.experts.worth import PrefetchFilter
 from multirate.model.native.moe import (
     ComputeExperts,
     KernelCall,
@@ -103,7 +103,7 @@ class ExpertRuntime:
         count = slots_for(store, self.settings.memory_bytes)
         self._everything = len(store.index.layers) * store.index.num_experts
         self._eviction = eviction or eviction_policy(self.settings.eviction)
-        self.cache = SlotCache(count, self._eviction, self._evicted)
+        self.cache = ExpertCache(count, self._eviction, self._evicted)
         throttle, direct = Throttle(self.settings.disk_bytes_per_second), self.settings.direct
         if copies is None:
             self.memory: SlotMemory = HostMemory(store, count, throttle, direct)
@@ -163,7 +163,7 @@ class ExpertRuntime:
                 )
                 if loaded:
                     fresh = eviction_policy(self.settings.eviction)
-                    self.cache = SlotCache(len(self.cache.slots), fresh, self._evicted)
+                    self.cache = ExpertCache(len(self.cache.slots), fresh, self._evicted)
                     self.loader = ExpertLoader(
                         self.store, self.cache, self._reads, self._stats, self.memory.intact
                     )

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from multirate.engine import Engine, attach
-from multirate.turns import turns_of
+from multirate.generation_lock import lock_of
 
 if TYPE_CHECKING:
     from multirate.training.checkpoint import Accelerator
@@ -36,7 +36,7 @@ def engine_of(
     """The engine of `model` with this accelerator, made on first use, and again when the weights
     have changed. Threads that ask for the same one get the same one.
     """
-    with turns_of(model).taken():
+    with lock_of(model).held():
         return _engine_of(model, accelerator, backend)
 
 

@@ -391,16 +391,17 @@ def evaluate(
     plan = BatchPlan(heldout, tokens_per_batch, 0)
     trained = Summary.empty(objective.terms, objective.has_arla)
     exits: Summary | None = None
-    if objective.has_early_exit:
-        exits = Summary.empty([term for term in objective.terms if term.step == 1])
     mine = range(rank, len(plan.epoch(0)), world)
     for _, batch in zip(mine, plan.batches(rank, world), strict=False):
         ids, mask = batch.ids.to(device), batch.mask.to(device)
         _, report = objective(ids, mask)
         trained.add(report.sums())
-        if exits is not None:
+        if objective.has_early_exit:
             terms, exit_ = objective.early_exit(ids, mask)
+            exits = exits or Summary.empty(terms)
             exits.add(Report(terms, exit_, 0.0).sums())
+    if objective.has_early_exit and exits is None:  # a process without a batch of its own
+        exits = Summary.empty([term for term in objective.terms if term.step == 1])
     summaries = [trained] if exits is None else [trained, exits]
     if world > 1:
         for summary in summaries:

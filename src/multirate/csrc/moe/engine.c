@@ -5,7 +5,7 @@
 #include "../io/reads.h"
 #include "../layers.h"
 
-#include "residency.h"
+#include "cache.h"
 #include "loads.h"
-#include "forecasts.h"
+#include "predictors.h"
 #include "mixture.h"

@@ -120,26 +120,30 @@ class FusedSteps:
     def run(
         self,
         depth: int,
-        expand: np.ndarray | None = None,
-        keep: np.ndarray | None = None,
+        draft_threshold: np.ndarray | None = None,
+        verify_threshold: np.ndarray | None = None,
         deepest: int | None = None,
-        steady: float = 1.0,
+        draft_accepted: float = 1.0,
     ) -> FusedStep:
-        """One step, with drafts of at most ``depth`` levels, suggestions of ``deepest``. The
+        """One step, with drafts of at most ``depth`` levels, continuations of ``deepest``. The
         accepted tokens' K/V are in place, uncommitted.
 
-        expand, keep: float64 [nodes], least path probability of the n-th node to be drafted from
-        and to be verified; None: 0.
-        steady: abi.h's draft_accepted.
+        draft_threshold, verify_threshold: float64 [nodes], least path probability of the n-th node
+        to be drafted from and to be verified; None: 0.
+        draft_accepted: abi.h's draft_accepted.
         """
         limits, length = self._limits, self._make_room()
         limits.depth = depth
         limits.ngram.deepest, limits.ngram.draft_accepted = (
             depth if deepest is None else deepest,
-            steady,
+            draft_accepted,
         )
-        limits.draft_threshold = self._no_threshold if expand is None else abi.doubles(expand)
-        limits.verify_threshold = self._no_threshold if keep is None else abi.doubles(keep)
+        limits.draft_threshold = (
+            self._no_threshold if draft_threshold is None else abi.doubles(draft_threshold)
+        )
+        limits.verify_threshold = (
+            self._no_threshold if verify_threshold is None else abi.doubles(verify_threshold)
+        )
         first = 0 if self._refresh else self._entered - 1
         emitted = self._library.mr_speculative_step(
             self._decoder.workspace.address,

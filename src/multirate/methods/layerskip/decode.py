@@ -83,18 +83,18 @@ class LayerSkipDrafter(Drafter):
                 break
             logits = self.decoder.logits(x if len(wanting) == len(live) else x[wanting])
             sure = self._confidence(logits)
-            keep = []
+            verify_threshold = []
             for k, row in enumerate(wanting):
                 i = live[row]
                 path[i] *= self._calibrated(sure[k]) if self.controller is not None else 1.0
                 if self._goes_on(depth, sure[k], path[i]):
-                    keep.append(k)
+                    verify_threshold.append(k)
                     trust[i].append(sure[k])
-            if not keep:
+            if not verify_threshold:
                 break
-            live = [live[wanting[k]] for k in keep]
-            if len(keep) < len(wanting):
-                logits = logits[keep]
+            live = [live[wanting[k]] for k in verify_threshold]
+            if len(verify_threshold) < len(wanting):
+                logits = logits[verify_threshold]
             live_seqs, paths = [seqs[i] for i in live], [tokens[i] for i in live]
             if sampler.greedy:
                 entering = sampler.choose(logits, live_seqs, paths)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.decoding.acceptance_statistics import SuggestionRates
+from multirate.decoding.acceptance_statistics import ContinuationRates
 from multirate.decoding.costs import CostModel
 from multirate.decoding.draft_length import DraftLengthController
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
@@ -74,7 +74,7 @@ class M2R2Drafter(Drafter):
                     "arla_dim=0"
                 )
             self._arla = copy.deepcopy(stream.arla).float()
-        self._suggestions = SuggestionRates(self.config.lookup)
+        self._continuations = ContinuationRates(self.config.lookup)
         self._texts: dict[int, TextIndex] = {}
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
         self._fused: FusedSteps | None = None
@@ -87,8 +87,8 @@ class M2R2Drafter(Drafter):
             ngram = abi.new(
                 "NgramLimits",
                 longest=c.lookup,
-                first_accepted=abi.doubles(self._suggestions.agree),
-                next_accepted=abi.doubles(self._suggestions.onward),
+                first_accepted=abi.doubles(self._continuations.first_accepted),
+                next_accepted=abi.doubles(self._continuations.next_accepted),
             )
             limits = abi.new(
                 "DraftLimits",
@@ -102,8 +102,9 @@ class M2R2Drafter(Drafter):
                 decoder, self.runner.packed, self.runner.head, limits, refresh=self._refresh
             )
         self._controller: DraftLengthController | None = None
-        self._expand, self._keep = (
-            np.full(self.max_nodes, c or 0.0) for c in (self.config.expand, self.config.keep)
+        self._draft_threshold, self._verify_threshold = (
+            np.full(self.max_nodes, c or 0.0)
+            for c in (self.config.draft_threshold, self.config.verify_threshold)
         )
 
     def trial_step(self) -> Callable[[], object]:
@@ -127,7 +128,9 @@ class M2R2Drafter(Drafter):
         return self._costs
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
-        if self._controller is None and (self.config.expand is None or self.config.keep is None):
+        if self._controller is None and (
+            self.config.draft_threshold is None or self.config.verify_threshold is None
+        ):
             self._controller = DraftLengthController.of(
                 self.costs(self.decoder).costs, self.config.nodes
             )
@@ -183,7 +186,7 @@ class M2R2Drafter(Drafter):
             self._controller.emitted(len(path))
         tree = self._trees.pop(seq, None)
         if tree is not None:
-            self._suggestions.observe(tree.origin, *tree.accepted(path))
+            self._continuations.observe(tree.origin, *tree.accepted(path))
         waiting = self._waiting[seq]
         if self._refresh and len(path) > 1:
             tokens = self._sampler.tokens[seq]
@@ -212,9 +215,15 @@ class M2R2Drafter(Drafter):
             min(self.config.depth, self.config.nodes, limit),
             min(self.config.nodes, limit),
         )
-        done = self._fused.run(depth, self._expand, self._keep, deepest, self._suggestions.steady)
+        done = self._fused.run(
+            depth,
+            self._draft_threshold,
+            self._verify_threshold,
+            deepest,
+            self._continuations.draft_accepted,
+        )
         if self.config.lookup:
-            self._suggestions.observe(*self._fused.origin())
+            self._continuations.observe(*self._fused.origin())
         if self._controller is not None:
             self._controller.emitted(len(done.tokens))
         return done
@@ -228,9 +237,13 @@ class M2R2Drafter(Drafter):
     def _price(self, sequences: int) -> None:
         """Thresholds of the next step, from measured costs where the settings leave them open."""
         if self._controller is not None:
-            expand, keep = self._controller.thresholds(sequences)
-            self._expand = expand if self.config.expand is None else self._expand
-            self._keep = keep if self.config.keep is None else self._keep
+            draft_threshold, verify_threshold = self._controller.thresholds(sequences)
+            self._draft_threshold = (
+                draft_threshold if self.config.draft_threshold is None else self._draft_threshold
+            )
+            self._verify_threshold = (
+                verify_threshold if self.config.verify_threshold is None else self._verify_threshold
+            )
 
     def draft(
         self,
@@ -358,20 +371,20 @@ class M2R2Drafter(Drafter):
             followed = (
                 count == 1
                 and trees[i].is_chain
-                and self._follow(trees[i], seqs[i], ids[at][0], best[at][0])
+                and self._continue(trees[i], seqs[i], ids[at][0], best[at][0])
             )
             frontier[i] = trees[i].grow(
                 frontier[i],
                 ids[at : at + count],
                 best[at : at + count],
                 0 if followed else min(c.width, room),
-                self._expand,
-                self._keep,
+                self._draft_threshold,
+                self._verify_threshold,
                 first=int(followed),
             )
             at += count
 
-    def _follow(self, tree: DraftTree, seq: int, best: int, own: float) -> bool:
+    def _continue(self, tree: DraftTree, seq: int, best: int, own: float) -> bool:
         """Lets the tree, a chain so far, end in what the text said after the same tokens, where
         that is worth it.
         """
@@ -379,13 +392,13 @@ class M2R2Drafter(Drafter):
         if not self.config.lookup or most <= 0:
             return False
         index = self._texts.setdefault(seq, TextIndex(self.config.lookup))
-        suggestion, matched = index.look_up(self._sampler.tokens[seq], most, tree.tokens)
-        if not matched or suggestion[0] != best:
+        continuation, matched = index.look_up(self._sampler.tokens[seq], most, tree.tokens)
+        if not matched or continuation[0] != best:
             return False
-        length = tree.worth_following(
-            most, own, matched, self._suggestions, self._expand, self._keep
+        length = tree.continuation_length(
+            most, own, matched, self._continuations, self._draft_threshold, self._verify_threshold
         )
-        tree.follow(suggestion[:length], matched)
+        tree.continue_with(continuation[:length], matched)
         return length > 0
 
     def _grow_drawn(
@@ -414,7 +427,7 @@ class M2R2Drafter(Drafter):
         for k, i in enumerate(live):
             tree, node = trees[i], frontier[i][0]
             if tree.depth[node] >= tree.depth_limit or (
-                node and tree.path_probability[node] < self._expand[node - 1]
+                node and tree.path_probability[node] < self._draft_threshold[node - 1]
             ):
                 frontier[i] = []
                 continue
@@ -442,7 +455,7 @@ class M2R2Drafter(Drafter):
         missing: list[tuple[int, int]] = []
         for i, tree in enumerate(trees):
             if plain:
-                tree.finish(self._keep)
+                tree.finish(self._verify_threshold)
             missing += [(i, node) for node in range(len(hidden[i]), len(tree.tokens) + 1)]
         if missing:
             rows = self._rows_of(trees, missing, seqs)

@@ -19,9 +19,9 @@ class M2R2DecodeConfig(MethodConfig):
     sharpness: path probabilities multiply softmax(sharpness · logits) of the stream: the chance
     that a token is the argmax of the full model is larger than the probability that a draw from its
     distribution would be that token.
-    expand, keep: least path probability (see tree.py) of a node to draft from, and of a leaf to
-    verify; None: from measured costs, so that a node is added exactly when it raises the expected
-    tokens per second.
+    draft_threshold, verify_threshold: least path probability (see tree.py) of a node to draft from,
+    and of a leaf to verify; None: from measured costs, so that a node is added exactly when it
+    raises the expected tokens per second.
     lookup: where the last tokens (this many at most, 0: never) occurred before in the text and the
     stream's best next token is what followed there, a draft may go on as the text did, without the
     stream (tree.py). [ours]
@@ -34,8 +34,8 @@ class M2R2DecodeConfig(MethodConfig):
     width: int = 1
     nodes: int = 11
     sharpness: float = 2.0
-    expand: float | None = None
-    keep: float | None = None
+    draft_threshold: float | None = None
+    verify_threshold: float | None = None
     lookup: int = 0
     trust: Literal["confidence", "arla"] = "confidence"
 
@@ -55,7 +55,7 @@ class M2R2DecodeConfig(MethodConfig):
             raise UserError(
                 f"m2r2 setting sharpness={self.sharpness} is out of range; accepted: above 0"
             )
-        for name in ("expand", "keep"):
+        for name in ("draft_threshold", "verify_threshold"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise UserError(

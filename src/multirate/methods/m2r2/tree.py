@@ -3,12 +3,12 @@ level. [ours]
 
 A node's *path probability* is the stream's own estimate that verification arrives there: the
 product of the draft probabilities on its path. A node pays while that exceeds what it costs
-relative to a token: `expand` for a node that is itself drafted from (one more level), `keep` for a
-leaf (one more verified row); both rise with the number of nodes where rows do not all cost the
-same.
+relative to a token: `draft_threshold` for a node that is itself drafted from (one more level),
+`verify_threshold` for a leaf (one more verified row); both rise with the number of nodes where rows
+do not all cost the same.
 
-A tree that is a chain so far may end in a suggestion: what followed the same tokens earlier in the
-text. Its nodes are
+A tree that is a chain so far may end in a continuation: what followed the same tokens earlier in
+the text. Its nodes are
 leaves below one another: they cost rows and no levels.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from multirate.decoding.acceptance_statistics import Origin, SuggestionRates
+from multirate.decoding.acceptance_statistics import ContinuationRates, Origin
 
 
 @dataclass
@@ -27,15 +27,15 @@ class DraftTree:
     """Nodes 1..n below node 0, the last token, in the order they were drafted from; leaves are
     added by `finish`.
 
-    depth_limit: of the stream's own nodes. deepest: of a suggestion's. drawn: nodes the stream
-    drafted from. followed: nodes after these that are a suggestion's; matched: what it was matched
-    by.
+    depth_limit: of the stream's own nodes. deepest: of a continuation's. drawn: nodes the stream
+    drafted from. followed: nodes after these that are a continuation's; matched: what it was
+    matched by.
     """
 
     depth_limit: int
     deepest: int = 0
-    drawn: int = 0
-    followed: int = 0
+    drafted: int = 0
+    continued: int = 0
     matched: int = 0
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -62,16 +62,17 @@ class DraftTree:
         ids: Sequence[Sequence[int]],
         probs: Sequence[Sequence[float]],
         width: int,
-        expand: np.ndarray,
-        keep: np.ndarray,
+        draft_threshold: np.ndarray,
+        verify_threshold: np.ndarray,
         first: int = 0,
     ) -> list[int]:
         """Candidates below the frontier nodes, given their top tokens and probabilities → the nodes
         to draft from next.
 
-        expand, keep [nodes]: least path probability of the n-th node, not falling. At most `width`
-        candidates of at least `expand` become nodes; the others of at least the first of `keep`
-        wait as leaves. Each node's candidates before `first` are passed over.
+        draft_threshold, verify_threshold [nodes]: least path probability of the n-th node, not
+        falling. At most `width` candidates of at least `draft_threshold` become nodes; the
+        others of at least the first of `verify_threshold` wait as leaves. Each node's candidates
+        before `first` are passed over.
         """
         candidates: list[tuple[float, int, int]] = []
         for node, node_ids, node_probs in zip(frontier, ids, probs, strict=True):
@@ -79,18 +80,18 @@ class DraftTree:
                 continue
             here = self.path_probability[node]
             for token, prob in list(zip(node_ids, node_probs, strict=True))[first:]:
-                if here * prob < keep[0]:
+                if here * prob < verify_threshold[0]:
                     break  # tokens come best first
                 candidates.append((here * prob, node, token))
         candidates.sort(key=lambda c: -c[0])
         chosen: list[int] = []
         for chance, parent, token in candidates:
             deeper = self.depth[parent] + 1 < self.depth_limit
-            if len(chosen) < width and deeper and chance >= expand[len(self.tokens)]:
+            if len(chosen) < width and deeper and chance >= draft_threshold[len(self.tokens)]:
                 chosen.append(self.add(parent, token, chance))
             else:
                 self._leaves.append((chance, parent, token))
-        self.drawn += len(chosen)
+        self.drafted += len(chosen)
         return chosen
 
     @property
@@ -98,65 +99,68 @@ class DraftTree:
         """Whether every node is below the one before."""
         return self.depth[-1] == len(self.tokens)
 
-    def worth_following(
+    def continuation_length(
         self,
-        suggested: int,
+        proposed: int,
         own: float,
         matched: int,
-        rates: SuggestionRates,
-        expand: np.ndarray,
-        keep: np.ndarray,
+        rates: ContinuationRates,
+        draft_threshold: np.ndarray,
+        verify_threshold: np.ndarray,
     ) -> int:
-        """How many of `suggested` tokens below the last node of this chain make a better draft than
-        going on with the stream, whose best token, of probability `own`, is the suggestion's first.
-        csrc/ngram.c, worth_continuing.
+        """How many of `proposed` tokens below the last node of this chain make a better draft than
+        going on with the stream, whose best token, of probability `own`, is the continuation's
+        first. csrc/ngram.c, worth_continuing.
 
         Better: the sum over the nodes of each way of path probability less price is larger.
         """
         n, so_far = len(self.tokens), self.path_probability[-1]
         gain = other = 0.0
-        length, here = 0, so_far * float(rates.agree[matched])
-        while length < suggested and here >= keep[n + length]:
-            gain += here - float(keep[n + length])
-            here *= float(rates.onward[matched])
+        length, here = 0, so_far * float(rates.first_accepted[matched])
+        while length < proposed and here >= verify_threshold[n + length]:
+            gain += here - float(verify_threshold[n + length])
+            here *= float(rates.next_accepted[matched])
             length += 1
         here, i = so_far * own, n
-        while i < len(keep) and i + 1 < self.depth_limit and here >= expand[i]:
-            other += here - float(expand[i])
-            here *= rates.steady
+        while i < len(verify_threshold) and i + 1 < self.depth_limit and here >= draft_threshold[i]:
+            other += here - float(draft_threshold[i])
+            here *= rates.draft_accepted
             i += 1
-        if i < len(keep) and here >= keep[i]:
-            other += here - float(keep[i])
+        if i < len(verify_threshold) and here >= verify_threshold[i]:
+            other += here - float(verify_threshold[i])
         return length if gain >= other else 0
 
     @property
     def origin(self) -> Origin:
         """Where its nodes come from."""
-        return Origin(self.drawn, self.followed, self.matched)
+        return Origin(self.drafted, self.continued, self.matched)
 
     def accepted(self, path: Sequence[int]) -> tuple[int, int]:
-        """How many of the accepted `path`'s nodes the stream drew, and how many a suggestion
+        """How many of the accepted `path`'s nodes the stream drew, and how many a continuation
         made.
         """
-        below = self.drawn + self.followed
-        return sum(0 < node <= self.drawn for node in path), sum(
-            self.drawn < node <= below for node in path
+        below = self.drafted + self.continued
+        return sum(0 < node <= self.drafted for node in path), sum(
+            self.drafted < node <= below for node in path
         )
 
-    def follow(self, suggestion: Sequence[int], matched: int) -> None:
+    def continue_with(self, continuation: Sequence[int], matched: int) -> None:
         """The chain ends in these tokens."""
-        for token in suggestion:
+        for token in continuation:
             self.add(len(self.tokens), token, 0.0)
-        self.followed, self.matched = len(suggestion), matched
+        self.continued, self.matched = len(continuation), matched
 
-    def finish(self, keep: np.ndarray) -> int:
-        """Adds the best leaves of at least `keep` [nodes], up to as many nodes in all; returns how
-        many were added.
+    def finish(self, verify_threshold: np.ndarray) -> int:
+        """Adds the best leaves of at least `verify_threshold` [nodes], up to as many nodes in
+        all; returns how many were added.
         """
         self._leaves.sort(key=lambda c: -c[0])
         before = len(self.tokens)
         for chance, parent, token in self._leaves:
-            if len(self.tokens) >= len(keep) or chance < keep[len(self.tokens)]:
+            if (
+                len(self.tokens) >= len(verify_threshold)
+                or chance < verify_threshold[len(self.tokens)]
+            ):
                 break
             self.add(parent, token, chance)
         return len(self.tokens) - before

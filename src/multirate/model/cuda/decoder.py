@@ -40,8 +40,8 @@ Replay = Callable[[], Tensor]
 
 
 class Recorder(Protocol):
-    """Turns a function without arguments, reading and writing fixed tensors, into one that repeats
-    its device work.
+    """Turns a function without arguments, reading and writing fixed tensors, into one
+    that repeats its device work.
     """
 
     def record(self, function: Callable[[], Tensor]) -> Replay:

@@ -1,5 +1,5 @@
-"""Turns flat rows into the padded batch that a transformers layer takes: where rows sit, write and
-look.
+"""Turns flat rows into the padded batch that a transformers layer takes: where rows
+sit, write and look.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Slot:
     fresh: bool = False
 
 
-class SlotCache:
+class ExpertCache:
     """`count` slots. token, row: the pass over the layers and the layer that is running; pinned:
     what it computes with;
     protected: predicted for the next layers, evicted for a demand only, and last.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 
-from multirate.experts.worth import PrefetchFilter
+from multirate.experts.prefetch_filter import PrefetchFilter
 
 
 def play(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multirate.experts.slot_cache import Key
+from multirate.experts.expert_cache import Key
 
 _DECAY = 0.99
 _PRIOR = (2.0, 2.0)  # right and all: a rank that nothing is known of is trusted

@@ -94,7 +94,9 @@ def drafter_of(name: str, decoder: Decoder) -> Drafter:
             for parameter in stream.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
         return M2R2Drafter(
-            decoder, stream, M2R2DecodeConfig(depth=4, width=2, nodes=9, expand=0.0, keep=0.0)
+            decoder,
+            stream,
+            M2R2DecodeConfig(depth=4, width=2, nodes=9, draft_threshold=0.0, verify_threshold=0.0),
         )
     options = {"exit_layer": 2, "tokens": 3} if name == "layerskip" else None
     drafter = find(name).make_drafter(decoder, None, options)

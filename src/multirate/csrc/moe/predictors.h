@@ -1,7 +1,7 @@
 // Who names experts ahead of time in the kernel's own passes (experts/predictors.py and
 // accelerated.py state each), and which of what is named is worth a read (experts/worth.py).
-#ifndef MULTIRATE_FORECASTS_H
-#define MULTIRATE_FORECASTS_H
+#ifndef MULTIRATE_PREDICTORS_H
+#define MULTIRATE_PREDICTORS_H
 
 enum {
     PREDICT_BY_NOBODY,

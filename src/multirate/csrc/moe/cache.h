@@ -1,8 +1,8 @@
-// Who of the experts is in memory: slots, and who leaves. As experts/slot_cache.py and policies.py
-// state it for the decoders that Python runs; a test holds the two together. All of it runs on the
-// thread that computes.
-#ifndef MULTIRATE_RESIDENCY_H
-#define MULTIRATE_RESIDENCY_H
+// Who of the experts is in memory: slots, and who leaves. As experts/expert_cache.py and
+// policies.py state it for the decoders that Python runs; a test holds the two together. All of it
+// runs on the thread that computes.
+#ifndef MULTIRATE_CACHE_H
+#define MULTIRATE_CACHE_H
 
 enum { SLOT_FREE, SLOT_LOADING, SLOT_READY };
 enum { EVICT_NONE, EVICT_LRU, EVICT_LFU, EVICT_LRFU, EVICT_LEAST_STALE, EVICT_BELADY };

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from multirate.experts.depth import MeasuredDepth, depth_that_covers, depth_that_is_worth_it
+from multirate.experts.expert_cache import ExpertCache, State
 from multirate.experts.loader import ExpertLoader, Prediction
 from multirate.experts.policies import eviction_policy
 from multirate.experts.predictors import NextLayerGate, likeliest
 from multirate.experts.reads import ThreadReads
-from multirate.experts.slot_cache import SlotCache, State
 from multirate.experts.stats import ExpertStats
 from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
 from multirate.methods.m2r2_experts.modules import ExpertPredictor
-from multirate.model.native.foresight import (
+from multirate.model.native.accelerated_residual import (
     NativeAcceleratedResidual,
     NativeResidualWithAttention,
 )
@@ -158,7 +158,7 @@ def test_what_is_not_named_again_is_not_read() -> None:
         leave.acquire()
         offsets.append(offset)
 
-    cache = SlotCache(8, eviction_policy("lru"))
+    cache = ExpertCache(8, eviction_policy("lru"))
     stats, reads = ExpertStats(), ThreadReads(fill, 8, 1)
     with ExpertLoader(store, cache, reads, stats) as loader:
         loader.prefetch([Prediction((2, e), 2, 1.0 - e / 10) for e in (0, 1, 2)])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-class Turns:
+class GenerationLock:
     """What several threads take turns at. A thread that has its turn may take it again."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Turns:
         _made.add(self)
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         """Waits until no other thread has it; given back however the block ends."""
         if self.inherited and torch.get_num_threads() > 1:
             # OpenMP's threads stayed in the parent process, and torch would wait for them for ever
@@ -35,19 +35,19 @@ class Turns:
         self._lock, self.inherited = threading.RLock(), True
 
 
-def turns_of(model: Any) -> Turns:
+def lock_of(model: Any) -> GenerationLock:
     """The turns of all who run the model's own modules: they change its settings and hooks for as
     long as they run.
     """
     with _looking_up:
         found = _of_model.get(model)
         if found is None:
-            found = _of_model[model] = Turns()
+            found = _of_model[model] = GenerationLock()
         return found
 
 
-_made: weakref.WeakSet[Turns] = weakref.WeakSet()
-_of_model: weakref.WeakKeyDictionary[Any, Turns] = weakref.WeakKeyDictionary()
+_made: weakref.WeakSet[GenerationLock] = weakref.WeakSet()
+_of_model: weakref.WeakKeyDictionary[Any, GenerationLock] = weakref.WeakKeyDictionary()
 _looking_up = threading.Lock()
 
 

@@ -1,8 +1,9 @@
 """Experts on disk with several rows a pass: batches and drafts, which need the union of their rows'
 experts.
 
-    multirate pack reference-mixture --out experts python benchmarks/expert_batches.py --experts
-    experts --data question.jsonl --expert-memory 40% \
+    multirate pack reference-mixture --out experts
+    python benchmarks/expert_batches.py --experts experts --data question.jsonl \
+        --expert-memory 40% \
         --json benchmarks/results/expert_batches.json
 
 Tokens a second in all, after the prompts' passes, of the embedded mixture. Every way and policy has

@@ -1,8 +1,8 @@
 """The expert engine in C against the one in Python: the same policy, budget and tokens, interleaved
 token by token.
 
-    python benchmarks/expert_engines.py MODEL EXPERTS --expert-memory 50% --policy lru --policy
-    oracle
+    python benchmarks/expert_engines.py MODEL EXPERTS --expert-memory 50% --policy lru \
+        --policy oracle
 
 Each engine has two runtimes with memory of their own, since where memory lies makes a few per cent.
 Prints, for each policy, the median milliseconds of a token with both engines and the median of the

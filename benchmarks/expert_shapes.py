@@ -1,8 +1,8 @@
 """What loading experts costs at the layer shapes of larger mixtures: compute, one read, and arms
 that need no training.
 
-    python benchmarks/expert_shapes.py --shape olmoe --folder /tmp/shapes --json
-    benchmarks/results/expert_shapes.json
+    python benchmarks/expert_shapes.py --shape olmoe --folder /tmp/shapes \
+        --json benchmarks/results/expert_shapes.json
 
 Random weights and routers, a few layers of each shape: hit rates and predictions of random routers
 prove nothing, so only on_demand, lru, the oracle and resident are run, for their costs. Nothing

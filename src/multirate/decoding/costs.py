@@ -131,6 +131,10 @@ def measure_costs(
     (self-speculation), or nothing for start = 0. Takes about `budget_seconds` (at least one repeat
     of three measurements): when the time is up, remaining row counts are left out and interpolated.
     Generates nothing and keeps nothing.
+
+    Assumes that every emitted token is verified by all layers [start, L), so that K/V stay those of
+    a prefill. Steps that emit without verifying (dynamic_depth.py) have no such costs: theirs are
+    None, and the engine always uses them.
     """
     info = decoder.info
     deadline = time.perf_counter() + budget_seconds

@@ -4,10 +4,11 @@
 One token at position t, gate G, h_i the slow residual entering layer i, c the carried residual (h_L
 of position t − 1 when verified, the stream's own output at t − 1 while drafting, zeros at t = 0):
 
-    p_0     = h_0 + W_c RMSNorm(c)                                       (carry; else p_0 = h_0)
-    p_{i+1} = layer_i(p_i) with q, o, … + low-rank deltas, over the slow K/V of layer i at positions
-    ≤ t p       = block_G(p_G)                                               (block; else p_G) draft
-    = lm_head(final_norm(p)), both the base's own and frozen
+    p_0     = h_0 + W_c RMSNorm(c)                          (carry; else p_0 = h_0)
+    p_{i+1} = layer_i(p_i) with q, o, … + low-rank deltas, over the slow K/V of layer i
+              at positions ≤ t
+    p       = block_G(p_G)                                  (block; else p_G)
+    draft   = lm_head(final_norm(p)), both the base's own and frozen
 
 With several gates and ``reinitialise`` the stream restarts as h_{G_j} after gate j (paper); the
 carry enters at layer 0 only. Every added path starts at zero: untrained, the draft is the base's

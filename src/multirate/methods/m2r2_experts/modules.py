@@ -4,9 +4,11 @@ r_i: the slow residual after layer i's attention, a_i the accelerated state (a_{
 RMSNorm without weight, w_i the weights that layer i's router gave its experts (zero for those it
 did not choose):
 
-    z_i     = [SiLU(D_i [n(r_i); n(a_{i-1})]); w_i ⊙ SiLU(S_i n(r_i))]     S_i: a few rows for each
-    expert p_{i,δ} = r_i + U_{i,δ} z_i            which layer i + δ's own norm and router read, for
-    δ = 1 … ahead a_i     = p_{i,1}
+    z_i     = [SiLU(D_i [n(r_i); n(a_{i-1})]); w_i ⊙ SiLU(S_i n(r_i))]
+              S_i: a few rows for each expert
+    p_{i,δ} = r_i + U_{i,δ} z_i
+              which layer i + δ's own norm and router read, for δ = 1 … ahead
+    a_i     = p_{i,1}
 
 The second part of z is a sketch of the experts at work: a few rows stand for each, those of the
 others are zero. U starts at zero: untrained, p is the slow residual itself, and naming experts with
@@ -15,13 +17,15 @@ it is the next layer's gate.
 With ``attention`` the stream also runs the later layers' own attention A, over the slow stream's
 keys and values:
 
-    z_i     = [SiLU(D_i n(r_i)); w_i ⊙ SiLU(S_i n(r_i)) ⊙ V_i n(r_i); w_i]     the sketch gated as
-    the experts are, and
-                                           a constant for each: the mean of what its sketch leaves
-                                           out
-    x_i     = r_i + U_i z_i                what leaves layer i's experts p_{i,1} = x_i +
-    A_{i+1}(x_i)           what layer i + 1's router reads p_{i,2} = the same from layer i + 1, with
-    r = p_{i,1} and w what its router gives for that; and so on
+    z_i     = [SiLU(D_i n(r_i)); w_i ⊙ SiLU(S_i n(r_i)) ⊙ V_i n(r_i); w_i]
+              the sketch gated as the experts are, and a constant for each: the mean of what its
+              sketch leaves out
+    x_i     = r_i + U_i z_i
+              what leaves layer i's experts
+    p_{i,1} = x_i + A_{i+1}(x_i)
+              what layer i + 1's router reads
+    p_{i,2} = the same from layer i + 1, with r = p_{i,1} and w what its router gives for that;
+              and so on
 
 It needs no a_{i-1}: what that told about the stream's course, attention tells better.
 """

@@ -122,9 +122,8 @@ def main() -> None:
         )
         print(
             f"{name:14} {policy:10} {rows[-1]['tokens_per_second']:7.0f} tok/s, hits "
-            f"{rows[-1]['hit_rate']:.0%}, "
-            f"{rows[-1]['uses_per_token']:.1f} experts, {rows[-1]['bytes_per_token'] / 1e6:.2f} MB "
-            "a token"
+            f"{rows[-1]['hit_rate']:.0%}, {rows[-1]['uses_per_token']:.1f} experts, "
+            f"{rows[-1]['bytes_per_token'] / 1e6:.2f} MB a token"
         )
     if args.json:
         about = {

@@ -96,10 +96,9 @@ def noise(data: dict[str, Any]) -> str:
         return ""
     return (
         "Bold: reached. At 100% every policy but `on_demand` does the same work, and they are "
-        f"{min(rates):.0f} to "
-        f"{max(rates):.0f} tok/s: so much of any difference is this shared machine's noise. What "
-        "reading ahead "
-        "gains here, and why not more, is in [experts.md](experts.md)."
+        f"{min(rates):.0f} to {max(rates):.0f} tok/s: so much of any difference is this shared "
+        "machine's noise. What reading ahead gains here, and why not more, is in "
+        "[experts.md](experts.md)."
     )
 
 
@@ -128,11 +127,9 @@ def part(data: dict[str, Any], how: str) -> str:
     return "\n\n".join(
         [
             f"{how}: {data['prompts']} MT-Bench prompts, {data['max_new_tokens']} new tokens at "
-            "most, "
-            f"{data['repeats']} repeats, {data['dtype']}, batch 1, {data['threads']} threads of an "
-            f"{machine(data)}, "
-            f"{disk}, {data['reads']}, {str(data['date'])[:10]}; tokens after the first; text "
-            f"{same}:",
+            f"most, {data['repeats']} repeats, {data['dtype']}, batch 1, {data['threads']} "
+            f"threads of an {machine(data)}, {disk}, {data['reads']}, {str(data['date'])[:10]}; "
+            f"tokens after the first; text {same}:",
             rates(data),
             goals(data),
             noise(data),
@@ -218,10 +215,9 @@ def batches() -> str:
     same = "the same" if data["identical"] else "NOT THE SAME"
     return "\n\n".join(
         [
-            f"{data['expert_memory_bytes'] / 1e6:.1f} MB for experts, {data['prompts']} prompts of "
-            f"{data['tokens']} new "
-            f"tokens, {data['repeats']} repeats, {machine(data)}, {str(data['date'])[:10]}; text "
-            f"{same} in all; "
+            f"{data['expert_memory_bytes'] / 1e6:.1f} MB for experts, {data['prompts']} prompts "
+            f"of {data['tokens']} new tokens, {data['repeats']} repeats, {machine(data)}, "
+            f"{str(data['date'])[:10]}; text {same} in all; "
             f"`{' '.join(['python', *data['argv']])}`:",
             table(("", *policies, "experts used a token", "read a token (`lru`)"), lines),
         ]

@@ -102,11 +102,10 @@ def longer_base() -> str:
     }
     said = ", ".join(f"`{name}` {speedup}" for name, speedup in found.items())
     return (
-        "The reference model is small and repeats itself, which is easy to draft, and easier still "
-        "to look up. On a "
-        "base trained further by the same recipe (phases `answers` and `longer`; not committed), "
-        "with accelerators of "
-        f"1,600 steps, {longer['prompts']} prompts: {said} ([experiments.md](experiments.md))."
+        "The reference model is small and repeats itself, which is easy to draft, and easier "
+        "still to look up. On a base trained further by the same recipe (phases `answers` and "
+        f"`longer`; not committed), with accelerators of 1,600 steps, {longer['prompts']} "
+        f"prompts: {said} ([experiments.md](experiments.md))."
     )
 
 
@@ -114,8 +113,7 @@ def setting(bench: dict[str, Any]) -> str:
     """What was run, where and when."""
     return (
         f"MT-Bench questions, embedded {reference_size()} reference model, {bench['dtype']}, batch "
-        "1, "
-        f"greedy, {bench['max_new_tokens']} new tokens at most, {bench['prompts']} prompts, "
+        f"1, greedy, {bench['max_new_tokens']} new tokens at most, {bench['prompts']} prompts, "
         f"{bench['threads']} threads of an {machine(bench)}, {str(bench.get('date', ''))[:10]}."
     )
 
@@ -146,10 +144,9 @@ def loop_section() -> list[str]:
         "## The plain loop",
         f"Batch 1, bf16, {machine(shapes[0])}.",
         loop_table(shapes),
-        "*6 rows, 8 rows*: verifying so many drafted rows against one plain step. *Second stream*: "
-        "both "
-        "residual streams against one. Reproduce with `python benchmarks/decode_loop.py --shape "
-        "110M`.",
+        "*6 rows, 8 rows*: verifying so many drafted rows against one plain step. *Second "
+        "stream*: both residual streams against one. Reproduce with `python "
+        "benchmarks/decode_loop.py --shape 110M`.",
     ]
 
 
@@ -158,20 +155,16 @@ def page() -> str:
     bench = load("mt_bench_reference.json")
     parts = [
         "# Results",
-        "Written by `python benchmarks/render_results.py` from `benchmarks/results/*.json`; do not "
-        "edit. "
-        "The machines are shared: compare within a table, not between tables.",
+        "Written by `python benchmarks/render_results.py` from `benchmarks/results/*.json`; do "
+        "not edit. The machines are shared: compare within a table, not between tables.",
         "## Lossless decoding",
         setting(bench),
         method_table(bench),
-        f"Training steps on the same data: {training()}. `m2r2-carry` and `kangaroo` have the same "
-        "size "
-        "and gate layer; Kangaroo's threshold "
+        f"Training steps on the same data: {training()}. `m2r2-carry` and `kangaroo` have the "
+        "same size and gate layer; Kangaroo's threshold "
         f"({accelerators()['kangaroo']['config']['threshold']}) was tuned on held-out questions "
-        "(its "
-        "paper's: 0.6); ours drafts by measured costs. A second turn goes on in the keys and "
-        "values of "
-        f"the first, for all of our methods. {longer_base()} {reproduce(bench)}",
+        "(its paper's: 0.6); ours drafts by measured costs. A second turn goes on in the keys "
+        f"and values of the first, for all of our methods. {longer_base()} {reproduce(bench)}",
         *loop_section(),
         "## Experts loaded from disk",
         expert_tables.mixture(),

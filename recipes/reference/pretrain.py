@@ -332,8 +332,7 @@ def main() -> None:
                 more = f"balance {balance.item():.2f} " if mixture else ""
                 print(
                     f"{phase['name']} {phase_step}/{phase['steps']} step {step} loss "
-                    f"{loss.item():.3f} {more}"
-                    f"tokens {tokens_seen / 1e6:.2f}M {rate:.0f} tok/s",
+                    f"{loss.item():.3f} {more}tokens {tokens_seen / 1e6:.2f}M {rate:.0f} tok/s",
                     flush=True,
                 )
             if step % config["checkpoint_every"] == 0:

@@ -161,9 +161,8 @@ class Engine:
         if spec.find(accelerator.method).role == "experts":
             if self.experts is None:
                 raise UserError(
-                    "this accelerator names experts, and the model's are all in memory: it is for "
-                    "models "
-                    "with experts on disk (experts=DIR, expert_predictor)"
+                    "this accelerator names experts, and the model's are all in memory: it is "
+                    "for models with experts on disk (experts=DIR, expert_predictor)"
                 )
             self.experts.add(accelerator)
             self.experts.use_policy(self.experts.policy, self.experts.memory)
@@ -249,8 +248,7 @@ class Engine:
             if self._generating_in == os.getpid():
                 raise UserError(
                     "this engine is generating: on_tokens or a streamer cannot start another "
-                    "generation "
-                    "with it; accepted is another engine (multirate.attach)"
+                    "generation with it; accepted is another engine (multirate.attach)"
                 )
             self._generating_in = os.getpid()
             try:

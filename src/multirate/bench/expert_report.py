@@ -35,7 +35,7 @@ _WORDS = {
 @dataclass(frozen=True)
 class Arithmetic:
     """docs/experts.md: x = T_io / T_c (reading a token's experts against computing it), h, r and p
-    of an arm, and the greatest speedup over on-demand that these allow: (1 + x) / max(1 + a(1 −
+    of a policy, and the greatest speedup over on-demand that these allow: (1 + x) / max(1 + a(1 −
     r)x, a(1 − r + r/p)x), a = 1 − h.
     """
 
@@ -100,7 +100,7 @@ def table(rows: Sequence[ExpertRow], title: str) -> Table:
 
 def page(run: ExpertRun, content: Mapping[str, Any]) -> str:
     """A self-contained HTML page: a table per budget, measured speedup beside the bound, a token's
-    timeline per arm.
+    timeline per policy.
     """
     tables = "".join(
         f"<h2>{size(budget)} for experts</h2>{_table(rows)}" for budget, rows in run.budgets

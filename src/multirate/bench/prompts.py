@@ -74,8 +74,7 @@ def build_prompts(
     if max_positions is not None and room is not None and room < 1:
         raise UserError(
             f"max_new_tokens is {max_new_tokens}, but the model's context is {max_positions} "
-            "tokens: "
-            f"at most {max_positions - 1} leaves room for a prompt"
+            f"tokens: at most {max_positions - 1} leaves room for a prompt"
         )
     result = PromptSet()
     for question in questions:
@@ -101,8 +100,7 @@ def build_prompts(
     if not result.prompts:
         raise UserError(
             f"none of the {len(questions)} questions fits the model's context of {max_positions} "
-            "tokens with "
-            f"max_new_tokens={max_new_tokens}: lower --max-new-tokens or cut prompts from the left "
-            "with --truncate"
+            f"tokens with max_new_tokens={max_new_tokens}: lower --max-new-tokens or cut prompts "
+            "from the left with --truncate"
         )
     return result

@@ -33,8 +33,7 @@ def command(
         str | None,
         typer.Option(
             help="Comma-separated (default: generate, autoregressive, and every accelerator); "
-            "settings may follow a "
-            "name: m2r2-carry:lookup=0.",
+            "settings may follow a name: m2r2-carry:lookup=0.",
             show_default=False,
         ),
     ] = None,

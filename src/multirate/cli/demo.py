@@ -51,8 +51,7 @@ def command(
     parameters = sum(p.numel() for p in loaded.model.parameters())
     typer.echo(
         f"Reference model: {parameters / 1e6:.1f}M parameters, {engine.decoder.info.num_layers} "
-        f"layers, {dtype}, "
-        f"{engine.backend} backend, {engine.decoder.info.device.type}."
+        f"layers, {dtype}, {engine.backend} backend, {engine.decoder.info.device.type}."
     )
     ids = encode_chat(loaded.tokenizer, [{"role": "user", "content": QUESTIONS[0]}])
     typer.echo(f"\n> {QUESTIONS[0]}\n")

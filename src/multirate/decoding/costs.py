@@ -84,10 +84,9 @@ class CostModel:
         )
         costs = self.costs
         numbers = (
-            f"plain step {1e3 * costs.plain_step:.2f} ms, draft step {1e3 * costs.draft_step:.2f} "
-            "ms, verifying "
-            f"{length + 1} rows {1e3 * costs.verify_seconds(length + 1):.2f} ms, acceptance "
-            f"{rate:.2f}"
+            f"plain step {1e3 * costs.plain_step:.2f} ms, draft step "
+            f"{1e3 * costs.draft_step:.2f} ms, verifying {length + 1} rows "
+            f"{1e3 * costs.verify_seconds(length + 1):.2f} ms, acceptance {rate:.2f}"
         )
         if speedup > 1:
             message = (

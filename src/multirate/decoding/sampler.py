@@ -16,7 +16,7 @@ from multirate.decoding.logits import SamplingSettings, distribution, draw, gree
 class Sampler:
     """Chooses tokens for rows of logits, for draft and target alike.
 
-    tokens[b]: prompt and emitted tokens of sequence b, the root (last emitted token) included.
+    tokens[b]: prompt and emitted tokens of sequence b, the last emitted token included.
     Every sequence draws from its own stream, so its output does not depend on who else is in the
     batch.
     """

@@ -106,10 +106,9 @@ class AcceleratedWithAttention(NextLayerGate):
         if not self.can_run:
             raise UserError(
                 "expert policy accelerated cannot be used with transformers' own layers, which "
-                "cannot run attention "
-                "ahead as this predictor does (attention=true); accepted are "
-                "generate(custom_generate="
-                "multirate.custom_generate()), or the policies aot and next_layer_gate"
+                "cannot run attention ahead as this predictor does (attention=true); accepted "
+                "are generate(custom_generate=multirate.custom_generate()), or the policies aot "
+                "and next_layer_gate"
             )
         if len(residual) > STREAM_ROWS:
             return super().predict(row, residual)

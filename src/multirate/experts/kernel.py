@@ -161,7 +161,7 @@ class KernelExperts:
         slots: Sequence[Tensor],
         reads: NativeReads,
         eviction: EvictionPolicy,
-        forecasts: Sequence[_Plan],
+        plans: Sequence[_Plan],
     ) -> None:
         self._decoder, self._library = decoder, library.kernel()
         index = store.index
@@ -190,13 +190,13 @@ class KernelExperts:
             raise MemoryError("no memory for the experts' tables")
         self.controls = self._library.mr_expert_cache_controls(self._handle)
         self._mixture = decoder.mixture([index.record.views(slot) for slot in slots])
-        self.predict_with(forecasts)
+        self.predict_with(plans)
 
-    def predict_with(self, forecasts: Sequence[_Plan]) -> None:
+    def predict_with(self, plans: Sequence[_Plan]) -> None:
         """Other predictors from now on, of which controls.predictor chooses."""
-        self._forecasts = forecasts
-        plans = abi.array("PredictorPlan", [forecast.plan for forecast in forecasts])
-        if not self._library.mr_expert_cache_predict(self._handle, plans, len(plans)):
+        self._plans = plans
+        packed = abi.array("PredictorPlan", [one.plan for one in plans])
+        if not self._library.mr_expert_cache_predict(self._handle, packed, len(packed)):
             raise MemoryError("no memory for the predictor's tables")
 
     def run(self, call: KernelCall, start: int, stop: int, into: abi.CData) -> None:

@@ -179,8 +179,7 @@ class DeviceMemory(SlotMemory):
         except RuntimeError as error:
             raise UserError(
                 f"{store.path} needs {store.index.data_bytes} bytes of pinned host memory, which "
-                "cannot be had: "
-                f"{str(error).splitlines()[0]}"
+                f"cannot be had: {str(error).splitlines()[0]}"
             ) from None
         self._read(store, direct)
         whole = copies.allocate(count * size)

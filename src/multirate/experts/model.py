@@ -226,8 +226,9 @@ class OffloadedExperts:
         return self.runtime
 
     def use_policy(self, policy: str = "aot", memory: str | int | None = None) -> ExpertRuntime:
-        """A new runtime by the name of a policy (arms.py) and a size such as "2GB". UserError for
-        what is neither.
+        """A new runtime by the name of a policy (named_policies.py) and a size such as "2GB".
+
+        Raises UserError for what is neither.
         """
         self.policy, self.memory = policy, memory
         settings = ExpertSettings(parse_bytes(memory), policy_named(policy).eviction)
@@ -242,7 +243,7 @@ class OffloadedExperts:
         return trained is not None and (self.native is not None or not trained.config.attention)
 
     def policy_predictor(self, policy: str) -> Predictor | None:
-        """Who names experts by the name of a policy (arms.py)."""
+        """Who names experts by the name of a policy (named_policies.py)."""
         if policy != AHEAD_OF_TIME:
             return self.predictor(policy_named(policy).predictor)
         names = [policy_named(policy).predictor, *(["accelerated"] if self.has_accelerated else [])]
@@ -266,8 +267,7 @@ class OffloadedExperts:
             if self.trained_predictor is None:
                 raise UserError(
                     "expert policy accelerated needs a predictor: multirate train MODEL "
-                    "--objective "
-                    "experts --data FILE --out DIR, then --expert-predictor DIR"
+                    "--objective experts --data FILE --out DIR, then --expert-predictor DIR"
                 )
             if self.trained_predictor.config.attention:
                 return self._stream(self.trained_predictor)
@@ -284,40 +284,38 @@ class OffloadedExperts:
             f"expert predictor {predictor!r} is unknown; accepted: {', '.join(PREDICTORS)}"
         )
 
-    def _stream(self, forecast: ExpertPredictor) -> AcceleratedWithAttention:
-        sketch, gated, down = forecast.sketch, forecast.gated, forecast.down
+    def _stream(self, predictor: ExpertPredictor) -> AcceleratedWithAttention:
+        sketch, gated, down = predictor.sketch, predictor.gated, predictor.down
         if self.native is None or sketch is None or gated is None:
             raise UserError(
-                "expert policy accelerated cannot run this predictor here: with attention=true it "
-                "needs sketches and "
-                "the native kernel's decoder; accepted are the policies aot and next_layer_gate, "
-                "or a predictor "
-                "trained with --option attention=false"
+                "expert policy accelerated cannot run this predictor here: with attention=true "
+                "it needs sketches and the native kernel's decoder; accepted are the policies "
+                "aot and next_layer_gate, or a predictor trained with --option attention=false"
             )
         native = NativeResidualWithAttention(
             None if down is None else down.detach(),
-            forecast.up[0].detach(),
+            predictor.up[0].detach(),
             sketch.detach(),
             gated.detach(),
-            forecast.config.sketch,
-            forecast.config.ahead,
+            predictor.config.sketch,
+            predictor.config.ahead,
         )
         return AcceleratedWithAttention(
             native, self.store.index.layers, self.selections(), self.native
         )
 
     @staticmethod
-    def _native_residual(forecast: ExpertPredictor) -> NativeAcceleratedResidual:
-        assert forecast.down is not None  # there is, without attention
-        sketch = None if forecast.sketch is None else forecast.sketch.detach()
-        ups = [up.detach() for up in forecast.up]
+    def _native_residual(predictor: ExpertPredictor) -> NativeAcceleratedResidual:
+        assert predictor.down is not None  # there is, without attention
+        sketch = None if predictor.sketch is None else predictor.sketch.detach()
+        ups = [up.detach() for up in predictor.up]
         return NativeAcceleratedResidual(
-            forecast.down.detach(), ups, sketch, forecast.config.sketch
+            predictor.down.detach(), ups, sketch, predictor.config.sketch
         )
 
     @staticmethod
-    def _advance(forecast: ExpertPredictor) -> Advance:
-        slow = forecast.float().eval().requires_grad_(False)
+    def _advance(predictor: ExpertPredictor) -> Advance:
+        slow = predictor.float().eval().requires_grad_(False)
         return lambda layer, residual, state, depths, routing: [
             seen.to(residual.dtype)
             for seen in slow.step(layer, residual.float(), state, depths, routing)

@@ -51,8 +51,7 @@ def pack(
                 return store.index
             raise UserError(
                 f"{out} holds the experts of {store.index.model}, another revision: name another "
-                "folder or "
-                "replace it with --force"
+                "folder or replace it with --force"
             )
         config = _config(model)
         chosen = _layout(layout, config, experts)
@@ -82,8 +81,7 @@ def _layout(wanted: str, config: dict[str, Any], experts: ExpertTensors) -> str:
     if wanted == NATIVE and not possible:
         raise UserError(
             f"layout native: accepted are bfloat16 experts of {', '.join(MOE_FAMILIES)}, hidden "
-            "size a "
-            "multiple of 64, intermediate size one of 32"
+            "size a multiple of 64, intermediate size one of 32"
         )
     return NATIVE if possible and wanted != MODULE else MODULE
 
@@ -182,8 +180,7 @@ class _Packer:
                 found = "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"
                 raise UserError(
                     f"expert {expert} of layer {layer}: {field.name} is {found}; the first "
-                    "expert's is "
-                    f"{self._experts.format.dtype} {field.shape}"
+                    f"expert's is {self._experts.format.dtype} {field.shape}"
                 )
 
     def _save(self, file: Any) -> None:

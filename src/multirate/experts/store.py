@@ -338,9 +338,8 @@ class ExpertStore:
                     row, expert = divmod(number, self.index.num_experts)
                     raise UserError(
                         f"{self.path}: the checksum of expert {expert} in layer "
-                        f"{self.index.layers[row]} is "
-                        f"{found:08x}, {expected:08x} was packed: the file is damaged, pack it "
-                        "again"
+                        f"{self.index.layers[row]} is {found:08x}, {expected:08x} was packed: "
+                        "the file is damaged, pack it again"
                     )
                 if on_bytes is not None:
                     on_bytes(done, self.index.data_bytes)

@@ -124,8 +124,7 @@ class Accelerator:
         if hashlib.sha256(weights).hexdigest() != description["weights_sha256"]:
             raise UserError(
                 f"{directory / WEIGHTS} is not the file that {DESCRIPTION} describes (another "
-                "checksum: "
-                "truncated, damaged or from another save); fetch or train it again."
+                "checksum: truncated, damaged or from another save); fetch or train it again."
             )
         try:
             tensors = load(weights)

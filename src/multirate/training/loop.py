@@ -159,9 +159,8 @@ class _Run:
         heldout = [s for s in given if s.prompt not in trained_on]
         if len(heldout) < len(given) and self.main:
             print(
-                f"{len(given) - len(heldout)} of {len(given)} held-out samples have prompts of the "
-                "training data: "
-                "they are left out",
+                f"{len(given) - len(heldout)} of {len(given)} held-out samples have prompts of "
+                "the training data: they are left out",
                 file=sys.stderr,
             )
         return samples, heldout[:most]

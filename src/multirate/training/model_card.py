@@ -35,9 +35,8 @@ def _experts_table(results: dict[str, Any]) -> list[str]:
         results["terms"], results.get("early_exit", {}).get("terms", []), strict=False
     ):
         lines.append(
-            f"| {term['gate']} | {term['draft_step']} | {term['agreement']} | {gate['agreement']} "
-            "| "
-            f"{term['overlap']} | {term['kl']} |"
+            f"| {term['gate']} | {term['draft_step']} | {term['agreement']} | "
+            f"{gate['agreement']} | {term['overlap']} | {term['kl']} |"
         )
     return lines
 
@@ -60,9 +59,8 @@ def _measured(description: dict[str, Any]) -> list[str]:
             "## Measured on held-out text",
             "",
             *_prompts(results),
-            "Recall: share of a token's experts among the k likeliest that were named; the gate's "
-            "own: the later "
-            "layer's router on the current residual.",
+            "Recall: share of a token's experts among the k likeliest that were named; the "
+            "gate's own: the later layer's router on the current residual.",
             "",
             *_experts_table(results),
             "",
@@ -72,8 +70,7 @@ def _measured(description: dict[str, Any]) -> list[str]:
         "",
         *_prompts(results),
         f"{results['rows']} response tokens, teacher-forced; agreement is top-1 with the full "
-        "model. "
-        f"Simulated tokens per verify step (chain of 5, bonus token included): "
+        "model. Simulated tokens per verify step (chain of 5, bonus token included): "
         f"**{results['simulated_tokens_per_step']}**.",
         "",
         *_table(results),
@@ -111,9 +108,8 @@ def model_card(description: dict[str, Any]) -> str:
         "```",
         "",
         f"Fits one base only: {base['architecture']}, {base['num_layers']} layers, width "
-        f"{base['hidden_size']}, "
-        f"vocabulary {base['vocab_size']}, weights fingerprint `{base['fingerprint']}` (checked on "
-        "load).",
+        f"{base['hidden_size']}, vocabulary {base['vocab_size']}, weights fingerprint "
+        f"`{base['fingerprint']}` (checked on load).",
         "",
     ]
     lines += _measured(description)

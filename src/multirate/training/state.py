@@ -30,9 +30,8 @@ def prepare_output(directory: Path, overwrite: bool) -> None:
         raise UserError(f"Output folder {directory} cannot be written: {error.strerror}.") from None
     if (directory / DESCRIPTION).exists() and not (directory / STATE).exists() and not overwrite:
         raise UserError(
-            f"Output folder {directory} already holds a finished accelerator; name another folder "
-            "or "
-            "set overwrite."
+            f"Output folder {directory} already holds a finished accelerator; name another "
+            "folder or set overwrite."
         )
 
 

@@ -101,8 +101,7 @@ class TeacherStates:
         if identity != self._identity:
             raise UserError(
                 f"{self.folder} holds the states of other samples or another base model; choose "
-                "another "
-                "--teacher-states folder or delete it"
+                "another --teacher-states folder or delete it"
             )
         return done
 

@@ -118,8 +118,7 @@ class MethodConfig:
             if name not in known:
                 raise UserError(
                     f"{cls.__name__} has no field {reprlib.repr(name)} (value "
-                    f"{reprlib.repr(data[name])}); "
-                    f"accepted fields: {', '.join(known)}."
+                    f"{reprlib.repr(data[name])}); accepted fields: {', '.join(known)}."
                 )
         try:
             return cls(**data)

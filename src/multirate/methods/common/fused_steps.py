@@ -198,7 +198,7 @@ class FusedSteps:
         return origin, step.accepted_drafted, step.accepted_continued
 
     def draft(self) -> tuple[list[int], list[int]]:
-        """The last round's draft: the tokens of nodes 1, 2, … and their parents (0: the last token
+        """The last step's draft: the tokens of nodes 1, 2, … and their parents (0: the last token
         before it).
         """
         count = self._step.drafted

@@ -38,8 +38,7 @@ def apply_adapter(
         )
         raise UserError(
             f"the adapter of layer {layer.index} adapts {missing[0]!r}, which {kind} does not "
-            "have; "
-            f"available: {', '.join(sorted(layer.sites))}"
+            f"have; available: {', '.join(sorted(layer.sites))}"
         )
     index = (
         rows.reshape(-1).nonzero().squeeze(-1)

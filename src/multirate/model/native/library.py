@@ -146,10 +146,9 @@ def _build(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> ab
             return _open(_keep(built, folder, name))
         except OSError as problem:
             say_once(
-                f"the compiled kernel cannot be kept in {folder} ({problem.strerror or problem}): "
-                "every process "
-                "builds its own, which takes some seconds; set MULTIRATE_CACHE to a folder that "
-                "can be written"
+                f"the compiled kernel cannot be kept in {folder} "
+                f"({problem.strerror or problem}): every process builds its own, which takes "
+                "some seconds; set MULTIRATE_CACHE to a folder that can be written"
             )
         return _open(built)  # the file may go once it is loaded
 
@@ -252,8 +251,7 @@ def say_unavailable(reason: str) -> None:
         if problem.mend and str(problem) == reason:
             say_once(
                 f"the native kernel is not used: {problem}. The model's own layers are, which is "
-                "slower; to mend "
-                f"it, {problem.mend}"
+                f"slower; to mend it, {problem.mend}"
             )
 
 

@@ -18,7 +18,7 @@ from multirate.methods.m2r2_experts.modules import Arrival, ExpertPredictor
 from multirate.methods.m2r2_experts.start import start_from_experts
 from multirate.methods.m2r2_experts.train import ExpertPredictorObjective
 
-from .test_expert_forecast import built, recalls
+from .test_expert_predictor import built, recalls
 from .tiny import disturb, ids
 
 

@@ -248,8 +248,8 @@ typedef struct {
 // ---- functions ----------------------------------------------------------------------------------
 
 // What this build is.
-int mr_has_dot_product(void); // whether the processor multiplies bf16
-int mr_fixed_point(void);     // whether linear layers are best as WEIGHTS_INT16
+int mr_has_dot_product(void);  // whether the processor multiplies bf16
+int mr_fixed_point(void);      // whether linear layers are best as WEIGHTS_INT16
 int mr_integer_products(void); // whether they may be WEIGHTS_INT16 or WEIGHTS_INT8
 
 // workspace.c, threads.c. Calls with different workspaces may run side by side.

@@ -56,7 +56,10 @@ static void product(const Linear *linear, int group, const Operand *x, int part,
     }
 #endif
     int pairs = linear->inputs / 2, parts = x->tiles, first = x->begin[part],
-        rows = x->begin[part + 1] - first, lines = parts == 1 ? 0 : parts < 4 ? 2 : 1;
+        rows = x->begin[part + 1] - first,
+        lines = parts == 1  ? 0
+                : parts < 4 ? 2
+                            : 1;
     if (lines && part >= 4 / lines)
         lines = 0; // the tiles before have fetched it all
     memset(acc, 0, (size_t)rows * sizeof *acc);
@@ -97,7 +100,8 @@ void matmul_groups(const Linear *linear, const Operand *x, const int *target, in
 
 void matmul(Workspace *work, const Linear *linear, const element *const *x, int rows,
             const int *target, int mode, Output out, const Linear *then, int thread, int threads) {
-    int begin = first_group(linear, thread, threads), end = first_group(linear, thread + 1, threads);
+    int begin = first_group(linear, thread, threads),
+        end = first_group(linear, thread + 1, threads);
     if (begin == end)
         return;
     Operand operands;

@@ -17,7 +17,7 @@ from torch import Tensor
 from multirate.methods.common.distillation import Distilled, distil
 from multirate.methods.common.layers import KeysValues
 from multirate.methods.common.objective import Objective, Report, Term
-from multirate.methods.common.teacher import SlowPass, Teacher
+from multirate.methods.common.teacher import Known, SlowPass, Teacher
 from multirate.methods.m2r2.arla import balanced_bce
 from multirate.methods.m2r2.modules import AcceleratedStream
 
@@ -46,10 +46,10 @@ class M2R2Objective(Objective):
         later = range(2, config.unroll_steps + 1)
         return first + [Term(config.gates[0], s, self.step_decay ** (s - 1)) for s in later]
 
-    def slow(self, ids: Tensor, final: Tensor | None = None) -> SlowPass:
+    def slow(self, ids: Tensor, known: Known | None = None) -> SlowPass:
         """The teacher's pass with all that the stream reads."""
         gates = self.stream.config.gates
-        return self._teacher[0].slow(ids, shared=gates[-1], gates=gates, final=final)
+        return self._teacher[0].slow(ids, shared=gates[-1], gates=gates, known=known)
 
     def first_step(self, slow: SlowPass) -> tuple[list[Tensor], KeysValues | None]:
         """Draft step 1, true carried residual: the stream at every gate [B, T, d], and the first
@@ -88,12 +88,12 @@ class M2R2Objective(Objective):
         return (x, None) if block is None else block(x, earlier)
 
     def forward(
-        self, ids: Tensor, mask: Tensor, final: Tensor | None = None
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[Tensor, Report]:
         """ids int64 [B, T]; mask bool [B, T], true where the row's *next* token is a response
-        token; final: see ``Teacher.slow``.
+        token; known: see ``Teacher.slow``.
         """
-        slow = self.slow(ids, final)
+        slow = self.slow(ids, known)
         outputs, kv = self.first_step(slow)
         earlier = [] if kv is None else [kv]
         own = outputs[0]
@@ -107,7 +107,7 @@ class M2R2Objective(Objective):
     def _score(self, outputs: list[Tensor], slow: SlowPass, mask: Tensor) -> tuple[Tensor, Report]:
         teacher, stream = self._teacher[0], self.stream
         normed = torch.stack([teacher.norm(x[mask]) for x in outputs])  # [K, N, d]
-        result = distil(normed, slow.normed[mask], teacher.head, stream.draft_tokens)
+        result = distil(normed, slow.target(mask), teacher.head, stream.draft_tokens)
         weight = torch.tensor([t.weight for t in self.terms], device=result.kl.device)
         loss = (weight * result.kl).sum() / weight.sum()
         report = Report(self.terms, result, float(loss.detach()))
@@ -136,12 +136,14 @@ class M2R2Objective(Objective):
         return torch.stack(at_gates + later)
 
     @torch.no_grad()
-    def early_exit(self, ids: Tensor, mask: Tensor) -> tuple[list[Term], Distilled]:
+    def early_exit(
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
+    ) -> tuple[list[Term], Distilled]:
         """The base's plain early exit at every gate: what training must beat."""
-        teacher, slow = self._teacher[0], self.slow(ids)
+        teacher, slow = self._teacher[0], self.slow(ids, known)
         normed = torch.stack(
             [teacher.norm(slow.residual[g][mask]) for g in self.stream.config.gates]
         )
         return [t for t in self.terms if t.step == 1], distil(
-            normed, slow.normed[mask], teacher.head
+            normed, slow.target(mask), teacher.head
         )

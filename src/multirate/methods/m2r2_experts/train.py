@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from multirate.errors import UserError
 from multirate.methods.common.distillation import Distilled
 from multirate.methods.common.objective import Objective, Report, Term
-from multirate.methods.common.teacher import SlowPass, Teacher
+from multirate.methods.common.teacher import Known, SlowPass, Teacher
 from multirate.methods.m2r2_experts.modules import Arrival, ExpertPredictor, Onward, Routing
 from multirate.model.hf.parts import MoEParts
 
@@ -94,9 +94,9 @@ class ExpertPredictorObjective(Objective):
         ]
 
     def forward(
-        self, ids: Tensor, mask: Tensor, final: Tensor | None = None
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[Tensor, Report]:
-        """ids int64 [B, T]; mask bool [B, T]: the rows that count; final is not used (all layers
+        """ids int64 [B, T]; mask bool [B, T]: the rows that count; known is not used (all layers
         have to run).
         """
         rows, slow = self._residuals(ids, mask)

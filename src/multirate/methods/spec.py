@@ -41,15 +41,15 @@ class Training:
     config: its dataclass (JSON in accelerator.json). configure(base, **options): the config's
     defaults for a base; None: `config.for_base`. build(config, base): the modules, an instance of
     `module`. objective(teacher, modules, step_decay): what is minimised, an `Objective`
-    (methods/common/objective.py). start(teacher, modules, batches of (ids, mask)): copies into the
-    modules what begins as something of the base's own.
+    (methods/common/objective.py). start(teacher, modules, batches of (ids, mask, known)): sets in
+    the modules what does not begin at random or at zero.
     """
 
     config: type[MethodConfig]
     module: type[nn.Module]
     objective: Callable[..., Objective]
     configure: Callable[..., MethodConfig] | None = None
-    start: Callable[[Teacher, Any, Iterable[tuple[Tensor, Tensor]]], None] | None = None
+    start: Callable[[Teacher, Any, Iterable[tuple[Tensor, Tensor, Any]]], None] | None = None
 
     def config_for(self, base: BaseShape, **options: Any) -> Any:
         """The config for a base model. UserError for options that cannot be used."""

@@ -182,11 +182,7 @@ class _Run:
         if trained.start is not None:
             plan = BatchPlan(self.samples, self.settings.tokens_per_batch, self.settings.seed)
             some = islice(plan.batches(), STARTING_BATCHES)
-            trained.start(
-                self.teacher,
-                self.stream,
-                ((ids, mask) for ids, mask, *_ in map(self._on_device, some)),
-            )
+            trained.start(self.teacher, self.stream, map(self._on_device, some))
 
     def _provenance(self, files: Sequence[str | Path]) -> dict[str, Any]:
         digest = hashlib.sha256()

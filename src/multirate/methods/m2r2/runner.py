@@ -80,6 +80,11 @@ class StreamRunner:
         else:
             p = self.decoder.layers(p, reading, 0, self.gate, self._cache, self.adapters)
             h_gate = p[:0]
+        p = self.stream.fuse(
+            self.gate,
+            p.to(self.decoder.info.dtype),
+            None if carried is None else carried.to(self.decoder.info.dtype),
+        ).to(p.dtype)
         if self._block is not None and self._block_cache is not None:
             p = self._block.rows(p.to(self.decoder.info.dtype), rows, self._block_cache).to(p.dtype)
         return h_gate, p

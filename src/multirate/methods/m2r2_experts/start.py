@@ -26,11 +26,11 @@ RIDGE = 1e-3
 
 @torch.no_grad()
 def start_from_experts(
-    teacher: Teacher, forecast: ExpertPredictor, batches: Iterable[tuple[Tensor, Tensor]]
+    teacher: Teacher, forecast: ExpertPredictor, batches: Iterable[tuple[Tensor, Tensor, Any]]
 ) -> None:
     """Sets the sketches and ``up`` of ``forecast`` by what the layers do with the rows of
-    ``batches`` (ids and mask [B, T]). Experts that are not transformers' fused modules keep their
-    sketches as they are.
+    ``batches`` (ids and mask [B, T], and what is known of them). Experts that are not
+    transformers' fused modules keep their sketches as they are.
     """
     if not forecast.config.attention:
         return
@@ -49,7 +49,7 @@ def start_from_experts(
 
 def _watch(
     teacher: Teacher,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[tuple[Tensor, Tensor, Any]],
     mixtures: list[_Seen],
     each: list[Callable[[], None]],
 ) -> None:
@@ -58,7 +58,7 @@ def _watch(
         for seen in mixtures:
             for handle in seen.watch():
                 stack.callback(handle.remove)
-        for ids, mask in batches:
+        for ids, mask, _ in batches:
             for seen in mixtures:
                 seen.mask = mask.flatten()
             teacher.slow(ids, shared=0)

@@ -113,7 +113,9 @@ class ExpertPredictorObjective(Objective):
         return self._judge(rows, named)
 
     @torch.no_grad()
-    def early_exit(self, ids: Tensor, mask: Tensor) -> tuple[list[Term], Distilled]:
+    def early_exit(
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
+    ) -> tuple[list[Term], Distilled]:
         """The gate of a later layer on the slow residual: what training must beat."""
         rows, _ = self._residuals(ids, mask)
         _, report = self._judge(rows, [[row] * self.stream.config.ahead for row in rows])

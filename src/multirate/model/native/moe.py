@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from multirate.model.decoder import Decoder, LayerAdapter
 from multirate.model.kv_cache import KVCache
-from multirate.model.native import abi, library
+from multirate.model.native import abi
 from multirate.model.native.decoder import NativeDecoder
 from multirate.model.native.packing import Owner, interleave_gate_up, padded
 from multirate.model.rows import Rows

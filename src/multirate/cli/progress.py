@@ -5,7 +5,6 @@ terminal.
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from multirate.cli import options
 from multirate.training.pace import SAY_EVERY, duration
@@ -47,12 +46,7 @@ class Bar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
 

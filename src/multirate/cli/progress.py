@@ -1,4 +1,4 @@
-"""A progress bar on stderr that is gone when it is full, and nowhere when stderr is not a
+"""A progress bar on stderr that disappears when it is full, and is not shown when stderr is not a
 terminal.
 """
 

@@ -18,12 +18,12 @@ _OFF = -1
 
 
 class AdaptivePredictor(Predictor):
-    """Passes on what one of several predictors names, only while that makes passes faster.
+    """Predicts what one of several predictors does, and only while that makes passes faster.
 
     Single-token passes are timed in blocks, with each predictor and without any in turn. How much a
     text misses changes with what it says, so only blocks of the same turn are compared: a predictor
     is judged by the median, over `turns`, of its block's seconds over those without any; after half
-    of them one that is a tenth slower sits out. Then the fastest stays for `stay` passes if it
+    of them one that is a tenth slower is left out. Then the fastest stays for `stay` passes if it
     gains the share `margin` at least, which noise alone seldom does, else none does; and all are
     tried again. A pass is timed from its first row to the next one's; longer passes (prompts) and
     the first after a change are left out.

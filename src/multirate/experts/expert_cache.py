@@ -1,4 +1,4 @@
-"""Equal slots of memory and who is in them: the state machine of the thread that computes.
+"""Equal slots of memory and the experts in them: the state machine of the thread that computes.
 
 FREE → LOADING → READY → FREE or LOADING (another expert). Invariants, checked by a property test:
 - compute reads only READY slots that it holds (refs > 0);

@@ -366,7 +366,7 @@ class OffloadedExperts:
             norm = self._norms[row]
             if (
                 norm is None
-            ):  # the layer has not run yet, so nobody knows which norm is its MoE block's
+            ):  # the layer has not run yet, so it is not known which norm is its MoE block's
                 return torch.empty(0, 0, dtype=torch.int64)
             seen = self._seen
             try:

@@ -1,4 +1,4 @@
-// Who of the experts is in memory: slots, and who leaves. As experts/expert_cache.py and
+// Which experts are in memory: slots, and which are evicted. As experts/expert_cache.py and
 // policies.py state it for the decoders that Python runs; a test holds the two together. All of it
 // runs on the thread that computes.
 #ifndef MULTIRATE_CACHE_H
@@ -36,8 +36,8 @@ struct ExpertCache {
     int32_t *next_use;           // [keys] of EVICT_BELADY: index into future
     uint8_t *pinned, *protected; // [keys]: what the running layer computes with; predicted for the
                                  // next layers, evicted last
-    int32_t *failed;           // [keys] errno of this layer's failed reads
-    int32_t *left, left_count; // keys that a paused layer still waits for; none: no layer is
+    int32_t *failed;             // [keys] errno of this layer's failed reads
+    int32_t *left, left_count;   // keys that a paused layer still waits for; none: no layer is
     int32_t *free, free_count, pinned_count, loading, failures, event_room;
     int64_t number, numbers;
     double busy_until;   // the disk, by the reads that have ended

@@ -187,8 +187,8 @@ static int lacks_nothing(Workspace *work, ExpertCache *e, const Routers *m, int 
 
 // The accelerated stream: layer by layer what is thought to leave the experts, the next layers' own
 // attention on it, and what their routers then choose. It sees the model's own keys and values,
-// and leaves its own in the slots of its rows, where the model's own will be before anyone else
-// looks.
+// and leaves its own in the slots of its rows, where the model's own will be before anything
+// else reads them.
 static int run_ahead(Workspace *work, ExpertCache *e, const Routers *m, const Pass *pass, int row,
                      const float *x, int n, const int64_t *ids, const float *weights, int depth) {
     Predictor *f = e->predictor;

@@ -166,8 +166,8 @@ class ExpertPredictorObjective(Objective):
             target = after.get(layer)
             if target is None:
                 return None
-            # Tokens outside the mask stay zero: nobody sees their keys, since each row's own are
-            # for itself alone.
+            # Tokens outside the mask stay zero: no other row sees their keys, since a row's
+            # own are for itself alone.
             x = leaving.new_zeros(*mask.shape, leaving.shape[-1]).masked_scatter(
                 mask[..., None], leaving
             )

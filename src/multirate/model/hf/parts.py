@@ -328,7 +328,7 @@ class ModelParts:
     ) -> list[Tensor | None]:
         """Each layer's additive mask [B or 1, 1, T, T] for a whole sequence of T = `length` tokens.
 
-        token_mask [B, T]: 0 for padding, which nobody sees. Layers with the same window share a
+        token_mask [B, T]: 0 for padding, which no row sees. Layers with the same window share a
         tensor. None (sdpa only): plain causal, the fused kernel's own.
         """
         dtype = dtype or self.dtype

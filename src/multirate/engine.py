@@ -148,8 +148,8 @@ class Engine:
         self, accelerator: str | os.PathLike[str] | Accelerator, name: str | None = None
     ) -> str:
         """Adds an accelerator under `name` (default: its method's) → that name. The first that
-        drafts becomes the default; one that names experts is used by the policies accelerated and
-        aot.
+        drafts becomes the default; one that predicts experts is used by the policies
+        accelerated and aot.
         """
         if not isinstance(accelerator, Accelerator):
             accelerator = Accelerator.from_pretrained(resolve_accelerator(accelerator), self.model)
@@ -161,7 +161,7 @@ class Engine:
         if spec.find(accelerator.method).role == "experts":
             if self.experts is None:
                 raise UserError(
-                    "this accelerator names experts, and the model's are all in memory: it is "
+                    "this accelerator predicts experts, and the model's are all in memory: it is "
                     "for models with experts on disk (experts=DIR, expert_predictor)"
                 )
             self.experts.add(accelerator)

@@ -11,7 +11,7 @@ from bench import tiny_model
 from transformers import TextStreamer
 
 import multirate
-from multirate.decoding.costs import CostModel
+from multirate.decoding.costs import CostModel, measure_costs
 from multirate.decoding.draft_length import StepCosts
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import find_training
@@ -131,7 +131,7 @@ def test_attach_by_folder_and_by_object(model: Any, method: str, tmp_path: Path)
 
 @pytest.mark.parametrize(("draft_step", "pays"), [(0.02, False), (0.0001, True)])
 def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
-    model: Any, folder: Path, draft_step: float, pays: bool
+    model: Any, folder: Path, draft_step: float, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With costs given instead of measured: on a busy machine measured ones would decide by
     chance.
@@ -145,9 +145,8 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
     assert speculation is not None
     rates = speculation.acceptance.rates()
     assert isinstance(rates, list) and rates[:3] == [0.6] * 3
-    speculation.step.drafter._costs = CostModel(
-        StepCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step)
-    )
+    costs = CostModel(StepCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step))
+    monkeypatch.setattr("multirate.decoding.drafter.measure_costs", lambda *_: costs)
     expected = model.generate(prompt(), do_sample=False, max_new_tokens=6)[0, 4:].tolist()
     output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(6))
     assert output.sequences == [expected]
@@ -162,12 +161,20 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
         assert forced.stats.drafted > 0 and engine.notice is None
 
 
-def test_costs_are_measured_on_first_use(model: Any, folder: Path) -> None:
+def test_costs_are_measured_on_first_use(
+    model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accelerator = Accelerator.from_pretrained(folder, model)
     accelerator.results["terms"] = [{"gate": 1, "draft_step": 1, "agreement": 0.5}]
     engine = multirate.attach(model, accelerator, backend="hf")
-    engine.generate([prompt()[0].tolist()], stop=engine.stopping(2))
-    speculation = engine._decoding("m2r2-carry")
-    assert speculation is not None and speculation.step.drafter._costs is not None
-    measured = speculation.step.drafter._costs.costs
-    assert measured.plain_step > 0 and measured.draft_step > 0
+    measured = []
+
+    def recorded(*arguments: Any) -> CostModel:
+        measured.append(measure_costs(*arguments))
+        return measured[-1]
+
+    monkeypatch.setattr("multirate.decoding.drafter.measure_costs", recorded)
+    for _ in range(2):
+        engine.generate([prompt()[0].tolist()], stop=engine.stopping(2))
+    assert len(measured) == 1, "once"
+    assert measured[0].costs.plain_step > 0 and measured[0].costs.draft_step > 0

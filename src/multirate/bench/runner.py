@@ -12,9 +12,10 @@ from typing import Any
 
 from multirate.bench.divergence import Divergence, Judge
 from multirate.bench.prompts import Prompt
+from multirate.methods.spec import PLAIN
 
-REFERENCE = "autoregressive"
-BASELINES = (REFERENCE, "generate")
+BASELINES = ("generate", PLAIN)
+"""transformers' own loop, and our plain decoding, whose answers the others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def _forget(method_runs: Sequence[MethodRun], prompt: Prompt) -> None:
 
 
 def summarise(measurements: Measurements, judge: Judge, lossy: Sequence[str] = ()) -> list[Row]:
-    """One Row per method, in the order given; identity is against the first repeat of REFERENCE,
+    """One Row per method, in the order given; identity is against the first repeat of PLAIN,
     prompt by prompt.
     """
     repeats = measurements.usable()
@@ -242,7 +243,7 @@ def _divergences(
     """
     found = []
     for index in range(len(repeats[0])):
-        reference = repeats[0][index][REFERENCE].answer.tokens
+        reference = repeats[0][index][PLAIN].answer.tokens
         for tokens in sorted({tuple(repeat[index][name].answer.tokens) for repeat in repeats}):
             divergence = judge.classify(prompts[index].tokens, reference, tokens)
             if divergence is not None:

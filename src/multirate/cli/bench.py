@@ -55,7 +55,7 @@ def command(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="At most so many per answer.")
     ] = 256,
-    repeats: Annotated[int, typer.Option(help="Measured rounds over all prompts.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Measured passes over all prompts.")] = 3,
     warmup: Annotated[int, typer.Option(help="Prompts answered before measuring.")] = 1,
     truncate: Annotated[
         bool,
@@ -135,17 +135,19 @@ def command(
             raise typer.Exit(INTERRUPTED)
         return
 
+    from multirate.bench.runner import BASELINES
     from multirate.engine import attach
     from multirate.hub import is_reference, reference_accelerators
+    from multirate.methods.spec import PLAIN
 
     loaded = options.load(model, dtype, device)
     engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
     wanted = chosen or (list(reference_accelerators()) if is_reference(model) else [])
     options.add_accelerators(engine, accelerator or [], wanted, embedded=is_reference(model))
-    names = wanted if methods else ["generate", "autoregressive", *engine.accelerators]
-    if "autoregressive" not in names:
-        options.note("note: autoregressive is added, answers are compared with its answers")
-        names = ["autoregressive", *names]
+    names = wanted if methods else [*BASELINES, *engine.accelerators]
+    if PLAIN not in names:
+        options.note(f"note: {PLAIN} is added, answers are compared with its answers")
+        names = [PLAIN, *names]
     content, rows, interrupted = run(
         engine,
         questions,
@@ -177,7 +179,7 @@ def method_names(text: str) -> list[str]:
     parts = re.split(r",(?![^\[\]]*\])", text)
     names = list(dict.fromkeys(name.strip() for name in parts if name.strip()))
     if not names:
-        raise UserError("--methods names no method: try generate,autoregressive,prompt_lookup")
+        raise UserError("--methods names no method (multirate info lists them)")
     return names
 
 

@@ -25,7 +25,7 @@ def command(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="At most so many per answer.")
     ] = 96,
-    repeats: Annotated[int, typer.Option(help="Measured rounds over all prompts.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Measured passes over all prompts.")] = 2,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
@@ -40,9 +40,11 @@ def command(
     options.set_threads(threads)
 
     from multirate.bench.prompts import encode_chat
+    from multirate.bench.runner import BASELINES
     from multirate.bench.suites import Question
     from multirate.engine import attach
     from multirate.hub import reference_accelerators
+    from multirate.methods.spec import recommended
 
     presets = list(reference_accelerators())
     loaded = options.load(None, dtype, device)
@@ -62,7 +64,7 @@ def command(
     _, rows, interrupted = run(
         engine,
         [Question(str(number), (text,)) for number, text in enumerate(QUESTIONS, start=1)],
-        ["generate", "autoregressive", "prompt_lookup", *engine.accelerators],
+        [*BASELINES, recommended(trained=False), *engine.accelerators],
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         warmup=1,

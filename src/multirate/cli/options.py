@@ -134,7 +134,7 @@ def note(text: str) -> None:
 
 
 def console(stderr: bool = False) -> Any:
-    """A rich console, 80 columns wide when nobody says how wide the terminal is."""
+    """A rich console, 80 columns wide when the terminal's width is unknown."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout

@@ -1,11 +1,10 @@
-"""A progress bar on stderr that is gone when it is full, and nowhere when stderr is not a
+"""A progress bar on stderr that disappears when it is full, and is not shown when stderr is not a
 terminal.
 """
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from multirate.cli import options
 from multirate.training.pace import SAY_EVERY, duration
@@ -47,12 +46,7 @@ class Bar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
 

@@ -211,10 +211,10 @@ typedef struct {
     int32_t kind, most_depth;
     double threshold;            // the least share of a rank that must come true; 0: all are read
     const LowRank *const *sites; // by residual: [layers][most_depth], near depth first
-    const PrunedPair *const *sketches; // [layers][most_depth] or NULL
-    const PrunedExperts *pruned;       // by stream: [layers]
-    const int32_t *layer_of;           // [rows]
-    const float *ones;                 // [hidden]
+    const PrunedPair *const *pairs; // [layers][most_depth] or NULL
+    const PrunedExperts *pruned;    // by stream: [layers]
+    const int32_t *layer_of;        // [rows]
+    const float *ones;              // [hidden]
     float eps;
     int32_t count;                                  // by popularity: how many of a row
     const int32_t *trace, *trace_ends, *trace_rows; // by oracle: experts of each call in turn
@@ -248,8 +248,7 @@ typedef struct {
 // ---- functions ----------------------------------------------------------------------------------
 
 // What this build is.
-int mr_has_dot_product(void); // whether the processor multiplies bf16
-int mr_fixed_point(void);     // whether linear layers are best as WEIGHTS_INT16
+int mr_fixed_point(void);      // whether linear layers are best as WEIGHTS_INT16
 int mr_integer_products(void); // whether they may be WEIGHTS_INT16 or WEIGHTS_INT8
 
 // workspace.c, threads.c. Calls with different workspaces may run side by side.

@@ -163,7 +163,7 @@ static void set_node_row(const Tree *t, RowTable *table, int64_t *row_ids, int r
 }
 
 // While the draft is a chain: tokens of the text's own continuation, where that begins with the
-// stream's best token and is worth more than going on. Adds them; returns how many.
+// stream's best token and pays more than going on. Adds them; returns how many.
 static int continue_ngram(Tree *t, int64_t best, double own) {
     const NgramLimits *ngram = &t->limits->ngram;
     SpeculativeStep *step = t->step;

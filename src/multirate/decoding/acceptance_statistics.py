@@ -1,4 +1,4 @@
-"""How often drafts have come true lately: the one estimator, by confidence, by where drafts came
+"""How often drafts were accepted lately: the one estimator, by confidence, by where drafts came
 from, and in all.
 
 Everything here counts tries and hits that fade, and leans on a first guess while there are few.

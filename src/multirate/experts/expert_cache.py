@@ -1,4 +1,4 @@
-"""Equal slots of memory and who is in them: the state machine of the thread that computes.
+"""Equal slots of memory and the experts in them: the state machine of the thread that computes.
 
 FREE → LOADING → READY → FREE or LOADING (another expert). Invariants, checked by a property test:
 - compute reads only READY slots that it holds (refs > 0);
@@ -36,7 +36,6 @@ class Slot:
     state: State = State.FREE
     key: Key | None = None
     refs: int = 0
-    generation: int = 0
     token: int = -1
     fresh: bool = False
 
@@ -109,7 +108,6 @@ class ExpertCache:
         if slot is None:
             return None
         slot.state, slot.key, slot.fresh = State.LOADING, key, speculative
-        slot.generation += 1
         slot.token = self.token
         self._slot_of[key] = slot
         return slot

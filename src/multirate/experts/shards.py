@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -117,12 +116,7 @@ class Shards:
     def __enter__(self) -> Shards:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._stack.values():
             handle.__exit__(None, None, None)
         self._stack.clear()

@@ -187,9 +187,15 @@ def find_training(name: str) -> Training:
     return spec.training
 
 
-def recommended(role: str = "drafter") -> str:
-    """The method that is trained and used when none is named."""
-    return next(n for n, spec in all_specs().items() if spec.recommended and spec.role == role)
+def recommended(role: str = "drafter", trained: bool = True) -> str:
+    """The method of a role that is used when none is named, among those with training or those
+    without.
+    """
+    return next(
+        name
+        for name, spec in all_specs().items()
+        if spec.recommended and spec.role == role and (spec.training is not None) == trained
+    )
 
 
 def parse_variant(name: str) -> tuple[str, dict[str, Any]]:

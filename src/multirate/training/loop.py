@@ -91,7 +91,7 @@ def train(
 
 
 def _name(model: Any) -> str:
-    """A hub id, or a folder's last component: absolute paths are nobody's business."""
+    """A hub id, or a folder's last component: absolute paths stay private."""
     source = (
         str(model)
         if isinstance(model, (str, Path))

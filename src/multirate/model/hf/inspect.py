@@ -75,7 +75,6 @@ def find_parts(model: nn.Module) -> ModelParts:
         head=head,
         logit_scale=_logit_scale(config),
         logit_softcap=getattr(config, "final_logit_softcapping", None),
-        attention_softcap=softcap,
         needs_eager=sinks or softcap is not None,
         tied_head=head_weight is not None and head_weight is embed_tokens.weight,
         max_positions=_max_positions(config),

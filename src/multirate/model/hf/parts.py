@@ -104,7 +104,7 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class Trace:
-    """The slow stream of a batch: `hidden[i]` [B, T, d] enters layer i (`hidden[L]`: the last
+    """The residual stream of a batch: `hidden[i]` [B, T, d] enters layer i (`hidden[L]`: the last
     residual, before the final norm); `keys[i]`, `values[i]` [B, H_kv, T, D] are layer i's,
     unlimited by any window.
     """
@@ -159,7 +159,6 @@ class ModelParts:
     head: nn.Module
     logit_scale: float
     logit_softcap: float | None
-    attention_softcap: float | None
     needs_eager: bool
     tied_head: bool
     max_positions: int | None
@@ -329,7 +328,7 @@ class ModelParts:
     ) -> list[Tensor | None]:
         """Each layer's additive mask [B or 1, 1, T, T] for a whole sequence of T = `length` tokens.
 
-        token_mask [B, T]: 0 for padding, which nobody sees. Layers with the same window share a
+        token_mask [B, T]: 0 for padding, which no row sees. Layers with the same window share a
         tensor. None (sdpa only): plain causal, the fused kernel's own.
         """
         dtype = dtype or self.dtype

@@ -24,6 +24,7 @@ import weakref
 from pathlib import Path
 
 from multirate.errors import UserError, say_once
+from multirate.io import replace_file
 from multirate.model.native import abi
 
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wno-psabi")
@@ -128,17 +129,7 @@ def _keep(built: Path, folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     content = built.read_bytes()
     target = folder / f"{name}-{_digest(content)}.so"
-    handle, scratch = tempfile.mkstemp(dir=folder, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(scratch, 0o755)  # others may share the folder
-        os.replace(scratch, target)
-    except OSError:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    replace_file(target, content, mode=0o755)  # others may share the folder
     return target
 
 

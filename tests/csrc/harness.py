@@ -31,9 +31,12 @@ def linear(
     eps: float = 1e-5,
     into: Tensor | None = None,
     threads: int = 2,
+    layout: int | None = None,
 ) -> Tensor:
-    """mr_linear: x [N, in] → [N, out], added to `into` where given."""
-    owner, workspace = Owner(), library.Workspace(threads)
+    """mr_linear: x [N, in] → [N, out], added to `into` where given. layout: of the packed weights;
+    None: this variant's own.
+    """
+    owner, workspace = Owner(layout), library.Workspace(threads)
     packed = owner.linear(weight, bias)
     y = torch.empty(len(x), packed.outputs)
     if into is not None:

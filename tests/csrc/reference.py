@@ -25,6 +25,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+def dequantised(integers: Tensor, units: Tensor) -> Tensor:
+    """What integer weights [out, in] with one unit [out] each stand for."""
+    return integers.double() * units.double()[:, None]
+
+
 def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return x @ a.T @ b.T
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multirate.model.native.packing import WEIGHT_NORM, fixed_point
+from multirate.model.native import library
+from multirate.model.native.packing import BF16, INT8, WEIGHT_NORM, fixed_point
 
 from . import reference
 from .harness import bf16_values, linear, randn
@@ -16,7 +17,7 @@ BF16_ROUNDING = 2.0**-9
 
 
 @pytest.mark.parametrize("inputs", [64, 256, 704, 5632])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 8, 13])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 8, 13, 25])
 def test_error_is_below_the_rounding_of_rows_to_bf16(inputs: int, rows: int) -> None:
     weight, x = (
         bf16_values(130, inputs),
@@ -96,6 +97,42 @@ def test_a_bias_a_norm_and_adding_to_what_is_there() -> None:
 def test_a_rows_bits_depend_neither_on_its_company_nor_on_threads(threads: int) -> None:
     weight, x = bf16_values(320, 256), randn(71, 256, seed=5)  # more than a pass: MAX_ROWS
     together = linear(weight, x, threads=threads)
-    for count in (1, 2, 3, 4, 5, 6, 7, 13):
+    for count in (1, 2, 3, 4, 5, 6, 7, 13, 24, 25):
         assert torch.equal(linear(weight, x[:count]), together[:count])
     assert torch.equal(linear(weight, x[60:]), together[60:])
+
+
+def test_rows_with_outliers_change_no_other_rows_bits() -> None:
+    """A row whose norm sits in an outlier takes the place of two in a tile."""
+    weight, x = bf16_values(192, 256), randn(40, 256, seed=6)
+    x[::3, 9] = 500.0
+    together = linear(weight, x)
+    for first, count in ((0, 1), (1, 1), (0, 7), (3, 24), (11, 29)):
+        assert torch.equal(linear(weight, x[first : first + count]), together[first:][:count])
+    exact = x.double() @ weight.double().T
+    assert (together - exact).norm() < 2 * BF16_ROUNDING * exact.norm()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9, 40])
+def test_bf16_weights_run_beside_fixed_point_ones(rows: int) -> None:
+    """Experts come from files in bf16, whatever the processor."""
+    weight, x = bf16_values(130, 704), randn(rows, 704, seed=7)
+    exact = x.double() @ weight.double().T
+    found = linear(weight, x, layout=BF16)
+    assert (found - exact).norm() < BF16_ROUNDING * exact.norm()
+    assert torch.equal(linear(weight, x[:1], layout=BF16), found[:1])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 13, 31])
+def test_int8_weights(rows: int) -> None:
+    if not library.kernel().mr_integer_products():
+        pytest.skip("this variant multiplies no integers")
+    weight, x = bf16_values(130, 704), randn(rows, 704, seed=8)
+    x[0, 3] = 400.0
+    integers, units = fixed_point(weight, torch.int8)
+    exact = x.double() @ reference.dequantised(integers, units).T
+    found = linear(weight, x, layout=INT8)
+    assert ((found - exact).norm(dim=1) < 2 * BF16_ROUNDING * exact.norm(dim=1)).all()
+    assert torch.equal(linear(weight, x[:1], layout=INT8), found[:1])
+    close = x.double() @ weight.double().T
+    assert (found - close).norm() < 0.02 * close.norm()

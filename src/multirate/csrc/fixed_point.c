@@ -172,7 +172,12 @@ void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, i
 
 // Bytes of weights fetched ahead, by rows: with several rows to multiply the processor's own
 // prefetching falls behind.
-#define AHEAD_BYTES(lanes) ((lanes) == 1 ? 0L : (lanes) <= 3 ? 12 * 64L : 64 * 64L)
+#ifndef A1
+#define A1 0L
+#define A3 12L
+#define AN 64L
+#endif
+#define AHEAD_BYTES(lanes) ((lanes) == 1 ? A1 * 64 : (lanes) <= 3 ? A3 * 64L : AN * 64L)
 
 // Where the rows take several tiles, each fetches a share of the next group's weights: otherwise
 // memory would idle from the second tile on.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ class M2R2Drafter(Drafter):
         self.max_nodes = self.config.nodes
         self._refresh = bool(stream.blocks)
         self._carry = stream.carry is not None
-        self.runner = make_runner(decoder, stream, self.start)
+        self.runner = make_runner(decoder, stream, self.start, self.config.weights)
         self._cache: KVCache | None = None
         self._waiting: dict[int, _Waiting] = {}
         self._refreshed = 0  # tokens of sequence 0 whose K/V in the block are final
@@ -481,8 +482,10 @@ def _with_first(probs: list[float], first: float) -> list[float]:
     return [first, *(min(prob * rest, first) for prob in probs[1:])]
 
 
-def make_runner(decoder: Decoder, stream: AcceleratedStream, gate: int) -> StreamRunner:
-    """The fastest runner for `decoder`."""
+def make_runner(
+    decoder: Decoder, stream: AcceleratedStream, gate: int, weights: Literal["int8", "bf16"]
+) -> StreamRunner:
+    """The fastest runner for `decoder`. weights: of what drafts on the native kernel."""
     if isinstance(decoder, NativeDecoder) and NativeStreamRunner.supports(decoder, stream):
-        return NativeStreamRunner(decoder, stream, gate)
+        return NativeStreamRunner(decoder, stream, gate, weights)
     return StreamRunner(decoder, stream, gate)

@@ -28,6 +28,9 @@ class M2R2DecodeConfig(MethodConfig):
     trust: what a draft is judged by: confidence (the sharpened top-1 probability) or arla (the
     trained estimate that
     the argmax agrees: docs/methods/m2r2.md, point 5). Both were measured: docs/experiments.md.
+    weights: of what only drafts (the block, the draft's head, the carry and, at gate 1, the first
+    layer with its adapters) on the native kernel: int8 (half the memory read, other drafts, the
+    same text) or bf16. [ours]
     """
 
     depth: int = 8
@@ -38,6 +41,7 @@ class M2R2DecodeConfig(MethodConfig):
     verify_threshold: float | None = None
     lookup: int = 0
     trust: Literal["confidence", "arla"] = "confidence"
+    weights: Literal["int8", "bf16"] = "bf16"
 
     def check(self) -> None:
         for name, low, high in (

@@ -5,7 +5,7 @@ in one call.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,13 +19,15 @@ from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.own_layer import OwnLayer, tiles
-from multirate.model.native.packing import Owner, interleave_gate_up
+from multirate.model.native.packing import Owner, draft_layout, exact_layout, interleave_gate_up
 from multirate.model.rows import Rows
 
 
 class NativeStreamRunner(StreamRunner):
     """Same contract as StreamRunner, with packed copies of the stream's weights. Residuals are
     fp32.
+
+    weights: how what only drafts is packed, "int8" or "bf16" (M2R2DecodeConfig).
     """
 
     decoder: NativeDecoder
@@ -39,22 +41,31 @@ class NativeStreamRunner(StreamRunner):
         sizes = c.block_heads, c.block_kv_heads, c.block_head_dim, c.block_intermediate
         return decoder.supports_fused and (not c.block or tiles(decoder, *sizes))
 
-    def __init__(self, decoder: NativeDecoder, stream: AcceleratedStream, gate: int) -> None:
+    def __init__(
+        self,
+        decoder: NativeDecoder,
+        stream: AcceleratedStream,
+        gate: int,
+        weights: Literal["int8", "bf16"] = "bf16",
+    ) -> None:
         super().__init__(decoder, stream, gate)
         self._library = library.kernel()
-        self._owner = owner = Owner()
+        self._owner = owner = Owner(draft_layout(weights))
         self._d = decoder.info.hidden_size
         config, carry = stream.config, stream.carry
-        self.head = DraftHead(decoder.head, decoder.info.vocab_size)
         self._token_list: list[int] | None = None
         if stream.draft_tokens is not None:
             chosen = stream.draft_tokens.cpu()
-            bias = None if decoder.head_bias is None else decoder.head_bias[chosen]
             self._token_list = chosen.tolist()
-            token_map = owner.address(chosen.to(torch.int64).contiguous())
             self.head = DraftHead(
-                owner.linear(decoder.head_weight[chosen], bias), len(chosen), token_map
+                _head(decoder, owner, chosen),
+                len(chosen),
+                owner.address(chosen.to(torch.int64).contiguous()),
             )
+        elif owner.layout == exact_layout():
+            self.head = DraftHead(decoder.head, decoder.info.vocab_size)
+        else:
+            self.head = DraftHead(_head(decoder, owner), decoder.info.vocab_size)
         self._adapters = (
             AdapterPack(self.adapters, decoder.info.num_layers) if self.adapters else None
         )
@@ -132,6 +143,12 @@ class NativeStreamRunner(StreamRunner):
         if self._token_list is None:
             return ids, probs
         return [[self._token_list[i] for i in row] for row in ids], probs
+
+
+def _head(decoder: NativeDecoder, owner: Owner, chosen: Tensor | slice = slice(None)) -> abi.CData:
+    """The model's head, or `chosen` outputs of it, as `owner` packs weights."""
+    bias = None if decoder.head_bias is None else decoder.head_bias[chosen]
+    return owner.linear(decoder.head_weight[chosen], bias)
 
 
 def _mergeable(adapters: Mapping[int, Any] | None, gate: int) -> dict[str, Tensor] | None:

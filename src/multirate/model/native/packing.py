@@ -24,14 +24,30 @@ WEIGHT_NORM = 65000.0
 """Largest norm of an output's int16 weights: with fixed_point.c's ROW_NORM no sum leaves int32."""
 
 
-def fixed_point(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, in] → int16 [out, in] and float32 units [out] with weight ≈ unit · integers (see
-    fixed_point.c).
+def fixed_point(weight: Tensor, integers: torch.dtype = torch.int16) -> tuple[Tensor, Tensor]:
+    """[out, in] → int16 or int8 [out, in] and float32 units [out] with weight ≈ unit · integers
+    (see fixed_point.c).
     """
     norm, largest = weight.norm(dim=1), weight.abs().amax(dim=1)
-    steps = torch.minimum(WEIGHT_NORM / norm.clamp(min=1e-30), 32767 / largest.clamp(min=1e-30))
+    most = torch.iinfo(integers).max
+    steps = torch.minimum(WEIGHT_NORM / norm.clamp(min=1e-30), most / largest.clamp(min=1e-30))
     steps = torch.where(largest > 0, steps, torch.ones_like(steps))
-    return (weight * steps[:, None]).round().to(torch.int16), 1 / steps
+    return (weight * steps[:, None]).round().to(integers), 1 / steps
+
+
+def exact_layout() -> int:
+    """The layout of weights that the model's own results come from: 16 bits, as this processor
+    multiplies them fastest.
+    """
+    return INT16 if library.kernel().mr_fixed_point() else BF16
+
+
+def draft_layout(weights: str) -> int:
+    """The layout of weights that only draft, and so need not be exact. weights: "int8", or "bf16"
+    for 16 bits. Processors that multiply no integers have 16 bits alone.
+    """
+    narrow = weights == "int8" and library.kernel().mr_integer_products()
+    return INT8 if narrow else exact_layout()
 
 
 SLAB = 32 << 20
@@ -75,8 +91,11 @@ class Slabs:
 
 @dataclass
 class Owner:
-    """Keeps alive every tensor whose address a C structure holds."""
+    """Keeps alive every tensor whose address a C structure holds. layout: of the weights that it
+    packs; None: `exact_layout()`.
+    """
 
+    layout: int | None = None
     tensors: list[object] = field(default_factory=list)
     slabs: Slabs = field(default_factory=Slabs)
 
@@ -94,8 +113,8 @@ class Owner:
         )
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> abi.CData:
-        """weight [out, in], bias [out] → bf16 [groups, in/2, 4, 16, 2] or int16 [groups, 4, in/2,
-        16, 2].
+        """weight [out, in], bias [out] → the kernel's form: bf16 [groups, in/2, 4, 16, 2], or int16
+        or int8 [groups, 4, in/2, 16, 2].
 
         Outputs are padded with zeros to whole groups.
         """
@@ -106,13 +125,13 @@ class Owner:
             )
         full = torch.zeros(padded(outputs), inputs)
         full[:outputs] = weight.detach().to(device="cpu", dtype=torch.float32)
-        scale, layout = None, BF16
-        if library.kernel().mr_fixed_point():
-            layout = INT16
-            full, scale = fixed_point(full)
-            packed = full.view(-1, 4, 16, inputs // 2, 2).permute(0, 1, 3, 2, 4)
-        else:
+        layout = exact_layout() if self.layout is None else self.layout
+        scale = None
+        if layout == BF16:
             packed = full.to(torch.bfloat16).view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 2, 4)
+        else:
+            full, scale = fixed_point(full, torch.int8 if layout == INT8 else torch.int16)
+            packed = full.view(-1, 4, 16, inputs // 2, 2).permute(0, 1, 3, 2, 4)
         if bias is not None:
             wide = torch.zeros(padded(outputs))
             wide[:outputs] = bias.detach().float()

@@ -16,6 +16,7 @@ import numpy as np
 MEMORY = 0.98  # about the last fifty tries
 STRENGTH = 4.0  # tries that a first guess counts as
 _DRAFT_ACCEPTED = 0.8
+_TEXT_MEMORY, _TEXT_STRENGTH = 0.99, 2.0  # of continuations, told after every step
 _AGAINST = 0.3  # of a continuation whose first token is not the stream's
 _FADE_STEPS, _FADE = 16, 0.72
 CONFIDENCE_BINS = 10  # csrc/abi.h has it, too
@@ -100,7 +101,7 @@ class ContinuationRates:
         # first guesses: 0.6 after one matched token, 0.8 after two, 0.9 after four
         self._guess = [1 - 0.4 / max(n, 1) for n in range(longest + 1)]
         self._guess_alone = [0.8 * guess for guess in self._guess]
-        self._alone = [DecayedRate() for _ in self._guess]
+        self._alone = [DecayedRate(_TEXT_MEMORY) for _ in self._guess]
         self._against = [DecayedRate() for _ in self._guess]
         self.first_alone = np.array(self._guess_alone)
         self.first_against = np.full(longest + 1, _AGAINST)
@@ -151,7 +152,9 @@ class ContinuationRates:
                 break
             held += 1
         self._alone[matched].observe(1, min(held, 1))
-        self.first_alone[matched] = self._alone[matched].rate(self._guess_alone[matched])
+        self.first_alone[matched] = self._alone[matched].rate(
+            self._guess_alone[matched], _TEXT_STRENGTH
+        )
         if best is not None and best != continuation[0]:
             self._against[matched].observe(1, min(held, 1))
             self.first_against[matched] = self._against[matched].rate(_AGAINST)

@@ -80,6 +80,7 @@ class M2R2Drafter(Drafter):
         self.config = config or M2R2DecodeConfig()
         self.start = stream.config.gates[0]
         self.max_nodes = self.config.nodes
+        self.adapts = self.config.draft_threshold is None or self.config.verify_threshold is None
         self._refresh = bool(stream.blocks)
         self._carry = stream.carry is not None
         self.runner = make_runner(decoder, stream, self.start)
@@ -152,9 +153,7 @@ class M2R2Drafter(Drafter):
         return self._costs
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
-        if self._controller is None and (
-            self.config.draft_threshold is None or self.config.verify_threshold is None
-        ):
+        if self._controller is None and self.adapts:
             costs = self.costs(self.decoder).costs
             self._controller = DraftLengthController(costs, self.config.nodes, self._continuations)
             self._calibration = Calibration()

@@ -18,6 +18,8 @@ import numpy as np
 
 from multirate.decoding.acceptance_statistics import ContinuationRates, DecayedRate, DraftedSteps
 
+now = time.perf_counter
+
 _MEMORY = 0.95  # of the running rate: about the last twenty steps
 _LEAST, _MOST = 0.02, 0.9
 _CHANGE = 0.05  # of the rate, below which thresholds stay as they are
@@ -109,9 +111,9 @@ class DraftLengthController:
         nodes: int = 8,
         rates: ContinuationRates | None = None,
         accepted: float = _ACCEPTED,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self.costs, self.nodes, self.rates, self.clock = costs, nodes, rates, clock
+        self.costs, self.nodes, self.rates, self.clock = costs, nodes, rates, clock or now
         self._drafted = DraftedSteps(0 if rates is None else rates.longest, accepted)
         self._prices: dict[int, tuple[np.ndarray, list[float]]] = {}
         # a refreshed row runs through the pieces of a level, without reading weights again
@@ -152,10 +154,10 @@ class DraftLengthController:
         """(draft_threshold, verify_threshold), [nodes] each, for the next step, in which a level
         serves `sequences` sequences. Called once per step, at its begin.
         """
-        now = self.clock()
+        begin = self.clock()
         if self._last is not None:
-            self._took(now - self._last)
-        self._last = now
+            self._took(begin - self._last)
+        self._last = begin
         self._step = _StepUnderWay(Plan(True), sequences)
         self._per_token = self._seconds / max(self._tokens, 1e-3)
         per_token, before = (sequences, self._per_token), self._priced_at

@@ -179,10 +179,8 @@ class FusedSteps:
 
     @property
     def behind(self) -> int:
-        """Committed tokens that the stream's own layer has not read, besides those of the last
-        step.
-        """
-        return len(self._pending_ids)
+        """Committed tokens that the stream's own layer has not read with their true residuals."""
+        return len(self._pending_ids) + self._entered - 1 if self._refresh else 0
 
     def pending(self) -> tuple[list[int], list[Tensor]]:
         """These tokens and their carried residuals, [n, d] in pieces."""

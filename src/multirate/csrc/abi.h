@@ -21,13 +21,17 @@ typedef uint16_t bf16;
 
 // ---- weights ------------------------------------------------------------------------------------
 
-// A linear layer y = W x + bias. Outputs come in groups of 64. How `weight` is laid out depends on
-// mr_fixed_point(); gemm.c and fixed_point.c draw both layouts.
+#define WEIGHTS_BF16 0  // gemm.c draws their layout
+#define WEIGHTS_INT16 1 // fixed_point.c; where mr_integer_products() is 1
+#define WEIGHTS_INT8 2
+
+// A linear layer y = W x + bias. Outputs come in groups of 64.
 typedef struct {
     const uint32_t *weight;
     const float *bias;       // [outputs] or NULL
-    const float *scale;      // [outputs] of fixed-point weights, else NULL
+    const float *scale;      // [outputs] of integer weights, else NULL
     int32_t inputs, outputs; // outputs is padded to a multiple of 64 by the packer
+    int32_t format;          // of the weights
 } Linear;
 
 // A low-rank update B(A x) beside a linear layer. rank 0: none.
@@ -256,7 +260,8 @@ typedef struct {
 
 // What this build is.
 int mr_has_dot_product(void); // whether the processor multiplies bf16
-int mr_fixed_point(void);     // whether linear layers are int16
+int mr_fixed_point(void);     // whether linear layers are best as WEIGHTS_INT16
+int mr_integer_products(void); // whether they may be WEIGHTS_INT16 or WEIGHTS_INT8
 
 // workspace.c, threads.c. Calls with different workspaces may run side by side.
 typedef struct Workspace Workspace;

@@ -111,7 +111,7 @@ static void score_blocks(const Query *query, int count, const bf16 *k, int dim, 
     for (int i = 0; i < count; i++)
         x[i] = query[i].query;
     int s = first;
-#if !FIXED_POINT
+#if !AVX2_TILE
     for (; s + 64 <= last; s += 64) {
         f16 acc[TILE_ROWS][4];
         memset(acc, 0, (size_t)count * sizeof *acc);

@@ -8,3 +8,7 @@ int mr_has_dot_product(void) {
 int mr_fixed_point(void) {
     return FIXED_POINT;
 }
+
+int mr_integer_products(void) {
+    return INTEGER_PRODUCTS;
+}

@@ -1,12 +1,13 @@
-// Linear layers in 16-bit fixed point, for processors that multiply no bf16: AVX2.
+// Linear layers in fixed point: 16-bit rows and weights on processors that multiply no bf16, where
+// the two bytes of a weight do twice the arithmetic of fp32; and 8-bit weights for drafts, which need
+// not be exact, on every processor that multiplies int16.
 //
-// AVX2 multiplies 16 pairs of int16 where it multiplies 8 fp32, and weights stay two bytes. Weights
-// have one scale per output, rows one per row, chosen so that no sum can leave int32
+// Weights have one scale per output, rows one per row, chosen so that no sum can leave int32
 // (Cauchy-Schwarz: |w·x| ≤ ‖w‖ ‖x‖ < 2³¹). The sums are exact, so a row's bits do not depend on the
-// shape of the tile. Rounding error relative to the norms: 1.4e-4 at 256 inputs, 4e-4 at 2048;
-// rounding rows to bf16, as the other path does, costs 1.1e-3.
+// shape of the tile. Rounding error of 16-bit weights relative to the norms: 1.4e-4 at 256 inputs,
+// 4e-4 at 2048; rounding rows to bf16, as the other path does, costs 1.1e-3.
 //
-// Packed int16 weights (where mr_fixed_point() is 1): [outputs / 64][4][inputs / 2][16][2].
+// Packed int16 weights (WEIGHTS_INT16): [outputs / 64][4][inputs / 2][16][2].
 // oAiB is the weight of output A and input B, in units of Linear.scale[A]:
 //
 //   group 0, outputs 0 … 15, a line of 64 bytes (16 outputs, 2 inputs each) after the other:
@@ -16,39 +17,68 @@
 //   group 0, outputs 16 … 31; 32 … 47; 48 … 63
 //   group 1
 //   …
+//
+// Packed int8 weights (WEIGHTS_INT8) have the same order in half the bytes; a line becomes int16 as
+// it is read.
+#include "fixed_tile.h"
 #include "gemm.h"
-#if FIXED_POINT
-#include <immintrin.h>
+#if INTEGER_PRODUCTS
 
 #define ROW_NORM 32000.0f // ‖x‖ in units of the row's scale; packing.py keeps ‖w‖ ≤ 65000
 
-INLINE float sum_of(__m256 v) {
-    __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+INLINE fv load_element_v(const element *from) {
+#if FIXED_POINT
+    return load_v(from);
+#else
+    return load_bf16_v(from);
+#endif
+}
+INLINE float element_value(element e) {
+#if FIXED_POINT
+    return e;
+#else
+    return from_bf16(e);
+#endif
+}
+INLINE element element_of(float f) {
+#if FIXED_POINT
+    return f;
+#else
+    return to_bf16(f);
+#endif
 }
 
-// q = round(x · unit), 16 at a time; returns Σ q² over elements that hold at most 1/16 of
-// ROW_NORM².
-static float quantise(const float *x, float unit, int in, int16_t *q) {
-    const __m256 by = _mm256_set1_ps(unit), most = _mm256_set1_ps(ROW_NORM / 4),
-                 sign = _mm256_set1_ps(-0.0f);
-    __m256 small = _mm256_setzero_ps();
+INLINE void store_rounded(int16_t *to, fv v) {
+#ifdef __AVX512F__
+    _mm256_storeu_si256((__m256i *)to,
+                        _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32((__m512)v)));
+#else
+    __m256i words = _mm256_cvtps_epi32((__m256)v);
+    _mm_storeu_si128((__m128i *)to, _mm_packs_epi32(_mm256_castsi256_si128(words),
+                                                    _mm256_extracti128_si256(words, 1)));
+#endif
+}
+
+// v² where |v| is at most ROW_NORM / 4, else 0.
+INLINE fv square_of_small(fv v) {
+    fv size = (fv)((iv)v & 0x7fffffff);
+    return (fv)((iv)(v * v) & (size <= all(ROW_NORM / 4)));
+}
+
+// q = round(x · unit); returns Σ q² over elements that hold at most 1/16 of ROW_NORM².
+static float quantise(const element *x, float unit, int in, int16_t *q) {
+    fv a_small = all(0.0f), b_small = a_small, by = all(unit);
     int i = 0;
-    for (; i + 16 <= in; i += 16) {
-        __m256 a = _mm256_mul_ps(_mm256_loadu_ps(x + i), by),
-               b = _mm256_mul_ps(_mm256_loadu_ps(x + i + 8), by);
-        __m256 a_small =
-            _mm256_and_ps(a, _mm256_cmp_ps(_mm256_andnot_ps(sign, a), most, _CMP_LE_OQ));
-        __m256 b_small =
-            _mm256_and_ps(b, _mm256_cmp_ps(_mm256_andnot_ps(sign, b), most, _CMP_LE_OQ));
-        small = _mm256_fmadd_ps(a_small, a_small, _mm256_fmadd_ps(b_small, b_small, small));
-        __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));
-        _mm256_storeu_si256((__m256i *)(q + i), _mm256_permute4x64_epi64(packed, 0xd8));
+    for (; i + 2 * LANES <= in; i += 2 * LANES) {
+        fv a = load_element_v(x + i) * by, b = load_element_v(x + i + LANES) * by;
+        a_small += square_of_small(a);
+        b_small += square_of_small(b);
+        store_rounded(q + i, a);
+        store_rounded(q + i + LANES, b);
     }
-    float rest = sum_of(small);
+    float rest = sum_v(a_small + b_small);
     for (; i < in; i++) {
-        float v = x[i] * unit;
+        float v = element_value(x[i]) * unit;
         if (fabsf(v) <= ROW_NORM / 4)
             rest += v * v;
         q[i] = (int16_t)lrintf(v);
@@ -56,30 +86,61 @@ static float quantise(const float *x, float unit, int in, int16_t *q) {
     return rest;
 }
 
-static float norm_of(const float *x, int in) {
-    __m256 a = _mm256_setzero_ps(), b = a;
+static float norm_of(const element *x, int in) {
+    fv a = all(0.0f), b = a;
     int i = 0;
-    for (; i + 16 <= in; i += 16) {
-        __m256 u = _mm256_loadu_ps(x + i), v = _mm256_loadu_ps(x + i + 8);
-        a = _mm256_fmadd_ps(u, u, a);
-        b = _mm256_fmadd_ps(v, v, b);
+    for (; i + 2 * LANES <= in; i += 2 * LANES) {
+        fv u = load_element_v(x + i), v = load_element_v(x + i + LANES);
+        a += u * u;
+        b += v * v;
     }
-    float total = sum_of(_mm256_add_ps(a, b));
+    float total = sum_v(a + b);
     for (; i < in; i++)
-        total += x[i] * x[i];
+        total += element_value(x[i]) * element_value(x[i]);
     return sqrtf(total);
+}
+
+// What quantising has left of x, in units of its own: q. Returns the unit; 0: nothing.
+static float quantise_rest(const element *x, const int16_t *coarse, float scale, int in,
+                           element *rest, int16_t *q) {
+    for (int i = 0; i < in; i++)
+        rest[i] = element_of(element_value(x[i]) - coarse[i] * scale);
+    float norm = norm_of(rest, in);
+    if (!(norm > 1e-30f))
+        return 0.0f;
+    quantise(rest, ROW_NORM / norm, in, q);
+    return norm / ROW_NORM;
+}
+
+// Shares the rows, of which some have a finer one beside them, out among tiles of about equal size.
+static void share_out(Operand *out, int rows) {
+    int lanes = rows;
+    for (int n = 0; n < rows; n++)
+        lanes += out->fine_scale[n] != 0.0f;
+    int tiles = (lanes + FIXED_LANES - 1) / FIXED_LANES, share = (lanes + tiles - 1) / tiles;
+    out->tiles = 0;
+    for (int n = 0; n < rows; out->tiles++) {
+        out->begin[out->tiles] = n;
+        for (int taken = 0; n < rows; n++) {
+            int wanted = out->fine_scale[n] != 0.0f ? 2 : 1;
+            if (taken && (taken + wanted > FIXED_LANES || taken >= share))
+                break;
+            taken += wanted;
+        }
+    }
+    out->begin[out->tiles] = rows;
 }
 
 // The thread's own fixed-point copy of the rows: a few percent of the product, and no barrier. A
 // row whose norm sits in a few outliers (more than 3/4 of it squared) leaves too few steps for the
 // others: what was rounded off is kept as a second, finer row.
-void prepare(Operand *out, ThreadScratch *mine, const element *const *x, int rows, int in) {
-    size_t all = (size_t)rows * in;
-    int16_t *copy = mine->fixed = grown(mine->fixed, &mine->fixed_size, 2 * all * sizeof *copy);
-    float *rest = mine->rest = grown(mine->rest, &mine->rest_size, (size_t)in * sizeof *rest);
-    out->coarse = copy;
-    out->fine = copy + all;
-    out->in = in;
+void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, int rows, int in) {
+    size_t all_rows = (size_t)rows * in;
+    // coarse rows, fine rows, and tiles of both, each filled up by at most 3
+    int16_t *copy = mine->fixed =
+        grown(mine->fixed, &mine->fixed_size,
+              (4 * all_rows + (size_t)(rows + 1) * 3 * in) * sizeof *copy);
+    element *rest = mine->rest = grown(mine->rest, &mine->rest_size, (size_t)in * sizeof *rest);
     for (int n = 0; n < rows; n++) {
         int16_t *q = copy + (size_t)n * in;
         float norm = norm_of(x[n], in);
@@ -88,95 +149,64 @@ void prepare(Operand *out, ThreadScratch *mine, const element *const *x, int row
         float small = quantise(x[n], unit, in, q);
         out->scale[n] = usable ? 1.0f / unit : norm * 0.0f; // an infinity or NaN stays visible
         out->fine_scale[n] = 0.0f;
-        if (!usable || small > 0.25f * ROW_NORM * ROW_NORM)
-            continue;
-        for (int i = 0; i < in; i++)
-            rest[i] = x[n][i] - q[i] * out->scale[n];
-        float rest_norm = norm_of(rest, in);
-        if (!(rest_norm > 1e-30f))
-            continue;
-        quantise(rest, ROW_NORM / rest_norm, in, copy + all + (size_t)n * in);
-        out->fine_scale[n] = rest_norm / ROW_NORM;
+        if (usable && small <= 0.25f * ROW_NORM * ROW_NORM)
+            out->fine_scale[n] =
+                quantise_rest(x[n], q, out->scale[n], in, rest, copy + all_rows + (size_t)n * in);
+    }
+    share_out(out, rows);
+    int16_t *to = copy + 2 * all_rows;
+    for (int t = 0; t < out->tiles; t++) {
+        const int16_t *of_tile[FIXED_LANES];
+        int lanes = 0;
+        for (int n = out->begin[t]; n < out->begin[t + 1]; n++)
+            of_tile[lanes++] = copy + (size_t)n * in;
+        for (int n = out->begin[t]; n < out->begin[t + 1]; n++)
+            if (out->fine_scale[n] != 0.0f)
+                of_tile[lanes++] = copy + all_rows + (size_t)n * in;
+        fixed_arrange(of_tile, lanes, in, to);
+        out->arranged[t] = to;
+        out->lanes[t] = lanes;
+        to += (size_t)fixed_lanes(lanes) * in;
     }
 }
 
-// In assembly because compilers hoist the products and then spill the sums: 6 rows need all 16
-// registers.
-#ifdef __AVXVNNI__
-#define DOT_ADD "vpdpwssd %[w], %[x], %[a]\n\tvpdpwssd %[v], %[x], %[b]"
-#else
-#define DOT_ADD                                                                                    \
-    "vpmaddwd %[w], %[x], %[t]\n\tvpaddd %[t], %[a], %[a]\n\tvpmaddwd %[v], %[x], %[t]\n\tvpaddd " \
-    "%[t], %[b], %[b]"
-#endif
-#define FIXED_ZERO(n) __m256i a##n = _mm256_setzero_si256(), b##n = a##n;
-#define FIXED_ROW(n) const int *row##n = (const int *)(rows + (size_t)n * in);
-#define FIXED_DOT(n)                                                                               \
-    {                                                                                              \
-        __m256i t, x = _mm256_set1_epi32(row##n[k]);                                               \
-        asm(DOT_ADD                                                                                \
-            : [a] "+x"(a##n), [b] "+x"(b##n), [t] "=&x"(t)                                         \
-            : [w] "x"(w), [v] "x"(v), [x] "x"(x));                                                 \
+// Bytes of weights fetched ahead, by rows: with several rows to multiply the processor's own
+// prefetching falls behind.
+#define AHEAD_BYTES(lanes) ((lanes) == 1 ? 0L : (lanes) <= 3 ? 12 * 64L : 64 * 64L)
+
+// Where the rows take several tiles, each fetches a share of the next group's weights: otherwise
+// memory would idle from the second tile on.
+void product_fixed(const Linear *linear, int group, const Operand *x, int tile,
+                   const uint32_t *after, f16 (*acc)[4]) {
+    int narrow = linear->format == WEIGHTS_INT8, first = x->begin[tile],
+        rows = x->begin[tile + 1] - first, lanes = x->lanes[tile];
+    long pairs = linear->inputs / 2, line = narrow ? 32 : 64, column = pairs * line,
+         distance = AHEAD_BYTES(lanes) / line;
+    if (distance > pairs)
+        distance = pairs;
+    const char *weight = (const char *)group_of(linear, group);
+    for (int m = 0; m < 4; m++, weight += column) {
+        const char *next = m < 3 ? weight + column : (const char *)after;
+        Ahead ahead = {weight + distance * line, next - (pairs - distance) * line, pairs - distance,
+                       line};
+        if (x->tiles > 1) {
+            long stride = (line + x->tiles - 1) / x->tiles;
+            ahead = (Ahead){(const char *)after + m * column + tile * pairs * stride, NULL, pairs,
+                            stride};
+        }
+        fixed_tile(weight, narrow, x->arranged[tile], lanes, (int)pairs, &ahead,
+                   (float *)&acc[0][m], 64);
     }
-#define FIXED_KEEP(n)                                                                              \
-    _mm256_storeu_ps((float *)acc[n], _mm256_cvtepi32_ps(a##n));                                   \
-    _mm256_storeu_ps((float *)acc[n] + 8, _mm256_cvtepi32_ps(b##n));
-// Lines of weights fetched ahead, by rows: with several rows to multiply the processor's own
-// prefetching falls behind; one row waits for memory anyway, and does better alone.
-#define AHEAD(rows) ((rows) == 1 ? 0 : (rows) <= 3 ? 12 : 64)
-
-// 16 outputs for ROWS rows: 2 · ROWS accumulators of the 16 registers. One line of weights a step,
-// in sequence; `next` is where the stream of weights goes on after these.
-#define FIXED_PASS(ROWS)                                                                           \
-    static void fixed_##ROWS(const uint32_t *weight, const int16_t *rows, int in,                  \
-                             const uint32_t *next, f16(*acc)[4]) {                                 \
-        N_##ROWS(FIXED_ROW) N_##ROWS(FIXED_ZERO) long pairs = in / 2, own = pairs - AHEAD(ROWS);   \
-        for (long k = 0; k < pairs; k++) {                                                         \
-            if (AHEAD(ROWS))                                                                       \
-                _mm_prefetch(                                                                      \
-                    (const char *)((k < own ? weight + AHEAD(ROWS) * 16 : next - own * 16) +       \
-                                   k * 16),                                                        \
-                    _MM_HINT_T0);                                                                  \
-            __m256i w = _mm256_load_si256((const __m256i *)(weight + k * 16));                     \
-            __m256i v = _mm256_load_si256((const __m256i *)(weight + k * 16 + 8));                 \
-            N_##ROWS(FIXED_DOT)                                                                    \
-        }                                                                                          \
-        N_##ROWS(FIXED_KEEP)                                                                       \
-    }
-FIXED_PASS(1)
-FIXED_PASS(2)
-FIXED_PASS(3)
-FIXED_PASS(4)
-FIXED_PASS(5)
-FIXED_PASS(6)
-
-typedef void (*FixedPass)(const uint32_t *, const int16_t *, int, const uint32_t *, f16 (*)[4]);
-static const FixedPass fixed_passes[] = {NULL,    fixed_1, fixed_2, fixed_3,
-                                         fixed_4, fixed_5, fixed_6};
-
-void product(const Linear *linear, int group, const Operand *x, int first, int rows, int part,
-             int parts, const uint32_t *ahead, f16 (*acc)[4]) {
-    (void)part;
-    (void)parts;
-    int in = x->in;
-    const uint32_t *weight = group_of(linear, group);
-    for (int m = 0; m < 4; m++, weight += in * 8)
-        fixed_passes[rows](weight, x->coarse + (size_t)first * in, in,
-                           m < 3 ? weight + in * 8 : ahead, (f16(*)[4]) & acc[0][m]);
-    weight -= in * 32;
     const float *unit = linear->scale + group * 64;
-    for (int r = 0; r < rows; r++) {
-        float *out = (float *)acc[r];
-        for (int i = 0; i < 64; i += LANES)
-            store_v(out + i, load_v(out + i) * (load_v(unit + i) * all(x->scale[first + r])));
-        if (x->fine_scale[first + r] == 0.0f)
+    for (int r = 0, fine = rows; r < rows; r++) {
+        float scale = x->scale[first + r], fine_scale = x->fine_scale[first + r];
+        for (int m = 0; m < 4; m++)
+            acc[r][m] = acc[r][m] * (load(unit + m * 16) * splat(scale));
+        if (fine_scale == 0.0f)
             continue;
-        f16 fine[1][4];
         for (int m = 0; m < 4; m++)
-            fixed_1(weight + in * 8 * m, x->fine + (size_t)(first + r) * in, in, ahead,
-                    (f16(*)[4]) & fine[0][m]);
-        for (int m = 0; m < 4; m++)
-            acc[r][m] += fine[0][m] * (load(unit + m * 16) * splat(x->fine_scale[first + r]));
+            acc[r][m] += acc[fine][m] * (load(unit + m * 16) * splat(fine_scale));
+        fine++;
     }
 }
 #endif

@@ -4,7 +4,7 @@
 // a row's result is bit-identical alone or beside others. This is what makes bf16 verification
 // exact.
 //
-// Packed bf16 weights (where mr_fixed_point() is 0): [outputs / 64][inputs / 2][4][16][2].
+// Packed bf16 weights (WEIGHTS_BF16): [outputs / 64][inputs / 2][4][16][2].
 // oAiB is the weight of output A and input B:
 //
 //   group 0, inputs 0 and 1, 4 lines of 64 bytes (16 outputs, 2 inputs each):
@@ -24,39 +24,59 @@
 
 #include "norm.h"
 
-#if !FIXED_POINT
-void prepare(Operand *out, ThreadScratch *mine, const element *const *x, int rows, int in) {
-    (void)mine;
-    (void)rows;
-    (void)in;
-    out->rows = x;
+static inline int integer_weights(const Linear *linear) {
+    return INTEGER_PRODUCTS && linear->format != WEIGHTS_BF16;
 }
 
-void product(const Linear *linear, int group, const Operand *x, int first, int rows, int part,
-             int parts, const uint32_t *ahead, f16 (*acc)[4]) {
-    int pairs = linear->inputs / 2, lines = parts == 1 ? 0 : parts < 4 ? 2 : 1;
+void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const element *const *x,
+             int rows) {
+#if INTEGER_PRODUCTS
+    if (integer_weights(linear)) {
+        prepare_fixed(out, mine, x, rows, linear->inputs);
+        return;
+    }
+#endif
+    (void)mine;
+    (void)linear;
+    out->rows = x;
+    out->tiles = 0;
+    for (int n = 0; n < rows; n += tile_share(rows - n))
+        out->begin[out->tiles++] = n;
+    out->begin[out->tiles] = rows;
+}
+
+// acc[r] = the 64 outputs of `group` for row r of a tile, without bias. after: the group that the
+// thread reads next.
+static void product(const Linear *linear, int group, const Operand *x, int part,
+                    const uint32_t *after, f16 (*acc)[4]) {
+#if INTEGER_PRODUCTS
+    if (integer_weights(linear)) {
+        product_fixed(linear, group, x, part, after, acc);
+        return;
+    }
+#endif
+    int pairs = linear->inputs / 2, parts = x->tiles, first = x->begin[part],
+        rows = x->begin[part + 1] - first, lines = parts == 1 ? 0 : parts < 4 ? 2 : 1;
     if (lines && part >= 4 / lines)
         lines = 0; // the tiles before have fetched it all
     memset(acc, 0, (size_t)rows * sizeof *acc);
     tile(group_of(linear, group), 64, x->rows + first, rows, pairs, 4,
-         (const char *)(ahead + (size_t)part * pairs * 16 * lines), lines, acc);
+         (const char *)(after + (size_t)part * pairs * 16 * lines), lines, acc);
 }
-#endif
 
-void matmul_groups(const Linear *linear, const Operand *x, int rows, const int *target, int mode,
-                   Output out, int begin, int end, const uint32_t *after) {
-    int parts = (rows + TILE_ROWS - 1) / TILE_ROWS;
+void matmul_groups(const Linear *linear, const Operand *x, const int *target, int mode, Output out,
+                   int begin, int end, const uint32_t *then) {
     for (int g = begin; g < end; g++) {
-        const uint32_t *ahead = g + 1 < end ? group_of(linear, g + 1)
-                                : after     ? after
+        const uint32_t *after = g + 1 < end ? group_of(linear, g + 1)
+                                : then      ? then
                                             : group_of(linear, g);
-        for (int r0 = 0, part = 0, take; r0 < rows; r0 += take, part++) {
-            take = tile_share(
-                rows - r0); // the later ones find the group's weights in the core's own cache
-            f16 acc[TILE_ROWS][4];
-            product(linear, g, x, r0, take, part, parts, ahead, acc);
-            for (int r = 0; r < take; r++) {
-                size_t row = target ? target[r0 + r] : r0 + r;
+        // the later tiles find the group's weights in the core's own cache
+        for (int part = 0; part < x->tiles; part++) {
+            f16 acc[PRODUCT_ROWS][4];
+            int first = x->begin[part], rows = x->begin[part + 1] - first;
+            product(linear, g, x, part, after, acc);
+            for (int r = 0; r < rows; r++) {
+                size_t row = target ? target[first + r] : first + r;
                 if (linear->bias)
                     for (int m = 0; m < 4; m++)
                         acc[r][m] += load(linear->bias + g * 64 + m * 16);
@@ -77,10 +97,12 @@ void matmul_groups(const Linear *linear, const Operand *x, int rows, const int *
 
 void matmul(Workspace *work, const Linear *linear, const element *const *x, int rows,
             const int *target, int mode, Output out, const Linear *then, int thread, int threads) {
+    int begin = first_group(linear, thread, threads), end = first_group(linear, thread + 1, threads);
+    if (begin == end)
+        return;
     Operand operands;
-    prepare(&operands, &work->own[thread], x, rows, linear->inputs);
-    matmul_groups(linear, &operands, rows, target, mode, out, first_group(linear, thread, threads),
-                  first_group(linear, thread + 1, threads),
+    prepare(&operands, &work->own[thread], linear, x, rows);
+    matmul_groups(linear, &operands, target, mode, out, begin, end,
                   then ? group_of(then, first_group(then, thread, threads)) : NULL);
 }
 

@@ -1,11 +1,13 @@
 // Products of a few rows with packed weights (gemm.c), shared out among the threads of a call.
 #ifndef MULTIRATE_GEMM_H
 #define MULTIRATE_GEMM_H
+#include "fixed_tile.h"
 #include "threads.h"
 
 // Packed outputs [64 · group, 64 · (group + 1)).
 static inline const uint32_t *group_of(const Linear *linear, int group) {
-    return linear->weight + (size_t)group * (linear->inputs / 2) * 64;
+    return linear->weight +
+           (size_t)group * linear->inputs * (linear->format == WEIGHTS_INT8 ? 16 : 32);
 }
 
 // The first group that thread `thread` of `threads` computes.
@@ -19,22 +21,36 @@ INLINE int tile_share(int left) {
     return (left + parts - 1) / parts;
 }
 
-// The rows of a product as its weights need them.
-typedef struct {
-#if FIXED_POINT
-    const int16_t *coarse, *fine; // [rows, in]; fine rows count only where fine_scale is not zero
-    float scale[64], fine_scale[64];
-    int in;
+// Rows of a tile at most, whatever the format.
+#if INTEGER_PRODUCTS
+#define PRODUCT_ROWS (FIXED_LANES > TILE_ROWS ? FIXED_LANES : TILE_ROWS)
 #else
-    const element *const *rows;
+#define PRODUCT_ROWS TILE_ROWS
+#endif
+
+// The rows of a product as its weights need them, in tiles of rows [begin[t], begin[t + 1]).
+typedef struct {
+    int tiles;
+    int begin[MAX_ROWS + 1];
+    const element *const *rows; // of bf16 weights
+#if INTEGER_PRODUCTS
+    // Of integer weights: each tile's rows and then, in the same order, the finer ones of those
+    // whose fine_scale is not zero, as fixed_arrange leaves them.
+    const int16_t *arranged[MAX_ROWS];
+    int lanes[MAX_ROWS]; // rows and finer rows of each tile
+    float scale[MAX_ROWS], fine_scale[MAX_ROWS];
 #endif
 } Operand;
 
-void prepare(Operand *out, ThreadScratch *mine, const element *const *x, int rows, int in);
+void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const element *const *x,
+             int rows);
 
-// acc[r] = the 64 outputs of `group` for rows first + r, without bias, as tile `part` of `parts`.
-void product(const Linear *linear, int group, const Operand *x, int first, int rows, int part,
-             int parts, const uint32_t *ahead, f16 (*acc)[4]);
+#if INTEGER_PRODUCTS
+// fixed_point.c: the same for integer weights with `in` inputs, and a tile's product.
+void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, int rows, int in);
+void product_fixed(const Linear *linear, int group, const Operand *x, int tile,
+                   const uint32_t *after, f16 (*acc)[4]);
+#endif
 
 enum { STORE, ADD, SILU_GATE }; // what happens to the 64 outputs of a group
 
@@ -45,10 +61,10 @@ typedef struct {
 } Output;
 
 // Groups [begin, end) of the outputs. Row r of the result goes to output row `target[r]` (or r
-// itself when target is NULL). `after`: the weights that come next, or NULL; they travel while
+// itself when target is NULL). `then`: the weights that come next, or NULL; they travel while
 // these ones' last are multiplied.
-void matmul_groups(const Linear *linear, const Operand *x, int rows, const int *target, int mode,
-                   Output out, int begin, int end, const uint32_t *after);
+void matmul_groups(const Linear *linear, const Operand *x, const int *target, int mode, Output out,
+                   int begin, int end, const uint32_t *then);
 
 // Thread `thread` of `threads` computes its share. x[n]: rows of length linear->inputs. `then`: the
 // product that comes next, shared out the same way, or NULL.

@@ -16,13 +16,13 @@ static inline int heads_are_groups(const Shape *s, int threads) {
 static void qkv_of_heads(Workspace *work, const Shape *s, const Layer *layer,
                          const element *const *x, int rows, Output out, int id, int threads) {
     Operand operands;
-    prepare(&operands, &work->own[id], x, rows, layer->qkv.inputs);
+    prepare(&operands, &work->own[id], &layer->qkv, x, rows);
     int per_head = s->head_dim / 64, group = s->heads / s->kv_heads,
         first = first_head(s, id, threads), last = first_head(s, id + 1, threads);
     int starts[3] = {first * group, s->heads + first, s->heads + s->kv_heads + first};
     int ends[3] = {last * group, s->heads + last, s->heads + s->kv_heads + last};
     for (int part = 0; part < 3; part++)
-        matmul_groups(&layer->qkv, &operands, rows, NULL, STORE, out, starts[part] * per_head,
+        matmul_groups(&layer->qkv, &operands, NULL, STORE, out, starts[part] * per_head,
                       ends[part] * per_head,
                       part < 2 ? group_of(&layer->qkv, starts[part + 1] * per_head)
                                : group_of(&layer->o, first_group(&layer->o, id, threads)));
@@ -33,9 +33,9 @@ static void qkv_of_heads(Workspace *work, const Shape *s, const Layer *layer,
 static void keys_and_values(Workspace *work, const Shape *s, const Layer *layer,
                             const element *const *x, int rows, Output out, int id, int threads) {
     Operand operands;
-    prepare(&operands, &work->own[id], x, rows, layer->qkv.inputs);
+    prepare(&operands, &work->own[id], &layer->qkv, x, rows);
     int begin = s->heads * s->head_dim / 64, groups = layer->qkv.outputs / 64 - begin;
-    matmul_groups(&layer->qkv, &operands, rows, NULL, STORE, out, begin + groups * id / threads,
+    matmul_groups(&layer->qkv, &operands, NULL, STORE, out, begin + groups * id / threads,
                   begin + groups * (id + 1) / threads, NULL);
     barrier(work, threads);
 }

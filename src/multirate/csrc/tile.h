@@ -1,15 +1,29 @@
-// The innermost product: 16 to 64 outputs × up to 6 rows, in registers. Two forms of it exist, of
-// which a build has one: tile_wide.c multiplies rows of bf16, tile_avx2.c rows of fp32.
+// The innermost product with bf16 weights: 16 to 64 outputs × up to 6 rows, in registers. Two forms
+// of it exist, of which a build has one: tile_wide.c, and tile_avx2.c for 16 registers of 8 lanes.
 #ifndef MULTIRATE_TILE_H
 #define MULTIRATE_TILE_H
 #include "simd.h"
 
-#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__) && !defined(MULTIRATE_WIDE)
-#define FIXED_POINT 1  // linear layers are int16 (fixed_point.c), attention is bf16
+// Whether a build has products of int16 (fixed_point.c).
+#if !defined(MULTIRATE_WIDE) &&                                                                    \
+    (defined(__AVX512BW__) ||                                                                      \
+     (defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)))
+#define INTEGER_PRODUCTS 1
+#else
+#define INTEGER_PRODUCTS 0
+#endif
+
+#if INTEGER_PRODUCTS && !HAVE_DPBF16
+#define FIXED_POINT 1  // linear layers are int16, attention and experts are bf16
 typedef float element; // of the rows of a product
 #else
 #define FIXED_POINT 0
 typedef bf16 element;
+#endif
+#if FIXED_POINT && !defined(__AVX512F__)
+#define AVX2_TILE 1
+#else
+#define AVX2_TILE 0
 #endif
 
 // A tile has up to 6 rows; N_r(F) writes F(0) … F(r − 1).
@@ -46,7 +60,7 @@ INLINE void store_element_v(element *to, fv v) {
 void tile(const uint32_t *weight, int step, const element *const *x, int rows, int pairs,
           int vectors, const char *ahead, int lines, f16 (*acc)[4]);
 
-#if !FIXED_POINT
+#if !AVX2_TILE
 // acc[n][m] += K · rows[n] for four consecutive blocks m of 16 keys, of `pairs` pairs each.
 void tile_blocks(const uint32_t *k, const element *const *x, int rows, int pairs, f16 (*acc)[4]);
 #endif

@@ -5,7 +5,7 @@
 // element reaches a register by one broadcast. An output is summed as in tile_wide.c: k by k, the
 // odd element of a pair first.
 #include "tile.h"
-#if FIXED_POINT
+#if AVX2_TILE
 #include <immintrin.h>
 
 #define LOAD(n, m)                                                                                 \

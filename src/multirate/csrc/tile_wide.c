@@ -1,22 +1,57 @@
 // The innermost product with 512-bit registers, and on every other processor: 64 outputs × up to 6
 // rows.
 #include "tile.h"
-#if !FIXED_POINT
+#if !AVX2_TILE
 
 // 4 vectors × 6 rows are 24 accumulators, all in registers. They have names instead of an array:
 // compilers otherwise spill the array to the stack on every step. Half-groups × 12 rows, which
 // would pass over the weights once for a dozen rows, measured slower (docs/experiments.md).
-#define ROW(n) const uint32_t *row##n = (const uint32_t *)rows[n];
 #define LOAD(n, m) f16 a##n##m = acc[n][m];
-#define DOT(n, m) a##n##m = dot_pairs(a##n##m, w##m, pair);
 #define KEEP(n, m) acc[n][m] = a##n##m;
-#define WEIGHT(m) u16 w##m = load_pairs(weight + m * gap);
 #define M_1(F, n) F(n, 0)
 #define M_4(F, n) M_1(F, n) F(n, 1) F(n, 2) F(n, 3)
 #define W_1(F) F(0)
 #define W_4(F) W_1(F) F(1) F(2) F(3)
 #define LOADS_1(n) M_1(LOAD, n)
 #define LOADS_4(n) M_4(LOAD, n)
+#if FIXED_POINT
+// Rows of fp32, as attention and experts have them beside int16 linear layers: the weights become
+// fp32 in registers, the odd element of a pair first (as dot_pairs has it).
+#define ROW(n) const float *row##n = rows[n];
+#define ODD(m) f16 w##m = (f16)(load_pairs(weight + m * gap) & 0xffff0000u);
+#define EVEN(m) f16 w##m = (f16)(load_pairs(weight + m * gap) << 16);
+#define DOT(n, m) a##n##m += w##m * x;
+#define ODDS_1(n)                                                                                  \
+    {                                                                                              \
+        f16 x = splat(row##n[2 * k + 1]);                                                          \
+        M_1(DOT, n)                                                                                \
+    }
+#define ODDS_4(n)                                                                                  \
+    {                                                                                              \
+        f16 x = splat(row##n[2 * k + 1]);                                                          \
+        M_4(DOT, n)                                                                                \
+    }
+#define EVENS_1(n)                                                                                 \
+    {                                                                                              \
+        f16 x = splat(row##n[2 * k]);                                                              \
+        M_1(DOT, n)                                                                                \
+    }
+#define EVENS_4(n)                                                                                 \
+    {                                                                                              \
+        f16 x = splat(row##n[2 * k]);                                                              \
+        M_4(DOT, n)                                                                                \
+    }
+#define STEP(ROWS, VECTORS)                                                                        \
+    {                                                                                              \
+        W_##VECTORS(ODD) N_##ROWS(ODDS_##VECTORS)                                                  \
+    }                                                                                              \
+    {                                                                                              \
+        W_##VECTORS(EVEN) N_##ROWS(EVENS_##VECTORS)                                                \
+    }
+#else
+#define ROW(n) const uint32_t *row##n = (const uint32_t *)rows[n];
+#define WEIGHT(m) u16 w##m = load_pairs(weight + m * gap);
+#define DOT(n, m) a##n##m = dot_pairs(a##n##m, w##m, pair);
 #define DOTS_1(n)                                                                                  \
     {                                                                                              \
         uint32_t pair = row##n[k];                                                                 \
@@ -27,6 +62,8 @@
         uint32_t pair = row##n[k];                                                                 \
         M_4(DOT, n)                                                                                \
     }
+#define STEP(ROWS, VECTORS) W_##VECTORS(WEIGHT) N_##ROWS(DOTS_##VECTORS)
+#endif
 #define KEEPS_1(n) M_1(KEEP, n)
 #define KEEPS_4(n) M_4(KEEP, n)
 #define PREFETCH_STEPS 12 // steps of 256 bytes ahead
@@ -41,7 +78,7 @@
             const uint32_t *ahead = FETCH;                                                         \
             for (int line = 0; line < LINES; line++)                                               \
                 __builtin_prefetch(ahead + gap * line, 0, HINT);                                   \
-            W_##VECTORS(WEIGHT) N_##ROWS(DOTS_##VECTORS)                                           \
+            STEP(ROWS, VECTORS)                                                                    \
         }                                                                                          \
         N_##ROWS(KEEPS_##VECTORS)                                                                  \
     }

@@ -16,7 +16,7 @@ typedef struct {
     element *normed;
     AttentionScratch *attention;
     int16_t *fixed;
-    float *rest;
+    element *rest;
     size_t normed_size, fixed_size, rest_size;
 } ThreadScratch;
 

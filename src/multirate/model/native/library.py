@@ -34,6 +34,10 @@ VARIANTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("-march=skylake-avx512",),
         ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"),
     ),
+    "avx512vnni": (
+        ("-march=cascadelake",),
+        ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_vnni"),
+    ),
     "avx2": (("-march=haswell",), ("avx2", "fma")),
     "portable": (("-DMULTIRATE_WIDE",), ()),
 }

@@ -64,7 +64,7 @@ class ExpertProvider(Protocol):
 
 def pack_expert(gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
     """gate_up [2I, H], down [H, I] → the same numbers (bf16) as the kernel reads them
-    (packing.Owner.linear).
+    (csrc/gemm.c).
     """
     gate, up = gate_up.chunk(2)
     return {"gate_up_proj": _packed(interleave_gate_up(gate, up)), "down_proj": _packed(down)}
@@ -105,13 +105,7 @@ class NativeMoEDecoder(NativeDecoder):
         kind = getattr(config, "model_type", "unknown")
         if kind not in MOE_FAMILIES:
             return f"the native kernel knows mixtures of {', '.join(MOE_FAMILIES)}, not {kind}"
-        reason = NativeDecoder.cannot_run(config, model)
-        if reason is None and library.kernel().mr_fixed_point():
-            return (
-                "on this processor the kernel multiplies fixed-point weights, experts are packed "
-                "as bfloat16"
-            )
-        return reason
+        return NativeDecoder.cannot_run(config, model)
 
     def __init__(self, model: nn.Module, provider: Callable[[], ExpertProvider]) -> None:
         self._provider = provider

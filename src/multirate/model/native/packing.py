@@ -13,6 +13,7 @@ from torch import Tensor
 from multirate.model.native import abi, library
 
 GROUP = 64
+BF16, INT16, INT8 = (abi.constant(f"WEIGHTS_{name}") for name in ("BF16", "INT16", "INT8"))
 
 
 def padded(count: int) -> int:
@@ -105,8 +106,9 @@ class Owner:
             )
         full = torch.zeros(padded(outputs), inputs)
         full[:outputs] = weight.detach().to(device="cpu", dtype=torch.float32)
-        scale = None
+        scale, layout = None, BF16
         if library.kernel().mr_fixed_point():
+            layout = INT16
             full, scale = fixed_point(full)
             packed = full.view(-1, 4, 16, inputs // 2, 2).permute(0, 1, 3, 2, 4)
         else:
@@ -123,6 +125,7 @@ class Owner:
             scale=self.address(scale),
             inputs=inputs,
             outputs=padded(outputs),
+            format=layout,
         )
 
     def low_rank(self, a: Tensor | None, b: Tensor | None, silu: bool = False) -> abi.CData:

@@ -1,0 +1,34 @@
+// The innermost product in 16-bit fixed point: 16 outputs of a group × the rows of a tile. A build
+// has one of its two forms: fixed_tile_avx512.c or fixed_tile_avx2.c.
+#ifndef MULTIRATE_FIXED_TILE_H
+#define MULTIRATE_FIXED_TILE_H
+#include "tile.h"
+#if INTEGER_PRODUCTS
+#include <immintrin.h>
+
+#ifdef __AVX512F__
+#define FIXED_LANES 24 // rows of a tile at most, in registers with their weights
+#else
+#define FIXED_LANES 6
+#endif
+
+// What a pass over weights fetches meanwhile: at its step k, the line at k · stride bytes behind
+// `here` while k < own, and behind `next` from then on.
+typedef struct {
+    const char *here, *next;
+    long own, stride;
+} Ahead;
+
+// How many rows a tile of `rows` has with those that only fill it up.
+int fixed_lanes(int rows);
+
+// `count` rows [in] of a tile, in the order in which fixed_tile reads them: to [fixed_lanes · in].
+void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to);
+
+// to[n][0 … 15] = w · row n of 16 outputs, exactly; rows are as fixed_arrange leaves them. weight:
+// [pairs][16][2] of int16, or of int8 where `narrow`. `to` has room for fixed_lanes(count) rows,
+// `stride` floats apart.
+void fixed_tile(const void *weight, int narrow, const int16_t *rows, int count, int pairs,
+                const Ahead *ahead, float *to, int stride);
+#endif
+#endif

@@ -1,0 +1,139 @@
+// Fixed-point products with 512-bit registers: one line of weights (16 outputs, a pair of inputs)
+// meets up to 24 rows, whose sums all stay in registers. So a pass over the weights is enough for
+// 24 rows, and memory is what it waits for.
+//
+// A tile's rows lie pair by pair, [in / 2][lanes][2], so one address serves them all:
+//
+//   | r0i0 r0i1 r1i0 r1i1 … |   r: row, i: input
+//   | r0i2 r0i3 r1i2 r1i3 … |
+//   …
+#include "fixed_tile.h"
+#if INTEGER_PRODUCTS && defined(__AVX512F__)
+
+// Tiles of 1, 2, 3, 4, 8, 12, … 24 lanes. N_r(F) writes F(0) … F(r − 1).
+#define N_8(F) N_4(F) F(4) F(5) F(6) F(7)
+#define N_12(F) N_8(F) F(8) F(9) F(10) F(11)
+#define N_16(F) N_12(F) F(12) F(13) F(14) F(15)
+#define N_20(F) N_16(F) F(16) F(17) F(18) F(19)
+#define N_24(F) N_20(F) F(20) F(21) F(22) F(23)
+
+int fixed_lanes(int rows) {
+    return rows <= 4 ? rows : (rows + 3) / 4 * 4;
+}
+
+// Four rows from [4][16 pairs] to [16 pairs][4], the pairs `lanes` words apart.
+INLINE void arrange_four(const int32_t *const *rows, long k, int32_t *to, long lanes) {
+    __m512i a = _mm512_loadu_si512(rows[0] + k), b = _mm512_loadu_si512(rows[1] + k),
+            c = _mm512_loadu_si512(rows[2] + k), d = _mm512_loadu_si512(rows[3] + k);
+    __m512i ab = _mm512_unpacklo_epi32(a, b), AB = _mm512_unpackhi_epi32(a, b),
+            cd = _mm512_unpacklo_epi32(c, d), CD = _mm512_unpackhi_epi32(c, d);
+    __m512i each[4] = {_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd),
+                       _mm512_unpacklo_epi64(AB, CD), _mm512_unpackhi_epi64(AB, CD)};
+    for (int j = 0; j < 4; j++, to += lanes) {
+        _mm_storeu_si128((__m128i *)to, _mm512_castsi512_si128(each[j]));
+        _mm_storeu_si128((__m128i *)(to + 4 * lanes), _mm512_extracti32x4_epi32(each[j], 1));
+        _mm_storeu_si128((__m128i *)(to + 8 * lanes), _mm512_extracti32x4_epi32(each[j], 2));
+        _mm_storeu_si128((__m128i *)(to + 12 * lanes), _mm512_extracti32x4_epi32(each[j], 3));
+    }
+}
+
+void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
+    long lanes = fixed_lanes(count), pairs = in / 2, k = 0;
+    int32_t *words = (int32_t *)to;
+    for (int n = 0; n < lanes; n += 4) {
+        int left = count - n < 4 ? count - n : 4;
+        const int32_t *from[4];
+        for (int j = 0; j < 4; j++) // lanes beyond the last row repeat it, and are not read
+            from[j] = (const int32_t *)rows[n + (j < left ? j : left - 1)];
+        k = 0;
+        if (lanes >= 4)
+            for (; k + 16 <= pairs; k += 16)
+                arrange_four(from, k, words + k * lanes + n, lanes);
+        for (; k < pairs; k++)
+            for (int j = 0; j < (lanes < 4 ? left : 4); j++)
+                words[k * lanes + n + j] = from[j][k];
+    }
+}
+
+// In assembly because compilers load rows apart from the products, or all of them before.
+#ifdef __AVX512VNNI__
+#define DOT(n, acc, w, word)                                                                       \
+    asm("vpdpwssd %[x]%{1to16%}, %[v], %[a]" : [a] "+v"(acc##n) : [v] "v"(w), [x] "m"((word)[n]));
+#else
+#define DOT(n, acc, w, word)                                                                       \
+    {                                                                                              \
+        __m512i t;                                                                                 \
+        asm("vpbroadcastd %[x], %[t]\n\tvpmaddwd %[t], %[v], %[t]\n\tvpaddd %[t], %[a], %[a]"      \
+            : [a] "+v"(acc##n), [t] "=&v"(t)                                                       \
+            : [v] "v"(w), [x] "m"((word)[n]));                                                     \
+    }
+#endif
+#define ZERO(n) __m512i a##n = _mm512_setzero_si512();
+#define ZERO_TWICE(n) __m512i a##n = _mm512_setzero_si512(), b##n = a##n;
+#define DOT_A(n) DOT(n, a, w, x)
+#define DOT_B(n) DOT(n, b, v, x + lanes)
+#define JOIN(n) a##n = _mm512_add_epi32(a##n, b##n);
+#define KEEP(n) _mm512_storeu_ps(to + (long)n * stride, _mm512_cvtepi32_ps(a##n));
+#define FETCH(k)                                                                                   \
+    _mm_prefetch(((k) < ahead.own ? ahead.here : ahead.next) + (k) * ahead.stride, _MM_HINT_T0);
+
+#define LINE(k) _mm512_load_si512((const char *)weight + (k) * 64)
+#define NARROW_LINE(k)                                                                             \
+    _mm512_cvtepi8_epi16(_mm256_load_si256((const __m256i *)((const char *)weight + (k) * 32)))
+
+// 16 outputs for ROWS rows, one line of weights a step.
+#define PASS(NAME, ROWS, WEIGHTS)                                                                  \
+    static void NAME##_##ROWS(const void *weight, const int32_t *x, long pairs, Ahead ahead,       \
+                              float *to, long stride) {                                            \
+        const long lanes = ROWS;                                                                   \
+        N_##ROWS(ZERO) for (long k = 0; k < pairs; k++, x += lanes) {                              \
+            FETCH(k)                                                                               \
+            __m512i w = WEIGHTS(k);                                                                \
+            N_##ROWS(DOT_A)                                                                        \
+        }                                                                                          \
+        N_##ROWS(KEEP)                                                                             \
+    }
+// The same for few rows: two lines a step, as one sum would wait for its own last step.
+#define PASS_TWICE(NAME, ROWS, WEIGHTS)                                                            \
+    static void NAME##_##ROWS(const void *weight, const int32_t *x, long pairs, Ahead ahead,       \
+                              float *to, long stride) {                                            \
+        const long lanes = ROWS;                                                                   \
+        long k = 0;                                                                                \
+        N_##ROWS(ZERO_TWICE) for (; k + 2 <= pairs; k += 2, x += 2 * lanes) {                      \
+            FETCH(k)                                                                               \
+            FETCH(k + 1)                                                                           \
+            __m512i w = WEIGHTS(k), v = WEIGHTS(k + 1);                                            \
+            N_##ROWS(DOT_A) N_##ROWS(DOT_B)                                                        \
+        }                                                                                          \
+        if (k < pairs) {                                                                           \
+            __m512i w = WEIGHTS(k);                                                                \
+            N_##ROWS(DOT_A)                                                                        \
+        }                                                                                          \
+        N_##ROWS(JOIN) N_##ROWS(KEEP)                                                              \
+    }
+#define PASSES(NAME, WEIGHTS)                                                                      \
+    PASS_TWICE(NAME, 1, WEIGHTS)                                                                   \
+    PASS_TWICE(NAME, 2, WEIGHTS)                                                                   \
+    PASS_TWICE(NAME, 3, WEIGHTS)                                                                   \
+    PASS_TWICE(NAME, 4, WEIGHTS)                                                                   \
+    PASS(NAME, 8, WEIGHTS)                                                                         \
+    PASS(NAME, 12, WEIGHTS)                                                                        \
+    PASS(NAME, 16, WEIGHTS)                                                                        \
+    PASS(NAME, 20, WEIGHTS)                                                                        \
+    PASS(NAME, 24, WEIGHTS)
+PASSES(wide, LINE)
+PASSES(narrow, NARROW_LINE)
+
+typedef void (*Pass)(const void *, const int32_t *, long, Ahead, float *, long);
+#define OF_LANES(NAME)                                                                             \
+    {                                                                                              \
+        [1] = NAME##_1, [2] = NAME##_2, [3] = NAME##_3, [4] = NAME##_4, [8] = NAME##_8,            \
+        [12] = NAME##_12, [16] = NAME##_16, [20] = NAME##_20, [24] = NAME##_24                     \
+    }
+static const Pass passes[2][FIXED_LANES + 1] = {OF_LANES(wide), OF_LANES(narrow)};
+
+void fixed_tile(const void *weight, int narrow, const int16_t *rows, int count, int pairs,
+                const Ahead *ahead, float *to, int stride) {
+    passes[narrow][fixed_lanes(count)](weight, (const int32_t *)rows, pairs, *ahead, to, stride);
+}
+#endif

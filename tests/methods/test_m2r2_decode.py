@@ -20,6 +20,7 @@ from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
+from multirate.decoding.prefix_cache import PrefixCache
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
@@ -379,6 +380,22 @@ def test_a_useless_stream_is_left_alone(decoders, ticking, backend, sampling):
         if sampling is None:
             assert out.sequences == plain.sequences
         assert out.stats.drafted < 0.3 * out.stats.sequence_steps
+
+
+@pytest.mark.parametrize("backend", ["hf", "native"])
+def test_a_conversation_goes_on_in_its_cache_though_the_stream_rested(decoders, ticking, backend):
+    if backend not in decoders:
+        pytest.skip("no native kernel here")
+    decoder, stop = decoders[backend], StopSettings(max_new_tokens=20)
+    drafter = adaptive(decoder, stream_of(LLAMA, "m2r2-carry", rank=8))
+    kept, prompt = PrefixCache(), [5, 9, 2, 44, 17, 8, 30, 31, 7, 6]
+    for turn in range(4):
+        out = generate(decoder, SpeculativeStep(drafter), [prompt], stop=stop, prefix_cache=kept)
+        plain = generate(decoder, PlainStep(), [prompt], stop=stop)
+        assert out.sequences == plain.sequences
+        if turn > 1:
+            assert out.stats.drafted < 5 and out.stats.resumed > len(prompt) - 10
+        prompt = [*prompt, *out.sequences[0], 3, 4]
 
 
 def test_a_stream_that_rested_drafts_as_one_that_did_not(decoders):

@@ -239,8 +239,6 @@ class M2R2Drafter(Drafter):
             len(verified.hidden) - 1,
         )
         waiting = self._waiting[seq]
-        if self._streamed:
-            waiting.keep(0)
         if self._refresh:
             if not self._streamed:
                 waiting.add(tokens[-len(path) - 1 : -len(path)], waiting.last[None])
@@ -447,6 +445,8 @@ class M2R2Drafter(Drafter):
         h_gate, p = self.runner.step(
             ids, Rows.concat(parts), torch.cat(carried) if self._carry else None, fresh=len(seqs)
         )
+        for seq in seqs:
+            self._waiting[seq].keep(0)
         return h_gate, p[len(ids) - len(seqs) :]
 
     def _next_pass(

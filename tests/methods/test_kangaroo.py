@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from multirate.decoding.logits import SamplingSettings
 from multirate.decoding import draft_length
 from multirate.decoding.costs import CostModel
 from multirate.decoding.draft_length import StepCosts
+from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.session import Session

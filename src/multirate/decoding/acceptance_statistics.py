@@ -106,7 +106,7 @@ class ContinuationRates:
         self.first_alone = np.array(self._guess_alone)
         self.first_against = np.full(longest + 1, _AGAINST)
         self._first = [DecayedRate() for _ in self._guess]
-        self._next = [DecayedRate() for _ in self._guess]
+        self._next = [DecayedRate(_TEXT_MEMORY) for _ in self._guess]
         self._draft = DecayedRate(tries=STRENGTH, hits=STRENGTH * _DRAFT_ACCEPTED)
         self._steps = 0
         self.first_accepted, self.next_accepted = np.array(self._guess), np.array(self._guess)

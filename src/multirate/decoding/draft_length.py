@@ -20,14 +20,15 @@ from multirate.decoding.acceptance_statistics import ContinuationRates, DecayedR
 
 now = time.perf_counter
 
-_MEMORY = 0.95  # of the running rate: about the last twenty steps
+_MEMORY = 0.98  # of the running rate: about the last fifty steps
 _LEAST, _MOST = 0.02, 0.9
 _CHANGE = 0.05  # of the rate, below which thresholds stay as they are
 _ACCEPTED = 0.8  # first guess of the tokens that a step's own draft adds
 _EXPLORED = 0.01  # of the time, for drafts that are not worth it by what is known
 _MOST_CREDIT = 2.0  # plain steps' time that may be saved for them
 _HORIZON = 128  # tokens over which catching up is paid off
-_PACE_STEPS, _SLOWEST = 4.0, (0.7, 1.5)  # steps that the measured costs count as against timed ones
+_PACE_MEMORY, _PACE_STEPS = 0.95, 4.0  # of timed steps, and how many the costs count as
+_SLOWEST = 0.7, 1.5  # timed over expected seconds, at least and at most
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,9 @@ class DraftLengthController:
         stream = self._own_gain([matched for matched, _ in matches])
         refresh = behind * self._refresh_row
         chosen = stream - refresh / self._per_token / max(1, min(remaining, _HORIZON)) >= text
-        if not chosen:
+        if remaining < 1:  # the step's own token is the last one
+            chosen = False
+        elif not chosen:
             loss = max(text - stream, 0.0) * self._per_token + refresh
             if loss <= self._credit:
                 chosen = True
@@ -248,7 +251,7 @@ class DraftLengthController:
             expected += costs.draft_fixed + max(step.levels, 1) * costs.draft_step
             expected += step.refreshed * self._refresh_row
         pace = self._pace[step.plan.stream]
-        pace.fade(_MEMORY)
+        pace.fade(_PACE_MEMORY)
         pace.tries += expected
         pace.hits += min(seconds, 3 * expected)  # an interruption is not the step's
         self._credit = min(

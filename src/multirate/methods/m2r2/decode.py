@@ -300,8 +300,6 @@ class M2R2Drafter(Drafter):
             self._matches[seq] = match
             found.append((match.matched, count))
         plan = self._controller.choose(found, max(limits), behind)
-        if not max(limits):
-            plan = Plan(False, tuple(0 for _ in seqs))
         self._streamed = plan.stream
         return plan
 

@@ -220,13 +220,13 @@ class Engine:
         """Continues every prompt (token ids). Defaults: greedy, 256 new tokens or the model's EOS,
         the first accelerator's method.
 
-        speculate: "auto" decodes plainly, and says so in `notice`, where measured costs and
-        acceptance show that drafts do not pay on this machine; "always" drafts all the same;
-        "never" decodes plainly. method may carry settings of its drafts, as in
-        "m2r2-carry:lookup=0:nodes=5". on_tokens(b, tokens) is called with the new tokens of prompt
-        b as they are emitted. Waits while another thread generates with this engine. Raises
-        UserError for an unknown method, an empty prompt, one longer than the context, or an id out
-        of range.
+        speculate: "auto" drafts where and as long as that is measured to pay, within a text too;
+        it decodes plainly, and says so in `notice`, where no acceptance could make drafts pay on
+        this machine. "always" drafts as the method by itself would; "never" decodes plainly.
+        method may carry settings of its drafts, as in "m2r2-carry:lookup=0:nodes=5". on_tokens(b,
+        tokens) is called with the new tokens of prompt b as they are emitted. Waits while another
+        thread generates with this engine. Raises UserError for an unknown method, an empty prompt,
+        one longer than the context, or an id out of range.
         """
         if speculate not in SPECULATE:
             raise UserError(f"speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
@@ -268,8 +268,10 @@ class Engine:
         self.notice = None
         self._follow_model()
         decoding = self._decoding(method or self.default) if speculate != "never" else None
-        if decoding is not None and speculate == "auto" and not self._pays(decoding):
-            decoding = None
+        if decoding is not None:
+            adapts = decoding.step.adapt(self.decoder, speculate == "auto")
+            if speculate == "auto" and not self._pays(decoding, adapts):
+                decoding = None
         used = PLAIN if decoding is None else (method or self.default)
         step: Step = PlainStep() if decoding is None else decoding.step
         kept = (
@@ -349,7 +351,10 @@ class Engine:
             self._decodings[name] = _Decoding(step, OverallRates(_card_rates(accelerator)))
         return self._decodings[name]
 
-    def _pays(self, decoding: _Decoding) -> bool:
+    def _pays(self, decoding: _Decoding, adapts: bool) -> bool:
+        """Whether to begin with drafts. A step that adapts finds out by itself, unless no
+        acceptance is high enough.
+        """
         rates = decoding.acceptance.rates()
         if rates is None:
             return True
@@ -357,9 +362,10 @@ class Engine:
         if costs is None:
             return True
         verdict = costs.verdict(rates)
-        if not verdict.pays:
-            self.notice = verdict.message
-        return verdict.pays
+        if verdict.pays or (adapts and verdict.break_even is not None):
+            return True
+        self.notice = verdict.message
+        return False
 
 
 def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:

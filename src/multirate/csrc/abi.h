@@ -12,6 +12,8 @@
 #define MAX_ROWS 60       // of one pass; longer calls run in parts. Whole tiles of 6
 #define MAX_NODES 63      // of a draft tree: the bits of Rows.tree that are of use
 #define MAX_CANDIDATES 17 // tokens that one node of a draft may propose
+#define CONFIDENCE_BINS 10     // of acceptance_statistics.py's Calibration …
+#define CALIBRATION_STRENGTH 4 // … and the tries that a confidence counts as there
 #define MAX_RANK 4096     // of a low-rank site with gate and up stacked
 #define MAX_HEAD_DIM 256
 
@@ -104,7 +106,8 @@ typedef struct {
     int32_t longest;              // tokens compared; 0: no look-up
     int32_t deepest;              // the deepest node that is of use, at most `nodes`
     const double *first_accepted; // [longest + 1] by matched length: the chance that the first
-                                  // token is accepted, given that the draft's best is the same
+                                  // token is accepted, given that the draft's best is the same …
+    const double *first_against;  // [longest + 1] … or another one
     const double *next_accepted;  // [longest + 1] that each next one is
     double draft_accepted;        // that the next level of the stream's own draft is
 } NgramLimits;
@@ -118,6 +121,10 @@ typedef struct {
     const double *verify_threshold; // [nodes] … and to be verified; not falling
     double sharpness;               // the draft's logits are multiplied by it
     double min_probability;         // a node whose own is lower is not drafted from
+    const double *tries;            // [CONFIDENCE_BINS] drafted nodes by confidence, and how many
+    const double *hits;             // of them were accepted (Calibration); NULL: probabilities
+                                    // are taken as they are
+    int32_t stream;                 // 0: this step's draft is the text's continuation or nothing
     NgramLimits ngram;
 } DraftLimits;
 
@@ -142,11 +149,15 @@ typedef struct {
     float *carried;   // [nodes + 1, hidden] in: of each of ids; out: h_L of the accepted path
     int64_t *tokens;  // [nodes] the draft
     int32_t *parents; // [nodes]
-    float *hidden;    // [nodes + 1, hidden]
+    double *confidence; // [nodes] out: what the stream gave each node, before calibration; -1: not
+                        // its node. NULL: not told
+    float *hidden;      // [nodes + 1, hidden]
     float *scratch;   // draft_tree's, and (nodes + 1) * head->outputs
     int32_t capacity, block_capacity, draft_vocab, layers, sequence;
     int32_t drafted, levels;                      // out: nodes and levels of the draft
     int32_t accepted_drafted, accepted_continued; // out: of text.drafted and text.continued
+    int64_t best;      // out: the stream's best token after the last one; -1: it did not run
+    double best_probability;                      // out: its confidence, before calibration
     Text text;                                    // tokens NULL: none. Emitted tokens are added
 } SpeculativeStep;
 

@@ -136,12 +136,13 @@ def command(
         return
 
     from multirate.engine import attach
-    from multirate.hub import is_reference, reference_accelerators
+    from multirate.hub import reference_accelerators
 
     loaded = options.load(model, dtype, device)
     engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
-    wanted = chosen or (list(reference_accelerators()) if is_reference(model) else [])
-    options.add_accelerators(engine, accelerator or [], wanted, embedded=is_reference(model))
+    own = reference_accelerators(model)
+    wanted = chosen or list(own)
+    options.add_accelerators(engine, accelerator or [], wanted, own)
     names = wanted if methods else ["generate", "autoregressive", *engine.accelerators]
     if "autoregressive" not in names:
         options.note("note: autoregressive is added, answers are compared with its answers")

@@ -208,7 +208,8 @@ def read_config(file: GgufFile) -> PretrainedConfig:
             f"and token_embd.weight has rows of {width}"
         )
     values: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind.table, {}))
-    for key, name in GGUF_CONFIG_MAPPING[kind.table].items():
+    table: dict[str, str | None] = dict(GGUF_CONFIG_MAPPING)[kind.table]  # type: ignore[assignment]
+    for key, name in table.items():
         value = data.get(key)
         if name is not None and value is not None:
             values[name] = value

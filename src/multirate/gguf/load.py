@@ -44,8 +44,8 @@ def load_tokenizer(file: GgufFile) -> Any:
     split = file.metadata.get("tokenizer.ggml.pre")
     if file.metadata.get("tokenizer.ggml.model") == "gpt2" and split not in _known_splits():
         say_once(
-            f"{file.path.name}: how its tokenizer splits text ({split!r}) is not known, it is split "
-            "as GPT-2 does: some texts may get other tokens than the model was trained with"
+            f"{file.path.name}: how its tokenizer splits text ({split!r}) is not known, it is "
+            "split as GPT-2 does: some texts may get other tokens than the model was trained with"
         )
     try:
         with warnings.catch_warnings():

@@ -14,7 +14,7 @@ LAYERS = (
     ("model",),
     ("decoding",),
     ("methods",),
-    ("gguf",),
+    ("gguf_models",),
     ("hub",),
     ("training",),
     ("experts",),

@@ -56,8 +56,8 @@ def attach(
 
     accelerator: a trained one, its folder or hub id, or the name of an embedded one; None: plain
     decoding and the methods that need no training. One that was trained for other weights of the
-    same shape is accepted: before its first drafts it is measured on a few short texts, and said. backend: "auto", "hf" (the model's own layers)
-    or "native" (packed bf16 weights).
+    same shape is accepted: before its first drafts it is measured on a few short texts, and said.
+    backend: "auto", "hf" (the model's own layers) or "native" (packed bf16 weights).
     tokenizer: needed with stop strings, and for that measurement.
     experts: for a mixture of experts named by folder or hub id, the store (`multirate pack`) that
     its experts are read from as they are needed. For it, or a model that `offload` gave:

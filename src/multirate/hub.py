@@ -85,7 +85,7 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
     place = find_device(device)
     source = _source(name)
     if isinstance(source, Path):
-        from multirate.gguf.load import load_gguf
+        from multirate.gguf_models.load import load_gguf
 
         with explained(f"model {source}"):
             wanted: Any = DTYPES["bfloat16" if dtype == "auto" else dtype]
@@ -106,7 +106,7 @@ def model_folder(name: str) -> Path:
     """
     source = _source(name)
     if isinstance(source, Path):
-        from multirate.gguf.sources import folder_of_file
+        from multirate.gguf_models.sources import folder_of_file
 
         return folder_of_file(source)
     if Path(source).is_dir():
@@ -128,7 +128,7 @@ def _source(name: str | None) -> str | Path:
     if path.is_file() and path.suffix.lower() == GGUF:
         return path
     if path.is_dir() and not (path / "config.json").is_file():
-        from multirate.gguf.sources import gguf_of_folder
+        from multirate.gguf_models.sources import gguf_of_folder
 
         return gguf_of_folder(path)
     repository, _, file = name.rpartition(":")
@@ -151,7 +151,7 @@ def _source_of_named(name: str, known: NamedModel) -> str | Path:
             )
         return str(known.folder)
     if known.wheel is not None:
-        from multirate.gguf.sources import model_of_wheel
+        from multirate.gguf_models.sources import model_of_wheel
 
         found = model_of_wheel(name, known.wheel)
         if found is not None:

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from multirate.errors import UserError
-from multirate.gguf.config import ROPE_FACTORS
-from multirate.gguf.file import GgufFile
+from multirate.gguf_models.config import ROPE_FACTORS, refusing
+from multirate.gguf_models.file import GgufFile
 
 _EXPERTS = {
     "gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -31,7 +31,7 @@ def load_weights(file: GgufFile, config: PretrainedConfig, dtype: torch.dtype) -
     Raises UserError for a tensor that is missing, has another shape, is quantised in a way that is
     not known, holds infinite values, or that the model has no place for.
     """
-    with init_empty_weights(include_buffers=False):
+    with refusing(file), init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()  # what is tied is one parameter from here on
     sources = _sources(file, model, config)

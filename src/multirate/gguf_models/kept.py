@@ -17,8 +17,8 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from multirate.errors import say_once
-from multirate.gguf.file import GgufFile
-from multirate.gguf.load import load_gguf
+from multirate.gguf_models.file import GgufFile
+from multirate.gguf_models.load import load_gguf
 from multirate.io import cache_folder, replace_file
 
 MANIFEST = "converted.json"

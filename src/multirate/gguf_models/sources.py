@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multirate.errors import UserError, say_once
-from multirate.gguf.file import SUFFIX, GgufFile
-from multirate.gguf.kept import keep_model, kept_model
+from multirate.gguf_models.file import SUFFIX, GgufFile
+from multirate.gguf_models.kept import keep_model, kept_model
 from multirate.io import cache_folder
 from multirate.named_models import install_command
 

@@ -4,18 +4,20 @@ table leaves out although it changes what the model computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from multirate.errors import UserError, say_once
-from multirate.gguf.file import GgufFile
+from multirate.gguf_models.file import GgufFile
 
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that say how rotary frequencies are scaled; they become part of the config."""
@@ -28,6 +30,22 @@ _LLAMA3 = {
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """The one size of each Gemma that scales attention by its width per head (llama.cpp: LLM_TYPE_27B).
 """
+_IMPOSSIBLE = (
+    ArithmeticError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    StrictDataclassError,
+)
+"""What transformers and torch raise for sizes that do not go together."""
+_NEEDED = (
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)
 _NOT_NEEDED = {
     "attention.value_length",
     "rope.dimension_count",
@@ -196,6 +214,8 @@ def read_config(file: GgufFile) -> PretrainedConfig:
     kind = architecture_of(file)
     data = _Metadata(file)
     layers = data.number("block_count")
+    for key in _NEEDED:
+        data.number(key)
     if layers > len(file.tensors) or "token_embd.weight" not in file.tensors:
         raise UserError(
             f"{file.path} is damaged or incomplete: {len(file.tensors)} tensors cannot be a model "
@@ -221,7 +241,21 @@ def read_config(file: GgufFile) -> PretrainedConfig:
     kind.more(data, values)
     for name in data.unread():
         say_once(f"{file.path.name}: {file.architecture}.{name} is not known and not used")
-    return AutoConfig.for_model(kind.model_type, **values)
+    with refusing(file):
+        return AutoConfig.for_model(kind.model_type, **values)
+
+
+@contextmanager
+def refusing(file: GgufFile) -> Iterator[None]:
+    """UserError for what transformers says to sizes that cannot be a model's."""
+    try:
+        yield
+    except _IMPOSSIBLE as error:
+        first = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(
+            f"{file.path} is damaged or not supported: its sizes do not make a "
+            f"{file.architecture} model ({first})"
+        ) from error
 
 
 def ends(file: GgufFile) -> list[int]:

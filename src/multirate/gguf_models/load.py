@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from multirate.errors import UserError, say_once
-from multirate.gguf.config import architecture_of, ends, read_config
-from multirate.gguf.file import GgufFile
-from multirate.gguf.weights import load_weights
+from multirate.gguf_models.config import architecture_of, ends, read_config
+from multirate.gguf_models.file import GgufFile
+from multirate.gguf_models.weights import load_weights
 
 _KNOWN_SPLITS = {None, "gpt-2", "smollm"}
 """Ways to split text before merging that transformers' default is right for (SmolLM's vocabulary

@@ -124,7 +124,7 @@ def reproduce(bench: dict[str, Any]) -> str:
     options = " ".join(" ".join(pair) for pair in given)
     methods = ",".join(row["method"] for row in bench["rows"])
     return (
-        "Reproduce with `multirate bench --suite mt_bench --data question.jsonl "
+        "Reproduce with `multirate bench reference --suite mt_bench --data question.jsonl "
         f"--methods {methods} {options} --json out.json`."
     )
 

@@ -10,10 +10,11 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 PACKAGE = SOURCE / "multirate"
 LAYERS = (
     ("errors",),
-    ("io", "generation_lock"),
+    ("io", "generation_lock", "named_models"),
     ("model",),
     ("decoding",),
     ("methods",),
+    ("gguf_models",),
     ("hub",),
     ("training",),
     ("experts",),

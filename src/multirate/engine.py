@@ -19,7 +19,8 @@ from multirate.decoding.prefix_cache import PrefixCache
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
-from multirate.errors import Notice, UserError
+from multirate.decoding.trial import TEXTS, try_drafts
+from multirate.errors import Notice, UserError, say_once
 from multirate.experts.load import load_offloaded
 from multirate.generation_lock import GenerationLock, lock_of
 from multirate.hub import LoadedModel, load_model, resolve_accelerator
@@ -54,9 +55,10 @@ def attach(
     gave), never changed.
 
     accelerator: a trained one, its folder or hub id, or the name of an embedded one; None: plain
-    decoding and the methods that need no training. backend: "auto", "hf" (the model's own layers)
-    or "native" (packed bf16 weights).
-    tokenizer: needed with stop strings only.
+    decoding and the methods that need no training. One that was trained for other weights of the
+    same shape is accepted: before its first drafts it is measured on a few short texts, and said.
+    backend: "auto", "hf" (the model's own layers) or "native" (packed bf16 weights).
+    tokenizer: needed with stop strings, and for that measurement.
     experts: for a mixture of experts named by folder or hub id, the store (`multirate pack`) that
     its experts are read from as they are needed. For it, or a model that `offload` gave:
     expert_memory: how much of them is held, such as "2GB" (default: all); expert_policy: see
@@ -138,6 +140,7 @@ class Engine:
         self._watch = WeightWatch(model)
         self._decodings: dict[str, _Decoding] = {}
         self._prefix_caches: dict[str, PrefixCache] = {}  # the newest last
+        self._tried: set[str] = set()  # accelerators for a relative of this model
 
     @property
     def backend(self) -> str:
@@ -152,7 +155,8 @@ class Engine:
         accelerated and aot.
         """
         if not isinstance(accelerator, Accelerator):
-            accelerator = Accelerator.from_pretrained(resolve_accelerator(accelerator), self.model)
+            folder = resolve_accelerator(accelerator, self.model.config)
+            accelerator = Accelerator.from_pretrained(folder, self.model)
         name = name or accelerator.method
         with self._lock.held():
             return self._add(accelerator, name)
@@ -177,6 +181,7 @@ class Engine:
                 f"an accelerator cannot be named {name!r}: that is the name of a baseline"
             )
         self.accelerators[name] = accelerator
+        self._tried.discard(name)
         for known in (self._decodings, self._prefix_caches):
             for variant in [v for v in known if spec.parse_variant(v)[0] == name]:
                 del known[variant]
@@ -269,6 +274,7 @@ class Engine:
         self._follow_model()
         decoding = self._decoding(method or self.default) if speculate != "never" else None
         if decoding is not None:
+            self._try_relative(decoding, spec.parse_variant(method or self.default)[0])
             adapts = decoding.step.adapt(self.decoder, speculate == "auto")
             if speculate == "auto" and not self._pays(decoding, adapts):
                 decoding = None
@@ -348,8 +354,33 @@ class Engine:
             step = self._spec(base).make_step(self.decoder, accelerator, settings)
             if step is None:
                 return None
-            self._decodings[name] = _Decoding(step, OverallRates(_card_rates(accelerator)))
+            # what its card says was measured on other weights
+            relative = accelerator is not None and accelerator.other_weights is not None
+            rates = [] if relative else _card_rates(accelerator)
+            self._decodings[name] = _Decoding(step, OverallRates(rates))
         return self._decodings[name]
+
+    def _try_relative(self, decoding: _Decoding, name: str) -> None:
+        """Before the first drafts of an accelerator whose base has other weights than this model:
+        measures how many are accepted, and says so.
+        """
+        accelerator = self.accelerators.get(name)
+        if accelerator is None or accelerator.other_weights is None or name in self._tried:
+            return
+        self._tried.add(name)
+        fact = accelerator.other_weights
+        own = "; the text stays the model's own" if decoding.step.lossless else ""
+        if self.tokenizer is None:
+            say_once(f"{fact}: fewer of its drafts may be accepted{own}")
+            return
+        seen = try_drafts(
+            self.decoder, decoding.step, [self.tokenizer(text)["input_ids"] for text in TEXTS]
+        )
+        decoding.observe(seen)
+        say_once(
+            f"{fact}: measured on {seen.first_tokens} short texts, it gives "
+            f"{seen.tokens_per_step:.2f} tokens per step (plain decoding: 1.00){own}"
+        )
 
     def _pays(self, decoding: _Decoding, adapts: bool) -> bool:
         """Whether to begin with drafts. A step that adapts finds out by itself, unless no

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and the folder for those that can be made again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from multirate.errors import UserError
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept between runs: $MULTIRATE_CACHE/multirate, else
+    $XDG_CACHE_HOME/multirate, else ~/.cache/multirate.
+    """
+    root = (
+        os.environ.get("MULTIRATE_CACHE")
+        or os.environ.get("XDG_CACHE_HOME")
+        or Path.home() / ".cache"
+    )
+    return Path(root) / "multirate"
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:

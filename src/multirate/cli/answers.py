@@ -11,7 +11,9 @@ from multirate.cli import options
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="The base model's folder or hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="The base model's folder, GGUF file, hub id or name.")
+    ],
     data: Annotated[
         list[Path],
         typer.Option("--data", help="JSON or JSONL whose questions are asked (repeatable)."),

@@ -137,13 +137,14 @@ def command(
 
     from multirate.bench.runner import BASELINES
     from multirate.engine import attach
-    from multirate.hub import is_reference, reference_accelerators
+    from multirate.hub import reference_accelerators
     from multirate.methods.spec import PLAIN
 
     loaded = options.load(model, dtype, device)
     engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
-    wanted = chosen or (list(reference_accelerators()) if is_reference(model) else [])
-    options.add_accelerators(engine, accelerator or [], wanted, embedded=is_reference(model))
+    own = reference_accelerators(model)
+    wanted = chosen or list(own)
+    options.add_accelerators(engine, accelerator or [], wanted, own)
     names = wanted if methods else [*BASELINES, *engine.accelerators]
     if PLAIN not in names:
         options.note(f"note: {PLAIN} is added, answers are compared with its answers")

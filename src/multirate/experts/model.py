@@ -14,7 +14,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from multirate.errors import UserError
+from multirate.errors import UserError, say_once
 from multirate.experts.accelerated import AcceleratedResidual, AcceleratedWithAttention, Advance
 from multirate.experts.controller import AdaptivePredictor
 from multirate.experts.layout import NATIVE, ExpertTensors
@@ -341,8 +341,10 @@ class OffloadedExperts:
         loaded = accelerator
         if not isinstance(loaded, Accelerator):
             loaded = Accelerator.from_pretrained(
-                resolve_accelerator(loaded), self.model, torch.float32
+                resolve_accelerator(loaded, self.model.config), self.model, torch.float32
             )
+        if loaded.other_weights is not None:
+            say_once(f"{loaded.other_weights}: fewer of the experts it names may be needed")
         if not isinstance(loaded.module, ExpertPredictor):
             raise UserError(
                 f"{accelerator} is for drafts ({loaded.method}); accepted: of train --objective "

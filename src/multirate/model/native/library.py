@@ -24,7 +24,7 @@ import weakref
 from pathlib import Path
 
 from multirate.errors import UserError, say_once
-from multirate.io import replace_file
+from multirate.io import cache_folder, replace_file
 from multirate.model.native import abi
 
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wno-psabi")
@@ -55,15 +55,6 @@ class NativeUnavailable(RuntimeError):
     def __init__(self, reason: str, mend: str = "") -> None:
         super().__init__(reason)
         self.mend = mend
-
-
-def _cache_folder() -> Path:
-    root = (
-        os.environ.get("MULTIRATE_CACHE")
-        or os.environ.get("XDG_CACHE_HOME")
-        or Path.home() / ".cache"
-    )
-    return Path(root) / "multirate"
 
 
 def _processor() -> str:
@@ -230,7 +221,7 @@ def _kernel(
         )
     found = shutil.which(compiler) or shutil.which("gcc") or shutil.which("clang")
     with _attempting:
-        library = _attempt(found, _cache_folder(), (*FLAGS, *machine, *extra.split()))
+        library = _attempt(found, cache_folder(), (*FLAGS, *machine, *extra.split()))
     if isinstance(library, NativeUnavailable):
         raise library
     return library

@@ -16,22 +16,24 @@ GENERATE = "generate"
 GENERATE_STATIC = "generate-static"
 
 
-def method_run(engine: Engine, name: str, max_new_tokens: int) -> MethodRun:
+def method_run(engine: Engine, name: str, max_new_tokens: int, batch: int = 1) -> MethodRun:
     """A greedy run of `generate`, `generate-static` or a method of the engine.
+
+    batch: each prompt is answered so many times at once; the answer's tokens are the first one's.
 
     Raises UserError for a method that the engine does not have, Unavailable for one that this
     machine cannot run.
     """
     eos = engine.stopping().eos_token_ids
     if name == GENERATE:
-        return transformers_run(engine.model, eos, max_new_tokens)
+        return transformers_run(engine.model, eos, max_new_tokens, batch=batch)
     if name == GENERATE_STATIC:
-        return static_run(engine.model, eos, max_new_tokens)
+        return static_run(engine.model, eos, max_new_tokens, batch)
     stop = engine.stopping(max_new_tokens)
 
     def run(prompt: list[int]) -> Answer:
         output = engine.generate(
-            [prompt], SamplingSettings(), stop, method=name, speculate="always"
+            [prompt] * batch, SamplingSettings(), stop, method=name, speculate="always"
         )
         seen = output.stats
         return Answer(
@@ -51,6 +53,7 @@ def transformers_run(
     eos_token_ids: tuple[int, ...],
     max_new_tokens: int,
     name: str = GENERATE,
+    batch: int = 1,
     **settings: Any,
 ) -> MethodRun:
     """transformers' own greedy decoding, with further `settings` of its GenerationConfig."""
@@ -65,7 +68,7 @@ def transformers_run(
     )
 
     def run(prompt: list[int]) -> Answer:
-        ids = torch.tensor([prompt], device=model.device)
+        ids = torch.tensor([prompt] * batch, device=model.device)
         out = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config
         )
@@ -75,7 +78,9 @@ def transformers_run(
     return MethodRun(name, run)
 
 
-def static_run(model: Any, eos_token_ids: tuple[int, ...], max_new_tokens: int) -> MethodRun:
+def static_run(
+    model: Any, eos_token_ids: tuple[int, ...], max_new_tokens: int, batch: int = 1
+) -> MethodRun:
     """`generate` as fast as transformers can make it: a static cache and a compiled forward pass.
 
     Compiled here, before anything is timed. Raises Unavailable, with the reason, where that fails.
@@ -87,6 +92,7 @@ def static_run(model: Any, eos_token_ids: tuple[int, ...], max_new_tokens: int) 
         eos_token_ids,
         max_new_tokens,
         GENERATE_STATIC,
+        batch,
         cache_implementation="static",
         disable_compile=True,  # it would compile by itself on a GPU only
     )

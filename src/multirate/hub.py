@@ -31,7 +31,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from multirate.errors import UserError
+from multirate.errors import UserError, say_once
 from multirate.named_models import DEFAULT, NAMED, NamedModel, install_command, named
 
 if TYPE_CHECKING:
@@ -240,7 +240,13 @@ def _hub_answers() -> bool:
 
 def find_device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        say_once(
+            "running on CUDA, whose speed has not been measured: compare with --device cpu, or run "
+            "benchmarks/gpu_campaign.py"
+        )
+        return torch.device("cuda")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

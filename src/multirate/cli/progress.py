@@ -18,14 +18,22 @@ class Bar:
             BarColumn,
             MofNCompleteColumn,
             Progress,
+            ProgressColumn,
+            Task,
             TextColumn,
             TimeRemainingColumn,
         )
+        from rich.text import Text
+
+        class Rate(ProgressColumn):
+            def render(self, task: Task) -> Text:
+                return Text("" if task.speed is None else f"{task.speed:.3g}/s")
 
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
+            Rate(),
             TimeRemainingColumn(),
         )
         console = options.console(stderr=True)
@@ -68,5 +76,5 @@ class Lines(Bar):
             return
         self._said = now
         pace = (done - self._first) / max(1e-9, now - self._began)
-        left = f", {duration((total - done) / pace)} left" if pace > 0 else ""
+        left = f", {pace:.3g}/s, {duration((total - done) / pace)} left" if pace > 0 else ""
         options.note(f"{self._text}: {done} of {total}{left}")

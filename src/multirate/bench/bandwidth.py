@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from multirate.bench.runner import REFERENCE, Row
+from multirate.bench.runner import Row
+from multirate.methods.spec import PLAIN
 
 BYTES = 256 << 20  # far beyond every cache
 ROUNDS = 7
@@ -42,7 +43,7 @@ def share_of(read: float, weights: int | None, rows: Sequence[Row]) -> float | N
     """Of `read` bytes per second, the share that our plain loop's passes (prefills apart) read;
     None where either is unknown.
     """
-    plain = next((row for row in rows if row.method == REFERENCE), None)
+    plain = next((row for row in rows if row.method == PLAIN), None)
     if plain is None or weights is None or plain.decode_tokens_per_second is None:
         return None
     return plain.decode_tokens_per_second * weights / read

@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from multirate.bench.runner import REFERENCE, Row, baseline
+from multirate.bench.runner import Row, baseline
+from multirate.methods.spec import PLAIN
 
 
 def table(rows: Sequence[Row], title: str | None = None) -> Table:
@@ -71,7 +72,7 @@ def bandwidth_line(read: float, share: float | None) -> str:
     """What the machine reads at most, and what of it plain decoding uses."""
     line = f"Read bandwidth: {read / 1e9:.1f} GB/s"
     if share is not None:
-        line += f"; {100 * share:.0f}% of it are the weights that {REFERENCE} reads, prefill apart"
+        line += f"; {100 * share:.0f}% of it are the weights that {PLAIN} reads, prefill apart"
     return line + "."
 
 

@@ -47,7 +47,7 @@ class MethodRun:
     forget: called, untimed, before a prompt that does not go on from the one before: no method may
     know it already.
     run_for: of another engine, whose text goes its own way: run_for(prompt ids, count) answers with
-    exactly so many tokens as REFERENCE did, after it, and is timed instead of `run`.
+    exactly so many tokens as PLAIN did, after it, and is timed instead of `run`.
     note: what a reader of the row has to know (a version, say).
     """
 
@@ -161,7 +161,7 @@ def measure(
                     if method_run.run_for is None:
                         answer = method_run.run(prompt.tokens)
                     else:
-                        count = len(taken[REFERENCE].answer.tokens)
+                        count = len(taken[PLAIN].answer.tokens)
                         answer = method_run.run_for(prompt.tokens, count)
                     wait()
                     taken[method_run.name] = Sample(answer, perf_counter() - start)

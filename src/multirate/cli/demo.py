@@ -90,6 +90,7 @@ def command(
         engine,
         [Question(str(number), (text,)) for number, text in enumerate(QUESTIONS, start=1)],
         [*BASELINES, recommended(trained=False), *engine.accelerators],
+        rivals={},
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         warmup=1,

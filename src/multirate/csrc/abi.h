@@ -9,12 +9,12 @@
 #include <stdint.h>
 #pragma GCC visibility push(default)
 
-#define MAX_ROWS 60       // of one pass; longer calls run in parts. Whole tiles of 6
-#define MAX_NODES 63      // of a draft tree: the bits of Rows.tree that are of use
-#define MAX_CANDIDATES 17 // tokens that one node of a draft may propose
+#define MAX_ROWS 60            // of one pass; longer calls run in parts. Whole tiles of 6
+#define MAX_NODES 63           // of a draft tree: the bits of Rows.tree that are of use
+#define MAX_CANDIDATES 17      // tokens that one node of a draft may propose
 #define CONFIDENCE_BINS 10     // of acceptance_statistics.py's Calibration …
 #define CALIBRATION_STRENGTH 4 // … and the tries that a confidence counts as there
-#define MAX_RANK 4096     // of a low-rank site with gate and up stacked
+#define MAX_RANK 4096          // of a low-rank site with gate and up stacked
 #define MAX_HEAD_DIM 256
 
 typedef uint16_t bf16;
@@ -91,12 +91,15 @@ typedef struct {
     const bf16 *table;              // [vocab, hidden] the embedding
     Linear carry;                   // of the carried residual; weight NULL: there is none
     const float *carry_norm;        // [hidden]
-    const Shape *block_shape;       // NULL: no block after the exit layer
-    const Layer *block;             // one layer with keys and values of its own
-    const float *norm_out;          // [hidden] an RMSNorm after the block, or NULL
-    const Layer *merged; // of exit layer 1: layer 0 with the adapters added to its weights, its
-                         // keys and values the model's. Target rows of a draft then leave only
-                         // these. NULL: the layers with adapters beside them
+    Linear fuse_stream;             // after the exit layer the stream becomes this of itself …
+    Linear fuse_carried;            // … plus this of the carried residual; weight NULL: as it is
+    const float *fuse_stream_norm, *fuse_carried_norm; // [hidden]
+    const Shape *block_shape;                          // NULL: no block after the exit layer
+    const Layer *block;                                // one layer with keys and values of its own
+    const float *norm_out; // [hidden] an RMSNorm after the block, or NULL
+    const Layer *merged;   // of exit layer 1: layer 0 with the adapters added to its weights, its
+                           // keys and values the model's. Target rows of a draft then leave only
+                           // these. NULL: the layers with adapters beside them
     float carry_eps;
     int32_t exit_layer; // layers [0, exit_layer) draft; verification goes on from there
 } Stream;
@@ -145,20 +148,20 @@ typedef struct {
     const Linear *draft_head, *head;
     const float *norm;        // [hidden] before both heads
     const int64_t *token_map; // [draft_vocab] the id of each output of draft_head, or NULL
-    int64_t *ids;     // [nodes + 1] in: tokens to refresh, then the last token; out: the emitted
-    float *carried;   // [nodes + 1, hidden] in: of each of ids; out: h_L of the accepted path
-    int64_t *tokens;  // [nodes] the draft
-    int32_t *parents; // [nodes]
+    int64_t *ids;       // [nodes + 1] in: tokens to refresh, then the last token; out: the emitted
+    float *carried;     // [nodes + 1, hidden] in: of each of ids; out: h_L of the accepted path
+    int64_t *tokens;    // [nodes] the draft
+    int32_t *parents;   // [nodes]
     double *confidence; // [nodes] out: what the stream gave each node, before calibration; -1: not
                         // its node. NULL: not told
     float *hidden;      // [nodes + 1, hidden]
-    float *scratch;   // draft_tree's, and (nodes + 1) * head->outputs
+    float *scratch;     // draft_tree's, and (nodes + 1) * head->outputs
     int32_t capacity, block_capacity, draft_vocab, layers, sequence;
     int32_t drafted, levels;                      // out: nodes and levels of the draft
     int32_t accepted_drafted, accepted_continued; // out: of text.drafted and text.continued
-    int64_t best;      // out: the stream's best token after the last one; -1: it did not run
-    double best_probability;                      // out: its confidence, before calibration
-    Text text;                                    // tokens NULL: none. Emitted tokens are added
+    int64_t best;            // out: the stream's best token after the last one; -1: it did not run
+    double best_probability; // out: its confidence, before calibration
+    Text text;               // tokens NULL: none. Emitted tokens are added
 } SpeculativeStep;
 
 // ---- mixtures of experts ------------------------------------------------------------------------

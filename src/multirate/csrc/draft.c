@@ -5,11 +5,11 @@
 #include "ngram.h"
 #include "norm.h"
 
-// One level of a draft: the carry, the layers of both kinds of rows up to the exit layer, the block
-// and the head, without returning to one thread in between.
+// One level of a draft: the carry, the layers of both kinds of rows up to the exit layer, the
+// fusion, the block and the head, without returning to one thread in between.
 typedef struct {
-    Product carry, head;     // linear NULL: none
-    LayerCall layers, block; // layers NULL: none
+    Product carry, fuse_stream, fuse_carried, head; // linear NULL: none
+    LayerCall layers, block;                        // layers NULL: none
     const float *norm_out;
 } Level;
 
@@ -20,6 +20,13 @@ static void run_level(Workspace *work, void *context, int id, int threads) {
         barrier(work, threads);
     }
     run_layers(work, &level->layers, id, threads);
+    if (level->fuse_stream.linear) {
+        run_product_in_place(work, &level->fuse_stream, id, threads);
+        // each thread adds to the outputs that it has just written
+        if (level->fuse_carried.linear)
+            run_product(work, &level->fuse_carried, id, threads);
+        barrier(work, threads);
+    }
     if (level->block.layers)
         run_layers(work, &level->block, id, threads);
     if (level->norm_out) {
@@ -57,6 +64,13 @@ static void draft_level(Workspace *work, const Stream *stream, const Surrounding
     if (stream->carry.weight && carried)
         level.carry =
             (Product){&stream->carry, carried, stream->carry_norm, p, n, ADD, stream->carry_eps};
+    if (stream->fuse_stream.weight)
+        level.fuse_stream = (Product){
+            &stream->fuse_stream, p, stream->fuse_stream_norm, p, n, STORE, stream->carry_eps};
+    if (stream->fuse_carried.weight && carried)
+        level.fuse_carried =
+            (Product){&stream->fuse_carried, carried, stream->fuse_carried_norm, p, n, ADD,
+                      stream->carry_eps};
     Rows all = rows_of(&both, 0, total, around->capacity);
     all.adapted = adapted;
     level.layers = (LayerCall){stream->shape,
@@ -190,9 +204,8 @@ static int continue_ngram(Tree *t, int64_t best, double own) {
         mr_ngram(text->tokens, text->count - 1, text->count + n, ngram->longest, most, found);
     if (matched && most > 0) {
         const double *first = found[0] == best ? ngram->first_accepted : ngram->first_against;
-        following =
-            worth_continuing(t->limits, first[matched], ngram->next_accepted[matched], most,
-                             t->path_probability[n], own, n);
+        following = worth_continuing(t->limits, first[matched], ngram->next_accepted[matched], most,
+                                     t->path_probability[n], own, n);
     }
     if (!following)
         return 0;

@@ -1,6 +1,6 @@
 // Linear layers in fixed point: 16-bit rows and weights on processors that multiply no bf16, where
-// the two bytes of a weight do twice the arithmetic of fp32; and 8-bit weights for drafts, which need
-// not be exact, on every processor that multiplies int16.
+// the two bytes of a weight do twice the arithmetic of fp32; and 8-bit weights for drafts, which
+// need not be exact, on every processor that multiplies int16.
 //
 // Weights have one scale per output, rows one per row, chosen so that no sum can leave int32
 // (Cauchy-Schwarz: |w·x| ≤ ‖w‖ ‖x‖ < 2³¹). The sums are exact, so a row's bits do not depend on the
@@ -50,8 +50,7 @@ INLINE element element_of(float f) {
 
 INLINE void store_rounded(int16_t *to, fv v) {
 #ifdef __AVX512F__
-    _mm256_storeu_si256((__m256i *)to,
-                        _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32((__m512)v)));
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32((__m512)v)));
 #else
     __m256i words = _mm256_cvtps_epi32((__m256)v);
     _mm_storeu_si128((__m128i *)to, _mm_packs_epi32(_mm256_castsi256_si128(words),

@@ -129,10 +129,8 @@ PASSES(narrow, NARROW_LINE)
 
 typedef void (*Pass)(const void *, const int32_t *, long, Ahead, float *, long);
 #define OF_LANES(NAME)                                                                             \
-    {                                                                                              \
-        [1] = NAME##_1, [2] = NAME##_2, [3] = NAME##_3, [4] = NAME##_4, [8] = NAME##_8,            \
-        [12] = NAME##_12, [16] = NAME##_16, [20] = NAME##_20, [24] = NAME##_24                     \
-    }
+    {[1] = NAME##_1,   [2] = NAME##_2,   [3] = NAME##_3,   [4] = NAME##_4,  [8] = NAME##_8,        \
+     [12] = NAME##_12, [16] = NAME##_16, [20] = NAME##_20, [24] = NAME##_24}
 static const Pass passes[2][FIXED_LANES + 1] = {OF_LANES(wide), OF_LANES(narrow)};
 
 void fixed_tile(const void *weight, int narrow, const int16_t *rows, int count, int pairs,

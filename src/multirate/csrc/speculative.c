@@ -70,10 +70,9 @@ int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int 
     // draft
     int drafts = step->draft_head && limits->stream;
     step->best = -1;
-    int nodes = drafts
-                    ? draft_tree(work, step, length, count - 1, step->ids + first,
-                                 step->carried + (size_t)first * d, limits)
-                    : draft_from_text(step, &limits->ngram, step->ids[first + count - 1]);
+    int nodes = drafts ? draft_tree(work, step, length, count - 1, step->ids + first,
+                                    step->carried + (size_t)first * d, limits)
+                       : draft_from_text(step, &limits->ngram, step->ids[first + count - 1]);
 
     // verify
     RowTable table;
@@ -81,7 +80,8 @@ int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int 
     step->levels = verification_rows(step, length, nodes, &table);
     Rows rows = rows_of(&table, 0, nodes + 1, step->capacity);
     mr_greedy(work, shape, stream->layers, step->caches, &rows, NULL, NULL, step->hidden,
-              drafts ? entering_layer(stream) : 0, step->layers, step->head, step->norm, step->scratch, target);
+              drafts ? entering_layer(stream) : 0, step->layers, step->head, step->norm,
+              step->scratch, target);
 
     // accept
     int32_t path[MAX_NODES + 1], from[MAX_NODES + 1], to[MAX_NODES + 1];

@@ -6,8 +6,7 @@
 
 // Whether a build has products of int16 (fixed_point.c).
 #if !defined(MULTIRATE_WIDE) &&                                                                    \
-    (defined(__AVX512BW__) ||                                                                      \
-     (defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)))
+    (defined(__AVX512BW__) || (defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)))
 #define INTEGER_PRODUCTS 1
 #else
 #define INTEGER_PRODUCTS 0

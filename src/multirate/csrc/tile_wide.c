@@ -45,9 +45,7 @@
     {                                                                                              \
         W_##VECTORS(ODD) N_##ROWS(ODDS_##VECTORS)                                                  \
     }                                                                                              \
-    {                                                                                              \
-        W_##VECTORS(EVEN) N_##ROWS(EVENS_##VECTORS)                                                \
-    }
+    {W_##VECTORS(EVEN) N_##ROWS(EVENS_##VECTORS)}
 #else
 #define ROW(n) const uint32_t *row##n = (const uint32_t *)rows[n];
 #define WEIGHT(m) u16 w##m = load_pairs(weight + m * gap);

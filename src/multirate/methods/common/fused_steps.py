@@ -76,7 +76,7 @@ class FusedSteps:
             (nodes + 1) * decoder.head.outputs,
         )
         self._scratch = torch.empty((5 * (nodes + 1) + 2) * d + max(heads))
-        self._held = (stream, head)  # the kernel reads them by address
+        self._held: tuple[object, ...] = (stream, head)  # the kernel reads them by address
         self._free = np.zeros(nodes)
         self._no_threshold = abi.doubles(self._free)
         self._limits, self._longest = limits, limits.ngram.longest
@@ -236,7 +236,7 @@ class FusedSteps:
 
     def confidence(self) -> list[float]:
         """The stream's own probability of each node of the last draft; −1: not its node."""
-        return self._confidence[: self._step.drafted].tolist()  # type: ignore[no-any-return]
+        return self._confidence[: self._step.drafted].tolist()
 
     def best(self) -> tuple[int, float] | None:
         """The stream's best token after the last one, and its confidence; None: it did not run."""

@@ -42,7 +42,9 @@ from multirate.training.state import load_state, prepare_output, remove_state, s
 from multirate.training.teacher_states import TeacherStates, report_to_terminal
 
 STARTING_BATCHES = 16
-"""Of the training data, for methods that start from what the base does with them."""
+"""Of the training data, for methods that start from what the base does with them …"""
+STARTING_BATCHES_OF_STATES = 256
+"""… and where the base need not run for it."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ class _Run:
         self.stream.to(device=self.launcher.device, dtype=torch.float32)
         if trained.start is not None:
             plan = BatchPlan(self.samples, self.settings.tokens_per_batch, self.settings.seed)
-            some = islice(plan.batches(), STARTING_BATCHES)
+            most = STARTING_BATCHES if self.states is None else STARTING_BATCHES_OF_STATES
+            some = islice(plan.batches(), min(most, len(plan.epoch(0))))
             trained.start(self.teacher, self.stream, map(self._on_device, some))
 
     def _provenance(self, files: Sequence[str | Path]) -> dict[str, Any]:

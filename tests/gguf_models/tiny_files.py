@@ -12,7 +12,10 @@ import transformers as tf
 from gguf import GGMLQuantizationType
 from tokenizers import pre_tokenizers
 
-TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}<eos>{% endfor %}<|assistant|>"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 SPECIAL = ["<pad>", "<eos>", "<|user|>", "<|assistant|>", "<|end|>"]
 TOKENS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll"]
 CONTEXT = 64

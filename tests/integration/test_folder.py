@@ -2,6 +2,7 @@
 are mostly wrong.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import TextStreamer
 import multirate
 from multirate.decoding.costs import CostModel, measure_costs
 from multirate.decoding.draft_length import StepCosts
+from multirate.errors import Notice
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import find_training
 from multirate.training.checkpoint import Accelerator, describe_base
@@ -106,9 +108,47 @@ def test_streamer_and_stop_strings_through_the_folder(
 def test_trust_and_the_right_base_are_needed(model: Any, folder: Path) -> None:
     with pytest.raises(ValueError, match="trust_remote_code"):
         model.generate(prompt(), custom_generate=str(folder), trust_remote_code=False)
-    other = tiny_model.model(seed=9)
-    with pytest.raises(multirate.UserError, match="other weights"):
+    other = tiny_model.model(num_hidden_layers=3)
+    with pytest.raises(multirate.UserError, match="num_layers 3 instead of 4"):
         other.generate(prompt(), custom_generate=str(folder), trust_remote_code=True)
+
+
+def test_a_relative_of_the_base_is_measured_and_said_once(folder: Path) -> None:
+    other, words = tiny_model.model(seed=9), tiny_model.tokenizer()
+    expected = other.generate(prompt(), do_sample=False, max_new_tokens=12)[0, 4:].tolist()
+    engine = multirate.attach(other, folder, backend="hf", tokenizer=words)
+    with pytest.warns(Notice, match=r"other weights.*on . short texts.* tokens per step") as said:
+        for _ in range(2):
+            output = engine.generate(
+                [prompt()[0].tolist()], stop=engine.stopping(12), speculate="always"
+            )
+            assert output.sequences == [expected] and output.stats.drafted > 0
+    assert len([one for one in said if "other weights" in str(one.message)]) == 1
+
+
+def test_a_relative_without_a_tokenizer_is_said_too(model: Any, tmp_path: Path) -> None:
+    other = tiny_model.model(seed=8)
+    engine = multirate.attach(other, make(model, "m2r2", tmp_path), backend="hf")
+    expected = other.generate(prompt(), do_sample=False, max_new_tokens=12)[0, 4:].tolist()
+    with pytest.warns(Notice, match="other weights.*fewer of its drafts"):
+        output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(12))
+    assert output.sequences == [expected]
+
+
+def test_what_is_measured_on_a_relative_counts_and_the_card_does_not(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card that promises much, on a base where nothing is accepted: "auto" decodes plainly."""
+    card = make(model, "m2r2-carry", tmp_path) / "accelerator.json"
+    described = json.loads(card.read_text())
+    described["results"] = {"terms": [{"gate": 1, "draft_step": 1, "agreement": 0.99}]}
+    card.write_text(json.dumps(described))
+    monkeypatch.setattr("multirate.decoding.trial.SECONDS", 1e9)  # all texts, also when it is slow
+    other = tiny_model.model(seed=7)
+    engine = multirate.attach(other, tmp_path, backend="hf", tokenizer=tiny_model.tokenizer())
+    with pytest.warns(Notice, match="other weights"):
+        output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(12))
+    assert output.stats.drafted == 0 and engine.notice and "does not pay" in engine.notice
 
 
 @pytest.mark.parametrize("method", ["m2r2", "m2r2-carry", "kangaroo"])

@@ -164,7 +164,9 @@ def _gemma3(data: _Metadata, values: dict[str, Any]) -> None:
 
 
 def _phi3(data: _Metadata, values: dict[str, Any]) -> None:
-    width = values["hidden_size"] // data.number("attention.head_count")
+    width = data.get("attention.key_length") or values["hidden_size"] // data.number(
+        "attention.head_count"
+    )
     rotary = data.get("rope.dimension_count", width)
     values["sliding_window"] = data.get("attention.sliding_window") or None
     values["rope_parameters"] = rope = _rope(data, values)

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import signal
@@ -364,6 +365,34 @@ def test_bench_reports_and_writes(model: str, data: str, tmp_path: Path) -> None
         assert row["speedup"] > 0 and len(row["seconds_per_repeat"]) == 2
     assert max(r["tokens_per_second"] for r in read["rows"] if r["method"] == read["baseline"]) > 0
     assert read["rows"][1]["tokens_per_step"] == 1
+
+
+def test_a_rival_that_is_not_there_costs_its_row_only(
+    model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *a: None if name == "llama_cpp" else find(name, *a)
+    )
+    out = tmp_path / "out.json"
+    done = run(
+        *("bench", model, "--data", data, "--limit", "1", "-n", "4", "--repeats", "1"),
+        *("--dtype", "float32", "--methods", "autoregressive", "--json", str(out)),
+        *("--rivals", "llamacpp,assisted"),
+    )
+    assert done.exit_code == 0, done.output
+    assert "note: no row for llamacpp: llama.cpp is not installed" in done.stderr
+    assert "Read bandwidth: " in done.stdout and "% of it are the weights" in done.stdout
+    content = json.loads(out.read_text())
+    assert [row["method"] for row in content["rows"]] == ["autoregressive", "generate-lookup"]
+    assert content["baseline"] == "autoregressive"
+    assert content["unavailable"][0]["method"] == "llamacpp"
+    assert content["plain_share_of_bandwidth"] > 0
+    refused(run("bench", model, "--data", data, "--rivals", "vllm"), "'vllm'", "assisted, llamacpp")
+
+
+def test_answers_needs_questions_from_somewhere(model: str, tmp_path: Path) -> None:
+    refused(run("answers", model, "--out", str(tmp_path / "own.jsonl")), "--data", "--questions")
 
 
 def test_bench_skips_what_does_not_fit_and_says_so(model: str, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def run(
     engine: Engine,
     questions: list[Question],
     names: list[str],
-    rivals: dict[str, str | None],
+    rivals: dict[str, str | None] | None = None,
     *,
     max_new_tokens: int,
     repeats: int,
@@ -240,7 +240,7 @@ def run(
     with ExitStack() as stack:
         positions = max(len(prompt.tokens) for prompt in prompts.prompts) + max_new_tokens
         theirs, missing = prepare_rivals(
-            rivals,
+            rivals or {},
             lambda argument: Contest(
                 engine,
                 settings["model"],

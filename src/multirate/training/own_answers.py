@@ -17,7 +17,7 @@ from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.io import write_atomically
+from multirate.io import parse_json, write_atomically
 from multirate.model.decoder import Decoder
 from multirate.training.data import normalised, read_conversations, render_prompt
 
@@ -144,8 +144,8 @@ def _resume(path: Path, questions: Sequence[Questions]) -> int:
         write_atomically(path, b"".join(line + b"\n" for line in whole))
     for number, (line, users) in enumerate(zip(whole, questions, strict=False), start=1):
         try:
-            found = _asked(json.loads(line))
-        except (ValueError, KeyError, TypeError):
+            found = _asked(parse_json(line, path))
+        except (UserError, KeyError, TypeError):
             raise UserError(
                 f"{path}, line {number}: not a record of this command; choose another --out"
             ) from None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from multirate.errors import UserError
-from multirate.io import write_atomically
+from multirate.io import parse_json, write_atomically
 from multirate.model.decoder import Decoder
 from multirate.model.rows import Rows
 from multirate.training.data import Sample
@@ -92,9 +92,9 @@ class TeacherStates:
         if not path.exists():
             return 0
         try:
-            saved = json.loads(path.read_text())
+            saved = parse_json(path.read_bytes(), path)
             done, identity = int(saved["done"]), saved["identity"]
-        except (ValueError, KeyError, TypeError):
+        except (UserError, ValueError, KeyError, TypeError):
             raise UserError(
                 f"{path} is damaged; delete the folder {self.folder} to start over"
             ) from None

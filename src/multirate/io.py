@@ -23,6 +23,32 @@ def cache_folder() -> Path:
     return Path(root) / "multirate"
 
 
+def parse_json(content: str | bytes, where: str | Path) -> Any:
+    """What JSON says, whoever wrote it. Raises UserError, begun by `where`, for what is not valid,
+    is nested too deeply, has a number of thousands of digits or half a character (a surrogate
+    alone, which no tokenizer takes).
+    """
+    try:
+        found = json.loads(content)
+        escaped = content if isinstance(content, bytes) else content.encode()
+        if b"\\ud" in escaped.lower():
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except json.JSONDecodeError as error:
+        if error.lineno > 1:
+            where = f"{where}, line {error.lineno}"
+        reason = error.msg
+    except RecursionError:
+        reason = "nested too deeply"
+    except UnicodeEncodeError:
+        reason = "a surrogate stands alone"
+    except UnicodeDecodeError:
+        reason = "not UTF-8 text"
+    except ValueError:
+        reason = "a number has too many digits"
+    raise UserError(f"{where}: not valid JSON ({reason})")
+
+
 def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Writes `data` beside `path`, to the disk, and renames. Raises OSError; nothing is left
     then.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from multirate.errors import UserError
+from multirate.io import parse_json
 
 
 @dataclass(frozen=True)
@@ -154,12 +154,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     raise UserError(f"{path}, line {number}: not UTF-8 text") from None
                 if not line:
                     continue
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise UserError(
-                        f"{path}, line {number}: not valid JSON ({error.msg})"
-                    ) from None
+                record = parse_json(line, f"{path}, line {number}")
                 if not isinstance(record, dict):
                     raise UserError(
                         f"{path}, line {number}: a JSON object is needed, not a "

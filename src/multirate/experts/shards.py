@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from multirate.errors import UserError
+from multirate.io import parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAMPLE_BYTES = 128
@@ -35,7 +36,8 @@ class Shards:
         index = self.folder / INDEX
         if index.is_file():
             try:
-                named: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+                found = parse_json(index.read_bytes(), index)
+                named: dict[str, str] = dict(found["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{index} is not a safetensors index ({error})") from None
             missing = sorted(

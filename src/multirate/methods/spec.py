@@ -217,6 +217,6 @@ def parse_settings(given: Sequence[str], where: str) -> dict[str, Any]:
             raise UserError(f"{where} {text!r} is not NAME=VALUE")
         try:
             values[name] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             values[name] = value  # a word, such as mlp_adapter=lora
     return values

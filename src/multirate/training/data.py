@@ -10,7 +10,6 @@ samples of similar length, so little of them is padding.
 from __future__ import annotations
 
 import hashlib
-import json
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from multirate.errors import UserError
+from multirate.io import parse_json
 
 ACCEPTED = (
     '{"instruction", "input"?, "output" or "response"}, {"instruction", "instances": [{"input", '
@@ -181,10 +181,7 @@ def read_conversations(path: str | Path) -> list[Conversation]:
             f"Data file {path} is empty; accepted: JSONL or a JSON array of {ACCEPTED}."
         )
     if path.suffix == ".json":
-        try:
-            records = json.loads(content)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
+        records = parse_json(content, path)
         if not isinstance(records, list) or not records:
             raise UserError(f"Data file {path} must hold a non-empty JSON array of {ACCEPTED}.")
         return [
@@ -196,11 +193,8 @@ def read_conversations(path: str | Path) -> list[Conversation]:
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not valid JSON ({error.msg}).") from None
-        out += _conversations(record, f"{path}, line {number}")
+        where = f"{path}, line {number}"
+        out += _conversations(parse_json(line, where), where)
     return out
 
 

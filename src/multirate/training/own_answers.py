@@ -17,7 +17,7 @@ from typing import Any
 from multirate.decoding.continuous import generate_continuously
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.io import whole_lines
+from multirate.io import parse_json, whole_lines
 from multirate.model.decoder import Decoder
 from multirate.training.data import normalised, read_conversations, render_prompt
 
@@ -171,8 +171,8 @@ def _resume(path: Path, questions: Sequence[Questions]) -> int:
     whole = whole_lines(path)
     for number, (line, users) in enumerate(zip(whole, questions, strict=False), start=1):
         try:
-            found = _asked(json.loads(line))
-        except (ValueError, KeyError, TypeError):
+            found = _asked(parse_json(line, path))
+        except (UserError, KeyError, TypeError):
             raise UserError(
                 f"{path}, line {number}: not a record of this command; choose another --out"
             ) from None

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from multirate.errors import UserError
-from multirate.io import write_atomically
+from multirate.io import parse_json, write_atomically
 from multirate.methods.common.distillation import TopTokens
 from multirate.methods.common.teacher import Known
 from multirate.model.decoder import Decoder
@@ -83,14 +83,14 @@ class TeacherStates:
         if not path.exists():
             return {}
         try:
-            saved = json.loads(path.read_text())
+            saved = parse_json(path.read_bytes(), path)
             identity, rows = saved["identity"], int(saved["rows"])
             place = {str(key): int(row) for key, row in saved["samples"].items()}
             short = any(
                 (self.folder / name).stat().st_size < rows * width * np.dtype(kind).itemsize
                 for name, (kind, width) in self._columns.items()
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError):
             raise self._damaged() from None
         if identity != self._identity:
             raise UserError(

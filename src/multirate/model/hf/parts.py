@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from multirate.model.hf.layer_caches import RecordingKV
 
@@ -375,6 +376,13 @@ class ModelParts:
         if token_mask is None:
             return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         return (token_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def attention_function(config: Any) -> Any:
+    """What transformers calls to attend under this configuration; None: the modules' own ("eager"),
+    or nothing known by that name.
+    """
+    return ALL_ATTENTION_FUNCTIONS.get(getattr(config, "_attn_implementation", None) or "", None)
 
 
 def earlier_and_own(length: int, window: int | None, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -588,3 +589,17 @@ def test_a_list_in_a_method_s_settings_is_not_split() -> None:
     assert method_names("generate, token_recycling:tree=[3,2]:k=4,generate,layerskip") == [
         "generate", "token_recycling:tree=[3,2]:k=4", "layerskip",
     ]  # fmt: skip
+
+
+def test_auto_says_once_that_cuda_is_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from multirate.errors import Notice
+    from multirate.hub import find_device
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.warns(Notice, match="speed has not been measured"):
+        assert find_device("auto").type == "cuda"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_device("auto").type == "cuda"
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        assert find_device("auto").type == "cpu"

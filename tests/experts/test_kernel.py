@@ -164,7 +164,7 @@ def test_the_stream_that_runs_ahead_is_the_models_own(mixture: Any, depth: int) 
     before, offload.trained_predictor = offload.trained_predictor, whole_experts(mixture, depth)
     try:
         stats = counts(mixture, 12, True, "accelerated", prefetch_threshold=0.0, depth=depth)
-        assert stats.issued > 20 and stats.precision > 0.9 and stats.recall > 0.5
+        assert stats.issued > 15 and stats.precision > 0.9 and stats.recall > 0.5
         batch = [[5, 9, 2, 44, 17, 30, 8], [3, 4, 50], [7]]
         with (
             runtime_of(mixture, None) as resident,

@@ -169,14 +169,13 @@ void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, i
     }
 }
 
-// Bytes of weights fetched ahead, by rows: with several rows to multiply the processor's own
-// prefetching falls behind.
-#ifndef A1
-#define A1 0L
-#define A3 12L
-#define AN 64L
+// Lines of weights fetched ahead, by rows: the processor's own prefetching falls behind several rows'
+// products, and with registers of 512 bits even behind one row's.
+#ifdef __AVX512F__
+#define AHEAD_LINES(lanes) 64L
+#else
+#define AHEAD_LINES(lanes) ((lanes) == 1 ? 0L : (lanes) <= 3 ? 12L : 64L)
 #endif
-#define AHEAD_BYTES(lanes) ((lanes) == 1 ? A1 * 64 : (lanes) <= 3 ? A3 * 64L : AN * 64L)
 
 // Where the rows take several tiles, each fetches a share of the next group's weights: otherwise
 // memory would idle from the second tile on.
@@ -185,7 +184,7 @@ void product_fixed(const Linear *linear, int group, const Operand *x, int tile,
     int narrow = linear->format == WEIGHTS_INT8, first = x->begin[tile],
         rows = x->begin[tile + 1] - first, lanes = x->lanes[tile];
     long pairs = linear->inputs / 2, line = narrow ? 32 : 64, column = pairs * line,
-         distance = AHEAD_BYTES(lanes) / line;
+         distance = AHEAD_LINES(lanes) * 64 / line;
     if (distance > pairs)
         distance = pairs;
     const char *weight = (const char *)group_of(linear, group);

@@ -150,7 +150,7 @@ def whole_experts(mixture: Any, depth: int) -> ExpertPredictor:
     made = ExpertPredictor(config, shape)
     tokens = IDS.view(4, 15)
     teacher = Teacher(original.bfloat16())
-    start_from_experts(teacher, made, [(tokens, torch.ones_like(tokens, dtype=torch.bool))])
+    start_from_experts(teacher, made, [(tokens, torch.ones_like(tokens, dtype=torch.bool), None)])
     return made.requires_grad_(False)
 
 

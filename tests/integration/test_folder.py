@@ -138,7 +138,9 @@ def test_a_relative_without_a_tokenizer_is_said_too(model: Any, tmp_path: Path) 
 def test_what_is_measured_on_a_relative_counts_and_the_card_does_not(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A card that promises much, on a base where nothing is accepted: "auto" decodes plainly."""
+    """A card that promises much, on a base where nothing is accepted: what is said is what was
+    measured, and most steps are plain.
+    """
     card = make(model, "m2r2-carry", tmp_path) / "accelerator.json"
     described = json.loads(card.read_text())
     described["results"] = {"terms": [{"gate": 1, "draft_step": 1, "agreement": 0.99}]}
@@ -146,9 +148,9 @@ def test_what_is_measured_on_a_relative_counts_and_the_card_does_not(
     monkeypatch.setattr("multirate.decoding.trial.SECONDS", 1e9)  # all texts, also when it is slow
     other = tiny_model.model(seed=7)
     engine = multirate.attach(other, tmp_path, backend="hf", tokenizer=tiny_model.tokenizer())
-    with pytest.warns(Notice, match="other weights"):
+    with pytest.warns(Notice, match=r"other weights.* it gives 1\.[01]\d tokens per step"):
         output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(12))
-    assert output.stats.drafted == 0 and engine.notice and "does not pay" in engine.notice
+    assert output.stats.drafted < output.stats.tokens // 2
 
 
 @pytest.mark.parametrize("method", ["m2r2", "m2r2-carry", "kangaroo"])

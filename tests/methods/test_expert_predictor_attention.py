@@ -76,7 +76,7 @@ def test_with_every_neuron_in_its_sketch_it_is_never_wrong(name: str, neurons: i
     predictor = ExpertPredictor(config, teacher.shape)
     tokens = ids(2, 16)
     start_from_experts(
-        teacher, predictor, [(tokens, torch.ones_like(tokens, dtype=torch.bool))] * 2
+        teacher, predictor, [(tokens, torch.ones_like(tokens, dtype=torch.bool), None)] * 2
     )
     assert recalls(ExpertPredictorObjective(teacher, predictor), ids(2, 20, seed=8)).min() > 0.99
 
@@ -95,7 +95,7 @@ def test_the_start_and_training_each_raise_recall() -> None:
     assert all(p.grad is None for p in teacher.parts.model.parameters())
     _, started = built(ahead=1, attention=True)
     start_from_experts(
-        teacher, started, [(ids(32, 40, seed=5), torch.ones(32, 40, dtype=torch.bool))]
+        teacher, started, [(ids(32, 40, seed=5), torch.ones(32, 40, dtype=torch.bool), None)]
     )
     assert (
         recalls(ExpertPredictorObjective(teacher, started), ids(4, 40, seed=99)).mean()

@@ -33,7 +33,7 @@ def method_run(engine: Engine, name: str, max_new_tokens: int, batch: int = 1) -
 
     def run(prompt: list[int]) -> Answer:
         output = engine.generate(
-            [prompt] * batch, SamplingSettings(), stop, method=name, speculate="always"
+            [prompt] * batch, SamplingSettings(), stop, method=name, speculate="auto"
         )
         seen = output.stats
         return Answer(

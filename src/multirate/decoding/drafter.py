@@ -170,6 +170,7 @@ class Drafter(ABC):
     taps: layers, `start` at least, whose entering residuals `prefill` and `accept` are given.
     top: of how many of the target's likeliest tokens after each node `accept` is told.
     adapts: whether it decides by itself when not to draft; else `SpeculativeStep.adapt` can.
+    rests: whether one that adapts may leave a step without a draft; `SpeculativeStep.adapt` says.
     """
 
     start: int = 0
@@ -178,6 +179,7 @@ class Drafter(ABC):
     taps: tuple[int, ...] = ()
     top: int = 0
     adapts: bool = False
+    rests: bool = True
 
     _costs: CostModel | None = None
 

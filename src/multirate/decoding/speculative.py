@@ -69,6 +69,7 @@ class SpeculativeStep(Step):
         return self.drafter.costs(decoder)
 
     def adapt(self, decoder: Decoder, on: bool) -> bool:
+        self.drafter.rests = on
         self._adapts = on and not self.drafter.adapts
         if self._adapts and self._controller is None:
             costs = self.drafter.costs(decoder).costs

@@ -30,12 +30,16 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Slot:
-    """One slot. token: the pass that used or loaded it last; fresh: loaded ahead, not used yet."""
+    """One slot. generation: how many experts it has held, so that a held slot can be seen not to
+    have been loaded again. token: the pass that used or loaded it last; fresh: loaded ahead, not
+    used yet.
+    """
 
     index: int
     state: State = State.FREE
     key: Key | None = None
     refs: int = 0
+    generation: int = 0
     token: int = -1
     fresh: bool = False
 
@@ -108,6 +112,7 @@ class ExpertCache:
         if slot is None:
             return None
         slot.state, slot.key, slot.fresh = State.LOADING, key, speculative
+        slot.generation += 1
         slot.token = self.token
         self._slot_of[key] = slot
         return slot

@@ -301,6 +301,8 @@ class M2R2Drafter(Drafter):
             self._matches[seq] = match
             found.append((match.matched, count))
         plan = self._controller.choose(found, max(limits), behind)
+        if not self.rests and not plan.stream and not any(plan.text):
+            plan = Plan(True)
         self._streamed = plan.stream
         return plan
 

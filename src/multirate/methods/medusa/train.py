@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from multirate.methods.common.distillation import distil
@@ -49,7 +48,9 @@ class MedusaObjective(Objective):
         students = self.heads(normed.float())  # [K, B, T, d]
         pairs = zip(students, earlier[1:], strict=True)
         shifted = torch.stack([student[:, rows][taught] for student, rows in pairs])
-        result = distil(shifted, slow.target(F.pad(taught, (count, 0))), teacher.head)
+        rows = torch.zeros_like(mask)
+        rows[:, count:] = taught
+        result = distil(shifted, slow.target(rows), teacher.head)
         weights = torch.tensor([term.weight for term in self.terms], device=result.kl.device)
         loss = (weights * result.kl).sum()
         return loss, Report(self.terms, result, float(loss.detach()))

@@ -130,7 +130,9 @@ def setting(model: str, bench: dict[str, Any]) -> str:
 
 def reproduce(model: str, bench: dict[str, Any]) -> str:
     argv = bench["argv"]
-    given = [argv[argv.index(name) :][:2] for name in ("--limit", "--repeats") if name in argv]
+    given = [
+        argv[argv.index(name) :][:2] for name in ("--limit", "-n", "--repeats") if name in argv
+    ]
     options = " ".join(" ".join(pair) for pair in given)
     methods = ",".join(row["method"] for row in bench["rows"])
     return (

@@ -118,7 +118,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     refused("accelerator.safetensors cannot be read")
     weights.write_bytes(good_weights)
     description.write_text(json.dumps(good)[:-20])
-    refused("accelerator.json is not valid JSON")
+    refused("accelerator.json: not valid JSON")
     description.write_text(json.dumps({**good, "method": "no_such_method"}))
     refused("no_such_method")
     description.write_text(json.dumps({**good, "format": 9}))
@@ -200,7 +200,7 @@ def test_deep_nesting_and_ids_that_are_none_are_refused(tmp_path: Path) -> None:
     description, weights = tmp_path / "accelerator.json", tmp_path / "accelerator.safetensors"
     good = description.read_text()
     description.write_text("[" * 100_000)
-    with pytest.raises(UserError, match=r"accelerator\.json is nested too deeply"):
+    with pytest.raises(UserError, match=r"accelerator\.json: not valid JSON \(nested too deeply\)"):
         Accelerator.from_pretrained(tmp_path, model)
     tensors = load_file(weights)
     for ids in (torch.arange(31, 51), torch.arange(-1, 19), torch.zeros(20, dtype=torch.int64)):

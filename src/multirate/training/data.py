@@ -84,12 +84,17 @@ def set_aside(samples: Sequence[Sample], most: int, seed: int) -> tuple[list[Sam
     chosen = {s.prompt for s in samples if int.from_bytes(prompt_rank(s.prompt, seed)[:8]) < cut}
     if len(chosen) == len({s.prompt for s in samples}):
         chosen = set()  # a handful of prompts: training needs them
+    heldout = first_of_each_prompt([s for s in samples if s.prompt in chosen])
+    heldout.sort(key=lambda s: prompt_rank(s.prompt, seed))
+    return [s for s in samples if s.prompt not in chosen], heldout[:most]
+
+
+def first_of_each_prompt(samples: Sequence[Sample]) -> list[Sample]:
+    """In their order: a prompt that is there often would count as often in held-out figures."""
     first: dict[str, Sample] = {}
     for sample in samples:
-        if sample.prompt in chosen:
-            first.setdefault(sample.prompt, sample)
-    heldout = [first[p] for p in sorted(first, key=lambda p: prompt_rank(p, seed))[:most]]
-    return [s for s in samples if s.prompt not in chosen], heldout
+        first.setdefault(sample.prompt, sample)
+    return list(first.values())
 
 
 def _conversations(record: Any, where: str) -> list[Conversation]:

@@ -32,7 +32,14 @@ from multirate.methods.common.teacher import Known, Teacher
 from multirate.methods.spec import Training, find_training, recommended
 from multirate.model.load import load_decoder
 from multirate.training.checkpoint import Accelerator, describe_base
-from multirate.training.data import Batch, BatchPlan, Sample, load_samples, set_aside
+from multirate.training.data import (
+    Batch,
+    BatchPlan,
+    Sample,
+    first_of_each_prompt,
+    load_samples,
+    set_aside,
+)
 from multirate.training.memory import RELEASE_EVERY, bound_product_caches, memory_releaser
 from multirate.training.optimizers import learning_rate, optimizers
 from multirate.training.precision import low_precision
@@ -165,7 +172,7 @@ class _Run:
                 "the training data: they are left out",
                 file=sys.stderr,
             )
-        return samples, heldout[:most]
+        return samples, first_of_each_prompt(heldout)[:most]
 
     def _initialise(self, trained: Training) -> None:
         """A reduced draft head takes the tokens that responses use most; a method may start from

@@ -104,6 +104,7 @@ def model_card(description: dict[str, Any]) -> str:
         "",
         "```python",
         "import multirate",
+        "",
         use,
         "```",
         "",

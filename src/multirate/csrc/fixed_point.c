@@ -169,8 +169,8 @@ void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, i
     }
 }
 
-// Lines of weights fetched ahead, by rows: the processor's own prefetching falls behind several rows'
-// products, and with registers of 512 bits even behind one row's.
+// Lines of weights fetched ahead, by rows: the processor's own prefetching falls behind several
+// rows' products, and with registers of 512 bits even behind one row's.
 #ifdef __AVX512F__
 #define AHEAD_LINES(lanes) 64L
 #else

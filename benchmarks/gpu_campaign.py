@@ -33,9 +33,10 @@ from multirate.bench.divergence import Judge
 from multirate.bench.method_runs import GENERATE, GENERATE_STATIC, method_run
 from multirate.bench.prompts import Prompt
 from multirate.bench.provenance import collect
-from multirate.bench.runner import REFERENCE, Unavailable, measure, summarise
+from multirate.bench.runner import Unavailable, measure, summarise
 from multirate.hub import find_device, load_model
 from multirate.io import write_json
+from multirate.methods.spec import PLAIN
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ("m2r2-carry", "m2r2", "kangaroo")
@@ -119,7 +120,7 @@ def correctness(campaign: Campaign) -> dict[str, Any]:
             out[0, len(ids) :].tolist() for out, ids in zip(expected, (first, second), strict=True)
         ]
         entry: dict[str, Any] = {}
-        for method in (REFERENCE, "prompt_lookup"):
+        for method in (PLAIN, "prompt_lookup"):
             both = engine.generate(
                 [first.tolist(), second.tolist()], stop=stop, method=method, speculate="always"
             )
@@ -128,9 +129,7 @@ def correctness(campaign: Campaign) -> dict[str, Any]:
         entry["graph_fallback"] = getattr(engine.decoder, "graph_fallback", "no graphs here")
         found[name] = entry
         model.to("cpu")
-    wrong = [
-        n for n, entry in found.items() if not all(entry[m] for m in (REFERENCE, "prompt_lookup"))
-    ]
+    wrong = [n for n, entry in found.items() if not all(entry[m] for m in (PLAIN, "prompt_lookup"))]
     said = campaign.tests("tests/model/test_cuda_graphs.py", *(["-k", "survive"] * campaign.tiny))
     return {"models": found, "other_tokens_than_generate": wrong, "tests": said}
 
@@ -188,7 +187,7 @@ def decoding(size: str) -> Callable[[Campaign], dict[str, Any]]:
         else:
             engine = multirate.attach(_random_llama(campaign, size))
         new, count = (8, 1) if campaign.tiny else (128, 4)
-        names = [GENERATE, GENERATE_STATIC, REFERENCE, "prompt_lookup"]
+        names = [GENERATE, GENERATE_STATIC, PLAIN, "prompt_lookup"]
         if campaign.tiny:
             names.remove(GENERATE_STATIC)  # half a minute of a compiler
         vocabulary = engine.decoder.info.vocab_size
@@ -229,7 +228,7 @@ def training(method: str) -> Callable[[Campaign], dict[str, Any]]:
         new, count = (8, 1) if campaign.tiny else (128, 4)
         vocabulary = engine.decoder.info.vocab_size
         rows = _measured(
-            campaign, engine, _prompts(vocabulary, count, 24), [REFERENCE, engine.default], new
+            campaign, engine, _prompts(vocabulary, count, 24), [PLAIN, engine.default], new
         )
         results = json.loads((folder / "accelerator.json").read_text()).get("results")
         return {"batches": rows, "training": results}

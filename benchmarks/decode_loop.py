@@ -85,7 +85,8 @@ def read_bandwidth() -> float:
 
 
 def round_costs(decoder: Decoder, model: LlamaForCausalLM) -> CostModel:
-    """What a round of m2r2-carry costs on this shape: a level of its stream (random weights), and
+    """What a speculative step of m2r2-carry costs on this shape: a level of its stream (random
+    weights), and
     verification.
     """
     base = BaseShape.of(model.config)

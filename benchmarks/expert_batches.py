@@ -6,7 +6,7 @@ experts.
         --expert-memory 40% \
         --json benchmarks/results/expert_batches.json
 
-Tokens a second in all, after the prompts' passes, of the embedded mixture. Every way and policy has
+Tokens a second in all, after the prompts' passes, of the embedded mixture. Every run and policy has
 to give the same text. Nothing else should run on the machine.
 """
 
@@ -61,8 +61,8 @@ def runs(engine: multirate.Engine, prompts: list[list[int]], tokens: int) -> dic
             texts += out.sequences
         return texts, seconds, made, total
 
-    ways = {f"batch {size}": lambda size=size: run(size, "autoregressive") for size in BATCHES}
-    return ways | {"prompt lookup": lambda: run(1, "prompt_lookup")}
+    found = {f"batch {size}": lambda size=size: run(size, "autoregressive") for size in BATCHES}
+    return found | {"prompt lookup": lambda: run(1, "prompt_lookup")}
 
 
 def main() -> None:
@@ -92,14 +92,14 @@ def main() -> None:
         )
         predictor = None if whole else offload.policy_predictor(policy)
         runtimes[policy] = ExpertRuntime(store, settings, predictor)
-    ways = runs(engine, prompts, args.tokens)
+    kinds = runs(engine, prompts, args.tokens)
     taken: dict[tuple[str, str], list[Any]] = {}
     texts = None
     for repeat in range(args.repeats + 1):  # the first warms up
-        for name, way in ways.items():
+        for name, run in kinds.items():
             for policy, runtime in runtimes.items():
                 offload.runtime = runtime
-                found, seconds, made, stats = way()
+                found, seconds, made, stats = run()
                 texts = texts or found
                 if found != texts:
                     raise SystemExit(f"{name} with {policy}: another text")
@@ -111,7 +111,7 @@ def main() -> None:
         stats, made = measured[-1][1:]
         rows.append(
             {
-                "way": name,
+                "run": name,
                 "policy": policy,
                 "tokens_per_second": statistics.median(rates),
                 "spread": (max(rates) - min(rates)) / statistics.median(rates),

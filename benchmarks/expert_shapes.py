@@ -1,4 +1,5 @@
-"""What loading experts costs at the layer shapes of larger mixtures: compute, one read, and arms
+"""What loading experts costs at the layer shapes of larger mixtures: compute, one read, and
+policies
 that need no training.
 
     python benchmarks/expert_shapes.py --shape olmoe --folder /tmp/shapes \

@@ -203,7 +203,7 @@ def batches() -> str:
     data = load("expert_batches.json")
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in data["rows"]:
-        found.setdefault(row["way"], {})[row["policy"]] = row
+        found.setdefault(row["run"], {})[row["policy"]] = row
     policies = list(next(iter(found.values())))
     lines = []
     for way, rows in found.items():

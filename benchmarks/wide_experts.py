@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from multirate.hub import EMBEDDED
+from multirate.named_models import NAMED
 
 
 def widened(name: str, weight: torch.Tensor, width: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ def main() -> None:
         "--width", type=int, default=512, help="of an expert; the embedded mixture has 64"
     )
     args = parser.parse_args()
-    source = EMBEDDED["reference-mixture"]
+    source = NAMED["reference-mixture"].folder
     config = json.loads((source / "config.json").read_text())
     if args.width <= config["moe_intermediate_size"] or args.width % 32:
         parser.error(

@@ -10,10 +10,11 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 PACKAGE = SOURCE / "multirate"
 LAYERS = (
     ("errors",),
-    ("io", "generation_lock"),
+    ("io", "generation_lock", "named_models"),
     ("model",),
     ("decoding",),
     ("methods",),
+    ("gguf_models",),
     ("hub",),
     ("training",),
     ("experts",),
@@ -45,6 +46,7 @@ def imports(node: ast.AST, at_start: bool = True) -> Iterator[tuple[str, bool]]:
     are left out.
     """
     for child in ast.iter_child_nodes(node):
+        assert not getattr(child, "level", 0), "a relative import would not be checked"
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         if (
@@ -109,6 +111,38 @@ def test_no_method_is_imported_by_another_or_from_outside() -> None:
             if parts[1:2] == ["methods"] and len(parts) > 2 and parts[2] not in allowed:
                 wrong.append(f"{module} imports {imported}")
     assert not wrong
+
+
+def method_names() -> set[str]:
+    """The names that folders register, but for plain decoding's, which is the baseline."""
+    found = set()
+    for module, tree in MODULES.items():
+        if module.startswith("multirate.methods.") and module.endswith(".spec"):
+            calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call)]
+            found |= {
+                keyword.value.value
+                for call in calls
+                for keyword in call.keywords
+                if keyword.arg == "name" and isinstance(keyword.value, ast.Constant)
+            }
+    return found
+
+
+def test_no_code_outside_its_folder_names_a_method() -> None:
+    names = method_names()
+    assert {"kangaroo", "prompt_lookup", "medusa"} <= names
+    wrong = [
+        f"{module} has {node.value!r}"
+        for module, tree in MODULES.items()
+        if not module.startswith("multirate.methods.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert not wrong
+    kernel = [path for path in (PACKAGE / "csrc").rglob("*") if path.suffix in (".c", ".h")]
+    assert kernel and not [
+        f"{path.name} has {name}" for path in kernel for name in names if name in path.read_text()
+    ]
 
 
 def test_no_import_circle() -> None:

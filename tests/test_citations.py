@@ -1,4 +1,4 @@
-"""What the code cites exists in the repository."""
+"""What the code and the pages cite exists in the repository."""
 
 from __future__ import annotations
 
@@ -25,3 +25,35 @@ def test_every_document_and_point_that_the_code_cites_exists() -> None:
                 assert found.group(1) in points, f"{path} cites {found.group(0)}"
             cited += 1
     assert cited
+
+
+PAGES = [
+    path
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+    if path.name != "experiments.md"  # its rows speak of the tree as it was then
+]
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)")
+NAMED_FILE = re.compile(r"`([\w./-]+\.(?:py|c|h|sh|md|json))`")
+FOLDERS = ("", "src/multirate", "src/multirate/csrc", "src/multirate/model", "docs")
+WRITTEN = ("out.json",)
+"""Files that a reader's own commands write."""
+
+
+def test_every_file_that_a_page_names_exists() -> None:
+    skipped = {".git", ".venv"}
+    names = {p.name for p in ROOT.rglob("*") if not skipped & set(p.relative_to(ROOT).parts)}
+    found = 0
+    for page in PAGES:
+        text = page.read_text()
+        for link in LINK.findall(text):
+            if not link.startswith("http"):
+                assert (page.parent / link).exists(), f"{page.name} links to {link}"
+                found += 1
+        for name in NAMED_FILE.findall(text):
+            if name in WRITTEN:
+                continue
+            places = [ROOT / folder / name for folder in FOLDERS]
+            exists = name in names if "/" not in name else any(one.exists() for one in places)
+            assert exists, f"{page.name} names {name}, which does not exist"
+            found += 1
+    assert found > 50

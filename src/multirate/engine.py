@@ -19,7 +19,8 @@ from multirate.decoding.prefix_cache import PrefixCache
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
-from multirate.errors import Notice, UserError
+from multirate.decoding.trial import TEXTS, try_drafts
+from multirate.errors import Notice, UserError, say_once
 from multirate.experts.load import load_offloaded
 from multirate.generation_lock import GenerationLock, lock_of
 from multirate.hub import LoadedModel, load_model, resolve_accelerator
@@ -54,9 +55,10 @@ def attach(
     gave), never changed.
 
     accelerator: a trained one, its folder or hub id, or the name of an embedded one; None: plain
-    decoding and the methods that need no training. backend: "auto", "hf" (the model's own layers)
-    or "native" (packed bf16 weights).
-    tokenizer: needed with stop strings only.
+    decoding and the methods that need no training. One that was trained for other weights of the
+    same shape is accepted: before its first drafts it is measured on a few short texts, and said.
+    backend: "auto", "hf" (the model's own layers) or "native" (packed bf16 weights).
+    tokenizer: needed with stop strings, and for that measurement.
     experts: for a mixture of experts named by folder or hub id, the store (`multirate pack`) that
     its experts are read from as they are needed. For it, or a model that `offload` gave:
     expert_memory: how much of them is held, such as "2GB" (default: all); expert_policy: see
@@ -138,6 +140,7 @@ class Engine:
         self._watch = WeightWatch(model)
         self._decodings: dict[str, _Decoding] = {}
         self._prefix_caches: dict[str, PrefixCache] = {}  # the newest last
+        self._tried: set[str] = set()  # accelerators for a relative of this model
 
     @property
     def backend(self) -> str:
@@ -148,11 +151,12 @@ class Engine:
         self, accelerator: str | os.PathLike[str] | Accelerator, name: str | None = None
     ) -> str:
         """Adds an accelerator under `name` (default: its method's) → that name. The first that
-        drafts becomes the default; one that names experts is used by the policies accelerated and
-        aot.
+        drafts becomes the default; one that predicts experts is used by the policies
+        accelerated and aot.
         """
         if not isinstance(accelerator, Accelerator):
-            accelerator = Accelerator.from_pretrained(resolve_accelerator(accelerator), self.model)
+            folder = resolve_accelerator(accelerator, self.model.config)
+            accelerator = Accelerator.from_pretrained(folder, self.model)
         name = name or accelerator.method
         with self._lock.held():
             return self._add(accelerator, name)
@@ -161,7 +165,7 @@ class Engine:
         if spec.find(accelerator.method).role == "experts":
             if self.experts is None:
                 raise UserError(
-                    "this accelerator names experts, and the model's are all in memory: it is "
+                    "this accelerator predicts experts, and the model's are all in memory: it is "
                     "for models with experts on disk (experts=DIR, expert_predictor)"
                 )
             self.experts.add(accelerator)
@@ -177,6 +181,7 @@ class Engine:
                 f"an accelerator cannot be named {name!r}: that is the name of a baseline"
             )
         self.accelerators[name] = accelerator
+        self._tried.discard(name)
         for known in (self._decodings, self._prefix_caches):
             for variant in [v for v in known if spec.parse_variant(v)[0] == name]:
                 del known[variant]
@@ -220,13 +225,13 @@ class Engine:
         """Continues every prompt (token ids). Defaults: greedy, 256 new tokens or the model's EOS,
         the first accelerator's method.
 
-        speculate: "auto" decodes plainly, and says so in `notice`, where measured costs and
-        acceptance show that drafts do not pay on this machine; "always" drafts all the same;
-        "never" decodes plainly. method may carry settings of its drafts, as in
-        "m2r2-carry:lookup=0:nodes=5". on_tokens(b, tokens) is called with the new tokens of prompt
-        b as they are emitted. Waits while another thread generates with this engine. Raises
-        UserError for an unknown method, an empty prompt, one longer than the context, or an id out
-        of range.
+        speculate: "auto" drafts where and as long as that is measured to pay, within a text too;
+        it decodes plainly, and says so in `notice`, where no acceptance could make drafts pay on
+        this machine. "always" drafts as the method by itself would; "never" decodes plainly.
+        method may carry settings of its drafts, as in "m2r2-carry:lookup=0:nodes=5". on_tokens(b,
+        tokens) is called with the new tokens of prompt b as they are emitted. Waits while another
+        thread generates with this engine. Raises UserError for an unknown method, an empty prompt,
+        one longer than the context, or an id out of range.
         """
         if speculate not in SPECULATE:
             raise UserError(f"speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
@@ -268,8 +273,11 @@ class Engine:
         self.notice = None
         self._follow_model()
         decoding = self._decoding(method or self.default) if speculate != "never" else None
-        if decoding is not None and speculate == "auto" and not self._pays(decoding):
-            decoding = None
+        if decoding is not None:
+            self._try_relative(decoding, spec.parse_variant(method or self.default)[0])
+            adapts = decoding.step.adapt(self.decoder, speculate == "auto")
+            if speculate == "auto" and not self._pays(decoding, adapts):
+                decoding = None
         used = PLAIN if decoding is None else (method or self.default)
         step: Step = PlainStep() if decoding is None else decoding.step
         kept = (
@@ -346,10 +354,38 @@ class Engine:
             step = self._spec(base).make_step(self.decoder, accelerator, settings)
             if step is None:
                 return None
-            self._decodings[name] = _Decoding(step, OverallRates(_card_rates(accelerator)))
+            # what its card says was measured on other weights
+            relative = accelerator is not None and accelerator.other_weights is not None
+            rates = [] if relative else _card_rates(accelerator)
+            self._decodings[name] = _Decoding(step, OverallRates(rates))
         return self._decodings[name]
 
-    def _pays(self, decoding: _Decoding) -> bool:
+    def _try_relative(self, decoding: _Decoding, name: str) -> None:
+        """Before the first drafts of an accelerator whose base has other weights than this model:
+        measures how many are accepted, and says so.
+        """
+        accelerator = self.accelerators.get(name)
+        if accelerator is None or accelerator.other_weights is None or name in self._tried:
+            return
+        self._tried.add(name)
+        fact = accelerator.other_weights
+        own = "; the text stays the model's own" if decoding.step.lossless else ""
+        if self.tokenizer is None:
+            say_once(f"{fact}: fewer of its drafts may be accepted{own}")
+            return
+        seen = try_drafts(
+            self.decoder, decoding.step, [self.tokenizer(text)["input_ids"] for text in TEXTS]
+        )
+        decoding.observe(seen)
+        say_once(
+            f"{fact}: measured on {seen.first_tokens} short texts, it gives "
+            f"{seen.tokens_per_step:.2f} tokens per step (plain decoding: 1.00){own}"
+        )
+
+    def _pays(self, decoding: _Decoding, adapts: bool) -> bool:
+        """Whether to begin with drafts. A step that adapts finds out by itself, unless no
+        acceptance is high enough.
+        """
         rates = decoding.acceptance.rates()
         if rates is None:
             return True
@@ -357,9 +393,10 @@ class Engine:
         if costs is None:
             return True
         verdict = costs.verdict(rates)
-        if not verdict.pays:
-            self.notice = verdict.message
-        return verdict.pays
+        if verdict.pays or (adapts and verdict.break_even is not None):
+            return True
+        self.notice = verdict.message
+        return False
 
 
 def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:

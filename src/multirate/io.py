@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and the folder for those that can be made again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,44 @@ from pathlib import Path
 from typing import Any
 
 from multirate.errors import UserError
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept between runs: $MULTIRATE_CACHE/multirate, else
+    $XDG_CACHE_HOME/multirate, else ~/.cache/multirate.
+    """
+    root = (
+        os.environ.get("MULTIRATE_CACHE")
+        or os.environ.get("XDG_CACHE_HOME")
+        or Path.home() / ".cache"
+    )
+    return Path(root) / "multirate"
+
+
+def parse_json(content: str | bytes, where: str | Path) -> Any:
+    """What JSON says, whoever wrote it. Raises UserError, begun by `where`, for what is not valid,
+    is nested too deeply, has a number of thousands of digits or half a character (a surrogate
+    alone, which no tokenizer takes).
+    """
+    try:
+        found = json.loads(content)
+        escaped = content if isinstance(content, bytes) else content.encode()
+        if b"\\ud" in escaped.lower():
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except json.JSONDecodeError as error:
+        if error.lineno > 1:
+            where = f"{where}, line {error.lineno}"
+        reason = error.msg
+    except RecursionError:
+        reason = "nested too deeply"
+    except UnicodeEncodeError:
+        reason = "a surrogate stands alone"
+    except UnicodeDecodeError:
+        reason = "not UTF-8 text"
+    except ValueError:
+        reason = "a number has too many digits"
+    raise UserError(f"{where}: not valid JSON ({reason})")
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -41,6 +79,19 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
 def write_json(path: str | Path, content: dict[str, Any]) -> None:
     """Indented JSON; numbers that JSON does not have are refused."""
     write_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file that is written line by line; what a kill left of a last one is cut off.
+    Raises UserError when the file cannot be read or mended.
+    """
+    try:
+        *lines, rest = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+    if rest:
+        write_atomically(path, b"".join(line + b"\n" for line in lines))
+    return lines
 
 
 def check_writable(path: str | Path) -> Path:

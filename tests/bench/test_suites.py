@@ -1,3 +1,4 @@
+import gzip
 import json
 from pathlib import Path
 
@@ -42,6 +43,16 @@ def write(path: Path, *records: object) -> Path:
         ("koala", {"id": "k", "prompt": "hello"}, [("k", ("hello",), None)]),
         ("wizardlm", {"Instruction": "hello"}, [("1", ("hello",), None)]),
         ("gsm8k", {"question": "1+1?", "answer": "2"}, [("1", ("1+1?",), None)]),
+        (
+            "humaneval",
+            {"task_id": "HumanEval/0", "prompt": "def f():", "test": "assert f()"},
+            [("HumanEval/0", ("def f():",), None)],
+        ),
+        (
+            "spec_bench",
+            {"question_id": 81, "category": "stem", "turns": ["a", "b"]},
+            [("81", ("a", "b"), "multi_turn")],
+        ),
         ("text", {"text": "once"}, [("1", ("once",), None)]),
     ],
 )
@@ -170,3 +181,27 @@ def test_no_chat_template_is_plain_text() -> None:
     words.chat_template = None
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert words.decode(encode_chat(words, messages)) == "a\n\nb"
+
+
+def test_compressed_files_and_what_only_claims_to_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl.gz"
+    whole = gzip.compress(b'{"text": "once"}\n{"text": "upon"}\n' * 50)
+    path.write_bytes(whole)
+    assert [q.turns for q in load_suite("text", path)][:2] == [("once",), ("upon",)]
+    for broken in (b'{"text": "once"}\n', whole[:-9], whole[:20] + b"xxxxxxxx" + whole[28:]):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match=r"q\.jsonl\.gz"):
+            load_suite("text", path)
+
+
+def test_one_task_of_a_suite(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "q.jsonl",
+        *({"category": c, "turns": [c]} for c in ("qa", "stem", "qa", "writing", "qa")),
+    )
+    assert [q.id for q in load_suite("spec_bench", path, task="multi_turn")] == ["2", "4"]
+    assert [q.id for q in load_suite("spec_bench", path, limit=2, task="qa")] == ["1", "3"]
+    with pytest.raises(UserError, match="'rag': accepted are multi_turn, qa"):
+        load_suite("spec_bench", path, task="rag")
+    with pytest.raises(UserError, match="have no category"):
+        load_suite("text", write(tmp_path / "t.jsonl", {"text": "once"}), task="qa")

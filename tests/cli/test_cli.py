@@ -1,8 +1,10 @@
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +201,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
         ["generate", "someone/some-model", "-p", "hi"],
         ["train", "someone/some-model", "--data", __file__, "--out", out],
         ["pack", "someone/some-model", "--out", out],
-        ["generate", "-p", "hi", "-a", "someone/some-accelerator"],
+        ["generate", "reference", "-p", "hi", "-a", "someone/some-accelerator"],
     )
     for command in commands:
         done = subprocess.run(
@@ -230,10 +232,10 @@ def test_embedded_names_work_in_every_command(
 ) -> None:
     monkeypatch.setattr("multirate.hub._hub_answers", lambda: pytest.fail("the hub was asked"))
     outputs = [
-        run("generate", *model, "-p", "Hello", "-n", "8", "--stats").stdout
-        for model in ([], ["reference"])
+        run("generate", "reference", "-p", "Hello", "-n", "8", *method).stdout
+        for method in ([], ["--speculate", "never"])
     ]
-    assert outputs[0] == outputs[1]
+    assert outputs[0] == outputs[1] and outputs[0].strip()
     shown = run("info", "reference")
     assert "accelerator m2r2-carry" in shown.stdout and "backend='hf'" not in shown.stdout
     done = run("generate", "reference", "-p", "Hello", "-n", "4", "-a", "kangaroo")
@@ -364,6 +366,34 @@ def test_bench_reports_and_writes(model: str, data: str, tmp_path: Path) -> None
         assert row["speedup"] > 0 and len(row["seconds_per_repeat"]) == 2
     assert max(r["tokens_per_second"] for r in read["rows"] if r["method"] == read["baseline"]) > 0
     assert read["rows"][1]["tokens_per_step"] == 1
+
+
+def test_a_rival_that_is_not_there_costs_its_row_only(
+    model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *a: None if name == "llama_cpp" else find(name, *a)
+    )
+    out = tmp_path / "out.json"
+    done = run(
+        *("bench", model, "--data", data, "--limit", "1", "-n", "4", "--repeats", "1"),
+        *("--dtype", "float32", "--methods", "autoregressive", "--json", str(out)),
+        *("--rivals", "llamacpp,assisted"),
+    )
+    assert done.exit_code == 0, done.output
+    assert "note: no row for llamacpp: llama.cpp is not installed" in done.stderr
+    assert "Read bandwidth: " in done.stdout and "% of it are the weights" in done.stdout
+    content = json.loads(out.read_text())
+    assert [row["method"] for row in content["rows"]] == ["autoregressive", "generate-lookup"]
+    assert content["baseline"] == "autoregressive"
+    assert content["unavailable"][0]["method"] == "llamacpp"
+    assert content["plain_share_of_bandwidth"] > 0
+    refused(run("bench", model, "--data", data, "--rivals", "vllm"), "'vllm'", "assisted, llamacpp")
+
+
+def test_answers_needs_questions_from_somewhere(model: str, tmp_path: Path) -> None:
+    refused(run("answers", model, "--out", str(tmp_path / "own.jsonl")), "--data", "--questions")
 
 
 def test_bench_skips_what_does_not_fit_and_says_so(model: str, tmp_path: Path) -> None:
@@ -559,3 +589,17 @@ def test_a_list_in_a_method_s_settings_is_not_split() -> None:
     assert method_names("generate, token_recycling:tree=[3,2]:k=4,generate,layerskip") == [
         "generate", "token_recycling:tree=[3,2]:k=4", "layerskip",
     ]  # fmt: skip
+
+
+def test_auto_says_once_that_cuda_is_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from multirate.errors import Notice
+    from multirate.hub import find_device
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.warns(Notice, match="speed has not been measured"):
+        assert find_device("auto").type == "cuda"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_device("auto").type == "cuda"
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        assert find_device("auto").type == "cpu"

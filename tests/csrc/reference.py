@@ -115,3 +115,63 @@ def _attend(q: Tensor, rows: Rows, n: int, keys: Tensor, values: Tensor, window:
     k, v = (t[seq][:, slots].repeat_interleave(len(q) // t.shape[1], dim=0) for t in (keys, values))
     scores = torch.einsum("hd,hsd->hs", q, k) / q.shape[-1] ** 0.5
     return torch.einsum("hs,hsd->hd", scores.softmax(-1), v).flatten()
+
+
+def route(
+    x: Tensor, router: Tensor, norm: Tensor, eps: float, k: int, normalise: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [N, d], router [experts, d] → normed [N, d], the k likeliest experts [N, k], weights
+    [N, k].
+    """
+    normed = rms_norm(x, norm, eps)
+    weights, ids = (normed @ router.T).softmax(-1).topk(k)
+    return normed, ids, weights / weights.sum(-1, keepdim=True) if normalise else weights
+
+
+def expert(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """x [N, d], gate and up [I, d], down [d, I] → [N, d]."""
+    return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def predicted_residual(
+    residual: Tensor,
+    state: Tensor | None,
+    ids: Tensor,
+    weights: Tensor,
+    a: Tensor,
+    b: Tensor,
+    down: Tensor,
+    up: Tensor,
+    eps: float,
+) -> Tensor:
+    """residual, state [N, d], ids, weights [N, k], a [rank, 2d], b [d, rank], down, up [experts,
+    rows, d] → residual + B SiLU(A [n(residual); n(state)]) + Σ share · SiLU(down n(residual)) up.
+    """
+    ones = torch.ones(residual.shape[1], dtype=residual.dtype)
+    normed = rms_norm(residual, ones, eps)
+    other = torch.zeros_like(residual) if state is None else rms_norm(state, ones, eps)
+    found = residual + torch.nn.functional.silu(torch.cat([normed, other], -1) @ a.T) @ b.T
+    shares = weights / weights.sum(-1, keepdim=True)
+    inner = torch.nn.functional.silu(torch.einsum("nd,nkrd->nkr", normed, down[ids]))
+    return found + torch.einsum("nk,nkr,nkrd->nd", shares, inner, up[ids])
+
+
+def pruned_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    means: Tensor,
+    eps: float,
+) -> Tensor:
+    """x [N, d], ids, weights [N, k], gate, up, down [experts, rows, d], means [experts, d] → x plus
+    what a few neurons of its experts add, and the mean of what the others do.
+    """
+    normed = rms_norm(x, torch.ones(x.shape[1], dtype=x.dtype), eps)
+    shares = weights / weights.sum(-1, keepdim=True)
+    inner = torch.nn.functional.silu(torch.einsum("nd,nkrd->nkr", normed, gate[ids]))
+    inner = inner * torch.einsum("nd,nkrd->nkr", normed, up[ids])
+    added = torch.einsum("nkr,nkrd->nkd", inner, down[ids]) + means[ids]
+    return x + torch.einsum("nk,nkd->nd", shares, added)

@@ -54,7 +54,7 @@ def test_what_was_never_reached_says_nothing_and_doubt_fades() -> None:
 @pytest.mark.parametrize(
     ("first_accepted", "next_accepted", "length"), [(1.0, 1.0, 8), (0.05, 1.0, 0), (0.9, 0.5, 3)]
 )
-def test_a_suggestion_is_followed_as_far_as_its_rows_pay(
+def test_a_continuation_is_followed_as_far_as_its_rows_pay(
     first_accepted: float, next_accepted: float, length: int
 ) -> None:
     tree = DraftTree(depth_limit=8, deepest=8)

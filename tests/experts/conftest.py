@@ -73,10 +73,10 @@ def mixture(
     assert index.layout == "native"
     offload = OffloadedExperts(model, ExpertStore.open(folder / "store"))
     shape = BaseShape.of(model.config)
-    forecast = ExpertPredictor(ExpertPredictorConfig.for_base(shape, rank=8), shape)
+    predictor = ExpertPredictor(ExpertPredictorConfig.for_base(shape, rank=8), shape)
     with torch.no_grad():
-        forecast.up[0].normal_(0, 0.3)  # it names others than the gate
-    offload.trained_predictor = forecast
+        predictor.up[0].normal_(0, 0.3)  # it predicts others than the gate does
+    offload.trained_predictor = predictor
     offload.use()
     decoder = offload.decoder()
     assert isinstance(decoder, NativeMoEDecoder)

@@ -1,4 +1,5 @@
-"""The forecast on the kernel says what its module says; depth, and predictions that are renewed."""
+"""The accelerated residual on the kernel predicts what its module does; depth, and predictions
+that are renewed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from multirate.experts.depth import MeasuredDepth, depth_that_covers, depth_that_is_worth_it
+from multirate.experts.depth import MeasuredDepth, depth_that_covers, depth_that_pays
 from multirate.experts.expert_cache import ExpertCache, State
 from multirate.experts.loader import ExpertLoader, Prediction
 from multirate.experts.policies import eviction_policy
@@ -27,7 +28,9 @@ from multirate.model.native.library import NativeUnavailable, kernel
 SHAPE = SimpleNamespace(num_layers=5, hidden_size=128, is_moe=True, num_experts=6)
 
 
-def forecast(ahead: int, rank: int, sketch: int, attention: bool = False) -> ExpertPredictor:
+def expert_predictor(
+    ahead: int, rank: int, sketch: int, attention: bool = False
+) -> ExpertPredictor:
     torch.manual_seed(3)
     config = ExpertPredictorConfig(rank=rank, ahead=ahead, sketch=sketch, attention=attention)
     base: Any = SHAPE
@@ -50,8 +53,8 @@ def native() -> None:
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 @pytest.mark.parametrize(("rank", "sketch"), [(8, 0), (64, 3), (16, 8)])
-def test_the_kernels_forecast_is_the_modules(ahead: int, rank: int, sketch: int) -> None:
-    module = forecast(ahead, rank, sketch)
+def test_the_kernels_residual_is_the_modules(ahead: int, rank: int, sketch: int) -> None:
+    module = expert_predictor(ahead, rank, sketch)
     native = NativeAcceleratedResidual(module.down, list(module.up), module.sketch, sketch)
     for rows in (1, 3, 70):
         state: torch.Tensor | None = None
@@ -72,8 +75,8 @@ def test_the_kernels_forecast_is_the_modules(ahead: int, rank: int, sketch: int)
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(("rank", "sketch"), [(0, 3), (8, 8), (64, 1)])
-def test_the_kernels_thinned_experts_are_the_modules(rank: int, sketch: int) -> None:
-    module = forecast(2, rank, sketch, attention=True)
+def test_the_kernels_pruned_experts_are_the_modules(rank: int, sketch: int) -> None:
+    module = expert_predictor(2, rank, sketch, attention=True)
     assert module.sketch is not None and module.gated is not None
     native = NativeResidualWithAttention(
         module.down, module.up[0], module.sketch, module.gated, sketch, 2
@@ -105,10 +108,10 @@ def test_depth() -> None:
     assert depth_that_covers(1.0, 2.5, 4) == 3
     assert depth_that_covers(1.0, 9.0, 4) == 4
     assert depth_that_covers(0.0, 9.0, 4) == 1
-    assert depth_that_is_worth_it(0.01, 1.0, 4) == 4
-    assert depth_that_is_worth_it(0.08, 1.0, 4) == 2
-    assert depth_that_is_worth_it(0.2, 1.0, 4) == 1
-    assert depth_that_is_worth_it(0.0, 1.0, 4) == 4
+    assert depth_that_pays(0.01, 1.0, 4) == 4
+    assert depth_that_pays(0.08, 1.0, 4) == 2
+    assert depth_that_pays(0.2, 1.0, 4) == 1
+    assert depth_that_pays(0.0, 1.0, 4) == 4
 
 
 def test_depth_follows_what_is_measured() -> None:
@@ -128,7 +131,7 @@ def test_depth_follows_what_is_measured() -> None:
 
     passes(6, 3, 12)
     assert predictor.depth == 2
-    stats.predictor_seconds += 1e9  # naming takes far longer than a layer
+    stats.predictor_seconds += 1e9  # predicting takes far longer than a layer
     passes(4, 3, 12)
     assert predictor.depth == 1
     depth.new_pass(lambda: stats, 30)  # a prompt

@@ -20,7 +20,7 @@ class Machine:
         self.on, self.off, self.now = on, off, 0.0
         inner = PreviousToken(3)
         self.controller = AdaptivePredictor(
-            {"previous_token": inner}, block=4, turns=3, trust=50, clock=lambda: self.now
+            {"previous_token": inner}, block=4, turns=3, stay=50, clock=lambda: self.now
         )
         self.passes: list[bool] = []
 
@@ -89,7 +89,7 @@ def test_the_fastest_of_several_names() -> None:
     for seconds, best in (([1.2, 1.0, 1.5], 1), ([1.0, 1.2, 1.5], 0), ([2.0, 2.2, 1.0], None)):
         now = 0.0
         names = {"first": Named(0), "second": Named(1)}
-        chooser = AdaptivePredictor(names, block=4, turns=3, trust=200, clock=lambda: now)  # noqa: B023
+        chooser = AdaptivePredictor(names, block=4, turns=3, stay=200, clock=lambda: now)  # noqa: B023
         asked: list[int | None] = []
         for _ in range(90):
             chooser.began(1)

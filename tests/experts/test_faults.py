@@ -27,14 +27,14 @@ from multirate.experts.loader import ExpertLoader, Prediction
 from multirate.experts.model import OffloadedExperts, load_without_experts
 from multirate.experts.pack import pack
 from multirate.experts.policies import Belady, eviction_policy
-from multirate.experts.predictors import Oracle, Shuffled
+from multirate.experts.predictors import Oracle
 from multirate.experts.reader import Arena, RecordReader, Throttle
 from multirate.experts.reads import Ended, Reads
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
 
-from .tiny import EXPERTS, TOP_K, save
+from .tiny import EXPERTS, TOP_K, Shuffled, save
 
 IDS = torch.tensor([[5, 9, 2, 44, 17, 30, 8, 8, 21, 3, 50]])
 

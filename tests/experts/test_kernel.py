@@ -19,7 +19,7 @@ from multirate.errors import UserError
 from multirate.experts.controller import AdaptivePredictor
 from multirate.experts.kernel import plan_of, plans_of
 from multirate.experts.policies import Belady, eviction_policy
-from multirate.experts.predictors import NextLayerGate, Oracle, Popularity, PreviousToken, Shuffled
+from multirate.experts.predictors import NextLayerGate, Oracle, Popularity, PreviousToken
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
@@ -29,6 +29,8 @@ from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
 from multirate.methods.m2r2_experts.modules import ExpertPredictor
 from multirate.methods.m2r2_experts.start import start_from_experts
 from multirate.model.rows import Rows
+
+from .tiny import Shuffled
 
 STOP = StopSettings(max_new_tokens=24)
 IDS = torch.randint(2, 61, (60,), generator=torch.Generator().manual_seed(2))
@@ -69,7 +71,7 @@ def counts(
         logits = follow(mixture, runtime)
         with runtime_of(mixture, None, kernel=False) as resident:
             assert torch.equal(logits, follow(mixture, resident))
-        assert (runtime._kernel is not None) == kernel
+        assert runtime.in_kernel == kernel
         return runtime.stats.copy()
 
 
@@ -130,14 +132,14 @@ def test_an_oracle_is_never_wrong(mixture: Any) -> None:
             runtime.predict_with(Oracle(trace))
             follow(mixture, runtime)
             stats = runtime.stats
-            assert runtime._kernel is not None
+            assert runtime.in_kernel
             assert stats.issued - stats.cancelled >= stats.timely + stats.late > 0
             assert stats.precision > 0.9 and stats.recall > 0.5
 
 
 def whole_experts(mixture: Any, depth: int) -> ExpertPredictor:
-    """A forecast whose sketches are the experts themselves: the stream that it runs ahead is the
-    true one.
+    """A predictor whose pruned experts are the experts themselves: the stream that it runs ahead is
+    the true one.
     """
     original = mixture[0]
     shape = BaseShape.of(original.config)
@@ -148,14 +150,15 @@ def whole_experts(mixture: Any, depth: int) -> ExpertPredictor:
     made = ExpertPredictor(config, shape)
     tokens = IDS.view(4, 15)
     teacher = Teacher(original.bfloat16())
-    start_from_experts(teacher, made, [(tokens, torch.ones_like(tokens, dtype=torch.bool))])
+    start_from_experts(teacher, made, [(tokens, torch.ones_like(tokens, dtype=torch.bool), None)])
     return made.requires_grad_(False)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_stream_that_runs_ahead_is_the_models_own(mixture: Any, depth: int) -> None:
-    """With whole experts for sketches nearly all that is named is needed, at any depth, across a
-    dense layer too; and what is left in the caches of layers that have not run disturbs nobody.
+    """With whole experts as pruned ones nearly all that is predicted is needed, at any depth,
+    across a dense layer too; and what is left in the caches of layers that have not run changes
+    nothing.
     """
     offload = mixture[1]
     before, offload.trained_predictor = offload.trained_predictor, whole_experts(mixture, depth)
@@ -177,7 +180,7 @@ def test_the_stream_that_runs_ahead_is_the_models_own(mixture: Any, depth: int) 
                 mixture, 12, "accelerated", prefetch_threshold=0.0, depth=depth, **other
             ) as python:
                 follow(mixture, python)
-                assert python._kernel is None
+                assert not python.in_kernel
                 assert python.stats.precision > 0.9 and python.stats.recall > 0.5
                 assert answers(mixture, python, batch) == right
     finally:
@@ -312,7 +315,7 @@ def test_ctrl_c_while_a_read_takes_for_ever(mixture: Any) -> None:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-        assert runtime._kernel is not None
+        assert runtime.in_kernel
     assert time.monotonic() - began < 3
 
 
@@ -350,25 +353,23 @@ def test_python_goes_on_where_the_kernel_cannot(mixture: Any) -> None:
     offload = mixture[1]
     with runtime_of(mixture, 9, "next_layer_gate") as runtime:
         right = follow(mixture, runtime)
-        assert runtime._kernel is not None
+        assert runtime.in_kernel
         uses = runtime.stats.uses
         runtime.predict_with(PreviousToken(len(offload.store.index.layers)))
-        assert runtime._kernel is not None
+        assert runtime.in_kernel
         runtime.predict_with(
             Shuffled(
                 PreviousToken(len(offload.store.index.layers)), offload.store.index.num_experts
             )
         )
-        assert runtime._kernel is None
+        assert not runtime.in_kernel
         assert torch.equal(follow(mixture, runtime), right)
         assert runtime.stats.uses == 2 * uses
     with runtime_of(mixture, 9) as runtime:
         follow(mixture, runtime)
         runtime.trace = []
         assert (
-            torch.equal(follow(mixture, runtime), right)
-            and runtime.trace
-            and runtime._kernel is None
+            torch.equal(follow(mixture, runtime), right) and runtime.trace and not runtime.in_kernel
         )
 
 
@@ -380,8 +381,8 @@ def test_several_predictors_take_turns(mixture: Any) -> None:
     with runtime_of(mixture, None) as resident:
         right = follow(mixture, resident)
     rows = len(index.layers)
-    ways = {"last": PreviousToken(rows), "all": Popularity(rows, index.num_experts)}
-    chooser = AdaptivePredictor(ways, trust=10**9)
+    candidates = {"last": PreviousToken(rows), "all": Popularity(rows, index.num_experts)}
+    chooser = AdaptivePredictor(candidates, stay=10**9)
     with runtime_of(mixture, 9, chooser, prefetch_threshold=0.0, depth=1) as runtime:
         chooser._left = 10**9
         issued = []
@@ -394,7 +395,7 @@ def test_several_predictors_take_turns(mixture: Any) -> None:
         ):  # popularity learns in the first, and does not forget
             runtime.reset()
             assert torch.equal(follow(mixture, runtime), right)
-            assert runtime._kernel is not None
+            assert runtime.in_kernel
             issued.append(runtime.stats.issued)
         assert min(issued[2::2]) > 1.3 * max(issued[1::2]) > 0
         chooser.on = False
@@ -418,7 +419,7 @@ def test_preloading_and_counting_from_zero(mixture: Any) -> None:
         early.preload()
         early.reset()
         follow(mixture, early)
-        assert early._kernel is not None and early.stats.hits == early.stats.uses
+        assert early.in_kernel and early.stats.hits == early.stats.uses
 
 
 def test_what_the_kernel_knows() -> None:

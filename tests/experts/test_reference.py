@@ -17,10 +17,10 @@ from multirate.engine import PLAIN
 from multirate.errors import UserError
 from multirate.experts.pack import pack
 from multirate.experts.store import ExpertStore
-from multirate.hub import EMBEDDED, MIXTURE
 from multirate.model.native.moe import NativeMoEDecoder
+from multirate.named_models import MIXTURE, NAMED
 
-FOLDER = EMBEDDED[MIXTURE]
+FOLDER = NAMED[MIXTURE].folder
 
 
 @pytest.fixture(scope="module")

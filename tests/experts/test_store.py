@@ -133,7 +133,7 @@ def damaged(kind: str, store: Path) -> None:
         ("truncated", "bytes, not the"),
         ("flipped bit", "checksum of expert"),
         ("no index", "is not an expert store"),
-        ("index is no JSON", "cannot be read"),
+        ("index is no JSON", "not valid JSON"),
         ("edited index", "damaged"),
         ("other JSON", "not the index"),
         ("other version", "version 99"),
@@ -222,7 +222,7 @@ def test_an_index_nested_too_deeply(tmp_path: Path) -> None:
     pack(tmp_path, tmp_path / "store")
     place = tmp_path / "store" / INDEX
     place.write_text("[" * 200_000)
-    with pytest.raises(UserError, match=f"{place} cannot be read: its JSON is nested too deeply"):
+    with pytest.raises(UserError, match=f"{place}: not valid JSON .nested too deeply"):
         ExpertStore.open(tmp_path / "store")
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as tf
+from torch import Tensor
+
+from multirate.experts.loader import Prediction
+from multirate.experts.predictors import Predictor
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=61,
@@ -75,3 +81,32 @@ def save(
     made = model(family, dtype, seed)
     made.save_pretrained(folder, max_shard_size=shard)
     return made
+
+
+class Shuffled(Predictor):
+    """Another predictor's rows with other experts: a control, as many reads and no knowledge."""
+
+    def __init__(self, inner: Predictor, num_experts: int, seed: int = 0) -> None:
+        self._inner, self._num, self._random = inner, num_experts, random.Random(seed)
+        self.most_depth = inner.most_depth
+
+    def began(self, rows: int) -> None:
+        self._inner.began(rows)
+
+    def used(self, row: int, experts: Sequence[int]) -> None:
+        self._inner.used(row, experts)
+
+    def routed(self, experts: Tensor, weights: Tensor) -> None:
+        self._inner.routed(experts, weights)
+
+    def predict(self, row: int, residual: Tensor) -> list[Prediction]:
+        self._inner.depth = self.depth
+        found = self._inner.predict(row, residual)
+        others: dict[int, list[int]] = {}
+        for one in found:
+            if one.deadline not in others:
+                others[one.deadline] = self._random.sample(range(self._num), self._num)
+        return [
+            Prediction((one.key[0], others[one.deadline].pop()), one.deadline, one.chance)
+            for one in found
+        ]

@@ -2,6 +2,7 @@
 are mostly wrong.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from bench import tiny_model
 from transformers import TextStreamer
 
 import multirate
-from multirate.decoding.costs import CostModel
+from multirate.decoding.costs import CostModel, measure_costs
 from multirate.decoding.draft_length import StepCosts
+from multirate.errors import Notice
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import find_training
 from multirate.training.checkpoint import Accelerator, describe_base
@@ -106,9 +108,49 @@ def test_streamer_and_stop_strings_through_the_folder(
 def test_trust_and_the_right_base_are_needed(model: Any, folder: Path) -> None:
     with pytest.raises(ValueError, match="trust_remote_code"):
         model.generate(prompt(), custom_generate=str(folder), trust_remote_code=False)
-    other = tiny_model.model(seed=9)
-    with pytest.raises(multirate.UserError, match="other weights"):
+    other = tiny_model.model(num_hidden_layers=3)
+    with pytest.raises(multirate.UserError, match="num_layers 3 instead of 4"):
         other.generate(prompt(), custom_generate=str(folder), trust_remote_code=True)
+
+
+def test_a_relative_of_the_base_is_measured_and_said_once(folder: Path) -> None:
+    other, words = tiny_model.model(seed=9), tiny_model.tokenizer()
+    expected = other.generate(prompt(), do_sample=False, max_new_tokens=12)[0, 4:].tolist()
+    engine = multirate.attach(other, folder, backend="hf", tokenizer=words)
+    with pytest.warns(Notice, match=r"other weights.*on . short texts.* tokens per step") as said:
+        for _ in range(2):
+            output = engine.generate(
+                [prompt()[0].tolist()], stop=engine.stopping(12), speculate="always"
+            )
+            assert output.sequences == [expected] and output.stats.drafted > 0
+    assert len([one for one in said if "other weights" in str(one.message)]) == 1
+
+
+def test_a_relative_without_a_tokenizer_is_said_too(model: Any, tmp_path: Path) -> None:
+    other = tiny_model.model(seed=8)
+    engine = multirate.attach(other, make(model, "m2r2", tmp_path), backend="hf")
+    expected = other.generate(prompt(), do_sample=False, max_new_tokens=12)[0, 4:].tolist()
+    with pytest.warns(Notice, match="other weights.*fewer of its drafts"):
+        output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(12))
+    assert output.sequences == [expected]
+
+
+def test_what_is_measured_on_a_relative_counts_and_the_card_does_not(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card that promises much, on a base where nothing is accepted: what is said is what was
+    measured, and most steps are plain.
+    """
+    card = make(model, "m2r2-carry", tmp_path) / "accelerator.json"
+    described = json.loads(card.read_text())
+    described["results"] = {"terms": [{"gate": 1, "draft_step": 1, "agreement": 0.99}]}
+    card.write_text(json.dumps(described))
+    monkeypatch.setattr("multirate.decoding.trial.SECONDS", 1e9)  # all texts, also when it is slow
+    other = tiny_model.model(seed=7)
+    engine = multirate.attach(other, tmp_path, backend="hf", tokenizer=tiny_model.tokenizer())
+    with pytest.warns(Notice, match=r"other weights.* it gives 1\.[01]\d tokens per step"):
+        output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(12))
+    assert output.stats.drafted < output.stats.tokens // 2
 
 
 @pytest.mark.parametrize("method", ["m2r2", "m2r2-carry", "kangaroo"])
@@ -131,7 +173,7 @@ def test_attach_by_folder_and_by_object(model: Any, method: str, tmp_path: Path)
 
 @pytest.mark.parametrize(("draft_step", "pays"), [(0.02, False), (0.0001, True)])
 def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
-    model: Any, folder: Path, draft_step: float, pays: bool
+    model: Any, folder: Path, draft_step: float, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With costs given instead of measured: on a busy machine measured ones would decide by
     chance.
@@ -145,9 +187,8 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
     assert speculation is not None
     rates = speculation.acceptance.rates()
     assert isinstance(rates, list) and rates[:3] == [0.6] * 3
-    speculation.step.drafter._costs = CostModel(
-        StepCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step)
-    )
+    costs = CostModel(StepCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step))
+    monkeypatch.setattr("multirate.decoding.drafter.measure_costs", lambda *_: costs)
     expected = model.generate(prompt(), do_sample=False, max_new_tokens=6)[0, 4:].tolist()
     output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(6))
     assert output.sequences == [expected]
@@ -162,12 +203,20 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
         assert forced.stats.drafted > 0 and engine.notice is None
 
 
-def test_costs_are_measured_on_first_use(model: Any, folder: Path) -> None:
+def test_costs_are_measured_on_first_use(
+    model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accelerator = Accelerator.from_pretrained(folder, model)
     accelerator.results["terms"] = [{"gate": 1, "draft_step": 1, "agreement": 0.5}]
     engine = multirate.attach(model, accelerator, backend="hf")
-    engine.generate([prompt()[0].tolist()], stop=engine.stopping(2))
-    speculation = engine._decoding("m2r2-carry")
-    assert speculation is not None and speculation.step.drafter._costs is not None
-    measured = speculation.step.drafter._costs.costs
-    assert measured.plain_step > 0 and measured.draft_step > 0
+    measured = []
+
+    def recorded(*arguments: Any) -> CostModel:
+        measured.append(measure_costs(*arguments))
+        return measured[-1]
+
+    monkeypatch.setattr("multirate.decoding.drafter.measure_costs", recorded)
+    for _ in range(2):
+        engine.generate([prompt()[0].tolist()], stop=engine.stopping(2))
+    assert len(measured) == 1, "once"
+    assert measured[0].costs.plain_step > 0 and measured[0].costs.draft_step > 0

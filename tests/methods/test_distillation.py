@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multirate.methods.common import distillation
-from multirate.methods.common.distillation import Head, distil, simulated_tokens_per_step
+from multirate.methods.common.distillation import (
+    Head,
+    TopTokens,
+    distil,
+    simulated_tokens_per_step,
+)
 from multirate.methods.common.objective import BINS, auc, expected_calibration_error
 from multirate.methods.m2r2.arla import ARLA, balanced_bce
 
@@ -66,6 +71,42 @@ def test_gradient_is_that_of_the_plain_loss(
     torch.testing.assert_close(result.confidence, log_q.exp().amax(-1).detach())
     choice = log_q.argmax(-1) if tokens is None else tokens[log_q.argmax(-1)]
     assert torch.equal(result.agree, choice == head.logits(teacher).argmax(-1))
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("sharpness", [1.0, 2.0])
+def test_a_teacher_given_by_its_likeliest_tokens(
+    monkeypatch: pytest.MonkeyPatch, sharpness: float, reduced: bool
+) -> None:
+    monkeypatch.setattr(distillation, "ELEMENTS_PER_CHUNK", 16 * 20)
+    torch.manual_seed(0)
+    vocabulary, size, rows, k = 37, 12, 41, 6
+    head = Head(torch.randn(vocabulary, size), sharpness=sharpness)
+    full = (torch.randn(rows, size) @ head.weight.T).log_softmax(-1)
+    log_probs, ids = full.topk(k)
+    tokens = torch.randperm(vocabulary)[:20].sort().values if reduced else None
+    students = torch.randn(2, rows, size, requires_grad=True)
+    result = distil(students, TopTokens(ids, log_probs), head, tokens)
+    result.kl.sum().backward()
+    got, students.grad = students.grad, None
+
+    # the same with the kept tokens' distribution written out over the whole vocabulary
+    sparse = torch.full_like(full, -torch.inf).scatter(1, ids, sharpness * log_probs)
+    z = sharpness * (students @ head.weight.T)
+    if tokens is not None:
+        sparse, z = sparse[:, tokens], z[..., tokens]
+    taught = sparse.amax(-1) > -torch.inf
+    assert taught.any()
+    p = sparse[taught].softmax(-1)
+    log_q = z.log_softmax(-1)[:, taught]
+    plain = (torch.xlogy(p, p) - p * log_q).sum((-1, -2)) / rows
+    plain.sum().backward()
+    torch.testing.assert_close(result.kl, plain, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got, students.grad, atol=1e-6, rtol=1e-4)
+    overlap = torch.minimum(p, log_q.exp()).sum((-1, -2)) / rows
+    torch.testing.assert_close(result.overlap, overlap.detach())
+    choice = z.argmax(-1) if tokens is None else tokens[z.argmax(-1)]
+    assert torch.equal(result.agree, choice == ids[:, 0])
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=7))

@@ -1,4 +1,4 @@
-"""The accelerated residual names experts: untrained it is the next layer's gate, trained it is
+"""The accelerated residual predicts experts: untrained it is the next layer's gate, trained it is
 better.
 """
 
@@ -30,8 +30,8 @@ def recalls(objective: ExpertPredictorObjective, tokens: torch.Tensor) -> torch.
 
 
 def test_untrained_it_is_the_gate_of_the_later_layer() -> None:
-    teacher, forecast = built()
-    objective = ExpertPredictorObjective(teacher, forecast)
+    teacher, predictor = built()
+    objective = ExpertPredictorObjective(teacher, predictor)
     tokens = ids(2, 20)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     terms, exit_ = objective.early_exit(tokens, mask)
@@ -46,8 +46,8 @@ def test_the_truth_is_named_with_certainty() -> None:
     """Given the true residual of the later layer, recall is 1 and KL 0: the report measures what it
     says.
     """
-    teacher, forecast = built(ahead=1)
-    objective = ExpertPredictorObjective(teacher, forecast)
+    teacher, predictor = built(ahead=1)
+    objective = ExpertPredictorObjective(teacher, predictor)
     tokens = ids(2, 12)
     rows, _ = objective._residuals(tokens, torch.ones_like(tokens, dtype=torch.bool))
     _, report = objective._judge(rows, [[row] for row in [*rows[1:], rows[-1]]])
@@ -57,9 +57,9 @@ def test_the_truth_is_named_with_certainty() -> None:
 
 
 def test_training_raises_recall() -> None:
-    teacher, forecast = built(ahead=1)
-    objective = ExpertPredictorObjective(teacher, forecast)
-    optimizer = torch.optim.Adam(forecast.parameters(), lr=5e-3)
+    teacher, predictor = built(ahead=1)
+    objective = ExpertPredictorObjective(teacher, predictor)
+    optimizer = torch.optim.Adam(predictor.parameters(), lr=5e-3)
     mask = torch.ones(4, 40, dtype=torch.bool)
     before = recalls(objective, ids(4, 40, seed=99))
     frozen = [p.clone() for p in teacher.parts.model.parameters()]
@@ -76,33 +76,35 @@ def test_training_raises_recall() -> None:
 
 
 def test_the_state_is_carried_from_layer_to_layer() -> None:
-    _, forecast = built()
-    disturb(forecast)
+    _, predictor = built()
+    disturb(predictor)
     r, routing = torch.randn(3, 32), (torch.tensor([[0, 1], [1, 3], [2, 0]]), torch.rand(3, 2))
-    alone = forecast.step(2, r, None, None, routing)
-    carried = forecast.step(2, r, torch.randn(3, 32), None, routing)
+    alone = predictor.step(2, r, None, None, routing)
+    carried = predictor.step(2, r, torch.randn(3, 32), None, routing)
     assert len(alone) == 2 and not torch.allclose(alone[0], carried[0])
 
 
 def test_a_sketch_is_of_the_experts_that_run() -> None:
-    """By its definition, an expert at a time; the sketches of others change nothing."""
-    _, forecast = built(ahead=1)
-    disturb(forecast)
-    assert forecast.sketch is not None
-    rows, rank = forecast.config.sketch, forecast.config.rank
+    """By its definition, an expert at a time; the pruned experts of others change nothing."""
+    _, predictor = built(ahead=1)
+    disturb(predictor)
+    assert predictor.sketch is not None
+    rows, rank = predictor.config.sketch, predictor.config.rank
     r, experts, weights = torch.randn(1, 32), torch.tensor([[3, 1]]), torch.tensor([[0.6, 0.2]])
     with torch.no_grad():
-        found = forecast.step(1, r, None, None, (experts, weights))[0]
+        found = predictor.step(1, r, None, None, (experts, weights))[0]
         x = r / r.square().mean().sqrt()
         expected = (
             r
-            + torch.nn.functional.silu(torch.cat([x, torch.zeros_like(x)], -1) @ forecast.down[1].T)
-            @ forecast.up[0][1][:, :rank].T
+            + torch.nn.functional.silu(
+                torch.cat([x, torch.zeros_like(x)], -1) @ predictor.down[1].T
+            )
+            @ predictor.up[0][1][:, :rank].T
         )
         for expert, share in ((3, 0.75), (1, 0.25)):
             part = slice(expert * rows, (expert + 1) * rows)
-            drawn = torch.nn.functional.silu(x @ forecast.sketch[1][part].T)
-            expected = expected + share * drawn @ forecast.up[0][1][:, rank:][:, part].T
+            drawn = torch.nn.functional.silu(x @ predictor.sketch[1][part].T)
+            expected = expected + share * drawn @ predictor.up[0][1][:, rank:][:, part].T
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-        forecast.sketch[1][2 * rows : 3 * rows] += 5.0
-        assert torch.equal(forecast.step(1, r, None, None, (experts, weights))[0], found)
+        predictor.sketch[1][2 * rows : 3 * rows] += 5.0
+        assert torch.equal(predictor.step(1, r, None, None, (experts, weights))[0], found)

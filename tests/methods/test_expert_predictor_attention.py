@@ -1,4 +1,4 @@
-"""A forecast that runs the later layers' own attention: exact where its estimate of the stream is,
+"""A predictor that runs the later layers' own attention: exact where its estimate of the stream is,
 and causal.
 """
 
@@ -50,8 +50,8 @@ def test_the_true_stream_arrives_where_the_base_does(name: str) -> None:
 
 def test_a_row_sees_no_other_estimate() -> None:
     """Changing what is thought of one token changes that token's arrival alone."""
-    teacher, forecast = built(ahead=1, attention=True)
-    objective = ExpertPredictorObjective(teacher, forecast)
+    teacher, predictor = built(ahead=1, attention=True)
+    objective = ExpertPredictorObjective(teacher, predictor)
     tokens = ids(1, 9)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     rows, slow = objective._residuals(tokens, mask)
@@ -73,17 +73,19 @@ def test_with_every_neuron_in_its_sketch_it_is_never_wrong(name: str, neurons: i
     config = ExpertPredictorConfig.for_base(
         teacher.shape, rank=4, ahead=1, attention=True, sketch=neurons
     )
-    forecast = ExpertPredictor(config, teacher.shape)
+    predictor = ExpertPredictor(config, teacher.shape)
     tokens = ids(2, 16)
-    start_from_experts(teacher, forecast, [(tokens, torch.ones_like(tokens, dtype=torch.bool))] * 2)
-    assert recalls(ExpertPredictorObjective(teacher, forecast), ids(2, 20, seed=8)).min() > 0.99
+    start_from_experts(
+        teacher, predictor, [(tokens, torch.ones_like(tokens, dtype=torch.bool), None)] * 2
+    )
+    assert recalls(ExpertPredictorObjective(teacher, predictor), ids(2, 20, seed=8)).min() > 0.99
 
 
 def test_the_start_and_training_each_raise_recall() -> None:
-    teacher, forecast = built(ahead=1, attention=True)
-    objective = ExpertPredictorObjective(teacher, forecast)
+    teacher, predictor = built(ahead=1, attention=True)
+    objective = ExpertPredictorObjective(teacher, predictor)
     untrained = recalls(objective, ids(4, 40, seed=99)).mean()
-    optimizer = torch.optim.Adam(forecast.parameters(), lr=5e-3)
+    optimizer = torch.optim.Adam(predictor.parameters(), lr=5e-3)
     for step in range(60):
         loss, _ = objective(ids(4, 40, seed=step), torch.ones(4, 40, dtype=torch.bool))
         optimizer.zero_grad()
@@ -93,7 +95,7 @@ def test_the_start_and_training_each_raise_recall() -> None:
     assert all(p.grad is None for p in teacher.parts.model.parameters())
     _, started = built(ahead=1, attention=True)
     start_from_experts(
-        teacher, started, [(ids(32, 40, seed=5), torch.ones(32, 40, dtype=torch.bool))]
+        teacher, started, [(ids(32, 40, seed=5), torch.ones(32, 40, dtype=torch.bool), None)]
     )
     assert (
         recalls(ExpertPredictorObjective(teacher, started), ids(4, 40, seed=99)).mean()
@@ -103,8 +105,8 @@ def test_the_start_and_training_each_raise_recall() -> None:
 
 def test_depths_continue_the_same_stream() -> None:
     """Depth 2 from layer i is depth 1 from layer i + 1 of what depth 1 found."""
-    _, forecast = built(ahead=2, attention=True)
-    disturb(forecast)
+    _, predictor = built(ahead=2, attention=True)
+    disturb(predictor)
     routing = (torch.tensor([[0, 1], [1, 3], [2, 0]]), torch.rand(3, 2))
     later = (torch.tensor([[2, 1], [0, 3], [1, 0]]), torch.rand(3, 2))
 
@@ -112,16 +114,16 @@ def test_depths_continue_the_same_stream() -> None:
         return None if layer == 2 else Arrival(layer + 1, 2 * leaving, later)
 
     r = torch.randn(3, 32)
-    near, far = forecast.step(0, r, None, None, routing, onward)
-    torch.testing.assert_close(forecast.step(1, near, None, 1, later, onward)[0], far)
-    assert len(forecast.step(1, r, None, None, routing, onward)) == 1
+    near, far = predictor.step(0, r, None, None, routing, onward)
+    torch.testing.assert_close(predictor.step(1, near, None, 1, later, onward)[0], far)
+    assert len(predictor.step(1, r, None, None, routing, onward)) == 1
 
 
 def test_predictors_from_before_attention_still_load() -> None:
     written = {"rank": 64, "sketch": 8, "ahead": 2, "membership": 0.5, "alignment": 0.1}
     config = ExpertPredictorConfig.from_json(written)
     assert not config.attention
-    _, forecast = built(ahead=2)
-    assert {name for name, _ in forecast.named_parameters()} == {"down", "sketch", "up.0", "up.1"}
+    _, predictor = built(ahead=2)
+    assert {name for name, _ in predictor.named_parameters()} == {"down", "sketch", "up.0", "up.1"}
     with pytest.raises(UserError, match="attention"):
         ExpertPredictorConfig.from_json({**written, "attention": 1})

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from multirate.decoding import draft_length
+from multirate.decoding.costs import CostModel
+from multirate.decoding.draft_length import StepCosts
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -229,3 +234,25 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(threshold: float, seed
         [3, 4, 5 + seed],
         new_tokens=16,
     )
+
+
+@pytest.mark.parametrize("prompts", [[[3, 4, 5]], [[3, 4, 5], [9]]])
+def test_a_step_that_adapts_leaves_a_useless_adapter_alone(
+    monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]
+) -> None:
+    """One sequence in one kernel call, two in parts; every step takes as long as a plain one."""
+    monkeypatch.setattr(draft_length, "now", itertools.count().__next__)
+    decoder, shape = native_base()
+    adapter = KangarooAdapter(KangarooConfig.for_base(shape), shape)
+    disturb(adapter)
+    drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.0))
+    drafter._costs = CostModel(StepCosts(1.0, {1: 1.0, 16: 2.0}, 0.1, 0.05))
+    stop, step = StopSettings(max_new_tokens=100), SpeculativeStep(drafter)
+    plain = generate(decoder, PlainStep(), prompts, stop=stop)
+    drafted = []
+    for on in (False, True):
+        assert step.adapt(decoder, on) == on
+        out = generate(decoder, step, prompts, stop=stop)
+        assert out.sequences == plain.sequences
+        drafted.append(out.stats.drafted / out.stats.sequence_steps)
+    assert drafted[0] > 3 and drafted[1] < 0.3 * drafted[0]

@@ -4,6 +4,8 @@ from the kernel.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -11,14 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OlmoeConfig
 
+from multirate.decoding import draft_length
+from multirate.decoding.costs import CostModel
+from multirate.decoding.draft_length import Plan, StepCosts
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
+from multirate.decoding.prefix_cache import PrefixCache
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods.common.shape import BaseShape
+from multirate.methods.m2r2 import decode as m2r2_decode
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter
 from multirate.methods.m2r2.modules import AcceleratedStream
@@ -332,6 +339,103 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     assert_fused_steps_are_steps_in_parts(
         decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0]
     )
+
+
+COSTS = CostModel(StepCosts(1.0, {1: 1.0, 16: 2.0}, 0.1, 0.05))
+
+
+@pytest.fixture
+def ticking(monkeypatch):
+    """A clock on which every step takes as long as a plain one."""
+    monkeypatch.setattr(draft_length, "now", itertools.count().__next__)
+
+
+def adaptive(decoder, stream, **settings):
+    """A drafter that decides by itself when to draft, with costs given instead of measured."""
+    drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(**settings))
+    drafter.costs = lambda decoder: COSTS
+    return drafter
+
+
+@pytest.mark.parametrize("preset", ["m2r2", "m2r2-carry"])
+@pytest.mark.parametrize("lookup", [0, 3])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_steps_that_choose_their_draft_are_the_same_in_one_call_and_in_parts(
+    decoders, ticking, preset, lookup, seed
+):
+    if "native" not in decoders:
+        pytest.skip("no native kernel here")
+    decoder = decoders["native"]
+    stream = stream_of(LLAMA, preset, seed, gates=(1 + seed,), rank=8)
+    assert_fused_steps_are_steps_in_parts(
+        decoder, lambda: adaptive(decoder, stream, lookup=lookup), [7, 8, 9] * 5, 60
+    )
+
+
+@pytest.mark.parametrize("backend", ["hf", "native"])
+@pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=0.02, seed=1)])
+def test_a_useless_stream_is_left_alone(decoders, ticking, backend, sampling):
+    if backend not in decoders:
+        pytest.skip("no native kernel here")
+    decoder = decoders[backend]
+    stop = StopSettings(max_new_tokens=100)
+    drafter = adaptive(decoder, stream_of(LLAMA, "m2r2-carry", rank=8))
+    for prompts in (PROMPTS[:1], PROMPTS):
+        plain = generate(decoder, PlainStep(), prompts, sampling, stop)
+        out = generate(decoder, SpeculativeStep(drafter), prompts, sampling, stop)
+        if sampling is None:
+            assert out.sequences == plain.sequences
+        assert out.stats.drafted < 0.3 * out.stats.sequence_steps
+
+
+@pytest.mark.parametrize("backend", ["hf", "native"])
+def test_a_conversation_goes_on_in_its_cache_though_the_stream_rested(decoders, ticking, backend):
+    if backend not in decoders:
+        pytest.skip("no native kernel here")
+    decoder, stop = decoders[backend], StopSettings(max_new_tokens=20)
+    drafter = adaptive(decoder, stream_of(LLAMA, "m2r2-carry", rank=8))
+    kept, prompt = PrefixCache(), [5, 9, 2, 44, 17, 8, 30, 31, 7, 6]
+    for turn in range(4):
+        out = generate(decoder, SpeculativeStep(drafter), [prompt], stop=stop, prefix_cache=kept)
+        plain = generate(decoder, PlainStep(), [prompt], stop=stop)
+        assert out.sequences == plain.sequences
+        if turn > 1:
+            assert out.stats.drafted < 5 and out.stats.resumed > len(prompt) - 10
+        prompt = [*prompt, *out.sequences[0], 3, 4]
+
+
+def test_a_stream_that_rested_drafts_as_one_that_did_not(decoders):
+    """Its block has then read every token with its true carried residual."""
+    decoder = decoders["hf"]
+    stream = stream_of(LLAMA, "m2r2-carry", rank=8)
+    fixed = dict(depth=4, nodes=4, draft_threshold=0.0, verify_threshold=0.0)
+    drafts = []
+    for resting in (range(0), range(2, 9)):
+        drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(**fixed))
+        original, choose = drafter.draft, drafter._choose
+        seen, steps = {}, itertools.count()
+
+        def chosen(seqs, *rest, choose=choose, drafter=drafter, steps=steps, resting=resting):
+            plan = choose(seqs, *rest)
+            if next(steps) in resting:
+                drafter._streamed = False
+                drafter._matches = dict.fromkeys(seqs, m2r2_decode._NO_MATCH)
+                plan = Plan(False, (0,) * len(seqs))
+            return plan
+
+        def draft(seqs, *rest, original=original, seen=seen, drafter=drafter):
+            made = original(seqs, *rest)
+            for seq, one in zip(seqs, made, strict=True):
+                if one.tokens:
+                    seen[seq, len(drafter._sampler.tokens[seq])] = one.tokens
+            return made
+
+        drafter._choose, drafter.draft = chosen, draft
+        generate(decoder, SpeculativeStep(drafter), PROMPTS, stop=StopSettings(max_new_tokens=24))
+        drafts.append(seen)
+    both = drafts[0].keys() & drafts[1].keys()
+    assert len(drafts[1]) < len(drafts[0]) and len(both) > 20
+    assert all(drafts[0][at] == drafts[1][at] for at in both)
 
 
 @pytest.mark.parametrize("backend", ["hf", "native"])

@@ -38,7 +38,12 @@ def test_untrained_stream_is_the_early_exit(name: str, preset: str) -> None:
     slow = objective.slow(tokens)
     outputs, _ = objective.first_step(slow)
     for gate, output in zip(stream.config.gates, outputs, strict=True):
-        torch.testing.assert_close(output, reference[gate], atol=1e-5, rtol=1e-5)
+        # as the head reads them: a fusion leaves the direction alone, and the norm of it
+        torch.testing.assert_close(
+            teacher.norm(output), teacher.norm(reference[gate]), atol=4e-3, rtol=2e-3
+        )
+        if not stream.fusions:
+            torch.testing.assert_close(output, reference[gate], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(slow.final, reference[-1], atol=1e-5, rtol=1e-5)
     model_logits = teacher.parts.model(tokens).logits
     torch.testing.assert_close(teacher.head.logits(slow.normed), model_logits, atol=2e-4, rtol=1e-4)
@@ -102,6 +107,7 @@ def test_training_steps_compute_what_drafting_computes(options: dict[str, object
         x = decoder.layers(
             x, Rows.accelerated_at(0, [position]), 0, gate, cache, stream.layer_adapters()
         )
+        x = stream.fuse(gate, x, carried[None])
         if block is not None:
             x = block.rows(x, Rows.causal(0, position, 1), own_cache)
         return x[0]

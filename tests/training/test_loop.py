@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -107,6 +108,28 @@ def test_ctrl_c_then_resume_gives_the_uninterrupted_weights(
     assert whole.keys() == parts.keys()
     for name in whole:
         assert torch.equal(whole[name], parts[name]), name
+
+
+def test_held_out_files_count_each_new_prompt_once(
+    tmp_path: Path, model_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = json.loads(data.read_text().splitlines()[0])["instruction"]
+    heldout = tmp_path / "heldout.jsonl"
+    asked = [seen.upper() + " ", "zz yy", "ZZ  yy", "zz yy", "ww"]
+    heldout.write_text(
+        "".join(json.dumps({"instruction": q, "output": "abcdefgh"}) + "\n" for q in asked)
+    )
+    out = tmp_path / "out"
+    results = train(
+        model_dir,
+        [data],
+        out,
+        settings=settings(steps=1, heldout_files=(str(heldout),)),
+        options=OPTIONS,
+    ).results
+    assert "1 of 5 held-out samples have prompts of the training data" in capsys.readouterr().err
+    assert results["prompts"] == 2 and results["rows"] == 2 * len("abcdefgh") + 2
+    assert "2 distinct prompts" in (out / "README.md").read_text()
 
 
 def test_a_damaged_state_is_refused(tmp_path: Path, model_dir: Path, data: Path) -> None:

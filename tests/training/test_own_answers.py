@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from multirate.errors import UserError
 from multirate.model.load import load_decoder
-from multirate.training.own_answers import answer_questions
+from multirate.training.own_answers import answer_questions, read_questions
 
 WORDS = [
     "what",
@@ -66,7 +66,15 @@ def test_answers_are_the_models_greedy_text(setup, data, tmp_path):
     model, tokenizer = setup
     out = tmp_path / "own.jsonl"
     assert (
-        answer_questions(load_decoder(model), tokenizer, [data], out, (), max_new_tokens=6, batch=2)
+        answer_questions(
+            load_decoder(model),
+            tokenizer,
+            read_questions([data]),
+            out,
+            (),
+            max_new_tokens=6,
+            batch=2,
+        )
         == 5
     )
     for line in out.read_text().splitlines():
@@ -87,15 +95,17 @@ def test_answers_are_the_models_greedy_text(setup, data, tmp_path):
 def test_interrupted_work_is_continued_and_foreign_files_are_refused(setup, data, tmp_path):
     model, tokenizer = setup
     decoder, out = load_decoder(model), tmp_path / "own.jsonl"
-    answer_questions(decoder, tokenizer, [data], out, (), max_new_tokens=4)
+    answer_questions(decoder, tokenizer, read_questions([data]), out, (), max_new_tokens=4)
     whole = out.read_text()
     lines = whole.splitlines(keepends=True)
     out.write_text("".join(lines[:2]) + lines[2][:7])  # killed in the middle of a line
-    assert answer_questions(decoder, tokenizer, [data], out, (), max_new_tokens=4) == 5
+    assert (
+        answer_questions(decoder, tokenizer, read_questions([data]), out, (), max_new_tokens=4) == 5
+    )
     assert out.read_text() == whole
     out.write_text(lines[1] + lines[0])
     with pytest.raises(UserError, match="line 1: made from other questions"):
-        answer_questions(decoder, tokenizer, [data], out, (), max_new_tokens=4)
+        answer_questions(decoder, tokenizer, read_questions([data]), out, (), max_new_tokens=4)
 
 
 def test_later_turns_follow_the_models_own_answers(setup, tmp_path):
@@ -113,7 +123,9 @@ def test_later_turns_follow_the_models_own_answers(setup, tmp_path):
         {"instruction": "the dog ?", "output": "red"},
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert answer_questions(decoder, tokenizer, [data], out, (), max_new_tokens=5) == 2
+    assert (
+        answer_questions(decoder, tokenizer, read_questions([data]), out, (), max_new_tokens=5) == 2
+    )
     chat, single = (json.loads(line) for line in out.read_text().splitlines())
     assert single["instruction"] == "the dog ?"
     one, other = (m["content"] for m in chat["messages"] if m["role"] == "assistant")
@@ -127,7 +139,9 @@ def test_later_turns_follow_the_models_own_answers(setup, tmp_path):
     ]
     assert other == (tokenizer.decode(expected, skip_special_tokens=True).strip() or " ")
     text = out.read_text()
-    assert answer_questions(decoder, tokenizer, [data], out, (), max_new_tokens=5) == 2
+    assert (
+        answer_questions(decoder, tokenizer, read_questions([data]), out, (), max_new_tokens=5) == 2
+    )
     assert out.read_text() == text
 
 
@@ -135,8 +149,7 @@ def test_limit_spreads_over_the_data(setup, data, tmp_path):
     model, tokenizer = setup
     out = tmp_path / "own.jsonl"
     assert (
-        answer_questions(load_decoder(model), tokenizer, [data], out, (), max_new_tokens=2, limit=2)
-        == 2
+        answer_questions(load_decoder(model), tokenizer, read_questions([data], 2), out, (), 2) == 2
     )
     asked = [json.loads(line)["instruction"] for line in out.read_text().splitlines()]
     every = [json.loads(line)["instruction"] for line in data.read_text().splitlines()]
@@ -148,5 +161,10 @@ def test_equal_questions_are_asked_once(setup, tmp_path):
     data, out = tmp_path / "many.jsonl", tmp_path / "own.jsonl"
     asked = ["what is a cat ?", "What  is a cat ?", "the sun ?", "what is a cat ?\n"] * 5
     data.write_text("".join(json.dumps({"instruction": q, "output": "red"}) + "\n" for q in asked))
-    assert answer_questions(load_decoder(model), tokenizer, [data], out, (), max_new_tokens=2) == 2
+    assert (
+        answer_questions(
+            load_decoder(model), tokenizer, read_questions([data]), out, (), max_new_tokens=2
+        )
+        == 2
+    )
     assert [json.loads(line)["instruction"] for line in out.read_text().splitlines()] == asked[:3:2]

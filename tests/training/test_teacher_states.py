@@ -29,23 +29,29 @@ def test_states_are_the_teachers_for_every_sample(
     samples = load_samples(
         [data, data], AutoTokenizer.from_pretrained(model_dir), 64
     )  # every sample twice
-    states = TeacherStates(tmp_path, samples, 48, "base")
+    states = TeacherStates(tmp_path, samples, 48, "base", top=5)
     states.compute(load_decoder(model))
     distinct = {s.ids.tobytes() for s in samples}
-    assert states.bytes == 2 * 48 * sum(len(np_bytes) // 4 for np_bytes in distinct)
+    rows = sum(len(np_bytes) // 4 for np_bytes in distinct)
+    assert states.bytes == (2 * 48 + (4 + 2) * 5) * rows
     teacher = Teacher(model)
     for i in (0, 7, len(samples) - 1):
         ids = torch.from_numpy(samples[i].ids).long()[None]
-        wanted = teacher.slow(ids, shared=0).final
-        found = states.batch([i], ids.shape[1] + 3)
-        assert torch.allclose(found[:, : ids.shape[1]], wanted, rtol=2**-7, atol=2e-3)
-        assert not found[:, ids.shape[1] :].any()
+        length = ids.shape[1]
+        wanted = teacher.slow(ids, shared=0)
+        found = states.batch([i], length + 3)
+        assert torch.allclose(found.final[:, :length], wanted.final, rtol=2**-7, atol=2e-3)
+        assert not found.final[:, length:].any()
+        log_p, tokens = teacher.head.logits(wanted.normed[0]).log_softmax(-1).topk(5)
+        torch.testing.assert_close(found.top.log_probs[0, :length], log_p, atol=5e-3, rtol=2e-3)
+        assert torch.equal(found.top.tokens[0, :length, 0], tokens[:, 0])
 
 
 @pytest.mark.parametrize("method", ["m2r2-carry", "m2r2", "kangaroo"])
 def test_training_with_them_is_training_without(
-    tmp_path: Path, model_dir: Path, data: Path, method: str
+    tmp_path: Path, model_dir: Path, data: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(teacher_states, "TOP", 2048)  # more than the vocabulary has
     options = (
         {} if method == "kangaroo" else {**OPTIONS, "gates": [1, 3] if method == "m2r2" else [1]}
     )
@@ -76,7 +82,7 @@ def test_an_interrupted_computation_is_continued(
 
     with pytest.raises(KeyboardInterrupt):
         TeacherStates(tmp_path, samples, 48, "base").compute(load_decoder(model), stop_at_30)
-    done = json.loads((tmp_path / INDEX).read_text())["done"]
+    done = len(json.loads((tmp_path / INDEX).read_text())["samples"])
     assert 30 <= done < len(samples)
     counted: list[int] = []
     again = TeacherStates(tmp_path, samples, 48, "base")
@@ -84,25 +90,46 @@ def test_an_interrupted_computation_is_continued(
     assert counted[0] > done and counted[-1] == len({s.ids.tobytes() for s in samples})
     whole = TeacherStates(tmp_path / "whole", samples, 48, "base")
     whole.compute(load_decoder(model))
-    everything = range(len(samples))
-    assert torch.equal(again.batch(everything, 64), whole.batch(everything, 64))
+    assert_equal_states(again, whole, range(len(samples)))
 
 
-def test_states_of_another_base_or_other_data_are_refused(
+def assert_equal_states(one: TeacherStates, other: TeacherStates, samples: range) -> None:
+    a, b = one.batch(samples, 64), other.batch(samples, 64)
+    assert torch.equal(a.final, b.final)
+    assert torch.equal(a.top.tokens, b.top.tokens)
+    assert torch.equal(a.top.log_probs, b.top.log_probs)
+
+
+def test_other_data_uses_what_is_there_and_adds_its_own(
+    tmp_path: Path, model_dir: Path, data: Path
+) -> None:
+    samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    half = len(samples) // 2
+    TeacherStates(tmp_path, samples[half:], 48, "base").compute(load_decoder(model))
+    counted: list[int] = []
+    grown = TeacherStates(tmp_path, samples, 48, "base")
+    grown.compute(load_decoder(model), lambda count, of: counted.append(count))
+    known = len({s.ids.tobytes() for s in samples[half:]})
+    assert counted[0] > known and counted[-1] == len({s.ids.tobytes() for s in samples})
+    whole = TeacherStates(tmp_path / "whole", samples, 48, "base")
+    whole.compute(load_decoder(model))
+    assert_equal_states(grown, whole, range(len(samples)))
+
+
+def test_states_of_another_base_and_damaged_ones_are_refused(
     tmp_path: Path, model_dir: Path, data: Path
 ) -> None:
     samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     TeacherStates(tmp_path, samples, 48, "base").compute(load_decoder(model))
-    for changed in (
-        lambda: TeacherStates(tmp_path, samples[1:], 48, "base"),
-        lambda: TeacherStates(tmp_path, samples, 48, "other base"),
-    ):
-        with pytest.raises(UserError, match="other samples or another base"):
-            changed()
-    (tmp_path / INDEX).write_text("{")
-    with pytest.raises(UserError, match="damaged"):
-        TeacherStates(tmp_path, samples, 48, "base")
+    with pytest.raises(UserError, match="another base"):
+        TeacherStates(tmp_path, samples, 48, "other base")
+    content = (tmp_path / INDEX).read_text()
+    for damaged in ("{", content.replace('"rows": ', '"rows": 9'), "[1]"):
+        (tmp_path / INDEX).write_text(damaged)
+        with pytest.raises(UserError, match="damaged"):
+            TeacherStates(tmp_path, samples, 48, "base")
 
 
 def test_an_unusable_folder_is_one_sentence(tmp_path: Path, model_dir: Path, data: Path) -> None:

@@ -1,4 +1,4 @@
-"""All ways of loading experts on the same tokens: runs interleaved, every token compared, each
+"""All expert policies on the same tokens: runs interleaved, every token compared, each
 budget in turn.
 """
 
@@ -39,7 +39,8 @@ class ExpertRow:
     prefetch_recall: share of the others whose read was issued ahead of time; prefetch_precision:
     share of those reads that were needed. late: needed while its read was queued or running;
     wasted: evicted unused. bytes_per_token, stall_ms, predictor_ms: per token.
-    speedup, total_speedup: against on_demand. depth: how many layers ahead were named at the end.
+    speedup, total_speedup: against on_demand. depth: how many layers ahead experts were
+    predicted at the end.
     """
 
     method: str
@@ -125,7 +126,7 @@ class _Run:
         self.runtime = ExpertRuntime(offload.store, settings, predictor, eviction)
 
     def ready(self, index: int) -> None:
-        """Before prompt `index`: the oracle opens its book at the page."""
+        """Before prompt `index`: the oracle is given its trace."""
         if self.name == "oracle":
             self.runtime.predict_with(Oracle(self._traces[index]))
 

@@ -1,4 +1,4 @@
-"""Arms of expert loading as a table of 80 columns, JSON, and a page with the timeline of a
+"""Expert policies as a table of 80 columns, JSON, and a page with the timeline of a
 token.
 """
 
@@ -250,7 +250,7 @@ vertical-align: -0.1rem; }}
 against on_demand.
 Arithmetic: the speedup that hit rate, reads ahead and their usefulness allow, from the resident
 and on-demand rows
-(docs/experts.md). Depth: how many layers ahead experts were named at the end.</p>
+(docs/experts.md). Depth: how many layers ahead experts were predicted at the end.</p>
 <h2>One token, at the first budget</h2>
 <p>Upper lane: the compute thread (white: attention and all else); middle: reads that it waits for;
 lower: reads ahead

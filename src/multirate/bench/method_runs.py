@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
-from multirate.bench.runner import Answer, MethodRun
+from multirate.bench.runner import Answer, MethodRun, Unavailable
 from multirate.decoding.logits import SamplingSettings
 from multirate.engine import Engine
 
 GENERATE = "generate"
+GENERATE_STATIC = "generate-static"
 
 
-def method_run(engine: Engine, name: str, max_new_tokens: int) -> MethodRun:
-    """A greedy run of one method: `generate`, or a method of the engine. UserError for a method it
-    does not have.
+def method_run(engine: Engine, name: str, max_new_tokens: int, batch: int = 1) -> MethodRun:
+    """A greedy run of `generate`, `generate-static` or a method of the engine.
+
+    batch: each prompt is answered so many times at once; the answer's tokens are the first one's.
+
+    Raises UserError for a method that the engine does not have, Unavailable for one that this
+    machine cannot run.
     """
+    eos = engine.stopping().eos_token_ids
     if name == GENERATE:
-        return _transformers(engine.model, engine.stopping().eos_token_ids, max_new_tokens)
+        return transformers_run(engine.model, eos, max_new_tokens, batch=batch)
+    if name == GENERATE_STATIC:
+        return static_run(engine.model, eos, max_new_tokens, batch)
     stop = engine.stopping(max_new_tokens)
 
     def run(prompt: list[int]) -> Answer:
         output = engine.generate(
-            [prompt], SamplingSettings(), stop, method=name, speculate="always"
+            [prompt] * batch, SamplingSettings(), stop, method=name, speculate="auto"
         )
         seen = output.stats
         return Answer(
@@ -33,12 +42,21 @@ def method_run(engine: Engine, name: str, max_new_tokens: int) -> MethodRun:
             steps=seen.sequence_steps,
             drafted=seen.drafted_levels,
             accepted=seen.accepted,
+            prefill_seconds=seen.prefill_seconds,
         )
 
     return MethodRun(name, run, engine.lossless(name), engine.forget)
 
 
-def _transformers(model: Any, eos_token_ids: tuple[int, ...], max_new_tokens: int) -> MethodRun:
+def transformers_run(
+    model: Any,
+    eos_token_ids: tuple[int, ...],
+    max_new_tokens: int,
+    name: str = GENERATE,
+    batch: int = 1,
+    **settings: Any,
+) -> MethodRun:
+    """transformers' own greedy decoding, with further `settings` of its GenerationConfig."""
     config = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
@@ -46,14 +64,47 @@ def _transformers(model: Any, eos_token_ids: tuple[int, ...], max_new_tokens: in
         pad_token_id=eos_token_ids[0] if eos_token_ids else 0,
         # Some models' own settings penalise repetition; every method decodes the bare model.
         repetition_penalty=1.0,
+        **settings,
     )
 
     def run(prompt: list[int]) -> Answer:
-        ids = torch.tensor([prompt], device=model.device)
+        ids = torch.tensor([prompt] * batch, device=model.device)
         out = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config
         )
         tokens = out[0, len(prompt) :].tolist()
         return Answer(tokens, stepped=len(tokens) - 1, steps=len(tokens) - 1)
 
-    return MethodRun(GENERATE, run)
+    return MethodRun(name, run)
+
+
+def static_run(
+    model: Any, eos_token_ids: tuple[int, ...], max_new_tokens: int, batch: int = 1
+) -> MethodRun:
+    """`generate` as fast as transformers can make it: a static cache and a compiled forward pass.
+
+    Compiled here, before anything is timed. Raises Unavailable, with the reason, where that fails.
+    """
+    compiled = copy.copy(model)  # shares the weights; only its `forward` is another
+    compiled.forward = torch.compile(model.forward, dynamic=None)
+    run = transformers_run(
+        compiled,
+        eos_token_ids,
+        max_new_tokens,
+        GENERATE_STATIC,
+        batch,
+        cache_implementation="static",
+        disable_compile=True,  # it would compile by itself on a GPU only
+    )
+    try:
+        for length in (8, 24):  # two lengths of prompt: what is dynamic is known then
+            run.run([1] * length)
+    except Exception as error:  # whatever the compiler, or a model it does not suit, raises
+        raise Unavailable(f"{GENERATE_STATIC}: {first_line(error)}") from error
+    return run
+
+
+def first_line(error: BaseException) -> str:
+    """An error's kind and the first line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from multirate.bench.runner import Row, baseline
+from multirate.methods.spec import PLAIN
 
 
 def table(rows: Sequence[Row], title: str | None = None) -> Table:
@@ -63,7 +64,16 @@ def _caption(rows: Sequence[Row], against: Row | None) -> str:
     wrong = [row.method for row in rows if row.diverged]
     if wrong:
         lines.append(f"No speedup for {', '.join(wrong)}: answers are missing, shortened or wrong.")
+    lines += [f"{row.method}: {row.note}" for row in rows if row.note is not None]
     return "\n".join(lines)
+
+
+def bandwidth_line(read: float, share: float | None) -> str:
+    """What the machine reads at most, and what of it plain decoding uses."""
+    line = f"Read bandwidth: {read / 1e9:.1f} GB/s"
+    if share is not None:
+        line += f"; {100 * share:.0f}% of it are the weights that {PLAIN} reads, prefill apart"
+    return line + "."
 
 
 def document(provenance: dict[str, Any], rows: Sequence[Row], **settings: Any) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from typing import Any
 
 from multirate.bench.divergence import Divergence, Judge
 from multirate.bench.prompts import Prompt
+from multirate.methods.spec import PLAIN
 
-REFERENCE = "autoregressive"
-BASELINES = (REFERENCE, "generate")
+BASELINES = ("generate", PLAIN)
+"""transformers' own loop, and our plain decoding, whose answers the others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Answer:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    prefill_seconds: float | None = None
+
+
+class Unavailable(Exception):
+    """A row that cannot be measured here, and why, in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,17 @@ class MethodRun:
 
     forget: called, untimed, before a prompt that does not go on from the one before: no method may
     know it already.
+    run_for: of another engine, whose text goes its own way: run_for(prompt ids, count) answers with
+    exactly so many tokens as PLAIN did, after it, and is timed instead of `run`.
+    note: what a reader of the row has to know (a version, say).
     """
 
     name: str
     run: Callable[[list[int]], Answer]
     lossless: bool = True
     forget: Callable[[], None] = lambda: None
+    run_for: Callable[[list[int], int], Answer] | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,7 @@ class Measurements:
     prompts: list[Prompt]
     samples: list[list[dict[str, Sample]]] = field(default_factory=list)
     interrupted: bool = False
+    notes: dict[str, str] = field(default_factory=dict)
 
     def usable(self) -> list[list[dict[str, Sample]]]:
         """The complete repeats; if an interruption left none, what there is of the first one."""
@@ -80,6 +92,8 @@ class Row:
     when answers are missing, shortened or wrong. `tokens_per_step` counts emitted tokens per target
     pass after the prefill, bonus token included; `acceptance` is accepted over drafted tokens.
     `identical + near_ties + diverged` is the number of prompts of a lossless method.
+    `decode_tokens_per_second` is without the prefills, None where they are not told apart; `note`
+    is the method's.
     """
 
     method: str
@@ -96,6 +110,8 @@ class Row:
     diverged: int
     seconds_per_repeat: list[float] = field(default_factory=list)
     divergences: list[dict[str, Any]] = field(default_factory=list)
+    decode_tokens_per_second: float | None = None
+    note: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, JSON-ready."""
@@ -119,7 +135,11 @@ def measure(
     use what a method kept of the earlier ones; every other prompt is new to it. Ctrl-C ends the run
     with what is complete.
     """
-    result = Measurements([c.name for c in method_runs], list(prompts))
+    result = Measurements(
+        [c.name for c in method_runs],
+        list(prompts),
+        notes={c.name: c.note for c in method_runs if c.note is not None},
+    )
     wait = synchronize or (lambda: None)
     gc.collect()
     gc.freeze()  # a full collection among a model's many objects takes longer than some answers
@@ -135,11 +155,14 @@ def measure(
             for index, prompt in enumerate(prompts):
                 taken: dict[str, Sample] = {}
                 _forget(method_runs, prompt)
-                first = (repeat + index) % len(method_runs)
-                for method_run in [*method_runs[first:], *method_runs[:first]]:
+                for method_run in _order(method_runs, repeat + index):
                     wait()
                     start = perf_counter()
-                    answer = method_run.run(prompt.tokens)
+                    if method_run.run_for is None:
+                        answer = method_run.run(prompt.tokens)
+                    else:
+                        count = len(taken[PLAIN].answer.tokens)
+                        answer = method_run.run_for(prompt.tokens, count)
                     wait()
                     taken[method_run.name] = Sample(answer, perf_counter() - start)
                     if on_answer is not None:
@@ -152,6 +175,13 @@ def measure(
     return result
 
 
+def _order(method_runs: Sequence[MethodRun], turn: int) -> list[MethodRun]:
+    """Rotated by `turn`; those that need the reference's length after all others."""
+    first = turn % len(method_runs)
+    rotated = [*method_runs[first:], *method_runs[:first]]
+    return sorted(rotated, key=lambda method_run: method_run.run_for is not None)
+
+
 def _forget(method_runs: Sequence[MethodRun], prompt: Prompt) -> None:
     if not prompt.follows:
         for method_run in method_runs:
@@ -159,7 +189,7 @@ def _forget(method_runs: Sequence[MethodRun], prompt: Prompt) -> None:
 
 
 def summarise(measurements: Measurements, judge: Judge, lossy: Sequence[str] = ()) -> list[Row]:
-    """One Row per method, in the order given; identity is against the first repeat of REFERENCE,
+    """One Row per method, in the order given; identity is against the first repeat of PLAIN,
     prompt by prompt.
     """
     repeats = measurements.usable()
@@ -171,6 +201,7 @@ def summarise(measurements: Measurements, judge: Judge, lossy: Sequence[str] = (
     ]
     reference = baseline(rows)
     for row in rows:
+        row.note = measurements.notes.get(row.method)
         if reference is not None and not row.diverged and row.tokens_per_second > 0:
             row.speedup = row.tokens_per_second / reference.tokens_per_second
     return rows
@@ -202,6 +233,11 @@ def _row(
     answers = [taken[name].answer for repeat in repeats for taken in repeat]
     steps = sum(answer.steps for answer in answers)
     drafted = sum(answer.drafted for answer in answers)
+    prefills = [answer.prefill_seconds for answer in answers]
+    decoding = (
+        None if None in prefills else sum(seconds) - sum(p for p in prefills if p is not None)
+    )
+    stepped = sum(answer.stepped for answer in answers)
     found = _divergences(name, repeats, prompts, judge)
     differing = {index for index, _ in found}
     # A lossy method may answer otherwise, but it has to answer.
@@ -222,7 +258,7 @@ def _row(
         tokens_per_second=rates[middle],
         speedup=None,
         spread=(max(rates) - min(rates)) / rates[middle] if rates[middle] > 0 else 0.0,
-        tokens_per_step=sum(answer.stepped for answer in answers) / steps if steps else None,
+        tokens_per_step=stepped / steps if steps else None,
         acceptance=sum(answer.accepted for answer in answers) / drafted if drafted else None,
         identical=len(repeats[0]) - len(differing),
         near_ties=len(differing - wrong) if lossless else 0,
@@ -231,6 +267,7 @@ def _row(
         divergences=[
             {"prompt": prompts[index].id, **divergence.as_dict()} for index, divergence in found
         ],
+        decode_tokens_per_second=stepped / decoding if decoding else None,
     )
 
 
@@ -242,7 +279,7 @@ def _divergences(
     """
     found = []
     for index in range(len(repeats[0])):
-        reference = repeats[0][index][REFERENCE].answer.tokens
+        reference = repeats[0][index][PLAIN].answer.tokens
         for tokens in sorted({tuple(repeat[index][name].answer.tokens) for repeat in repeats}):
             divergence = judge.classify(prompts[index].tokens, reference, tokens)
             if divergence is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+import gzip
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from multirate.errors import UserError
+from multirate.io import parse_json
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,12 @@ def _single(field: str) -> Callable[[dict[str, Any]], list[tuple[str, ...]]]:
     return lambda record: [(_text(record, field),)]
 
 
+MULTI_TURN = "multi_turn"
+"""Spec-Bench's task of MT-Bench's questions, whose categories the file gives instead."""
+_MT_BENCH = frozenset(
+    ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+)
+_NAMES = ("question_id", "task_id", "id")
 READERS: dict[str, Callable[[dict[str, Any]], list[tuple[str, ...]]]] = {
     "mt_bench": _fastchat,
     "spec_bench": _fastchat,
@@ -73,13 +81,16 @@ READERS: dict[str, Callable[[dict[str, Any]], list[tuple[str, ...]]]] = {
     "koala": _single("prompt"),
     "wizardlm": _single("Instruction"),
     "gsm8k": _single("question"),
+    "humaneval": _single("prompt"),
     "text": _single("text"),
 }
 
 
-def load_suite(suite: str, path: str | Path, limit: int | None = None) -> list[Question]:
-    """The questions of a JSONL file in the format of `suite` (a key of READERS); `limit` of them,
-    spread evenly.
+def load_suite(
+    suite: str, path: str | Path, limit: int | None = None, task: str | None = None
+) -> list[Question]:
+    """The questions of a JSONL file (`.gz`: compressed) in the format of `suite` (a key of
+    READERS); of the category `task` only, where one is named; `limit` of them, spread evenly.
 
     Suites are ordered by category: the first few would say little about the whole. Raises UserError
     for an unknown suite, an unreadable or empty file, or a malformed line (file and line number).
@@ -91,6 +102,14 @@ def load_suite(suite: str, path: str | Path, limit: int | None = None) -> list[Q
     questions = list(_read(READERS[suite], suite, Path(path)))
     if not questions:
         raise UserError(f"{path} holds no questions: a {suite} file has one JSON object per line")
+    if task is not None:
+        found = sorted({q.category for q in questions if q.category is not None})
+        questions = [q for q in questions if q.category == task]
+        if not questions:
+            raise UserError(
+                f"{path} has no questions of the task {task!r}: accepted are "
+                f"{', '.join(found) or 'none, as its records have no category'}"
+            )
     if limit is not None and limit < len(questions):
         questions = [questions[i * len(questions) // limit] for i in range(limit)]
     return questions
@@ -104,8 +123,10 @@ def _read(
             prompts = reader(record)
         except _Field as error:
             raise UserError(f"{path}, line {number}: a {suite} record {error}") from None
-        name = str(record.get("question_id", record.get("id", number)))
+        name = str(next((record[f] for f in _NAMES if f in record), number))
         category = record.get("category")
+        if suite == "spec_bench" and category in _MT_BENCH:
+            category = MULTI_TURN
         for index, turns in enumerate(prompts):
             yield Question(
                 id=name if len(prompts) == 1 else f"{name}.{index}",
@@ -124,26 +145,23 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise UserError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
     with file:
         try:
-            for number, raw in enumerate(file, start=1):
+            compressed = path.suffix == ".gz"
+            lines: Iterable[bytes] = gzip.GzipFile(fileobj=file) if compressed else file
+            for number, raw in enumerate(lines, start=1):
                 try:
                     line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 except UnicodeDecodeError:
                     raise UserError(f"{path}, line {number}: not UTF-8 text") from None
                 if not line:
                     continue
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise UserError(
-                        f"{path}, line {number}: not valid JSON ({error.msg})"
-                    ) from None
+                record = parse_json(line, f"{path}, line {number}")
                 if not isinstance(record, dict):
                     raise UserError(
                         f"{path}, line {number}: a JSON object is needed, not a "
                         f"{type(record).__name__}"
                     )
                 yield number, record
-        except OSError as error:  # a directory opens on some systems and fails only when read
-            raise UserError(
-                f"cannot read {path}: {(error.strerror or str(error)).lower()}"
-            ) from None
+        # a folder opens on some systems and fails only when read, as does what is not compressed
+        except (OSError, EOFError, zlib.error) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UserError(f"cannot read {path}: {reason.lower()}") from None

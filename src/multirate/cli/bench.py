@@ -26,9 +26,13 @@ def command(
     model: options.Model = None,
     suite: Annotated[
         str,
-        typer.Option(help="mt_bench, spec_bench, self_instruct, koala, wizardlm, gsm8k or text."),
+        typer.Option(
+            help="mt_bench, spec_bench, self_instruct, koala, wizardlm, gsm8k, humaneval or text."
+        ),
     ] = "mt_bench",
-    data: Annotated[Path, typer.Option(help="The suite's JSONL file.", show_default=False)] = ...,  # type: ignore[assignment]
+    data: Annotated[
+        Path, typer.Option(help="The suite's .jsonl or .jsonl.gz file.", show_default=False)
+    ] = ...,  # type: ignore[assignment]
     methods: Annotated[
         str | None,
         typer.Option(
@@ -55,7 +59,18 @@ def command(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="At most so many per answer.")
     ] = 256,
-    repeats: Annotated[int, typer.Option(help="Measured rounds over all prompts.")] = 3,
+    rivals: Annotated[
+        str | None,
+        typer.Option(
+            help="Measured too, comma-separated: llamacpp (or llamacpp=FILE.gguf), assisted.",
+            show_default=False,
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="Only the suite's questions of this category.", show_default=False),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Measured passes over all prompts.")] = 3,
     warmup: Annotated[int, typer.Option(help="Prompts answered before measuring.")] = 1,
     truncate: Annotated[
         bool,
@@ -107,10 +122,12 @@ def command(
 
     from multirate.bench.suites import load_suite
 
-    questions = load_suite(suite, data, limit)
+    questions = load_suite(suite, data, limit, task)
 
+    from multirate.bench.rivals import parse_rivals
     from multirate.io import check_writable, write_json
 
+    beside = parse_rivals(rivals or "")
     if json is not None:
         check_writable(json)
     options.set_threads(threads)
@@ -135,21 +152,25 @@ def command(
             raise typer.Exit(INTERRUPTED)
         return
 
+    from multirate.bench.runner import BASELINES
     from multirate.engine import attach
-    from multirate.hub import is_reference, reference_accelerators
+    from multirate.hub import reference_accelerators
+    from multirate.methods.spec import PLAIN
 
     loaded = options.load(model, dtype, device)
     engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
-    wanted = chosen or (list(reference_accelerators()) if is_reference(model) else [])
-    options.add_accelerators(engine, accelerator or [], wanted, embedded=is_reference(model))
-    names = wanted if methods else ["generate", "autoregressive", *engine.accelerators]
-    if "autoregressive" not in names:
-        options.note("note: autoregressive is added, answers are compared with its answers")
-        names = ["autoregressive", *names]
+    own = reference_accelerators(model)
+    wanted = chosen or list(own)
+    options.add_accelerators(engine, accelerator or [], wanted, own)
+    names = wanted if methods else [*BASELINES, *engine.accelerators]
+    if PLAIN not in names:
+        options.note(f"note: {PLAIN} is added, answers are compared with its answers")
+        names = [PLAIN, *names]
     content, rows, interrupted = run(
         engine,
         questions,
         names,
+        beside,
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         warmup=warmup,
@@ -160,6 +181,7 @@ def command(
             "model": loaded.name,
             "suite": suite,
             "data": str(data),
+            "task": task,
             "seed": None,
         },
     )
@@ -177,7 +199,7 @@ def method_names(text: str) -> list[str]:
     parts = re.split(r",(?![^\[\]]*\])", text)
     names = list(dict.fromkeys(name.strip() for name in parts if name.strip()))
     if not names:
-        raise UserError("--methods names no method: try generate,autoregressive,prompt_lookup")
+        raise UserError("--methods names no method (multirate info lists them)")
     return names
 
 
@@ -185,6 +207,7 @@ def run(
     engine: Engine,
     questions: list[Question],
     names: list[str],
+    rivals: dict[str, str | None] | None = None,
     *,
     max_new_tokens: int,
     repeats: int,
@@ -194,39 +217,77 @@ def run(
     settings: dict[str, Any],
 ) -> tuple[dict[str, Any], list[Row], bool]:
     """Measures, prints the table → (the run's JSON, its rows, whether Ctrl-C ended it early)."""
+    from contextlib import ExitStack
+
     import torch
 
-    from multirate.bench import provenance, report
+    from multirate.bench import bandwidth, provenance, report
     from multirate.bench.divergence import Judge
     from multirate.bench.method_runs import method_run
-    from multirate.bench.runner import measure, summarise
+    from multirate.bench.rivals import Contest
+    from multirate.bench.rivals import prepare as prepare_rivals
+    from multirate.bench.runner import MethodRun, Unavailable, measure, summarise
 
-    method_runs = [method_run(engine, name, max_new_tokens) for name in names]
+    method_runs: list[MethodRun] = []
+    unavailable: list[dict[str, str]] = []
+    for name in names:
+        try:
+            method_runs.append(method_run(engine, name, max_new_tokens))
+        except Unavailable as error:
+            unavailable.append({"method": name, "reason": str(error)})
     prompts = prepared(engine, questions, max_new_tokens, truncate)
-    total = (repeats * len(prompts.prompts) + min(warmup, len(prompts.prompts))) * len(method_runs)
     device = engine.decoder.info.device
-    with Bar("measuring", total) as bar:
-        measurements = measure(
-            method_runs,
-            prompts.prompts,
-            repeats=repeats,
-            warmup=warmup,
-            synchronize=(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None,
-            on_answer=lambda name: bar.advance(),
+    with ExitStack() as stack:
+        positions = max(len(prompt.tokens) for prompt in prompts.prompts) + max_new_tokens
+        theirs, missing = prepare_rivals(
+            rivals or {},
+            lambda argument: Contest(
+                engine,
+                settings["model"],
+                argument,
+                max_new_tokens,
+                positions,
+                torch.get_num_threads(),
+                stack,
+            ),
         )
+        method_runs += theirs
+        unavailable += missing
+        for one in unavailable:
+            options.note(f"note: no row for {one['method']}: {one['reason']}")
+        count = repeats * len(prompts.prompts) + min(warmup, len(prompts.prompts))
+        with Bar("measuring", count * len(method_runs)) as bar:
+            measurements = measure(
+                method_runs,
+                prompts.prompts,
+                repeats=repeats,
+                warmup=warmup,
+                synchronize=(lambda: torch.cuda.synchronize(device))
+                if device.type == "cuda"
+                else None,
+                on_answer=lambda name: bar.advance(),
+            )
     rows = summarise(
         measurements, Judge(engine.model), [c.name for c in method_runs if not c.lossless]
     )
+    read = bandwidth.read_bandwidth(device)
+    share = bandwidth.share_of(read, bandwidth.bytes_per_step(engine.model), rows)
     usable = measurements.usable()
     console = options.console()
     if rows:
         console.print(report.table(rows, title))
+        console.print(report.bandwidth_line(read, share))
     else:
         console.print(
             "Nothing was measured: the run ended before every method had answered a prompt."
         )
     content = report.document(
-        provenance.collect(device, backend=engine.backend),
+        provenance.collect(
+            device,
+            backend=engine.backend,
+            read_bandwidth_bytes_per_second=read,
+            plain_share_of_bandwidth=share,
+        ),
         rows,
         **settings,
         prompts=len(usable[0]) if usable else 0,
@@ -236,5 +297,6 @@ def run(
         skipped=prompts.skipped,
         truncated=prompts.truncated,
         interrupted=measurements.interrupted,
+        unavailable=unavailable,
     )
     return content, rows, measurements.interrupted

@@ -18,13 +18,14 @@ def prepared(
 ) -> PromptSet:
     """The prompts of all questions; says which are skipped or cut."""
     from multirate.bench.prompts import build_prompts
+    from multirate.methods.spec import PLAIN
 
     stop = engine.stopping(max_new_tokens)
     with Bar("preparing prompts", len(questions)) as bar:
         prompts = build_prompts(
             questions,
             engine.tokenizer,
-            lambda ids: engine.generate([ids], stop=stop, method="autoregressive").sequences[0],
+            lambda ids: engine.generate([ids], stop=stop, method=PLAIN).sequences[0],
             max_positions=engine.decoder.info.max_positions,
             max_new_tokens=max_new_tokens,
             truncate=truncate,

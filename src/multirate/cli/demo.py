@@ -1,8 +1,10 @@
-"""`multirate demo`: what this does, offline, on the embedded reference model."""
+"""`multirate demo`: SmolLM2 answers while you watch, plainly and with drafts; then both are
+measured.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +12,9 @@ from multirate.cli import options
 from multirate.cli.bench import WRONG_ANSWERS, run
 from multirate.cli.errors import INTERRUPTED
 from multirate.errors import UserError
+
+if TYPE_CHECKING:
+    from multirate.engine import Engine
 
 QUESTIONS = (
     "What causes high blood pressure?",
@@ -21,48 +26,71 @@ QUESTIONS = (
 )
 
 
+def answer(engine: Engine, method: str, max_new_tokens: int) -> None:
+    """Streams the answer to the first question, and says how fast it came."""
+    from multirate.bench.prompts import encode_chat
+    from multirate.cli.stream import TextStream
+
+    tokenizer = engine.tokenizer
+    typer.echo(f"\n{method}> {QUESTIONS[0]}\n")
+    stream = TextStream(tokenizer, lambda piece: typer.echo(piece, nl=False))
+    output = engine.generate(
+        [encode_chat(tokenizer, [{"role": "user", "content": QUESTIONS[0]}])],
+        stop=engine.stopping(max_new_tokens),
+        method=method,
+        on_tokens=lambda _, tokens: stream.push(tokens),
+        speculate="always",
+    )
+    stream.end()
+    seen = output.stats
+    typer.echo(
+        f"\n\n[{seen.tokens} tokens, {seen.tokens / max(seen.seconds, 1e-9):.0f} tokens/s, "
+        f"{seen.tokens_per_step:.2f} tokens per step]\n"
+    )
+
+
 def command(
+    model: options.Model = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="At most so many per answer.")
     ] = 96,
-    repeats: Annotated[int, typer.Option(help="Measured rounds over all prompts.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Measured passes over all prompts.")] = 1,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Plain decoding and M2R2 side by side on the embedded model: speed, and that the text is the
-    same.
+    """Plain decoding and M2R2 side by side: an answer while it is written, the speed of each, and
+    that the text is the same.
     """
     for name, value in (("--max-new-tokens", max_new_tokens), ("--repeats", repeats)):
         if value < 1:
             raise UserError(f"{name} is {value}: at least 1 is needed")
     options.set_threads(threads)
 
-    from multirate.bench.prompts import encode_chat
+    from multirate.bench.runner import BASELINES
     from multirate.bench.suites import Question
-    from multirate.engine import attach
+    from multirate.engine import PLAIN, attach
     from multirate.hub import reference_accelerators
+    from multirate.methods.spec import recommended
 
-    presets = list(reference_accelerators())
-    loaded = options.load(None, dtype, device)
-    engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
-    options.add_accelerators(engine, [], presets, embedded=True)
+    loaded = options.load(model, dtype, device)
+    engine = attach(loaded, backend=backend)
+    own = reference_accelerators(model)
+    options.add_accelerators(engine, [], list(own), own)
     parameters = sum(p.numel() for p in loaded.model.parameters())
     typer.echo(
-        f"Reference model: {parameters / 1e6:.1f}M parameters, {engine.decoder.info.num_layers} "
+        f"{loaded.name}: {parameters / 1e6:.1f}M parameters, {engine.decoder.info.num_layers} "
         f"layers, {dtype}, {engine.backend} backend, {engine.decoder.info.device.type}."
     )
-    ids = encode_chat(loaded.tokenizer, [{"role": "user", "content": QUESTIONS[0]}])
-    typer.echo(f"\n> {QUESTIONS[0]}\n")
-    answer = engine.generate([ids], stop=engine.stopping(max_new_tokens), speculate="always")
-    typer.echo(
-        loaded.tokenizer.decode(answer.sequences[0], skip_special_tokens=True).strip() + "\n"
-    )
+    drafting = recommended() if recommended() in engine.accelerators else recommended(trained=False)
+    for method in (PLAIN, drafting):
+        answer(engine, method, max_new_tokens)
     _, rows, interrupted = run(
         engine,
         [Question(str(number), (text,)) for number, text in enumerate(QUESTIONS, start=1)],
-        ["generate", "autoregressive", "prompt_lookup", *engine.accelerators],
+        [*BASELINES, recommended(trained=False), *engine.accelerators],
+        rivals={},
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         warmup=1,

@@ -82,7 +82,7 @@ def command(
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import attach
     from multirate.experts.named_policies import parse_bytes, policy_named
-    from multirate.hub import is_reference
+    from multirate.hub import reference_accelerators
     from multirate.methods.spec import recommended
 
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed)
@@ -104,10 +104,9 @@ def command(
         and engine.experts.runtime.note
     ):
         options.note(f"note: {engine.experts.runtime.note}")
-    embedded = is_reference(model)
-    wanted = [method or recommended()] if embedded and (method or not accelerator) else []
+    wanted = [method or recommended()] if method or not accelerator else []
     options.add_accelerators(
-        engine, [accelerator] if accelerator else [], wanted, embedded=embedded
+        engine, [accelerator] if accelerator else [], wanted, reference_accelerators(model)
     )
     tokenizer = loaded.tokenizer
     ids = (

@@ -25,7 +25,7 @@ def command(
     from multirate.bench import provenance
     from multirate.engine import attach
     from multirate.errors import UserError
-    from multirate.hub import is_reference, reference_accelerators
+    from multirate.hub import reference_accelerators
     from multirate.model.load import why_not_native
 
     loaded = options.load(model, dtype, device)
@@ -76,8 +76,7 @@ def command(
     )
     row("methods", ", ".join(engine.methods()))
     options.console().print(table)
-    found = reference_accelerators() if is_reference(model) else {}
-    for name, folder in found.items():
+    for name, folder in reference_accelerators(model).items():
         typer.echo(f"\naccelerator {name} ({folder})")
         card = folder / "README.md"
         if card.is_file():

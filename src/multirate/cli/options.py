@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="A model's folder or hub id; omitted: the embedded reference model.",
+        help="A model's folder, GGUF file or hub id, or a name such as smollm2 (the default).",
         show_default=False,
     ),
 ]
@@ -108,24 +108,21 @@ def expert_line(runtime: ExpertRuntime) -> str:
 
 
 def add_accelerators(
-    engine: Engine, given: Sequence[str], methods: Sequence[str], embedded: bool
+    engine: Engine, given: Sequence[str], methods: Sequence[str], own: Mapping[str, Path]
 ) -> None:
-    """`NAME=PATH` or `PATH` each; on the embedded model also its own accelerators that `methods`
+    """`NAME=PATH` or `PATH` each, and those of the model's `own` accelerators that `methods`
     name.
     """
-    from multirate.hub import reference_accelerators
-
     for text in given:
         name, separator, path = text.partition("=")
         named = bool(separator) and not Path(text).exists()
         engine.add(path if named else text, name if named else None)
-    if embedded:
-        from multirate.methods.spec import parse_variant
+    from multirate.methods.spec import parse_variant
 
-        bases = {parse_variant(method)[0] for method in methods}
-        for name, folder in reference_accelerators().items():
-            if name in bases and name not in engine.accelerators:
-                engine.add(folder, name)
+    bases = {parse_variant(method)[0] for method in methods}
+    for name, folder in own.items():
+        if name in bases and name not in engine.accelerators:
+            engine.add(folder, name)
 
 
 def note(text: str) -> None:
@@ -134,7 +131,7 @@ def note(text: str) -> None:
 
 
 def console(stderr: bool = False) -> Any:
-    """A rich console, 80 columns wide when nobody says how wide the terminal is."""
+    """A rich console, 80 columns wide when the terminal's width is unknown."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout

@@ -13,7 +13,9 @@ from multirate.cli import options
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A model's folder or hub id.", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(help="A model's folder, GGUF file, hub id or name.", show_default=False)
+    ],
     out: Annotated[Path, typer.Option(help="The store's folder.", show_default=False)],
     layout: Annotated[
         str,

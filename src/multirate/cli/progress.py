@@ -1,11 +1,10 @@
-"""A progress bar on stderr that is gone when it is full, and nowhere when stderr is not a
+"""A progress bar on stderr that disappears when it is full, and is not shown when stderr is not a
 terminal.
 """
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from multirate.cli import options
 from multirate.training.pace import SAY_EVERY, duration
@@ -19,14 +18,22 @@ class Bar:
             BarColumn,
             MofNCompleteColumn,
             Progress,
+            ProgressColumn,
+            Task,
             TextColumn,
             TimeRemainingColumn,
         )
+        from rich.text import Text
+
+        class Rate(ProgressColumn):
+            def render(self, task: Task) -> Text:
+                return Text("" if task.speed is None else f"{task.speed:.3g}/s")
 
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
+            Rate(),
             TimeRemainingColumn(),
         )
         console = options.console(stderr=True)
@@ -47,12 +54,7 @@ class Bar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
 
@@ -74,5 +76,5 @@ class Lines(Bar):
             return
         self._said = now
         pace = (done - self._first) / max(1e-9, now - self._began)
-        left = f", {duration((total - done) / pace)} left" if pace > 0 else ""
+        left = f", {pace:.3g}/s, {duration((total - done) / pace)} left" if pace > 0 else ""
         options.note(f"{self._text}: {done} of {total}{left}")

@@ -66,7 +66,9 @@ _HELP = {
 def command(
     model: Annotated[
         str,
-        typer.Argument(help="The base model's folder or hub id; its weights are never changed."),
+        typer.Argument(
+            help="The base model's folder, GGUF file, hub id or name; it is never changed."
+        ),
     ],
     more_data: Annotated[
         list[Path] | None,

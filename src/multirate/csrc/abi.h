@@ -9,10 +9,12 @@
 #include <stdint.h>
 #pragma GCC visibility push(default)
 
-#define MAX_ROWS 60       // of one pass; longer calls run in parts. Whole tiles of 6
-#define MAX_NODES 63      // of a draft tree: the bits of Rows.tree that are of use
-#define MAX_CANDIDATES 17 // tokens that one node of a draft may propose
-#define MAX_RANK 4096     // of a low-rank site with gate and up stacked
+#define MAX_ROWS 60            // of one pass; longer calls run in parts. Whole tiles of 6
+#define MAX_NODES 63           // of a draft tree: the bits of Rows.tree that are of use
+#define MAX_CANDIDATES 17      // tokens that one node of a draft may propose
+#define CONFIDENCE_BINS 10     // of acceptance_statistics.py's Calibration …
+#define CALIBRATION_STRENGTH 4 // … and the tries that a confidence counts as there
+#define MAX_RANK 4096          // of a low-rank site with gate and up stacked
 #define MAX_HEAD_DIM 256
 
 typedef uint16_t bf16;
@@ -89,12 +91,15 @@ typedef struct {
     const bf16 *table;              // [vocab, hidden] the embedding
     Linear carry;                   // of the carried residual; weight NULL: there is none
     const float *carry_norm;        // [hidden]
-    const Shape *block_shape;       // NULL: no block after the exit layer
-    const Layer *block;             // one layer with keys and values of its own
-    const float *norm_out;          // [hidden] an RMSNorm after the block, or NULL
-    const Layer *merged; // of exit layer 1: layer 0 with the adapters added to its weights, its
-                         // keys and values the model's. Target rows of a draft then leave only
-                         // these. NULL: the layers with adapters beside them
+    Linear fuse_stream;             // after the exit layer the stream becomes this of itself …
+    Linear fuse_carried;            // … plus this of the carried residual; weight NULL: as it is
+    const float *fuse_stream_norm, *fuse_carried_norm; // [hidden]
+    const Shape *block_shape;                          // NULL: no block after the exit layer
+    const Layer *block;                                // one layer with keys and values of its own
+    const float *norm_out; // [hidden] an RMSNorm after the block, or NULL
+    const Layer *merged;   // of exit layer 1: layer 0 with the adapters added to its weights, its
+                           // keys and values the model's. Target rows of a draft then leave only
+                           // these. NULL: the layers with adapters beside them
     float carry_eps;
     int32_t exit_layer; // layers [0, exit_layer) draft; verification goes on from there
 } Stream;
@@ -104,7 +109,8 @@ typedef struct {
     int32_t longest;              // tokens compared; 0: no look-up
     int32_t deepest;              // the deepest node that is of use, at most `nodes`
     const double *first_accepted; // [longest + 1] by matched length: the chance that the first
-                                  // token is accepted, given that the draft's best is the same
+                                  // token is accepted, given that the draft's best is the same …
+    const double *first_against;  // [longest + 1] … or another one
     const double *next_accepted;  // [longest + 1] that each next one is
     double draft_accepted;        // that the next level of the stream's own draft is
 } NgramLimits;
@@ -118,6 +124,10 @@ typedef struct {
     const double *verify_threshold; // [nodes] … and to be verified; not falling
     double sharpness;               // the draft's logits are multiplied by it
     double min_probability;         // a node whose own is lower is not drafted from
+    const double *tries;            // [CONFIDENCE_BINS] drafted nodes by confidence, and how many
+    const double *hits;             // of them were accepted (Calibration); NULL: probabilities
+                                    // are taken as they are
+    int32_t stream;                 // 0: this step's draft is the text's continuation or nothing
     NgramLimits ngram;
 } DraftLimits;
 
@@ -138,16 +148,20 @@ typedef struct {
     const Linear *draft_head, *head;
     const float *norm;        // [hidden] before both heads
     const int64_t *token_map; // [draft_vocab] the id of each output of draft_head, or NULL
-    int64_t *ids;     // [nodes + 1] in: tokens to refresh, then the last token; out: the emitted
-    float *carried;   // [nodes + 1, hidden] in: of each of ids; out: h_L of the accepted path
-    int64_t *tokens;  // [nodes] the draft
-    int32_t *parents; // [nodes]
-    float *hidden;    // [nodes + 1, hidden]
-    float *scratch;   // draft_tree's, and (nodes + 1) * head->outputs
+    int64_t *ids;       // [nodes + 1] in: tokens to refresh, then the last token; out: the emitted
+    float *carried;     // [nodes + 1, hidden] in: of each of ids; out: h_L of the accepted path
+    int64_t *tokens;    // [nodes] the draft
+    int32_t *parents;   // [nodes]
+    double *confidence; // [nodes] out: what the stream gave each node, before calibration; -1: not
+                        // its node. NULL: not told
+    float *hidden;      // [nodes + 1, hidden]
+    float *scratch;     // draft_tree's, and (nodes + 1) * head->outputs
     int32_t capacity, block_capacity, draft_vocab, layers, sequence;
     int32_t drafted, levels;                      // out: nodes and levels of the draft
     int32_t accepted_drafted, accepted_continued; // out: of text.drafted and text.continued
-    Text text;                                    // tokens NULL: none. Emitted tokens are added
+    int64_t best;            // out: the stream's best token after the last one; -1: it did not run
+    double best_probability; // out: its confidence, before calibration
+    Text text;               // tokens NULL: none. Emitted tokens are added
 } SpeculativeStep;
 
 // ---- mixtures of experts ------------------------------------------------------------------------
@@ -211,10 +225,10 @@ typedef struct {
     int32_t kind, most_depth;
     double threshold;            // the least share of a rank that must come true; 0: all are read
     const LowRank *const *sites; // by residual: [layers][most_depth], near depth first
-    const PrunedPair *const *sketches; // [layers][most_depth] or NULL
-    const PrunedExperts *pruned;       // by stream: [layers]
-    const int32_t *layer_of;           // [rows]
-    const float *ones;                 // [hidden]
+    const PrunedPair *const *pairs; // [layers][most_depth] or NULL
+    const PrunedExperts *pruned;    // by stream: [layers]
+    const int32_t *layer_of;        // [rows]
+    const float *ones;              // [hidden]
     float eps;
     int32_t count;                                  // by popularity: how many of a row
     const int32_t *trace, *trace_ends, *trace_rows; // by oracle: experts of each call in turn
@@ -248,7 +262,6 @@ typedef struct {
 // ---- functions ----------------------------------------------------------------------------------
 
 // What this build is.
-int mr_has_dot_product(void);  // whether the processor multiplies bf16
 int mr_fixed_point(void);      // whether linear layers are best as WEIGHTS_INT16
 int mr_integer_products(void); // whether they may be WEIGHTS_INT16 or WEIGHTS_INT8
 

@@ -1,10 +1,6 @@
 // What this build is.
 #include "tile.h"
 
-int mr_has_dot_product(void) {
-    return HAVE_DPBF16;
-}
-
 int mr_fixed_point(void) {
     return FIXED_POINT;
 }

@@ -5,11 +5,11 @@
 #include "ngram.h"
 #include "norm.h"
 
-// One level of a draft: the carry, the layers of both kinds of rows up to the exit layer, the block
-// and the head, without returning to one thread in between.
+// One level of a draft: the carry, the layers of both kinds of rows up to the exit layer, the
+// fusion, the block and the head, without returning to one thread in between.
 typedef struct {
-    Product carry, head;     // linear NULL: none
-    LayerCall layers, block; // layers NULL: none
+    Product carry, fuse_stream, fuse_carried, head; // linear NULL: none
+    LayerCall layers, block;                        // layers NULL: none
     const float *norm_out;
 } Level;
 
@@ -20,6 +20,13 @@ static void run_level(Workspace *work, void *context, int id, int threads) {
         barrier(work, threads);
     }
     run_layers(work, &level->layers, id, threads);
+    if (level->fuse_stream.linear) {
+        run_product_in_place(work, &level->fuse_stream, id, threads);
+        // each thread adds to the outputs that it has just written
+        if (level->fuse_carried.linear)
+            run_product(work, &level->fuse_carried, id, threads);
+        barrier(work, threads);
+    }
     if (level->block.layers)
         run_layers(work, &level->block, id, threads);
     if (level->norm_out) {
@@ -57,6 +64,13 @@ static void draft_level(Workspace *work, const Stream *stream, const Surrounding
     if (stream->carry.weight && carried)
         level.carry =
             (Product){&stream->carry, carried, stream->carry_norm, p, n, ADD, stream->carry_eps};
+    if (stream->fuse_stream.weight)
+        level.fuse_stream = (Product){
+            &stream->fuse_stream, p, stream->fuse_stream_norm, p, n, STORE, stream->carry_eps};
+    if (stream->fuse_carried.weight && carried)
+        level.fuse_carried =
+            (Product){&stream->fuse_carried, carried, stream->fuse_carried_norm, p, n, ADD,
+                      stream->carry_eps};
     Rows all = rows_of(&both, 0, total, around->capacity);
     all.adapted = adapted;
     level.layers = (LayerCall){stream->shape,
@@ -118,7 +132,7 @@ void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *cac
 // ---- trees --------------------------------------------------------------------------------------
 
 typedef struct {
-    double path_probability, own;
+    double path_probability, own; // own: before calibration
     int32_t parent;
     int64_t token;
 } Candidate;
@@ -146,10 +160,13 @@ typedef struct {
     int leaf_count;
 } Tree;
 
-static int add_node(Tree *t, int parent, int64_t token) {
+// confidence: the stream's own probability of the token; -1: it is not the stream's.
+static int add_node(Tree *t, int parent, int64_t token, double confidence) {
     int node = ++t->n;
     t->step->tokens[node - 1] = token;
     t->step->parents[node - 1] = parent;
+    if (t->step->confidence)
+        t->step->confidence[node - 1] = confidence;
     t->depth[node] = t->depth[parent] + 1;
     t->bits[node] = t->bits[parent] | (int64_t)1 << (node - 1);
     return node;
@@ -162,8 +179,19 @@ static void set_node_row(const Tree *t, RowTable *table, int64_t *row_ids, int r
     row_ids[r] = t->step->tokens[node - 1];
 }
 
-// While the draft is a chain: tokens of the text's own continuation, where that begins with the
-// stream's best token and is worth more than going on. Adds them; returns how many.
+// The share of tokens of such confidence that were accepted lately (acceptance_statistics.py,
+// Calibration).
+static double calibrated(const DraftLimits *limits, double confidence) {
+    if (!limits->tries)
+        return confidence;
+    int bin = (int)(confidence * CONFIDENCE_BINS);
+    bin = bin < CONFIDENCE_BINS - 1 ? bin : CONFIDENCE_BINS - 1;
+    return (limits->hits[bin] + CALIBRATION_STRENGTH * confidence) /
+           (limits->tries[bin] + CALIBRATION_STRENGTH);
+}
+
+// While the draft is a chain: tokens of the text's own continuation, where that is worth more than
+// going on with the stream, whose best token is `best`. Adds them; returns how many.
 static int continue_ngram(Tree *t, int64_t best, double own) {
     const NgramLimits *ngram = &t->limits->ngram;
     SpeculativeStep *step = t->step;
@@ -174,13 +202,16 @@ static int continue_ngram(Tree *t, int64_t best, double own) {
         text->tokens[text->count + n - 1] = (int32_t)step->tokens[n - 1];
     int matched =
         mr_ngram(text->tokens, text->count - 1, text->count + n, ngram->longest, most, found);
-    if (matched && most > 0 && found[0] == best)
-        following = worth_continuing(t->limits, matched, most, t->path_probability[n], own, n);
+    if (matched && most > 0) {
+        const double *first = found[0] == best ? ngram->first_accepted : ngram->first_against;
+        following = worth_continuing(t->limits, first[matched], ngram->next_accepted[matched], most,
+                                     t->path_probability[n], own, n);
+    }
     if (!following)
         return 0;
     text->matched = matched;
     for (int j = 0; j < following; j++)
-        add_node(t, t->n, found[j]);
+        add_node(t, t->n, found[j], -1.0);
     return following;
 }
 
@@ -194,22 +225,30 @@ static int grow(Tree *t, const float *logits, int32_t *frontier, int count) {
     int64_t best[MAX_CANDIDATES * MAX_CANDIDATES];
     float probs[MAX_CANDIDATES * MAX_CANDIDATES];
     Candidate found[MAX_CANDIDATES * MAX_CANDIDATES];
-    int candidates = 0, room = limits->nodes - t->n, continued = 0;
+    int candidates = 0, room = limits->nodes - t->n, continued = 0, last = t->n;
     mr_top(logits, count, vocab, step->draft_head->outputs, k, (float)limits->sharpness, best,
            probs);
     if (token_map)
         for (int i = 0; i < count * k; i++)
             best[i] = token_map[best[i]];
 
-    if (limits->ngram.longest && count == 1 && t->depth[t->n] == t->n)
-        continued = continue_ngram(t, best[0], (double)probs[0]);
+    if (!last) {
+        step->best = best[0];
+        step->best_probability = (double)probs[0];
+    }
+    if (limits->ngram.longest && count == 1 && t->depth[last] == last)
+        continued = continue_ngram(t, best[0], calibrated(limits, (double)probs[0]));
     step->text.continued = continued;
+    int agrees = continued && step->tokens[last] == best[0];
     for (int f = 0; f < count; f++) {
         int node = frontier[f];
         if (t->depth[node] >= limits->depth)
             continue;
-        for (int j = continued ? 1 : 0; j < k; j++) {
-            double own = (double)probs[f * k + j], here = t->path_probability[node] * own;
+        double least = 1.0; // a candidate is worth no more than a likelier one
+        for (int j = agrees ? 1 : 0; j < k; j++) {
+            double own = (double)probs[f * k + j], chance = calibrated(limits, own);
+            least = chance < least ? chance : least;
+            double here = t->path_probability[node] * least;
             if (here < limits->verify_threshold[0])
                 break;
             found[candidates++] = (Candidate){here, own, node, best[f * k + j]};
@@ -226,7 +265,7 @@ static int grow(Tree *t, const float *logits, int32_t *frontier, int count) {
                     one->own >= limits->min_probability &&
                     t->depth[one->parent] + 1 < limits->depth;
         if (draft) {
-            int node = add_node(t, one->parent, one->token);
+            int node = add_node(t, one->parent, one->token, one->own);
             t->path_probability[node] = one->path_probability;
             frontier[taken++] = node;
         } else if (t->leaf_count < MAX_NODES * MAX_CANDIDATES) {
@@ -312,7 +351,7 @@ int draft_tree(Workspace *work, SpeculativeStep *step, int length, int refresh, 
         const Candidate *leaf = &tree.leaves[c];
         if (!(leaf->path_probability >= limits->verify_threshold[tree.n]))
             break;
-        add_node(&tree, leaf->parent, leaf->token);
+        add_node(&tree, leaf->parent, leaf->token, leaf->own);
     }
     int added = tree.n + 1 - ran;
     if (added > 0) { // leaves and continuations: the target model alone, up to the exit layer

@@ -140,11 +140,10 @@ void low_rank_out(Workspace *work, const LowRank *site, float *y, int stride, co
            index, ADD, (Output){.y = y, .stride = stride}, NULL, id, threads);
 }
 
-void run_product(Workspace *work, void *context, int id, int threads) {
-    ThreadScratch *mine = &work->own[id];
-    const Product *p = context;
+// The thread's own copy of a product's rows, normed where it says so.
+static void read_product(Workspace *work, const Product *p, int id, const element **from) {
     int in = p->linear->inputs;
-    element *normed = room_for_normed(mine, in);
+    element *normed = room_for_normed(&work->own[id], in);
     for (int n = 0; n < p->count; n++) {
         if (p->norm)
             rms_norm(p->x + (size_t)n * in, p->norm, in, p->eps, normed + (size_t)n * in);
@@ -152,9 +151,26 @@ void run_product(Workspace *work, void *context, int id, int threads) {
             for (int i = 0; i < in; i += 16)
                 store_elements(normed + (size_t)n * in + i, load(p->x + (size_t)n * in + i));
     }
-    const element *from[MAX_ROWS];
-    matmul(work, p->linear, row_pointers(normed, in, NULL, p->count, from), p->count, NULL, p->mode,
+    row_pointers(normed, in, NULL, p->count, from);
+}
+
+static void multiply_product(Workspace *work, const Product *p, const element **from, int id,
+                             int threads) {
+    matmul(work, p->linear, from, p->count, NULL, p->mode,
            (Output){.y = p->y, .stride = p->linear->outputs}, NULL, id, threads);
+}
+
+void run_product(Workspace *work, void *context, int id, int threads) {
+    const element *from[MAX_ROWS];
+    read_product(work, context, id, from);
+    multiply_product(work, context, from, id, threads);
+}
+
+void run_product_in_place(Workspace *work, const Product *p, int id, int threads) {
+    const element *from[MAX_ROWS];
+    read_product(work, p, id, from);
+    barrier(work, threads);
+    multiply_product(work, p, from, id, threads);
 }
 
 void mr_linear(Workspace *work, const Linear *linear, const float *x, const float *norm, float eps,

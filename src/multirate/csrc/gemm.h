@@ -93,4 +93,6 @@ typedef struct {
 } Product;
 
 void run_product(Workspace *work, void *context, int id, int threads);
+// The same where y is x: no thread writes before all have read.
+void run_product_in_place(Workspace *work, const Product *p, int id, int threads);
 #endif

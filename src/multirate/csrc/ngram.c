@@ -24,22 +24,21 @@ int mr_ngram(const int32_t *text, int known, int count, int longest, int most, i
 }
 
 // Either draft is worth the sum over its nodes of path probability less threshold.
-int worth_continuing(const DraftLimits *limits, int matched, int most, double path_probability,
-                     double own, int n) {
-    const NgramLimits *ngram = &limits->ngram;
+int worth_continuing(const DraftLimits *limits, double first, double next, int most,
+                     double path_probability, double own, int n) {
     const double *draft = limits->draft_threshold, *verify = limits->verify_threshold;
-    double gain = 0.0, here = path_probability * ngram->first_accepted[matched];
+    double gain = 0.0, here = path_probability * first;
     int length = 0;
     for (; length < most && here >= verify[n + length]; length++) {
         gain += here - verify[n + length];
-        here *= ngram->next_accepted[matched];
+        here *= next;
     }
     double other = 0.0;
     here = path_probability * own;
     int i = n;
     for (; i < limits->nodes && i + 1 < limits->depth && here >= draft[i]; i++) {
         other += here - draft[i];
-        here *= ngram->draft_accepted;
+        here *= limits->ngram.draft_accepted;
     }
     if (i < limits->nodes && here >= verify[i])
         other += here - verify[i];

@@ -3,10 +3,10 @@
 #define MULTIRATE_NGRAM_H
 #include "abi.h"
 
-// How many tokens of a continuation that matched `matched` tokens make a better draft below node
-// `n`, the last of a chain, of path probability `here`, than going on with the stream, whose best
-// token, of probability `own`, is the continuation's first. At most `most`; 0: the stream is
-// better.
-int worth_continuing(const DraftLimits *limits, int matched, int most, double here, double own,
-                     int n);
+// How many tokens of a continuation make a better draft below node `n`, the last of a chain, of
+// path probability `here`, than going on with the stream, whose best token has probability `own`.
+// first, next: the chance that its first token, and each later one, is accepted. At most `most`; 0:
+// the stream is better.
+int worth_continuing(const DraftLimits *limits, double first, double next, int most, double here,
+                     double own, int n);
 #endif

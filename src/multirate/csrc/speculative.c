@@ -17,7 +17,7 @@ static int accepted_path(const int64_t *tokens, const int32_t *parents, int node
     return length;
 }
 
-// Without a stream: what the text's last tokens were followed by before is the draft.
+// Without the stream: what the text's last tokens were followed by before is the draft.
 static int draft_from_text(SpeculativeStep *step, const NgramLimits *ngram, int64_t last_token) {
     const Stream *stream = step->stream;
     Text *text = &step->text;
@@ -25,8 +25,11 @@ static int draft_from_text(SpeculativeStep *step, const NgramLimits *ngram, int6
     text->matched =
         mr_ngram(text->tokens, text->count - 1, text->count, ngram->longest, most, step->tokens);
     int n = text->matched ? most : 0;
-    for (int i = 0; i < n; i++)
+    for (int i = 0; i < n; i++) {
         step->parents[i] = i;
+        if (step->confidence)
+            step->confidence[i] = -1.0;
+    }
     text->continued = n;
     mr_embed(stream->table, &last_token, 1, d, 1.0f, step->hidden);
     mr_embed(stream->table, step->tokens, n, d, 1.0f, step->hidden + d);
@@ -65,10 +68,11 @@ int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int 
     text->drafted = text->continued = text->matched = 0;
 
     // draft
-    int nodes = step->draft_head
-                    ? draft_tree(work, step, length, count - 1, step->ids + first,
-                                 step->carried + (size_t)first * d, limits)
-                    : draft_from_text(step, &limits->ngram, step->ids[first + count - 1]);
+    int drafts = step->draft_head && limits->stream;
+    step->best = -1;
+    int nodes = drafts ? draft_tree(work, step, length, count - 1, step->ids + first,
+                                    step->carried + (size_t)first * d, limits)
+                       : draft_from_text(step, &limits->ngram, step->ids[first + count - 1]);
 
     // verify
     RowTable table;
@@ -76,7 +80,8 @@ int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int 
     step->levels = verification_rows(step, length, nodes, &table);
     Rows rows = rows_of(&table, 0, nodes + 1, step->capacity);
     mr_greedy(work, shape, stream->layers, step->caches, &rows, NULL, NULL, step->hidden,
-              entering_layer(stream), step->layers, step->head, step->norm, step->scratch, target);
+              drafts ? entering_layer(stream) : 0, step->layers, step->head, step->norm,
+              step->scratch, target);
 
     // accept
     int32_t path[MAX_NODES + 1], from[MAX_NODES + 1], to[MAX_NODES + 1];

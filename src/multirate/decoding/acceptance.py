@@ -1,5 +1,5 @@
-"""Who of a draft is accepted, and why the output is still the base model's (or, for `Typical`, is
-not).
+"""Which tokens of a draft are accepted, and why the output is still the base model's (or, for
+`Typical`, is not).
 
 Node i of a draft is verified by row i of the target's output: row i tells what the base model says
 *after* node i (row 0: after the last emitted token).

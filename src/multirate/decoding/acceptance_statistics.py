@@ -1,4 +1,4 @@
-"""How often drafts have come true lately: the one estimator, by confidence, by where drafts came
+"""How often drafts were accepted lately: the one estimator, by confidence, by where drafts came
 from, and in all.
 
 Everything here counts tries and hits that fade, and leans on a first guess while there are few.
@@ -16,8 +16,11 @@ import numpy as np
 MEMORY = 0.98  # about the last fifty tries
 STRENGTH = 4.0  # tries that a first guess counts as
 _DRAFT_ACCEPTED = 0.8
+_TEXT_MEMORY, _TEXT_STRENGTH = 0.99, 2.0  # of continuations, told after every step
+_AGAINST = 0.3  # of a continuation whose first token is not the stream's
 _FADE_STEPS, _FADE = 16, 0.72
-_CONFIDENCE_BINS = 10
+CONFIDENCE_BINS = 10  # csrc/abi.h has it, too
+_STEP_MEMORY, _DRAFT_STRENGTH = 0.95, 3.0  # of DraftedSteps: about the last twenty steps
 _ENOUGH_LEVELS = 64  # drafted levels after which what was observed outweighs a first guess
 
 
@@ -50,21 +53,27 @@ class DecayedRate:
 class Calibration:
     """From a drafter's confidence in its token (0..1) to the rate at which such tokens were
     accepted lately.
+
+    tries, hits: float64 [CONFIDENCE_BINS], which the kernel reads (csrc/draft.c, calibrated).
     """
 
     def __init__(self) -> None:
-        self._bins = [DecayedRate() for _ in range(_CONFIDENCE_BINS)]
+        self.tries, self.hits = np.zeros(CONFIDENCE_BINS), np.zeros(CONFIDENCE_BINS)
 
     def __call__(self, confidence: float) -> float:
-        return self._bin(confidence).rate(confidence)
+        k = min(int(confidence * CONFIDENCE_BINS), CONFIDENCE_BINS - 1)
+        return float((self.hits[k] + STRENGTH * confidence) / (self.tries[k] + STRENGTH))
+
+    def observe_one(self, confidence: float, accepted: bool) -> None:
+        """A token of this confidence, whose predecessors were accepted, was accepted or not."""
+        k = min(int(confidence * CONFIDENCE_BINS), CONFIDENCE_BINS - 1)
+        self.tries[k] = MEMORY * self.tries[k] + 1.0
+        self.hits[k] = MEMORY * self.hits[k] + accepted
 
     def observe(self, confidences: Sequence[float], accepted: int) -> None:
         """Of a chain drafted with these confidences the first `accepted` tokens were accepted."""
         for i, confidence in enumerate(confidences[: accepted + 1]):
-            self._bin(confidence).observe(1, int(i < accepted))
-
-    def _bin(self, confidence: float) -> DecayedRate:
-        return self._bins[min(int(confidence * _CONFIDENCE_BINS), _CONFIDENCE_BINS - 1)]
+            self.observe_one(confidence, i < accepted)
 
 
 class Origin(NamedTuple):
@@ -81,16 +90,23 @@ class ContinuationRates:
     """How far to follow what the text said before (ngram.py), by what came true of such
     continuations lately.
 
-    first_accepted, next_accepted [longest + 1], by matched length: the chance that a
-    continuation's first token is the model's when the stream's best is the same, and that each
-    next one is. draft_accepted: that the stream's own next level is.
+    All by matched length, [longest + 1]: first_accepted, the chance that a continuation's first
+    token is the model's when the stream's best is the same; first_against, when it is another;
+    first_alone, when no stream is asked; next_accepted, that each next one is.
+    draft_accepted: that the stream's own next level is.
     """
 
     def __init__(self, longest: int) -> None:
+        self.longest = longest
         # first guesses: 0.6 after one matched token, 0.8 after two, 0.9 after four
         self._guess = [1 - 0.4 / max(n, 1) for n in range(longest + 1)]
+        self._guess_alone = [0.8 * guess for guess in self._guess]
+        self._alone = [DecayedRate(_TEXT_MEMORY) for _ in self._guess]
+        self._against = [DecayedRate() for _ in self._guess]
+        self.first_alone = np.array(self._guess_alone)
+        self.first_against = np.full(longest + 1, _AGAINST)
         self._first = [DecayedRate() for _ in self._guess]
-        self._next = [DecayedRate() for _ in self._guess]
+        self._next = [DecayedRate(_TEXT_MEMORY) for _ in self._guess]
         self._draft = DecayedRate(tries=STRENGTH, hits=STRENGTH * _DRAFT_ACCEPTED)
         self._steps = 0
         self.first_accepted, self.next_accepted = np.array(self._guess), np.array(self._guess)
@@ -107,8 +123,9 @@ class ContinuationRates:
         ):  # else rejected before it came to that
             n = origin.matched
             self._first[n].observe(1, min(accepted_continued, 1))
-            tried_onward = min(origin.continued, accepted_continued + 1) - 1
-            self._next[n].observe(tried_onward, max(accepted_continued - 1, 0))
+            if origin.drafted:  # else `observe_text` has counted it
+                tried_onward = min(origin.continued, accepted_continued + 1) - 1
+                self._next[n].observe(tried_onward, max(accepted_continued - 1, 0))
             self._publish(n)
         self._steps += 1
         if self._steps % _FADE_STEPS == 0:
@@ -118,12 +135,67 @@ class ContinuationRates:
                 self._next[n].fade(_FADE)
                 self._publish(n)
 
+    def observe_text(
+        self,
+        continuation: Sequence[int],
+        matched: int,
+        emitted: Sequence[int],
+        best: int | None = None,
+    ) -> None:
+        """What the text had after a match of `matched` tokens, and what the model then said: known
+        after every step, whatever its draft was. best: the stream's best first token, if it was
+        asked.
+        """
+        held = 0
+        for token, truth in zip(continuation, emitted, strict=False):
+            if token != truth:
+                break
+            held += 1
+        self._alone[matched].observe(1, min(held, 1))
+        self.first_alone[matched] = self._alone[matched].rate(
+            self._guess_alone[matched], _TEXT_STRENGTH
+        )
+        if best is not None and best != continuation[0]:
+            self._against[matched].observe(1, min(held, 1))
+            self.first_against[matched] = self._against[matched].rate(_AGAINST)
+        if held:
+            tried = min(held + 1, len(emitted), len(continuation)) - 1
+            self._next[matched].observe(tried, held - 1)
+            self.next_accepted[matched] = self._next[matched].rate(self._guess[matched])
+
     def _publish(self, n: int) -> None:
         guess = self._guess[n]
         self.first_accepted[n], self.next_accepted[n] = (
             self._first[n].rate(guess),
             self._next[n].rate(guess),
         )
+
+
+class DraftedSteps:
+    """What steps with drafts brought lately, by how long a match the text had: accepted tokens, and
+    the levels and nodes that were paid for them.
+
+    accepted: the first guess of the tokens that a step's draft adds.
+    """
+
+    def __init__(self, longest: int, accepted: float) -> None:
+        first = np.array([_DRAFT_STRENGTH, accepted * _DRAFT_STRENGTH, _DRAFT_STRENGTH, 0.0])
+        self._all = first  # weight, accepted, levels, nodes
+        self._all[3] = _DRAFT_STRENGTH * max(accepted, 1.0)
+        self._by_match = np.zeros((longest + 1, 4))
+
+    def means(self, matched: int) -> tuple[float, float, float]:
+        """Accepted tokens, levels and nodes of a step with so long a match, on average."""
+        here, every = self._by_match[matched], self._all
+        lent = _DRAFT_STRENGTH / every[0]
+        weight, accepted, levels, nodes = (here + lent * every).tolist()
+        return accepted / weight, levels / weight, nodes / weight
+
+    def observe(self, matched: int, accepted: int, levels: int, nodes: int) -> None:
+        """A step had these."""
+        seen = np.array([1.0, accepted, levels, nodes])
+        self._all = _STEP_MEMORY * self._all + seen
+        self._by_match[matched] = _STEP_MEMORY * self._by_match[matched] + seen
 
 
 class OverallRates:

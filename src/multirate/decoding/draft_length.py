@@ -12,12 +12,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-_MEMORY = 0.95  # of the running rate: about the last twenty steps
+from multirate.decoding.acceptance_statistics import ContinuationRates, DecayedRate, DraftedSteps
+
+now = time.perf_counter
+
+_MEMORY = 0.98  # of the running rate: about the last fifty steps
 _LEAST, _MOST = 0.02, 0.9
 _CHANGE = 0.05  # of the rate, below which thresholds stay as they are
+_ACCEPTED = 0.8  # first guess of the tokens that a step's own draft adds
+_EXPLORED = 0.01  # of the time, for drafts that are not worth it by what is known
+_MOST_CREDIT = 2.0  # plain steps' time that may be saved for them
+_HORIZON = 128  # tokens over which catching up is paid off
+_PACE_MEMORY, _PACE_STEPS = 0.95, 4.0  # of timed steps, and how many the costs count as
+_SLOWEST = 0.7, 1.5  # timed over expected seconds, at least and at most
 
 
 @dataclass(frozen=True)
@@ -73,63 +84,200 @@ def expected_tokens(rates: Sequence[float], length: int) -> float:
     return total
 
 
-@dataclass
-class DraftLengthController:
-    """Seconds of one more draft level and of the n-th drafted row [nodes], and the running seconds
-    per token.
+class Plan(NamedTuple):
+    """What a step drafts with. stream: the method's own drafts, in all sequences. text: otherwise,
+    how many tokens of the text's continuation in each sequence; 0: a plain step.
+    """
 
+    stream: bool
+    text: tuple[int, ...] = ()
+
+
+class DraftLengthController:
+    """Decides before each step what to draft with and, by thresholds, how far.
+
+    A method's own drafts, the text's continuation and no draft are compared by what they add to a
+    plain step: the tokens that such drafts brought lately (acceptance_statistics.py) less their
+    seconds at the present seconds per token. Own drafts that are not worth it are still tried now
+    and then, for a share `_EXPLORED` of the time, so that they can come back.
+
+    costs: measured pieces of a step. nodes: of a draft, at most. rates: of the text's
+    continuations; None: there are none. accepted: first guess of the tokens that an own draft adds.
     clock: seconds that pass; another one than the machine's for simulations.
     """
 
-    level: float
-    rows: np.ndarray
-    _seconds: float
-    _tokens: float = 1.0
-    clock: Callable[[], float] = time.perf_counter
-    _last: float | None = field(default=None, repr=False)
-    _priced_at: tuple[int, float] = (0, 1.0)
-    _thresholds: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
+    def __init__(
+        self,
+        costs: StepCosts,
+        nodes: int = 8,
+        rates: ContinuationRates | None = None,
+        accepted: float = _ACCEPTED,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.costs, self.nodes, self.rates, self.clock = costs, nodes, rates, clock or now
+        self._drafted = DraftedSteps(0 if rates is None else rates.longest, accepted)
+        self._prices: dict[int, tuple[np.ndarray, list[float]]] = {}
+        # a refreshed row runs through the pieces of a level, without reading weights again
+        many = costs.verify_seconds(16) - costs.verify_seconds(8)
+        self._refresh_row = max(many, 0.0) / 8 * min(costs.draft_step / costs.plain_step, 1.0)
+        # before the first steps: as if speculation halved the time of a token
+        self._seconds, self._tokens = costs.plain_step / 2, 1.0
+        self._last: float | None = None
+        self._credit = 0.0  # seconds that may go into trying what is not worth it
+        # measured over expected seconds of steps without own drafts and with
+        self._pace = DecayedRate(), DecayedRate()
+        self._step = _StepUnderWay(Plan(True), 1)
+        self._priced_at: tuple[int, float] = (0, 1.0)
+        self._thresholds: tuple[np.ndarray, np.ndarray] | None = None
+        self._per_token = self._seconds
 
     @staticmethod
     def of(costs: StepCosts, nodes: int = 8) -> DraftLengthController:
         """For drafts of up to ``nodes`` nodes."""
-        seconds = [costs.verify_seconds(1 + n) for n in range(nodes + 1)]
-        # before the first steps: as if speculation halved the time of a token
-        return DraftLengthController(costs.draft_step, convex_slopes(seconds), costs.plain_step / 2)
+        return DraftLengthController(costs, nodes)
 
     def pause(self) -> None:
         """Time until the next step is not a step's (another generation begins)."""
         self._last = None
 
-    def emitted(self, tokens: int) -> None:
-        """A sequence's step emitted so many tokens."""
+    def emitted(self, tokens: int, levels: int = 0, nodes: int = 0, matched: int = 0) -> None:
+        """A sequence's step emitted so many tokens after a draft of so many levels and nodes. The
+        text's longest match was of `matched` tokens.
+        """
+        step = self._step
         self._tokens += tokens
+        step.levels = max(step.levels, levels)
+        step.nodes.append(nodes)
+        if step.plan.stream:
+            self._drafted.observe(matched, tokens - 1, levels, nodes)
 
     def thresholds(self, sequences: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """(draft_threshold, verify_threshold), [nodes] each, for the next step, in which a level
-        serves `sequences` sequences. Called once per step.
+        serves `sequences` sequences. Called once per step, at its begin.
         """
-        now = self.clock()
+        begin = self.clock()
         if self._last is not None:
-            self._seconds += now - self._last
-            self._seconds *= _MEMORY
-            self._tokens *= _MEMORY
-        self._last = now
-        per_token = sequences, self._seconds / max(self._tokens, 1e-3)
-        before = self._priced_at
+            self._took(begin - self._last)
+        self._last = begin
+        self._step = _StepUnderWay(Plan(True), sequences)
+        self._per_token = self._seconds / max(self._tokens, 1e-3)
+        per_token, before = (sequences, self._per_token), self._priced_at
         if (
             self._thresholds is None
             or before[0] != sequences
             or abs(per_token[1] / before[1] - 1) > _CHANGE
         ):
-            verify_threshold = self.rows / per_token[1]
-            draft_threshold = verify_threshold + self.level / sequences / per_token[1]
+            verify_threshold = self._row_prices(sequences)[0] / per_token[1]
+            level = self.costs.draft_step / sequences
+            draft_threshold = verify_threshold + level / per_token[1]
             self._thresholds = (
                 draft_threshold.clip(_LEAST, _MOST),
                 verify_threshold.clip(_LEAST, _MOST),
             )
             self._priced_at = per_token
         return self._thresholds
+
+    def choose(
+        self,
+        matches: Sequence[tuple[int, int]],
+        remaining: int = _HORIZON,
+        behind: int = 0,
+    ) -> Plan:
+        """What the step that `thresholds` began drafts with. matches: for each sequence the length
+        of its text's match and how many tokens of the continuation are of use. remaining: tokens
+        still to come. behind: rows that own drafts would have to catch up on first.
+        """
+        assert self._thresholds is not None
+        least, lengths, text = self._thresholds[1], [], 0.0
+        for matched, most in matches:
+            length = 0
+            if matched and self.rates is not None:
+                here, onward = self.rates.first_alone[matched], self.rates.next_accepted[matched]
+                while length < most and here >= least[length]:
+                    text += float(here - least[length])
+                    here *= onward
+                    length += 1
+            lengths.append(length)
+        stream = self._own_gain([matched for matched, _ in matches])
+        refresh = behind * self._refresh_row
+        chosen = stream - refresh / self._per_token / max(1, min(remaining, _HORIZON)) >= text
+        if remaining < 1:  # the step's own token is the last one
+            chosen = False
+        elif not chosen:
+            loss = max(text - stream, 0.0) * self._per_token + refresh
+            if loss <= self._credit:
+                chosen = True
+                self._credit -= loss
+        self._step.plan = Plan(True) if chosen else Plan(False, tuple(lengths))
+        self._step.refreshed = behind if chosen else 0
+        return self._step.plan
+
+    def _own_gain(self, matched: Sequence[int]) -> float:
+        """Tokens that the method's own drafts add to a step of these sequences, less the tokens
+        that their time is worth.
+        """
+        tokens = levels = rows = 0.0
+        cumulated = self._row_prices(len(matched))[1]
+        for length in matched:
+            accepted, deep, nodes = self._drafted.means(length)
+            tokens += accepted
+            levels = max(levels, deep)
+            whole = min(int(nodes), self.nodes - 1)
+            rows += cumulated[whole] + (nodes - whole) * (cumulated[whole + 1] - cumulated[whole])
+        plain = self._plain(len(matched))
+        own = plain + rows + self.costs.draft_fixed + max(levels, 1.0) * self.costs.draft_step
+        seconds = self._paced(True) * own - self._paced(False) * plain
+        return tokens - seconds / self._per_token
+
+    def _plain(self, sequences: int) -> float:
+        costs = self.costs
+        if sequences == 1:
+            return costs.plain_step
+        return costs.plain_step + costs.verify_seconds(sequences) - costs.verify_seconds(1)
+
+    def _paced(self, stream: bool) -> float:
+        rate = self._pace[stream].rate(1.0, _PACE_STEPS * self.costs.plain_step)
+        return min(max(rate, _SLOWEST[0]), _SLOWEST[1])
+
+    def _took(self, seconds: float) -> None:
+        """The step under way has ended."""
+        self._seconds = _MEMORY * (self._seconds + seconds)
+        self._tokens *= _MEMORY
+        step, costs = self._step, self.costs
+        cumulated = self._row_prices(step.sequences)[1]
+        expected = self._plain(step.sequences)
+        expected += sum(cumulated[min(nodes, self.nodes)] for nodes in step.nodes)
+        if step.plan.stream:
+            expected += costs.draft_fixed + max(step.levels, 1) * costs.draft_step
+            expected += step.refreshed * self._refresh_row
+        pace = self._pace[step.plan.stream]
+        pace.fade(_PACE_MEMORY)
+        pace.tries += expected
+        pace.hits += min(seconds, 3 * expected)  # an interruption is not the step's
+        self._credit = min(
+            self._credit + _EXPLORED * min(seconds, 3 * expected), _MOST_CREDIT * costs.plain_step
+        )
+
+    def _row_prices(self, sequences: int) -> tuple[np.ndarray, list[float]]:
+        """Seconds of the n-th node of a sequence's draft where each of `sequences` has as many, and
+        of the first n.
+        """
+        found = self._prices.get(sequences)
+        if found is None:
+            rows = range(sequences, sequences * (self.nodes + 1) + 1, sequences)
+            seconds = [self.costs.verify_seconds(count) / sequences for count in rows]
+            slopes = convex_slopes(seconds)
+            found = self._prices[sequences] = slopes, [0.0, *slopes.cumsum().tolist()]
+        return found
+
+
+@dataclass
+class _StepUnderWay:
+    plan: Plan
+    sequences: int
+    levels: int = 0
+    nodes: list[int] = field(default_factory=list)
+    refreshed: int = 0
 
 
 def convex_slopes(seconds: Sequence[float]) -> np.ndarray:

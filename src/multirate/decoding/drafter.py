@@ -169,6 +169,8 @@ class Drafter(ABC):
         that keeps this contract).
     taps: layers, `start` at least, whose entering residuals `prefill` and `accept` are given.
     top: of how many of the target's likeliest tokens after each node `accept` is told.
+    adapts: whether it decides by itself when not to draft; else `SpeculativeStep.adapt` can.
+    rests: whether one that adapts may leave a step without a draft; `SpeculativeStep.adapt` says.
     """
 
     start: int = 0
@@ -176,6 +178,8 @@ class Drafter(ABC):
     lossless: bool = True
     taps: tuple[int, ...] = ()
     top: int = 0
+    adapts: bool = False
+    rests: bool = True
 
     _costs: CostModel | None = None
 
@@ -240,8 +244,13 @@ class Drafter(ABC):
 
         last_tokens[i]: the last emitted token of seqs[i], to be written at slot
         `cache.lengths[seqs[i]]`. limits[i] ≥ 0: the deepest level of use to seqs[i] (tokens it may
-        still emit, less the one that verification adds). The step drops deeper nodes.
+        still emit, less the one that verification adds). The step drops deeper nodes. Where all
+        are 0 no draft is of use, and making one is to be left out.
         """
+
+    def behind(self, seqs: Sequence[int]) -> int:
+        """Rows that the next draft has to catch up on because there was none lately."""
+        return 0
 
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
         """A whole greedy step of sequence `seq` by itself where the drafter can run it at once;

@@ -44,7 +44,8 @@ class DynamicDepthStep(Step):
     kv: where the K/V come from that later tokens need of the layers a row has skipped:
       propagate  from the residual the row left with, as if it entered each of these layers
                  (`Decoder.fill_kv`). Cheap and inexact: from the first such token on, K/V are not
-                 those of a prefill, and nobody else may use them (`Session.note_inexact`).
+                 those of a prefill, and no later prompt may reuse them
+                 (`Session.note_inexact`).
       deferred   from the layers themselves, later: the row waits with its residual until a row of
                  its sequence goes deeper, and then goes with it, as deep as that one goes. K/V are
                  those of a prefill of the emitted tokens, bit for bit where the decoder's rows are

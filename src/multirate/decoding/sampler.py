@@ -27,10 +27,21 @@ class Sampler:
         self.plain = settings.greedy and not settings.uses_context  # the bare argmax
         self.tokens = [list(prompt) for prompt in prompts]
         if not self.greedy:
-            seed = (
+            self._seed = (
                 settings.seed if settings.seed is not None else int(torch.randint(2**62, ()).item())
             )
-            self.generators = [np.random.default_rng((seed, b)) for b in range(len(prompts))]
+            self.generators = [self._stream(b) for b in range(len(prompts))]
+
+    def _stream(self, number: int) -> np.random.Generator:
+        return np.random.default_rng((self._seed, number))
+
+    def restart(self, seq: int, prompt: Sequence[int], number: int) -> None:
+        """Another prompt takes the place of sequence `seq`; it draws from the `number`-th
+        stream.
+        """
+        self.tokens[seq] = list(prompt)
+        if not self.greedy:
+            self.generators[seq] = self._stream(number)
 
     def contexts(
         self, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None

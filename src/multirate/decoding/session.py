@@ -55,13 +55,7 @@ class Session:
         self._started = time.perf_counter()
         info = decoder.info
         for b, prompt in enumerate(prompts):
-            if len(prompt) == 0:
-                raise UserError(f"prompt {b} is empty; accepted are prompts of at least one token")
-            if min(prompt) < 0 or max(prompt) >= info.vocab_size:
-                raise UserError(
-                    f"prompt {b} has a token id outside 0..{info.vocab_size - 1} (the model's "
-                    "vocabulary)"
-                )
+            _check_prompt(b, prompt, info.vocab_size)
         self.decoder = decoder
         self.prompts = prompts
         self.sampler = Sampler(sampling or SamplingSettings(), prompts)
@@ -99,8 +93,24 @@ class Session:
             capacity = max(capacity, min(capacity + _NEXT_TURN_SLOTS, limit))
         return self.decoder.new_cache(len(tokens), capacity)
 
-    def prefill(self, taps: Sequence[int] = ()) -> tuple[list[Tensor], list[dict[int, Tensor]]]:
-        """Reads the prompts of the active sequences into the cache.
+    def replace(self, seq: int, prompt: Sequence[int], number: int) -> None:
+        """Puts another prompt in the place of a sequence that has ended; `prefill` has yet to read
+        it. It is the generation's `number`-th prompt, counted from 0, and draws from that stream.
+        Raises UserError as the session does for a prompt that cannot be used.
+        """
+        assert seq not in self.active, "the sequence has not ended"
+        _check_prompt(number, prompt, self.decoder.info.vocab_size)
+        self.stops.restart(seq, len(prompt))
+        self.sampler.restart(seq, prompt, number)
+        self.cache.truncate(seq, 0)
+        self._inexact_from.pop(seq, None)
+        if self.stops.remaining(seq) > 0:
+            self.active = sorted([*self.active, seq])
+
+    def prefill(
+        self, taps: Sequence[int] = (), seqs: Sequence[int] | None = None
+    ) -> tuple[list[Tensor], list[dict[int, Tensor]]]:
+        """Reads the prompts of the sequences `seqs` (None: all active ones) into the cache.
 
         → their final residuals h_L, [T_b, d] each, and the residuals entering the layers `taps`,
         [T_b, d] each (of a
@@ -129,7 +139,7 @@ class Session:
                 self.cache.commit(int(part_rows.seq[0]), len(part_rows))
             batch.clear()
 
-        for b in self.active:
+        for b in self.active if seqs is None else seqs:
             out: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
             pieces.append(out)
             prompt = self.sampler.tokens[b]
@@ -147,18 +157,21 @@ class Session:
             [{layer: states[layer] for layer in taps} for states in joined],
         )
 
-    def first_tokens(self, hidden_final: Sequence[Tensor]) -> None:
-        """Emits each active sequence's first token from the prefill's final residuals, list of
-        [T_b, d].
+    def first_tokens(
+        self, hidden_final: Sequence[Tensor], seqs: Sequence[int] | None = None
+    ) -> None:
+        """Emits the first token of each sequence of `seqs` (None: of each active one) from its
+        prefill's final residuals, list of [T_b, d].
         """
-        seqs = list(self.active)
+        seqs = list(self.active if seqs is None else seqs)
         last = torch.stack([hidden[-1] for hidden in hidden_final])
         for b, token in zip(
             seqs, self.sampler.choose(self.decoder.logits(last), seqs), strict=True
         ):
             self.emit(b, [token])
-        self.stats.first_tokens = len(seqs)
-        self.stats.prefill_seconds = time.perf_counter() - self._started
+        if not self.stats.first_tokens:
+            self.stats.prefill_seconds = time.perf_counter() - self._started
+        self.stats.first_tokens += len(seqs)
         self.drop_finished()
 
     def forward(self, ids: list[int], rows: Rows, stop: int | None = None) -> Tensor:
@@ -220,3 +233,12 @@ class Session:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _check_prompt(number: int, prompt: Sequence[int], vocab_size: int) -> None:
+    if len(prompt) == 0:
+        raise UserError(f"prompt {number} is empty; accepted are prompts of at least one token")
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise UserError(
+            f"prompt {number} has a token id outside 0..{vocab_size - 1} (the model's vocabulary)"
+        )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from multirate.decoding.acceptance import Acceptance, Exact, Verdict, accept_greedy, split
 from multirate.decoding.costs import CostModel
+from multirate.decoding.draft_length import DraftLengthController
 from multirate.decoding.drafter import Draft, Drafter, Verified
 from multirate.decoding.session import Session
 from multirate.decoding.step import Step
@@ -40,9 +41,13 @@ class SpeculativeStep(Step):
             raise ValueError(
                 f"taps {drafter.taps} lie below layer {drafter.start}, where verification begins"
             )
+        self._controller: DraftLengthController | None = None
+        self._adapts = False
         self._may_fuse = self.acceptance.lossless and not drafter.taps and not drafter.top
 
     def begin(self, session: Session, resumed: bool) -> None:
+        if self._controller is not None:
+            self._controller.pause()
         begin = self.drafter.resume if resumed else self.drafter.begin
         begin(session.cache, session.sampler)
 
@@ -63,18 +68,32 @@ class SpeculativeStep(Step):
     def costs(self, decoder: Decoder) -> CostModel:
         return self.drafter.costs(decoder)
 
+    def adapt(self, decoder: Decoder, on: bool) -> bool:
+        self.drafter.rests = on
+        self._adapts = on and not self.drafter.adapts
+        if self._adapts and self._controller is None:
+            costs = self.drafter.costs(decoder).costs
+            self._controller = DraftLengthController(costs, self.drafter.max_nodes)
+        return on
+
     def run(self, session: Session) -> None:
         seqs = session.active
+        limits = [session.stops.remaining(b) - 1 for b in seqs]
+        if self._adapts and self._controller is not None:
+            self._controller.thresholds(len(seqs))
+            behind = self.drafter.behind(seqs)
+            plan = self._controller.choose([(0, 0)] * len(seqs), max(limits), behind)
+            if not plan.stream:
+                limits = [0] * len(seqs)
         if (
             self._may_fuse
             and len(seqs) == 1
             and session.sampler.plain
-            and self._run_fused(session, seqs[0])
+            and self._run_fused(session, seqs[0], limits[0])
         ):
             return
         cache, stops = session.cache, session.stops
         last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
-        limits = [stops.remaining(b) - 1 for b in seqs]
         drafts = self.drafter.draft(seqs, last_tokens, limits, session.sampler)
         drafts = [
             draft.cut(limit, self.drafter.max_nodes)
@@ -85,6 +104,7 @@ class SpeculativeStep(Step):
             kept = session.emit(b, [*(draft.tokens[node - 1] for node in path[1:]), bonus])
             levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
             session.stats.count_draft(len(draft.tokens), levels, accepted=min(kept, len(path) - 1))
+            self._count(len(path), levels, len(draft.tokens))
             # the last token emitted is not in the cache yet: it enters with the next step
             verified.path = path[:kept]
             length = cache.lengths[b]
@@ -92,12 +112,16 @@ class SpeculativeStep(Step):
             if stops.reasons[b] is None:
                 self.drafter.accept(b, verified)
 
-    def _run_fused(self, session: Session, seq: int) -> bool:
+    def _count(self, emitted: int, levels: int, nodes: int) -> None:
+        if self._adapts and self._controller is not None:
+            self._controller.emitted(emitted, levels, nodes)
+
+    def _run_fused(self, session: Session, seq: int, limit: int) -> bool:
         """The only active sequence's step in one piece, if the drafter can."""
-        limit = session.stops.remaining(seq) - 1
         done = self.drafter.fused_step(seq, session.sampler.tokens[seq][-1], limit)
         if done is None:
             return False
+        self._count(len(done.tokens), done.levels, done.drafted)
         kept = session.emit(seq, done.tokens)
         session.cache.commit(seq, kept)
         session.stats.count_draft(

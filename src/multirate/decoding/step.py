@@ -95,3 +95,9 @@ class Step(ABC):
         Not during a generation: measuring may use the step's state.
         """
         return None
+
+    def adapt(self, decoder: Decoder, on: bool) -> bool:
+        """Whether steps are plain from now on where drafts have not been worth their time lately →
+        whether this kind of step can. Not during a generation: it may measure costs.
+        """
+        return False

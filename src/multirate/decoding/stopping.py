@@ -94,12 +94,6 @@ class StopTracker:
                 "max_new_tokens is none and the model has no context limit; accepted is a whole "
                 "number"
             )
-        for length in prompt_lengths:
-            if self._context is not None and length > self._context:
-                raise UserError(
-                    f"the prompt has {length} tokens; accepted are at most {self._context} (the "
-                    "context)"
-                )
         self._settings = settings
         self._eos = frozenset(settings.eos_token_ids)
         self._longest = max((len(text) for text in settings.stop_strings), default=0)
@@ -109,7 +103,20 @@ class StopTracker:
             self._end_of_room(b) if room == 0 else None for b, room in enumerate(self._room)
         ]
 
+    def restart(self, seq: int, prompt_length: int) -> None:
+        """Another prompt takes the place of a sequence that has ended; its new tokens are
+        forgotten. Raises UserError when the prompt is longer than the context.
+        """
+        room = self._allowance(prompt_length)
+        self._room[seq], self.new_tokens[seq] = room, []
+        self.reasons[seq] = self._end_of_room(seq) if room == 0 else None
+
     def _allowance(self, prompt_length: int) -> int:
+        if self._context is not None and prompt_length > self._context:
+            raise UserError(
+                f"the prompt has {prompt_length} tokens; accepted are at most {self._context} (the "
+                "context)"
+            )
         of_context = None if self._context is None else self._context - prompt_length
         bounds = [
             bound for bound in (self._settings.max_new_tokens, of_context) if bound is not None

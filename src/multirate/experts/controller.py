@@ -18,12 +18,12 @@ _OFF = -1
 
 
 class AdaptivePredictor(Predictor):
-    """Passes on what one of several predictors names, only while that makes passes faster.
+    """Predicts what one of several predictors does, and only while that makes passes faster.
 
     Single-token passes are timed in blocks, with each predictor and without any in turn. How much a
     text misses changes with what it says, so only blocks of the same turn are compared: a predictor
     is judged by the median, over `turns`, of its block's seconds over those without any; after half
-    of them one that is a tenth slower sits out. Then the fastest stays for `trust` passes if it
+    of them one that is a tenth slower is left out. Then the fastest stays for `stay` passes if it
     gains the share `margin` at least, which noise alone seldom does, else none does; and all are
     tried again. A pass is timed from its first row to the next one's; longer passes (prompts) and
     the first after a change are left out.
@@ -35,12 +35,12 @@ class AdaptivePredictor(Predictor):
         *,
         block: int = 8,
         turns: int = 9,
-        trust: int = 2000,
+        stay: int = 2000,
         margin: float = 0.03,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._names, self._inner = list(inner), list(inner.values())
-        self._block, self._lock, self._trust, self._clock = block, turns, trust, clock
+        self._block, self._lock, self._stay, self._clock = block, turns, stay, clock
         self._margin = margin
         self._tried = [*range(len(self._inner)), _OFF]
         self._times: list[dict[int, float]] = [
@@ -174,7 +174,7 @@ class AdaptivePredictor(Predictor):
     def _decide(self) -> None:
         best, pays = self._best(self._ratios())
         self._use(best if pays else _OFF)
-        self._left = self._trust
+        self._left = self._stay
 
     def _use(self, candidate: int) -> None:
         self.on = candidate != _OFF

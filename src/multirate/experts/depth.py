@@ -1,5 +1,5 @@
-"""How far ahead to name experts: the least depth whose compute covers what is to be read, if naming
-them is cheap.
+"""How far ahead to predict experts: the least depth whose compute covers what is to be read, if
+predicting them is cheap.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def depth_that_covers(compute: float, read: float, most: int) -> int:
     return max(1, min(most, math.ceil(read / compute)))
 
 
-def depth_that_is_worth_it(naming: float, layer: float, most: int) -> int:
-    """naming: seconds of naming one row ahead; layer: seconds of a layer, waiting included → the
-    most rows that a fifth of a layer's time pays for, 1 … most.
+def depth_that_pays(predicting: float, layer: float, most: int) -> int:
+    """predicting: seconds of predicting one row ahead; layer: seconds of a layer, waiting included
+    → the most rows that a fifth of a layer's time pays for, 1 … most.
     """
-    if naming <= 0:
+    if predicting <= 0:
         return most
-    return max(1, min(most, int(0.2 * layer / naming)))
+    return max(1, min(most, int(0.2 * layer / predicting)))
 
 
 class MeasuredDepth:
@@ -53,7 +53,7 @@ class MeasuredDepth:
         """
         if (
             not self._predictor.on or self._predictor.candidate != self._candidate
-        ):  # nobody names now, or another
+        ):  # no predictor is on, or another
             self._candidate, self._since = self._predictor.candidate, None
         if not self._predictor.on:
             return
@@ -69,10 +69,10 @@ class MeasuredDepth:
         began, before = self._since
         spent = counts.minus(before)
         layers = self._passes * self._rows
-        whole, naming = (now - began) / layers, spent.predictor_seconds / layers
+        whole, predicting = (now - began) / layers, spent.predictor_seconds / layers
         compute = whole - spent.stall_seconds / layers
-        paid = depth_that_is_worth_it(
-            naming / self._predictor.depth, whole, self._predictor.most_depth
+        paid = depth_that_pays(
+            predicting / self._predictor.depth, whole, self._predictor.most_depth
         )
         self._predictor.depth = depth_that_covers(compute, spent.read_seconds / layers, paid)
         self._since, self._passes = (now, counts), 0

@@ -1,4 +1,4 @@
-"""Equal slots of memory and who is in them: the state machine of the thread that computes.
+"""Equal slots of memory and the experts in them: the state machine of the thread that computes.
 
 FREE → LOADING → READY → FREE or LOADING (another expert). Invariants, checked by a property test:
 - compute reads only READY slots that it holds (refs > 0);
@@ -30,7 +30,10 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Slot:
-    """One slot. token: the pass that used or loaded it last; fresh: loaded ahead, not used yet."""
+    """One slot. generation: how many experts it has held, so that a held slot can be seen not to
+    have been loaded again. token: the pass that used or loaded it last; fresh: loaded ahead, not
+    used yet.
+    """
 
     index: int
     state: State = State.FREE

@@ -2,8 +2,8 @@
 interpreter.
 
 The kernel's own state machine (csrc/moe/) does what expert_cache.py, policies.py, loader.py,
-predictors.py and worth.py do for decoders that Python runs; tests/experts/test_kernel.py holds the
-two together. It knows reads by the kernel, the named eviction policies, Belady's, and the
+predictors.py and prefetch_filter.py do for decoders that Python runs; tests/experts/test_kernel.py
+holds the two together. It knows reads by the kernel, the named eviction policies, Belady's, and the
 predictors of `plan_of`; runtime.py keeps to Python for the rest.
 """
 
@@ -117,8 +117,8 @@ def plan_of(predictor: Predictor | None, threshold: float) -> _Plan | None:
         made.kept.append(native)
         plan.most_depth = min(plan.most_depth, native.most_depth)
         plan.sites = made.pointers(native.sites(plan.most_depth))
-        sketches = native.sketches(plan.most_depth)
-        plan.sketches = made.pointers(sketches) if sketches else abi.NULL
+        pairs = native.pairs(plan.most_depth)
+        plan.pairs = made.pointers(pairs) if pairs else abi.NULL
         plan.layer_of, plan.ones, plan.eps = (
             made.array(predictor.layers),
             abi.at(native.ones),

@@ -124,14 +124,16 @@ class ExpertLoader:
 
     def prefetch(self, predictions: Sequence[Prediction]) -> None:
         """These experts may be needed; ones that are there or asked for already are left alone.
-        What was predicted for the same layers before and is not named again is dropped, unless its
-        read has begun.
+        What was predicted for the same layers before and is not predicted again is dropped,
+        unless its read has begun.
         """
-        rows, named = {one.deadline for one in predictions}, {one.key for one in predictions}
-        self._cache.protected = {key for key in self._cache.protected if key[0] not in rows} | named
+        rows, predicted = {one.deadline for one in predictions}, {one.key for one in predictions}
+        self._cache.protected = {
+            key for key in self._cache.protected if key[0] not in rows
+        } | predicted
         if self._loads or self._pending:
             for load in [x for x in self._loads.values() if not x.demanded and x.deadline in rows]:
-                if load.key not in named:
+                if load.key not in predicted:
                     self._drop(load)
             self._pending = [one for one in self._pending if one.deadline not in rows]
         missing = [one for one in predictions if self._cache.find(one.key) is None]

@@ -14,7 +14,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from multirate.errors import UserError
+from multirate.errors import UserError, say_once
 from multirate.experts.accelerated import AcceleratedResidual, AcceleratedWithAttention, Advance
 from multirate.experts.controller import AdaptivePredictor
 from multirate.experts.layout import NATIVE, ExpertTensors
@@ -243,7 +243,7 @@ class OffloadedExperts:
         return trained is not None and (self.native is not None or not trained.config.attention)
 
     def policy_predictor(self, policy: str) -> Predictor | None:
-        """Who names experts by the name of a policy (named_policies.py)."""
+        """The predictor that a policy's name stands for (named_policies.py)."""
         if policy != AHEAD_OF_TIME:
             return self.predictor(policy_named(policy).predictor)
         names = [policy_named(policy).predictor, *(["accelerated"] if self.has_accelerated else [])]
@@ -288,9 +288,10 @@ class OffloadedExperts:
         sketch, gated, down = predictor.sketch, predictor.gated, predictor.down
         if self.native is None or sketch is None or gated is None:
             raise UserError(
-                "expert policy accelerated cannot run this predictor here: with attention=true "
-                "it needs sketches and the native kernel's decoder; accepted are the policies "
-                "aot and next_layer_gate, or a predictor trained with --option attention=false"
+                "expert policy accelerated cannot run this predictor here: with attention=true it "
+                "needs pruned experts (--option sketch) and the native kernel's decoder; accepted "
+                "are the policies aot and next_layer_gate, or a predictor trained with --option "
+                "attention=false"
             )
         native = NativeResidualWithAttention(
             None if down is None else down.detach(),
@@ -340,8 +341,10 @@ class OffloadedExperts:
         loaded = accelerator
         if not isinstance(loaded, Accelerator):
             loaded = Accelerator.from_pretrained(
-                resolve_accelerator(loaded), self.model, torch.float32
+                resolve_accelerator(loaded, self.model.config), self.model, torch.float32
             )
+        if loaded.other_weights is not None:
+            say_once(f"{loaded.other_weights}: fewer of the experts it names may be needed")
         if not isinstance(loaded.module, ExpertPredictor):
             raise UserError(
                 f"{accelerator} is for drafts ({loaded.method}); accepted: of train --objective "
@@ -365,7 +368,7 @@ class OffloadedExperts:
             norm = self._norms[row]
             if (
                 norm is None
-            ):  # the layer has not run yet, so nobody knows which norm is its MoE block's
+            ):  # the layer has not run yet, so it is not known which norm is its MoE block's
                 return torch.empty(0, 0, dtype=torch.int64)
             seen = self._seen
             try:

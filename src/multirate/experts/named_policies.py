@@ -19,7 +19,7 @@ _UNITS = {"": 1, "b": 1} | {
 
 @dataclass(frozen=True)
 class Policy:
-    """Who is evicted, and who names experts ahead of time (policies.py, model.PREDICTORS)."""
+    """The eviction policy and the predictor (policies.py, model.PREDICTORS)."""
 
     eviction: str
     predictor: str
@@ -45,9 +45,7 @@ FIXED_POLICIES: Mapping[str, Policy] = {
     ),
 }
 AHEAD_OF_TIME = "aot"
-_BEST = Policy(
-    "lrfu", "next_layer_gate", "and whoever names experts best here as measured, or nobody"
-)
+_BEST = Policy("lrfu", "next_layer_gate", "and the predictor that measures fastest here, or none")
 POLICIES = (*FIXED_POLICIES, AHEAD_OF_TIME)
 
 

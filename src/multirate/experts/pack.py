@@ -18,7 +18,7 @@ from multirate.errors import UserError
 from multirate.experts.layout import MODULE, NATIVE, ExpertTensors
 from multirate.experts.shards import Shards
 from multirate.experts.store import DATA, INDEX, VERIFIED, ExpertStore, StoreIndex
-from multirate.io import write_atomically
+from multirate.io import parse_json, write_atomically
 from multirate.model.native.moe import MOE_FAMILIES, expert_tiles, pack_expert
 
 _PARTIAL, _PROGRESS = "experts.bin.partial", "packing.json"
@@ -62,9 +62,10 @@ def pack(
 
 def _config(model: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{model / 'config.json'} cannot be read: {error}") from None
+        content = (model / "config.json").read_bytes()
+    except OSError as error:
+        raise UserError(f"{model / 'config.json'} cannot be read: {error.strerror}") from None
+    found: dict[str, Any] = parse_json(content, model / "config.json")
     return found
 
 
@@ -197,9 +198,9 @@ class _Packer:
     def _resume(self) -> None:
         """Takes over the records of an interrupted packing of the same checkpoint."""
         try:
-            saved = json.loads((self._out / _PROGRESS).read_text())
+            saved = parse_json((self._out / _PROGRESS).read_bytes(), _PROGRESS)
             size = (self._out / _PARTIAL).stat().st_size
-        except (OSError, ValueError):
+        except (OSError, UserError):
             return
         same = {"revision": self._revision, "record_bytes": self._bytes, "layout": self._layout}
         if same.items() <= saved.items():

@@ -1,4 +1,4 @@
-"""Who leaves the cache. A policy orders the slots; the cache takes the first that may be evicted
+"""Which expert is evicted. A policy orders the slots; the cache takes the first that may be evicted
 (expert_cache.py).
 """
 

@@ -1,10 +1,9 @@
-"""Who names experts ahead of time. A predictor changes what is loaded early, never what is
+"""Predicts which experts will be needed. A predictor changes what is loaded early, never what is
 computed.
 """
 
 from __future__ import annotations
 
-import random
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,10 +20,10 @@ k], best first.
 
 
 class Predictor(ABC):
-    """Names experts of later layers when the experts of layer `row` are asked for.
+    """Predicts experts of later layers when the experts of layer `row` are asked for.
 
-    depth: how many rows ahead are named, up to most_depth; the runtime may set it (depth.py). on:
-    whether it names any.
+    depth: how many rows ahead are predicted, up to most_depth; the runtime may set it (depth.py).
+    on: whether it predicts any.
     candidates: the predictors that it chooses from, and candidate: which of them it is now; most
     are just themselves.
     """
@@ -158,32 +157,3 @@ class Oracle(Predictor):
                 if target > row:  # the next pass begins with another token, which may never come
                     found += [Prediction((target, expert), target, 1.0) for expert in experts]
         return found
-
-
-class Shuffled(Predictor):
-    """Another predictor's rows with other experts: a control, as many reads and no knowledge."""
-
-    def __init__(self, inner: Predictor, num_experts: int, seed: int = 0) -> None:
-        self._inner, self._num, self._random = inner, num_experts, random.Random(seed)
-        self.most_depth = inner.most_depth
-
-    def began(self, rows: int) -> None:
-        self._inner.began(rows)
-
-    def used(self, row: int, experts: Sequence[int]) -> None:
-        self._inner.used(row, experts)
-
-    def routed(self, experts: Tensor, weights: Tensor) -> None:
-        self._inner.routed(experts, weights)
-
-    def predict(self, row: int, residual: Tensor) -> list[Prediction]:
-        self._inner.depth = self.depth
-        found = self._inner.predict(row, residual)
-        others: dict[int, list[int]] = {}
-        for one in found:
-            if one.deadline not in others:
-                others[one.deadline] = self._random.sample(range(self._num), self._num)
-        return [
-            Prediction((one.key[0], others[one.deadline].pop()), one.deadline, one.chance)
-            for one in found
-        ]

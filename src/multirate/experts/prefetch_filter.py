@@ -1,8 +1,8 @@
-"""Which predictions are worth a read: how often those of the same rank were right lately, for
+"""Which predictions are read: how often those of the same rank were right lately, for
 experts that were absent.
 
-A read that nobody needs is not free even on an idle disk: it takes a processor from computing, and
-a slot. Of an expert that is named last among a layer's k, half come true where nine in ten of the
+A read that is not needed is not free even on an idle disk: it takes a processor from computing, and
+a slot. Of the experts predicted last among a layer's k, half come true where nine in ten of the
 first do.
 """
 
@@ -22,11 +22,11 @@ class PrefetchFilter:
     def __init__(self, least: float) -> None:
         self._least = least
         self._counts: dict[tuple[int, int], tuple[float, float]] = {}
-        self._open: dict[Key, tuple[int, int]] = {}  # named and absent: of which rank
+        self._open: dict[Key, tuple[int, int]] = {}  # predicted and absent: of which rank
 
-    def keep(self, named: Key, depth: int, chance: float) -> bool:
+    def keep(self, key: Key, depth: int, chance: float) -> bool:
         """Whether an absent expert is to be read ahead. Its coming true counts either way."""
-        rank = self._open[named] = depth, round(100 * chance)
+        rank = self._open[key] = depth, round(100 * chance)
         right, every = self._counts.get(rank, _PRIOR)
         return right >= self._least * every
 
@@ -39,5 +39,5 @@ class PrefetchFilter:
             self._counts[rank] = right * _DECAY + (key[1] in came), every * _DECAY + 1
 
     def new_pass(self) -> None:
-        """What was named for the last pass stays open no longer."""
+        """What was predicted for the last pass stays open no longer."""
         self._open.clear()

@@ -1,9 +1,9 @@
 """Computes with experts that are not all in memory: the demand point of transformers' experts
 modules.
 
-The true router always decides; loading changes residency only. An expert's product for its tokens,
-and the sum over a token's experts, are formed in one fixed order whatever arrives first, so logits
-are bit-identical for every policy, budget and predictor.
+The true router always decides; loading only changes what is in memory. An expert's product for
+its tokens, and the sum over a token's experts, are formed in one fixed order whatever arrives
+first, so logits are bit-identical for every policy, budget and predictor.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ class ExpertSettings:
     expert.
 
     disk_bytes_per_second: slows reads down to this, for measurements that repeat; None: the real
-    disk. direct: past the page cache. depth: how many layers ahead experts are named, at most what
-    the predictor can; None: as measured compute and reads have it (depth.py). prefetch_threshold:
-    the least share of predictions of the same rank that must have come true lately for one to be
-    read (worth.py); 0: all are. kernel: passes are the native kernel's where it can (kernel.py).
+    disk. direct: past the page cache. depth: how many layers ahead experts are predicted, at most
+    what the predictor can; None: as measured compute and reads have it (depth.py).
+    prefetch_threshold: the least share of predictions of the same rank that must have come true
+    lately for one to be read (prefetch_filter.py); 0: all are. kernel: passes are the native
+    kernel's where it can (kernel.py).
     """
 
     memory_bytes: int | None = None
@@ -128,6 +129,11 @@ class ExpertRuntime:
         return self._stats if self._kernel is None else self._kernel.stats()
 
     @property
+    def in_kernel(self) -> bool:
+        """Whether the native kernel runs the passes; else Python leads them layer by layer."""
+        return self._kernel is not None
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes of the slots."""
         return len(self.cache.slots) * self.store.index.record.bytes
@@ -178,7 +184,7 @@ class ExpertRuntime:
         controls = self._kernel.controls
         if (
             self.predictor is not None and len(self.cache.slots) < self._everything
-        ):  # else nothing is ever named
+        ):  # else nothing is ever predicted
             if row <= controls.last_row:
                 self._new_pass(rows)
             controls.depth, controls.predictor = self.predictor.depth, self.predictor.candidate

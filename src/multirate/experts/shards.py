@@ -8,13 +8,13 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from multirate.errors import UserError
+from multirate.io import parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAMPLE_BYTES = 128
@@ -36,7 +36,8 @@ class Shards:
         index = self.folder / INDEX
         if index.is_file():
             try:
-                named: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+                found = parse_json(index.read_bytes(), index)
+                named: dict[str, str] = dict(found["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{index} is not a safetensors index ({error})") from None
             missing = sorted(
@@ -117,12 +118,7 @@ class Shards:
     def __enter__(self) -> Shards:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._stack.values():
             handle.__exit__(None, None, None)
         self._stack.clear()

@@ -29,9 +29,9 @@ class ExpertStats:
     uses: (token row, layer, expert) needs, each expert once per layer call. hits: it was READY
     without a demand read; of these `timely` were loaded ahead of time and used for the first time.
     misses: a demand read, or a wait for a speculative one under way (`late`). wasted: loaded ahead
-    of time and evicted unused. predicted, predicted_needed: would-be misses named ahead of time,
+    of time and evicted unused. predicted, predicted_needed: misses that were predicted,
     and all would-be misses (recall); speculative loads are issued - cancelled.
-    stall_seconds: compute waited for reads. predictor_seconds: naming experts. read_seconds:
+    stall_seconds: compute waited for reads. predictor_seconds: spent predicting. read_seconds:
     something was being read.
     """
 

@@ -32,6 +32,7 @@ from multirate.experts.layout import (
     Field,
     RecordFormat,
 )
+from multirate.io import parse_json
 from multirate.model.native.moe import expert_tiles
 
 DATA, INDEX, VERIFIED = "experts.bin", "experts.json", "verified.json"
@@ -269,13 +270,9 @@ class ExpertStore:
                 "DIR)"
             )
         try:
-            content = json.loads(place.read_text())
-        except RecursionError:
-            raise UserError(
-                f"{place} cannot be read: its JSON is nested too deeply; pack it again"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{place} cannot be read: {error}") from None
+            content = parse_json(place.read_bytes(), place)
+        except OSError as error:
+            raise UserError(f"{place} cannot be read: {error.strerror}") from None
         store = ExpertStore(folder, StoreIndex.from_json(content, place))
         if revision is not None and store.index.revision != revision:
             raise UserError(
@@ -315,8 +312,8 @@ class ExpertStore:
             "checksums": _digest({"all": list(self.index.checksums)}),
         }
         remembered = self.folder / VERIFIED
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads(remembered.read_text()) == seal:
+        with contextlib.suppress(OSError, UserError):
+            if parse_json(remembered.read_bytes(), remembered) == seal:
                 return
         self._verify(on_bytes)
         with contextlib.suppress(OSError):  # a read-only store is verified each time

@@ -41,15 +41,15 @@ class Training:
     config: its dataclass (JSON in accelerator.json). configure(base, **options): the config's
     defaults for a base; None: `config.for_base`. build(config, base): the modules, an instance of
     `module`. objective(teacher, modules, step_decay): what is minimised, an `Objective`
-    (methods/common/objective.py). start(teacher, modules, batches of (ids, mask)): copies into the
-    modules what begins as something of the base's own.
+    (methods/common/objective.py). start(teacher, modules, batches of (ids, mask, known)): sets in
+    the modules what does not begin at random or at zero.
     """
 
     config: type[MethodConfig]
     module: type[nn.Module]
     objective: Callable[..., Objective]
     configure: Callable[..., MethodConfig] | None = None
-    start: Callable[[Teacher, Any, Iterable[tuple[Tensor, Tensor]]], None] | None = None
+    start: Callable[[Teacher, Any, Iterable[tuple[Tensor, Tensor, Any]]], None] | None = None
 
     def config_for(self, base: BaseShape, **options: Any) -> Any:
         """The config for a base model. UserError for options that cannot be used."""
@@ -187,9 +187,15 @@ def find_training(name: str) -> Training:
     return spec.training
 
 
-def recommended(role: str = "drafter") -> str:
-    """The method that is trained and used when none is named."""
-    return next(n for n, spec in all_specs().items() if spec.recommended and spec.role == role)
+def recommended(role: str = "drafter", trained: bool = True) -> str:
+    """The method of a role that is used when none is named, among those with training or those
+    without.
+    """
+    return next(
+        name
+        for name, spec in all_specs().items()
+        if spec.recommended and spec.role == role and (spec.training is not None) == trained
+    )
 
 
 def parse_variant(name: str) -> tuple[str, dict[str, Any]]:
@@ -211,6 +217,6 @@ def parse_settings(given: Sequence[str], where: str) -> dict[str, Any]:
             raise UserError(f"{where} {text!r} is not NAME=VALUE")
         try:
             values[name] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             values[name] = value  # a word, such as mlp_adapter=lora
     return values

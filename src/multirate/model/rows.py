@@ -100,8 +100,8 @@ class Rows:
 
     @classmethod
     def draft_tree(cls, seq: int, length: int, parents: Sequence[int]) -> Rows:
-        """A root at slot `length` and nodes 1..n below it; `parents[i - 1]` is node i's parent (0:
-        the root).
+        """The last token at slot `length` and nodes 1..n below it; `parents[i - 1]` is node
+        i's parent (0: the last token).
 
         Node i sits at slot `length + i` with `pos = length + depth`; it sees `[0, length + 1)` and
         its ancestors. Raises ValueError for more than 63 nodes or a parent that does not precede

@@ -54,6 +54,10 @@ class Accelerator:
     base: dict[str, Any]
     training: dict[str, Any] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
+    other_weights: str | None = None
+    """A sentence when the model it was loaded for has the base's shape but other weights (a
+    fine-tuned or quantised copy), else None.
+    """
 
     def parameters(self) -> int:
         """Number of trained values."""
@@ -100,10 +104,12 @@ class Accelerator:
         """Load from a folder or a hub id for the base ``model`` it was trained on, as ``dtype``
         (default: the model's).
 
-        Raises UserError naming what is wrong: missing or damaged file, unknown method, or every
-        respect in which ``model`` is not the base the accelerator was trained for.
+        A model of the same shape with other weights is accepted, with the sentence
+        ``other_weights``. Raises UserError naming what is wrong: missing or damaged file, unknown
+        method, or every respect in which ``model`` has another shape than the base the accelerator
+        was trained for.
         """
-        directory = _folder(source)
+        directory = _folder(source, model)
         path = directory / DESCRIPTION
         description = read_description(path, _read(path))
         base = BaseShape.of(model.config)
@@ -112,7 +118,7 @@ class Accelerator:
             config = training.config.from_json(description["config"])
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-        _check_base(directory, description["base"], model)
+        other_weights = _check_base(directory, description["base"], model)
         try:
             with torch.device(
                 "meta"
@@ -143,6 +149,7 @@ class Accelerator:
             description["base"],
             description["training"],
             description["results"],
+            other_weights,
         )
 
 
@@ -179,11 +186,11 @@ def _shape(tensor: torch.Tensor | None, otherwise: str) -> tuple[int, ...] | str
     return otherwise if tensor is None else tuple(tensor.shape)
 
 
-def _folder(source: str | Path) -> Path:
+def _folder(source: str | Path, model: Any) -> Path:
     from multirate.hub import resolve_accelerator
 
     path = Path(source)
-    return path if path.is_dir() else resolve_accelerator(source)
+    return path if path.is_dir() else resolve_accelerator(source, model.config)
 
 
 def _read(path: Path) -> bytes:
@@ -196,23 +203,27 @@ def _read(path: Path) -> bytes:
         ) from None
 
 
-def _check_base(directory: Path, trained_for: dict[str, Any], model: Any) -> None:
+def _check_base(directory: Path, trained_for: dict[str, Any], model: Any) -> str | None:
+    """None, or a sentence when the weights are others than those of the base. UserError for another
+    shape.
+    """
     here = describe_base(model)
     wrong = [
         f"{name} {here[name]} instead of {reprlib.repr(trained_for.get(name))}"
         for name in ("architecture", "num_layers", "hidden_size", "vocab_size")
         if here[name] != trained_for.get(name)
     ]
-    if not wrong and here["fingerprint"] != trained_for.get("fingerprint"):
-        wrong = [
-            "other weights (another revision or a fine-tuned copy: fingerprint "
-            f"{here['fingerprint'][:8]} instead of "
-            f"{reprlib.repr(trained_for.get('fingerprint'))[1:9]})"
-        ]
+    name = trained_for.get("name")
+    name = reprlib.repr(name)[1:-1] if isinstance(name, str) and name else "another model"
     if wrong:
-        name = trained_for.get("name")
-        name = reprlib.repr(name)[1:-1] if isinstance(name, str) and name else "another model"
         raise UserError(
             f"The accelerator in {directory} was trained for {name} and does not fit this model: "
             f"{'; '.join(wrong)}."
         )
+    if here["fingerprint"] == trained_for.get("fingerprint"):
+        return None
+    return (
+        f"the accelerator in {directory} was trained for {name}, and this model has other weights "
+        f"(fingerprint {here['fingerprint'][:8]} instead of "
+        f"{reprlib.repr(trained_for.get('fingerprint'))[1:9]})"
+    )

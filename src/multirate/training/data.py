@@ -10,7 +10,6 @@ samples of similar length, so little of them is padding.
 from __future__ import annotations
 
 import hashlib
-import json
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from multirate.errors import UserError
+from multirate.io import parse_json
 
 ACCEPTED = (
     '{"instruction", "input"?, "output" or "response"}, {"instruction", "instances": [{"input", '
@@ -84,12 +84,17 @@ def set_aside(samples: Sequence[Sample], most: int, seed: int) -> tuple[list[Sam
     chosen = {s.prompt for s in samples if int.from_bytes(prompt_rank(s.prompt, seed)[:8]) < cut}
     if len(chosen) == len({s.prompt for s in samples}):
         chosen = set()  # a handful of prompts: training needs them
+    heldout = first_of_each_prompt([s for s in samples if s.prompt in chosen])
+    heldout.sort(key=lambda s: prompt_rank(s.prompt, seed))
+    return [s for s in samples if s.prompt not in chosen], heldout[:most]
+
+
+def first_of_each_prompt(samples: Sequence[Sample]) -> list[Sample]:
+    """In their order: a prompt that is there often would count as often in held-out figures."""
     first: dict[str, Sample] = {}
     for sample in samples:
-        if sample.prompt in chosen:
-            first.setdefault(sample.prompt, sample)
-    heldout = [first[p] for p in sorted(first, key=lambda p: prompt_rank(p, seed))[:most]]
-    return [s for s in samples if s.prompt not in chosen], heldout
+        first.setdefault(sample.prompt, sample)
+    return list(first.values())
 
 
 def _conversations(record: Any, where: str) -> list[Conversation]:
@@ -181,10 +186,7 @@ def read_conversations(path: str | Path) -> list[Conversation]:
             f"Data file {path} is empty; accepted: JSONL or a JSON array of {ACCEPTED}."
         )
     if path.suffix == ".json":
-        try:
-            records = json.loads(content)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
+        records = parse_json(content, path)
         if not isinstance(records, list) or not records:
             raise UserError(f"Data file {path} must hold a non-empty JSON array of {ACCEPTED}.")
         return [
@@ -196,11 +198,8 @@ def read_conversations(path: str | Path) -> list[Conversation]:
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not valid JSON ({error.msg}).") from None
-        out += _conversations(record, f"{path}, line {number}")
+        where = f"{path}, line {number}"
+        out += _conversations(parse_json(line, where), where)
     return out
 
 

@@ -5,13 +5,13 @@ Every field that the library uses is checked here, before anything is built from
 
 from __future__ import annotations
 
-import json
 import math
 import reprlib
 from pathlib import Path
 from typing import Any
 
 from multirate.errors import UserError
+from multirate.io import parse_json
 
 FORMAT = 1
 MAX_BYTES = 1 << 22
@@ -37,13 +37,9 @@ def read_description(path: Path, content: bytes) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise UserError(f"{path} has {len(content)} bytes; accepted: at most {MAX_BYTES}.")
     try:
-        description = json.loads(content)
-    except RecursionError:
-        raise UserError(f"{path} is nested too deeply to be a multirate accelerator.") from None
-    except ValueError:
-        raise UserError(
-            f"{path} is not valid JSON (truncated or damaged); fetch or train it again."
-        ) from None
+        description = parse_json(content, path)
+    except UserError as error:
+        raise UserError(f"{error}; fetch or train it again.") from None
     if not isinstance(description, dict):
         raise UserError(f"{path} has no valid field 'format'; it is not a multirate accelerator.")
     for name in _OPTIONAL:

@@ -28,11 +28,18 @@ import multirate
 from multirate.errors import UserError
 from multirate.hub import load_model
 from multirate.methods.common.objective import Report, Summary
-from multirate.methods.common.teacher import Teacher
+from multirate.methods.common.teacher import Known, Teacher
 from multirate.methods.spec import Training, find_training, recommended
 from multirate.model.load import load_decoder
 from multirate.training.checkpoint import Accelerator, describe_base
-from multirate.training.data import Batch, BatchPlan, Sample, load_samples, set_aside
+from multirate.training.data import (
+    Batch,
+    BatchPlan,
+    Sample,
+    first_of_each_prompt,
+    load_samples,
+    set_aside,
+)
 from multirate.training.memory import RELEASE_EVERY, bound_product_caches, memory_releaser
 from multirate.training.optimizers import learning_rate, optimizers
 from multirate.training.precision import low_precision
@@ -42,7 +49,9 @@ from multirate.training.state import load_state, prepare_output, remove_state, s
 from multirate.training.teacher_states import TeacherStates, report_to_terminal
 
 STARTING_BATCHES = 16
-"""Of the training data, for methods that start from what the base does with them."""
+"""Of the training data, for methods that start from what the base does with them …"""
+STARTING_BATCHES_OF_STATES = 256
+"""… and where the base need not run for it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,7 @@ def train(
 
 
 def _name(model: Any) -> str:
-    """A hub id, or a folder's last component: absolute paths are nobody's business."""
+    """A hub id, or a folder's last component: absolute paths stay private."""
     source = (
         str(model)
         if isinstance(model, (str, Path))
@@ -163,7 +172,7 @@ class _Run:
                 "the training data: they are left out",
                 file=sys.stderr,
             )
-        return samples, heldout[:most]
+        return samples, first_of_each_prompt(heldout)[:most]
 
     def _initialise(self, trained: Training) -> None:
         """A reduced draft head takes the tokens that responses use most; a method may start from
@@ -181,12 +190,9 @@ class _Run:
         self.stream.to(device=self.launcher.device, dtype=torch.float32)
         if trained.start is not None:
             plan = BatchPlan(self.samples, self.settings.tokens_per_batch, self.settings.seed)
-            some = islice(plan.batches(), STARTING_BATCHES)
-            trained.start(
-                self.teacher,
-                self.stream,
-                ((ids, mask) for ids, mask, *_ in map(self._on_device, some)),
-            )
+            most = STARTING_BATCHES if self.states is None else STARTING_BATCHES_OF_STATES
+            some = islice(plan.batches(), min(most, len(plan.epoch(0))))
+            trained.start(self.teacher, self.stream, map(self._on_device, some))
 
     def _provenance(self, files: Sequence[str | Path]) -> dict[str, Any]:
         digest = hashlib.sha256()
@@ -317,8 +323,8 @@ class _Run:
         return True
 
     def _teacher_states(self, model: Any) -> TeacherStates | None:
-        """The final residuals of all samples, when a folder for them was given; computed by the
-        fastest decoder.
+        """What the base says to all samples, the held-out ones after the others, when a folder
+        for it was given; computed by the fastest decoder.
         """
         folder = self.settings.teacher_states
         if folder is None:
@@ -328,17 +334,26 @@ class _Run:
                 "teacher_states works in a single process; leave it out under accelerate launch"
             )
         states = TeacherStates(
-            Path(folder), self.samples, self.teacher.shape.hidden_size, self.base["fingerprint"]
+            Path(folder),
+            [*self.samples, *self.heldout],
+            self.teacher.shape.hidden_size,
+            self.base["fingerprint"],
         )
         if not states.complete:
             states.compute(load_decoder(model), report_to_terminal)
         return states
 
-    def _on_device(self, batch: Batch) -> list[Tensor]:
-        tensors = [batch.ids, batch.mask]
+    def _on_device(self, batch: Batch) -> tuple[Tensor, Tensor, Known | None]:
+        known = None
         if self.states is not None:
-            tensors.append(self.states.batch(batch.indices, batch.ids.shape[1]))
-        return [t.to(self.launcher.device) for t in tensors]
+            known = self.states.batch(batch.indices, batch.ids.shape[1]).to(self.launcher.device)
+        return batch.ids.to(self.launcher.device), batch.mask.to(self.launcher.device), known
+
+    def _heldout_known(self, batch: Batch) -> Known | None:
+        if self.states is None:
+            return None
+        indices = [len(self.samples) + i for i in batch.indices]
+        return self.states.batch(indices, batch.ids.shape[1])
 
     def _together(self, asked: bool, seen: int) -> tuple[bool, int]:
         """Whether any process was asked to stop (all leave after the same step), and the tokens of
@@ -373,7 +388,11 @@ class _Run:
         self.stream.eval()
         with self._autocast():
             results = evaluate(
-                self.objective, self.heldout, self.settings.tokens_per_batch, self.launcher
+                self.objective,
+                self.heldout,
+                self.settings.tokens_per_batch,
+                self.launcher,
+                self._heldout_known,
             )
         self.stream.train()
         return results
@@ -381,10 +400,14 @@ class _Run:
 
 @torch.no_grad()
 def evaluate(
-    objective: Any, heldout: Sequence[Sample], tokens_per_batch: int, launcher: Launcher
+    objective: Any,
+    heldout: Sequence[Sample],
+    tokens_per_batch: int,
+    launcher: Launcher,
+    known_of: Callable[[Batch], Known | None] = lambda _: None,
 ) -> dict[str, Any]:
     """What a card's "results" hold, of ``objective`` (its modules in eval mode) over ``heldout``,
-    by all processes.
+    by all processes. known_of: what the base says to a batch, where that was kept.
     """
     world, rank, device = launcher.num_processes, launcher.process_index, launcher.device
     plan = BatchPlan(heldout, tokens_per_batch, 0)
@@ -393,10 +416,12 @@ def evaluate(
     mine = range(rank, len(plan.epoch(0)), world)
     for _, batch in zip(mine, plan.batches(rank, world), strict=False):
         ids, mask = batch.ids.to(device), batch.mask.to(device)
-        _, report = objective(ids, mask)
+        known = known_of(batch)
+        known = None if known is None else known.to(device)
+        _, report = objective(ids, mask, known)
         trained.add(report.sums())
         if objective.has_early_exit:
-            terms, exit_ = objective.early_exit(ids, mask)
+            terms, exit_ = objective.early_exit(ids, mask, known)
             exits = exits or Summary.empty(terms)
             exits.add(Report(terms, exit_, 0.0).sums())
     if objective.has_early_exit and exits is None:  # a process without a batch of its own

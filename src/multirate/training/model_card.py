@@ -27,8 +27,8 @@ def _table(results: dict[str, Any]) -> list[str]:
 
 def _experts_table(results: dict[str, Any]) -> list[str]:
     lines = [
-        "| experts of layer | named so many layers before | recall | the gate's own | overlap | KL "
-        "(nats) |",
+        "| experts of layer | predicted so many layers before | recall | the gate's own | overlap "
+        "| KL (nats) |",
         "|---|---|---|---|---|---|",
     ]
     for term, gate in zip(
@@ -59,7 +59,7 @@ def _measured(description: dict[str, Any]) -> list[str]:
             "## Measured on held-out text",
             "",
             *_prompts(results),
-            "Recall: share of a token's experts among the k likeliest that were named; the "
+            "Recall: share of a token's experts among the k likeliest that were predicted; the "
             "gate's own: the later layer's router on the current residual.",
             "",
             *_experts_table(results),
@@ -93,7 +93,7 @@ def model_card(description: dict[str, Any]) -> str:
     lines = [
         "---",
         "library_name: multirate",
-        "tags: [multirate, speculative-decoding, m2r2]",
+        "tags: [multirate, speculative-decoding]",
         "---",
         "",
         f"# Accelerator for {name}",
@@ -104,6 +104,7 @@ def model_card(description: dict[str, Any]) -> str:
         "",
         "```python",
         "import multirate",
+        "",
         use,
         "```",
         "",

@@ -1,4 +1,4 @@
-"""Training text that the base model wrote itself: its greedy answers to the data's questions.
+"""Training text that the base model wrote itself: its greedy answers to questions.
 [ours]
 
 A draft has to agree with what the model says, not with what a data set says. The file is written
@@ -8,16 +8,16 @@ one record at a time, so an interrupted run is continued by the same call.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multirate.decoding.loop import generate
-from multirate.decoding.plain import PlainStep
+from multirate.decoding.continuous import generate_continuously
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.io import write_atomically
+from multirate.io import parse_json, whole_lines
 from multirate.model.decoder import Decoder
 from multirate.training.data import normalised, read_conversations, render_prompt
 
@@ -26,25 +26,11 @@ Questions = tuple[str, ...]
 """The user turns of one conversation."""
 
 
-def answer_questions(
-    decoder: Decoder,
-    tokenizer: Any,
-    data_files: Sequence[str | Path],
-    out: str | Path,
-    eos_token_ids: Sequence[int],
-    max_new_tokens: int = 160,
-    limit: int | None = None,
-    batch: int = 16,
-    progress: Callable[[int, int], None] | None = None,
-) -> int:
-    """Writes the data's conversations to `out`, every user turn answered by the model after its own
-    earlier answers.
+def read_questions(data_files: Sequence[str | Path], limit: int | None = None) -> list[Questions]:
+    """The user turns of the data's conversations, in its order.
 
-    One {"instruction", "output"} line per conversation of one turn, {"messages"} for several. Equal
-    questions (normalised text) are asked once. limit: at most so many conversations, spread evenly
-    over the data. progress(done, total). Returns the number of records in the file. Questions that
-    leave no room in the context are left out; later turns without room end their conversation.
-    Raises UserError for unusable data or an `out` that was made from other questions.
+    Equal ones (normalised text) come once. limit: at most so many, spread evenly over the data.
+    Raises UserError for unusable data.
     """
     conversations = [c.turns for f in data_files for c in read_conversations(f)]
     asked = [tuple(text for role, text in turns if role == "user") for turns in conversations]
@@ -52,12 +38,34 @@ def answer_questions(
     for users in asked:
         if users:
             distinct.setdefault(tuple(map(normalised, users)), users)
-    questions = list(distinct.values())  # in the data's order
+    questions = list(distinct.values())
     if not questions:
         names = ", ".join(str(f) for f in data_files)
         raise UserError(f"no user turns in {names}; accepted are chat or question records")
     if limit is not None and limit < len(questions):
         questions = [questions[i * len(questions) // limit] for i in range(limit)]
+    return questions
+
+
+def answer_questions(
+    decoder: Decoder,
+    tokenizer: Any,
+    questions: Sequence[Questions],
+    out: str | Path,
+    eos_token_ids: Sequence[int],
+    max_new_tokens: int = 160,
+    batch: int = 16,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Writes conversations to `out`, every user turn answered by the model after its own earlier
+    answers.
+
+    One {"instruction", "output"} line per conversation of one turn, {"messages"} for several, in
+    the order of the questions. batch: sequences decoded at once. progress(done, total). Returns the
+    number of records in the file. Questions that leave no room in the context are left out; later
+    turns without room end their conversation. Raises UserError for an `out` that was made from
+    other questions.
+    """
     room = (decoder.info.max_positions or 1 << 30) - max_new_tokens
     answerer = _Answerer(
         decoder,
@@ -68,14 +76,16 @@ def answer_questions(
     questions = [users for users in questions if answerer.prompt([("user", users[0])])]
     path = Path(out)
     done = _resume(path, questions)
+    if progress is not None:
+        progress(done, len(questions))
     try:
         with path.open("a", encoding="utf-8") as handle:
-            for start in range(done, len(questions), batch):
-                for turns in answerer.answer(questions[start : start + batch]):
-                    handle.write(json.dumps(_record(turns)) + "\n")
+            for turns in answerer.answers(questions[done:], batch):
+                handle.write(json.dumps(_record(turns)) + "\n")
                 handle.flush()
+                done += 1
                 if progress is not None:
-                    progress(min(start + batch, len(questions)), len(questions))
+                    progress(done, len(questions))
     except OSError as error:
         raise UserError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
     return len(questions)
@@ -101,24 +111,44 @@ class _Answerer:
         )
         return ids if 0 < len(ids) <= self.room else None
 
-    def answer(self, questions: Sequence[Questions]) -> list[Turns]:
+    def answers(self, questions: Sequence[Questions], batch: int) -> Iterator[Turns]:
+        """Each conversation once it has ended, in the order of the questions."""
         conversations: list[Turns] = [[] for _ in questions]
-        for turn in range(max(len(users) for users in questions)):
-            waiting: list[tuple[Turns, str, list[int]]] = []
-            for turns, users in zip(conversations, questions, strict=True):
-                if (
-                    turn < len(users) and len(turns) == 2 * turn
-                ):  # else an earlier turn found no room
-                    prompt = self.prompt([*turns, ("user", users[turn])])
-                    if prompt is not None:
-                        waiting.append((turns, users[turn], prompt))
-            answers = generate(
-                self.decoder, PlainStep(), [ids for _, _, ids in waiting], stop=self.stop
-            ).sequences
-            for (turns, question, _), answer in zip(waiting, answers, strict=True):
-                text = self.tokenizer.decode(answer, skip_special_tokens=True).strip()
-                turns += [("user", question), ("assistant", text or " ")]
-        return conversations
+        waiting = deque[tuple[int, list[int]]]()  # conversations that go on, and their prompts
+        coming = iter(range(len(questions)))
+        asked: list[int] = []  # the conversation of each prompt, in the order they were taken
+
+        def next_prompt() -> list[int] | None:
+            if not waiting and (index := next(coming, None)) is not None:
+                turn(index)
+            if not waiting:
+                return None
+            index, prompt = waiting.popleft()
+            asked.append(index)
+            return prompt
+
+        def turn(index: int) -> bool:
+            """Puts a conversation's next question; False where it has none, or no room for it."""
+            turns, users = conversations[index], questions[index]
+            if len(turns) == 2 * len(users):
+                return False
+            prompt = self.prompt([*turns, ("user", users[len(turns) // 2])])
+            if prompt is not None:
+                waiting.append((index, prompt))
+            return prompt is not None
+
+        ended: set[int] = set()
+        written = 0
+        for finished in generate_continuously(self.decoder, next_prompt, batch, stop=self.stop):
+            index = asked[finished.number]
+            turns = conversations[index]
+            text = self.tokenizer.decode(finished.tokens, skip_special_tokens=True).strip()
+            turns += [("user", questions[index][len(turns) // 2]), ("assistant", text or " ")]
+            if not turn(index):
+                ended.add(index)
+            while written in ended:
+                yield conversations[written]
+                written += 1
 
 
 def _record(turns: Turns) -> dict[str, Any]:
@@ -138,14 +168,11 @@ def _resume(path: Path, questions: Sequence[Questions]) -> int:
     """How many records `path` holds already; cuts off a half-written last line."""
     if not path.exists():
         return 0
-    lines = path.read_bytes().split(b"\n")
-    whole, rest = lines[:-1], lines[-1]
-    if rest:
-        write_atomically(path, b"".join(line + b"\n" for line in whole))
+    whole = whole_lines(path)
     for number, (line, users) in enumerate(zip(whole, questions, strict=False), start=1):
         try:
-            found = _asked(json.loads(line))
-        except (ValueError, KeyError, TypeError):
+            found = _asked(parse_json(line, path))
+        except (UserError, KeyError, TypeError):
             raise UserError(
                 f"{path}, line {number}: not a record of this command; choose another --out"
             ) from None

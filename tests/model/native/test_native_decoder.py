@@ -23,7 +23,7 @@ from multirate.errors import UserError
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.load import load_decoder
 from multirate.model.native import NativeDecoder
-from multirate.model.native.cache import from_native, to_native
+from multirate.model.native.cache import from_native
 from multirate.model.rows import Rows
 
 SIZES = dict(
@@ -263,7 +263,9 @@ def test_a_released_cache_comes_back_as_new():
 
 def test_layout_round_trip():
     keys, values = torch.randn(2, 3, 32, 16), torch.randn(2, 3, 32, 16)
-    k, v = from_native(*(t.contiguous() for t in to_native(keys, values)))
+    native_keys = keys.unflatten(-1, (-1, 2)).unflatten(2, (-1, 16)).transpose(3, 4)
+    native_values = values.unflatten(2, (-1, 2)).transpose(3, 4)
+    k, v = from_native(native_keys.contiguous(), native_values.contiguous())
     assert torch.equal(k, keys) and torch.equal(v, values)
 
 

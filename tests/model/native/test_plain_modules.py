@@ -6,14 +6,23 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama import modeling_llama
 
 from multirate import attach
 from multirate.errors import Notice, UserError
@@ -126,6 +135,27 @@ def one_bias(model: Any) -> Any:
     return model
 
 
+def scaled_lookup(model: Any) -> Any:
+    model.model.embed_tokens.max_norm = 0.05
+    return model
+
+
+def own_call(model: Any) -> Any:
+    class Negated(type(model.model.layers[0].mlp)):  # type: ignore[misc]
+        __module__ = "transformers.models.llama.modeling_llama"
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return -super().__call__(x)
+
+    model.model.layers[0].mlp.__class__ = Negated
+    return model
+
+
+def final_epsilon(model: Any) -> Any:
+    model.model.norm.variance_epsilon = 300.0
+    return model
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "lora": (lora, "peft"),
     "lora-within": (lambda model: lora(model).get_base_model(), "q_proj is a peft Linear"),
@@ -137,6 +167,9 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "other-block": (other_block, "layers.0.mlp is a .* Doubled"),
     "other-scale": (other_scale, "layers.0 scales its attention scores"),
     "one-bias": (one_bias, "layers.0 has a bias in k_proj alone"),
+    "max-norm": (scaled_lookup, "embed_tokens scales its rows"),
+    "own-call": (own_call, "layers.0.mlp is a Negated whose class has a __call__ of its own"),
+    "final-epsilon": (final_epsilon, r"model\.norm has a norm with epsilon 300\.0"),
 }
 
 
@@ -159,6 +192,92 @@ def test_what_is_not_plain_is_run_by_its_own_layers(name: str) -> None:
     )
     with pytest.raises(UserError, match=named):
         attach(model, backend="native")
+
+
+@contextmanager
+def hook_for_all() -> Iterator[None]:
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, output: output * 3 if isinstance(module, nn.Embedding) else None
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def function_replaced() -> Iterator[None]:
+    before = modeling_llama.apply_rotary_pos_emb
+    modeling_llama.apply_rotary_pos_emb = lambda q, k, cos, sin, **_: (2 * q, 2 * k)
+    try:
+        yield
+    finally:
+        modeling_llama.apply_rotary_pos_emb = before
+
+
+@contextmanager
+def class_forward_replaced() -> Iterator[None]:
+    block = modeling_llama.LlamaMLP
+    before = block.forward
+    block.forward = lambda self, x: -before(self, x)
+    try:
+        yield
+    finally:
+        block.forward = before
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before-attaching", "after-attaching"])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (hook_for_all, "a hook for every module"),
+        (function_replaced, "modeling_llama.apply_rotary_pos_emb was replaced"),
+        (class_forward_replaced, "layers.0.mlp is a LlamaMLP whose class was given another forw"),
+    ],
+)
+def test_what_is_changed_for_all_models_is_heard(
+    change: Callable[[], AbstractContextManager[None]], named: str, after: bool
+) -> None:
+    model = make()
+    engine = attach(model)
+    before = answer(model)
+    assert engine.generate([PROMPT], stop=engine.stopping(NEW)).sequences[0] == before
+    with change():
+        with pytest.warns(Notice, match=f"own layers are run.*{named}"):
+            if not after:
+                engine = attach(model)
+            found = engine.generate([PROMPT], stop=engine.stopping(NEW)).sequences[0]
+        assert found == answer(model, backend="hf") != before
+
+
+def test_another_attention_is_refused_by_name() -> None:
+    """The rows of a draft need attention to honour masks: an unknown one may not."""
+
+    def other(module: nn.Module, *arguments: Any, **named: Any) -> Any:
+        output, weights = sdpa_attention_forward(module, *arguments, **named)
+        return -output, weights
+
+    AttentionInterface.register("other", other)
+    model = make()
+    engine = attach(model)
+    stop = engine.stopping(NEW)
+    model.set_attn_implementation("other")
+    try:
+        for backend in ("auto", "native", "hf"):
+            with pytest.raises(UserError, match=f"'other' is a function of {__name__}"):
+                attach(model, backend=backend)
+        with pytest.raises(UserError, match="'other'"):
+            engine.generate([PROMPT], stop=stop)
+    finally:
+        model.set_attn_implementation("sdpa")
+    assert engine.generate([PROMPT], stop=stop).sequences[0] == answer(model)
+
+
+def test_attention_that_is_not_causal_is_refused() -> None:
+    model = make()
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(UserError, match="the attention of layer 1 is not causal"):
+        attach(model)
 
 
 @pytest.mark.parametrize("config", [None, Qwen3Config(**SIZES, head_dim=64)])
@@ -261,9 +380,41 @@ def optimizer_step(model: Any) -> None:
     torch.optim.SGD([weight], lr=1.0).step()
 
 
+def some_rows(model: Any) -> None:
+    model.model.layers[1].mlp.down_proj.weight.data[7:10] *= -20
+
+
+def some_columns(model: Any) -> None:
+    model.model.layers[1].mlp.down_proj.weight.data[:, 7:10] *= -20
+
+
+def part_of_a_norm(model: Any) -> None:
+    model.model.norm.weight.data[40:50] = 5
+
+
+def rotary_frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(5)
+
+
+def rotary_scale(model: Any) -> None:
+    model.model.rotary_emb.attention_scaling = 3.0
+
+
 @pytest.mark.parametrize(
     "change",
-    [through_data, one_of_its_tensors, other_storage, new_parameter, state_dict, optimizer_step],
+    [
+        through_data,
+        one_of_its_tensors,
+        some_rows,
+        some_columns,
+        part_of_a_norm,
+        rotary_frequencies,
+        rotary_scale,
+        other_storage,
+        new_parameter,
+        state_dict,
+        optimizer_step,
+    ],
 )
 def test_changed_weights_are_packed_again(change: Callable[[Any], None]) -> None:
     model = make()

@@ -1,4 +1,4 @@
-// Who of the experts is in memory: slots, and who leaves. As experts/expert_cache.py and
+// Which experts are in memory: slots, and which are evicted. As experts/expert_cache.py and
 // policies.py state it for the decoders that Python runs; a test holds the two together. All of it
 // runs on the thread that computes.
 #ifndef MULTIRATE_CACHE_H
@@ -12,8 +12,8 @@ enum { EVENT_COMPUTE, EVENT_DEMAND, EVENT_SPECULATIVE, EVENT_STALL, EVENT_PREDIC
 typedef struct {
     int32_t state, key;
     int32_t fresh;           // loaded ahead, not used yet
-    int32_t demanded, early; // its load: needed now, and named before that
-    int32_t deadline;        // the row that a load was named for, in pass
+    int32_t demanded, early; // its load: needed now, and predicted before that
+    int32_t deadline;        // the row that a load was predicted for, in pass
     int64_t load_token, token,
         when; // token: the pass that used or loaded it last; when: number of its last use
 } Slot;
@@ -34,8 +34,8 @@ struct ExpertCache {
     int32_t *slot_of;            // [keys], -1: in none
     double *rank;                // [keys] of EVICT_LFU, EVICT_LRFU
     int32_t *next_use;           // [keys] of EVICT_BELADY: index into future
-    uint8_t *pinned, *protected; // [keys]: what the running layer computes with; named for the next
-                                 // layers, evicted last
+    uint8_t *pinned, *protected; // [keys]: what the running layer computes with; predicted for the
+                                 // next layers, evicted last
     int32_t *failed;             // [keys] errno of this layer's failed reads
     int32_t *left, left_count;   // keys that a paused layer still waits for; none: no layer is
     int32_t *free, free_count, pinned_count, loading, failures, event_room;
@@ -145,8 +145,8 @@ static void on_evict(ExpertCache *e, Slot *slot) {
     e->free[e->free_count++] = (int32_t)(slot - e->slots);
 }
 
-// Whether a slot is free now. A prediction takes only what this token has not used; what is named
-// for the next layers leaves for a demand only, and last.
+// Whether a slot is free now. A prediction takes only what this token has not used; what is
+// predicted for the next layers leaves for a demand only, and last.
 static int evict(ExpertCache *e, int speculative) {
     Slot *best = NULL, *spared = NULL;
     for (int i = 0; i < e->plan.slots; i++) {

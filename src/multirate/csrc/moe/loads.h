@@ -87,7 +87,7 @@ static void go_on(ExpertCache *e) {
         reads_begin(e->plan.reads);
 }
 
-// These may be needed. What was named for the same layers before and is not named again is dropped,
+// These may be needed. What was predicted for the same layers before and is not again is dropped,
 // unless its read has begun; what is there or asked for already is left alone.
 static void prefetch(ExpertCache *e, const Prediction *found, int count) {
     int experts = e->plan.experts, kept = 0, missing = 0;
@@ -243,8 +243,8 @@ static int wait_for(ExpertCache *e, const int32_t *keys, int count) {
     }
 }
 
-// Layer `row` begins: what was named for it and earlier ones, and is not there, is dropped unless
-// it is demanded.
+// Layer `row` begins: what was predicted for it and earlier ones, and is not there, is dropped
+// unless it is demanded.
 static void enter_row(ExpertCache *e, int row) {
     Controls *c = &e->controls;
     int experts = e->plan.experts, kept = 0, begun = row <= c->last_row;

@@ -1,5 +1,5 @@
-// Who names experts ahead of time in the kernel's own passes (experts/predictors.py and
-// accelerated.py state each), and which of what is named is worth a read (experts/worth.py).
+// Predicts experts in the kernel's own passes (experts/predictors.py and
+// accelerated.py state each), and which predictions are read (experts/prefetch_filter.py).
 #ifndef MULTIRATE_PREDICTORS_H
 #define MULTIRATE_PREDICTORS_H
 
@@ -38,7 +38,7 @@ struct Predictor {
     int32_t room, state_rows; // rows that these hold, and of the state; 0: none
     int32_t at;               // the oracle's call
     Prediction *found;
-    int32_t *open; // [keys] depth · RANKS + rank of what is named and was absent; -1
+    int32_t *open; // [keys] depth · RANKS + rank of what is predicted and was absent; -1
     double right[(MOST_AHEAD_ROWS + 1) * RANKS], every[(MOST_AHEAD_ROWS + 1) * RANKS];
 };
 
@@ -153,8 +153,8 @@ static void predict_residual(Workspace *work, Predictor *f, const Routers *m, in
          i++) { // two depths a call: they share the product with `down`
         int far = i < plan->most_depth ? i : plan->most_depth - 1;
         mr_predict_residual(work, plan->sites[at], i < depth ? plan->sites[at + i] : NULL,
-                            plan->sketches ? plan->sketches[at + far] : NULL, ids, weights,
-                            m->top_k, plan->ones, plan->eps, x,
+                            plan->pairs ? plan->pairs[at + far] : NULL, ids, weights, m->top_k,
+                            plan->ones, plan->eps, x,
                             f->state_rows == n ? f->p[MOST_AHEAD_ROWS] : NULL, n, f->p[0],
                             i < depth ? f->p[i] : NULL);
     }
@@ -186,9 +186,9 @@ static int lacks_nothing(Workspace *work, ExpertCache *e, const Routers *m, int 
 }
 
 // The accelerated stream: layer by layer what is thought to leave the experts, the next layers' own
-// attention on it, and what their routers then choose. It sees the slow stream's keys and values,
-// and leaves its own in the slots of its rows, where the slow stream's will be before anyone else
-// looks.
+// attention on it, and what their routers then choose. It sees the model's own keys and values,
+// and leaves its own in the slots of its rows, where the model's own will be before anything
+// else reads them.
 static int run_ahead(Workspace *work, ExpertCache *e, const Routers *m, const Pass *pass, int row,
                      const float *x, int n, const int64_t *ids, const float *weights, int depth) {
     Predictor *f = e->predictor;
@@ -268,7 +268,7 @@ static void forget_predictions(ExpertCache *e) {
     memset(e->predictor->open, 0xff, keys * sizeof *e->predictor->open);
 }
 
-// Layer `row` needs these: what a predictor learns from, and what was named comes true or not.
+// Layer `row` needs these: what a predictor learns from, and what was predicted comes true or not.
 static void outcome(ExpertCache *e, int row, const int32_t *needed, int count) {
     Predictor *f = e->predictor;
     int experts = e->plan.experts;

@@ -90,7 +90,7 @@ static void run_residual(Workspace *work, void *context, int id, int threads) {
     }
 }
 
-// The accelerated residual (methods/, expert forecasts): p = residual + U SiLU(D [n(residual);
+// The accelerated residual (experts/accelerated.py): p = residual + U SiLU(D [n(residual);
 // n(state)]) for the U of `near` and, unless NULL, that of `far`, whose D is the same; and the
 // experts' pruned neurons, unless NULL. residual, state (or NULL), p [n, d]; ones [d]; ids, weights
 // [n, k].

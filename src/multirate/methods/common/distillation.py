@@ -3,7 +3,8 @@ drafting.
 
 The gradient with respect to the hidden rows is formed in the forward pass, chunk by chunk, so [N,
 V] logits never exist whole; the teacher's distribution of a chunk is computed once for all gates
-and draft steps.
+and draft steps. Where the teacher's likeliest tokens are kept already (`TopTokens`), the full head
+is not needed at all: with a reduced draft head that is most of a training step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,33 @@ ELEMENTS_PER_CHUNK = 1 << 21
 """Logits held at once per stream (8 MiB of float32: stays in the last-level cache of a small
 machine).
 """
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """The full model's k likeliest tokens of each row: its distribution, the tail left out."""
+
+    tokens: Tensor
+    """int64 [..., k], the argmax first"""
+    log_probs: Tensor
+    """float32 [..., k], of the whole distribution: their exponentials sum to less than one"""
+
+    def __getitem__(self, rows: Any) -> TopTokens:
+        """The rows that an index of the leading dimensions chooses."""
+        return TopTokens(self.tokens[rows], self.log_probs[rows])
+
+    def sharpened(self, sharpness: float, columns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """What a student is taught: (columns int64 [n, k] of its head, probabilities [n, k] over
+        these that sum to one, bool [n] whether there is any).
+
+        columns: int64 [V], each token's place in a reduced head, -1 where it has none; None: the
+        token itself.
+        """
+        places = self.tokens if columns is None else columns[self.tokens]
+        weights = (self.log_probs * sharpness).masked_fill(places < 0, -torch.inf)
+        known = places.amax(-1) >= 0
+        probs = torch.where(known[:, None], weights, torch.zeros_like(weights)).softmax(-1)
+        return places.clamp(min=0), probs * known[:, None], known
 
 
 @dataclass(frozen=True)
@@ -77,13 +105,65 @@ class Distilled:
     """[K]: mean of Σ min(p, q), the acceptance rate of speculative sampling at temperature 1"""
 
 
+@dataclass
+class _Target:
+    """The teacher's distribution of a chunk of rows over the students' outputs."""
+
+    probs: Tensor
+    """[n, outputs], or [n, k] at `columns`"""
+    negative_entropy: float
+    """sum over rows"""
+    choice: Tensor
+    """[n] the full model's argmax"""
+    columns: Tensor | None = None
+    """[n, k]; None: all outputs in order"""
+    known: Tensor | None = None
+    """[n] rows that are taught something; None: all"""
+
+    @staticmethod
+    def dense(logits: Tensor, tokens: Tensor | None) -> _Target:
+        choice = logits.argmax(-1)
+        # A reduced head is trained on the teacher's distribution over its own tokens.
+        known = logits if tokens is None else logits[:, tokens]
+        log_p = known.sub_(known.logsumexp(-1, keepdim=True))
+        p = log_p.exp()
+        return _Target(p, float((p * log_p).sum()), choice)
+
+    @staticmethod
+    def kept(top: TopTokens, sharpness: float, columns: Tensor | None) -> _Target:
+        places, p, known = top.sharpened(sharpness, columns)
+        return _Target(p, float(torch.xlogy(p, p).sum()), top.tokens[:, 0], places, known)
+
+    def expected(self, z: Tensor) -> Tensor:
+        """Sum over rows of the mean of z [n, outputs] under the teacher."""
+        return (self.probs * (z if self.columns is None else z.gather(1, self.columns))).sum()
+
+    def taught(self, per_row: Tensor) -> Tensor:
+        """The sum of per_row [n] over the rows that are taught something."""
+        return (per_row if self.known is None else per_row * self.known).sum()
+
+    def subtract_from(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """q [n, outputs], changed in place → (q - p, sum of min(p, q))."""
+        if self.columns is None or self.known is None:
+            difference = q.sub_(self.probs)
+            # sum min(p, q) = 1 - 1/2 sum |q - p|
+            return difference, len(q) - 0.5 * difference.abs().sum()
+        overlap = torch.minimum(self.probs, q.gather(1, self.columns)).sum()
+        q.mul_(self.known[:, None])
+        return q.scatter_add_(1, self.columns, -self.probs), overlap
+
+
 class _ChunkedKL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, students: Tensor, teacher: Tensor, head: Head, tokens: Tensor | None
+        ctx: Any, students: Tensor, teacher: Tensor | TopTokens, head: Head, tokens: Tensor | None
     ) -> tuple[Tensor, ...]:
         count, rows, _ = students.shape
         draft_head = head if tokens is None else head.subset(tokens)
+        columns = None
+        if tokens is not None and isinstance(teacher, TopTokens):
+            columns = torch.full((len(head.weight),), -1, device=tokens.device)
+            columns[tokens] = torch.arange(len(tokens), device=tokens.device)
         need_grad = students.requires_grad
         grad = (
             torch.empty(students.shape, dtype=torch.float32, device=students.device)
@@ -94,28 +174,25 @@ class _ChunkedKL(torch.autograd.Function):
         overlap = torch.zeros(count, device=students.device)
         agree = torch.empty(count, rows, dtype=torch.bool, device=students.device)
         confidence = torch.empty(count, rows, device=students.device)
-        chunk = max(16, ELEMENTS_PER_CHUNK // head.weight.shape[0])
+        widest = draft_head if isinstance(teacher, TopTokens) else head
+        chunk = max(16, ELEMENTS_PER_CHUNK // len(widest.weight))
         for begin in range(0, rows, chunk):
             part = slice(begin, min(begin + chunk, rows))
-            target = head.logits(teacher[part])
-            choice = target.argmax(-1)
-            # A reduced head is trained on the teacher's distribution over its own tokens.
-            known = target if tokens is None else target[:, tokens]
-            log_p = known.sub_(known.logsumexp(-1, keepdim=True))
-            p = log_p.exp()
-            negative_entropy = (p * log_p).sum()
+            if isinstance(teacher, TopTokens):
+                target = _Target.kept(teacher[part], head.sharpness, columns)
+            else:
+                target = _Target.dense(head.logits(teacher[part]), tokens)
             for k in range(count):
                 z = draft_head.logits(students[k, part])
-                normaliser = z.logsumexp(-1, keepdim=True)
                 top, index = z.max(-1)
-                kl[k] += negative_entropy - (p * z).sum() + normaliser.sum()
-                agree[k, part] = (index if tokens is None else tokens[index]) == choice
-                confidence[k, part] = (top - normaliser[:, 0]).exp()
-                q = (z - normaliser).exp_()
-                difference = q.sub_(p)
-                overlap[k] += (
-                    z.shape[0] - 0.5 * difference.abs().sum()
-                )  # Σ min(p, q) = 1 − ½ Σ |q − p|
+                q = (z - top[:, None]).exp_()
+                total = q.sum(-1)
+                normaliser = top + total.log()
+                kl[k] += target.negative_entropy - target.expected(z) + target.taught(normaliser)
+                agree[k, part] = (index if tokens is None else tokens[index]) == target.choice
+                confidence[k, part] = total.reciprocal()
+                difference, common = target.subtract_from(q.div_(total[:, None]))
+                overlap[k] += common
                 if grad is not None:
                     grad[k, part] = draft_head.pull_back(difference, z)
         if grad is not None:
@@ -131,13 +208,14 @@ class _ChunkedKL(torch.autograd.Function):
 
 
 def distil(
-    students: Tensor, teacher: Tensor, head: Head, tokens: Tensor | None = None
+    students: Tensor, teacher: Tensor | TopTokens, head: Head, tokens: Tensor | None = None
 ) -> Distilled:
     """KL(head(teacher) ‖ head(student)) of K students at once.
 
     students [K, N, d] and teacher [N, d] are already through the final norm; ``tokens`` [n]
     restricts the students' head (the teacher is renormalised over them; agreement is still with the
-    full model's argmax).
+    full model's argmax). A teacher given by its N rows' likeliest tokens is renormalised over
+    these: rows without any that the students can say teach nothing.
     """
     kl, agree, confidence, overlap = _ChunkedKL.apply(students, teacher, head, tokens)
     return Distilled(kl, agree, confidence, overlap)

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.decoding.acceptance_statistics import Origin
+from multirate.decoding.acceptance_statistics import Calibration, Origin
 from multirate.decoding.costs import CostModel
 from multirate.decoding.drafter import MAX_TREE_NODES, FusedStep
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
+from multirate.model.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,23 @@ class FusedSteps:
         self._ids = np.zeros(nodes + 1, np.int64)
         self._carried = torch.zeros(nodes + 1, d)
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
+        self._confidence = np.empty(nodes)
+        self._calibration: Calibration | None = None
+        self._pending_ids: list[int] = []
+        self._pending_carried: list[Tensor] = []
         self._hidden = torch.empty(nodes + 1, d)
         heads = (
             limits.width * head.linear.outputs if head else 0,
             (nodes + 1) * decoder.head.outputs,
         )
         self._scratch = torch.empty((5 * (nodes + 1) + 2) * d + max(heads))
-        self._held = (stream, head)  # the kernel reads them by address
+        self._held: tuple[object, ...] = (stream, head)  # the kernel reads them by address
         self._free = np.zeros(nodes)
         self._no_threshold = abi.doubles(self._free)
         self._limits, self._longest = limits, limits.ngram.longest
         self._text = np.empty(0, np.int32)
+        self._found = np.empty(nodes, np.int64)
+        self._found_at = abi.longs(self._found)
         self._step = abi.new(
             "SpeculativeStep",
             stream=stream,
@@ -88,6 +95,7 @@ class FusedSteps:
             carried=self._carried.data_ptr(),
             tokens=abi.longs(self._tokens),
             parents=abi.ints(self._parents),
+            confidence=abi.doubles(self._confidence),
             hidden=self._hidden.data_ptr(),
             scratch=self._scratch.data_ptr(),
             draft_vocab=head.vocab if head else 0,
@@ -112,10 +120,14 @@ class FusedSteps:
         self._limits.ngram.longest = 0 if text is None else self._longest
         self._set_text([] if text is None else text)
         self._step.sequence = seq
-        self._entered = len(ids)
-        self._ids[: len(ids)] = ids
+        self._entered = 1
+        self._ids[0] = ids[-1]
+        self._pending_ids, self._pending_carried = [], []
         if carried is not None:
-            self._carried[: len(ids)] = carried
+            self._carried[0] = carried[-1]
+        if self._refresh and len(ids) > 1:
+            self._pending_ids = list(ids[:-1])
+            self._pending_carried = [] if carried is None else [carried[:-1].clone()]
 
     def run(
         self,
@@ -124,9 +136,13 @@ class FusedSteps:
         verify_threshold: np.ndarray | None = None,
         deepest: int | None = None,
         draft_accepted: float = 1.0,
+        stream: bool = True,
     ) -> FusedStep:
         """One step, with drafts of at most ``depth`` levels, continuations of ``deepest``. The
         accepted tokens' K/V are in place, uncommitted.
+
+        stream: False: a draft is only ``deepest`` tokens of the text's continuation, 0 for a plain
+        step; what the stream was not given meanwhile it reads before its next draft.
 
         draft_threshold, verify_threshold: float64 [nodes], least path probability of the n-th node
         to be drafted from and to be verified; None: 0.
@@ -144,7 +160,13 @@ class FusedSteps:
         limits.verify_threshold = (
             self._no_threshold if verify_threshold is None else abi.doubles(verify_threshold)
         )
-        first = 0 if self._refresh else self._entered - 1
+        limits.stream = stream
+        if self._refresh:
+            if not stream:
+                self._set_aside()
+            elif self._pending_ids:
+                self._catch_up(length)
+        first = 0 if self._refresh and stream else self._entered - 1
         emitted = self._library.mr_speculative_step(
             self._decoder.workspace.address,
             self._step,
@@ -155,6 +177,72 @@ class FusedSteps:
         )
         self._entered = emitted
         return FusedStep(self._ids[:emitted].tolist(), self._step.drafted, self._step.levels)
+
+    @property
+    def behind(self) -> int:
+        """Committed tokens that the stream's own layer has not read with their true residuals."""
+        return len(self._pending_ids) + self._entered - 1 if self._refresh else 0
+
+    def pending(self) -> tuple[list[int], list[Tensor]]:
+        """These tokens and their carried residuals, [n, d] in pieces."""
+        return self._pending_ids, self._pending_carried
+
+    def _set_aside(self) -> None:
+        """The tokens that would have entered the stream wait for its next draft."""
+        self._pending_ids += self._ids[: self._entered].tolist()
+        if self._step.stream.carry.weight:
+            self._pending_carried.append(self._carried[: self._entered].clone())
+
+    def _catch_up(self, length: int) -> None:
+        """The waiting tokens through the stream; only its own K/V are written."""
+        step, own = self._step, self._own
+        assert own is not None
+        count = len(self._pending_ids)
+        ids = np.array(self._pending_ids, np.int64)
+        rows = Rows.causal(step.sequence, length - self._entered + 1 - count, count)
+        carried = torch.cat(self._pending_carried).contiguous() if self._pending_carried else None
+        x = torch.empty(count, self._decoder.info.hidden_size)
+        self._library.mr_stream_step(
+            self._decoder.workspace.address,
+            step.stream,
+            step.caches,
+            step.block_cache,
+            step.block_capacity,
+            abi.rows_of(rows, self._cache.capacity),
+            0,
+            abi.longs(ids),
+            abi.at(None if carried is None else carried.data_ptr()),
+            abi.at(x.data_ptr()),
+        )
+        self._pending_ids, self._pending_carried = [], []
+
+    def calibrate(self, calibration: Calibration) -> None:
+        """Drafts believe their confidence as far as `calibration` says, from now on."""
+        self._calibration = calibration  # the kernel reads it by address
+        self._limits.tries = abi.doubles(calibration.tries)
+        self._limits.hits = abi.doubles(calibration.hits)
+
+    def look_up(self, most: int) -> tuple[list[int], int]:
+        """What the text had after the tokens it ends in, as `TextIndex.look_up`."""
+        text, found = self._step.text, self._found
+        matched = self._library.mr_ngram(
+            text.tokens,
+            text.count - 1,
+            text.count,
+            self._limits.ngram.longest,
+            most,
+            self._found_at,
+        )
+        return (found[:most].tolist() if matched else []), matched
+
+    def confidence(self) -> list[float]:
+        """The stream's own probability of each node of the last draft; −1: not its node."""
+        return self._confidence[: self._step.drafted].tolist()
+
+    def best(self) -> tuple[int, float] | None:
+        """The stream's best token after the last one, and its confidence; None: it did not run."""
+        step = self._step
+        return None if step.best < 0 else (step.best, step.best_probability)
 
     def measured(
         self,

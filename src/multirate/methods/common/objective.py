@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from multirate.methods.common.distillation import Distilled, simulated_tokens_per_step
+from multirate.methods.common.teacher import Known
 
 BINS = 200
 """Score histogram bins for AUC and calibration: sums over batches and processes stay exact and
@@ -68,8 +69,8 @@ class Report:
 class Objective(nn.Module):
     """What training minimises: (ids int64 [B, T], mask bool [B, T]) → (loss, Report).
 
-    mask is true where a row's *next* token is a response token. A third argument, `final`, is the
-    base's h_L [B, T, d] where it is known already (see `Teacher.slow`).
+    mask is true where a row's *next* token is a response token. A third argument, `known`, is what
+    the base says to these samples where that was kept (see `Teacher.slow`).
 
     has_arla: whether reports carry ARLA's scores. drafts: whether its terms are drafted tokens, so
     that agreement tells how many tokens a verification would accept. has_early_exit: whether the
@@ -85,7 +86,9 @@ class Objective(nn.Module):
         """What the loss is summed over, in the order of the report's students."""
         raise NotImplementedError
 
-    def early_exit(self, ids: Tensor, mask: Tensor) -> tuple[list[Term], Distilled]:
+    def early_exit(
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
+    ) -> tuple[list[Term], Distilled]:
         """What the base alone does at the same places: what training must beat."""
         raise NotImplementedError
 

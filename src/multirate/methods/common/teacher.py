@@ -11,13 +11,28 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from multirate.methods.common.distillation import Head
+from multirate.methods.common.distillation import Head, TopTokens
 from multirate.methods.common.shape import BaseShape
 from multirate.model.decoder import LayerAdapter
 from multirate.model.hf.adapter_hooks import apply_adapter
 from multirate.model.hf.inspect import find_parts
 from multirate.model.hf.layer_caches import RecordingKV, SharedKV, SharedThenOwnKV
 from multirate.model.hf.parts import additive, earlier_and_own
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a batch's samples already, so that the base need not run to its end."""
+
+    final: Tensor
+    """h_L [B, T, d], before the final norm"""
+    top: TopTokens
+    """the likeliest next tokens, [B, T, k]"""
+
+    def to(self, device: torch.device) -> Known:
+        """The same on another device."""
+        top = TopTokens(self.top.tokens.to(device), self.top.log_probs.to(device))
+        return Known(self.final.to(device), top)
 
 
 @dataclass
@@ -38,6 +53,12 @@ class SlowPass:
     """the base's rotary tables at ``position_ids``"""
     residual: dict[int, Tensor] = field(default_factory=dict)
     """layer index i → h_i [B, T, d] entering layer i, for i = 0 and the gates asked for"""
+    top: TopTokens | None = None
+    """the likeliest next tokens, where they are known: [B, T, k]"""
+
+    def target(self, rows: Tensor) -> Tensor | TopTokens:
+        """What students of ``rows`` (bool [B, T]) are distilled towards: see ``distil``."""
+        return self.normed[rows] if self.top is None else self.top[rows]
 
 
 class Teacher:
@@ -64,15 +85,15 @@ class Teacher:
 
     @torch.no_grad()
     def slow(
-        self, ids: Tensor, shared: int, gates: tuple[int, ...] = (), final: Tensor | None = None
+        self, ids: Tensor, shared: int, gates: tuple[int, ...] = (), known: Known | None = None
     ) -> SlowPass:
         """Run the base on ids [B, T] (padding on the right, so causality alone masks it).
 
-        Keeps K/V of layers < ``shared``, and the residuals h_0 and h_G for G in ``gates``. With a
-        known ``final`` (h_L [B, T, d]) only the layers these need are run.
+        Keeps K/V of layers < ``shared``, and the residuals h_0 and h_G for G in ``gates``. With
+        what is ``known`` only the layers these need are run.
         """
         parts = self.parts
-        depth = len(parts.layers) if final is None else max((shared, *gates))
+        depth = len(parts.layers) if known is None else max((shared, *gates))
         position_ids = parts.position_ids(ids)
         recorder = RecordingKV()
         with parts.attention():
@@ -88,8 +109,8 @@ class Teacher:
                 )
         if depth in gates:
             kept[depth] = x
-        if final is not None:
-            x = final.to(x.dtype)
+        if known is not None:
+            x = known.final.to(x.dtype)
         return SlowPass(
             x,
             parts.final_norm(x),
@@ -98,6 +119,7 @@ class Teacher:
             position_ids,
             rotary,
             kept,
+            None if known is None else known.top,
         )
 
     def accelerated_layer(

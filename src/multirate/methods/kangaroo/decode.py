@@ -135,11 +135,16 @@ class KangarooDrafter(Drafter):
         if self._entered != seq:
             self._fused.enter(seq, [last_token])
             self._entered = seq
+        if not limit:
+            return self._fused.run(0, stream=False)
         assert self._cache is not None
-        self._filled[seq] = self._cache.lengths[
-            seq
-        ]  # this step computes again what the last one accepted
+        # this step computes again what the last one accepted
+        self._filled[seq] = self._cache.lengths[seq]
         return self._fused.run(min(limit, self.max_nodes))
+
+    def behind(self, seqs: Sequence[int]) -> int:
+        fused = 0 if self._fused is None or self._entered is None else self._fused.behind
+        return fused + sum(len(self._missing[b]) for b in seqs if b in self._missing)
 
     def draft(
         self,

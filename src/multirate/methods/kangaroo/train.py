@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multirate.methods.common.distillation import Distilled, distil
 from multirate.methods.common.objective import Objective, Report, Term
-from multirate.methods.common.teacher import Teacher
+from multirate.methods.common.teacher import Known, Teacher
 from multirate.methods.kangaroo.modules import KangarooAdapter
 
 
@@ -33,25 +33,27 @@ class KangarooObjective(Objective):
         return [Term(self.exit, 1, 1.0)]
 
     def forward(
-        self, ids: Tensor, mask: Tensor, final: Tensor | None = None
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[Tensor, Report]:
         """ids int64 [B, T]; mask bool [B, T], true where the row's *next* token is a response
-        token; final: see ``Teacher.slow``.
+        token; known: see ``Teacher.slow``.
         """
         teacher = self._teacher[0]
-        slow = teacher.slow(ids, shared=0, gates=(self.exit,), final=final)
+        slow = teacher.slow(ids, shared=0, gates=(self.exit,), known=known)
         students = teacher.norm(self.stream(slow.residual[self.exit].float())[mask])[
             None
         ]  # [1, N, d]
-        result = distil(students, slow.normed[mask], teacher.head)
+        result = distil(students, slow.target(mask), teacher.head)
         loss = result.kl.sum()
         return loss, Report(self.terms, result, float(loss.detach()))
 
     @torch.no_grad()
-    def early_exit(self, ids: Tensor, mask: Tensor) -> tuple[list[Term], Distilled]:
+    def early_exit(
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
+    ) -> tuple[list[Term], Distilled]:
         """The base's plain early exit at the same layer: what training must beat."""
         teacher = self._teacher[0]
-        slow = teacher.slow(ids, shared=0, gates=(self.exit,))
+        slow = teacher.slow(ids, shared=0, gates=(self.exit,), known=known)
         return self.terms, distil(
-            teacher.norm(slow.residual[self.exit][mask])[None], slow.normed[mask], teacher.head
+            teacher.norm(slow.residual[self.exit][mask])[None], slow.target(mask), teacher.head
         )

@@ -17,7 +17,7 @@ class LayerSkipConfig(MethodConfig):
     tokens: longest draft.
     confidence: stop drafting before a token whose top-1 probability at the exit is below this; 0
     never stops.
-    adaptive: instead of `confidence`, stop where another token is not worth its measured time.
+    adaptive: instead of `confidence`, stop where another token does not pay for its measured time.
     """
 
     exit_layer: int = 0

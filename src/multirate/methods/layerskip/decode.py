@@ -40,7 +40,7 @@ class LayerSkipDrafter(Drafter):
                 measure_costs(decoder, self.start).costs, config.tokens
             )
         self._calibrated = Calibration()
-        self._worth = np.zeros(config.tokens)  # least path probability of each level
+        self._thresholds = np.zeros(config.tokens)  # least path probability of each level
         self._cache: KVCache | None = None
         self._confidences: dict[int, list[float]] = {}
 
@@ -66,12 +66,12 @@ class LayerSkipDrafter(Drafter):
         """
         depths = [min(limit, self.config.tokens) for limit in limits]
         if self.controller is not None:
-            self._worth, _ = self.controller.thresholds(len(seqs))
+            self._thresholds, _ = self.controller.thresholds(len(seqs))
         count = len(seqs)
         tokens: list[list[int]] = [[] for _ in seqs]
         hidden: list[list[Tensor]] = [[] for _ in seqs]
         probs: list[list[Tensor]] = [[] for _ in seqs]
-        trust: list[list[float]] = [[] for _ in seqs]
+        confidences: list[list[float]] = [[] for _ in seqs]
         path = [1.0] * count  # probability that verification gets there
         live, entering = list(range(count)), list(last_tokens)
         for depth in range(1, max(depths) + 2):
@@ -89,7 +89,7 @@ class LayerSkipDrafter(Drafter):
                 path[i] *= self._calibrated(sure[k]) if self.controller is not None else 1.0
                 if self._goes_on(depth, sure[k], path[i]):
                     verify_threshold.append(k)
-                    trust[i].append(sure[k])
+                    confidences[i].append(sure[k])
             if not verify_threshold:
                 break
             live = [live[wanting[k]] for k in verify_threshold]
@@ -105,7 +105,7 @@ class LayerSkipDrafter(Drafter):
                     probs[i].append(q[row : row + 1])
             for token, i in zip(entering, live, strict=True):
                 tokens[i].append(token)
-        self._confidences = dict(zip(seqs, trust, strict=True))
+        self._confidences = dict(zip(seqs, confidences, strict=True))
         return [
             Draft.chain(tokens[i], torch.cat(hidden[i]), torch.cat(probs[i]) if probs[i] else None)
             for i in range(count)
@@ -114,9 +114,9 @@ class LayerSkipDrafter(Drafter):
     def accept(self, seq: int, verified: Verified) -> None:
         """Feeds the controller; there is no other state to bring up to date."""
         if self.controller is not None:
-            trust = self._confidences[seq]
+            confidences = self._confidences[seq]
             self.controller.emitted(len(verified.path))
-            self._calibrated.observe(trust, len(verified.path) - 1)
+            self._calibrated.observe(confidences, len(verified.path) - 1)
 
     def _shallow(self, seqs: list[int], tokens: list[int], depth: int) -> Tensor:
         """Layers [0, E) on one row per sequence, `depth` slots after its committed ones → [n,
@@ -146,4 +146,4 @@ class LayerSkipDrafter(Drafter):
         if self.controller is None:
             return confidence >= self.config.confidence
         # the first level is always tried: without it nothing would be learnt from this step
-        return depth == 1 or path_probability >= float(self._worth[depth - 1])
+        return depth == 1 or path_probability >= float(self._thresholds[depth - 1])

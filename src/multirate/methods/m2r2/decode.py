@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.decoding.acceptance_statistics import ContinuationRates
+from multirate.decoding.acceptance_statistics import Calibration, ContinuationRates
 from multirate.decoding.costs import CostModel
-from multirate.decoding.draft_length import DraftLengthController
+from multirate.decoding.draft_length import DraftLengthController, Plan
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
@@ -40,13 +40,33 @@ from multirate.model.rows import Rows
 
 @dataclass
 class _Waiting:
-    """What a sequence's next draft must know: accepted tokens to refresh, and the last token's
-    carried residual.
+    """What a sequence's next draft must know: committed tokens that the block has not read with
+    their true carried residuals, and the last token's carried residual.
     """
 
     ids: list[int]
-    carried: Tensor  # [len(ids), d]: h_L of the token before each
+    carried: list[Tensor]  # [len(ids), d] in pieces: h_L of the token before each
     last: Tensor  # [d]: h_L of the last committed token
+
+    def add(self, ids: Sequence[int], carried: Tensor) -> None:
+        self.ids += ids
+        self.carried.append(carried)
+
+    def keep(self, count: int) -> None:
+        """Only the first `count` tokens."""
+        self.ids = self.ids[:count]
+        self.carried = [torch.cat(self.carried)[:count].clone()] if self.ids else []
+
+
+@dataclass
+class _Match:
+    """What the text had after the tokens it ends in, when a step began."""
+
+    continuation: list[int]
+    matched: int
+
+
+_NO_MATCH = _Match([], 0)
 
 
 class M2R2Drafter(Drafter):
@@ -61,6 +81,7 @@ class M2R2Drafter(Drafter):
         self.config = config or M2R2DecodeConfig()
         self.start = stream.config.gates[0]
         self.max_nodes = self.config.nodes
+        self.adapts = self.config.draft_threshold is None or self.config.verify_threshold is None
         self._refresh = bool(stream.blocks)
         self._carry = stream.carry is not None
         self.runner = make_runner(decoder, stream, self.start, self.config.weights)
@@ -76,6 +97,9 @@ class M2R2Drafter(Drafter):
                 )
             self._arla = copy.deepcopy(stream.arla).float()
         self._continuations = ContinuationRates(self.config.lookup)
+        self._calibration: Calibration | None = None
+        self._streamed = True  # whether the stream drafts in the step under way
+        self._matches: dict[int, _Match] = {}
         self._texts: dict[int, TextIndex] = {}
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
         self._fused: FusedSteps | None = None
@@ -89,6 +113,7 @@ class M2R2Drafter(Drafter):
                 "NgramLimits",
                 longest=c.lookup,
                 first_accepted=abi.doubles(self._continuations.first_accepted),
+                first_against=abi.doubles(self._continuations.first_against),
                 next_accepted=abi.doubles(self._continuations.next_accepted),
             )
             limits = abi.new(
@@ -129,12 +154,12 @@ class M2R2Drafter(Drafter):
         return self._costs
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
-        if self._controller is None and (
-            self.config.draft_threshold is None or self.config.verify_threshold is None
-        ):
-            self._controller = DraftLengthController.of(
-                self.costs(self.decoder).costs, self.config.nodes
-            )
+        if self._controller is None and self.adapts:
+            costs = self.costs(self.decoder).costs
+            self._controller = DraftLengthController(costs, self.config.nodes, self._continuations)
+            self._calibration = Calibration()
+            if self._fused is not None:
+                self._fused.calibrate(self._calibration)
         if self._controller is not None:
             self._controller.pause()
         self.runner.begin(cache)
@@ -143,20 +168,36 @@ class M2R2Drafter(Drafter):
     def _enter(self, cache: KVCache, sampler: Sampler) -> None:
         self._cache, self._sampler = cache, sampler
         self._waiting, self._refreshed = {}, 0
-        self._texts, self._trees = {}, {}
+        self._texts, self._trees, self._matches = {}, {}, {}
+        self._fused_seq: int | None = None
         if self._fused is not None and isinstance(self.runner, NativeStreamRunner):
             self._fused.begin(self.runner.native_cache, self.runner.own_cache)
 
     def usable(self, cache: KVCache, length: int) -> int:
         if cache is not self._cache or not self.runner.serves(cache):
             return 0
-        return min(length, self._refreshed) if self._refresh else length
+        if not self._refresh:
+            return length
+        return min(length, self._refreshed + len(self._left_behind().ids))
+
+    def _left_behind(self) -> _Waiting:
+        """The tokens after the refreshed ones of sequence 0 that the block could read."""
+        if self._fused_seq == 0 and self._fused is not None:
+            ids, carried = self._fused.pending()
+            return _Waiting(list(ids), list(carried), torch.empty(0))
+        return self._waiting.get(0) or _Waiting([], [], torch.empty(0))
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
         if self._controller is not None:
             self._controller.pause()
+        behind, refreshed = self._left_behind(), self._refreshed
         self._enter(cache, sampler)
-        self._refreshed = cache.lengths[0]
+        # the token after the kept ones is read again and gives no carried residual of its own: what
+        # is known of it is kept, too
+        self._refreshed = min(refreshed, cache.lengths[0] + 1)
+        behind.keep(cache.lengths[0] + 1 - self._refreshed)
+        if behind.ids:
+            self._waiting[0] = behind
 
     def prefill(
         self,
@@ -165,8 +206,12 @@ class M2R2Drafter(Drafter):
         hidden_final: Sequence[Tensor],
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
+        """Prompts are read by the block when the stream drafts first (at once, where nothing
+        decides whether it does).
+        """
         for seq, prompt, hidden in zip(seqs, prompts, hidden_final, strict=True):
-            self._waiting[seq] = _Waiting([], hidden[:0], hidden[-1])
+            waiting = self._waiting.setdefault(seq, _Waiting([], [], hidden[-1]))
+            waiting.last = hidden[-1]
             first = len(prompt) - len(hidden)
             carried = hidden[:-1]
             if first:
@@ -176,27 +221,90 @@ class M2R2Drafter(Drafter):
             else:
                 carried = torch.cat([torch.zeros_like(hidden[:1]), carried])
             if self._refresh and first < len(prompt):
-                rows = Rows.causal(seq, first, len(prompt) - first)
-                self.runner.step(list(prompt[first:]), rows, carried, fresh=0)
+                waiting.add(prompt[first:], carried)
+                if self._controller is None:
+                    rows = Rows.causal(seq, len(prompt) - len(waiting.ids), len(waiting.ids))
+                    self.runner.step(waiting.ids, rows, torch.cat(waiting.carried), fresh=0)
+                    waiting.keep(0)
             if seq == 0:
-                self._refreshed = len(prompt)
+                self._refreshed = len(prompt) - len(waiting.ids)
 
     def accept(self, seq: int, verified: Verified) -> None:
         path, hidden_final = verified.path, verified.accepted
-        if self._controller is not None:
-            self._controller.emitted(len(path))
-        tree = self._trees.pop(seq, None)
-        if tree is not None:
-            self._continuations.observe(tree.origin, *tree.accepted(path))
+        tree, tokens = self._trees.pop(seq, None), self._sampler.tokens[seq]
+        self._learn(
+            seq,
+            tokens[-len(path) :],
+            tree if tree is not None else DraftTree(0),
+            path,
+            len(verified.hidden) - 1,
+        )
         waiting = self._waiting[seq]
-        if self._refresh and len(path) > 1:
-            tokens = self._sampler.tokens[seq]
-            # before the last token come the accepted nodes, whose carried residuals are now known
-            waiting.ids = tokens[-len(path) : -1]
-            waiting.carried = hidden_final[:-1]
-        else:
-            waiting.ids, waiting.carried = [], hidden_final[:0]
+        if self._refresh:
+            if not self._streamed:
+                waiting.add(tokens[-len(path) - 1 : -len(path)], waiting.last[None])
+            if len(path) > 1:
+                # before the last token come the accepted nodes, whose carried residuals are now
+                # known
+                waiting.add(tokens[-len(path) : -1], hidden_final[:-1])
         waiting.last = hidden_final[-1]
+
+    def _learn(
+        self, seq: int, emitted: Sequence[int], tree: DraftTree, path: Sequence[int], nodes: int
+    ) -> None:
+        """What came true of a step's draft. tree: with the nodes that the stream or the text gave,
+        where these are known; path: the accepted ones; nodes: how many there were.
+        """
+        match = self._matches.get(seq, _NO_MATCH)
+        if self._streamed and self.config.lookup:
+            self._continuations.observe(tree.origin, *tree.accepted(path))
+        if self._controller is None:
+            return
+        levels = max(tree.depth[: tree.drafted + 1]) + 1 if self._streamed else 0
+        self._controller.emitted(len(emitted), levels, nodes, match.matched)
+        best = tree.best
+        if match.matched:
+            self._continuations.observe_text(
+                match.continuation, match.matched, emitted, best and best[0]
+            )
+        if self._calibration is not None and self._streamed:
+            if best is not None:  # known whether or not it was verified
+                self._calibration.observe_one(best[1], best[0] == emitted[0])
+            accepted = set(path)
+            for node, (parent, token, sure) in enumerate(
+                zip(tree.parents, tree.tokens, tree.confidence, strict=True), start=1
+            ):
+                if (
+                    sure >= 0
+                    and parent in accepted
+                    and (parent or best is None or token != best[0])
+                ):
+                    self._calibration.observe_one(sure, node in accepted)
+
+    def _choose(self, seqs: Sequence[int], limits: Sequence[int], behind: int) -> Plan:
+        """A step begins: what it drafts with, and the thresholds."""
+        self._price(len(seqs))
+        if self._controller is None:
+            self._streamed = True
+            return Plan(True)
+        nodes = self.config.nodes
+        most = [min(nodes, limit) for limit in limits]
+        found = []
+        for seq, count in zip(seqs, most, strict=True):
+            match = _NO_MATCH
+            if self.config.lookup:
+                if seq == self._fused_seq and self._fused is not None:
+                    match = _Match(*self._fused.look_up(nodes))
+                else:
+                    index = self._texts.setdefault(seq, TextIndex(self.config.lookup))
+                    match = _Match(*index.look_up(self._sampler.tokens[seq], nodes))
+            self._matches[seq] = match
+            found.append((match.matched, count))
+        plan = self._controller.choose(found, max(limits), behind)
+        if not self.rests and not plan.stream and not any(plan.text):
+            plan = Plan(True)
+        self._streamed = plan.stream
+        return plan
 
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
         if self._fused is None:
@@ -207,27 +315,43 @@ class M2R2Drafter(Drafter):
             self._fused.enter(
                 seq,
                 [*waiting.ids, last_token],
-                torch.cat([waiting.carried, waiting.last[None]]),
+                torch.cat([*waiting.carried, waiting.last[None]]),
                 text,
             )
-        self._note_refreshed(seq)
-        self._price(1)
-        depth, deepest = (
-            min(self.config.depth, self.config.nodes, limit),
-            min(self.config.nodes, limit),
-        )
+            self._fused_seq = seq
+        plan = self._choose([seq], [limit], self._fused.behind)
+        if plan.stream:
+            self._note_refreshed(seq)
+            depth = min(self.config.depth, self.config.nodes, limit)
+            deepest = min(self.config.nodes, limit)
+        else:
+            depth, deepest = 0, plan.text[0]
         done = self._fused.run(
             depth,
             self._draft_threshold,
             self._verify_threshold,
             deepest,
             self._continuations.draft_accepted,
+            plan.stream,
         )
-        if self.config.lookup:
-            self._continuations.observe(*self._fused.origin())
-        if self._controller is not None:
-            self._controller.emitted(len(done.tokens))
+        if self._controller is not None or self.config.lookup:
+            self._learn_fused(seq, done)
         return done
+
+    def _learn_fused(self, seq: int, done: FusedStep) -> None:
+        assert self._fused is not None
+        tokens, parents = self._fused.draft()
+        origin, _, _ = self._fused.origin()
+        tree = DraftTree(0, drafted=origin.drafted, continued=origin.continued)
+        tree.matched, tree.best = origin.matched, self._fused.best()
+        tree.tokens, tree.parents = tokens, parents
+        tree.confidence = self._fused.confidence()
+        path, depth = [0], tree.depth
+        for node, (parent, token) in enumerate(zip(parents, tokens, strict=True), start=1):
+            depth.append(depth[parent] + 1)
+            if parent == path[-1] and token == done.tokens[len(path) - 1]:
+                path.append(node)
+        self._learn(seq, done.tokens, tree, path, done.drafted)
 
     def _note_refreshed(self, seq: int) -> None:
         """A step begins: it refreshes all of the sequence's committed tokens that were not yet."""
@@ -254,10 +378,19 @@ class M2R2Drafter(Drafter):
         sampler: Sampler,
     ) -> list[Draft]:
         """One pass of both streams per level, all sequences in it."""
-        self._price(len(seqs))
+        plan = self._choose(seqs, limits, sum(len(self._waiting[seq].ids) for seq in seqs))
+        if not plan.stream:
+            return [self._from_text(seq, count) for seq, count in zip(seqs, plan.text, strict=True)]
         plain = sampler.plain
         limit = min(self.config.depth, self.config.nodes)
-        trees = [DraftTree(min(limit, wanted), min(self.config.nodes, wanted)) for wanted in limits]
+        trees = [
+            DraftTree(
+                min(limit, wanted),
+                min(self.config.nodes, wanted),
+                calibrated=self._calibration,
+            )
+            for wanted in limits
+        ]
         h_gate, p = self._first_pass(seqs, last_tokens)
         hidden: list[list[Tensor]] = [[row] for row in h_gate.split(1)]
         outputs: list[dict[int, Tensor]] = [{0: row} for row in p.split(1)]  # node → its p [1, d]
@@ -273,9 +406,16 @@ class M2R2Drafter(Drafter):
             live = [i for i in live if frontier[i]]
             if live:
                 self._next_pass(trees, live, frontier, seqs, hidden, outputs)
-        if plain and self.config.lookup:
-            self._trees.update(zip(seqs, trees, strict=True))
+        self._trees.update(zip(seqs, trees, strict=True))
         return self._finish(trees, seqs, hidden, probs, plain)
+
+    def _from_text(self, seq: int, count: int) -> Draft:
+        """The text's continuation by itself; the step runs the layers below the gate."""
+        match = self._matches[seq]
+        tree = DraftTree(0)
+        tree.continue_with(match.continuation[:count], match.matched)
+        self._trees[seq] = tree
+        return Draft(tree.tokens, tree.parents)
 
     @property
     def _candidates(self) -> int:
@@ -298,7 +438,7 @@ class M2R2Drafter(Drafter):
             if waiting.ids:
                 parts.append(Rows.causal(seq, lengths[seq] - len(waiting.ids), len(waiting.ids)))
                 ids += waiting.ids
-                carried.append(waiting.carried)
+                carried += waiting.carried
         for seq, token in zip(seqs, last_tokens, strict=True):
             parts.append(Rows.causal(seq, lengths[seq], 1))
             ids.append(token)
@@ -306,6 +446,8 @@ class M2R2Drafter(Drafter):
         h_gate, p = self.runner.step(
             ids, Rows.concat(parts), torch.cat(carried) if self._carry else None, fresh=len(seqs)
         )
+        for seq in seqs:
+            self._waiting[seq].keep(0)
         return h_gate, p[len(ids) - len(seqs) :]
 
     def _next_pass(
@@ -369,11 +511,9 @@ class M2R2Drafter(Drafter):
         for i in live:
             count = len(frontier[i])
             room = c.nodes - len(trees[i].tokens)
-            followed = (
-                count == 1
-                and trees[i].is_chain
-                and self._continue(trees[i], seqs[i], ids[at][0], best[at][0])
-            )
+            followed = agrees = False
+            if count == 1 and trees[i].is_chain:
+                followed, agrees = self._continue(trees[i], seqs[i], ids[at][0], best[at][0])
             frontier[i] = trees[i].grow(
                 frontier[i],
                 ids[at : at + count],
@@ -381,26 +521,34 @@ class M2R2Drafter(Drafter):
                 0 if followed else min(c.width, room),
                 self._draft_threshold,
                 self._verify_threshold,
-                first=int(followed),
+                first=int(agrees),
             )
             at += count
 
-    def _continue(self, tree: DraftTree, seq: int, best: int, own: float) -> bool:
+    def _continue(self, tree: DraftTree, seq: int, best: int, own: float) -> tuple[bool, bool]:
         """Lets the tree, a chain so far, end in what the text said after the same tokens, where
-        that is worth it.
+        that is worth it. → whether it does, and with the stream's best token.
         """
         most = tree.deepest - len(tree.tokens)
         if not self.config.lookup or most <= 0:
-            return False
+            return False, False
         index = self._texts.setdefault(seq, TextIndex(self.config.lookup))
         continuation, matched = index.look_up(self._sampler.tokens[seq], most, tree.tokens)
-        if not matched or continuation[0] != best:
-            return False
+        if not matched:
+            return False, False
+        agrees = continuation[0] == best
         length = tree.continuation_length(
-            most, own, matched, self._continuations, self._draft_threshold, self._verify_threshold
+            most,
+            tree.worth(own),
+            matched,
+            self._continuations,
+            self._draft_threshold,
+            self._verify_threshold,
+            agrees,
         )
-        tree.continue_with(continuation[:length], matched)
-        return length > 0
+        if length:
+            tree.continue_with(continuation[:length], matched)
+        return length > 0, length > 0 and agrees
 
     def _grow_drawn(
         self,
@@ -432,7 +580,9 @@ class M2R2Drafter(Drafter):
             ):
                 frontier[i] = []
                 continue
-            frontier[i] = [tree.add(node, tokens[k], tree.path_probability[node] * sure[k])]
+            chance = tree.path_probability[node] * tree.worth(sure[k])
+            frontier[i] = [tree.add(node, tokens[k], chance, sure[k])]
+            tree.drafted += 1
             if not sampler.greedy:
                 probs[i].append(q[k : k + 1])
 

@@ -1,5 +1,5 @@
-"""The accelerated residual stream beside a frozen base: carry → adapted layers → block at the gate
-→ the base's head.
+"""The accelerated residual stream beside a frozen base: carry → adapted layers → fusion and block
+at the gate → the base's head.
 
 One token at position t, gate G, h_i the slow residual entering layer i, c the carried residual (h_L
 of position t − 1 when verified, the stream's own output at t − 1 while drafting, zeros at t = 0):
@@ -7,12 +7,14 @@ of position t − 1 when verified, the stream's own output at t − 1 while draf
     p_0     = h_0 + W_c RMSNorm(c)                          (carry; else p_0 = h_0)
     p_{i+1} = layer_i(p_i) with q, o, … + low-rank deltas, over the slow K/V of layer i
               at positions ≤ t
-    p       = block_G(p_G)                                  (block; else p_G)
+    f       = W_f [RMSNorm(p_G), RMSNorm(c)]                (fuse; else p_G)
+    p       = block_G(f)                                    (block; else f)
     draft   = lm_head(final_norm(p)), both the base's own and frozen
 
 With several gates and ``reinitialise`` the stream restarts as h_{G_j} after gate j (paper); the
-carry enters at layer 0 only. Every added path starts at zero: untrained, the draft is the base's
-plain early exit at G.
+carry enters layer 0 only, and the fusion. Every added path starts at zero, so that without training
+the draft is the base's plain early exit at G (the fusion starts as p_G alone); training starts the
+fusion from least squares (train.py).
 """
 
 from __future__ import annotations
@@ -86,6 +88,23 @@ class CarryProjection(nn.Module):
         return self.proj(self.norm(carried))
 
 
+class GateFusion(nn.Module):
+    """W [RMSNorm(p), RMSNorm(c)]: the stream at a gate and the carried residual, [..., d] each →
+    [..., d]. W starts as p alone.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.stream_norm, self.carried_norm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.stream = nn.Linear(size, size, bias=False)
+        self.carried = nn.Linear(size, size, bias=False)
+        nn.init.eye_(self.stream.weight)
+        nn.init.zeros_(self.carried.weight)
+
+    def forward(self, x: Tensor, carried: Tensor) -> Tensor:
+        return self.stream(self.stream_norm(x)) + self.carried(self.carried_norm(carried))
+
+
 class GateBlock(nn.Module):
     """One Llama-style block with its own K/V: y = x + attn(norm(x)), y + swiglu(norm(y)). Starts as
     the identity.
@@ -129,8 +148,8 @@ class GateBlock(nn.Module):
 
 
 class AcceleratedStream(nn.Module):
-    """Everything M2R2 trains. ``adapters`` keyed by layer index, ``blocks`` by gate (ModuleDict
-    keys are text).
+    """Everything M2R2 trains. ``adapters`` keyed by layer index, ``fusions`` and ``blocks`` by gate
+    (ModuleDict keys are text).
     """
 
     carry: CarryProjection | None
@@ -146,6 +165,11 @@ class AcceleratedStream(nn.Module):
         adapted = config.attention_adapter or config.mlp_adapter != "none"
         self.adapters = nn.ModuleDict(
             {str(i): LayerAdapter(config, base) for i in range(config.gates[-1])} if adapted else {}
+        )
+        self.fusions = nn.ModuleDict(
+            {str(gate): GateFusion(base.hidden_size, config.norm_eps) for gate in config.gates}
+            if config.fuse
+            else {}
         )
         self.blocks = nn.ModuleDict(
             {str(gate): GateBlock(config, base.hidden_size) for gate in config.gates}
@@ -169,6 +193,12 @@ class AcceleratedStream(nn.Module):
     def layer_adapters(self) -> dict[int, LayerAdapter]:
         """Layer index → adapter, the form ``Decoder.layers`` takes."""
         return {int(i): adapter for i, adapter in self.adapters.items()}  # type: ignore[misc]
+
+    def fuse(self, gate: int, x: Tensor, carried: Tensor | None) -> Tensor:
+        """The stream [..., d] that enters the block at ``gate`` (carried None: nothing carried)."""
+        if not self.fusions:
+            return x
+        return self.fusions[str(gate)](x, torch.zeros_like(x) if carried is None else carried)
 
     def block(self, gate: int) -> GateBlock | None:
         """The block at ``gate``, None without blocks."""

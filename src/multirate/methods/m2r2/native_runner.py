@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
@@ -77,6 +77,7 @@ class NativeStreamRunner(StreamRunner):
             table=decoder.table.data_ptr(),
             carry=abi.new("Linear") if carry is None else owner.linear(carry.proj.weight),
             carry_norm=None if carry is None else owner.floats(carry.norm.weight),
+            **_packed_fusion(owner, stream.fusions, gate),
             carry_eps=config.norm_eps,
             exit_layer=gate,
         )
@@ -149,6 +150,19 @@ def _head(decoder: NativeDecoder, owner: Owner, chosen: Tensor | slice = slice(N
     """The model's head, or `chosen` outputs of it, as `owner` packs weights."""
     bias = None if decoder.head_bias is None else decoder.head_bias[chosen]
     return owner.linear(decoder.head_weight[chosen], bias)
+
+
+def _packed_fusion(owner: Owner, fusions: nn.ModuleDict, gate: int) -> dict[str, Any]:
+    """The fields of a Stream that its fusion at the gate fills, if it has one."""
+    if not fusions:
+        return {}
+    fusion: Any = fusions[str(gate)]
+    return {
+        "fuse_stream": owner.linear(fusion.stream.weight),
+        "fuse_stream_norm": owner.floats(fusion.stream_norm.weight),
+        "fuse_carried": owner.linear(fusion.carried.weight),
+        "fuse_carried_norm": owner.floats(fusion.carried_norm.weight),
+    }
 
 
 def _mergeable(adapters: Mapping[int, Any] | None, gate: int) -> dict[str, Tensor] | None:

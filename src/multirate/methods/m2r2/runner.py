@@ -33,7 +33,7 @@ class StreamRunner:
         )
 
     def begin(self, cache: KVCache) -> None:
-        """A new generation over the slow stream's `cache`."""
+        """A new generation over the slow residual's `cache`."""
         self._slow_cache = cache
         self._block_cache = (
             None if self._block is None else self._block.new_cache(cache.batch, cache.capacity)
@@ -53,12 +53,12 @@ class StreamRunner:
     def step(
         self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
     ) -> tuple[Tensor, Tensor]:
-        """Accelerated rows of tokens ids [N] at `rows` (slots as the slow stream's), carried
+        """Accelerated rows of tokens ids [N] at `rows` (slots as the slow residual's), carried
         residuals [N, d].
 
-        The last `fresh` rows are new to the slow stream as well: it runs beside them and writes its
-        K/V. Rows before them refresh the block's K/V of tokens that are committed already. → (slow
-        residuals h_G of the fresh rows [fresh, d], the stream's outputs p [N, d])
+        The last `fresh` rows are new to the slow residual as well: it runs beside them and writes
+        its K/V. Rows before them refresh the block's K/V of tokens that are committed already. →
+        (slow residuals h_G of the fresh rows [fresh, d], the stream's outputs p [N, d])
         """
         h0 = self.decoder.embed(torch.tensor(ids, device=self.decoder.info.device), rows.pos)
         n = len(ids)
@@ -80,12 +80,17 @@ class StreamRunner:
         else:
             p = self.decoder.layers(p, reading, 0, self.gate, self._cache, self.adapters)
             h_gate = p[:0]
+        p = self.stream.fuse(
+            self.gate,
+            p.to(self.decoder.info.dtype),
+            None if carried is None else carried.to(self.decoder.info.dtype),
+        ).to(p.dtype)
         if self._block is not None and self._block_cache is not None:
             p = self._block.rows(p.to(self.decoder.info.dtype), rows, self._block_cache).to(p.dtype)
         return h_gate, p
 
     def slow(self, ids: list[int], rows: Rows) -> Tensor:
-        """The slow stream alone through layers < gate → h_G [N, d]."""
+        """The slow residual alone through layers < gate → h_G [N, d]."""
         x = self.decoder.embed(torch.tensor(ids, device=self.decoder.info.device), rows.pos)
         return self.decoder.layers(x, rows, 0, self.gate, self._cache)
 

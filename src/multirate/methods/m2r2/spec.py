@@ -8,13 +8,19 @@ from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2Drafter
 from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.methods.m2r2.train import M2R2Objective
+from multirate.methods.m2r2.train import M2R2Objective, start_from_least_squares
 from multirate.methods.spec import MethodSpec, Training, register
 
 
 def _training(preset: str) -> Training:
     configure = partial(M2R2Config.for_base, preset=preset)
-    return Training(M2R2Config, AcceleratedStream, M2R2Objective, configure=configure)
+    return Training(
+        M2R2Config,
+        AcceleratedStream,
+        M2R2Objective,
+        configure=configure,
+        start=start_from_least_squares,
+    )
 
 
 PAPER = register(

@@ -10,6 +10,9 @@ tokens ahead sees (``OwnAttention.forward``): what happens at decode time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +20,7 @@ from torch import Tensor
 from multirate.methods.common.distillation import Distilled, distil
 from multirate.methods.common.layers import KeysValues
 from multirate.methods.common.objective import Objective, Report, Term
-from multirate.methods.common.teacher import SlowPass, Teacher
+from multirate.methods.common.teacher import Known, SlowPass, Teacher
 from multirate.methods.m2r2.arla import balanced_bce
 from multirate.methods.m2r2.modules import AcceleratedStream
 
@@ -46,24 +49,25 @@ class M2R2Objective(Objective):
         later = range(2, config.unroll_steps + 1)
         return first + [Term(config.gates[0], s, self.step_decay ** (s - 1)) for s in later]
 
-    def slow(self, ids: Tensor, final: Tensor | None = None) -> SlowPass:
+    def slow(self, ids: Tensor, known: Known | None = None) -> SlowPass:
         """The teacher's pass with all that the stream reads."""
         gates = self.stream.config.gates
-        return self._teacher[0].slow(ids, shared=gates[-1], gates=gates, final=final)
+        return self._teacher[0].slow(ids, shared=gates[-1], gates=gates, known=known)
 
     def first_step(self, slow: SlowPass) -> tuple[list[Tensor], KeysValues | None]:
         """Draft step 1, true carried residual: the stream at every gate [B, T, d], and the first
         block's K/V.
         """
         config, stream = self.stream.config, self.stream
-        x = stream.start(slow.residual[0].float(), shift(slow.final.float()))
+        carried = shift(slow.final.float())
+        x = stream.start(slow.residual[0].float(), carried)
         outputs: list[Tensor] = []
         keys_values: KeysValues | None = None
         previous = 0
         for gate in config.gates:
             if previous and config.reinitialise:
                 x = slow.residual[previous].float()
-            x, kv = self._interval(x, slow, previous, gate, [])
+            x, kv = self._interval(x, slow, previous, gate, carried, [])
             keys_values = kv if previous == 0 else keys_values
             outputs.append(x)
             previous = gate
@@ -75,25 +79,33 @@ class M2R2Objective(Objective):
         """One more draft step to the first gate, carrying the stream's own output ``own`` [B, T, d]
         of the last.
         """
-        x = self.stream.start(slow.residual[0].float(), shift(own))
-        return self._interval(x, slow, 0, self.stream.config.gates[0], earlier)
+        carried = shift(own)
+        x = self.stream.start(slow.residual[0].float(), carried)
+        return self._interval(x, slow, 0, self.stream.config.gates[0], carried, earlier)
 
     def _interval(
-        self, x: Tensor, slow: SlowPass, begin: int, gate: int, earlier: list[KeysValues]
+        self,
+        x: Tensor,
+        slow: SlowPass,
+        begin: int,
+        gate: int,
+        carried: Tensor,
+        earlier: list[KeysValues],
     ) -> tuple[Tensor, KeysValues | None]:
         adapters = self.stream.layer_adapters()
         for i in range(begin, gate):
             x = self._teacher[0].accelerated_layer(i, x, slow, adapters.get(i))
+        x = self.stream.fuse(gate, x, carried)
         block = self.stream.block(gate)
         return (x, None) if block is None else block(x, earlier)
 
     def forward(
-        self, ids: Tensor, mask: Tensor, final: Tensor | None = None
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[Tensor, Report]:
         """ids int64 [B, T]; mask bool [B, T], true where the row's *next* token is a response
-        token; final: see ``Teacher.slow``.
+        token; known: see ``Teacher.slow``.
         """
-        slow = self.slow(ids, final)
+        slow = self.slow(ids, known)
         outputs, kv = self.first_step(slow)
         earlier = [] if kv is None else [kv]
         own = outputs[0]
@@ -107,7 +119,7 @@ class M2R2Objective(Objective):
     def _score(self, outputs: list[Tensor], slow: SlowPass, mask: Tensor) -> tuple[Tensor, Report]:
         teacher, stream = self._teacher[0], self.stream
         normed = torch.stack([teacher.norm(x[mask]) for x in outputs])  # [K, N, d]
-        result = distil(normed, slow.normed[mask], teacher.head, stream.draft_tokens)
+        result = distil(normed, slow.target(mask), teacher.head, stream.draft_tokens)
         weight = torch.tensor([t.weight for t in self.terms], device=result.kl.device)
         loss = (weight * result.kl).sum() / weight.sum()
         report = Report(self.terms, result, float(loss.detach()))
@@ -136,12 +148,57 @@ class M2R2Objective(Objective):
         return torch.stack(at_gates + later)
 
     @torch.no_grad()
-    def early_exit(self, ids: Tensor, mask: Tensor) -> tuple[list[Term], Distilled]:
+    def early_exit(
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
+    ) -> tuple[list[Term], Distilled]:
         """The base's plain early exit at every gate: what training must beat."""
-        teacher, slow = self._teacher[0], self.slow(ids)
+        teacher, slow = self._teacher[0], self.slow(ids, known)
         normed = torch.stack(
             [teacher.norm(slow.residual[g][mask]) for g in self.stream.config.gates]
         )
         return [t for t in self.terms if t.step == 1], distil(
-            normed, slow.normed[mask], teacher.head
+            normed, slow.target(mask), teacher.head
         )
+
+
+RIDGE = 1e-2
+"""Of the mean square of the fusion's inputs: keeps the start's least squares well posed."""
+
+
+@torch.no_grad()
+def start_from_least_squares(
+    teacher: Teacher, stream: AcceleratedStream, batches: Iterable[tuple[Tensor, Tensor, Any]]
+) -> None:
+    """Every fusion starts as the linear map that best tells the direction of h_L from what it
+    reads, over the response rows of ``batches`` of (ids, mask, known). [ours]
+
+    The block's output starts at zero, so this is where the loss of the first step comes from: near
+    4 nats on a vocabulary of 49,152 instead of 13.
+    """
+    if not stream.fusions:
+        return
+    gates, d = stream.config.gates, teacher.shape.hidden_size
+    squares = {gate: torch.zeros(2 * d, 2 * d) for gate in gates}
+    products = {gate: torch.zeros(2 * d, d) for gate in gates}
+    for ids, mask, known in batches:
+        slow = teacher.slow(ids, shared=0, gates=gates, known=known)
+        final = slow.final.float()
+        direction = final * torch.rsqrt(final.square().mean(-1, keepdim=True))
+        for gate in gates:
+            fusion: Any = stream.fusions[str(gate)]
+            read = torch.cat(
+                [
+                    fusion.stream_norm(slow.residual[gate].float()),
+                    fusion.carried_norm(shift(final)),
+                ],
+                dim=-1,
+            )[mask]
+            squares[gate] += (read.T @ read).cpu()
+            products[gate] += (read.T @ direction[mask]).cpu()
+    for gate in gates:
+        fusion = stream.fusions[str(gate)]
+        square = squares[gate]
+        square.diagonal().add_(RIDGE * square.diagonal().mean().clamp(min=1e-6))
+        best = torch.linalg.solve(square, products[gate])  # [2d, d]
+        fusion.stream.weight.copy_(best[:d].T)
+        fusion.carried.weight.copy_(best[d:].T)

@@ -14,7 +14,7 @@ leaves below one another: they cost rows and no levels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,7 +29,9 @@ class DraftTree:
 
     depth_limit: of the stream's own nodes. deepest: of a continuation's. drawn: nodes the stream
     drafted from. followed: nodes after these that are a continuation's; matched: what it was
-    matched by.
+    matched by. calibrated: from the stream's confidence in a token to the rate that is believed;
+    None: they are the same. confidence: the stream's in every node, −1 for a continuation's. best:
+    the stream's best token after the last one, and its confidence.
     """
 
     depth_limit: int
@@ -42,16 +44,22 @@ class DraftTree:
     path_probability: list[float] = field(default_factory=lambda: [1.0])
     depth: list[int] = field(default_factory=lambda: [0])
     bits: list[int] = field(default_factory=lambda: [0])
-    _leaves: list[tuple[float, int, int]] = field(
+    calibrated: Callable[[float], float] | None = None
+    confidence: list[float] = field(default_factory=list)
+    best: tuple[int, float] | None = None
+    _leaves: list[tuple[float, int, int, float]] = field(
         default_factory=list
-    )  # (path probability, parent, token)
+    )  # (path probability, parent, token, the stream's own probability)
 
-    def add(self, parent: int, token: int, path_probability: float) -> int:
+    def add(
+        self, parent: int, token: int, path_probability: float, confidence: float = -1.0
+    ) -> int:
         """Appends a node and returns its number. Its ancestors' bits include itself (Rows.tree)."""
         node = len(self.tokens) + 1
         self.tokens.append(token)
         self.parents.append(parent)
         self.path_probability.append(path_probability)
+        self.confidence.append(confidence)
         self.depth.append(self.depth[parent] + 1)
         self.bits.append(self.bits[parent] | 1 << (node - 1))
         return node
@@ -74,25 +82,33 @@ class DraftTree:
         others of at least the first of `verify_threshold` wait as leaves. Each node's candidates
         before `first` are passed over.
         """
-        candidates: list[tuple[float, int, int]] = []
+        if not self.tokens or self.continued == len(self.tokens):
+            self.best = (ids[0][0], probs[0][0])
+        candidates: list[tuple[float, int, int, float]] = []
         for node, node_ids, node_probs in zip(frontier, ids, probs, strict=True):
             if self.depth[node] >= self.depth_limit:
                 continue
-            here = self.path_probability[node]
+            here, least = self.path_probability[node], 1.0
             for token, prob in list(zip(node_ids, node_probs, strict=True))[first:]:
-                if here * prob < verify_threshold[0]:
-                    break  # tokens come best first
-                candidates.append((here * prob, node, token))
+                # tokens come best first, and none is worth more than a likelier one
+                least = min(least, self.worth(prob))
+                if here * least < verify_threshold[0]:
+                    break
+                candidates.append((here * least, node, token, prob))
         candidates.sort(key=lambda c: -c[0])
         chosen: list[int] = []
-        for chance, parent, token in candidates:
+        for chance, parent, token, prob in candidates:
             deeper = self.depth[parent] + 1 < self.depth_limit
             if len(chosen) < width and deeper and chance >= draft_threshold[len(self.tokens)]:
-                chosen.append(self.add(parent, token, chance))
+                chosen.append(self.add(parent, token, chance, prob))
             else:
-                self._leaves.append((chance, parent, token))
+                self._leaves.append((chance, parent, token, prob))
         self.drafted += len(chosen)
         return chosen
+
+    def worth(self, confidence: float) -> float:
+        """The chance that a token of this confidence is accepted."""
+        return confidence if self.calibrated is None else self.calibrated(confidence)
 
     @property
     def is_chain(self) -> bool:
@@ -107,16 +123,18 @@ class DraftTree:
         rates: ContinuationRates,
         draft_threshold: np.ndarray,
         verify_threshold: np.ndarray,
+        agrees: bool = True,
     ) -> int:
         """How many of `proposed` tokens below the last node of this chain make a better draft than
-        going on with the stream, whose best token, of probability `own`, is the continuation's
-        first. csrc/ngram.c, worth_continuing.
+        going on with the stream. own: the probability of its best token. agrees: that this is the
+        continuation's first. csrc/ngram.c, worth_continuing.
 
         Better: the sum over the nodes of each way of path probability less price is larger.
         """
         n, so_far = len(self.tokens), self.path_probability[-1]
         gain = other = 0.0
-        length, here = 0, so_far * float(rates.first_accepted[matched])
+        first = rates.first_accepted if agrees else rates.first_against
+        length, here = 0, so_far * float(first[matched])
         while length < proposed and here >= verify_threshold[n + length]:
             gain += here - float(verify_threshold[n + length])
             here *= float(rates.next_accepted[matched])
@@ -156,11 +174,11 @@ class DraftTree:
         """
         self._leaves.sort(key=lambda c: -c[0])
         before = len(self.tokens)
-        for chance, parent, token in self._leaves:
+        for chance, parent, token, prob in self._leaves:
             if (
                 len(self.tokens) >= len(verify_threshold)
                 or chance < verify_threshold[len(self.tokens)]
             ):
                 break
-            self.add(parent, token, chance)
+            self.add(parent, token, chance, prob)
         return len(self.tokens) - before

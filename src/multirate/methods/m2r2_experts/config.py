@@ -1,4 +1,4 @@
-"""Configuration of the accelerated residual that names experts."""
+"""Configuration of the accelerated residual that predicts experts."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ class ExpertPredictorConfig(MethodConfig):
     METHOD: ClassVar[str] = "m2r2-experts"
 
     rank: int = 64
-    """Of the adapters. With attention 0 is accepted, and the default: beside the sketches they add
-    nothing there.
+    """Of the adapters. With attention 0 is accepted, and the default: beside the pruned experts
+    they add nothing there.
     """
     sketch: int = 8
-    """Rank of the copy in small of each expert: it says where this layer's own experts will move
-    the residual, which they have not done yet. 0: none.
+    """Rows of each pruned expert, a small stand-in for the expert: they say where this layer's own
+    experts will move the residual, which they have not done yet. 0: none.
     """
     ahead: int = 2
-    """Depths 1 … ahead are trained: layer i names the experts of layers i + 1 … i + ahead."""
+    """Depths 1 … ahead are trained: layer i predicts the experts of layers i + 1 … i + ahead."""
     attention: bool = False
-    """The later layers' own attention runs on the stream that is forecast to enter them, over the
-    slow stream's K/V. The sketch of an expert is then gated, as the expert is, and starts as its
+    """The later layers' own attention runs on the stream that is predicted to enter them, over the
+    slow residual's K/V. A pruned expert is then gated, as the expert is, and starts as its
     strongest neurons.
     """
     membership: float = 0.5
     """Loss weight of the binary cross-entropy on being among a token's experts, beside KL's 1.
-    ``for_base`` makes it 0
-    with attention: that close to the truth its pull towards wider margins costs recall, which KL
-    alone raises.
+    ``for_base`` makes it 0 with attention: that close to the truth its pull towards wider margins
+    costs recall, which KL alone raises.
     """
     alignment: float = 0.1
-    """Loss weight of 1 − cosine between the router's input and the one that is named ahead."""
+    """Loss weight of 1 − cosine between the router's input and the one that is predicted."""
 
     def check(self) -> None:
         least = 0 if self.attention and self.sketch else 1

@@ -10,16 +10,16 @@ did not choose):
               which layer i + δ's own norm and router read, for δ = 1 … ahead
     a_i     = p_{i,1}
 
-The second part of z is a sketch of the experts at work: a few rows stand for each, those of the
-others are zero. U starts at zero: untrained, p is the slow residual itself, and naming experts with
-it is the next layer's gate.
+The second part of z is the pruned experts (`sketch`): a few rows stand for each, those of experts
+that were not chosen are zero. U starts at zero: untrained, p is the slow residual itself, and
+predicting experts with it is the next layer's gate.
 
-With ``attention`` the stream also runs the later layers' own attention A, over the slow stream's
+With ``attention`` the stream also runs the later layers' own attention A, over the slow residual's
 keys and values:
 
     z_i     = [SiLU(D_i n(r_i)); w_i ⊙ SiLU(S_i n(r_i)) ⊙ V_i n(r_i); w_i]
-              the sketch gated as the experts are, and a constant for each: the mean of what its
-              sketch leaves out
+              the pruned experts gated as the whole ones are, and a constant for each: the
+              mean of what pruning leaves out
     x_i     = r_i + U_i z_i
               what leaves layer i's experts
     p_{i,1} = x_i + A_{i+1}(x_i)
@@ -61,7 +61,7 @@ class Onward(Protocol):
 
     def __call__(self, layer: int, leaving: Tensor) -> Arrival | None:
         """Rows [N, d] that leave mixture layer ``layer`` → where they reach the next mixture's
-        router; None: there is no such layer. Each row attends to the slow stream's K/V of the
+        router; None: there is no such layer. Each row attends to the slow residual's K/V of the
         tokens before it, and to its own.
         """
         ...
@@ -104,7 +104,7 @@ class ExpertPredictor(nn.Module):
     ) -> list[Tensor]:
         """r [N, d] of layer ``layer`` and a of the mixture layer before (None: there is none) → p
         of depths 1 … depths (None: all), [N, d] each; the first is the state for the next one.
-        routing: of this layer (needed for sketches).
+        routing: of this layer (needed for pruned experts).
 
         onward: the base's layers, needed with ``attention``; then p are as many as there are
         mixtures left.
@@ -114,7 +114,7 @@ class ExpertPredictor(nn.Module):
         if not self.config.attention:
             z = self.features(layer, r, state, routing)
             return [r + z @ up[layer].T for up in list(self.up)[:depths]]
-        assert onward is not None, "a forecast with attention runs the base's layers"
+        assert onward is not None, "a predictor with attention runs the base's layers"
         found: list[Tensor] = []
         for _ in range(self.config.ahead if depths is None else depths):
             arrival = onward(

@@ -1,10 +1,10 @@
-"""Where a forecast with attention starts, before any gradient: at what can be read off the experts
+"""Where a predictor with attention starts, before any gradient: at what can be read off the experts
 themselves.
 
-Each sketch is taken from its expert, as the neurons that matter most, and ``up`` is fitted by least
-squares to what the
-layer really adds: so it also says what the neurons left out add on average. On our mixture that is
-most of what can be learned; from random sketches 200 steps end well below it.
+Each pruned expert is taken from its expert, as the neurons that matter most, and ``up`` is fitted
+by least squares to what the layer really adds: so it also says what the neurons left out add on
+average. On our mixture that is most of what can be learned; from random ones 200 steps end well
+below it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ RIDGE = 1e-3
 
 @torch.no_grad()
 def start_from_experts(
-    teacher: Teacher, forecast: ExpertPredictor, batches: Iterable[tuple[Tensor, Tensor]]
+    teacher: Teacher, predictor: ExpertPredictor, batches: Iterable[tuple[Tensor, Tensor, Any]]
 ) -> None:
-    """Sets the sketches and ``up`` of ``forecast`` by what the layers do with the rows of
-    ``batches`` (ids and mask [B, T]). Experts that are not transformers' fused modules keep their
-    sketches as they are.
+    """Sets the pruned experts and ``up`` of ``predictor`` by what the layers do with the rows of
+    ``batches`` (ids and mask [B, T], and what is known of them). Experts that are not
+    transformers' fused modules keep their pruned experts as they are.
     """
-    if not forecast.config.attention:
+    if not predictor.config.attention:
         return
     mixtures = [_Seen(part) for part in teacher.parts.layers if part.moe is not None]
     kept = list(batches)
-    if forecast.gated is not None:
+    if predictor.gated is not None:
         neurons = [_Neurons(seen) for seen in mixtures if _readable(seen.experts)]
         _watch(teacher, kept, mixtures, [one.count for one in neurons])
         for one in neurons:
-            one.draw(forecast)
-    fits = [_Fit(seen, forecast) for seen in mixtures]
+            one.draw(predictor)
+    fits = [_Fit(seen, predictor) for seen in mixtures]
     _watch(teacher, kept, mixtures, [fit.add for fit in fits])
     for fit in fits:
         fit.solve()
@@ -49,7 +49,7 @@ def start_from_experts(
 
 def _watch(
     teacher: Teacher,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[tuple[Tensor, Tensor, Any]],
     mixtures: list[_Seen],
     each: list[Callable[[], None]],
 ) -> None:
@@ -58,7 +58,7 @@ def _watch(
         for seen in mixtures:
             for handle in seen.watch():
                 stack.callback(handle.remove)
-        for ids, mask in batches:
+        for ids, mask, _ in batches:
             for seen in mixtures:
                 seen.mask = mask.flatten()
             teacher.slow(ids, shared=0)
@@ -134,25 +134,24 @@ class _Neurons:
         matrices: Tensor = getattr(self._experts, name).detach()
         return matrices.mT if getattr(self._experts, "is_transposed", False) else matrices
 
-    def draw(self, forecast: ExpertPredictor) -> None:
-        """The strongest neurons of each expert become its sketch, which reads n(r) where the expert
-        reads the layer's
-        norm of r: that norm's weights go into the matrices.
+    def draw(self, predictor: ExpertPredictor) -> None:
+        """The strongest neurons of each expert become its pruned expert, which reads n(r) where the
+        expert reads the layer's norm of r: that norm's weights go into the matrices.
         """
         if self._energy is None:
             return
-        assert forecast.sketch is not None and forecast.gated is not None
+        assert predictor.sketch is not None and predictor.gated is not None
         gate_up, down = self._matrices("gate_up_proj").float(), self._matrices("down_proj")
         halves = getattr(self._experts, "is_concatenated", True)
         gate, up = gate_up.chunk(2, dim=1) if halves else (gate_up[:, ::2], gate_up[:, 1::2])
         scale = self._seen.norm(torch.ones_like(down[0, :, :1].mT)).float()
-        layer, rank, rows = self._seen.part.index, forecast.config.rank, forecast.config.sketch
+        layer, rank, rows = self._seen.part.index, predictor.config.rank, predictor.config.sketch
         strength = self._energy * down.float().square().sum(1)
         for expert, best in enumerate(strength.topk(min(rows, strength.shape[1])).indices):
             place = slice(expert * rows, expert * rows + len(best))
-            forecast.sketch[layer, place] = gate[expert, best] * scale
-            forecast.gated[layer, place] = up[expert, best] * scale
-            forecast.up[0][layer, :, rank + place.start : rank + place.stop] = down[expert][
+            predictor.sketch[layer, place] = gate[expert, best] * scale
+            predictor.gated[layer, place] = up[expert, best] * scale
+            predictor.up[0][layer, :, rank + place.start : rank + place.stop] = down[expert][
                 :, best
             ].float()
 
@@ -162,16 +161,16 @@ class _Fit:
     to its rms.
     """
 
-    def __init__(self, seen: _Seen, forecast: ExpertPredictor) -> None:
-        self._seen, self._forecast = seen, forecast
-        size, width = forecast.up[0].shape[2], forecast.base.hidden_size
+    def __init__(self, seen: _Seen, predictor: ExpertPredictor) -> None:
+        self._seen, self._predictor = seen, predictor
+        size, width = predictor.up[0].shape[2], predictor.base.hidden_size
         self._gram = torch.zeros(size, size, dtype=torch.float64)
         self._cross = torch.zeros(size, width, dtype=torch.float64)
 
     def add(self) -> None:
         seen, layer = self._seen, self._seen.part.index
-        features = self._forecast.features(layer, seen.residual, None, seen.routing)
-        missing = seen.leaving - seen.residual - features @ self._forecast.up[0][layer].T
+        features = self._predictor.features(layer, seen.residual, None, seen.routing)
+        missing = seen.leaving - seen.residual - features @ self._predictor.up[0][layer].T
         scale = seen.residual.square().mean(dim=1, keepdim=True).rsqrt()
         features, missing = features * scale, missing * scale
         self._gram += (features.T @ features).double().cpu()
@@ -181,5 +180,5 @@ class _Fit:
         ridge = (
             RIDGE * self._gram.diagonal().mean() * torch.eye(len(self._gram), dtype=torch.float64)
         )
-        up = self._forecast.up[0]
+        up = self._predictor.up[0]
         up[self._seen.part.index] += torch.linalg.solve(self._gram + ridge, self._cross).T.to(up)

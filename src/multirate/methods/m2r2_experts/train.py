@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from multirate.errors import UserError
 from multirate.methods.common.distillation import Distilled
 from multirate.methods.common.objective import Objective, Report, Term
-from multirate.methods.common.teacher import SlowPass, Teacher
+from multirate.methods.common.teacher import Known, SlowPass, Teacher
 from multirate.methods.m2r2_experts.modules import Arrival, ExpertPredictor, Onward, Routing
 from multirate.model.hf.parts import MoEParts
 
@@ -59,27 +59,27 @@ class _Mixture:
 
 class ExpertPredictorObjective(Objective):
     """(ids [B, T], mask [B, T]) → loss, and a report whose terms are (layer whose experts are
-    named, depth).
+    predicted, depth).
 
     In the report "agreement" is recall: each of a token's k experts counts as a row, agreeing when
     it is among the k likeliest of q̂; "overlap" is Σ min(q, q̂).
     """
 
-    drafts = False  # it names experts, not tokens
+    drafts = False  # it predicts experts, not tokens
 
     def __init__(
-        self, teacher: Teacher, forecast: ExpertPredictor, step_decay: float = 0.8
+        self, teacher: Teacher, predictor: ExpertPredictor, step_decay: float = 0.8
     ) -> None:
         super().__init__()
-        self.stream = forecast
+        self.stream = predictor
         self._decay = step_decay
         self._teacher = [teacher]
         self._mixtures = [
             _Mixture(part.index, part.moe) for part in teacher.parts.layers if part.moe is not None
         ]
-        if len(self._mixtures) <= forecast.config.ahead:
+        if len(self._mixtures) <= predictor.config.ahead:
             raise UserError(
-                f"ahead is {forecast.config.ahead}; the model has {len(self._mixtures)} mixture "
+                f"ahead is {predictor.config.ahead}; the model has {len(self._mixtures)} mixture "
                 "layers"
             )
 
@@ -94,14 +94,14 @@ class ExpertPredictorObjective(Objective):
         ]
 
     def forward(
-        self, ids: Tensor, mask: Tensor, final: Tensor | None = None
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[Tensor, Report]:
-        """ids int64 [B, T]; mask bool [B, T]: the rows that count; final is not used (all layers
+        """ids int64 [B, T]; mask bool [B, T]: the rows that count; known is not used (all layers
         have to run).
         """
         rows, slow = self._residuals(ids, mask)
         onward = self._onward(slow, mask)
-        state, named = None, []
+        state, predicted = None, []
         for mixture, residual in zip(
             self._mixtures[:-1], rows, strict=False
         ):  # the last has no one to name
@@ -109,17 +109,19 @@ class ExpertPredictorObjective(Objective):
                 mixture.layer, residual, state, None, mixture.routing(residual), onward
             )
             state = found[0]
-            named.append(found)
-        return self._judge(rows, named)
+            predicted.append(found)
+        return self._judge(rows, predicted)
 
     @torch.no_grad()
-    def early_exit(self, ids: Tensor, mask: Tensor) -> tuple[list[Term], Distilled]:
+    def early_exit(
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
+    ) -> tuple[list[Term], Distilled]:
         """The gate of a later layer on the slow residual: what training must beat."""
         rows, _ = self._residuals(ids, mask)
         _, report = self._judge(rows, [[row] * self.stream.config.ahead for row in rows])
         return self.terms, report.result
 
-    def _judge(self, rows: list[Tensor], named: list[list[Tensor]]) -> tuple[Tensor, Report]:
+    def _judge(self, rows: list[Tensor], predicted: list[list[Tensor]]) -> tuple[Tensor, Report]:
         config, terms = self.stream.config, self.terms
         with torch.no_grad():
             inputs = [m.inputs(row) for m, row in zip(self._mixtures, rows, strict=True)]
@@ -130,7 +132,7 @@ class ExpertPredictorObjective(Objective):
             target = index[term.gate]
             mixture = self._mixtures[target]
             logits, chosen = truth[target]
-            guess = named[target - term.step][term.step - 1]
+            guess = predicted[target - term.step][term.step - 1]
             x = mixture.inputs(guess.to(rows[0].dtype))
             guessed, _ = mixture.route(x)
             log_q = guessed.log_softmax(-1)
@@ -166,8 +168,8 @@ class ExpertPredictorObjective(Objective):
             target = after.get(layer)
             if target is None:
                 return None
-            # Tokens outside the mask stay zero: nobody sees their keys, since each row's own are
-            # for itself alone.
+            # Tokens outside the mask stay zero: no other row sees their keys, since a row's
+            # own are for itself alone.
             x = leaving.new_zeros(*mask.shape, leaving.shape[-1]).masked_scatter(
                 mask[..., None], leaving
             )

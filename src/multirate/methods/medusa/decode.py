@@ -61,6 +61,8 @@ class MedusaDrafter(Drafter):
         limits: Sequence[int],
         sampler: Sampler,
     ) -> list[Draft]:
+        if not max(limits):
+            return [Draft([], []) for _ in seqs]
         best = self._best(torch.cat([self._last[b] for b in seqs]))  # head after head
         return [self._tree(best[i :: len(seqs)]) for i in range(len(seqs))]
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from multirate.methods.common.distillation import distil
 from multirate.methods.common.objective import Objective, Report, Term
-from multirate.methods.common.teacher import Teacher
+from multirate.methods.common.teacher import Known, Teacher
 from multirate.methods.medusa.modules import MedusaHeads
 
 
@@ -33,13 +33,14 @@ class MedusaObjective(Objective):
         ]
 
     def forward(
-        self, ids: Tensor, mask: Tensor, final: Tensor | None = None
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[Tensor, Report]:
         """See Objective. Rows count whose next K + 1 tokens are all response tokens, as when
         drafting.
         """
         teacher, count = self._teacher[0], self.heads.config.heads
-        normed = teacher.slow(ids, shared=0, final=final).normed
+        slow = teacher.slow(ids, shared=0, known=known)
+        normed = slow.normed
         # what the teacher says at row t head k must say at row t - k
         length = max(ids.shape[1] - count, 0)
         earlier = [slice(count - k, count - k + length) for k in range(count + 1)]
@@ -47,7 +48,9 @@ class MedusaObjective(Objective):
         students = self.heads(normed.float())  # [K, B, T, d]
         pairs = zip(students, earlier[1:], strict=True)
         shifted = torch.stack([student[:, rows][taught] for student, rows in pairs])
-        result = distil(shifted, normed[:, count:][taught], teacher.head)
+        rows = torch.zeros_like(mask)
+        rows[:, count:] = taught
+        result = distil(shifted, slow.target(rows), teacher.head)
         weights = torch.tensor([term.weight for term in self.terms], device=result.kl.device)
         loss = (weights * result.kl).sum()
         return loss, Report(self.terms, result, float(loss.detach()))

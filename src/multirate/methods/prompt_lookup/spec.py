@@ -13,5 +13,6 @@ SPEC = register(
         summary="drafts what followed the last few tokens earlier in the text",
         settings=PromptLookupConfig,
         drafter=lambda decoder, module, settings: PromptLookupDrafter(decoder, settings),
+        recommended=True,
     )
 )

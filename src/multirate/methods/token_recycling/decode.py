@@ -30,7 +30,7 @@ class TokenRecyclingDrafter(Drafter):
         self._successors: dict[int, list[int]] = {}
         self._drafted: dict[
             int, list[int]
-        ] = {}  # the tokens of each sequence's last draft, root first
+        ] = {}  # the tokens of each sequence's last draft, the last token first
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         self._successors = {}
@@ -90,7 +90,8 @@ class TokenRecyclingDrafter(Drafter):
 
 
 def static_tree(widths: Sequence[int], k: int) -> list[tuple[int, int]]:
-    """(parent node, rank among its successors) of nodes 1, 2, …, breadth first; node 0 is the root.
+    """(parent node, rank among its successors) of nodes 1, 2, …, breadth first; node 0 is the last
+    token.
 
     Depth d has the `widths[d - 1]` nodes whose ranks (from 1) along the path have the least
     product: the likeliest successor gets the most nodes below it. [ours; the paper's tree of 80

@@ -1,5 +1,5 @@
-"""A KVCache whose storage keeps its address, size and a slot nobody reads: what recorded graphs may
-refer to.
+"""A KVCache that recorded graphs may refer to: its storage keeps its address and size, and has a
+scratch slot that is never read.
 """
 
 from __future__ import annotations

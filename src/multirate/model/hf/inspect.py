@@ -11,7 +11,14 @@ from typing import Any, NoReturn
 from torch import nn
 
 from multirate.errors import UserError
-from multirate.model.hf.parts import LayerParts, ModelParts, MoEParts, Site, Trace
+from multirate.model.hf.parts import (
+    LayerParts,
+    ModelParts,
+    MoEParts,
+    Site,
+    Trace,
+    attention_function,
+)
 
 __all__ = ["LayerParts", "MoEParts", "ModelParts", "Site", "Trace", "find_parts"]
 
@@ -49,6 +56,13 @@ def find_parts(model: nn.Module) -> ModelParts:
     config = full_config.get_text_config(decoder=True)
     if getattr(config, "use_bidirectional_attention", None):
         _refuse(model, "its attention is bidirectional; only causal attention is supported")
+    home = getattr(attention_function(config), "__module__", None)
+    if home is not None and home.partition(".")[0] not in ("transformers", "kernels"):
+        _refuse(
+            model,
+            f"its attention implementation {config._attn_implementation!r} is a function of "
+            f"{home}; transformers' own are supported (set_attn_implementation)",
+        )
 
     base = model.get_decoder()  # type: ignore[operator]
     embed_tokens = model.get_input_embeddings()  # type: ignore[operator]
@@ -75,7 +89,6 @@ def find_parts(model: nn.Module) -> ModelParts:
         head=head,
         logit_scale=_logit_scale(config),
         logit_softcap=getattr(config, "final_logit_softcapping", None),
-        attention_softcap=softcap,
         needs_eager=sinks or softcap is not None,
         tied_head=head_weight is not None and head_weight is embed_tokens.weight,
         max_positions=_max_positions(config),
@@ -138,6 +151,8 @@ def _layer(
             "is needed",
         )
     attention = attentions[0]
+    if getattr(attention, "is_causal", True) is False:
+        _refuse(model, f"the attention of layer {index} is not causal (is_causal=False)")
 
     names = inspect.signature(module.forward).parameters
     cache_argument = next((name for name in _CACHE_ARGUMENTS if name in names), None)

@@ -29,11 +29,12 @@ class RecordingKV:
 
 
 class SharedKV:
-    """Serves given slow-stream keys and values, and ignores the ones the calling rows offer.
+    """Serves given keys and values of the slow residual, and ignores the ones the calling rows
+    offer.
 
-    An accelerated residual run through layer i with it attends to the slow stream's K/V and writes
-    nothing (docs/methods/m2r2.md, point 2). `keys[i]`, `values[i]`: [B, H_kv, S, D] for each layer
-    i that will be run.
+    An accelerated residual run through layer i with it attends to the slow residual's K/V and
+    writes nothing (docs/methods/m2r2.md, point 2). `keys[i]`, `values[i]`: [B, H_kv, S, D] for each
+    layer i that will be run.
     """
 
     def __init__(

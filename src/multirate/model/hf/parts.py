@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from multirate.model.hf.layer_caches import RecordingKV
 
@@ -104,7 +105,7 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class Trace:
-    """The slow stream of a batch: `hidden[i]` [B, T, d] enters layer i (`hidden[L]`: the last
+    """The residual stream of a batch: `hidden[i]` [B, T, d] enters layer i (`hidden[L]`: the last
     residual, before the final norm); `keys[i]`, `values[i]` [B, H_kv, T, D] are layer i's,
     unlimited by any window.
     """
@@ -159,7 +160,6 @@ class ModelParts:
     head: nn.Module
     logit_scale: float
     logit_softcap: float | None
-    attention_softcap: float | None
     needs_eager: bool
     tied_head: bool
     max_positions: int | None
@@ -329,7 +329,7 @@ class ModelParts:
     ) -> list[Tensor | None]:
         """Each layer's additive mask [B or 1, 1, T, T] for a whole sequence of T = `length` tokens.
 
-        token_mask [B, T]: 0 for padding, which nobody sees. Layers with the same window share a
+        token_mask [B, T]: 0 for padding, which no row sees. Layers with the same window share a
         tensor. None (sdpa only): plain causal, the fused kernel's own.
         """
         dtype = dtype or self.dtype
@@ -376,6 +376,13 @@ class ModelParts:
         if token_mask is None:
             return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         return (token_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def attention_function(config: Any) -> Any:
+    """What transformers calls to attend under this configuration; None: the modules' own ("eager"),
+    or nothing known by that name.
+    """
+    return ALL_ATTENTION_FUNCTIONS.get(getattr(config, "_attn_implementation", None) or "", None)
 
 
 def earlier_and_own(length: int, window: int | None, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""The accelerated residual that names experts, on the native kernel
+"""The accelerated residual that predicts experts, on the native kernel
 (methods/m2r2_experts/modules.py states both).
 """
 
@@ -14,8 +14,8 @@ from multirate.model.native.packing import Owner
 
 
 class NativeAcceleratedResidual:
-    """down [L, rank, 2d], sketch [L, E · s, d] or None, up[δ − 1] [L, d, rank + E · s] in the
-    kernel's form (bf16): what is named may differ from what fp32 would name, which changes no
+    """down [L, rank, 2d], pruned [L, E · s, d] or None, up[δ − 1] [L, d, rank + E · s] in the
+    kernel's form (bf16): what it predicts may differ from what fp32 would, which changes no
     token.
     """
 
@@ -23,7 +23,7 @@ class NativeAcceleratedResidual:
         self,
         down: Tensor,
         up: Sequence[Tensor],
-        sketch: Tensor | None = None,
+        pruned: Tensor | None = None,
         rows: int = 0,
         eps: float = 1e-6,
     ) -> None:
@@ -39,14 +39,14 @@ class NativeAcceleratedResidual:
         ]
         self._ones = torch.ones(up[0].shape[1])
         self.most_depth, self.eps, self.ones = len(up), eps, self._ones.data_ptr()
-        self._sketches: list[list[abi.CData]] = []  # by layer, for the near depth with each far one
-        if sketch is not None:
+        self._pairs: list[list[abi.CData]] = []  # by layer, for the near depth with each far one
+        if pruned is not None:
             for layer in range(len(down)):
                 ups = [keep(self._owner, one[layer, :, rank:].T) for one in up]
-                drawn = keep(self._owner, sketch[layer])
-                self._sketches.append(
+                neurons = keep(self._owner, pruned[layer])
+                self._pairs.append(
                     [
-                        abi.new("PrunedPair", down=drawn, near=ups[0], far=far, rows=rows)
+                        abi.new("PrunedPair", down=neurons, near=ups[0], far=far, rows=rows)
                         for far in ups
                     ]
                 )
@@ -55,11 +55,11 @@ class NativeAcceleratedResidual:
         """Addresses [L · depths] of the adapters, layer by layer."""
         return [abi.address(site) for sites in self._sites for site in sites[:depths]]
 
-    def sketches(self, depths: int) -> list[int]:
-        """Addresses [L · depths] of the sketches as the near depth goes with each; empty: there are
+    def pairs(self, depths: int) -> list[int]:
+        """Addresses [L · depths] of the pruned experts, the near depth with each; empty: there are
         none.
         """
-        return [abi.address(one) for layer in self._sketches for one in layer[:depths]]
+        return [abi.address(one) for layer in self._pairs for one in layer[:depths]]
 
     def step(
         self,
@@ -73,14 +73,14 @@ class NativeAcceleratedResidual:
         of each depth.
         """
         residual = residual.float().contiguous()
-        sites, sketches = self._sites[layer][:depths], None
+        sites, pairs = self._sites[layer][:depths], None
         found = [torch.empty_like(residual) for _ in sites]
         before = abi.at(None if state is None else state.data_ptr())
         ids = weights = abi.NULL
         k = 0
-        if self._sketches:
+        if self._pairs:
             assert routing is not None
-            sketches = self._sketches[layer]
+            pairs = self._pairs[layer]
             ids, weights = abi.at(routing[0].data_ptr()), abi.at(routing[1].data_ptr())
             k = routing[0].shape[1]
         for i in range(
@@ -89,12 +89,12 @@ class NativeAcceleratedResidual:
             far = (
                 (sites[i], abi.at(found[i].data_ptr())) if i < len(sites) else (abi.NULL, abi.NULL)
             )
-            drawn = abi.NULL if sketches is None else sketches[min(i, len(sketches) - 1)]
+            pair = abi.NULL if pairs is None else pairs[min(i, len(pairs) - 1)]
             self._library.mr_predict_residual(
                 self._workspace.address,
                 sites[0],
                 far[0],
-                drawn,
+                pair,
                 ids,
                 weights,
                 k,
@@ -110,17 +110,17 @@ class NativeAcceleratedResidual:
 
 
 class NativeResidualWithAttention:
-    """What a forecast with attention needs beside the decoder's own layers, in the kernel's form
+    """What a predictor with attention needs beside the decoder's own layers, in the kernel's form
     (bf16).
 
-    sketch, gated [L, E · s, d], up [L, d, rank + E · s + E], down [L, rank, d] or None.
+    pruned, gated [L, E · s, d], up [L, d, rank + E · s + E], down [L, rank, d] or None.
     """
 
     def __init__(
         self,
         down: Tensor | None,
         up: Tensor,
-        sketch: Tensor,
+        pruned: Tensor,
         gated: Tensor,
         rows: int,
         depth: int,
@@ -131,7 +131,7 @@ class NativeResidualWithAttention:
         self.most_depth, self.eps = depth, eps
         self._ones = torch.ones(up.shape[1])
         self.ones = self._ones.data_ptr()
-        rank, drawn = 0 if down is None else down.shape[1], sketch.shape[1]
+        rank, neurons = 0 if down is None else down.shape[1], pruned.shape[1]
         layers, self._sites = [], []
         for layer in range(len(up)):
             site = None
@@ -143,10 +143,10 @@ class NativeResidualWithAttention:
                 )
                 site = self._sites[-1]
             places = [
-                sketch[layer],
+                pruned[layer],
                 gated[layer],
-                up[layer, :, rank : rank + drawn].T,
-                up[layer, :, rank + drawn :].T,
+                up[layer, :, rank : rank + neurons].T,
+                up[layer, :, rank + neurons :].T,
             ]
             gate, other, out, means = (keep(self._owner, one) for one in places)
             layers.append(

@@ -13,13 +13,8 @@ from multirate.model.native import abi, library
 from multirate.model.rows import Rows
 
 
-def to_native(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, H, capacity, D] each → K [B, H, capacity/16, D/2, 16, 2], V [B, H, capacity/2, D, 2]."""
-    blocks = keys.unflatten(-1, (-1, 2)).unflatten(2, (-1, 16))
-    return blocks.transpose(3, 4), values.unflatten(2, (-1, 2)).transpose(3, 4)
-
-
 def from_native(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """K [B, H, capacity/16, D/2, 16, 2], V [B, H, capacity/2, D, 2] → [B, H, capacity, D] each."""
     return keys.transpose(3, 4).flatten(2, 3).flatten(-2), values.transpose(3, 4).flatten(2, 3)
 
 

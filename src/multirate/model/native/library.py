@@ -24,6 +24,7 @@ import weakref
 from pathlib import Path
 
 from multirate.errors import UserError, say_once
+from multirate.io import cache_folder, replace_file
 from multirate.model.native import abi
 
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wno-psabi")
@@ -54,15 +55,6 @@ class NativeUnavailable(RuntimeError):
     def __init__(self, reason: str, mend: str = "") -> None:
         super().__init__(reason)
         self.mend = mend
-
-
-def _cache_folder() -> Path:
-    root = (
-        os.environ.get("MULTIRATE_CACHE")
-        or os.environ.get("XDG_CACHE_HOME")
-        or Path.home() / ".cache"
-    )
-    return Path(root) / "multirate"
 
 
 def _processor() -> str:
@@ -128,17 +120,7 @@ def _keep(built: Path, folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     content = built.read_bytes()
     target = folder / f"{name}-{_digest(content)}.so"
-    handle, scratch = tempfile.mkstemp(dir=folder, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(scratch, 0o755)  # others may share the folder
-        os.replace(scratch, target)
-    except OSError:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    replace_file(target, content, mode=0o755)  # others may share the folder
     return target
 
 
@@ -239,7 +221,7 @@ def _kernel(
         )
     found = shutil.which(compiler) or shutil.which("gcc") or shutil.which("clang")
     with _attempting:
-        library = _attempt(found, _cache_folder(), (*FLAGS, *machine, *extra.split()))
+        library = _attempt(found, cache_folder(), (*FLAGS, *machine, *extra.split()))
     if isinstance(library, NativeUnavailable):
         raise library
     return library

@@ -7,6 +7,7 @@ so such a module must not be packed.
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from multirate.model.decoder import NotPlain
 from multirate.model.hf.parts import LayerParts, ModelParts
-from multirate.model.weight_watch import foreign
+from multirate.model.weight_watch import FUNCTIONS, foreign, global_hooks
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _LINEARS = {
@@ -33,6 +34,12 @@ def unknown_part(parts: ModelParts, family: str) -> NotPlain | None:
     """
     names = {module: name for name, module in parts.model.named_modules(remove_duplicate=False)}
     home = f"transformers.models.{family}.modeling_{family}"
+    for hook in global_hooks():
+        return NotPlain(f"torch calls a hook for every module ({_called(hook)})")
+    for name in FUNCTIONS:
+        function = getattr(sys.modules[home], name)
+        if function.__module__ != home:
+            return NotPlain(f"{home}.{name} was replaced ({_called(function)})")
     for module, kind in _modules(parts):
         reason = (
             _own_behaviour(module)
@@ -41,6 +48,8 @@ def unknown_part(parts: ModelParts, family: str) -> NotPlain | None:
         )
         if reason is not None:
             return NotPlain(f"{names.get(module) or 'the model'} {reason}")
+    if parts.norm is not None and (reason := _other_epsilon(parts.norm, parts)):
+        return NotPlain(f"{names[parts.norm]} {reason}")
     for layer in parts.layers:
         reason = _other_arithmetic(layer, parts)
         if reason is not None:
@@ -102,6 +111,10 @@ def _of_other_class(module: nn.Module, kind: type[nn.Module] | None, home: str) 
     forward = vars(source)["forward"]
     if not isinstance(forward, types.FunctionType) or forward.__module__ != source.__module__:
         return f"is a {cls.__name__} whose class was given another forward ({_called(forward)})"
+    if cls.__call__ is not nn.Module.__call__:
+        return (
+            f"is a {cls.__name__} whose class has a __call__ of its own ({_called(cls.__call__)})"
+        )
     return None
 
 
@@ -113,6 +126,8 @@ def _unusual_weight(module: nn.Module, kind: type[nn.Module] | None) -> str | No
             return f"has its {name} on {parameter.device}, not on the CPU"
         if kind is not None and parameter.dtype != torch.bfloat16:
             return f"has a {name} of {str(parameter.dtype).removeprefix('torch.')}, not bfloat16"
+    if getattr(module, "max_norm", None) is not None:
+        return "scales its rows as they are looked up (max_norm)"
     if kind is not None and not isinstance(vars(module)["_parameters"].get("weight"), Tensor):
         return "has no weight among its parameters"
     return None
@@ -124,12 +139,12 @@ def _other_arithmetic(layer: LayerParts, parts: ModelParts) -> str | None:
     """
     module: Any = layer.module
     attention = module.self_attn
-    for norm in (module.input_layernorm, module.post_attention_layernorm):
-        if norm.variance_epsilon != parts.config.rms_norm_eps:
-            return (
-                f"has a norm with epsilon {norm.variance_epsilon}, the configuration has "
-                f"{parts.config.rms_norm_eps}"
-            )
+    norms = [module.input_layernorm, module.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    for norm in norms:
+        reason = _other_epsilon(norm, parts)
+        if reason is not None:
+            return reason
     if attention.scaling != attention.head_dim**-0.5:
         return f"scales its attention scores by {attention.scaling}"
     biases = {
@@ -144,6 +159,15 @@ def _other_arithmetic(layer: LayerParts, parts: ModelParts) -> str | None:
             if getattr(module.mlp, name).bias is not None:
                 return f"has a bias in {name}"
     return None
+
+
+def _other_epsilon(norm: Any, parts: ModelParts) -> str | None:
+    if norm.variance_epsilon == parts.config.rms_norm_eps:
+        return None
+    return (
+        f"has a norm with epsilon {norm.variance_epsilon}, the configuration has "
+        f"{parts.config.rms_norm_eps}"
+    )
 
 
 def _called(function: Any) -> str:

@@ -1,0 +1,346 @@
+"""Everything that has to be measured on a GPU, in one command, for as long as one can be had.
+
+    python benchmarks/gpu_campaign.py --minutes 40 --model smollm2 --out campaign
+
+Parts, most valuable first; each has its share of the time, is independent of the others, and is
+skipped when an earlier run finished it (`--out` is kept). After every part `campaign.json` is
+written: provenance, and of each part what it measured or the error that it ended with. Trained
+weights lie beside it. `--tiny` runs every part on random tiny models, on a CPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, OlmoeConfig
+
+import multirate
+from multirate import StopSettings, UserError
+from multirate.bench.divergence import Judge
+from multirate.bench.method_runs import GENERATE, GENERATE_STATIC, method_run
+from multirate.bench.prompts import Prompt
+from multirate.bench.provenance import collect
+from multirate.bench.runner import Unavailable, measure, summarise
+from multirate.hub import find_device, load_model
+from multirate.io import write_json
+from multirate.methods.spec import PLAIN
+
+ROOT = Path(__file__).resolve().parent.parent
+METHODS = ("m2r2-carry", "m2r2", "kangaroo")
+BATCHES = (1, 4, 16)
+GRACE = 120
+"""Seconds that an interrupted command may take to write its checkpoint."""
+
+
+class Ended(Exception):
+    """The part's time is over; the next run of the campaign goes on with it."""
+
+
+@dataclass
+class Campaign:
+    """What all parts share. device: torch's name for it; deadline: of the part that runs."""
+
+    model: str
+    device: str
+    out: Path
+    tiny: bool
+    deadline: float = 0.0
+
+    def left(self) -> float:
+        """Seconds of this part; raises Ended when there are none."""
+        seconds = self.deadline - time.monotonic()
+        if seconds <= 0:
+            raise Ended
+        return seconds
+
+    def command(self, *arguments: str) -> None:
+        """`multirate …`, in a process of its own. Out of time it is interrupted (it can be
+        continued), and Ended raised; RuntimeError with what it said last when it fails.
+        """
+        code = "from multirate.cli.main import run; run()"
+        self._run([sys.executable, "-c", code, *arguments])
+
+    def tests(self, *paths: str) -> str:
+        """pytest's last line over some test files."""
+        lines = self._run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths])
+        return lines[-1]
+
+    def _run(self, command: list[str]) -> list[str]:
+        seconds = self.left()
+        with tempfile.TemporaryFile() as log:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(GRACE)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                raise Ended from None
+            log.seek(0)
+            lines = log.read().decode(errors="replace").strip().splitlines() or [""]
+        if code:
+            raise RuntimeError("\n".join(lines[-15:]))
+        return lines
+
+
+def correctness(campaign: Campaign) -> dict[str, Any]:
+    """The recorded passes against transformers on this device, one sequence and several, plainly
+    and with drafts: what the CPU tests only imitate. Then those tests themselves.
+    """
+    sys.path.insert(0, str(ROOT / "tests"))
+    from model.tiny_models import MOE, NAMES, prompts, tiny_model
+
+    found: dict[str, Any] = {}
+    stop, (first, second) = StopSettings(max_new_tokens=12), prompts(7, 11, seed=4)
+    for name in ["llama"] if campaign.tiny else [n for n in NAMES if n not in MOE]:
+        campaign.left()
+        model = tiny_model(name).to(campaign.device)
+        engine = multirate.attach(model, backend="hf")
+        expected = [
+            model.generate(ids[None].to(campaign.device), max_new_tokens=12, do_sample=False)
+            for ids in (first, second)
+        ]
+        new = [
+            out[0, len(ids) :].tolist() for out, ids in zip(expected, (first, second), strict=True)
+        ]
+        entry: dict[str, Any] = {}
+        for method in (PLAIN, "prompt_lookup"):
+            both = engine.generate(
+                [first.tolist(), second.tolist()], stop=stop, method=method, speculate="always"
+            )
+            one = engine.generate([first.tolist()], stop=stop, method=method, speculate="always")
+            entry[method] = both.sequences == new and one.sequences == new[:1]
+        entry["graph_fallback"] = getattr(engine.decoder, "graph_fallback", "no graphs here")
+        found[name] = entry
+        model.to("cpu")
+    wrong = [n for n, entry in found.items() if not all(entry[m] for m in (PLAIN, "prompt_lookup"))]
+    said = campaign.tests("tests/model/test_cuda_graphs.py", *(["-k", "survive"] * campaign.tiny))
+    return {"models": found, "other_tokens_than_generate": wrong, "tests": said}
+
+
+def _measured(campaign: Campaign, engine: Any, prompts: list[Prompt], names: list[str], new: int):
+    """Rows by batch, of those methods that can be measured."""
+    rows: dict[str, Any] = {}
+    for batch in BATCHES[:2] if campaign.tiny else BATCHES:
+        campaign.left()
+        runs, unavailable = [], {}
+        for name in names:
+            try:
+                runs.append(method_run(engine, name, new, batch))
+            except Unavailable as error:
+                unavailable[name] = str(error)
+        wait = torch.cuda.synchronize if campaign.device.startswith("cuda") else None
+        measured = measure(runs, prompts, repeats=1 if campaign.tiny else 3, synchronize=wait)
+        found = [row.as_dict() for row in summarise(measured, Judge(engine.model))]
+        for row in found:
+            row["all_tokens_per_second"] = batch * row["tokens_per_second"]
+        rows[str(batch)] = {"rows": found, "unavailable": unavailable}
+    return rows
+
+
+def _random_llama(campaign: Campaign, size: str) -> Any:
+    shapes = {
+        "1b": dict(
+            hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_key_value_heads=4
+        ),
+        "7b": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
+        "tiny": dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2),
+    }
+    shape = shapes["tiny" if campaign.tiny else size]
+    heads = max(1, shape["hidden_size"] // (8 if campaign.tiny else 64 if size == "1b" else 128))
+    config = LlamaConfig(
+        **shape, num_attention_heads=heads, vocab_size=261 if campaign.tiny else 32000
+    )
+    torch.manual_seed(0)
+    with torch.device(campaign.device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def _prompts(vocabulary: int, count: int, length: int) -> list[Prompt]:
+    ids = torch.randint(5, vocabulary, (count, length), generator=torch.Generator().manual_seed(0))
+    return [Prompt(str(i), row.tolist()) for i, row in enumerate(ids)]
+
+
+def decoding(size: str) -> Callable[[Campaign], dict[str, Any]]:
+    """Plain and speculative decoding against `generate`, of the model or a random shape."""
+
+    def part(campaign: Campaign) -> dict[str, Any]:
+        if size == "model":
+            loaded = load_model(campaign.model, "bfloat16", campaign.device)
+            engine = multirate.attach(loaded)
+        else:
+            engine = multirate.attach(_random_llama(campaign, size))
+        new, count = (8, 1) if campaign.tiny else (128, 4)
+        names = [GENERATE, GENERATE_STATIC, PLAIN, "prompt_lookup"]
+        if campaign.tiny:
+            names.remove(GENERATE_STATIC)  # half a minute of a compiler
+        vocabulary = engine.decoder.info.vocab_size
+        rows = _measured(campaign, engine, _prompts(vocabulary, count, 24), names, new)
+        return {"batches": rows, "graph_fallback": getattr(engine.decoder, "graph_fallback", None)}
+
+    return part
+
+
+def answers(campaign: Campaign) -> dict[str, Any]:
+    """The model's own answers to its own questions: 10M tokens and more."""
+    own = campaign.out / "own.jsonl"
+    arguments = ["--questions", "70000", "--batch", "256"]
+    if campaign.tiny:
+        data = campaign.out / "questions.jsonl"
+        lines = [{"instruction": f"question {i}?", "output": ""} for i in range(24)]
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        arguments = ["--data", str(data), "--max-new-tokens", "16"]
+    campaign.command(
+        "answers", campaign.model, "--out", str(own), "--device", campaign.device, *arguments
+    )
+    return {"records": len(own.read_text().splitlines()), "bytes": own.stat().st_size}
+
+
+def training(method: str) -> Callable[[Campaign], dict[str, Any]]:
+    """An accelerator on what `answers` has written so far, and what it gives."""
+
+    def part(campaign: Campaign) -> dict[str, Any]:
+        own, folder = campaign.out / "own.jsonl", campaign.out / "accelerators" / method
+        steps = ["--steps", "4000", "--tokens-per-batch", "16384"]
+        if campaign.tiny:
+            steps = ["--steps", "1", "--tokens-per-batch", "128", "--max-length", "64"]
+        if not (folder / "accelerator.json").is_file():
+            arguments = ("--data", str(own), "--out", str(folder), "--method", method, *steps)
+            campaign.command("train", campaign.model, *arguments)
+        loaded = load_model(campaign.model, "bfloat16", campaign.device)
+        engine = multirate.attach(loaded, folder)
+        new, count = (8, 1) if campaign.tiny else (128, 4)
+        vocabulary = engine.decoder.info.vocab_size
+        rows = _measured(
+            campaign, engine, _prompts(vocabulary, count, 24), [PLAIN, engine.default], new
+        )
+        results = json.loads((folder / "accelerator.json").read_text()).get("results")
+        return {"batches": rows, "training": results}
+
+    return part
+
+
+def experts(campaign: Campaign) -> dict[str, Any]:
+    """A mixture whose experts come over PCIe from pinned memory, by every policy and budget."""
+    folder, store, result = (campaign.out / n for n in ("mixture", "store", "experts.json"))
+    base = load_model(campaign.model, "bfloat16", "cpu")
+    if not (folder / "config.json").is_file():
+        size = (64, 32, 2, 4) if campaign.tiny else (2048, 1024, 8, 16)
+        config = OlmoeConfig(
+            hidden_size=size[0],
+            intermediate_size=size[1],
+            num_hidden_layers=size[2],
+            num_attention_heads=size[3],
+            num_experts=8 if campaign.tiny else 64,
+            num_experts_per_tok=2 if campaign.tiny else 8,
+            vocab_size=base.model.config.vocab_size,
+            max_position_embeddings=512,
+        )
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        base.tokenizer.save_pretrained(folder)
+    campaign.command("pack", str(folder), "--out", str(store))
+    questions = campaign.out / "expert_questions.jsonl"
+    questions.write_text('{"text": "Why is the sky blue, and why are sunsets red?"}\n')
+    campaign.command(
+        *("bench", str(folder), "--suite", "text", "--data", str(questions)),
+        *("--experts", str(store), "--expert-memory", "50%" if campaign.tiny else "25%,50%"),
+        *("--methods", "on_demand,lru", "-n", "4" if campaign.tiny else "96", "--repeats", "1"),
+        *("--json", str(result)),
+    )
+    return json.loads(result.read_text())
+
+
+PARTS: dict[str, tuple[float, Callable[[Campaign], dict[str, Any]]]] = {
+    "correctness": (4, correctness),
+    "decoding": (4, decoding("model")),
+    "answers": (7, answers),
+    **{f"training {method}": (4, training(method)) for method in METHODS},
+    "decoding 1b": (3, decoding("1b")),
+    "decoding 7b": (5, decoding("7b")),
+    "experts": (4, experts),
+}
+"""Name → (share of the time, what it does)."""
+
+
+def run(campaign: Campaign, minutes: float, names: list[str]) -> dict[str, Any]:
+    """Every part that is not done, each within its share of what time is left → the results."""
+    path = campaign.out / "campaign.json"
+    content = json.loads(path.read_text()) if path.is_file() else {"parts": {}}
+    driver = torch.version.cuda if campaign.device.startswith("cuda") else None
+    content |= {**collect(campaign.device), "model": campaign.model, "cuda": driver}
+    end = time.monotonic() + 60 * minutes
+    waiting = [n for n in names if content["parts"].get(n, {}).get("status") != "done"]
+    for index, name in enumerate(waiting):
+        share, part = PARTS[name]
+        began, left = time.monotonic(), end - time.monotonic()
+        campaign.deadline = began + left * share / sum(PARTS[n][0] for n in waiting[index:])
+        entry: dict[str, Any] = {}
+        try:
+            entry = {"status": "done", "result": part(campaign)}
+        except Ended:
+            entry = {"status": "out of time: run again to go on"}
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever it is, the next part has to run
+            entry = {"status": "failed", "error": str(error)[:2000] or type(error).__name__}
+            entry["traceback"] = traceback.format_exc()[-4000:]
+        entry["seconds"] = round(time.monotonic() - began, 1)
+        content["parts"][name] = entry
+        write_json(path, content)
+        print(f"{name}: {entry['status']} ({entry['seconds']} s)", flush=True)
+    return content
+
+
+def _tiny_model(folder: Path) -> str:
+    sys.path.insert(0, str(ROOT / "tests"))
+    from bench.tiny_model import save
+
+    if not (folder / "config.json").is_file():
+        save(folder)
+    AutoConfig.from_pretrained(folder)
+    return str(folder)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=40, help="Time for all parts together.")
+    parser.add_argument("--model", default="smollm2", help="Name, folder or hub id.")
+    parser.add_argument("--out", type=Path, default=Path("campaign"), help="Kept: it is resumed.")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu (with --tiny).")
+    parser.add_argument("--only", action="append", choices=PARTS, help="A part (repeatable).")
+    parser.add_argument("--tiny", action="store_true", help="Tiny random models, to try it out.")
+    chosen = parser.parse_args()
+    out = chosen.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    try:
+        device = str(find_device(chosen.device))
+    except UserError as error:
+        sys.exit(str(error))
+    model = _tiny_model(out / "model") if chosen.tiny else chosen.model
+    content = run(
+        Campaign(model, device, out, chosen.tiny), chosen.minutes, chosen.only or list(PARTS)
+    )
+    sys.exit(any(part["status"] == "failed" for part in content["parts"].values()))
+
+
+if __name__ == "__main__":
+    main()

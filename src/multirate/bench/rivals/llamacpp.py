@@ -1,0 +1,142 @@
+"""llama.cpp on the same weights, in bf16, Q8_0 and Q4_0: each in its own process."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from multirate.bench.rivals import Contest, Rival
+from multirate.bench.runner import Answer, MethodRun, Unavailable
+
+FORMATS = ("BF16", "Q8_0", "Q4_0")
+_WORKER = Path(__file__).with_name("llamacpp_worker.py")
+
+
+class Worker:
+    """The process. Raises Unavailable when it ends or answers with an error."""
+
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, str(_WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self.version = self._reply()["version"]
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """One request, one reply."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the reply says why
+        return self._reply()
+
+    def _reply(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._errors.seek(0)
+            said = self._errors.read().decode(errors="replace").strip().splitlines()
+            raise Unavailable(f"llama.cpp ended: {said[-1] if said else 'it said nothing'}")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise Unavailable(f"llama.cpp: {reply['error']}")
+        return reply
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            if stream is not None:
+                stream.close()
+
+
+def cache_folder() -> Path:
+    """Where converted files are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "multirate" / "rivals"
+
+
+def find_gguf(model: str, argument: str | None) -> Path:
+    """The model's GGUF file: the one given, the model itself, or the only one in its folder."""
+    path = Path(argument or model)
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    found = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if len(found) == 1:
+        return found[0]
+    raise Unavailable(
+        f"llama.cpp needs the model as a GGUF file and {path} is "
+        f"{'a folder with several' if found else 'none'}: --rivals llamacpp=FILE.gguf"
+    )
+
+
+def _converted(source: Path, wanted: str) -> Path:
+    """`source` in another format, made once. Appears whole or not at all."""
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    target = cache_folder() / f"{source.stem}-{digest}.{wanted}.gguf"
+    if target.is_file():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            worker, part = Worker(), Path(folder) / target.name
+            try:
+                worker.ask(quantize=[str(source), str(part), wanted])
+            finally:
+                worker.close()
+            os.replace(part, target)
+    except OSError as error:
+        raise Unavailable(
+            f"llama.cpp's {wanted} cannot be kept in {target.parent}: {error}"
+        ) from None
+    return target
+
+
+def _prepare(contest: Contest) -> list[MethodRun]:
+    if importlib.util.find_spec("llama_cpp") is None:
+        raise Unavailable(
+            "llama.cpp is not installed: pip install llama-cpp-python (builds for some minutes)"
+        )
+    source = find_gguf(contest.model, contest.argument)
+    return [_row(contest, _converted(source, wanted), wanted) for wanted in FORMATS]
+
+
+def _row(contest: Contest, file: Path, wanted: str) -> MethodRun:
+    worker = Worker()
+    contest.stack.callback(worker.close)
+    loaded = worker.ask(load=str(file), positions=contest.positions, threads=contest.threads)
+    vocabulary = contest.engine.decoder.info.vocab_size
+    if loaded["vocabulary"] != vocabulary:
+        raise Unavailable(
+            f"{file.name} has a vocabulary of {loaded['vocabulary']}, the model one of {vocabulary}"
+        )
+
+    def run_for(prompt: list[int], count: int) -> Answer:
+        tokens = worker.ask(prompt=prompt, count=count)["tokens"]
+        return Answer(tokens, stepped=len(tokens) - 1, steps=len(tokens) - 1)
+
+    return MethodRun(
+        f"llamacpp-{wanted.lower()}",
+        lambda prompt: run_for(prompt, 8),  # to warm up
+        lossless=False,  # its arithmetic, and in other formats its weights, are others
+        run_for=run_for,
+        note=f"llama-cpp-python {worker.version}, {contest.threads} threads",
+    )
+
+
+RIVAL = Rival("llamacpp", _prepare, argument="a GGUF file")

@@ -1,0 +1,62 @@
+"""llama.cpp in a process of its own: reads a JSON object per line, answers with one.
+
+Run by path with the interpreter that has `llama_cpp`; imports nothing of this package. Requests:
+{"quantize": [from, to, format]}, {"load": file, "positions": n, "threads": n},
+{"prompt": [ids], "count": n} (greedy, exactly so many tokens).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+
+def quantize(source: str, target: str, wanted: str) -> dict[str, Any]:
+    """Another format of a GGUF file's weights."""
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{wanted}")
+    settings.allow_requantize = True
+    code = llama_cpp.llama_model_quantize(source.encode(), target.encode(), settings)
+    return {"error": f"llama_model_quantize ended with {code}"} if code else {"done": True}
+
+
+def answer(model: Any, prompt: list[int], count: int) -> dict[str, Any]:
+    """`count` greedy tokens after the prompt, which is read from its first token."""
+    model.reset()
+    size, tokens, following = model.n_vocab(), [], prompt
+    for _ in range(count):
+        model.eval(following)
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(model.ctx, -1), (size,))
+        following = [int(logits.argmax())]
+        tokens += following
+    return {"tokens": tokens}
+
+
+def main() -> None:
+    """Until the input ends."""
+    model: Any = None
+    print(json.dumps({"version": llama_cpp.__version__}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "quantize" in request:
+            reply = quantize(*request["quantize"])
+        elif "load" in request:
+            model = llama_cpp.Llama(
+                request["load"],
+                n_ctx=request["positions"],
+                n_threads=request["threads"],
+                n_threads_batch=request["threads"],
+                verbose=False,
+            )
+            reply = {"vocabulary": model.n_vocab()}
+        else:
+            reply = answer(model, request["prompt"], request["count"])
+        print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Continuous batching: a sequence that ends makes room for the next prompt at once.
+
+`generate` answers a batch as a whole, so every answer waits for the longest. Here the batch keeps
+its size for as long as there are prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.plain import PlainStep
+from multirate.decoding.results import FinishReason
+from multirate.decoding.session import Session
+from multirate.decoding.stopping import StopSettings
+from multirate.model.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One answer. number: of its prompt, in the order in which they were taken, from 0.
+
+    tokens: new tokens only, the one that ended it included.
+    """
+
+    number: int
+    tokens: list[int]
+    reason: FinishReason
+
+
+def generate_continuously(
+    decoder: Decoder,
+    next_prompt: Callable[[], Sequence[int] | None],
+    batch: int,
+    sampling: SamplingSettings | None = None,
+    stop: StopSettings | None = None,
+    first_number: int = 0,
+) -> Iterator[Finished]:
+    """Decodes plainly, up to `batch` sequences at a time; yields each answer as it ends.
+
+    next_prompt() → the next prompt's token ids, or None when there is none at present: it is asked
+    again after answers, which may lead to further prompts (no more than `batch` at first, and the
+    batch stays as wide as it was then). The end is where it says None and no sequence is left. An
+    answer depends on its prompt, the settings and its number (which chooses its random stream), on
+    nothing else in the batch; `first_number` is the first prompt's. Raises UserError as `generate`
+    does.
+    """
+    first = [prompt for _ in range(batch) if (prompt := next_prompt()) is not None]
+    if not first:
+        return
+    # A generator: gradients are off within a pass only, not in what its caller does between two.
+    with torch.no_grad():
+        session = Session(decoder, first, sampling, stop)
+    numbers = {seq: first_number + seq for seq in range(len(first))}
+    for seq, prompt in enumerate(first):
+        session.sampler.restart(seq, prompt, numbers[seq])
+    following, fresh, step = first_number + len(first), list(session.active), PlainStep()
+    try:
+        while numbers:
+            with torch.no_grad():
+                _advance(session, step, fresh)
+            ended = [seq for seq in sorted(numbers) if session.stops.reasons[seq] is not None]
+            for seq in ended:
+                reason = session.stops.reasons[seq]
+                assert reason is not None
+                yield Finished(numbers.pop(seq), session.stops.new_tokens[seq], reason)
+            fresh = []
+            for seq in range(len(first)) if ended else ():
+                if seq not in numbers and (replacement := next_prompt()) is not None:
+                    session.replace(seq, replacement, following)
+                    numbers[seq] = following
+                    following += 1
+                    fresh.append(seq)
+    finally:
+        decoder.release_cache(session.cache)
+
+
+def _advance(session: Session, step: PlainStep, fresh: list[int]) -> None:
+    """Reads the `fresh` sequences' prompts, then one pass of all."""
+    fresh = [seq for seq in fresh if seq in session.active]
+    if fresh:
+        hidden, _ = session.prefill(seqs=fresh)
+        session.first_tokens(hidden, fresh)
+    if session.active:
+        session.stats.target_passes += 1
+        session.stats.sequence_steps += len(session.active)
+        step.run(session)
+        session.drop_finished()

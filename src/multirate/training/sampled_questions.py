@@ -1,0 +1,236 @@
+"""Questions without a data set: user turns sampled from the model itself. [ours]
+
+A chat model has read its own template so often that, given the template up to where a user's text
+begins, it writes what a user would (as Magpie does, arXiv 2406.08464). The file holds one kept
+question per line and the number of the sample it was, so an interrupted run is continued by the
+same call: a sample depends on the model, the seed and its number alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+from multirate.decoding.continuous import Finished, generate_continuously
+from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.stopping import StopSettings
+from multirate.errors import UserError, say_once
+from multirate.io import whole_lines, write_atomically
+from multirate.model.decoder import Decoder
+from multirate.training.question_filter import QuestionFilter
+
+ROUND = 256
+"""Samples of one temperature, and what the yield is judged by."""
+LEAST_YIELD = 0.02
+"""A round that keeps less of its samples is the last: the model says nothing new."""
+_PLACEHOLDER = "USERTEXT"
+
+
+@dataclass(frozen=True)
+class QuestionSettings:
+    """How questions are sampled.
+
+    temperatures: one per round, in turn. longest: tokens of a question; what has not ended by then
+    is left out.
+    """
+
+    seed: int = 0
+    temperatures: tuple[float, ...] = (1.0,)
+    top_p: float = 0.95
+    longest: int = 256
+
+    def sampling(self, number: int) -> SamplingSettings:
+        """Those of a round."""
+        temperature = self.temperatures[number % len(self.temperatures)]
+        return SamplingSettings(temperature=temperature, top_p=self.top_p, seed=self.seed)
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """Where a user's text begins and ends in the model's chat template.
+
+    prefix: token ids before it (a system turn, where the template adds one). ends: ids that end it;
+    text_end: else the text that does. special: ids that no user writes.
+    """
+
+    prefix: tuple[int, ...]
+    ends: tuple[int, ...]
+    text_end: str | None
+    special: frozenset[int]
+
+
+def user_turn(tokenizer: Any, eos_token_ids: Sequence[int]) -> UserTurn:
+    """Raises UserError for a tokenizer whose template does not say where a user's text is."""
+    instead = "pass --data with questions instead of --questions"
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "the model's tokenizer has no chat template, so nothing says where a user's text "
+            f"begins: {instead}"
+        )
+    rendered = str(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": _PLACEHOLDER}], tokenize=False, add_generation_prompt=True
+        )
+    )
+    before, found, after = rendered.partition(_PLACEHOLDER)
+    prefix = list(tokenizer(before, add_special_tokens=False)["input_ids"])
+    if not found or not prefix:
+        raise UserError(
+            f"the model's chat template has nothing before a user's text to go on from: {instead}"
+        )
+    special = {int(token) for token in tokenizer.all_special_ids}
+    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    following = list(tokenizer(after, add_special_tokens=False)["input_ids"])[:1]
+    ends = tuple(dict.fromkeys([*eos_token_ids, *(t for t in following if t in special)]))
+    text_end = None if special & set(following) else next(iter(after.split()), None)
+    if not ends and text_end is None:
+        raise UserError(
+            f"the model's chat template does not say where a user's text ends: {instead}"
+        )
+    return UserTurn(tuple(prefix), ends, text_end, frozenset(special))
+
+
+@dataclass
+class Sampled:
+    """questions: those kept, in order. samples: how many were drawn for them, in_this_call: by this
+    call. left_out: reason → how many of these were left out.
+    """
+
+    questions: list[str]
+    samples: int
+    in_this_call: int
+    left_out: Counter[str]
+
+
+def sample_questions(
+    decoder: Decoder,
+    tokenizer: Any,
+    count: int,
+    path: str | Path,
+    eos_token_ids: Sequence[int],
+    model: str,
+    settings: QuestionSettings | None = None,
+    asked: Sequence[str] = (),
+    batch: int = 16,
+    progress: Callable[[int, int], None] | None = None,
+) -> Sampled:
+    """`count` different questions that the model asks itself, in the file `path` too.
+
+    model: what tells it from others (its fingerprint); a file of another model or of other settings
+    is refused. asked: questions that there are already. Fewer come back where the model has no more
+    to say, which is said. progress(kept, count). Raises UserError for a model without a usable chat
+    template.
+    """
+    settings = settings or QuestionSettings()
+    turn = user_turn(tokenizer, eos_token_ids)
+    accepts = QuestionFilter(same_opening=max(2, count // 100))
+    for text in asked:
+        accepts.add(text)
+    path = Path(path)
+    kept, samples = _resume(path, {"model": model, **asdict(settings)}, accepts)
+    began, found_in_round = samples, 0
+    try:
+        with path.open("a", encoding="utf-8") as handle:
+            for finished in _samples(decoder, turn, settings, batch, began):
+                if len(kept) >= count:
+                    break
+                samples = finished.number + 1
+                question = _text(finished, turn, tokenizer, accepts)
+                if question is not None and accepts.keep(question):
+                    kept.append(question)
+                    found_in_round += 1
+                    record = {"question": question, "sample": finished.number}
+                    handle.write(json.dumps(record) + "\n")
+                    handle.flush()
+                    if progress is not None:
+                        progress(len(kept), count)
+                if samples % ROUND == 0:
+                    if samples - began >= ROUND and found_in_round < LEAST_YIELD * ROUND:
+                        say_once(
+                            f"the model repeats itself: {len(kept)} of {count} questions after "
+                            f"{samples} samples, going on with these"
+                        )
+                        break
+                    found_in_round = 0
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
+    return Sampled(kept[:count], samples, samples - began, accepts.left_out)
+
+
+def _samples(
+    decoder: Decoder, turn: UserTurn, settings: QuestionSettings, batch: int, start: int
+) -> Iterator[Finished]:
+    """Samples number `start`, `start` + 1, … without end, in this order."""
+    stop = StopSettings(max_new_tokens=settings.longest, eos_token_ids=turn.ends)
+    while True:
+        number = start // ROUND
+        prefixes = repeat(turn.prefix, (number + 1) * ROUND - start)
+        answers = generate_continuously(
+            decoder,
+            partial(next, prefixes, None),
+            batch,
+            settings.sampling(number),
+            stop,
+            first_number=start,
+        )
+        waiting: dict[int, Finished] = {}
+        for finished in answers:
+            waiting[finished.number] = finished
+            while start in waiting:
+                yield waiting.pop(start)
+                start += 1
+
+
+def _text(
+    finished: Finished, turn: UserTurn, tokenizer: Any, accepts: QuestionFilter
+) -> str | None:
+    """What the model wrote as a user; None, counted, where it did not end or is no user's text."""
+    tokens = finished.tokens
+    ended = finished.reason == "eos"
+    if ended:
+        tokens = tokens[:-1]
+    if turn.special & set(tokens):
+        accepts.left_out["template tokens"] += 1
+        return None
+    text = str(tokenizer.decode(tokens))
+    if turn.text_end is not None and turn.text_end in text:
+        text, ended = text[: text.index(turn.text_end)], True
+    if not ended:
+        accepts.left_out["not ended"] += 1
+        return None
+    return text.strip()
+
+
+def _resume(path: Path, made_by: dict[str, Any], accepts: QuestionFilter) -> tuple[list[str], int]:
+    """The questions that `path` holds and the next sample's number; starts the file if there is
+    none.
+    """
+    if not path.exists() or not (lines := whole_lines(path)):
+        write_atomically(path, json.dumps({"made_by": made_by}) + "\n")
+        return [], 0
+    kept, following = [], 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            found = record["made_by"] if number == 1 else (record["question"], record["sample"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{path}, line {number}: not a question that this command sampled; choose another "
+                "--out or delete it"
+            ) from None
+        if number > 1:
+            kept.append(str(found[0]))
+            accepts.add(kept[-1])
+            following = int(found[1]) + 1
+        elif found != json.loads(json.dumps(made_by)):
+            raise UserError(
+                f"{path}: sampled from another model or with other settings; choose another --out "
+                "or delete it"
+            )
+    return kept, following

@@ -1,0 +1,185 @@
+"""Rows of others: found by registration, missing ones said in a sentence, never the baseline."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import tiny_model
+from multirate.bench import method_runs
+from multirate.bench.bandwidth import bytes_per_step, read_bandwidth, share_of
+from multirate.bench.divergence import Judge
+from multirate.bench.method_runs import method_run
+from multirate.bench.prompts import Prompt
+from multirate.bench.rivals import Contest, all_rivals, parse_rivals, prepare
+from multirate.bench.rivals import llamacpp as rival
+from multirate.bench.runner import MethodRun, Unavailable, measure, summarise
+from multirate.engine import Engine, attach
+from multirate.errors import UserError
+
+PROMPTS = [Prompt(str(i), [10 + i, 20, 30]) for i in range(3)]
+
+WORKER = """
+import json, sys
+print(json.dumps({"version": "9.9"}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if "quantize" in request:
+        open(request["quantize"][1], "w").write(request["quantize"][2])
+        reply = {"done": True}
+    elif "load" in request:
+        reply = {"vocabulary": 261}
+    elif request["prompt"] == [666]:
+        sys.exit("out of memory")
+    else:
+        reply = {"tokens": [7] * request["count"]}
+    print(json.dumps(reply), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return attach(tiny_model.model(), tokenizer=tiny_model.tokenizer())
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for llama.cpp that speaks the worker's protocol, and a model file for it."""
+    (tmp_path / "llama_cpp.py").touch()
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "model.gguf").write_text("weights")
+    monkeypatch.setattr(rival, "_WORKER", tmp_path / "worker.py")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "model.gguf"
+
+
+def contest(engine: Engine, stack: ExitStack, argument: str | None, model: str = "m") -> Contest:
+    return Contest(engine, model, argument, 6, 40, 1, stack)
+
+
+def test_names_and_arguments() -> None:
+    assert set(all_rivals()) >= {"llamacpp", "assisted"}
+    assert parse_rivals("llamacpp=a/b.gguf, assisted") == {"llamacpp": "a/b.gguf", "assisted": None}
+    with pytest.raises(UserError, match="names 'vllm': accepted are assisted, llamacpp"):
+        parse_rivals("vllm")
+    with pytest.raises(UserError, match="assisted takes no argument"):
+        parse_rivals("assisted=3")
+
+
+def test_a_rival_answers_as_long_as_we_do_and_is_never_the_baseline(
+    engine: Engine, installed: Path
+) -> None:
+    with ExitStack() as stack:
+        rows, missing = prepare(
+            {"llamacpp": str(installed), "assisted": None},
+            lambda argument: contest(engine, stack, argument),
+        )
+        assert not missing
+        ours = method_run(engine, "autoregressive", 6)
+        measured = measure([*rows, ours], PROMPTS, repeats=1)
+    found = {
+        row.method: row
+        for row in summarise(
+            measured, Judge(engine.model), [row.name for row in rows if not row.lossless]
+        )
+    }
+    plain = found["autoregressive"]
+    for name in ("llamacpp-bf16", "llamacpp-q8_0", "llamacpp-q4_0"):
+        assert found[name].tokens == plain.tokens and not found[name].lossless
+        assert found[name].note == "llama-cpp-python 9.9, 1 threads"
+    assert found["generate-lookup"].identical == len(PROMPTS)
+    assert plain.speedup == 1.0  # however fast the others are
+    kept = sorted(p.read_text() for p in (installed.parent / "cache/multirate/rivals").iterdir())
+    assert kept == ["BF16", "Q4_0", "Q8_0"]
+
+
+def test_what_is_missing_is_said(engine: Engine, installed: Path) -> None:
+    with ExitStack() as stack:
+        for model, argument, reason in (
+            ("owner/name", None, "llamacpp=FILE.gguf"),
+            (str(installed.parent / "none"), None, "as a GGUF file"),
+        ):
+            rows, missing = prepare(
+                {"llamacpp": argument}, lambda a, m=model: contest(engine, stack, a, m)
+            )
+            assert not rows and reason in missing[0]["reason"]
+        (row, *_), _ = prepare(
+            {"llamacpp": None}, lambda a: contest(engine, stack, a, str(installed.parent))
+        )
+        assert row.run_for is not None
+        with pytest.raises(Unavailable, match="out of memory"):
+            row.run_for([666], 3)
+
+
+def test_not_installed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with ExitStack() as stack:
+        rows, missing = prepare({"llamacpp": None}, lambda a: contest(engine, stack, a))
+    assert not rows and "pip install llama-cpp-python" in missing[0]["reason"]
+
+
+def test_generate_static_gives_generates_tokens(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = engine.model.forward
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    static, plain = (method_run(engine, n, 6) for n in ("generate-static", "generate"))
+    for prompt in PROMPTS:
+        assert static.run(prompt.tokens).tokens == plain.run(prompt.tokens).tokens
+    assert engine.model.forward == forward
+
+    def broken(function: object, **_: object) -> object:
+        def run(*args: object, **kwargs: object) -> object:
+            raise RuntimeError("\nno compiler found\nmore")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.raises(Unavailable, match="generate-static: RuntimeError: no compiler found"):
+        method_run(engine, "generate-static", 6)
+
+
+@pytest.mark.slow
+def test_generate_static_compiled(engine: Engine) -> None:
+    static, plain = (method_run(engine, n, 6) for n in ("generate-static", "generate"))
+    assert static.run(PROMPTS[0].tokens).tokens == plain.run(PROMPTS[0].tokens).tokens
+
+
+def test_bandwidth_and_what_plain_decoding_uses_of_it(engine: Engine) -> None:
+    assert 1e8 < read_bandwidth() < 1e13
+    weights = bytes_per_step(engine.model)
+    total = sum(4 * p.numel() for p in engine.model.parameters())
+    assert weights == total - 4 * 261 * 64
+    tied = tiny_model.model(tie_word_embeddings=True)
+    assert bytes_per_step(tied) == sum(4 * p.numel() for p in tied.parameters())
+    measured = measure([method_run(engine, "autoregressive", 6)], PROMPTS, repeats=1)
+    rows = summarise(measured, Judge(engine.model))
+    rate = rows[0].decode_tokens_per_second
+    assert rate is not None and rate > 0
+    assert share_of(1e9, weights, rows) == pytest.approx(rate * weights / 1e9)
+    assert share_of(1e9, None, rows) is None
+
+
+def test_methods_that_run_as_long_as_the_reference_come_after_it(engine: Engine) -> None:
+    order: list[str] = []
+    reference = method_run(engine, "autoregressive", 4)
+
+    def run_for(prompt: list[int], count: int) -> method_runs.Answer:
+        order.append("rival")
+        return method_runs.Answer([1] * count)
+
+    def run(prompt: list[int]) -> method_runs.Answer:
+        order.append("reference")
+        return reference.run(prompt)
+
+    rows = [
+        MethodRun("rival", lambda p: run_for(p, 1), lossless=False, run_for=run_for),
+        MethodRun("autoregressive", run),
+    ]
+    measure(rows, PROMPTS, repeats=2, warmup=0)
+    assert order == ["reference", "rival"] * (2 * len(PROMPTS))

@@ -1,0 +1,251 @@
+"""Routers, experts and what is predicted of them (csrc/moe/experts.c, pruned.c) against PyTorch."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from multirate.model.native import abi, library
+from multirate.model.native.packing import Owner, interleave_gate_up, padded
+
+from . import reference
+from .harness import bf16_values, pointer, randn
+
+EPS = 1e-5
+WIDTH, INNER, EXPERTS = 128, 96, 7
+
+
+def routing(rows: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Different experts for each row, and positive weights."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=draw)[:k] for _ in range(rows)])
+    return ids, torch.rand(rows, k, generator=draw) + 0.1
+
+
+def close(found: torch.Tensor, exact: torch.Tensor, share: float = 0.01) -> bool:
+    """Whether they differ by rounding alone: the norm of the difference, beside the exact one."""
+    return bool((found - exact).norm() <= share * exact.norm())
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 61])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_route(rows: int, normalise: bool) -> None:
+    k, owner, workspace = 3, Owner(), library.Workspace(2)
+    x, router = randn(rows, WIDTH), bf16_values(EXPERTS, WIDTH, seed=1)
+    norm = torch.rand(WIDTH, generator=torch.Generator().manual_seed(2)) + 0.5
+    normed, logits = torch.empty(rows, WIDTH), torch.empty(rows, padded(EXPERTS))
+    ids, weights = torch.empty(rows, k, dtype=torch.int64), torch.empty(rows, k)
+    outputs = [pointer(one) for one in (normed, logits, ids, weights)]
+    packed = owner.linear(router)
+    library.kernel().mr_route(
+        workspace.address,
+        packed,
+        pointer(norm),
+        EPS,
+        pointer(x),
+        rows,
+        EXPERTS,
+        k,
+        normalise,
+        *outputs,
+    )
+    exact_normed, _, _ = reference.route(x.double(), router.double(), norm.double(), EPS, k, True)
+    assert close(normed, exact_normed, 1e-5)
+    assert close(logits[:, :EXPERTS], exact_normed @ router.double().T)
+    chances, chosen = logits[:, :EXPERTS].double().softmax(-1).topk(k)
+    assert torch.equal(ids, chosen)
+    if normalise:
+        chances = chances / chances.sum(-1, keepdim=True)
+    assert close(weights, chances, 1e-5)
+
+
+def test_of_equally_likely_experts_the_lowest_comes_first() -> None:
+    owner, workspace = Owner(), library.Workspace(1)
+    router, x = torch.zeros(EXPERTS, WIDTH), randn(1, WIDTH)
+    normed, logits = torch.empty(1, WIDTH), torch.empty(1, padded(EXPERTS))
+    ids, weights = torch.empty(1, 2, dtype=torch.int64), torch.empty(1, 2)
+    outputs = [pointer(one) for one in (normed, logits, ids, weights)]
+    packed, norm = owner.linear(router), torch.ones(WIDTH)
+    library.kernel().mr_route(
+        workspace.address, packed, pointer(norm), EPS, pointer(x), 1, EXPERTS, 2, 0, *outputs
+    )
+    assert ids.tolist() == [[0, 1]]
+    assert weights.tolist()[0] == pytest.approx([1 / EXPERTS] * 2)
+
+
+@pytest.mark.parametrize("uses", [[1], [2, 1, 3], [59, 1, 2, 70, 5]])
+def test_experts_and_their_sum(uses: list[int]) -> None:
+    """Each expert computes its rows; calls of more than MAX_ROWS uses run in parts."""
+    owner, workspace, draw = Owner(), library.Workspace(2), np.random.default_rng(0)
+    rows, total = 6, sum(uses)
+    x = bf16_values(rows, WIDTH, seed=9)
+    packed, exact = [], []
+    for e in range(len(uses)):
+        gate, up = (bf16_values(INNER, WIDTH, seed=3 * e + i, scale=0.1) for i in (0, 1))
+        down = bf16_values(WIDTH, INNER, seed=3 * e + 2, scale=0.1)
+        gate_up = owner.linear(interleave_gate_up(gate, up))
+        packed.append(abi.new("Expert", gate_up=gate_up, down=owner.linear(down)))
+        exact.append([one.double() for one in (gate, up, down)])
+    which = draw.integers(0, rows, total).astype(np.int32)
+    places = draw.permutation(total).astype(np.int32)
+    parts = torch.full((total, WIDTH), torch.nan)
+    library.kernel().mr_experts(
+        workspace.address,
+        abi.ffi.new("Expert *[]", packed),
+        abi.ints(np.array(uses, np.int32)),
+        len(uses),
+        pointer(x),
+        abi.ints(which),
+        abi.ints(places),
+        pointer(parts),
+    )
+    use = 0
+    for e, count in enumerate(uses):
+        for _ in range(count):
+            one = reference.expert(x[int(which[use])].double()[None], *exact[e])[0]
+            assert close(parts[int(places[use])], one)
+            use += 1
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 2), (5, 3)])
+def test_combine(rows: int, k: int) -> None:
+    parts, weights = randn(rows * k, WIDTH), routing(rows, k)[1]
+    x, before = randn(rows, WIDTH, seed=1), randn(rows, WIDTH, seed=1)
+    library.kernel().mr_combine(pointer(parts), pointer(weights), rows, k, WIDTH, pointer(x))
+    added = torch.einsum("nk,nkd->nd", weights.double(), parts.view(rows, k, WIDTH).double())
+    assert close(x, before.double() + added, 1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 70])
+@pytest.mark.parametrize("state", [False, True])
+def test_predict_residual(rows: int, state: bool) -> None:
+    k, rank, kept, owner, workspace = 2, 64, 3, Owner(), library.Workspace(2)
+    a = bf16_values(rank, 2 * WIDTH, seed=1, scale=0.1)
+    b = [bf16_values(WIDTH, rank, seed=2 + i, scale=0.1) for i in (0, 1)]
+    down, near, far = (bf16_values(EXPERTS, kept, WIDTH, seed=4 + i, scale=0.1) for i in range(3))
+    sites = [owner.low_rank(a, one, silu=True) for one in b]
+    halves = [one.to(torch.bfloat16) for one in (down, near, far)]
+    pair = abi.new(
+        "PrunedPair",
+        **dict(zip(("down", "near", "far"), (one.data_ptr() for one in halves), strict=True)),
+        rows=kept,
+    )
+    ids, weights = routing(rows, k)
+    residual = randn(rows, WIDTH, seed=8)
+    before = randn(rows, WIDTH, seed=9) if state else None
+    ones, found = torch.ones(WIDTH), [torch.empty(rows, WIDTH) for _ in range(2)]
+    library.kernel().mr_predict_residual(
+        workspace.address,
+        *sites,
+        pair,
+        pointer(ids),
+        pointer(weights),
+        k,
+        pointer(ones),
+        EPS,
+        pointer(residual),
+        pointer(before),
+        rows,
+        pointer(found[0]),
+        pointer(found[1]),
+    )
+    for result, out, up in zip(found, b, (near, far), strict=True):
+        exact = reference.predicted_residual(
+            residual.double(),
+            None if before is None else before.double(),
+            ids,
+            weights.double(),
+            a.double(),
+            out.double(),
+            down.double(),
+            up.double(),
+            EPS,
+        )
+        assert close(result - residual, exact - residual)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_pruned_experts(rows: int) -> None:
+    k, kept, workspace = 2, 3, library.Workspace(2)
+    weights_of = [bf16_values(EXPERTS, kept, WIDTH, seed=i, scale=0.1) for i in range(3)]
+    means = bf16_values(EXPERTS, WIDTH, seed=3, scale=0.1)
+    halves = [one.to(torch.bfloat16) for one in (*weights_of, means)]
+    names = ("gate", "up", "down", "means")
+    layer = abi.new(
+        "PrunedExperts",
+        **dict(zip(names, (one.data_ptr() for one in halves), strict=True)),
+        rows=kept,
+    )
+    ids, weights = routing(rows, k)
+    x, before, ones = randn(rows, WIDTH, seed=4), randn(rows, WIDTH, seed=4), torch.ones(WIDTH)
+    library.kernel().mr_pruned_experts(
+        workspace.address,
+        layer,
+        pointer(ids),
+        pointer(weights),
+        k,
+        pointer(ones),
+        EPS,
+        pointer(x),
+        rows,
+        WIDTH,
+    )
+    exact = reference.pruned_experts(
+        before.double(),
+        ids,
+        weights.double(),
+        *(one.double() for one in weights_of),
+        means.double(),
+        EPS,
+    )
+    assert close(x - before, exact - before, 1e-4)
+
+
+@pytest.mark.parametrize("size", [16, 48, 64, 4096, 100_000 // 16 * 16])
+def test_crc32(size: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    found = library.kernel().mr_crc32(abi.ffi.from_buffer("uint8_t[]", data), size)
+    assert found == zlib.crc32(data.tobytes())
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_records_are_read_into_their_slots(tmp_path: Path, threads: int) -> None:
+    """threads 0: by the system. Errors and cancelling: tests/experts/test_reads.py."""
+    kernel, size, slots = library.kernel(), 8192, 6
+    content = np.random.default_rng(1).integers(0, 256, slots * size, np.uint8)
+    path = tmp_path / "records"
+    path.write_bytes(content.tobytes())
+    memory = np.zeros(slots * size + 4096, np.uint8)
+    base = memory.ctypes.data + -memory.ctypes.data % 4096
+    with path.open("rb") as file:
+        reads = kernel.mr_reads_open(
+            file.fileno(), abi.at(base), slots, size, 4096, 4096, 0.0, threads, 0.0
+        )
+        if not reads:
+            pytest.skip("the system reads no files asynchronously")
+        for slot in range(slots):
+            kernel.mr_reads_submit(reads, slot, (slots - 1 - slot) * size, slot, slot % 2)
+        ended, status = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+        counts, times = np.zeros(slots, np.int64), np.zeros((2, slots))
+        left = slots
+        while left:
+            left -= (
+                count := kernel.mr_reads_ended(
+                    reads,
+                    5.0,
+                    abi.ints(ended),
+                    abi.ints(status),
+                    abi.longs(counts),
+                    abi.doubles(times[0]),
+                    abi.doubles(times[1]),
+                )
+            )
+            assert count and not status[:count].any() and (counts[:count] == size).all()
+        kernel.mr_reads_close(reads)
+    begin = base - memory.ctypes.data
+    found = memory[begin : begin + slots * size].reshape(slots, size)
+    assert np.array_equal(found, content.reshape(slots, size)[::-1])

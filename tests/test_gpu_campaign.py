@@ -1,0 +1,48 @@
+"""benchmarks/gpu_campaign.py end to end on tiny models: every part, an error recorded, resumed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def campaign(out: Path, *arguments: str) -> tuple[int, dict]:
+    command = [sys.executable, "benchmarks/gpu_campaign.py", "--tiny", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--out", str(out), *arguments], cwd=ROOT, check=False, capture_output=True
+    )
+    return done.returncode, json.loads((out / "campaign.json").read_text())
+
+
+@pytest.mark.slow
+def test_every_part_runs_and_is_not_run_again(tmp_path: Path) -> None:
+    code, content = campaign(tmp_path)
+    parts = content["parts"]
+    failed = {name: part for name, part in parts.items() if part["status"] != "done"}
+    assert code == 0 and not failed
+    assert parts["correctness"]["result"]["other_tokens_than_generate"] == []
+    assert parts["answers"]["result"]["records"] == 24
+    methods = [row["method"] for row in parts["decoding"]["result"]["batches"]["4"]["rows"]]
+    assert methods == ["generate", "autoregressive", "prompt_lookup"]
+    for method in ("m2r2-carry", "m2r2", "kangaroo"):
+        assert (tmp_path / "accelerators" / method / "accelerator.safetensors").is_file()
+        assert parts[f"training {method}"]["result"]["batches"]["1"]["rows"][1]["diverged"] == 0
+    assert parts["experts"]["result"]["rows"] and content["argv"] and content["torch"]
+    again, same = campaign(tmp_path)
+    assert again == 0 and same["parts"] == parts
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_is_recorded_and_the_next_goes_on(tmp_path: Path) -> None:
+    only = ("--only", "training m2r2", "--only", "decoding")  # no answers to train on yet
+    code, content = campaign(tmp_path, *only)
+    assert code == 1 and content["parts"]["decoding"]["status"] == "done"
+    assert "own.jsonl" in content["parts"]["training m2r2"]["error"]
+    _, content = campaign(tmp_path / "late", "--minutes", "0", "--only", "answers")
+    assert content["parts"]["answers"]["status"].startswith("out of time")

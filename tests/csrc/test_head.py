@@ -10,7 +10,7 @@ from multirate.model.native import abi, library
 from multirate.model.native.packing import Owner
 
 from . import reference
-from .harness import bf16_values, pointer, randn
+from .harness import bf16_values, linear, pointer, randn
 
 
 def top(
@@ -103,7 +103,8 @@ COLUMNS = {name: abi.ints(_INTS) for name in ("seq", "slot", "pos", "prefix")} |
 }
 
 
-def test_head_top_is_the_heads_top() -> None:
+@pytest.mark.parametrize("noisy", [False, True])
+def test_head_top_is_the_heads_top(noisy: bool) -> None:
     weight, x, norm = bf16_values(133, 64), randn(4, 64, seed=1), torch.ones(64)
     owner, workspace = Owner(), library.Workspace(2)
     head = owner.linear(weight)
@@ -112,6 +113,7 @@ def test_head_top_is_the_heads_top() -> None:
         np.empty((4, 3), np.int64),
         np.empty((4, 3), np.float32),
     )
+    noise = [row.numpy() for row in randn(4, 133, seed=2)]
     library.kernel().mr_head_top(
         workspace.address,
         head,
@@ -120,12 +122,16 @@ def test_head_top_is_the_heads_top() -> None:
         pointer(x),
         4,
         133,
+        abi.float_rows(noise) if noisy else abi.NULL,
         3,
         1.0,
         pointer(logits),
         abi.longs(ids),
         abi.floats(probs),
     )
+    product = linear(weight, x, norm=norm)
+    expected = product + torch.from_numpy(np.stack(noise)) if noisy else product
+    assert torch.equal(logits[:, :133], expected)
     best, places = torch.softmax(logits[:, :133].double(), -1).topk(3)
     assert ids.tolist() == places.tolist()
     assert np.allclose(probs, best.numpy(), rtol=1e-5)

@@ -127,6 +127,8 @@ typedef struct {
     const double *tries;            // [CONFIDENCE_BINS] drafted nodes by confidence, and how many
     const double *hits;             // of them were accepted (Calibration); NULL: probabilities
                                     // are taken as they are
+    const float *const *noise;      // [depth][draft_vocab] added to the draft's logits of each
+                                    // level; NULL: nothing is
     int32_t stream;                 // 0: this step's draft is the text's continuation or nothing
     NgramLimits ngram;
 } DraftLimits;
@@ -140,8 +142,8 @@ typedef struct {
     int32_t matched;   // out: the length of its match; 0: there was none
 } Text;
 
-// A greedy speculative step of one sequence (speculative.c), and the memory it works in. The next
-// step enters with what this one left in `ids` and `carried`.
+// A speculative step of one sequence (speculative.c), and the memory it works in. The next step
+// enters with what this one left in `ids` and `carried`.
 typedef struct {
     const Stream *stream; // without a draft_head only the text is looked up
     const LayerCache *caches, *block_cache;
@@ -155,7 +157,7 @@ typedef struct {
     double *confidence; // [nodes] out: what the stream gave each node, before calibration; -1: not
                         // its node. NULL: not told
     float *hidden;      // [nodes + 1, hidden]
-    float *scratch;     // draft_tree's, and (nodes + 1) * head->outputs
+    float *scratch;     // draft_tree's, and [nodes + 1, head->outputs] the logits of verification
     int32_t capacity, block_capacity, draft_vocab, layers, sequence;
     int32_t drafted, levels;                      // out: nodes and levels of the draft
     int32_t accepted_drafted, accepted_continued; // out: of text.drafted and text.continued
@@ -297,10 +299,11 @@ void mr_embed(const bf16 *table, const int64_t *ids, int count, int d, float sca
 // id), and their probabilities under softmax(sharpness · logits).
 void mr_top(const float *logits, int count, int vocab, int stride, int k, float sharpness,
             int64_t *ids, float *probabilities);
-// The same of head · RMSNorm(x). logits: scratch [count, head->outputs].
+// The same of head · RMSNorm(x) + noise[row], each [vocab]; noise NULL: none. logits: scratch
+// [count, head->outputs].
 void mr_head_top(Workspace *work, const Linear *head, const float *norm, float eps, const float *x,
-                 int count, int vocab, int k, float sharpness, float *logits, int64_t *ids,
-                 float *probabilities);
+                 int count, int vocab, const float *const *noise, int k, float sharpness,
+                 float *logits, int64_t *ids, float *probabilities);
 // ids (or, where NULL, residuals x entering layer `start`) → x = h_stop and the argmax of each
 // row's logits (ties: the lowest id). logits: scratch [rows, head->outputs].
 void mr_greedy(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
@@ -325,6 +328,13 @@ void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *cac
 // length, length + 1, …, uncommitted.
 int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
                         const DraftLimits *limits);
+// The same in two calls, for tokens that are not the bare argmax. The first drafts and leaves the
+// target model's logits after each node in step->scratch. The second is told path [count], the
+// accepted nodes from node 0 on, and tokens [count], what is emitted after each.
+void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
+                          const DraftLimits *limits);
+void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *path,
+                           const int64_t *tokens, int count);
 
 // moe/experts.c
 void mr_route(Workspace *work, const Linear *router, const float *norm, float eps, const float *x,

@@ -4,6 +4,7 @@
 
 #include "ngram.h"
 #include "norm.h"
+#include "simd.h"
 
 // One level of a draft: the carry, the layers of both kinds of rows up to the exit layer, the
 // fusion, the block and the head, without returning to one thread in between.
@@ -217,7 +218,7 @@ static int continue_ngram(Tree *t, int64_t best, double own) {
 
 // The candidates of `count` frontier nodes, whose logits are in `logits`: the best become nodes to
 // draft from, the others leaves. Returns how many nodes; they are the new frontier.
-static int grow(Tree *t, const float *logits, int32_t *frontier, int count) {
+static int grow(Tree *t, float *logits, int32_t *frontier, int count) {
     SpeculativeStep *step = t->step;
     const DraftLimits *limits = t->limits;
     const int64_t *token_map = step->token_map;
@@ -226,6 +227,9 @@ static int grow(Tree *t, const float *logits, int32_t *frontier, int count) {
     float probs[MAX_CANDIDATES * MAX_CANDIDATES];
     Candidate found[MAX_CANDIDATES * MAX_CANDIDATES];
     int candidates = 0, room = limits->nodes - t->n, continued = 0, last = t->n;
+    for (int f = 0; limits->noise && f < count; f++)
+        add_to(logits + (size_t)f * step->draft_head->outputs,
+               limits->noise[t->depth[frontier[f]]], vocab);
     mr_top(logits, count, vocab, step->draft_head->outputs, k, (float)limits->sharpness, best,
            probs);
     if (token_map)

@@ -80,8 +80,10 @@ void mr_greedy(Workspace *work, const Shape *shape, const Layer *layers, const L
 }
 
 void mr_head_top(Workspace *work, const Linear *head, const float *norm, float eps, const float *x,
-                 int count, int vocab, int k, float sharpness, float *logits, int64_t *ids,
-                 float *probabilities) {
+                 int count, int vocab, const float *const *noise, int k, float sharpness,
+                 float *logits, int64_t *ids, float *probabilities) {
     mr_linear(work, head, x, norm, eps, count, logits, 0);
+    for (int n = 0; noise && n < count; n++)
+        add_to(logits + (size_t)n * head->outputs, noise[n], vocab);
     mr_top(logits, count, vocab, head->outputs, k, sharpness, ids, probabilities);
 }

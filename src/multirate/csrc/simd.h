@@ -57,6 +57,11 @@ INLINE void store(float *p, f16 v) {
     memcpy(p, &v, 64);
 }
 
+INLINE void add_to(float *restrict y, const float *restrict x, int count) {
+    for (int i = 0; i < count; i++)
+        y[i] += x[i];
+}
+
 // 16 fp32 → 16 bf16, round to nearest even.
 INLINE void store_bf16(bf16 *to, f16 v) {
 #if HAVE_DPBF16

@@ -1,5 +1,5 @@
-// A greedy speculative step of one sequence in one call: draft, verify, accept, and move the
-// accepted path into place.
+// A speculative step of one sequence: draft, verify, accept, and move the accepted path into place.
+// A greedy one is one call; of others the caller chooses the tokens between two.
 #include "draft.h"
 
 // Down from the last token as long as the target model's own token is a child
@@ -59,49 +59,70 @@ static int verification_rows(const SpeculativeStep *step, int length, int nodes,
     return levels;
 }
 
-int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
-                        const DraftLimits *limits) {
+// Drafts into `step` and fills the rows that verify it, which enter layer *start.
+static int draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
+                 const DraftLimits *limits, RowTable *table, int *start) {
     const Stream *stream = step->stream;
-    const Shape *shape = stream->shape;
-    int d = shape->hidden;
     Text *text = &step->text;
     text->drafted = text->continued = text->matched = 0;
-
-    // draft
     int drafts = step->draft_head && limits->stream;
     step->best = -1;
     int nodes = drafts ? draft_tree(work, step, length, count - 1, step->ids + first,
-                                    step->carried + (size_t)first * d, limits)
+                                    step->carried + (size_t)first * stream->shape->hidden, limits)
                        : draft_from_text(step, &limits->ngram, step->ids[first + count - 1]);
+    step->drafted = nodes;
+    step->levels = verification_rows(step, length, nodes, table);
+    *start = drafts ? entering_layer(stream) : 0;
+    return nodes;
+}
 
-    // verify
-    RowTable table;
-    int64_t target[MAX_NODES + 1];
-    step->levels = verification_rows(step, length, nodes, &table);
-    Rows rows = rows_of(&table, 0, nodes + 1, step->capacity);
-    mr_greedy(work, shape, stream->layers, step->caches, &rows, NULL, NULL, step->hidden,
-              drafts ? entering_layer(stream) : 0, step->layers, step->head, step->norm,
-              step->scratch, target);
-
-    // accept
-    int32_t path[MAX_NODES + 1], from[MAX_NODES + 1], to[MAX_NODES + 1];
-    int emitted = accepted_path(step->tokens, step->parents, nodes, target, path);
+void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *path,
+                           const int64_t *tokens, int count) {
+    const Shape *shape = step->stream->shape;
+    Text *text = &step->text;
+    int32_t from[MAX_NODES + 1], to[MAX_NODES + 1];
+    int d = shape->hidden;
     step->accepted_drafted = step->accepted_continued = 0;
-    for (int i = 0; i < emitted; i++) {
+    for (int i = 0; i < count; i++) {
         int node = path[i];
         from[i] = length + node;
         to[i] = length + i;
-        step->ids[i] = target[node];
+        step->ids[i] = tokens[i];
         if (text->tokens)
-            text->tokens[text->count++] = (int32_t)target[node];
+            text->tokens[text->count++] = (int32_t)tokens[i];
         step->accepted_drafted += node > 0 && node <= text->drafted;
         step->accepted_continued += node > text->drafted && node <= text->drafted + text->continued;
         memcpy(step->carried + (size_t)i * d, step->hidden + (size_t)node * d,
                (size_t)d * sizeof(float));
     }
-    if (path[emitted - 1] != emitted - 1)
+    if (path[count - 1] != count - 1)
         mr_move(step->caches, step->layers, shape->kv_heads, shape->head_dim, step->capacity,
-                step->sequence, from, to, emitted);
-    step->drafted = nodes;
+                step->sequence, from, to, count);
+}
+
+void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
+                          const DraftLimits *limits) {
+    const Shape *shape = step->stream->shape;
+    RowTable table;
+    int start, nodes = draft(work, step, length, first, count, limits, &table, &start);
+    Rows rows = rows_of(&table, 0, nodes + 1, step->capacity);
+    mr_layers(work, shape, step->stream->layers, step->caches, NULL, &rows, step->hidden, start,
+              step->layers);
+    mr_linear(work, step->head, step->hidden, step->norm, shape->eps, nodes + 1, step->scratch, 0);
+}
+
+int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
+                        const DraftLimits *limits) {
+    RowTable table;
+    int start, nodes = draft(work, step, length, first, count, limits, &table, &start);
+    int64_t target[MAX_NODES + 1], tokens[MAX_NODES + 1];
+    Rows rows = rows_of(&table, 0, nodes + 1, step->capacity);
+    mr_greedy(work, step->stream->shape, step->stream->layers, step->caches, &rows, NULL, NULL,
+              step->hidden, start, step->layers, step->head, step->norm, step->scratch, target);
+    int32_t path[MAX_NODES + 1];
+    int emitted = accepted_path(step->tokens, step->parents, nodes, target, path);
+    for (int i = 0; i < emitted; i++)
+        tokens[i] = target[path[i]];
+    mr_speculative_accept(step, length, path, tokens, emitted);
     return emitted;
 }

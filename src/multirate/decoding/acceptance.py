@@ -43,25 +43,37 @@ class Acceptance(Protocol):
 
 
 class Exact:
-    """The output is the target's own: agreement with its argmax, or speculative sampling."""
+    """The output is the target's own: agreement with the token that it takes, or speculative
+    sampling where a draft was drawn from `probs`.
+    """
 
     lossless = True
 
     def __call__(
         self, sampler: Sampler, seqs: Sequence[int], drafts: Sequence[Draft], logits: Tensor
     ) -> list[Verdict]:
-        counts, row_seqs, paths = _row_contexts(sampler, seqs, drafts)
-        if sampler.greedy or all(draft.probs is None for draft in drafts):
-            target = split(sampler.choose(logits, row_seqs, paths), counts)
-            return [accept_greedy(draft, part) for draft, part in zip(drafts, target, strict=True)]
-        probs = sampler.distribution(logits, row_seqs, paths)
-        verdicts = []
-        for b, draft, p in zip(seqs, drafts, probs.split(counts), strict=True):
-            if draft.probs is not None and draft.is_chain:
-                verdicts.append(accept_sampled(draft, p, draft.probs, sampler.generators[b]))
-            else:
-                verdicts.append(accept_greedy(draft, sampler.draw(p, [b] * len(p))))
-        return verdicts
+        counts = [len(draft.tokens) + 1 for draft in drafts]
+        first = [sum(counts[:i]) for i in range(len(counts))]
+        descents = [Descent(draft) for draft in drafts]
+        live = []
+        for i, (b, draft, descent) in enumerate(zip(seqs, drafts, descents, strict=True)):
+            if draft.probs is None or not draft.is_chain or sampler.greedy:
+                live.append(i)
+                continue
+            rows = slice(first[i], first[i] + counts[i])
+            paths = draft.path_tokens() if sampler.settings.uses_context else None
+            p = sampler.distribution(logits[rows], [b] * counts[i], paths)
+            descent.path, descent.bonus = accept_sampled(
+                draft, p, draft.probs, sampler.generators[b]
+            )
+        while live:  # the target's own tokens, of rows that are reached alone
+            rows_reached = [first[i] + descents[i].path[-1] for i in live]
+            reached = logits if len(rows_reached) == len(logits) else logits[rows_reached]
+            tokens = sampler.choose(
+                reached, [seqs[i] for i in live], [descents[i].drafted for i in live]
+            )
+            live = [i for i, token in zip(live, tokens, strict=True) if descents[i].follow(token)]
+        return [(descent.path, descent.bonus) for descent in descents]
 
 
 @dataclass(frozen=True)
@@ -145,29 +157,41 @@ def accept_greedy(draft: Draft, target: Sequence[int]) -> tuple[list[int], int]:
     reached.
 
     draft: a chain or a tree of n nodes. target: [n+1], the target's token after each node: its
-    argmax, or, when sampling, a token drawn from its distribution there. Returns (path, bonus):
-    accepted nodes, 0 first, and the target's token after the last of them. The emitted tokens are
-    those of path[1:], then bonus.
+    argmax, or, when sampling, a token drawn from its distribution there (at least after the nodes
+    that are reached). Returns (path, bonus): accepted nodes, 0 first, and the target's token after
+    the last of them. The emitted tokens are those of path[1:], then bonus.
 
     Lossless: each emitted token is target[i] of a node i whose whole path has been emitted before
     it (as an accepted child, or as the bonus), so it is what plain decoding emits after the same
-    tokens: the argmax, or a draw from the same distribution, made independently of the draft. The
-    draft decides only how many tokens a pass emits. [Greedy: Stern et al. 2018; for drafts that are
-    not random this is exactly rejection sampling with a one-hot q.]
+    tokens: the argmax, or the draw that the random numbers of its place make there, which are used
+    for no other place and which no draft changes. The draft decides only how many tokens a pass
+    emits. [Greedy: Stern et al. 2018; sampled: Daliri, Musco, Suresh 2024; for drafts that are not
+    random it accepts as often as rejection sampling with a one-hot q.]
     """
-    path = [0]
-    if draft.is_chain:
-        for node, token in enumerate(draft.tokens):
-            if target[node] != token:
-                return path, target[node]
-            path.append(node + 1)
-        return path, target[len(draft.tokens)]
-    children: dict[tuple[int, int], int] = {}
-    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True), start=1):
-        children.setdefault((parent, token), node)
-    while (child := children.get((path[-1], target[path[-1]]))) is not None:
-        path.append(child)
-    return path, target[path[-1]]
+    descent = Descent(draft)
+    while descent.follow(target[descent.path[-1]]):
+        pass
+    return descent.path, descent.bonus
+
+
+class Descent:
+    """The way down a draft. path: nodes so far, 0 first; drafted: their tokens without node 0's;
+    bonus: once it has ended, the target's token after the last of them.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self.path, self.drafted, self.bonus = [0], list[int](), -1
+
+    def follow(self, token: int) -> bool:
+        """The target takes `token` after the last node. → whether that is a drafted one."""
+        child = self._draft.child(self.path[-1], token)
+        if child is None:
+            self.bonus = token
+            return False
+        self.path.append(child)
+        self.drafted.append(token)
+        return True
 
 
 def accept_sampled(

@@ -31,8 +31,8 @@ class Draft:
         of the layers below `start` the drafter has written; or None: the step embeds and runs these
         layers itself.
     probs: [n, V], the distribution each node's token was drawn from, when tokens were *drawn* (a
-        chain); None when they were not drawn at random (argmax, look-up, a tree's top-k). Both are
-        verified losslessly. A drawn token
+        chain) with numbers that are not `Sampler.noise`; None otherwise (argmax, look-up, a tree's
+        top-k, `Sampler.choose`). Both are verified losslessly. A token drawn from `probs`
         must be proposed whatever it is: to stop drafting, look at the distribution, never at the
         token drawn (a token withheld because it was unlikely would leave the others
         over-represented).
@@ -62,6 +62,19 @@ class Draft:
         for parent in self.parents:
             depths.append(depths[parent] + 1)
         return depths
+
+    def child(self, node: int, token: int) -> int | None:
+        """The node below `node` that has this token, the first of several; None: there is none."""
+        if self.is_chain:
+            return node + 1 if self.tokens[node : node + 1] == [token] else None
+        return self._children.get((node, token))
+
+    @cached_property
+    def _children(self) -> dict[tuple[int, int], int]:
+        children: dict[tuple[int, int], int] = {}
+        for node, edge in enumerate(zip(self.parents, self.tokens, strict=True), start=1):
+            children.setdefault(edge, node)
+        return children
 
     def path_tokens(self) -> list[list[int]]:
         """For nodes 0..n the drafted tokens from node 1 on the path down to the node itself."""
@@ -149,7 +162,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class FusedStep:
-    """A finished greedy step of one sequence. tokens: those it emits, the bonus last. drafted:
+    """A finished step of one sequence. tokens: those it emits, the bonus last. drafted:
     nodes of its draft;
     levels: their greatest depth.
     """
@@ -253,8 +266,9 @@ class Drafter(ABC):
         return 0
 
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
-        """A whole greedy step of sequence `seq` by itself where the drafter can run it at once;
-        None: it cannot, and the step calls `draft`, verifies and calls `accept`.
+        """A whole step of sequence `seq` by itself where the drafter can run it at once; None: it
+        cannot, and the step calls `draft`, verifies and calls `accept`. Not asked for where there
+        is a repetition penalty.
 
         Same tokens as that way. The K/V of the last token and of the accepted ones end up in the
         slots after `cache.lengths[seq]`, uncommitted. Once a sequence has had a fused step, all its

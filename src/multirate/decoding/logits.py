@@ -21,6 +21,9 @@ from multirate.model.decoder import argmax_rows
 _NUCLEUS_CANDIDATES = (
     512  # sorting these first spares sorting the whole vocabulary for almost every row
 )
+_NOT_FINITE = (
+    "the model's logits are not finite numbers; accepted are models that run in the chosen dtype"
+)
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,29 @@ def greedy_tokens(
     return argmax_rows(logits.detach())
 
 
+def allowed(
+    logits: Tensor, settings: SamplingSettings, contexts: Sequence[Sequence[int]] | None = None
+) -> Tensor:
+    """logits [n, V] after the repetition penalty, with −inf for the tokens that top-k, top-p and
+    min-p drop → float32 [n, V]. The temperature decides with them which tokens these are; the
+    logits are not divided by it. `settings` are not greedy.
+    """
+    scores = logits.float()
+    if settings.uses_context:
+        scores = penalise(scores, settings.repetition_penalty, _needed(contexts, scores))
+    if 0 < settings.top_k < scores.shape[-1]:
+        least_kept = torch.topk(scores, settings.top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < least_kept, -torch.inf)
+    if settings.top_p < 1:
+        dropped = _outside_nucleus(scores / settings.temperature, settings.top_p)
+        scores = scores.masked_fill(dropped, -torch.inf)
+    if settings.min_p > 0:
+        # p < min_p · max p, without the sum; the most probable token passes, as min_p is at most 1
+        least = scores.amax(dim=-1, keepdim=True) + settings.temperature * math.log(settings.min_p)
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    return scores
+
+
 def distribution(
     logits: Tensor, settings: SamplingSettings, contexts: Sequence[Sequence[int]] | None = None
 ) -> Tensor:
@@ -128,29 +154,20 @@ def distribution(
     contexts: the token ids (prompt, output, drafted path) before each row; needed with a repetition
     penalty only. Greedy settings give the one-hot distribution of the argmax.
     """
-    scores = logits.float()
-    if settings.uses_context:
-        scores = penalise(scores, settings.repetition_penalty, _needed(contexts, scores))
     if settings.greedy:
+        scores = logits.float()
+        if settings.uses_context:
+            scores = penalise(scores, settings.repetition_penalty, _needed(contexts, scores))
         return torch.zeros_like(scores).scatter_(-1, scores.argmax(dim=-1, keepdim=True), 1.0)
+    scores = allowed(logits, settings, contexts)
     if settings.temperature != 1:
         scores = scores / settings.temperature
-    if 0 < settings.top_k < scores.shape[-1]:
-        least_kept = torch.topk(scores, settings.top_k, dim=-1).values[:, -1:]
-        scores = scores.masked_fill(scores < least_kept, -torch.inf)
-    if settings.top_p < 1:
-        scores = _nucleus(scores, settings.top_p)
-    probs = torch.softmax(scores, dim=-1)
-    if settings.min_p > 0:
-        # the most probable token always passes, since min_p is at most 1
-        too_small = probs < settings.min_p * probs.amax(dim=-1, keepdim=True)
-        probs = torch.softmax(scores.masked_fill(too_small, -torch.inf), dim=-1)
-    return probs
+    return torch.softmax(scores, dim=-1)
 
 
-def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """top-p: a token stays iff those ranked above it hold less than top_p. scores [n, V] → [n,
-    V].
+def _outside_nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """top-p: a token stays iff those ranked above it hold less than top_p. scores [n, V] → which
+    are dropped, bool [n, V].
     """
     vocab = scores.shape[-1]
     total = torch.logsumexp(scores, dim=-1, keepdim=True)
@@ -159,16 +176,45 @@ def _nucleus(scores: Tensor, top_p: float) -> Tensor:
     if ranked.shape[-1] < vocab and bool((above[:, -1] < top_p).any()):
         ranked, order = torch.sort(scores, dim=-1, descending=True)
         above = torch.cumsum(torch.exp(ranked - total), dim=-1)
-    keep = torch.ones_like(ranked, dtype=torch.bool)
-    keep[:, 1:] = above[:, :-1] < top_p
-    kept_scores = ranked.masked_fill(~keep, -torch.inf)
-    return torch.full_like(scores, -torch.inf).scatter_(-1, order, kept_scores)
+    dropped = torch.zeros_like(ranked, dtype=torch.bool)
+    dropped[:, 1:] = above[:, :-1] >= top_p
+    return torch.ones_like(scores, dtype=torch.bool).scatter_(-1, order, dropped)
 
 
 def _needed(contexts: Sequence[Sequence[int]] | None, logits: Tensor) -> Sequence[Sequence[int]]:
     if contexts is None or len(contexts) != logits.shape[0]:
         raise ValueError("a repetition penalty needs the context of every row of logits")
     return contexts
+
+
+def perturbed(
+    logits: Tensor,
+    settings: SamplingSettings,
+    noise: Sequence[np.ndarray],
+    contexts: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
+    """Logits [n, V] whose argmax is the token to take: of logits [n, V] those that are allowed,
+    plus noise[i] [V], the temperature times Gumbel numbers of row i (noise.py) → float32 [n, V].
+    """
+    scores = allowed(logits.detach(), settings, contexts)
+    if scores.device.type != "cpu":
+        return scores + torch.from_numpy(np.stack(noise)).to(scores.device)
+    # as in argmax_rows: torch's threads stay out of the native kernel's way
+    rows, out = scores.numpy(), np.empty(scores.shape, np.float32)
+    for row, added, to in zip(rows, noise, out, strict=True):
+        np.add(row, added, out=to)
+    return torch.from_numpy(out)
+
+
+def finite_argmax(scores: Tensor) -> list[int]:
+    """The argmax of each row of scores [n, V]. Raises UserError where the largest is not a finite
+    number (a model whose logits overflowed).
+    """
+    tokens = argmax_rows(scores)
+    best = scores[torch.arange(len(tokens)), tokens] if tokens else scores.new_zeros(0)
+    if not all(map(math.isfinite, best.tolist())):
+        raise UserError(_NOT_FINITE)
+    return tokens
 
 
 def draw(probs: Tensor, uniforms: Sequence[float]) -> list[int]:
@@ -181,10 +227,7 @@ def draw(probs: Tensor, uniforms: Sequence[float]) -> list[int]:
     cumulative = torch.cumsum(probs, dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
     if not bool((torch.isfinite(total) & (total > 0)).all()):
-        raise UserError(
-            "the model's logits are not finite numbers; accepted are models that run in the chosen "
-            "dtype"
-        )
+        raise UserError(_NOT_FINITE)
     target = torch.as_tensor(uniforms, dtype=torch.float64, device=probs.device) * total
     return (
         torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]

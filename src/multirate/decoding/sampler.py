@@ -1,4 +1,4 @@
-"""The random state of one generation: settings, the tokens so far, one random stream per
+"""The random state of one generation: settings, the tokens so far, the random numbers of every
 sequence.
 """
 
@@ -10,15 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.decoding.logits import SamplingSettings, distribution, draw, greedy_tokens
+from multirate.decoding.logits import (
+    SamplingSettings,
+    distribution,
+    draw,
+    finite_argmax,
+    penalise,
+    perturbed,
+)
+from multirate.decoding.noise import GumbelNoise
+from multirate.model.decoder import argmax_rows
 
 
 class Sampler:
     """Chooses tokens for rows of logits, for draft and target alike.
 
     tokens[b]: prompt and emitted tokens of sequence b, the last emitted token included.
-    Every sequence draws from its own stream, so its output does not depend on who else is in the
-    batch.
+    Every sequence has random numbers of its own, and every place in it has, whoever asks and in
+    whatever order (noise.py): what is chosen there depends neither on the batch nor on drafts.
+    `generators` are for those who draw otherwise (drafts with `probs`, and their acceptance).
     """
 
     def __init__(self, settings: SamplingSettings, prompts: Sequence[Sequence[int]]) -> None:
@@ -31,9 +41,13 @@ class Sampler:
                 settings.seed if settings.seed is not None else int(torch.randint(2**62, ()).item())
             )
             self.generators = [self._stream(b) for b in range(len(prompts))]
+            self._noise = [self._gumbel(b) for b in range(len(prompts))]
 
     def _stream(self, number: int) -> np.random.Generator:
         return np.random.default_rng((self._seed, number))
+
+    def _gumbel(self, number: int) -> GumbelNoise:
+        return GumbelNoise(self._seed, number, self.settings.temperature)
 
     def restart(self, seq: int, prompt: Sequence[int], number: int) -> None:
         """Another prompt takes the place of sequence `seq`; it draws from the `number`-th
@@ -42,6 +56,7 @@ class Sampler:
         self.tokens[seq] = list(prompt)
         if not self.greedy:
             self.generators[seq] = self._stream(number)
+            self._noise[seq] = self._gumbel(number)
 
     def contexts(
         self, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None
@@ -73,10 +88,33 @@ class Sampler:
         """One token from each row of probs [n, V]."""
         return draw(probs, self.uniforms(seqs))
 
+    def noise(self, seq: int, ahead: int, vocab: int) -> np.ndarray:
+        """What is added to the logits of the token `ahead` places after the next one (0: of the
+        next one) before their argmax is taken: temperature times Gumbel numbers, float32 [vocab].
+        Not for greedy decoding.
+        """
+        place = len(self.tokens[seq])
+        return self._noise[seq].at(place + ahead, vocab, begin=place)
+
+    def perturbed(
+        self, logits: Tensor, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None = None
+    ) -> Tensor:
+        """Logits [n, V] whose argmax is the next token of each row, float32: penalised, and when
+        sampling without the tokens that are dropped (−inf) and with the noise of the row's place.
+        """
+        contexts = self.contexts(seqs, paths)
+        if self.greedy:
+            if contexts is None:
+                return logits
+            return penalise(logits, self.settings.repetition_penalty, contexts)
+        ahead = [0] * len(seqs) if paths is None else [len(path) for path in paths]
+        vocab = logits.shape[-1]
+        noise = [self.noise(b, place, vocab) for b, place in zip(seqs, ahead, strict=True)]
+        return perturbed(logits, self.settings, noise, contexts)
+
     def choose(
         self, logits: Tensor, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None = None
     ) -> list[int]:
         """The next token of each row of logits [n, V]: argmax when greedy, drawn otherwise."""
-        if self.greedy:
-            return greedy_tokens(logits, self.settings, self.contexts(seqs, paths))
-        return self.draw(self.distribution(logits, seqs, paths), seqs)
+        scores = self.perturbed(logits, seqs, paths)
+        return argmax_rows(scores.detach()) if self.greedy else finite_argmax(scores)

@@ -26,8 +26,8 @@ class SpeculativeStep(Step):
     acceptance: which drafted tokens are kept; None: those that leave the output the target's own
         (acceptance.Exact).
 
-    Where the drafter can run a whole greedy step of one sequence at once (`Drafter.fused_step`), it
-    does: the same tokens, sooner. A drafter that asks for taps or top tokens is never asked for
+    Where the drafter can run a whole step of one sequence at once (`Drafter.fused_step`), it does:
+    the same tokens, sooner. A drafter that asks for taps or top tokens is never asked for
     one.
     """
 
@@ -88,7 +88,7 @@ class SpeculativeStep(Step):
         if (
             self._may_fuse
             and len(seqs) == 1
-            and session.sampler.plain
+            and not session.sampler.settings.uses_context
             and self._run_fused(session, seqs[0], limits[0])
         ):
             return

@@ -1,5 +1,5 @@
-"""Fused greedy steps of one sequence in the kernel: draft, verification and acceptance in one call
-from Python.
+"""Fused steps of one sequence in the kernel: draft, verification and acceptance in one call from
+Python; when sampling in two, between which the sampler chooses the tokens.
 
 The state between two steps is what the kernel leaves: the tokens it emitted and h_L of the accepted
 path, which are the tokens to refresh (all but the last one, which enters next) and their carried
@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multirate.decoding.acceptance import Descent
 from multirate.decoding.acceptance_statistics import Calibration, Origin
 from multirate.decoding.costs import CostModel
-from multirate.decoding.drafter import MAX_TREE_NODES, FusedStep
+from multirate.decoding.drafter import MAX_TREE_NODES, Draft, FusedStep
+from multirate.decoding.sampler import Sampler
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.rows import Rows
@@ -27,13 +29,18 @@ from multirate.model.rows import Rows
 
 @dataclass(frozen=True)
 class DraftHead:
-    """What a stream's output is read with. ``token_map``: address of each output's id [vocab];
-    None: itself.
+    """What a stream's output is read with. ``token_map``: address of each output's id [vocab], and
+    ``tokens`` the same numbers; None: itself.
     """
 
     linear: abi.CData
     vocab: int
     token_map: int | None = None
+    tokens: np.ndarray | None = None
+
+    def of_outputs(self, values: np.ndarray) -> np.ndarray:
+        """Of one value per token of the model [V] that of each output [vocab], contiguous."""
+        return values[: self.vocab] if self.tokens is None else values[self.tokens]
 
 
 class FusedSteps:
@@ -77,6 +84,12 @@ class FusedSteps:
             (nodes + 1) * decoder.head.outputs,
         )
         self._scratch = torch.empty((5 * (nodes + 1) + 2) * d + max(heads))
+        verified = self._scratch[: (nodes + 1) * decoder.head.outputs]
+        self._logits = verified.view(nodes + 1, -1)[:, : decoder.info.vocab_size]
+        self._sampler: Sampler | None = None
+        self._head, self._couple = head, True
+        self._noise: dict[int, np.ndarray] = {}  # place → of its draft's outputs
+        self._path, self._chosen = np.zeros(nodes + 1, np.int32), np.zeros(nodes + 1, np.int64)
         self._held: tuple[object, ...] = (stream, head)  # the kernel reads them by address
         self._free = np.zeros(nodes)
         self._no_threshold = abi.doubles(self._free)
@@ -102,9 +115,21 @@ class FusedSteps:
             layers=decoder.info.num_layers,
         )
 
-    def begin(self, cache: NativeKVCache, own: NativeKVCache | None) -> None:
-        """A generation over ``cache``, with the stream's own layer's K/V in ``own``."""
+    def begin(
+        self,
+        cache: NativeKVCache,
+        own: NativeKVCache | None,
+        sampler: Sampler | None = None,
+        couple: bool = True,
+    ) -> None:
+        """A generation over ``cache``, with the stream's own layer's K/V in ``own``.
+
+        sampler: chooses the tokens (its settings have no repetition penalty); None: greedy ones.
+        couple: whether drafts are drawn with its noise; if not, they are the likeliest tokens.
+        """
         self._cache, self._own = cache, own
+        self._sampler = None if sampler is None or sampler.plain else sampler
+        self._couple, self._noise = couple, {}
 
     def enter(
         self,
@@ -167,7 +192,15 @@ class FusedSteps:
             elif self._pending_ids:
                 self._catch_up(length)
         first = 0 if self._refresh and stream else self._entered - 1
-        emitted = self._library.mr_speculative_step(
+        sampler = self._sampler
+        run = self._library.mr_speculative_step
+        if sampler is not None:
+            run = self._library.mr_speculative_draft
+            # held until the call is over: the kernel reads it by address
+            noise = self._draft_noise(sampler, depth) if stream and self._couple else []
+            rows = abi.float_rows(noise)
+            limits.noise = rows if noise else abi.NULL
+        emitted = run(
             self._decoder.workspace.address,
             self._step,
             length,
@@ -175,8 +208,41 @@ class FusedSteps:
             self._entered - first,
             limits,
         )
+        if sampler is not None:
+            emitted = self._choose(sampler, length)
         self._entered = emitted
         return FusedStep(self._ids[:emitted].tolist(), self._step.drafted, self._step.levels)
+
+    def _draft_noise(self, sampler: Sampler, depth: int) -> list[np.ndarray]:
+        """What is added to the draft's logits at each of ``depth`` levels."""
+        if self._head is None:
+            return []
+        seq, vocab = self._step.sequence, self._decoder.info.vocab_size
+        place = len(sampler.tokens[seq])
+        self._noise = {p: row for p, row in self._noise.items() if p >= place}
+        for ahead in range(depth):
+            if place + ahead not in self._noise:
+                noise = sampler.noise(seq, ahead, vocab)
+                self._noise[place + ahead] = self._head.of_outputs(noise)
+        return [self._noise[place + ahead] for ahead in range(depth)]
+
+    def _choose(self, sampler: Sampler, length: int) -> int:
+        """The sampler's tokens down the draft, of the rows that are reached; → how many. Their K/V
+        move into place.
+        """
+        step = self._step
+        tokens, parents = self.draft()
+        descent = Descent(Draft(tokens, parents))
+        chosen: list[int] = []
+        while not chosen or descent.follow(chosen[-1]):
+            row = self._logits[descent.path[-1]][None]
+            chosen += sampler.choose(row, [step.sequence], [descent.drafted])
+        count = len(chosen)
+        self._path[:count], self._chosen[:count] = descent.path, chosen
+        self._library.mr_speculative_accept(
+            step, length, abi.ints(self._path), abi.longs(self._chosen), count
+        )
+        return count
 
     @property
     def behind(self) -> int:

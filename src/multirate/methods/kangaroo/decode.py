@@ -17,7 +17,7 @@ from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.fused_steps import FusedSteps
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.kangaroo.native import NativeKangarooAdapter
-from multirate.model.decoder import Decoder
+from multirate.model.decoder import Decoder, argmax_rows
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder
 from multirate.model.native.cache import NativeKVCache
@@ -88,7 +88,7 @@ class KangarooDrafter(Drafter):
         self._filled, self._exits, self._missing, self._entered = {}, {}, {}, None
         if self._fused is not None:
             assert isinstance(cache, NativeKVCache) and isinstance(self._own, NativeKVCache)
-            self._fused.begin(cache, self._own)
+            self._fused.begin(cache, self._own, sampler)
 
     def usable(self, cache: KVCache, length: int) -> int:
         return min(length, self._filled.get(0, 0)) if cache is self._cache else 0
@@ -153,14 +153,13 @@ class KangarooDrafter(Drafter):
         limits: Sequence[int],
         sampler: Sampler,
     ) -> list[Draft]:
-        """See Drafter. The stopping rule reads the distribution, before the token is drawn, and
-        keeps that token.
+        """See Drafter. Tokens are those that the model would take by these logits, with the noise
+        that it will add to its own; the stopping rule keeps the token it stops at.
         """
         count = len(seqs)
         depths = [min(limit, self.max_nodes) for limit in limits]
         tokens: list[list[int]] = [[] for _ in seqs]
         hidden: list[list[Tensor]] = [[] for _ in seqs]
-        probs: list[list[Tensor]] = [[] for _ in seqs]
         stopped = [False] * count
         live, entering = list(range(count)), list(last_tokens)
         for depth in range(1, max(depths, default=0) + 2):
@@ -175,25 +174,16 @@ class KangarooDrafter(Drafter):
             y = self._query(chosen, x[on], depth - 1)
             if sampler.plain and isinstance(self.adapter, NativeKangarooAdapter):
                 entering, confidence = self.adapter.top(y)
-            elif sampler.greedy:
-                logits = self.decoder.logits(y)
-                confidence = torch.exp(logits.amax(-1) - logits.logsumexp(-1)).tolist()
-                entering = sampler.choose(logits, chosen, paths)
             else:
-                q = sampler.distribution(self.decoder.logits(y), chosen, paths)
-                confidence = q.amax(-1).tolist()
-                entering = sampler.draw(q, chosen)
-                for row, i in enumerate(live):
-                    probs[i].append(q[row : row + 1])
+                logits = sampler.perturbed(self.decoder.logits(y), chosen, paths)
+                confidence = torch.exp(logits.amax(-1) - logits.logsumexp(-1)).tolist()
+                entering = argmax_rows(logits)
             for token, sure, i in zip(entering, confidence, live, strict=True):
                 tokens[i].append(token)
                 stopped[i] = sure < self.threshold
         for i, b in enumerate(seqs):
             self._exits[b] = torch.cat(hidden[i])
-        return [
-            Draft.chain(tokens[i], self._exits[b], torch.cat(probs[i]) if probs[i] else None)
-            for i, b in enumerate(seqs)
-        ]
+        return [Draft.chain(tokens[i], self._exits[b]) for i, b in enumerate(seqs)]
 
     def accept(self, seq: int, verified: Verified) -> None:
         """Accepted rows are a prefix of the chain; the tail the adapter was not queried at is kept

@@ -19,7 +19,7 @@ from multirate.decoding.draft_length import DraftLengthController
 from multirate.decoding.drafter import Draft, Drafter, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.methods.layerskip.config import LayerSkipConfig
-from multirate.model.decoder import Decoder
+from multirate.model.decoder import Decoder, argmax_rows
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
 
@@ -61,8 +61,8 @@ class LayerSkipDrafter(Drafter):
         limits: Sequence[int],
         sampler: Sampler,
     ) -> list[Draft]:
-        """See Drafter. Whether to go on is decided before a token is drawn, as `Draft.probs`
-        demands.
+        """See Drafter. Tokens are those that the model would take by these logits, with the noise
+        that it will add to its own.
         """
         depths = [min(limit, self.config.tokens) for limit in limits]
         if self.controller is not None:
@@ -70,7 +70,6 @@ class LayerSkipDrafter(Drafter):
         count = len(seqs)
         tokens: list[list[int]] = [[] for _ in seqs]
         hidden: list[list[Tensor]] = [[] for _ in seqs]
-        probs: list[list[Tensor]] = [[] for _ in seqs]
         confidences: list[list[float]] = [[] for _ in seqs]
         path = [1.0] * count  # probability that verification gets there
         live, entering = list(range(count)), list(last_tokens)
@@ -81,7 +80,11 @@ class LayerSkipDrafter(Drafter):
             wanting = [row for row, i in enumerate(live) if depth <= depths[i]]
             if not wanting:
                 break
-            logits = self.decoder.logits(x if len(wanting) == len(live) else x[wanting])
+            logits = sampler.perturbed(
+                self.decoder.logits(x if len(wanting) == len(live) else x[wanting]),
+                [seqs[live[row]] for row in wanting],
+                [tokens[live[row]] for row in wanting],
+            )
             sure = self._confidence(logits)
             verify_threshold = []
             for k, row in enumerate(wanting):
@@ -95,21 +98,11 @@ class LayerSkipDrafter(Drafter):
             live = [live[wanting[k]] for k in verify_threshold]
             if len(verify_threshold) < len(wanting):
                 logits = logits[verify_threshold]
-            live_seqs, paths = [seqs[i] for i in live], [tokens[i] for i in live]
-            if sampler.greedy:
-                entering = sampler.choose(logits, live_seqs, paths)
-            else:
-                q = sampler.distribution(logits, live_seqs, paths)
-                entering = sampler.draw(q, live_seqs)
-                for row, i in enumerate(live):
-                    probs[i].append(q[row : row + 1])
+            entering = argmax_rows(logits)
             for token, i in zip(entering, live, strict=True):
                 tokens[i].append(token)
         self._confidences = dict(zip(seqs, confidences, strict=True))
-        return [
-            Draft.chain(tokens[i], torch.cat(hidden[i]), torch.cat(probs[i]) if probs[i] else None)
-            for i in range(count)
-        ]
+        return [Draft.chain(tokens[i], torch.cat(hidden[i])) for i in range(count)]
 
     def accept(self, seq: int, verified: Verified) -> None:
         """Feeds the controller; there is no other state to bring up to date."""

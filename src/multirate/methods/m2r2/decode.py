@@ -32,7 +32,7 @@ from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.m2r2.tree import DraftTree
-from multirate.model.decoder import Decoder
+from multirate.model.decoder import Decoder, argmax_rows
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
 from multirate.model.rows import Rows
@@ -70,8 +70,8 @@ _NO_MATCH = _Match([], 0)
 
 
 class M2R2Drafter(Drafter):
-    """Drafts with an AcceleratedStream on any decoder; on the native one a greedy step is one
-    kernel call.
+    """Drafts with an AcceleratedStream on any decoder; on the native one a step of one sequence is
+    fused.
     """
 
     def __init__(
@@ -171,7 +171,12 @@ class M2R2Drafter(Drafter):
         self._texts, self._trees, self._matches = {}, {}, {}
         self._fused_seq: int | None = None
         if self._fused is not None and isinstance(self.runner, NativeStreamRunner):
-            self._fused.begin(self.runner.native_cache, self.runner.own_cache)
+            self._fused.begin(
+                self.runner.native_cache,
+                self.runner.own_cache,
+                sampler,
+                couple=self.config.drafts == "coupled",
+            )
 
     def usable(self, cache: KVCache, length: int) -> int:
         if cache is not self._cache or not self.runner.serves(cache):
@@ -307,7 +312,7 @@ class M2R2Drafter(Drafter):
         return plan
 
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
-        if self._fused is None:
+        if self._fused is None or self._draws(self._sampler):
             return None
         waiting = self._waiting.pop(seq, None)
         if waiting is not None:  # the sequence's first step here
@@ -381,7 +386,7 @@ class M2R2Drafter(Drafter):
         plan = self._choose(seqs, limits, sum(len(self._waiting[seq].ids) for seq in seqs))
         if not plan.stream:
             return [self._from_text(seq, count) for seq, count in zip(seqs, plan.text, strict=True)]
-        plain = sampler.plain
+        in_trees = not sampler.settings.uses_context and not self._draws(sampler)
         limit = min(self.config.depth, self.config.nodes)
         trees = [
             DraftTree(
@@ -399,15 +404,19 @@ class M2R2Drafter(Drafter):
         live = [i for i, tree in enumerate(trees) if tree.depth_limit > 0]
         while live:
             p = torch.cat([outputs[i][node] for i in live for node in frontier[i]])
-            if plain:
-                self._grow_best(trees, live, frontier, p, seqs)
+            if in_trees:
+                self._grow_best(trees, live, frontier, p, seqs, sampler)
             else:
                 self._grow_drawn(trees, live, frontier, p, seqs, sampler, probs)
             live = [i for i in live if frontier[i]]
             if live:
                 self._next_pass(trees, live, frontier, seqs, hidden, outputs)
         self._trees.update(zip(seqs, trees, strict=True))
-        return self._finish(trees, seqs, hidden, probs, plain)
+        return self._finish(trees, seqs, hidden, probs, in_trees)
+
+    def _draws(self, sampler: Sampler) -> bool:
+        """Whether drafts are drawn independently of what the model will draw."""
+        return self.config.drafts == "drawn" and not sampler.greedy
 
     def _from_text(self, seq: int, count: int) -> Draft:
         """The text's continuation by itself; the step runs the layers below the gate."""
@@ -500,9 +509,20 @@ class M2R2Drafter(Drafter):
         frontier: list[list[int]],
         p: Tensor,
         seqs: Sequence[int],
+        sampler: Sampler,
     ) -> None:
-        c = self.config
-        ids, best = self.runner.top(p, self._candidates, c.sharpness)
+        """Trees of the stream's likeliest tokens, when sampling by logits that have the noise of
+        the model's own.
+        """
+        c, noise = self.config, None
+        if not sampler.greedy and c.drafts == "coupled":
+            vocab = self.decoder.info.vocab_size
+            noise = [
+                sampler.noise(seqs[i], trees[i].depth[node], vocab)
+                for i in live
+                for node in frontier[i]
+            ]
+        ids, best = self.runner.top(p, self._candidates, c.sharpness, noise)
         if self._arla is not None:
             best = [
                 _with_first(row, score) for row, score in zip(best, self._agreement(p), strict=True)
@@ -560,19 +580,20 @@ class M2R2Drafter(Drafter):
         sampler: Sampler,
         probs: list[list[Tensor]],
     ) -> None:
-        """Chains for sampling: whether to go on is decided before a token is drawn, as Draft.probs
-        demands.
+        """Chains, by the settings' whole pipeline: for a repetition penalty, and for tokens drawn
+        independently. Whether to go on is decided before a token is drawn, as Draft.probs demands.
         """
         logits = self.runner.logits(p)
         rows_seqs = [seqs[i] for i in live]
         paths = [trees[i].tokens for i in live]
-        q = sampler.distribution(logits, rows_seqs, paths)
+        draws = self._draws(sampler)
+        if draws:
+            q = sampler.distribution(logits, rows_seqs, paths)
+            tokens = sampler.draw(q, rows_seqs)
+        else:
+            scores = sampler.perturbed(logits, rows_seqs, paths)
+            q, tokens = torch.softmax(scores, dim=-1), argmax_rows(scores)
         sure = q.amax(-1).tolist() if self._arla is None else self._agreement(p)
-        tokens = (
-            sampler.choose(logits, rows_seqs, paths)
-            if sampler.greedy
-            else sampler.draw(q, rows_seqs)
-        )
         for k, i in enumerate(live):
             tree, node = trees[i], frontier[i][0]
             if tree.depth[node] >= tree.depth_limit or (
@@ -583,7 +604,7 @@ class M2R2Drafter(Drafter):
             chance = tree.path_probability[node] * tree.worth(sure[k])
             frontier[i] = [tree.add(node, tokens[k], chance, sure[k])]
             tree.drafted += 1
-            if not sampler.greedy:
+            if draws:
                 probs[i].append(q[k : k + 1])
 
     def _agreement(self, p: Tensor) -> list[float]:
@@ -598,14 +619,14 @@ class M2R2Drafter(Drafter):
         seqs: Sequence[int],
         hidden: list[list[Tensor]],
         probs: list[list[Tensor]],
-        plain: bool,
+        in_trees: bool,
     ) -> list[Draft]:
         """Adds the leaves; their slow rows (and those of nodes not run yet) go through the layers
         below the gate.
         """
         missing: list[tuple[int, int]] = []
         for i, tree in enumerate(trees):
-            if plain:
+            if in_trees:
                 tree.finish(self._verify_threshold)
             missing += [(i, node) for node in range(len(hidden[i]), len(tree.tokens) + 1)]
         if missing:

@@ -12,7 +12,7 @@ from multirate.model.rows import MAX_TREE_BIT
 
 @dataclass(frozen=True)
 class M2R2DecodeConfig(MethodConfig):
-    """How drafts grow. Greedy drafts are trees, sampled ones chains.
+    """How drafts grow.
 
     depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified
     at once.
@@ -28,6 +28,11 @@ class M2R2DecodeConfig(MethodConfig):
     trust: what a draft is judged by: confidence (the sharpened top-1 probability) or arla (the
     trained estimate that
     the argmax agrees: docs/methods/m2r2.md, point 5). Both were measured: docs/experiments.md.
+    drafts: which tokens are drafted when sampling. coupled: those that the stream gives with the
+    noise that the model's own logits will get (decoding/noise.py). likeliest: the stream's
+    likeliest, as when decoding greedily. drawn: drawn independently, in chains, and verified by
+    rejection sampling; without lookup, and the kernel does not fuse their steps. With the first two
+    the text of a seed is that of plain decoding. All were measured: docs/experiments.md. [ours]
     weights: of what only drafts (the block, the draft's head, the carry and, at gate 1, the first
     layer with its adapters) on the native kernel: int8 (half the memory read, other drafts, the
     same text) or bf16. [ours]
@@ -41,6 +46,7 @@ class M2R2DecodeConfig(MethodConfig):
     verify_threshold: float | None = None
     lookup: int = 0
     trust: Literal["confidence", "arla"] = "confidence"
+    drafts: Literal["coupled", "likeliest", "drawn"] = "coupled"
     weights: Literal["int8", "bf16"] = "bf16"
 
     def check(self) -> None:

@@ -4,7 +4,7 @@ in one call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -61,6 +61,7 @@ class NativeStreamRunner(StreamRunner):
                 _head(decoder, owner, chosen),
                 len(chosen),
                 owner.address(chosen.to(torch.int64).contiguous()),
+                chosen.numpy().astype(np.int64),
             )
         elif owner.layout == exact_layout():
             self.head = DraftHead(decoder.head, decoder.info.vocab_size)
@@ -136,10 +137,19 @@ class NativeStreamRunner(StreamRunner):
         return x[:fresh], x[fresh:]
 
     def top(
-        self, p: Tensor, count: int, sharpness: float = 1.0
+        self,
+        p: Tensor,
+        count: int,
+        sharpness: float = 1.0,
+        noise: Sequence[np.ndarray] | None = None,
     ) -> tuple[list[list[int]], list[list[float]]]:
         ids, probs = self.decoder.top(
-            self.head.linear, self.head.vocab, p, min(count, self.head.vocab), sharpness
+            self.head.linear,
+            self.head.vocab,
+            p,
+            min(count, self.head.vocab),
+            sharpness,
+            None if noise is None else [self.head.of_outputs(row) for row in noise],
         )
         if self._token_list is None:
             return ids, probs

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -104,11 +105,18 @@ class StreamRunner:
         return limited
 
     def top(
-        self, p: Tensor, count: int, sharpness: float = 1.0
+        self,
+        p: Tensor,
+        count: int,
+        sharpness: float = 1.0,
+        noise: Sequence[np.ndarray] | None = None,
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The `count` likeliest tokens of each row and their probabilities under softmax(sharpness
-        · logits).
+        · logits). noise: float32 [V] of each row, added to its logits.
         """
-        logits = sharpness * self.logits(p)
+        logits = self.logits(p)
+        if noise is not None:
+            logits = logits + torch.from_numpy(np.stack(noise)).to(logits.device)
+        logits = sharpness * logits
         best, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
         return ids.tolist(), torch.exp(best - logits.logsumexp(-1, keepdim=True)).tolist()

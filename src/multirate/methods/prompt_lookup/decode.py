@@ -21,8 +21,7 @@ class PromptLookupDrafter(Drafter):
     """The longest n-gram (n ≤ max_ngram) that occurred before proposes what followed its latest
     occurrence.
 
-    On the native decoder a greedy step of one sequence is one kernel call, as M2R2's and Kangaroo's
-    are.
+    On the native decoder a step of one sequence is a kernel call, as M2R2's and Kangaroo's are.
     """
 
     start = 0
@@ -54,7 +53,7 @@ class PromptLookupDrafter(Drafter):
         self._sampler, self._entered = sampler, None
         if self._fused is not None:
             assert isinstance(cache, NativeKVCache)
-            self._fused.begin(cache, None)
+            self._fused.begin(cache, None, sampler)
 
     def usable(self, cache: KVCache, length: int) -> int:
         return length  # the index is made anew from the tokens

@@ -89,6 +89,11 @@ def flags(array: np.ndarray) -> CData:
     return ffi.from_buffer(_BYTES, array.view(np.uint8))
 
 
+def float_rows(rows: Sequence[np.ndarray]) -> CData:
+    """An array of the addresses of float32 arrays, good as long as these are."""
+    return ffi.new("float *[]", [floats(row) for row in rows])
+
+
 @functools.cache
 def _kinds(kind: str) -> dict[str, str]:
     fields = ffi.typeof(kind).fields

@@ -362,10 +362,17 @@ class NativeDecoder(Decoder):
         return y
 
     def top(
-        self, head: abi.CData, vocab: int, x: Tensor, count: int, sharpness: float = 1.0
+        self,
+        head: abi.CData,
+        vocab: int,
+        x: Tensor,
+        count: int,
+        sharpness: float = 1.0,
+        noise: Sequence[np.ndarray] | None = None,
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The ``count`` likeliest of ``head``'s ``vocab`` outputs for each row of x [n, d], best
-        first, and their probabilities under softmax(sharpness · logits).
+        first, and their probabilities under softmax(sharpness · logits). noise: float32 [vocab] of
+        each row, added to its logits.
         """
         x, n = x.contiguous(), len(x)
         logits = torch.empty(n, head.outputs)
@@ -378,6 +385,7 @@ class NativeDecoder(Decoder):
             abi.at(x.data_ptr()),
             n,
             vocab,
+            abi.NULL if noise is None else abi.float_rows(noise),
             count,
             sharpness,
             abi.at(logits.data_ptr()),

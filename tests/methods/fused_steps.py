@@ -10,16 +10,24 @@ from typing import Any
 import torch
 
 from multirate.decoding.drafter import Drafter
+from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
+from multirate.decoding.plain import PlainStep
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.model.decoder import Decoder
 
 
 def assert_fused_steps_are_steps_in_parts(
-    decoder: Decoder, make: Callable[[], Drafter], prompt: list[int], new_tokens: int = 14
+    decoder: Decoder,
+    make: Callable[[], Drafter],
+    prompt: list[int],
+    new_tokens: int = 14,
+    sampling: SamplingSettings | None = None,
 ) -> None:
-    """``make`` gives a fresh drafter whose ``fused_step`` runs on this decoder."""
+    """``make`` gives a fresh drafter whose ``fused_step`` runs on this decoder. The text is plain
+    decoding's either way.
+    """
     outcomes: list[Any] = []
     stores: list[list[torch.Tensor]] = []
     for whole in (True, False):
@@ -57,7 +65,8 @@ def assert_fused_steps_are_steps_in_parts(
             decoder,
             SpeculativeStep(drafter),
             [prompt],
-            stop=StopSettings(max_new_tokens=new_tokens),
+            sampling,
+            StopSettings(max_new_tokens=new_tokens),
             after_step=after,
         )
         s = output.stats
@@ -65,5 +74,8 @@ def assert_fused_steps_are_steps_in_parts(
         outcomes.append((output.sequences, drafted, texts, counts))
         stores.append(stored)
     assert outcomes[0] == outcomes[1]
+    stop = StopSettings(max_new_tokens=new_tokens)
+    plain = generate(decoder, PlainStep(), [prompt], sampling, stop)
+    assert outcomes[0][0] == plain.sequences
     for one_store, other in zip(*stores, strict=True):
         assert torch.equal(one_store, other)

@@ -152,17 +152,14 @@ def test_full_acceptance_is_back_filled() -> None:
     )
 
 
-def test_sampling_runs_to_its_limit() -> None:
+def test_sampled_text_is_plain_decodings() -> None:
     teacher, adapter = build()
     decoder = load_decoder(teacher.parts.model, "hf")
     drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.05, max_draft=4))
-    out = generate(
-        decoder,
-        SpeculativeStep(drafter),
-        [[3, 4, 5], [6]],
-        SamplingSettings(temperature=1.0, seed=4),
-        StopSettings(max_new_tokens=12),
-    )
+    sampling, stop = SamplingSettings(temperature=1.0, seed=4), StopSettings(max_new_tokens=12)
+    out = generate(decoder, SpeculativeStep(drafter), [[3, 4, 5], [6]], sampling, stop)
+    plain = generate(decoder, PlainStep(), [[3, 4, 5], [6]], sampling, stop)
+    assert out.sequences == plain.sequences
     assert [len(s) for s in out.sequences] == [12, 12]
 
 
@@ -223,7 +220,10 @@ def test_the_native_adapter_is_the_adapter() -> None:
 
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 0.6, 1.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_round_in_one_kernel_call_is_the_round_in_parts(threshold: float, seed: int) -> None:
+@pytest.mark.parametrize("sampling", [None, SamplingSettings(1.0, top_p=0.95, seed=2)])
+def test_a_round_in_one_kernel_call_is_the_round_in_parts(
+    threshold: float, seed: int, sampling: SamplingSettings | None
+) -> None:
     decoder, shape = native_base()
     adapter = KangarooAdapter(KangarooConfig.for_base(shape), shape)
     disturb(adapter, seed=seed)
@@ -233,6 +233,7 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(threshold: float, seed
         lambda: KangarooDrafter(decoder, adapter, settings),
         [3, 4, 5 + seed],
         new_tokens=16,
+        sampling=sampling,
     )
 
 

@@ -5,6 +5,7 @@ from the kernel.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,6 +69,11 @@ EAGER_TREE = M2R2DecodeConfig(
     depth=5, width=3, nodes=20, draft_threshold=0.0, verify_threshold=0.0
 )  # every tree is as large as can be
 PROMPTS = [[5, 9, 2, 44, 17], [3], [8] * 11]
+SAMPLINGS = [
+    None,
+    SamplingSettings(temperature=1.0, seed=2),
+    SamplingSettings(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3),
+]
 
 
 def model_of(config, dtype=torch.float32):
@@ -217,11 +223,33 @@ def test_a_perfect_stream_is_accepted_whole(decoders):
     assert out.stats.accepted == out.stats.drafted
 
 
+@pytest.mark.parametrize("backend", ["hf", "native"])
+@pytest.mark.parametrize("drafts", ["coupled", "likeliest"])
+@pytest.mark.parametrize(
+    "sampling", [*SAMPLINGS[1:], SamplingSettings(1.0, repetition_penalty=1.3)]
+)
+def test_sampled_text_is_plain_decodings(decoders, backend, drafts, sampling):
+    """Token for token, in trees, in chains (with a penalty), in a batch and alone."""
+    if backend not in decoders:
+        pytest.skip("no native kernel here")
+    decoder, sampling = decoders[backend], replace(sampling, seed=5)
+    stream, stop = stream_of(LLAMA, "m2r2-carry", rank=8), StopSettings(max_new_tokens=12)
+    config = replace(EAGER_TREE, drafts=drafts, lookup=3)
+    for prompts in (PROMPTS[:1], PROMPTS):
+        plain = generate(decoder, PlainStep(), prompts, sampling, stop)
+        step = SpeculativeStep(M2R2Drafter(decoder, stream, config))
+        out = generate(decoder, step, prompts, sampling, stop, after_step=check_invariants)
+        assert out.sequences == plain.sequences
+
+
+@pytest.mark.parametrize("drafts", ["coupled", "drawn"])
 @pytest.mark.parametrize("repetition", [1.0, 1.3])
-def test_sampled_tokens_do_not_depend_on_the_batch(decoders, repetition):
+def test_sampled_tokens_do_not_depend_on_the_batch(decoders, repetition, drafts):
     stream = stream_of(LLAMA, "m2r2-carry", rank=8)
     drafter = M2R2Drafter(
-        decoders["hf"], stream, M2R2DecodeConfig(draft_threshold=0.0, verify_threshold=0.0)
+        decoders["hf"],
+        stream,
+        M2R2DecodeConfig(draft_threshold=0.0, verify_threshold=0.0, drafts=drafts),
     )
     sampling = SamplingSettings(temperature=0.9, top_p=0.9, seed=4, repetition_penalty=repetition)
     out = generate(
@@ -237,7 +265,8 @@ def test_sampled_tokens_do_not_depend_on_the_batch(decoders, repetition):
     assert out.sequences[0] == one.sequences[0]
 
 
-def test_sampling_keeps_the_base_distribution(decoders):
+@pytest.mark.parametrize("drafts", ["coupled", "likeliest", "drawn"])
+def test_sampling_keeps_the_base_distribution(decoders, drafts):
     """χ² of the second and third token over many seeds against the base's own probabilities."""
     from scipy import stats
 
@@ -246,7 +275,9 @@ def test_sampling_keeps_the_base_distribution(decoders):
         LLAMA, "m2r2-carry", rank=8, scale=0.3
     )  # a poor drafter: most drafts are rejected
     drafter = M2R2Drafter(
-        decoder, stream, M2R2DecodeConfig(depth=3, draft_threshold=0.0, verify_threshold=0.0)
+        decoder,
+        stream,
+        M2R2DecodeConfig(depth=3, draft_threshold=0.0, verify_threshold=0.0, drafts=drafts),
     )
     settings_ = dict(temperature=1.5, top_k=6)
     draws = 1500
@@ -316,12 +347,26 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate, weights, error):
     reduced=st.sampled_from([None, 20]),
     lookup=st.sampled_from([0, 1, 4]),
     weights=st.sampled_from(["bf16", "int8"]),
+    sampling=st.sampled_from(SAMPLINGS),
+    drafts=st.sampled_from(["coupled", "likeliest"]),
 )
 def test_a_round_in_one_kernel_call_is_the_round_in_parts(
-    decoders, seed, preset, gate, depth, width, nodes, verify_threshold, reduced, lookup, weights
+    decoders,
+    seed,
+    preset,
+    gate,
+    depth,
+    width,
+    nodes,
+    verify_threshold,
+    reduced,
+    lookup,
+    weights,
+    sampling,
+    drafts,
 ):
-    """Same drafts, same tokens step by step, and the same committed keys and values, bit for
-    bit.
+    """Same drafts, same tokens step by step (plain decoding's), and the same committed keys and
+    values, bit for bit.
     """
     if "native" not in decoders:
         pytest.skip("no native kernel here")
@@ -335,9 +380,10 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
         verify_threshold=verify_threshold,
         lookup=lookup,
         weights=weights,
+        drafts=drafts,
     )
     assert_fused_steps_are_steps_in_parts(
-        decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0]
+        decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0], sampling=sampling
     )
 
 
@@ -383,8 +429,7 @@ def test_a_useless_stream_is_left_alone(decoders, ticking, backend, sampling):
     for prompts in (PROMPTS[:1], PROMPTS):
         plain = generate(decoder, PlainStep(), prompts, sampling, stop)
         out = generate(decoder, SpeculativeStep(drafter), prompts, sampling, stop)
-        if sampling is None:
-            assert out.sequences == plain.sequences
+        assert out.sequences == plain.sequences
         assert out.stats.drafted < 0.3 * out.stats.sequence_steps
 
 
@@ -480,9 +525,14 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
         assert_fused_steps_are_steps_in_parts(
             decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0], 100
         )
-        assert_fused_steps_are_steps_in_parts(
-            decoder, lambda: PromptLookupDrafter(decoder, PromptLookupConfig()), PROMPTS[0], 100
-        )
+        for sampling in (None, SamplingSettings(temperature=0.3, seed=1)):
+            assert_fused_steps_are_steps_in_parts(
+                decoder,
+                lambda: PromptLookupDrafter(decoder, PromptLookupConfig()),
+                PROMPTS[0],
+                100,
+                sampling,
+            )
 
 
 def test_drafts_too_long_for_a_whole_round_run_in_parts(decoders):

@@ -228,8 +228,8 @@ static int grow(Tree *t, float *logits, int32_t *frontier, int count) {
     Candidate found[MAX_CANDIDATES * MAX_CANDIDATES];
     int candidates = 0, room = limits->nodes - t->n, continued = 0, last = t->n;
     for (int f = 0; limits->noise && f < count; f++)
-        add_to(logits + (size_t)f * step->draft_head->outputs,
-               limits->noise[t->depth[frontier[f]]], vocab);
+        add_to(logits + (size_t)f * step->draft_head->outputs, limits->noise[t->depth[frontier[f]]],
+               vocab);
     mr_top(logits, count, vocab, step->draft_head->outputs, k, (float)limits->sharpness, best,
            probs);
     if (token_map)

@@ -43,12 +43,12 @@ SETTINGS = {
 
 def futures(decoder: Any, sampling: SamplingSettings, batch: int) -> list[list[int]]:
     """Prompts and what plain decoding says after them."""
-    stop = StopSettings(max_new_tokens=40)
+    stop = StopSettings(max_new_tokens=24)
     out = generate(decoder, PlainStep(), PROMPTS[:batch], sampling, stop)
     return [[*p, *new] for p, new in zip(PROMPTS[:batch], out.sequences, strict=True)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     setting=st.sampled_from(sorted(SETTINGS)),
     kind=st.sampled_from(KINDS),

@@ -22,6 +22,7 @@ from multirate.decoding.costs import CostModel
 from multirate.decoding.drafter import MAX_TREE_NODES, FusedStep
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
+from multirate.model.native.packing import Owner, exact_layout
 from multirate.model.rows import Rows
 
 
@@ -34,6 +35,21 @@ class DraftHead:
     linear: abi.CData
     vocab: int
     token_map: int | None = None
+
+    @staticmethod
+    def of(decoder: NativeDecoder, owner: Owner, tokens: Tensor | None = None) -> DraftHead:
+        """The model's own head, or its outputs ``tokens`` [n], packed as ``owner`` packs weights
+        (where that is how the model's are, and all are wanted, it is not copied).
+        """
+        if tokens is None and owner.layout in (None, exact_layout()):
+            return DraftHead(decoder.head, decoder.info.vocab_size)
+        chosen: Tensor | slice = slice(None) if tokens is None else tokens.cpu()
+        bias = None if decoder.head_bias is None else decoder.head_bias[chosen]
+        linear = owner.linear(decoder.head_weight[chosen], bias)
+        if tokens is None:
+            return DraftHead(linear, decoder.info.vocab_size)
+        ids = tokens.cpu().to(torch.int64).contiguous()
+        return DraftHead(linear, len(ids), owner.address(ids))
 
 
 class FusedSteps:

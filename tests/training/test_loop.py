@@ -185,8 +185,16 @@ def test_a_run_goes_on_from_a_trained_accelerator(
     assert len(result.results["terms"]) == 2
     assert "trained before" in (second / "README.md").read_text()
 
+    # the head's rows are the base's: others may be chosen, all that was trained stays
+    other = tmp_path / "other"
+    train(model_dir, [data], other, "m2r2-carry", still, {"draft_vocab": 32})
+    chosen_anew = weights(other)
+    assert len(chosen_anew["draft_tokens"]) == 32
+    assert set(chosen_anew["draft_tokens"].tolist()) < set(began["draft_tokens"].tolist())
+    assert torch.equal(chosen_anew["carry.proj.weight"], began["carry.proj.weight"])
+
     for options, method, word in (
-        ({"draft_vocab": 32}, "m2r2-carry", "draft_tokens"),
+        ({"rank": 4}, "m2r2-carry", "adapters.0.*leave out options"),
         ({}, "kangaroo", "--method m2r2-carry"),
     ):
         with pytest.raises(UserError, match=word):

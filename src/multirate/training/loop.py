@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import multirate
 from multirate.errors import UserError
 from multirate.hub import load_model
+from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.objective import Report, Summary
 from multirate.methods.common.teacher import Known, Teacher
 from multirate.methods.spec import Training, find_training, recommended
@@ -117,6 +118,27 @@ def load_base(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return loaded.model, loaded.tokenizer
 
 
+def _changed(before: Accelerator, options: dict[str, Any]) -> MethodConfig:
+    """The config of `before`, with `options` replacing its fields."""
+    return type(before.config).from_json(before.config.to_json() | options)
+
+
+_TOLD = ("data", "data_sha256", "samples", "distinct_prompts", "steps", "tokens", "seconds")
+
+
+def _history(training: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the card of an accelerator tells of its training: its runs, the last one last."""
+    return [*training.get("before", []), {k: training[k] for k in _TOLD if k in training}]
+
+
+def _digest(module: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 class _Run:
     def __init__(
         self,
@@ -137,7 +159,11 @@ class _Run:
         self.teacher = Teacher(model)
         self.teacher.head = replace(self.teacher.head, sharpness=settings.sharpness)
         trained = find_training(method)
-        self.config = trained.config_for(self.teacher.shape, **options)
+        self.before = self._before(model)
+        if self.before is None:
+            self.config = trained.config_for(self.teacher.shape, **options)
+        else:
+            self.config = _changed(self.before, options)
         self.samples, self.heldout = self._data(data_files, tokenizer)
         self.base = describe_base(model, name)
         self.states = self._teacher_states(model)
@@ -146,7 +172,10 @@ class _Run:
         if not self.bf16:
             model.float()
         self.stream = trained.build(self.config, self.teacher.shape)
-        self._initialise(trained)
+        if self.before is None:
+            self._initialise(trained)
+        else:
+            self._continue(self.before, "draft_vocab" in options)
         self.objective: Any = trained.objective(self.teacher, self.stream, settings.step_decay)
         self.optimizers = optimizers(self.stream, settings)
         self.provenance = self._provenance(data_files)
@@ -174,10 +203,41 @@ class _Run:
             )
         return samples, first_of_each_prompt(heldout)[:most]
 
-    def _initialise(self, trained: Training) -> None:
-        """A reduced draft head takes the tokens that responses use most; a method may start from
-        the base's weights.
+    def _before(self, model: Any) -> Accelerator | None:
+        """The accelerator that this run goes on from, if any."""
+        folder = self.settings.start_from
+        if folder is None:
+            return None
+        before = Accelerator.from_pretrained(folder, model, torch.float32)
+        if before.method != self.method:
+            raise UserError(
+                f"start_from: the accelerator in {folder} was trained with --method "
+                f"{before.method}; this run has --method {self.method}"
+            )
+        return before
+
+    def _continue(self, before: Accelerator, other_tokens: bool) -> None:
+        """The weights of `before`, in modules that may be of another config. other_tokens: the
+        reduced draft head (the base's own weights) is chosen anew, from this run's data.
         """
+        given, wanted = before.module.state_dict(), self.stream.state_dict()
+        if other_tokens:
+            self._choose_draft_tokens()
+            given.pop("draft_tokens", None)
+            wanted.pop("draft_tokens", None)
+        for name in sorted(given.keys() | wanted.keys()):
+            shapes = [tuple(each[name].shape) if name in each else None for each in (given, wanted)]
+            if shapes[0] != shapes[1]:
+                raise UserError(
+                    f"start_from: an option asks for '{name}' of shape {shapes[1] or 'none'}, the "
+                    f"accelerator in {self.settings.start_from} has {shapes[0] or 'none'}; leave "
+                    "out options that change shapes"
+                )
+        self.stream.load_state_dict(given, strict=not other_tokens)
+        self.stream.to(device=self.launcher.device, dtype=torch.float32)
+
+    def _choose_draft_tokens(self) -> None:
+        """A reduced draft head takes the tokens that responses use most."""
         tokens = getattr(self.stream, "draft_tokens", None)
         if isinstance(tokens, Tensor):
             counts = torch.zeros(self.teacher.shape.vocab_size, dtype=torch.long)
@@ -187,6 +247,10 @@ class _Run:
             tokens.copy_(
                 counts.sort(descending=True, stable=True).indices[: len(tokens)].sort().values
             )
+
+    def _initialise(self, trained: Training) -> None:
+        """What does not begin at zero or at random."""
+        self._choose_draft_tokens()
         self.stream.to(device=self.launcher.device, dtype=torch.float32)
         if trained.start is not None:
             plan = BatchPlan(self.samples, self.settings.tokens_per_batch, self.settings.seed)
@@ -206,6 +270,8 @@ class _Run:
             self.settings.teacher_states is not None
         ):  # a path on this machine means nothing elsewhere
             settings["teacher_states"] = Path(self.settings.teacher_states).name
+        if self.settings.start_from is not None:
+            settings["start_from"] = Path(self.settings.start_from).name
         # Absolute paths say something about the machine, not about the run: only last components
         # are kept.
         argv = [Path(a).name if a.startswith("/") else a for a in sys.argv]
@@ -223,6 +289,7 @@ class _Run:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
+            **({} if self.before is None else {"before": _history(self.before.training)}),
         }
 
     def _identity(self) -> dict[str, Any]:
@@ -232,6 +299,7 @@ class _Run:
             "base fingerprint": self.base["fingerprint"],
             "training data": self.provenance["data_sha256"],
             "process count": self.launcher.num_processes,
+            "weights to start from": None if self.before is None else _digest(self.before.module),
             **{
                 f"setting {k}": list(v) if isinstance(v, tuple) else v
                 for k, v in self.settings.decides_result().items()

@@ -121,6 +121,11 @@ def model_card(description: dict[str, Any]) -> str:
             for key, value in training.items()
             if not isinstance(value, (dict, list)) and value is not None
         ]
+        lines += [
+            f"- trained before: {run['tokens']:,} tokens in {run['steps']:,} steps of "
+            f"{', '.join(run['data'])}"
+            for run in training.get("before", [])
+        ]
         if training.get("data"):
             lines.append(f"- data files: {', '.join(training['data'])}")
         if training.get("argv"):

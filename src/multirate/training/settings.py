@@ -50,6 +50,10 @@ class TrainSettings(MethodConfig):
     """Folder to keep the base's final residuals in, so that each sample is run through the base
     once.
     """
+    start_from: str | None = None
+    """Folder of a trained accelerator of the same method whose weights and config this run begins
+    with; what it was trained on before is told in the new card.
+    """
     compile: bool = False
     """Compile the base's layers (pays on long runs)."""
     overwrite: bool = False
@@ -84,6 +88,7 @@ class TrainSettings(MethodConfig):
             "log_every",
             "compile",
             "teacher_states",
+            "start_from",  # its weights decide, wherever they lie
             "overwrite",
         }
         return {k: v for k, v in asdict(self).items() if k not in free}

@@ -14,6 +14,8 @@ from typing import Any
 
 from multirate.bench.rivals import Contest, Rival
 from multirate.bench.runner import Answer, MethodRun, Unavailable
+from multirate.gguf_models.sources import gguf_of_wheel
+from multirate.named_models import named
 
 FORMATS = ("BF16", "Q8_0", "Q4_0")
 _WORKER = Path(__file__).with_name("llamacpp_worker.py")
@@ -72,8 +74,12 @@ def cache_folder() -> Path:
 
 
 def find_gguf(model: str, argument: str | None) -> Path:
-    """The model's GGUF file: the one given, the model itself, or the only one in its folder."""
-    path = Path(argument or model)
+    """The model's GGUF file: the one given, the one that a name stands for, the model itself, or
+    the only one in its folder.
+    """
+    known = None if argument else named(model)
+    found_in_wheel = gguf_of_wheel(known.wheel) if known and known.wheel else None
+    path = found_in_wheel or Path(argument or model)
     if path.is_file() and path.suffix == ".gguf":
         return path
     found = sorted(path.glob("*.gguf")) if path.is_dir() else []

@@ -24,6 +24,7 @@ from multirate.decoding.drafter import MAX_TREE_NODES, Draft, FusedStep
 from multirate.decoding.sampler import Sampler
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
+from multirate.model.native.packing import Owner, exact_layout
 from multirate.model.rows import Rows
 
 
@@ -41,6 +42,21 @@ class DraftHead:
     def of_outputs(self, values: np.ndarray) -> np.ndarray:
         """Of one value per token of the model [V] that of each output [vocab], contiguous."""
         return values[: self.vocab] if self.tokens is None else values[self.tokens]
+
+    @staticmethod
+    def of(decoder: NativeDecoder, owner: Owner, tokens: Tensor | None = None) -> DraftHead:
+        """The model's own head, or its outputs ``tokens`` [n], packed as ``owner`` packs weights
+        (where that is how the model's are, and all are wanted, it is not copied).
+        """
+        if tokens is None and owner.layout in (None, exact_layout()):
+            return DraftHead(decoder.head, decoder.info.vocab_size)
+        chosen: Tensor | slice = slice(None) if tokens is None else tokens.cpu()
+        bias = None if decoder.head_bias is None else decoder.head_bias[chosen]
+        linear = owner.linear(decoder.head_weight[chosen], bias)
+        if tokens is None:
+            return DraftHead(linear, decoder.info.vocab_size)
+        ids = tokens.cpu().to(torch.int64).contiguous()
+        return DraftHead(linear, len(ids), owner.address(ids), ids.numpy())
 
 
 class FusedSteps:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.sampler import Sampler
-from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.config import DraftWeights, MethodConfig
 from multirate.methods.common.fused_steps import FusedSteps
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.kangaroo.native import NativeKangarooAdapter
@@ -33,6 +33,8 @@ class KangarooDecodeConfig(MethodConfig):
     threshold: float | None = None
     """Stop after a token whose top-1 probability is below this."""
     max_draft: int | None = None
+    weights: DraftWeights = "int8"
+    """Of what only drafts (the adapter and a copy of the head) on the native kernel."""
 
     def check(self) -> None:
         self.require(
@@ -64,7 +66,7 @@ class KangarooDrafter(Drafter):
         self.adapter: KangarooAdapter | NativeKangarooAdapter = adapter
         if NativeKangarooAdapter.supports(decoder, adapter):
             assert isinstance(decoder, NativeDecoder)
-            self.adapter = NativeKangarooAdapter(decoder, adapter)
+            self.adapter = NativeKangarooAdapter(decoder, adapter, config.weights)
         self.start = adapter.config.exit_layer
         self.threshold = adapter.config.threshold if config.threshold is None else config.threshold
         self.max_nodes = config.max_draft or adapter.config.max_draft
@@ -172,8 +174,15 @@ class KangarooDrafter(Drafter):
             live = [live[row] for row in on]
             chosen, paths = [seqs[i] for i in live], [tokens[i] for i in live]
             y = self._query(chosen, x[on], depth - 1)
-            if sampler.plain and isinstance(self.adapter, NativeKangarooAdapter):
-                entering, confidence = self.adapter.top(y)
+            if (
+                isinstance(self.adapter, NativeKangarooAdapter)
+                and not sampler.settings.uses_context
+            ):
+                vocab = self.decoder.info.vocab_size
+                noise = (
+                    [] if sampler.greedy else [sampler.noise(b, depth - 1, vocab) for b in chosen]
+                )
+                entering, confidence = self.adapter.top(y, noise or None)
             else:
                 logits = sampler.perturbed(self.decoder.logits(y), chosen, paths)
                 confidence = torch.exp(logits.amax(-1) - logits.logsumexp(-1)).tolist()

@@ -4,22 +4,26 @@ implementation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.fused_steps import DraftHead, FusedSteps
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.own_layer import OwnLayer, tiles
-from multirate.model.native.packing import Owner
+from multirate.model.native.packing import Owner, draft_layout
 from multirate.model.rows import Rows
 
 
 class NativeKangarooAdapter:
-    """``new_cache``, ``rows`` and ``top`` of a KangarooAdapter, with packed copies of its
-    weights.
+    """``new_cache``, ``rows`` and ``top`` of a KangarooAdapter, with packed copies of its weights
+    and of the head that drafts are read with. weights: how these are packed.
     """
 
     @staticmethod
@@ -29,8 +33,10 @@ class NativeKangarooAdapter:
             return False
         return tiles(decoder, c.heads, c.kv_heads, c.head_dim)
 
-    def __init__(self, decoder: NativeDecoder, adapter: KangarooAdapter) -> None:
-        c, attention, owner = adapter.config, adapter.attn, Owner()
+    def __init__(
+        self, decoder: NativeDecoder, adapter: KangarooAdapter, weights: DraftWeights = "int8"
+    ) -> None:
+        c, attention, owner = adapter.config, adapter.attn, Owner(draft_layout(weights))
         layer = abi.new(
             "Layer",
             qkv=owner.linear(
@@ -51,6 +57,7 @@ class NativeKangarooAdapter:
             eps=c.norm_eps,
         )
         self._decoder, self._norm_out, self._owner = decoder, adapter.norm_out, owner
+        self._head = DraftHead.of(decoder, owner)
 
     def fused_steps(self, exit_layer: int, max_draft: int, threshold: float) -> FusedSteps:
         """Fused steps with Kangaroo's chains: the stream is the target's own, with this layer at
@@ -70,8 +77,7 @@ class NativeKangarooAdapter:
         limits = abi.new(
             "DraftLimits", nodes=max_draft, width=1, top=1, sharpness=1.0, min_probability=threshold
         )
-        head = DraftHead(decoder.head, decoder.info.vocab_size)
-        return FusedSteps(decoder, stream, head, limits, refresh=True)
+        return FusedSteps(decoder, stream, self._head, limits, refresh=True)
 
     def new_cache(self, batch: int, capacity: int) -> NativeKVCache:
         return self._layer.new_cache(batch, capacity)
@@ -83,8 +89,11 @@ class NativeKangarooAdapter:
         out: Tensor = self._norm_out(self._layer.rows(x, rows, cache))
         return out
 
-    def top(self, y: Tensor) -> tuple[list[int], list[float]]:
-        """The likeliest token after each row of y [n, d] and its probability."""
-        decoder = self._decoder
-        ids, probs = decoder.top(decoder.head, decoder.info.vocab_size, y, 1)
+    def top(
+        self, y: Tensor, noise: Sequence[np.ndarray] | None = None
+    ) -> tuple[list[int], list[float]]:
+        """The likeliest token after each row of y [n, d] and its probability. noise: float32 [V] of
+        each row, added to its logits.
+        """
+        ids, probs = self._decoder.top(self._head.linear, self._head.vocab, y, 1, noise=noise)
         return [row[0] for row in ids], [row[0] for row in probs]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
+from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.fused_steps import FusedSteps
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
@@ -654,7 +654,7 @@ def _with_first(probs: list[float], first: float) -> list[float]:
 
 
 def make_runner(
-    decoder: Decoder, stream: AcceleratedStream, gate: int, weights: Literal["int8", "bf16"]
+    decoder: Decoder, stream: AcceleratedStream, gate: int, weights: DraftWeights
 ) -> StreamRunner:
     """The fastest runner for `decoder`. weights: of what drafts on the native kernel."""
     if isinstance(decoder, NativeDecoder) and NativeStreamRunner.supports(decoder, stream):

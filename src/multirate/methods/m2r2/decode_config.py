@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from multirate.errors import UserError
-from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.config import DraftWeights, MethodConfig
 from multirate.model.rows import MAX_TREE_BIT
 
 
@@ -47,7 +47,7 @@ class M2R2DecodeConfig(MethodConfig):
     lookup: int = 0
     trust: Literal["confidence", "arla"] = "confidence"
     drafts: Literal["coupled", "likeliest", "drawn"] = "coupled"
-    weights: Literal["int8", "bf16"] = "bf16"
+    weights: DraftWeights = "int8"
 
     def check(self) -> None:
         for name, low, high in (

@@ -5,12 +5,13 @@ in one call.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
 from multirate.methods.m2r2.runner import StreamRunner
@@ -19,7 +20,7 @@ from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.own_layer import OwnLayer, tiles
-from multirate.model.native.packing import Owner, draft_layout, exact_layout, interleave_gate_up
+from multirate.model.native.packing import Owner, draft_layout, interleave_gate_up
 from multirate.model.rows import Rows
 
 
@@ -46,27 +47,16 @@ class NativeStreamRunner(StreamRunner):
         decoder: NativeDecoder,
         stream: AcceleratedStream,
         gate: int,
-        weights: Literal["int8", "bf16"] = "bf16",
+        weights: DraftWeights = "int8",
     ) -> None:
         super().__init__(decoder, stream, gate)
         self._library = library.kernel()
         self._owner = owner = Owner(draft_layout(weights))
         self._d = decoder.info.hidden_size
         config, carry = stream.config, stream.carry
-        self._token_list: list[int] | None = None
-        if stream.draft_tokens is not None:
-            chosen = stream.draft_tokens.cpu()
-            self._token_list = chosen.tolist()
-            self.head = DraftHead(
-                _head(decoder, owner, chosen),
-                len(chosen),
-                owner.address(chosen.to(torch.int64).contiguous()),
-                chosen.numpy().astype(np.int64),
-            )
-        elif owner.layout == exact_layout():
-            self.head = DraftHead(decoder.head, decoder.info.vocab_size)
-        else:
-            self.head = DraftHead(_head(decoder, owner), decoder.info.vocab_size)
+        chosen = stream.draft_tokens
+        self._token_list = None if chosen is None else chosen.tolist()
+        self.head = DraftHead.of(decoder, owner, chosen)
         self._adapters = (
             AdapterPack(self.adapters, decoder.info.num_layers) if self.adapters else None
         )
@@ -154,12 +144,6 @@ class NativeStreamRunner(StreamRunner):
         if self._token_list is None:
             return ids, probs
         return [[self._token_list[i] for i in row] for row in ids], probs
-
-
-def _head(decoder: NativeDecoder, owner: Owner, chosen: Tensor | slice = slice(None)) -> abi.CData:
-    """The model's head, or `chosen` outputs of it, as `owner` packs weights."""
-    bias = None if decoder.head_bias is None else decoder.head_bias[chosen]
-    return owner.linear(decoder.head_weight[chosen], bias)
 
 
 def _packed_fusion(owner: Owner, fusions: nn.ModuleDict, gate: int) -> dict[str, Any]:

@@ -240,6 +240,8 @@ def test_sampled_text_is_plain_decodings(decoders, backend, drafts, sampling):
         step = SpeculativeStep(M2R2Drafter(decoder, stream, config))
         out = generate(decoder, step, prompts, sampling, stop, after_step=check_invariants)
         assert out.sequences == plain.sequences
+        greedy = generate(decoder, PlainStep(), prompts, stop=stop)  # no noise is left behind
+        assert generate(decoder, step, prompts, stop=stop).sequences == greedy.sequences
 
 
 @pytest.mark.parametrize("drafts", ["coupled", "drawn"])

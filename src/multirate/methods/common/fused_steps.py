@@ -210,12 +210,13 @@ class FusedSteps:
         first = 0 if self._refresh and stream else self._entered - 1
         sampler = self._sampler
         run = self._library.mr_speculative_step
+        noise: list[np.ndarray] = []
         if sampler is not None:
             run = self._library.mr_speculative_draft
-            # held until the call is over: the kernel reads it by address
-            noise = self._draft_noise(sampler, depth) if stream and self._couple else []
-            rows = abi.float_rows(noise)
-            limits.noise = rows if noise else abi.NULL
+            if stream and self._couple:
+                noise = self._draft_noise(sampler, depth)
+        rows = abi.float_rows(noise)  # held until the call is over: the kernel reads it by address
+        limits.noise = rows if noise else abi.NULL
         emitted = run(
             self._decoder.workspace.address,
             self._step,

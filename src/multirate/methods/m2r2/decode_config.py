@@ -32,7 +32,8 @@ class M2R2DecodeConfig(MethodConfig):
     noise that the model's own logits will get (decoding/noise.py). likeliest: the stream's
     likeliest, as when decoding greedily. drawn: drawn independently, in chains, and verified by
     rejection sampling; without lookup, and the kernel does not fuse their steps. With the first two
-    the text of a seed is that of plain decoding. All were measured: docs/experiments.md. [ours]
+    the text of a seed is that of plain decoding. With a repetition penalty drafts are chains by the
+    whole pipeline, drawn or coupled. All were measured: docs/experiments.md. [ours]
     weights: of what only drafts (the block, the draft's head, the carry and, at gate 1, the first
     layer with its adapters) on the native kernel: int8 (half the memory read, other drafts, the
     same text) or bf16. [ours]

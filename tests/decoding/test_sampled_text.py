@@ -48,6 +48,7 @@ def futures(decoder: Any, sampling: SamplingSettings, batch: int) -> list[list[i
     return [[*p, *new] for p, new in zip(PROMPTS[:batch], out.sequences, strict=True)]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     setting=st.sampled_from(sorted(SETTINGS)),

@@ -202,6 +202,14 @@ class Engine:
             decoding = self._decoding(method)
         return self._spec(method).lossless and (decoding is None or decoding.step.lossless)
 
+    def repeats_text(self, method: str) -> bool:
+        """Whether a seed's sampled text is that of plain decoding with the seed; if not, it is
+        another one of the same distribution.
+        """
+        with self._lock.held():
+            decoding = self._decoding(method)
+        return decoding is None or decoding.step.repeats_text
+
     def stopping(
         self, max_new_tokens: int | None = 256, stop_strings: Sequence[str] = ()
     ) -> StopSettings:

@@ -392,6 +392,27 @@ def test_a_rival_that_is_not_there_costs_its_row_only(
     refused(run("bench", model, "--data", data, "--rivals", "vllm"), "'vllm'", "assisted, llamacpp")
 
 
+def test_sampled_answers_are_compared_token_by_token(model: str, data: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = run(
+        *("bench", model, "--data", data, "--limit", "2", "-n", "12", "--repeats", "1"),
+        *("--dtype", "float32", "--methods", "generate,autoregressive,prompt_lookup"),
+        *("--temperature", "1", "--seed", "7", "--json", str(out)),
+    )
+    assert done.exit_code == 0, done.output
+    assert "note: no row for generate: generate draws other random numbers" in done.stderr
+    assert "temperature 1, seed 7" in " ".join(done.stdout.split())
+    content = json.loads(out.read_text())
+    assert [row["identical"] for row in content["rows"]] == [3, 3]
+    assert content["temperature"] == 1 and content["seed"] == 7
+    refused(run("bench", model, "--data", data, "--temperature", "-1"), "temperature", "at least 0")
+    refused(
+        run("bench", model, "--data", data, "--temperature", "1", "--rivals", "assisted"),
+        "--temperature",
+        "greedily",
+    )
+
+
 def test_answers_needs_questions_from_somewhere(model: str, tmp_path: Path) -> None:
     refused(run("answers", model, "--out", str(tmp_path / "own.jsonl")), "--data", "--questions")
 

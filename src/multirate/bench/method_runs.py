@@ -16,25 +16,39 @@ GENERATE = "generate"
 GENERATE_STATIC = "generate-static"
 
 
-def method_run(engine: Engine, name: str, max_new_tokens: int, batch: int = 1) -> MethodRun:
-    """A greedy run of `generate`, `generate-static` or a method of the engine.
+def method_run(
+    engine: Engine,
+    name: str,
+    max_new_tokens: int,
+    batch: int = 1,
+    sampling: SamplingSettings | None = None,
+) -> MethodRun:
+    """A run of `generate`, `generate-static` or a method of the engine.
 
     batch: each prompt is answered so many times at once; the answer's tokens are the first one's.
+    sampling: default greedy. With a temperature and a seed a method's text is that of plain
+    decoding, token for token, or the method cannot be compared.
 
     Raises UserError for a method that the engine does not have, Unavailable for one that this
     machine cannot run.
     """
+    sampling = sampling or SamplingSettings()
     eos = engine.stopping().eos_token_ids
+    if not sampling.greedy and name in (GENERATE, GENERATE_STATIC):
+        raise Unavailable(f"{name} draws other random numbers, so its text cannot be compared")
     if name == GENERATE:
         return transformers_run(engine.model, eos, max_new_tokens, batch=batch)
     if name == GENERATE_STATIC:
         return static_run(engine.model, eos, max_new_tokens, batch)
     stop = engine.stopping(max_new_tokens)
+    if not sampling.greedy and not engine.repeats_text(name):
+        raise Unavailable(
+            f"a seed's text with {name} is another one of the same distribution, so it cannot be "
+            "compared"
+        )
 
     def run(prompt: list[int]) -> Answer:
-        output = engine.generate(
-            [prompt] * batch, SamplingSettings(), stop, method=name, speculate="auto"
-        )
+        output = engine.generate([prompt] * batch, sampling, stop, method=name, speculate="auto")
         seen = output.stats
         return Answer(
             output.sequences[0],

@@ -17,6 +17,7 @@ from multirate.errors import UserError
 if TYPE_CHECKING:
     from multirate.bench.runner import Row
     from multirate.bench.suites import Question
+    from multirate.decoding.logits import SamplingSettings
     from multirate.engine import Engine
 
 WRONG_ANSWERS = 1
@@ -70,6 +71,10 @@ def command(
         str | None,
         typer.Option(help="Only the suite's questions of this category.", show_default=False),
     ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy; else answers are drawn, alike with every method.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws, with --temperature.")] = 0,
     repeats: Annotated[int, typer.Option(help="Measured passes over all prompts.")] = 3,
     warmup: Annotated[int, typer.Option(help="Prompts answered before measuring.")] = 1,
     truncate: Annotated[
@@ -121,7 +126,11 @@ def command(
             raise UserError(f"{name} is {value}: at least {least} is needed")
 
     from multirate.bench.suites import load_suite
+    from multirate.decoding.logits import SamplingSettings
 
+    sampling = SamplingSettings(temperature, seed=None if temperature == 0 else seed)
+    if rivals and not sampling.greedy:
+        raise UserError("--rivals are measured greedily: leave out --temperature")
     questions = load_suite(suite, data, limit, task)
 
     from multirate.bench.rivals import parse_rivals
@@ -175,15 +184,18 @@ def command(
         repeats=repeats,
         warmup=warmup,
         truncate=truncate,
-        title=f"{suite}, {loaded.name}, {dtype}, batch 1, greedy",
+        title=f"{suite}, {loaded.name}, {dtype}, batch 1, "
+        + ("greedy" if sampling.greedy else f"temperature {temperature:g}, seed {seed}"),
         settings={
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
             "model": loaded.name,
             "suite": suite,
             "data": str(data),
             "task": task,
-            "seed": None,
+            "seed": sampling.seed,
+            **({} if sampling.greedy else {"temperature": temperature}),
         },
+        sampling=sampling,
     )
     if json is not None:
         write_json(json, content)
@@ -215,6 +227,7 @@ def run(
     truncate: bool,
     title: str,
     settings: dict[str, Any],
+    sampling: SamplingSettings | None = None,
 ) -> tuple[dict[str, Any], list[Row], bool]:
     """Measures, prints the table → (the run's JSON, its rows, whether Ctrl-C ended it early)."""
     from contextlib import ExitStack
@@ -232,7 +245,7 @@ def run(
     unavailable: list[dict[str, str]] = []
     for name in names:
         try:
-            method_runs.append(method_run(engine, name, max_new_tokens))
+            method_runs.append(method_run(engine, name, max_new_tokens, sampling=sampling))
         except Unavailable as error:
             unavailable.append({"method": name, "reason": str(error)})
     prompts = prepared(engine, questions, max_new_tokens, truncate)

@@ -180,6 +180,8 @@ class Drafter(ABC):
     max_nodes: no draft has more nodes; the loop reserves that many cache slots before each `draft`.
     lossless: whether exact acceptance makes the output the base model's (it does for every drafter
         that keeps this contract).
+    repeats_text: whether a seed's sampled text is then that of plain decoding; if not, it is
+        another one of the same distribution (drafts with `Draft.probs`).
     taps: layers, `start` at least, whose entering residuals `prefill` and `accept` are given.
     top: of how many of the target's likeliest tokens after each node `accept` is told.
     adapts: whether it decides by itself when not to draft; else `SpeculativeStep.adapt` can.
@@ -189,6 +191,7 @@ class Drafter(ABC):
     start: int = 0
     max_nodes: int = MAX_TREE_NODES
     lossless: bool = True
+    repeats_text: bool = True
     taps: tuple[int, ...] = ()
     top: int = 0
     adapts: bool = False

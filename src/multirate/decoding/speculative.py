@@ -37,6 +37,7 @@ class SpeculativeStep(Step):
         self.slots = drafter.max_nodes + 1
         self.taps = drafter.taps
         self.lossless = drafter.lossless and self.acceptance.lossless
+        self.repeats_text = drafter.repeats_text
         if any(tap < drafter.start for tap in drafter.taps):
             raise ValueError(
                 f"taps {drafter.taps} lie below layer {drafter.start}, where verification begins"

@@ -36,11 +36,13 @@ class Step(ABC):
     taps: layers whose entering residuals of the prompt's tokens `prefilled` is to be given.
     lossless: whether the output is the base model's: the same text when greedy, the same
         distribution when sampling.
+    repeats_text: whether a seed's sampled text is that of plain decoding with this seed.
     """
 
     slots: int = 0
     taps: tuple[int, ...] = ()
     lossless: bool = True
+    repeats_text: bool = True
 
     def begin(self, session: Session, resumed: bool) -> None:  # noqa: B027 - optional
         """A generation begins; forget the one before, which may have been interrupted.

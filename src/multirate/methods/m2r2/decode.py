@@ -81,6 +81,7 @@ class M2R2Drafter(Drafter):
         self.config = config or M2R2DecodeConfig()
         self.start = stream.config.gates[0]
         self.max_nodes = self.config.nodes
+        self.repeats_text = self.config.drafts != "drawn"
         self.adapts = self.config.draft_threshold is None or self.config.verify_threshold is None
         self._refresh = bool(stream.blocks)
         self._carry = stream.carry is not None

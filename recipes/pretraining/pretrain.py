@@ -1,8 +1,8 @@
-"""Pretrain a reference model of transformers (Llama, or a mixture of experts), Muon + AdamW, phases
-with depth growth.
+"""Pretrain a small model of transformers (Llama, or a mixture of experts) with Muon and AdamW, in
+phases.
 
-    python recipes/reference/pretrain.py --config recipes/reference/reference.yaml \
-        --data runs/reference/data --out runs/reference/base
+    python recipes/pretraining/pretrain.py --config recipes/tiny/tiny.yaml \
+        --data runs/tiny/data --out runs/tiny/base
 
 Resumable: Ctrl-C (or a kill between checkpoints) loses at most ``checkpoint_every`` steps.
 The finished model is written to OUT/model as bf16 safetensors with tokenizer and chat template.
@@ -83,25 +83,25 @@ class TiedHeadLoss(torch.autograd.Function):
         return grad_hidden.to(ctx.hidden_dtype) * upstream, grad_weight * upstream, None
 
 
-def build_model(config: dict[str, Any], layers: int, seed: int) -> Any:
-    torch.manual_seed(seed)
+def build_model(config: dict[str, Any]) -> Any:
+    torch.manual_seed(config["seed"])
     shape = AutoConfig.for_model(
         config.get("architecture", "llama"),
         **config["model"],
-        num_hidden_layers=layers,
         bos_token_id=None,
         eos_token_id=3,
         pad_token_id=0,
         initializer_range=0.02,
     )
     model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
+    layers = model.config.num_hidden_layers
     with torch.no_grad():  # residual writers start small, so depth does not blow up the stream
         for name, parameter in model.named_parameters():
             if "o_proj" in name or "down_proj" in name:
                 parameter.mul_(1 / (2 * layers) ** 0.5)
     if is_mixture(model):
         grouped_experts.use(model, PRODUCTS)
-    else:
+    elif config.get("compile", True):
         for layer in model.model.layers:
             layer.compile()  # one graph serves every layer
     return model
@@ -123,48 +123,6 @@ def imbalance(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tens
         )
         total = total + logits.shape[-1] * (chosen.mean(0) / top_k * probabilities.mean(0)).sum()
     return total / len(router_logits)
-
-
-def stack(depth: int, layers: int) -> list[tuple[int, bool]]:
-    """Depth growth by stacking: the trained layers, repeated in order."""
-    return [(i % depth, False) for i in range(layers)]
-
-
-def deepen(depth: int, layers: int) -> list[tuple[int, bool]]:
-    """Depth growth by identity: copies of evenly spaced layers follow their originals, their
-    residual writers zero.
-
-    The grown model computes what the small one did; training then puts the new layers to use.
-    """
-    after = {round((j + 1) * depth / (layers - depth)) - 1 for j in range(layers - depth)}
-    origin = [
-        (i, copy) for i in range(depth) for copy in ((False, True) if i in after else (False,))
-    ]
-    assert len(origin) == layers, "identity growth doubles each layer at most once"
-    return origin
-
-
-def grow(small: Any, config: dict[str, Any], origin: list[tuple[int, bool]], seed: int) -> Any:
-    """A deeper model: layer i is the small model's layer origin[i][0], its residual writers zero if
-    origin[i][1].
-    """
-    big = build_model(config, len(origin), seed)
-    source = small.state_dict()
-    grown = {}
-    for name in big.state_dict():
-        parts = name.split(".")
-        silent = False
-        if parts[:2] == ["model", "layers"]:
-            index, silent = origin[int(parts[2])]
-            parts[2] = str(index)
-        grown[name] = source[".".join(parts)]
-        if silent and parts[-2] in ("o_proj", "down_proj"):
-            grown[name] = torch.zeros_like(grown[name])
-    big.load_state_dict(grown)
-    return big
-
-
-GROWTH = {"stack": stack, "identity": deepen}
 
 
 def optimizers(model: Any, config: dict[str, Any]) -> list[torch.optim.Optimizer]:
@@ -204,12 +162,6 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--start-from", type=Path, help="a finished model in place of the phases before --phase"
-    )
-    parser.add_argument(
-        "--phase", help="with --start-from: the phase to begin with (default: the last)"
-    )
     args = parser.parse_args()
     config = yaml.safe_load(args.config.read_text())
     args.out.mkdir(parents=True, exist_ok=True)
@@ -224,37 +176,20 @@ def main() -> None:
     signal.signal(signal.SIGTERM, ask_to_stop)
 
     phases = config["phases"]
-    first = 0  # the phase whose optimizer state begins empty
-    if args.start_from:
-        first = [phase["name"] for phase in phases].index(args.phase or phases[-1]["name"])
     every_source = sorted({name for phase in phases for name in phase["mix"]})
     sources = {name: TokenSource(args.data / f"train_{name}.bin") for name in every_source}
     rng = np.random.default_rng(config["seed"])
     step, phase_index, phase_step, tokens_seen = 0, 0, 0, 0
-    model = build_model(config, phases[0]["layers"], config["seed"])
-    states = None
+    model = build_model(config)
+    optims = optimizers(model, config)
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=False)
-        model = build_model(config, saved["layers"], config["seed"])
         model.load_state_dict(saved["model"])
-        states = saved["optimizers"]
+        for optim, state in zip(optims, saved["optimizers"], strict=True):
+            optim.load_state_dict(state)
         rng.bit_generator.state = saved["rng"]
         step, phase_index, phase_step, tokens_seen = saved["progress"]
         print(f"resumed at step {step}", flush=True)
-    elif args.start_from:
-        trained = AutoModelForCausalLM.from_pretrained(args.start_from, dtype=torch.float32)
-        model = build_model(config, trained.config.num_hidden_layers, config["seed"])
-        model.load_state_dict(trained.state_dict())
-        phase_index = first
-        step = sum(phase["steps"] for phase in phases[:phase_index])
-        tokens_seen = sum(
-            phase["steps"] * phase["batch"] * phase["window"] for phase in phases[:phase_index]
-        )
-
-    optims = optimizers(model, config)  # of the model chosen above, whichever it is
-    if states is not None:
-        for optim, state in zip(optims, states, strict=True):
-            optim.load_state_dict(state)
 
     def save() -> None:
         save_atomically(
@@ -262,7 +197,6 @@ def main() -> None:
                 "model": model.state_dict(),
                 "optimizers": [o.state_dict() for o in optims],
                 "rng": rng.bit_generator.state,
-                "layers": model.config.num_hidden_layers,
                 "progress": (step, phase_index, phase_step, tokens_seen),
             },
             checkpoint,
@@ -272,29 +206,15 @@ def main() -> None:
     began, since = time.time(), tokens_seen
     while phase_index < len(phases) and not stop:
         phase = phases[phase_index]
-        if phase["layers"] != model.config.num_hidden_layers:
-            origin = GROWTH[phase.get("growth", "stack")](
-                model.config.num_hidden_layers, phase["layers"]
-            )
-            model = grow(model, config, origin, config["seed"])
-            optims = optimizers(model, config)
         # a short window's scores fit the caches: there plain attention beats the fused one of
         # torch's CPU build
         model.config._attn_implementation = "eager" if phase["window"] <= 256 else "sdpa"
-        trained_here = {
-            id(p) for optim in optims for group in optim.param_groups for p in group["params"]
-        }
-        assert trained_here == {id(p) for p in model.parameters()}, (
-            "the optimizers belong to another model"
-        )
         names, weights = list(phase["mix"]), np.array(list(phase["mix"].values()))
         base_lrs = [config["optimizer"]["muon_lr"], config["optimizer"]["adamw_lr"]]
         while phase_step < phase["steps"] and not stop:
             start, end = phase["lr"]
             factor = start + (end - start) * phase_step / phase["steps"]
-            fresh = phase_index == first or phases[phase_index - 1]["layers"] != phase["layers"]
-            warm = phase_step if fresh else config["optimizer"]["warmup_steps"]
-            factor *= min(1.0, (warm + 1) / config["optimizer"]["warmup_steps"])
+            factor *= min(1.0, (step + 1) / config["optimizer"]["warmup_steps"])
             for optim, lr in zip(optims, base_lrs, strict=True):
                 for group in optim.param_groups:
                     group["lr"] = lr * factor

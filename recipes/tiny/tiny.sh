@@ -3,7 +3,7 @@
 #
 #   bash recipes/tiny/tiny.sh ../shared/data/train runs/tiny
 #
-# DATA: the folder of permissive training sets that prepare.py names. About 25 minutes on one core.
+# DATA: the folder of permissive training sets that prepare.py names. A few minutes on one core.
 # The model answers the training questions itself, and every method trains on these
 # answers with the same seed. Interrupted at any point, the same command goes on.
 set -euo pipefail
@@ -21,7 +21,7 @@ multirate answers base/model --data data/heldout_questions.jsonl --out heldout_o
 for method in m2r2-carry kangaroo m2r2; do
     options=(--option rank=16 --option arla_dim=16) steps=150
     # which starts from least squares, close to its best
-    [ "$method" = m2r2-carry ] && options+=(--option draft_vocab=512 --lr 0.001) steps=60
+    [ "$method" = m2r2-carry ] && options+=(--option draft_vocab=512 --lr 0.001) steps=20
     # the gate that drafts, and a deeper one, where the stream starts again
     [ "$method" = m2r2 ] && options+=(--option "gates=[1,3]")
     # its threshold is below its paper's 0.6, as the model itself is seldom so sure

@@ -1,4 +1,5 @@
-"""Lossless speed-up of this accelerator's base model: the text is the model's own, sooner.
+"""Lossless speed-up of this accelerator's base model: the text is the model's own,
+sooner.
 
 model.generate(**inputs, custom_generate="<this folder or its hub id>", trust_remote_code=True)
 Further arguments: backend="auto" | "hf" | "native", speculate="auto" | "always" | "never".

@@ -20,8 +20,8 @@ from multirate.named_models import NAMED
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results: benchmarks/render_results.py -->", "<!-- /results -->"
-REAL, EMBEDDED = "smollm2", "reference"
-TITLES = {REAL: "SmolLM2-135M-Instruct", EMBEDDED: "embedded 20M reference model"}
+REAL = "smollm2"
+TITLES = {REAL: "SmolLM2-135M-Instruct"}
 ROWS = {
     "generate": "`transformers` generate",
     "generate-static": "`transformers` generate, static cache and compile",
@@ -102,23 +102,6 @@ def training(model: str) -> str:
     )
 
 
-def longer_base() -> str:
-    """What the same methods give on a base that was trained further, which repeats itself less."""
-    longer = load("mt_bench_longer_base.json")
-    found = {
-        row["method"]: f"{row['speedup']:.2f}x"
-        for row in longer["rows"]
-        if row["speedup"] is not None
-    }
-    said = ", ".join(f"`{name}` {speedup}" for name, speedup in found.items())
-    return (
-        "The reference model is small and repeats itself, which is easy to draft, and easier "
-        "still to look up. On a base trained further by the same recipe (phases `answers` and "
-        f"`longer`; not committed), with accelerators of 1,600 steps, {longer['prompts']} "
-        f"prompts: {said} ([experiments.md](experiments.md))."
-    )
-
-
 def setting(model: str, bench: dict[str, Any]) -> str:
     """What was run, where and when."""
     return (
@@ -170,25 +153,15 @@ def loop_section() -> list[str]:
 
 def page() -> str:
     """docs/results.md."""
-    real, bench = (load(f"mt_bench_{model}.json") for model in (REAL, EMBEDDED))
-    threshold = accelerators(EMBEDDED)["kangaroo"]["config"]["threshold"]
+    bench = load(f"mt_bench_{REAL}.json")
     parts = [
         "# Results",
         "Written by `python benchmarks/render_results.py` from `benchmarks/results/*.json`; do "
         "not edit. The machines are shared: compare within a table, not between tables.",
         "## Lossless decoding",
-        setting(REAL, real),
-        method_table(REAL, real),
-        f"Trained: {training(REAL)}. {reproduce(REAL, real)}",
-        "## Lossless decoding of the reference model",
-        setting(EMBEDDED, bench),
-        method_table(EMBEDDED, bench),
-        f"Trained on the same data: {training(EMBEDDED)}. `m2r2-carry` and `kangaroo` have the "
-        f"same size and gate layer; Kangaroo's threshold ({threshold}) was tuned on held-out "
-        "questions "
-        "(its paper's: 0.6); ours drafts by measured costs. A second turn goes on in the keys "
-        f"and values of the first, for all of our methods. {longer_base()} "
-        f"{reproduce(EMBEDDED, bench)}",
+        setting(REAL, bench),
+        method_table(REAL, bench),
+        f"Trained: {training(REAL)}. {reproduce(REAL, bench)}",
         *loop_section(),
         "## Experts loaded from disk",
         expert_tables.mixture(),

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The accelerated residual that names the mixture's experts ahead of time. Interrupted, the same command resumes.
 #
-#   bash recipes/mixture/predictor.sh runs/mixture/base/model runs/reference/data runs/mixture/predictor
+#   bash recipes/mixture/predictor.sh runs/mixture/base/model runs/mixture/data runs/mixture/predictor
 #
 # It trains on the model's own answers, which is what it will be asked about, and on a part of the original ones.
 # It runs the later layers' attention and starts close to its best. ATTENTION=false RANK=64 STEPS=600 LR=4e-3: one without.

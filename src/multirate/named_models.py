@@ -32,9 +32,9 @@ NAMED = {
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         accelerators=_PACKAGE / "smollm2",
     ),
-    "reference": NamedModel(
-        folder=_PACKAGE / "model",
-        accelerators=_PACKAGE / "accelerators",
+    "tiny": NamedModel(
+        folder=_PACKAGE / "tiny" / "model",
+        accelerators=_PACKAGE / "tiny" / "accelerators",
     ),
     MIXTURE: NamedModel(folder=_PACKAGE / "mixture"),
 }

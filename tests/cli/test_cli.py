@@ -201,7 +201,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
         ["generate", "someone/some-model", "-p", "hi"],
         ["train", "someone/some-model", "--data", __file__, "--out", out],
         ["pack", "someone/some-model", "--out", out],
-        ["generate", "reference", "-p", "hi", "-a", "someone/some-accelerator"],
+        ["generate", "tiny", "-p", "hi", "-a", "someone/some-accelerator"],
     )
     for command in commands:
         done = subprocess.run(
@@ -232,17 +232,17 @@ def test_embedded_names_work_in_every_command(
 ) -> None:
     monkeypatch.setattr("multirate.hub._hub_answers", lambda: pytest.fail("the hub was asked"))
     outputs = [
-        run("generate", "reference", "-p", "Hello", "-n", "8", *method).stdout
+        run("generate", "tiny", "-p", "Hello", "-n", "8", *method).stdout
         for method in ([], ["--speculate", "never"])
     ]
     assert outputs[0] == outputs[1] and outputs[0].strip()
-    shown = run("info", "reference")
+    shown = run("info", "tiny")
     assert "accelerator m2r2-carry" in shown.stdout and "backend='hf'" not in shown.stdout
-    done = run("generate", "reference", "-p", "Hello", "-n", "4", "-a", "kangaroo")
+    done = run("generate", "tiny", "-p", "Hello", "-n", "4", "-a", "kangaroo")
     assert done.exit_code == 0, done.output
     done = run(
         "bench",
-        "reference",
+        "tiny",
         "--suite",
         "mt_bench",
         "--data",
@@ -268,7 +268,7 @@ def test_embedded_names_work_in_every_command(
     out = str(tmp_path / "answers.jsonl")
     done = run(
         "answers",
-        "reference",
+        "tiny",
         "--data",
         str(texts),
         "--out",
@@ -281,7 +281,7 @@ def test_embedded_names_work_in_every_command(
     assert done.exit_code == 0, done.output
     done = run(
         "train",
-        "reference",
+        "tiny",
         "--data",
         str(texts),
         "--out",
@@ -302,7 +302,7 @@ def test_embedded_names_work_in_every_command(
     )
     done = run("generate", "reference-mixture", "--experts", str(store), "-p", "Hello", "-n", "4")
     assert done.exit_code == 0, done.output
-    refused(run("pack", "reference", "--out", str(tmp_path / "none")), "experts")
+    refused(run("pack", "tiny", "--out", str(tmp_path / "none")), "experts")
 
 
 def test_a_layer_that_is_not_packed_takes_one_line(

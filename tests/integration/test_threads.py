@@ -31,7 +31,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def model(backend: str) -> Any:
     """In fp32 for the model's own layers: in bf16 their rounding depends on what shares a pass."""
-    return load_model("reference", dtype="bfloat16" if backend == "native" else "float32").model
+    return load_model("tiny", dtype="bfloat16" if backend == "native" else "float32").model
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def prompts(model: Any, count: int) -> list[list[int]]:
 def engine(model: Any, backend: str) -> Engine:
     made = attach(model, backend=backend)
     for name in ("m2r2-carry", "kangaroo"):
-        made.add(reference_accelerators("reference")[name])
+        made.add(reference_accelerators("tiny")[name])
     return made
 
 
@@ -100,7 +100,7 @@ def test_one_engine_in_several_threads(model: Any, backend: str, method: str) ->
 def test_custom_generate_from_two_threads(model: Any, backend: str, name: str | None) -> None:
     """From the first call on, which packs the weights."""
     own = copy.deepcopy(model)
-    accelerator = None if name is None else str(reference_accelerators("reference")[name])
+    accelerator = None if name is None else str(reference_accelerators("tiny")[name])
     ours = multirate.custom_generate(accelerator, backend=backend, speculate="always")
     asked = [torch.tensor([prompt]) for prompt in prompts(own, 3)]
 
@@ -113,7 +113,7 @@ def test_custom_generate_from_two_threads(model: Any, backend: str, name: str | 
 
 def test_the_models_own_generate_beside_adapters_on_its_layers() -> None:
     """The adapters hang on the model's own modules for as long as a draft runs."""
-    own = load_model("reference", dtype="float32").model
+    own = load_model("tiny", dtype="float32").model
     asked = prompts(own, 3)
     one = engine(own, "hf")
 

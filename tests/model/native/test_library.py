@@ -20,7 +20,7 @@ START = """
 from multirate.model.native import library
 from multirate.model.load import load_decoder
 from multirate.hub import load_model
-model = load_model("reference", dtype="bfloat16").model
+model = load_model("tiny", dtype="bfloat16").model
 print(type(load_decoder(model)).__name__, type(load_decoder(model)).__name__)
 """
 

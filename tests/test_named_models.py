@@ -1,0 +1,44 @@
+"""The tiny model of this package is small, and what was trained for it drafts for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from multirate.bench.prompts import encode_chat
+from multirate.engine import PLAIN, attach
+from multirate.hub import load_model, reference_accelerators
+from multirate.named_models import NAMED
+
+QUESTIONS = ("What causes high blood pressure?", "Write a short story about a fox.")
+TINY_BYTES = 2_000_000
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    return load_model("tiny", dtype="float32")
+
+
+def test_the_tiny_model_is_tiny() -> None:
+    folder = NAMED["tiny"].folder
+    assert folder is not None
+    sizes = [path.stat().st_size for path in folder.parent.rglob("*") if path.is_file()]
+    assert sum(sizes) <= TINY_BYTES
+
+
+@pytest.mark.parametrize("name", ["m2r2", "m2r2-carry", "kangaroo"])
+def test_its_accelerators_draft_what_it_says(loaded: Any, name: str) -> None:
+    """Its text is the model's own, and its drafts are accepted, as a broken one's would not be."""
+    engine = attach(loaded, reference_accelerators("tiny")[name])
+    tokens = steps = 0
+    for question in QUESTIONS:
+        ids = encode_chat(loaded.tokenizer, [{"role": "user", "content": question}])
+        plain, drafted = (
+            engine.generate([ids], stop=engine.stopping(64), method=method, speculate="always")
+            for method in (PLAIN, name if name == "kangaroo" else f"{name}:lookup=0")
+        )
+        assert drafted.sequences == plain.sequences
+        tokens += drafted.stats.tokens - drafted.stats.first_tokens
+        steps += drafted.stats.sequence_steps
+    assert tokens / steps > 1.3

@@ -28,6 +28,12 @@ class M2R2DecodeConfig(MethodConfig):
     trust: what a draft is judged by: confidence (the sharpened top-1 probability) or arla (the
     trained estimate that
     the argmax agrees: docs/methods/m2r2.md, point 5). Both were measured: docs/experiments.md.
+    exit_thresholds: dynamic mode (lossy): for each gate the least score with which a token leaves
+    there, null for never; null instead of the list is lossless decoding. `multirate calibrate`
+    chooses them. With one gate, a drafted token that passes is emitted without verification.
+    exit_score: what is compared with them: arla, or the sharpened top-1 probability.
+    kv: with several gates, what later tokens read of the layers that a token skipped: deferred
+    (exact, computed with the next token that goes as deep) or propagate (from the exit's residual).
     weights: of what only drafts (the block, the draft's head, the carry and, at gate 1, the first
     layer with its adapters) on the native kernel: int8 (half the memory read, other drafts, the
     same text) or bf16. [ours]
@@ -42,6 +48,9 @@ class M2R2DecodeConfig(MethodConfig):
     lookup: int = 0
     trust: Literal["confidence", "arla"] = "confidence"
     weights: Literal["int8", "bf16"] = "bf16"
+    exit_thresholds: tuple[float | None, ...] | None = None
+    exit_score: Literal["arla", "confidence"] = "arla"
+    kv: Literal["deferred", "propagate"] = "deferred"
 
     def check(self) -> None:
         for name, low, high in (
@@ -65,6 +74,11 @@ class M2R2DecodeConfig(MethodConfig):
                 raise UserError(
                     f"m2r2 setting {name}={value} is out of range; accepted: 0 to 1, or None"
                 )
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether any token may."""
+        return any(threshold is not None for threshold in self.exit_thresholds or ())
 
 
 @dataclass(frozen=True)

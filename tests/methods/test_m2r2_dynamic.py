@@ -294,7 +294,7 @@ def test_what_is_refused(decoders: dict[str, Decoder]) -> None:
         step_of(decoder, gates(), M2R2DecodeConfig(exit_thresholds=[0.5, 0.5]))  # type: ignore[arg-type]
     for stream, count in ((gates(arla_dim=0), 3), (carry(arla_dim=0), 1)):
         thresholds = {"exit_thresholds": [0.5] * count}
-        with pytest.raises(UserError, match="needs an accelerator with ARLA; .* arla_dim=0"):
+        with pytest.raises(UserError, match=r"needs an accelerator with ARLA; .* arla_dim=0"):
             step_of(decoder, stream, M2R2DecodeConfig(**thresholds))  # type: ignore[arg-type]
         step_of(decoder, stream, M2R2DecodeConfig(exit_score="confidence", **thresholds))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="without carry, fusion and block"):

@@ -45,7 +45,10 @@ def method_run(engine: Engine, name: str, max_new_tokens: int, batch: int = 1) -
             prefill_seconds=seen.prefill_seconds,
         )
 
-    return MethodRun(name, run, engine.lossless(name), engine.forget)
+    lossless = engine.lossless(name)
+    promise = engine.promise_of(name)
+    note = None if promise is None else promise.sentence()
+    return MethodRun(name, run, lossless, engine.forget, note=note)
 
 
 def transformers_run(

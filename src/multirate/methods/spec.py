@@ -67,12 +67,12 @@ class DynamicMode:
     """How a method's tokens leave early, and what `multirate calibrate` may choose.
 
     gates(module): the layers after which they may. settings(module, threshold): the method's
-    settings with which a token leaves where a gate's score is at least the threshold. path: the
-    thresholds that calibration tries, from the most cautious to the boldest.
+    settings with which a token leaves where a gate's score is at least the threshold, and never for
+    None. path: the thresholds that calibration tries, from the most cautious to the boldest.
     """
 
     gates: Callable[[Any], tuple[int, ...]]
-    settings: Callable[[Any, float], dict[str, Any]]
+    settings: Callable[[Any, float | None], dict[str, Any]]
     path: tuple[float, ...]
 
 
@@ -191,6 +191,11 @@ def find(name: str) -> MethodSpec:
 def trainable() -> list[str]:
     """The names that `multirate train --method` accepts."""
     return [name for name, spec in all_specs().items() if spec.training is not None]
+
+
+def dynamic_methods() -> list[str]:
+    """The names of the methods that have a dynamic mode."""
+    return [name for name, spec in all_specs().items() if spec.dynamic is not None]
 
 
 def find_training(name: str) -> Training:

@@ -26,7 +26,7 @@ def _training(preset: str) -> Training:
     )
 
 
-def _exit_settings(stream: AcceleratedStream, threshold: float) -> dict[str, Any]:
+def _exit_settings(stream: AcceleratedStream, threshold: float | None) -> dict[str, Any]:
     return {"exit_thresholds": [threshold] * len(stream.config.gates)}
 
 

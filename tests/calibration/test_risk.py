@@ -10,6 +10,7 @@ from scipy import stats
 
 from multirate.calibration.risk import (
     binomial_cdf,
+    most_loss,
     p_value,
     samples_needed,
     try_in_order,
@@ -75,7 +76,7 @@ def test_the_promise_is_kept_on_19_of_20_draws(samples: int) -> None:
         chosen.append(true_risk[held[-1].threshold])
         broken += chosen[-1] > promised
     assert broken <= draws / 20
-    assert np.mean(chosen) > (0.03 if samples == 60 else 0.06), "cautious, and not for nothing"
+    assert np.mean(chosen) > (0.015 if samples == 60 else 0.05), "cautious, and not for nothing"
 
 
 def test_a_threshold_at_the_edge_is_promised_in_at_most_one_draw_of_twenty() -> None:
@@ -102,7 +103,7 @@ def test_it_stops_looking_when_nothing_can_save_a_threshold() -> None:
     assert not tested.holds and tested.p_value == 1 and looked == len(tested.losses) < 20
     assert tested.mean == 1.0
     most = next(k for k in range(1000) if p_value(k / 1000, 1000, 0.01) > 0.05)
-    assert looked == most
+    assert looked == most and most - 1 <= 1000 * most_loss(1000, 0.01, 0.95) < most
     good = try_threshold(0.5, [1.0] * (most - 1) + [0.0] * (1001 - most), 1000, 0.01, 0.95)
     assert good.holds and len(good.losses) == 1000
 

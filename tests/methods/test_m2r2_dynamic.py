@@ -122,11 +122,13 @@ def test_kv_are_complete_after_every_step(
     decoder = of(decoders, backend)
     stream, count = (carry(), 1) if way == "one" else (gates(), 3)
     low = [0.0] * count if share == "all" else middle_score(decoder, stream, count)
-    inexact = False
+    inexact, steps = False, 0
 
     def check(session: Session, step: Step) -> None:
-        nonlocal inexact
-        check_invariants(session, step, atol=1e-3)
+        nonlocal inexact, steps
+        steps += 1
+        if steps % 3 == 0 or not session.active:
+            check_invariants(session, step, atol=1e-3)
         for b in range(len(PROMPTS)):
             inexact |= session.exact_length(b) < session.cache.lengths[b]
             assert way != "one" or not step.holes(b)
@@ -215,7 +217,7 @@ def test_the_threshold_decides(
     early = []
     levels = [0.0, *(middle_score(decoders["hf"], stream, 1)), NEVER]
     if score == "confidence":
-        levels[1] = 0.5
+        levels[1] = 0.1  # of a random model
     for threshold in levels:
         out = run(
             decoders["hf"],
@@ -241,7 +243,7 @@ def test_text_ends_at_an_early_exit(decoders: dict[str, Decoder], way: str, batc
     def check(session: Session, step: Step) -> None:
         check_invariants(session, step)
 
-    for place in range(1, 12):
+    for place in (1, 4, 9):
         end = whole[0][place]
         expected = [
             tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in whole
@@ -255,19 +257,17 @@ def test_text_ends_at_an_early_exit(decoders: dict[str, Decoder], way: str, batc
         text = StopSettings(
             24, stop_strings=(f"<{end}>",), decode=lambda ids: "".join(f"<{i}>" for i in ids)
         )
-        by_text = run(decoder, stream, prompts, stop=text, check=check, **settings)
-        assert by_text.sequences == expected
         streamed: dict[int, list[int]] = {b: [] for b in range(batch)}
         step = step_of(decoder, stream, M2R2DecodeConfig(**settings))  # type: ignore[arg-type]
-        generate(
+        by_text = generate(
             decoder,
             step,
             prompts,
             stop=text,
             on_tokens=lambda b, new, streamed=streamed: streamed[b].extend(new),  # type: ignore[misc]
         )
-        assert [streamed[b] for b in range(batch)] == expected
-    for most in range(1, 14):
+        assert by_text.sequences == [streamed[b] for b in range(batch)] == expected
+    for most in (1, 2, 3, 9, 10):
         short = run(decoder, stream, prompts, stop=StopSettings(most), check=check, **settings)
         assert short.sequences[0][: most - 1] == whole[0][: most - 1]
         assert [len(tokens) for tokens in short.sequences] == [most] * batch

@@ -10,6 +10,7 @@ together; prompts are assumed to be drawn independently from what the promise is
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,22 @@ def samples_needed(risk: float, confidence: float) -> int:
     return math.ceil(math.log(1 - confidence) / math.log1p(-risk) - 1e-9)
 
 
+@functools.cache
+def most_loss(samples: int, risk: float, confidence: float) -> float:
+    """The largest mean loss of so many samples with which a threshold still holds; below 0 where
+    none does.
+    """
+    if p_value(0.0, samples, risk) > 1 - confidence:
+        return -1.0
+    low, high = 0.0, risk
+    for _ in range(50):  # the p-value does not fall with the loss
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if p_value(middle, samples, risk) <= 1 - confidence else (low, middle)
+        )
+    return low
+
+
 def try_threshold(
     threshold: float, losses: Iterable[float], samples: int, risk: float, confidence: float
 ) -> Tested:
@@ -74,12 +91,13 @@ def try_threshold(
     losses, of which there are `samples`, as long as the answer is open.
     """
     seen: list[float] = []
+    total, most = 0.0, samples * most_loss(samples, risk, confidence) + 1e-9
     for loss in losses:
         seen.append(loss)
-        # with no loss from here on: the p-value does not fall below this any more
-        if p_value(math.fsum(seen) / samples, samples, risk) > 1 - confidence:
+        total += loss
+        if total > most:
             break
-    if len(seen) < samples:
+    if total > most or len(seen) < samples:
         return Tested(threshold, tuple(seen), 1.0, False)
     p = p_value(math.fsum(seen) / samples, samples, risk)
     return Tested(threshold, tuple(seen), p, p <= 1 - confidence)

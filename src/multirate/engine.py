@@ -400,7 +400,12 @@ class Engine:
             promise = None
             if "quality" in settings:
                 promise = self._promised(base, check_quality(settings.pop("quality")))
-                settings = {**settings, **(promise.settings if promise is not None else {})}
+                if promise is not None and settings:
+                    raise UserError(
+                        f"method {name!r} has other settings beside the quality; a promise holds "
+                        "for the settings that were calibrated: accepted is the quality alone"
+                    )
+                settings = settings if promise is None else promise.settings
             step = self._spec(base).make_step(self.decoder, accelerator, settings)
             if step is None:
                 return None

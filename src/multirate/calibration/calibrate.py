@@ -86,11 +86,13 @@ def calibrate(
     held = [one for one in tested if one.holds]
     best = held[-1] if held else None
     seen = measured[best.threshold] if best is not None else []
+    chosen = mode.settings(accelerator.module, None if best is None else best.threshold)
     return Promise(
         quality=quality,
         confidence=confidence,
         gates=mode.gates(accelerator.module),
-        settings=mode.settings(accelerator.module, None if best is None else best.threshold),
+        # all of them: another version's defaults are not what was calibrated
+        settings=method.read_settings(chosen).to_json(),
         base=base,
         accelerator=accelerator.weights_sha256,
         samples=len(prompts),

@@ -518,7 +518,7 @@ class M2R2Drafter(Drafter):
     ) -> None:
         c = self.config
         ids, best = self.runner.top(p, self._candidates, c.sharpness)
-        scores = self._exit_scores(p, [row[0] for row in best])
+        scores = self._exit_scores(p, lambda: [row[0] for row in best])
         if self._arla is not None:
             best = [
                 _with_first(row, score)
@@ -588,9 +588,11 @@ class M2R2Drafter(Drafter):
         rows_seqs = [seqs[i] for i in live]
         paths = [trees[i].tokens for i in live]
         q = sampler.distribution(logits, rows_seqs, paths)
-        confidence = q.amax(-1).tolist()
-        scores = self._exit_scores(p, confidence)
-        sure = confidence if self._arla is None else agreement(self._arla, self.decoder, p)
+        # of the logits: the distribution of greedy tokens under a penalty is sure of each
+        scores = self._exit_scores(
+            p, lambda: torch.softmax(self.config.sharpness * logits, -1).amax(-1).tolist()
+        )
+        sure = q.amax(-1).tolist() if self._arla is None else agreement(self._arla, self.decoder, p)
         tokens = (
             sampler.choose(logits, rows_seqs, paths)
             if sampler.greedy
@@ -614,12 +616,15 @@ class M2R2Drafter(Drafter):
             if not sampler.greedy:
                 probs[i].append(q[k : k + 1])
 
-    def _exit_scores(self, p: Tensor, confidence: list[float]) -> list[float]:
-        """For each row of p [n, d] what decides whether its token is trusted; nothing where none
-        is.
+    def _exit_scores(self, p: Tensor, confidence: Callable[[], list[float]]) -> list[float]:
+        """For each row of p [n, d] what decides whether its token is trusted; empty where none is.
+
+        confidence: the sharpened top-1 probabilities.
         """
-        if self.lossless or self._exit_arla is None:
-            return confidence
+        if self.lossless:
+            return []
+        if self._exit_arla is None:
+            return confidence()
         return agreement(self._exit_arla, self.decoder, p)
 
     def _passes(self, tree: DraftTree, scores: list[float], row: int) -> bool:

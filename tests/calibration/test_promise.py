@@ -103,6 +103,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     for name, wrong in (
         ("quality", "high"),
         ("quality", 2),
+        ("tried", [3]),
         ("gates", 1),
         ("settings", []),
         ("samples", True),
@@ -110,7 +111,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         ("base", None),
     ):
         one = {**good["promises"][0], name: wrong}
-        refused({**good, "promises": [one]}, name)
+        refused({**good, "promises": [one]}, "promises[0]")
     (tmp_path / FILE).write_text(" " * (1 << 21))
     with pytest.raises(UserError, match="bytes; accepted"):
         read(tmp_path)

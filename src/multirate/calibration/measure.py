@@ -17,7 +17,7 @@ from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.model.decoder import Decoder, argmax_rows
 from multirate.model.rows import Rows
-from multirate.training.data import normalised, read_conversations, render_prompt
+from multirate.training.data import prompt_of, read_conversations, render_prompt
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,10 @@ def read_prompts(
                 text = render_prompt(tokenizer, asked)
                 ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
             else:
-                text = conversation.text
-                ids = list(tokenizer(text)["input_ids"])
+                ids = list(tokenizer(conversation.text)["input_ids"])
                 ids = ids[: (len(ids) + 1) // 2]
             if ids and (room is None or len(ids) <= room):
-                found.setdefault(normalised(text), ids)
+                found.setdefault(prompt_of(conversation), ids)
     prompts = list(found.values())
     if not prompts:
         names = ", ".join(str(file) for file in files)

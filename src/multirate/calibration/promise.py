@@ -142,10 +142,13 @@ def _read_one(path: Path, number: int, one: Any) -> Promise:
             )
     known = {f.name for f in fields(Promise)}
     values = {name: value for name, value in one.items() if name in known}
-    values["quality"] = check_quality(one["quality"])
-    values["gates"] = tuple(one["gates"])
-    values["data"] = tuple(one.get("data") or ())
-    values["tried"] = tuple((float(a), float(b)) for a, b in one.get("tried") or ())
+    try:
+        values["quality"] = check_quality(one["quality"])
+        values["gates"] = tuple(one["gates"])
+        values["data"] = tuple(one.get("data") or ())
+        values["tried"] = tuple((float(a), float(b)) for a, b in one.get("tried") or ())
+    except (UserError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: promises[{number}] cannot be used: {error}") from None
     return Promise(**values)
 
 

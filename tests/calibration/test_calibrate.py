@@ -179,7 +179,16 @@ def test_what_is_refused(model: Any, tmp_path: Path) -> None:
             engine.generate(one, stop=STOP, **named)  # type: ignore[arg-type]
     blind = accelerator(model, tmp_path / "blind", arla_dim=0)
     engine = multirate.attach(model, blind, backend="hf")
+    given = engine.accelerators["m2r2-carry"]
     with pytest.raises(UserError, match="needs an accelerator with ARLA"):
-        calibrate(
-            engine.decoder, engine.accelerators["m2r2-carry"], PROMPTS, fingerprint(model), 0.7
-        )
+        calibrate(engine.decoder, given, PROMPTS, fingerprint(model), 0.7)
+    made = calibrate(
+        engine.decoder,
+        given,
+        PROMPTS,
+        fingerprint(model),
+        0.7,
+        stop=StopSettings(max_new_tokens=2),
+        settings={"exit_score": "confidence"},
+    )
+    assert made.settings["exit_score"] == "confidence"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from multirate.calibration import risk
 from multirate.calibration.measure import Measured, answers
@@ -55,13 +56,15 @@ def calibrate(
     data: Sequence[str] = ("the data",),
     batch: int = 8,
     progress: Progress | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Promise:
     """Answers the prompts at one threshold after another, from the most cautious to the boldest,
     and promises the last that keeps the quality.
 
     prompts: token ids, drawn as those that the promise is to hold for, and none of the
     accelerator's training data. base: the fingerprint of the decoder's model. stop: of the answers.
-    data: the files' names, for the record.
+    data: the files' names, for the record. settings: of the method, in place of its defaults, that
+    the promise is to hold for (exit_score, kv).
     Raises UserError for an accelerator that cannot leave early and for data too small for the
     promise.
     """
@@ -71,9 +74,11 @@ def calibrate(
     stop = stop or StopSettings()
     measured: dict[float, list[Measured]] = {}
 
+    def settings_at(threshold: float | None) -> dict[str, Any]:
+        return {**(settings or {}), **mode.settings(accelerator.module, threshold)}
+
     def losses(threshold: float) -> Iterator[float]:
-        settings = mode.settings(accelerator.module, threshold)
-        step = method.make_step(decoder, accelerator, settings)
+        step = method.make_step(decoder, accelerator, settings_at(threshold))
         assert step is not None
         seen = measured.setdefault(threshold, [])
         for one in answers(decoder, step, prompts, stop, batch):
@@ -86,7 +91,7 @@ def calibrate(
     held = [one for one in tested if one.holds]
     best = held[-1] if held else None
     seen = measured[best.threshold] if best is not None else []
-    chosen = mode.settings(accelerator.module, None if best is None else best.threshold)
+    chosen = settings_at(None if best is None else best.threshold)
     return Promise(
         quality=quality,
         confidence=confidence,

@@ -38,6 +38,14 @@ def command(
         int | None, typer.Option(min=1, help="Prompts answered, spread over the data.")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 8,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE of the method's other settings, such as exit_score=confidence or "
+            "kv=propagate (repeatable).",
+            show_default=False,
+        ),
+    ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
@@ -56,10 +64,11 @@ def command(
     from multirate.cli.progress import Lines
     from multirate.engine import attach
     from multirate.io import check_writable
-    from multirate.methods.spec import find
+    from multirate.methods.spec import find, parse_settings
     from multirate.training.fingerprint import fingerprint
 
     check_promise(quality, confidence, 1 << 60, "")  # wrong values are said before anything loads
+    settings = parse_settings(option or [], "--option")
     loaded = options.load(model, dtype, device)
     engine = attach(loaded, backend=backend)
     given = engine.accelerators[engine.add(accelerator)]
@@ -68,7 +77,8 @@ def command(
     check_writable(given.folder / promises.FILE)
     promises.read(given.folder)  # what cannot be added to is said before an hour's work
     # so is an accelerator that cannot leave early
-    find(given.method).make_step(engine.decoder, given, mode.settings(given.module, mode.path[0]))
+    cautious = {**settings, **mode.settings(given.module, mode.path[0])}
+    find(given.method).make_step(engine.decoder, given, cautious)
     positions = engine.decoder.info.max_positions
     room = None if positions is None else positions - max_new_tokens
     prompts = read_prompts(data, loaded.tokenizer, room, limit)
@@ -94,6 +104,7 @@ def command(
             names,
             batch,
             progress,
+            settings,
         )
     path = promises.store(given.folder, made)
     for tried, loss in made.tried:

@@ -17,6 +17,7 @@ LAYERS = (
     ("gguf_models",),
     ("hub",),
     ("training",),
+    ("calibration",),
     ("experts",),
     ("engine",),
     ("integration", "bench"),

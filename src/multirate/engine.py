@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from multirate.calibration import promise as promises
+from multirate.calibration.calibrate import dynamic_mode
+from multirate.calibration.promise import Promise, check_quality
 from multirate.decoding.acceptance_statistics import OverallRates
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
@@ -31,11 +34,13 @@ from multirate.model.hf.decoder import HFDecoder
 from multirate.model.load import load_decoder
 from multirate.model.weight_watch import WeightWatch
 from multirate.training.checkpoint import Accelerator
+from multirate.training.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from multirate.experts.model import OffloadedExperts
 
 SPECULATE = ("auto", "always", "never")
+MODES = ("lossless", "dynamic")
 KEPT_BYTES = (
     256 << 20
 )  # K/V of finished generations kept for a conversation's next turn, all methods together
@@ -95,10 +100,13 @@ def attach(
 
 @dataclass
 class _Decoding:
-    """A method's step and how well its drafts, if it makes any, have been accepted so far."""
+    """A method's step, how well its drafts, if it makes any, have been accepted so far, and in
+    dynamic mode what is promised of it.
+    """
 
     step: Step
     acceptance: OverallRates
+    promise: Promise | None = None
 
     def observe(self, stats: DecodeStats) -> None:
         self.acceptance.observe(stats.sequence_steps, stats.drafted_levels, stats.accepted)
@@ -108,7 +116,8 @@ class Engine:
     """One model, its decoder, and any number of accelerators by name.
 
     notice: what the user should know about the last call (that speculation does not pay here, with
-    the numbers), else None. default: the method that `generate` uses when none is named. experts:
+    the numbers), else None. promise: what calibration vouches for of the last call,
+    None in lossless mode. default: the method that `generate` uses when none is named. experts:
     where they are read from, if on disk.
     keep_bytes: the last generation of each method stays in memory, up to so many bytes of K/V in
     all (newest first), so that a prompt which begins with the same tokens, as a conversation's next
@@ -132,6 +141,7 @@ class Engine:
         self.accelerators: dict[str, Accelerator] = {}
         self.default = PLAIN
         self.notice: str | None = None
+        self.promise: Promise | None = None
         self.keep_bytes = KEPT_BYTES
         self.experts: OffloadedExperts | None = None
         self._lock = lock_of(model) if decoder.runs_the_model else GenerationLock()
@@ -210,6 +220,14 @@ class Engine:
             decoding = self._decoding(method)
         return decoding is None or decoding.step.repeats_text
 
+    def promise_of(self, method: str) -> Promise | None:
+        """What calibration vouches for of a method's name with a quality; None of a lossless one.
+        UserError where nothing is stored.
+        """
+        with self._lock.held():
+            decoding = self._decoding(method)
+        return None if decoding is None else decoding.promise
+
     def stopping(
         self, max_new_tokens: int | None = 256, stop_strings: Sequence[str] = ()
     ) -> StopSettings:
@@ -229,6 +247,8 @@ class Engine:
         method: str | None = None,
         on_tokens: OnTokens | None = None,
         speculate: str = "auto",
+        mode: str = "lossless",
+        quality: float | None = None,
     ) -> GenerationOutput:
         """Continues every prompt (token ids). Defaults: greedy, 256 new tokens or the model's EOS,
         the first accelerator's method.
@@ -236,17 +256,42 @@ class Engine:
         speculate: "auto" drafts where and as long as that is measured to pay, within a text too;
         it decodes plainly, and says so in `notice`, where no acceptance could make drafts pay on
         this machine. "always" drafts as the method by itself would; "never" decodes plainly.
-        method may carry settings of its drafts, as in "m2r2-carry:lookup=0:nodes=5". on_tokens(b,
+        method may carry settings of its drafts, as in "m2r2-carry:lookup=0:nodes=5". mode:
+        "dynamic" lets tokens leave early within the promise that `multirate calibrate` stored for
+        this quality, the share of tokens that are to be the full model's (`promise` says what is
+        promised); "m2r2-carry:quality=0.99" as a method is the same. on_tokens(b,
         tokens) is called with the new tokens of prompt b as they are emitted. Waits while another
         thread generates with this engine. Raises UserError for an unknown method, an empty prompt,
-        one longer than the context, or an id out of range.
+        one longer than the context, an id out of range, or a quality that is not calibrated.
         """
         if speculate not in SPECULATE:
             raise UserError(f"speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
+        method = self._in_mode(method, mode, quality, speculate)
         with self._turn():
             return self._generate(
                 prompts, sampling, stop or self.stopping(), method, on_tokens, speculate
             )
+
+    def _in_mode(
+        self, method: str | None, mode: str, quality: float | None, speculate: str
+    ) -> str | None:
+        """The method's name with the quality among its settings."""
+        if mode not in MODES:
+            raise UserError(f"mode is {mode!r}; accepted: {', '.join(MODES)}")
+        if mode == "lossless":
+            if quality is not None:
+                raise UserError(f"quality {quality!r} needs mode 'dynamic'; given: 'lossless'")
+            return method
+        if quality is None:
+            raise UserError(
+                "mode 'dynamic' needs a quality: a number above 0 and at most 1, the share of "
+                "tokens that are to be the full model's"
+            )
+        if speculate == "never":
+            raise UserError(
+                "speculate 'never' decodes plainly; with mode 'dynamic' accepted are auto, always"
+            )
+        return f"{method or self.default}:quality={check_quality(quality)!r}"
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -278,10 +323,11 @@ class Engine:
         on_tokens: OnTokens | None,
         speculate: str,
     ) -> GenerationOutput:
-        self.notice = None
+        self.notice = self.promise = None
         self._follow_model()
         decoding = self._decoding(method or self.default) if speculate != "never" else None
         if decoding is not None:
+            self.promise = decoding.promise
             self._try_relative(decoding, spec.parse_variant(method or self.default)[0])
             adapts = decoding.step.adapt(self.decoder, speculate == "auto")
             if speculate == "auto" and not self._pays(decoding, adapts):
@@ -359,14 +405,38 @@ class Engine:
         if name not in self._decodings:
             base, settings = spec.parse_variant(name)
             accelerator = self.accelerators.get(base)
+            promise = None
+            if "quality" in settings:
+                promise = self._promised(base, check_quality(settings.pop("quality")))
+                if promise is not None and settings:
+                    raise UserError(
+                        f"method {name!r} has other settings beside the quality; a promise holds "
+                        "for the settings that were calibrated: accepted is the quality alone"
+                    )
+                settings = settings if promise is None else promise.settings
             step = self._spec(base).make_step(self.decoder, accelerator, settings)
             if step is None:
                 return None
             # what its card says was measured on other weights
             relative = accelerator is not None and accelerator.other_weights is not None
             rates = [] if relative else _card_rates(accelerator)
-            self._decodings[name] = _Decoding(step, OverallRates(rates))
+            self._decodings[name] = _Decoding(step, OverallRates(rates), promise)
         return self._decodings[name]
+
+    def _promised(self, name: str, quality: float) -> Promise | None:
+        """What is stored beside the accelerator for a quality; None: 1, the lossless method."""
+        mode = dynamic_mode(self._spec(name))
+        accelerator = self.accelerators[name]
+        if quality == 1:
+            return None
+        return promises.find(
+            accelerator.folder,
+            name,
+            quality,
+            fingerprint(self.model),
+            accelerator.weights_sha256,
+            mode.gates(accelerator.module),
+        )
 
     def _try_relative(self, decoding: _Decoding, name: str) -> None:
         """Before the first drafts of an accelerator whose base has other weights than this model:

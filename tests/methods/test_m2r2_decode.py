@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OlmoeConfig
 
 from multirate.decoding import draft_length
 from multirate.decoding.costs import CostModel
@@ -40,62 +39,16 @@ from multirate.model.native import NativeDecoder
 from multirate.model.rows import Rows
 
 from .fused_steps import assert_fused_steps_are_steps_in_parts
+from .m2r2_models import LLAMA, OTHERS, PROMPTS, model_of, stream_of
 
-LLAMA = LlamaConfig(
-    vocab_size=61,
-    hidden_size=128,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=160,
-)
-OTHERS = {
-    "gpt2": GPT2Config(n_layer=3, n_embd=48, n_head=4, vocab_size=61, n_positions=160),
-    "olmoe": OlmoeConfig(
-        vocab_size=61,
-        hidden_size=48,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=160,
-    ),
-}
 EAGER_TREE = M2R2DecodeConfig(
     depth=5, width=3, nodes=20, draft_threshold=0.0, verify_threshold=0.0
 )  # every tree is as large as can be
-PROMPTS = [[5, 9, 2, 44, 17], [3], [8] * 11]
 SAMPLINGS = [
     None,
     SamplingSettings(temperature=1.0, seed=2),
     SamplingSettings(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3),
 ]
-
-
-def model_of(config, dtype=torch.float32):
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(
-                    3.0
-                )  # spread logits: a random model's argmax must not be a coin toss
-    return model.to(dtype)
-
-
-def stream_of(config, preset, seed=0, scale=0.05, **options):
-    torch.manual_seed(seed)
-    base = BaseShape.of(config)
-    stream = AcceleratedStream(M2R2Config.for_base(base, preset, **options), base)
-    with torch.no_grad():
-        for parameter in stream.parameters():
-            parameter.add_(torch.randn_like(parameter) * scale)
-    return stream
 
 
 @pytest.fixture(scope="module")

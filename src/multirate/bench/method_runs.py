@@ -59,7 +59,10 @@ def method_run(
             prefill_seconds=seen.prefill_seconds,
         )
 
-    return MethodRun(name, run, engine.lossless(name), engine.forget)
+    lossless = engine.lossless(name)
+    promise = engine.promise_of(name)
+    note = None if promise is None else promise.sentence()
+    return MethodRun(name, run, lossless, engine.forget, note=note)
 
 
 def transformers_run(

@@ -46,7 +46,8 @@ def identity(row: Row) -> str:
     if row.lossless and row.identical == total:
         return "yes"
     if not row.lossless:
-        return f"{row.identical} same"
+        same = f"{row.identical} same"
+        return same if row.kept is None else f"{same}\n{100 * row.kept:.2f}% kept"
     parts = [f"{row.identical}/{total}"]
     if row.near_ties:
         parts.append(f"{row.near_ties} near-tie" + "s" * (row.near_ties > 1))

@@ -91,7 +91,9 @@ class Row:
     `spread` is (max − min) / median of the rates; `speedup` is against the faster baseline and None
     when answers are missing, shortened or wrong. `tokens_per_step` counts emitted tokens per target
     pass after the prefill, bonus token included; `acceptance` is accepted over drafted tokens.
-    `identical + near_ties + diverged` is the number of prompts of a lossless method.
+    `identical + near_ties + diverged` is the number of prompts of a lossless method. `kept`, of a
+    lossy one, is its quality: the share of its answers' tokens that are what the full model says
+    after the same text, the mean over the prompts.
     `decode_tokens_per_second` is without the prefills, None where they are not told apart; `note`
     is the method's.
     """
@@ -112,6 +114,7 @@ class Row:
     divergences: list[dict[str, Any]] = field(default_factory=list)
     decode_tokens_per_second: float | None = None
     note: str | None = None
+    kept: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, JSON-ready."""
@@ -188,9 +191,17 @@ def _forget(method_runs: Sequence[MethodRun], prompt: Prompt) -> None:
             method_run.forget()
 
 
-def summarise(measurements: Measurements, judge: Judge, lossy: Sequence[str] = ()) -> list[Row]:
+def summarise(
+    measurements: Measurements,
+    judge: Judge,
+    lossy: Sequence[str] = (),
+    differing: Callable[[Sequence[int], Sequence[int]], int] | None = None,
+) -> list[Row]:
     """One Row per method, in the order given; identity is against the first repeat of PLAIN,
     prompt by prompt.
+
+    differing(prompt, answer): how many of an answer's tokens are not the full model's, for the
+    quality that lossy methods kept; None: it is not measured.
     """
     repeats = measurements.usable()
     if not repeats:
@@ -202,9 +213,25 @@ def summarise(measurements: Measurements, judge: Judge, lossy: Sequence[str] = (
     reference = baseline(rows)
     for row in rows:
         row.note = measurements.notes.get(row.method)
+        if differing is not None and not row.lossless:
+            row.kept = _kept(row.method, repeats, measurements.prompts, differing)
         if reference is not None and not row.diverged and row.tokens_per_second > 0:
             row.speedup = row.tokens_per_second / reference.tokens_per_second
     return rows
+
+
+def _kept(
+    name: str,
+    repeats: list[list[dict[str, Sample]]],
+    prompts: Sequence[Prompt],
+    differing: Callable[[Sequence[int], Sequence[int]], int],
+) -> float:
+    """Mean over the prompts of the first repeat."""
+    shares = []
+    for prompt, taken in zip(prompts, repeats[0], strict=False):
+        tokens = taken[name].answer.tokens
+        shares.append(1 - differing(prompt.tokens, tokens) / max(1, len(tokens)))
+    return sum(shares) / len(shares)
 
 
 def baseline(rows: Sequence[Row]) -> Row | None:

@@ -240,6 +240,7 @@ def run(
     from multirate.bench.rivals import Contest
     from multirate.bench.rivals import prepare as prepare_rivals
     from multirate.bench.runner import MethodRun, Unavailable, measure, summarise
+    from multirate.calibration.measure import differing
 
     method_runs: list[MethodRun] = []
     unavailable: list[dict[str, str]] = []
@@ -281,7 +282,10 @@ def run(
                 on_answer=lambda name: bar.advance(),
             )
     rows = summarise(
-        measurements, Judge(engine.model), [c.name for c in method_runs if not c.lossless]
+        measurements,
+        Judge(engine.model),
+        [c.name for c in method_runs if not c.lossless],
+        lambda prompt, tokens: differing(engine.decoder, prompt, tokens),
     )
     read = bandwidth.read_bandwidth(device)
     share = bandwidth.share_of(read, bandwidth.bytes_per_step(engine.model), rows)

@@ -65,6 +65,8 @@ def command(
         bool, typer.Option("--stats", help="Print speed and acceptance to stderr.")
     ] = False,
     speculate: options.Speculate = "auto",
+    mode: options.Mode = "lossless",
+    quality: options.Quality = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
@@ -79,6 +81,7 @@ def command(
     options.set_threads(threads)
 
     from multirate.bench.prompts import encode_chat
+    from multirate.calibration.promise import check_quality
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import attach
     from multirate.experts.named_policies import parse_bytes, policy_named
@@ -86,6 +89,8 @@ def command(
     from multirate.methods.spec import recommended
 
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    if quality is not None:
+        check_quality(quality)
     policy_named(expert_policy)  # a wrong word is said before anything is loaded
     parse_bytes(expert_memory)
     if experts is None and expert_memory is not None:
@@ -128,6 +133,8 @@ def command(
             method=method,
             on_tokens=(lambda _, tokens: printer.push(tokens)) if stream else None,
             speculate=speculate,
+            mode=mode,
+            quality=quality,
         )
     finally:
         if stream:
@@ -135,6 +142,8 @@ def command(
             typer.echo("")
     if not stream:
         typer.echo(tokenizer.decode(output.sequences[0], skip_special_tokens=True))
+    if engine.promise is not None:
+        options.note(f"note: {engine.promise.sentence(sampled=not sampling.greedy)}")
     if engine.notice:
         options.note(f"note: {engine.notice}")
     if stats:
@@ -145,6 +154,9 @@ def command(
             f"{seen.tokens_per_step:.2f} tokens per step, acceptance {seen.acceptance:.2f}, "
             f"ended by {output.finish_reasons[0]}, backend {engine.backend}"
         )
+        if seen.exits:
+            left = ", ".join(f"{layers}: {n}" for layers, n in sorted(seen.exits.items()))
+            options.note(f"tokens by the layers they took: {left}")
         if engine.experts is not None and engine.experts.runtime is not None:
             options.note(options.expert_line(engine.experts.runtime))
 

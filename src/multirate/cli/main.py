@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from multirate import __version__
-from multirate.cli import answers, bench, demo, generate, info, pack, train
+from multirate.cli import answers, bench, calibrate, demo, generate, info, pack, train
 from multirate.cli.errors import Group
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command("generate")(generate.command)
 app.command("answers")(answers.command)
 app.command("train")(train.command)
+app.command("calibrate")(calibrate.command)
 app.command("pack")(pack.command)
 app.command("bench")(bench.command)
 app.command("demo")(demo.command)

@@ -39,6 +39,23 @@ Speculate = Annotated[
 ]
 
 
+Mode = Annotated[
+    str,
+    typer.Option(
+        help="lossless (the model's own text), or dynamic: tokens leave early, within the promise "
+        "that multirate calibrate stored for --quality."
+    ),
+]
+Quality = Annotated[
+    float | None,
+    typer.Option(
+        help="With --mode dynamic: the share of tokens that are to be the full model's, such as "
+        "0.99; 1 is lossless.",
+        show_default=False,
+    ),
+]
+
+
 def set_threads(threads: int | None) -> None:
     """Before any weights are packed: the packed decoder takes its threads from torch."""
     if threads is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from multirate.decoding.session import Session
-from multirate.model.decoder import Decoder
+from multirate.model.decoder import Decoder, LayerAdapter
 
 LayerRange = tuple[int, int]
 """Layers [start, stop)."""
@@ -35,10 +35,12 @@ class DepthPolicy(ABC):  # noqa: B024 - a policy overrides `leave` or `schedule`
     exits: layers after which rows may leave: numbers of layers run, rising, above 0 and below L.
     lossless: whether the output is the base model's all the same. Leaving early never is, unless
         the policy knows that the layers left out change nothing.
+    adapters: what changes layers for the accelerated rows, where there are any.
     """
 
     exits: tuple[int, ...] = ()
     lossless: bool = False
+    adapters: Mapping[int, LayerAdapter] | None = None
 
     def begin(self, session: Session) -> None:  # noqa: B027 - optional
         """A generation begins; forget the one before."""
@@ -50,14 +52,27 @@ class DepthPolicy(ABC):  # noqa: B024 - a policy overrides `leave` or `schedule`
         """
         return None
 
+    def start_accelerated(
+        self, layer: int, hidden: Tensor, seqs: Sequence[int], last: Tensor | None
+    ) -> Tensor | None:
+        """The residuals [n, d] with which an accelerated row of each of `seqs` enters `layer`, to
+        run beside the token's own up to the next exit, where it is what the policy is shown.
+
+        Asked at layer 0 and at every exit but the last, of the rows that go on. hidden [n, d]: the
+        tokens' own residuals there; last: the accelerated ones', None at layer 0. None (at layer
+        0): there are no such rows.
+        """
+        return None
+
     def leave(self, exit: int, hidden: Tensor, seqs: Sequence[int]) -> Leaving:
         """Which rows leave after `exit` layers. hidden [n, d]: the residual of each of `seqs`
-        there.
+        there, the accelerated row's where there is one.
         """
         return Leaving([False] * len(seqs))
 
     def logits(self, decoder: Decoder, exit: int, hidden: Tensor) -> Tensor:
-        """Logits [n, V] of rows that left after `exit` layers with residuals hidden [n, d].
+        """Logits [n, V] of rows that left after `exit` layers with residuals hidden [n, d], those
+        that `leave` was shown.
 
         The default reads them as it reads the last layer's: final norm and LM head.
         """

@@ -36,12 +36,16 @@ class Draft:
         must be proposed whatever it is: to stop drafting, look at the distribution, never at the
         token drawn (a token withheld because it was unlikely would leave the others
         over-represented).
+    trusted: nodes 1..trusted are emitted as they are, without asking the target model (dynamic
+        mode: lossy). They are a chain below node 0, and every other node is below the last of
+        them. When sampling, trust is decided before the token is drawn, as above.
     """
 
     tokens: list[int]
     parents: list[int]
     hidden: Tensor | None = None
     probs: Tensor | None = None
+    trusted: int = 0
 
     @classmethod
     def chain(
@@ -76,6 +80,17 @@ class Draft:
             children.setdefault(edge, node)
         return children
 
+    @property
+    def verified(self) -> Draft:
+        """What is left to verify: the nodes below the last trusted one, which becomes node 0."""
+        if not self.trusted:
+            return self
+        return Draft(
+            self.tokens[self.trusted :],
+            [parent - self.trusted for parent in self.parents[self.trusted :]],
+            probs=None if self.probs is None else self.probs[self.trusted :],
+        )
+
     def path_tokens(self) -> list[list[int]]:
         """For nodes 0..n the drafted tokens from node 1 on the path down to the node itself."""
         paths: list[list[int]] = [[]]
@@ -100,6 +115,7 @@ class Draft:
             self.parents[:count],
             None if self.hidden is None else self.hidden[: count + 1],
             None if self.probs is None else self.probs[:count],
+            min(self.trusted, count),
         )
 
     def rows(self, seq: int, length: int) -> Rows:
@@ -127,6 +143,11 @@ class Draft:
         if self.probs is not None and self.probs.shape[0] != n:
             raise ValueError(
                 f"a draft of {n} nodes needs {n} rows of probs, got {self.probs.shape[0]}"
+            )
+        chain, below = self.parents[: self.trusted], self.parents[self.trusted :]
+        if chain != list(range(self.trusted)) or any(parent < self.trusted for parent in below):
+            raise ValueError(
+                f"{self.trusted} trusted nodes must be a chain below node 0, above all others"
             )
 
 

@@ -4,7 +4,7 @@ policy says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from multirate.decoding.depth import DepthPolicy, LayerRange
 from multirate.decoding.session import Session
 from multirate.decoding.step import Hole, Step
-from multirate.model.decoder import Decoder
+from multirate.model.decoder import Decoder, LayerAdapter
 from multirate.model.rows import Rows
 
 KVOfSkippedLayers = Literal["propagate", "deferred", "none"]
@@ -112,7 +112,7 @@ class DynamicDepthStep(Step):
                 part = self._joined(b, None, waiting[-1].depth)
                 assert part is not None
                 stop = waiting[-1].depth if waiting else layers
-                hidden = _run(session, {b: part}, part.depth, stop)[b].hidden
+                hidden = _run(session, {b: part}, part.depth, stop)[0][b].hidden
                 if stop < layers:
                     waiting.append(_Pending(part.first, hidden, stop))
 
@@ -130,30 +130,43 @@ class DynamicDepthStep(Step):
         tokens: dict[int, int] = {}
         x, _ = _enter(session, seqs)
         going = {b: _Pending(cache.lengths[b], x[i : i + 1], 0) for i, b in enumerate(seqs)}
+        beside: Tensor | None = None  # the accelerated rows' residuals, in the order of `going`
+        if only is None and exits:
+            beside = policy.start_accelerated(0, x, seqs, None)
         at = 0
         for stop in sorted({*exits, *waiting, layers}):
             going = {b: self._joined(b, part, at) or part for b, part in going.items()}
-            going, at = _run(session, going, at, stop), stop
+            going, beside = _run(session, going, at, stop, beside, policy.adapters)
+            at = stop
             if stop not in exits and stop < layers:
                 continue
             here = list(going)
             last = torch.cat([going[b].hidden[-1:] for b in here])
+            shown = last if beside is None else beside
             if stop in (layers, only):
                 leaving, logits = [True] * len(here), None
             else:
-                said = policy.leave(stop, last, here)
+                said = policy.leave(stop, shown, here)
                 leaving, logits = list(said.rows), said.logits
             out = [i for i, leaves in enumerate(leaving) if leaves]
+            stay = [i for i, leaves in enumerate(leaving) if not leaves]
+            if beside is not None:
+                beside = (
+                    policy.start_accelerated(
+                        stop, last[stay], [here[i] for i in stay], beside[stay]
+                    )
+                    if stay and stop < exits[-1]
+                    else None
+                )
             if not out:
                 continue
             left = [here[i] for i in out]
             if logits is not None:
                 logits = logits[out]
+            elif stop < layers:
+                logits = policy.logits(decoder, stop, shown[out])
             else:
-                read = last[out]
-                logits = (
-                    policy.logits(decoder, stop, read) if stop < layers else decoder.logits(read)
-                )
+                logits = decoder.logits(last[out])
             tokens.update(zip(left, session.sampler.choose(logits, left), strict=True))
             session.stats.count_exits(stop, len(left))
             if stop < layers:
@@ -247,19 +260,39 @@ def _enter(session: Session, seqs: list[int]) -> tuple[Tensor, Rows]:
 
 
 def _run(
-    session: Session, going: dict[int, _Pending], start: int, stop: int
-) -> dict[int, _Pending]:
-    """Layers [start, stop) on the rows of all sequences in one call."""
+    session: Session,
+    going: dict[int, _Pending],
+    start: int,
+    stop: int,
+    beside: Tensor | None = None,
+    adapters: Mapping[int, LayerAdapter] | None = None,
+) -> tuple[dict[int, _Pending], Tensor | None]:
+    """Layers [start, stop) on the rows of all sequences in one call, and on an accelerated row of
+    each one's last token, entering with beside [n, d].
+    """
     if start == stop:
-        return going
-    rows = Rows.concat([Rows.causal(b, part.first, len(part.hidden)) for b, part in going.items()])
-    x = torch.cat([part.hidden for part in going.values()])
-    x = session.decoder.layers(x, rows, start, stop, session.cache)
-    parts = x.split([len(part.hidden) for part in going.values()])
-    return {
-        b: _Pending(part.first, hidden, stop)
-        for (b, part), hidden in zip(going.items(), parts, strict=True)
+        return going, beside
+    parts = [Rows.causal(b, part.first, len(part.hidden)) for b, part in going.items()]
+    hidden = [part.hidden for part in going.values()]
+    if beside is not None:
+        parts += [Rows.accelerated_at(b, part.last - 1) for b, part in going.items()]
+        hidden.append(beside)
+    x = session.decoder.layers(
+        torch.cat(hidden),
+        Rows.concat(parts),
+        start,
+        stop,
+        session.cache,
+        None if beside is None else adapters,
+    )
+    *own, rest = x.split(
+        [*(len(part.hidden) for part in going.values()), 0 if beside is None else len(beside)]
+    )
+    ran = {
+        b: _Pending(part.first, after, stop)
+        for (b, part), after in zip(going.items(), own, strict=True)
     }
+    return ran, None if beside is None else rest
 
 
 def _check(ranges: Sequence[LayerRange], decoder: Decoder) -> None:

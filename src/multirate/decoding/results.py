@@ -40,7 +40,8 @@ class DecodeStats:
 
     def count_exits(self, layers: int, tokens: int) -> None:
         """`tokens` tokens were emitted after `layers` layers."""
-        self.exits[layers] = self.exits.get(layers, 0) + tokens
+        if tokens:
+            self.exits[layers] = self.exits.get(layers, 0) + tokens
 
     def count_draft(self, drafted: int, levels: int, accepted: int) -> None:
         """A draft of one sequence had `drafted` nodes, `levels` deep, of which `accepted` were

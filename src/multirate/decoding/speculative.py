@@ -21,10 +21,14 @@ from multirate.model.rows import Rows
 
 
 class SpeculativeStep(Step):
-    """The drafts of `drafter`, verified by the target model.
+    """The drafts of `drafter`, verified by the target model but for what the drafter trusts.
 
     acceptance: which drafted tokens are kept; None: those that leave the output the target's own
         (acceptance.Exact).
+
+    Trusted nodes (`Draft.trusted`) are emitted before the pass, in which their deeper layers run
+    beside the rows that are verified: K/V are exact, and only the choice of these tokens is not the
+    target's. The text of a lossy step depends on nothing that is timed: `adapt` does nothing.
 
     Where the drafter can run a whole step of one sequence at once (`Drafter.fused_step`), it does:
     the same tokens, sooner. A drafter that asks for taps or top tokens is never asked for
@@ -66,10 +70,12 @@ class SpeculativeStep(Step):
         prompts = [session.prompts[b] for b in seqs]
         self.drafter.prefill(seqs, prompts, hidden, taps)
 
-    def costs(self, decoder: Decoder) -> CostModel:
-        return self.drafter.costs(decoder)
+    def costs(self, decoder: Decoder) -> CostModel | None:
+        return self.drafter.costs(decoder) if self.lossless else None
 
     def adapt(self, decoder: Decoder, on: bool) -> bool:
+        if not self.lossless:
+            return False
         self.drafter.rests = on
         self._adapts = on and not self.drafter.adapts
         if self._adapts and self._controller is None:
@@ -100,9 +106,20 @@ class SpeculativeStep(Step):
             draft.cut(limit, self.drafter.max_nodes)
             for draft, limit in zip(drafts, limits, strict=True)
         ]
+        trusted = {
+            b: session.emit(b, draft.tokens[: draft.trusted])
+            for b, draft in zip(seqs, drafts, strict=True)
+            if draft.trusted
+        }
         for b, draft, verified, bonus in self._verify(session, seqs, last_tokens, drafts):
-            path = verified.path
-            kept = session.emit(b, [*(draft.tokens[node - 1] for node in path[1:]), bonus])
+            path, kept = verified.path, trusted.get(b, 0)
+            if stops.reasons[b] is None:
+                below = path[1 + draft.trusted :]
+                kept += session.emit(b, [*(draft.tokens[node - 1] for node in below), bonus])
+            if not self.drafter.lossless:
+                session.stats.count_exits(self.drafter.start, trusted.get(b, 0))
+                layers = session.decoder.info.num_layers
+                session.stats.count_exits(layers, kept - trusted.get(b, 0))
             levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
             session.stats.count_draft(len(draft.tokens), levels, accepted=min(kept, len(path) - 1))
             self._count(len(path), levels, len(draft.tokens))
@@ -140,6 +157,7 @@ class SpeculativeStep(Step):
         x, rows = self._entering(session, seqs, last_tokens, drafts)
         decoder, sampler, drafter = session.decoder, session.sampler, self.drafter
         counts = [len(draft.tokens) + 1 for draft in drafts]
+        asked = [draft.verified for draft in drafts]
         # below the last tap layer by layer, above it in one piece
         reached = max(drafter.taps, default=drafter.start)
         x, taps = decoder.layers_with_taps(
@@ -149,19 +167,24 @@ class SpeculativeStep(Step):
         if sampler.plain and self.acceptance.lossless and not drafter.top:
             # greedy and lossless leave no choice, and the argmax of each row is all it takes
             hidden, target = decoder.greedy(rows, session.cache, x=x, start=reached)
-            pairs = zip(drafts, split(target, counts), strict=True)
-            verdicts: list[Verdict] = [accept_greedy(draft, part) for draft, part in pairs]
+            parts = zip(asked, drafts, split(target, counts), strict=True)
+            verdicts: list[Verdict] = [
+                accept_greedy(ask, part[draft.trusted :]) for ask, draft, part in parts
+            ]
         else:
             hidden = decoder.layers(x, rows, reached, decoder.info.num_layers, session.cache)
-            logits = decoder.logits(hidden)
-            verdicts = self.acceptance(sampler, seqs, drafts, logits)
             if drafter.top:
+                logits = decoder.logits(hidden)
                 best = decoder.top_tokens(logits, drafter.top)
+                logits = _read(logits, drafts, counts)
+            else:
+                logits = decoder.logits(_read(hidden, drafts, counts))
+            verdicts = self.acceptance(sampler, seqs, asked, logits)
         found, begin = [], 0
         for b, draft, (path, bonus), count in zip(seqs, drafts, verdicts, counts, strict=True):
             part = slice(begin, begin + count)
             verified = Verified(
-                path,
+                [*range(draft.trusted), *(draft.trusted + node for node in path)],
                 hidden[part],
                 {layer: states[part] for layer, states in taps.items()},
                 None if best is None else best[part],
@@ -193,3 +216,13 @@ class SpeculativeStep(Step):
                 entering[i] = part
         hidden = [part for part in entering if part is not None]
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden), rows
+
+
+def _read(states: Tensor, drafts: Sequence[Draft], counts: Sequence[int]) -> Tensor:
+    """The rows of states [N, …] from each draft's last trusted node on: what the target model is
+    asked about.
+    """
+    if not any(draft.trusted for draft in drafts):
+        return states
+    parts = zip(drafts, states.split(list(counts)), strict=True)
+    return torch.cat([part[draft.trusted :] for draft, part in parts])

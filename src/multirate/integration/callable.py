@@ -29,6 +29,8 @@ def custom_generate(
     method: str | None = None,
     backend: str = "auto",
     speculate: str = "auto",
+    mode: str = "lossless",
+    quality: float | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
 ) -> CustomGenerate:
@@ -38,7 +40,9 @@ def custom_generate(
     with stop strings only, where `generate` was not given one. The first call packs the model's
     weights; they are kept on the model for the calls that follow.
     """
-    return CustomGenerate(accelerator, method, backend, speculate, tokenizer, streamer)
+    return CustomGenerate(
+        accelerator, method, backend, speculate, tokenizer, streamer, mode, quality
+    )
 
 
 class CustomGenerate:
@@ -47,8 +51,8 @@ class CustomGenerate:
     batches and streamers.
 
     Anything else a call asks for (beams, other logits processors or stopping criteria, scores …)
-    goes to the model's
-    own loop with a warning that names it: the output is never another one than without us.
+    goes to the model's own loop with a warning that names it. In lossless mode the output is never
+    another one than without us.
     """
 
     def __init__(
@@ -59,8 +63,11 @@ class CustomGenerate:
         speculate: str,
         tokenizer: Any,
         streamer: Any,
+        mode: str = "lossless",
+        quality: float | None = None,
     ) -> None:
         self._accelerator = accelerator
+        self._mode, self._quality = mode, quality
         self._method = method
         self._backend = backend
         self._speculate = speculate
@@ -147,6 +154,8 @@ class CustomGenerate:
             method=self._method,
             on_tokens=None if streamer is None else stream,
             speculate=self._speculate,
+            mode=self._mode,
+            quality=self._quality,
         )
         cut = [row for row, reason in enumerate(output.finish_reasons) if reason == "context"]
         if cut:

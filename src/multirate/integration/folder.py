@@ -11,7 +11,7 @@ from multirate.errors import UserError
 from multirate.integration.callable import custom_generate
 from multirate.integration.caller import argument_of_generate
 
-_OURS = ("method", "backend", "speculate")
+_OURS = ("method", "backend", "speculate", "mode", "quality")
 
 
 def generate_from_folder(model: Any, accelerator: str | None = None, **arguments: Any) -> Any:

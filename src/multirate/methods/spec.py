@@ -63,6 +63,20 @@ class Training:
 
 
 @dataclass(frozen=True)
+class DynamicMode:
+    """How a method's tokens leave early, and what `multirate calibrate` may choose.
+
+    gates(module): the layers after which they may. settings(module, threshold): the method's
+    settings with which a token leaves where a gate's score is at least the threshold, and never for
+    None. path: the thresholds that calibration tries, from the most cautious to the boldest.
+    """
+
+    gates: Callable[[Any], tuple[int, ...]]
+    settings: Callable[[Any, float | None], dict[str, Any]]
+    path: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class MethodSpec:
     """One method.
 
@@ -71,9 +85,10 @@ class MethodSpec:
     layers a token gets; "experts" predicts the experts of a mixture (no text is decoded with it).
     lossless: whether the output is the base model's own. settings: what a user may set when
     decoding. drafter(decoder, module, settings): None means plain decoding; `module` is None for
-    methods without training. step(decoder, module, settings): instead of a drafter, a step of
-    another kind, such as a DynamicDepthStep over the method's depth policy. recommended: the
-    default of its role.
+    methods without training. step(decoder, module, settings): the step that decodes, where it is
+    not always a SpeculativeStep over the drafter: a DynamicDepthStep over the method's depth
+    policy, say. dynamic: its dynamic mode, if it has one; lossy, whatever `lossless` says.
+    recommended: the default of its role.
     """
 
     name: str
@@ -83,6 +98,7 @@ class MethodSpec:
     step: Callable[[Decoder, Any, Any], Step] | None = None
     settings: type[MethodConfig] | None = None
     training: Training | None = None
+    dynamic: DynamicMode | None = None
     role: Literal["drafter", "depth", "experts"] = "drafter"
     lossless: bool = True
     recommended: bool = False
@@ -175,6 +191,11 @@ def find(name: str) -> MethodSpec:
 def trainable() -> list[str]:
     """The names that `multirate train --method` accepts."""
     return [name for name, spec in all_specs().items() if spec.training is not None]
+
+
+def dynamic_methods() -> list[str]:
+    """The names of the methods that have a dynamic mode."""
+    return [name for name, spec in all_specs().items() if spec.dynamic is not None]
 
 
 def find_training(name: str) -> Training:

@@ -58,6 +58,10 @@ class Accelerator:
     """A sentence when the model it was loaded for has the base's shape but other weights (a
     fine-tuned or quantised copy), else None.
     """
+    folder: Path | None = None
+    """Where it was loaded from."""
+    weights_sha256: str = ""
+    """Of the file that its weights were loaded from."""
 
     def parameters(self) -> int:
         """Number of trained values."""
@@ -150,6 +154,8 @@ class Accelerator:
             description["training"],
             description["results"],
             other_weights,
+            directory,
+            description["weights_sha256"],
         )
 
 

@@ -78,7 +78,7 @@ class MethodConfig:
             value = getattr(self, field.name)
             if not _accepts(value, hints[field.name]):
                 self.refuse(field.name, value, _spell(hints[field.name]))
-            if get_origin(hints[field.name]) is tuple:
+            if isinstance(value, list):
                 object.__setattr__(self, field.name, tuple(value))
         self.check()
 

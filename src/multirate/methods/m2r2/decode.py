@@ -27,6 +27,7 @@ from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.fused_steps import FusedSteps
+from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
@@ -69,9 +70,17 @@ class _Match:
 _NO_MATCH = _Match([], 0)
 
 
+# Of drafts below trusted tokens. A lossy text must not depend on what the clock says, so these are
+# not measured; a level costs about a quarter of a plain step, a row less than a tenth.
+_FIXED_DRAFT_THRESHOLD, _FIXED_VERIFY_THRESHOLD = 0.3, 0.1
+
+
 class M2R2Drafter(Drafter):
     """Drafts with an AcceleratedStream on any decoder; on the native one a step of one sequence is
     fused.
+
+    In dynamic mode (`exit_thresholds` of a stream with one gate) it trusts the tokens whose score
+    passes the threshold, as long as all before them in the draft do.
     """
 
     def __init__(
@@ -81,22 +90,22 @@ class M2R2Drafter(Drafter):
         self.config = config or M2R2DecodeConfig()
         self.start = stream.config.gates[0]
         self.max_nodes = self.config.nodes
-        self.repeats_text = self.config.drafts != "drawn"
-        self.adapts = self.config.draft_threshold is None or self.config.verify_threshold is None
+        self._exit_threshold = _exit_threshold(self.config, stream)
+        self.lossless = self._exit_threshold is None
+        self.repeats_text = self.lossless and self.config.drafts != "drawn"
+        self.adapts = self.lossless and (
+            self.config.draft_threshold is None or self.config.verify_threshold is None
+        )
         self._refresh = bool(stream.blocks)
         self._carry = stream.carry is not None
         self.runner = make_runner(decoder, stream, self.start, self.config.weights)
         self._cache: KVCache | None = None
         self._waiting: dict[int, _Waiting] = {}
         self._refreshed = 0  # tokens of sequence 0 whose K/V in the block are final
-        self._arla = None
-        if self.config.trust == "arla":
-            if stream.arla is None:
-                raise UserError(
-                    "m2r2 setting trust='arla' needs an accelerator with ARLA; this one has "
-                    "arla_dim=0"
-                )
-            self._arla = copy.deepcopy(stream.arla).float()
+        self._arla = arla_of(stream, "trust") if self.config.trust == "arla" else None
+        self._exit_arla = None
+        if not self.lossless and self.config.exit_score == "arla":
+            self._exit_arla = arla_of(stream, "exit_score")
         self._continuations = ContinuationRates(self.config.lookup)
         self._calibration: Calibration | None = None
         self._streamed = True  # whether the stream drafts in the step under way
@@ -106,6 +115,7 @@ class M2R2Drafter(Drafter):
         self._fused: FusedSteps | None = None
         if (
             self._arla is None
+            and self.lossless
             and isinstance(decoder, NativeDecoder)
             and isinstance(self.runner, NativeStreamRunner)
         ):
@@ -130,8 +140,11 @@ class M2R2Drafter(Drafter):
             )
         self._controller: DraftLengthController | None = None
         self._draft_threshold, self._verify_threshold = (
-            np.full(self.max_nodes, c or 0.0)
-            for c in (self.config.draft_threshold, self.config.verify_threshold)
+            np.full(self.max_nodes, fixed if c is None else c)
+            for c, fixed in (
+                (self.config.draft_threshold, _FIXED_DRAFT_THRESHOLD),
+                (self.config.verify_threshold, _FIXED_VERIFY_THRESHOLD),
+            )
         )
 
     def trial_step(self) -> Callable[[], object]:
@@ -170,6 +183,8 @@ class M2R2Drafter(Drafter):
         self._cache, self._sampler = cache, sampler
         self._waiting, self._refreshed = {}, 0
         self._texts, self._trees, self._matches = {}, {}, {}
+        if not self.lossless:  # nor on the generations before
+            self._continuations = ContinuationRates(self.config.lookup)
         self._fused_seq: int | None = None
         if self._fused is not None and isinstance(self.runner, NativeStreamRunner):
             self._fused.begin(
@@ -524,13 +539,19 @@ class M2R2Drafter(Drafter):
                 for node in frontier[i]
             ]
         ids, best = self.runner.top(p, self._candidates, c.sharpness, noise)
+        scores = self._exit_scores(p, lambda: [row[0] for row in best])
         if self._arla is not None:
             best = [
-                _with_first(row, score) for row, score in zip(best, self._agreement(p), strict=True)
+                _with_first(row, score)
+                for row, score in zip(best, agreement(self._arla, self.decoder, p), strict=True)
             ]
         at = 0
         for i in live:
             count = len(frontier[i])
+            if self._passes(trees[i], scores, at):
+                frontier[i] = trees[i].trust(ids[at][0])
+                at += count
+                continue
             room = c.nodes - len(trees[i].tokens)
             followed = agrees = False
             if count == 1 and trees[i].is_chain:
@@ -592,11 +613,20 @@ class M2R2Drafter(Drafter):
             q = sampler.distribution(logits, rows_seqs, paths)
             tokens = sampler.draw(q, rows_seqs)
         else:
-            scores = sampler.perturbed(logits, rows_seqs, paths)
-            q, tokens = torch.softmax(scores, dim=-1), argmax_rows(scores)
-        sure = q.amax(-1).tolist() if self._arla is None else self._agreement(p)
+            perturbed = sampler.perturbed(logits, rows_seqs, paths)
+            q, tokens = torch.softmax(perturbed, dim=-1), argmax_rows(perturbed)
+        # of the logits: the distribution of greedy tokens under a penalty is sure of each
+        scores = self._exit_scores(
+            p, lambda: torch.softmax(self.config.sharpness * logits, -1).amax(-1).tolist()
+        )
+        sure = q.amax(-1).tolist() if self._arla is None else agreement(self._arla, self.decoder, p)
         for k, i in enumerate(live):
             tree, node = trees[i], frontier[i][0]
+            if self._passes(tree, scores, k):
+                frontier[i] = tree.trust(tokens[k])
+                if draws:
+                    probs[i].append(q[k : k + 1])
+                continue
             if tree.depth[node] >= tree.depth_limit or (
                 node and tree.path_probability[node] < self._draft_threshold[node - 1]
             ):
@@ -608,11 +638,22 @@ class M2R2Drafter(Drafter):
             if draws:
                 probs[i].append(q[k : k + 1])
 
-    def _agreement(self, p: Tensor) -> list[float]:
-        """ARLA's probability, for each row of p [n, d], that its argmax is the full model's."""
-        assert self._arla is not None
-        scores: list[float] = self._arla.score(self.decoder.norm(p)[:, None].float()).tolist()
-        return scores
+    def _exit_scores(self, p: Tensor, confidence: Callable[[], list[float]]) -> list[float]:
+        """For each row of p [n, d] what decides whether its token is trusted; empty where none is.
+
+        confidence: the sharpened top-1 probabilities.
+        """
+        if self.lossless:
+            return []
+        if self._exit_arla is None:
+            return confidence()
+        return agreement(self._exit_arla, self.decoder, p)
+
+    def _passes(self, tree: DraftTree, scores: list[float], row: int) -> bool:
+        """Whether the next token of a tree that holds trusted tokens only is trusted, too."""
+        if self._exit_threshold is None or tree.trusted < len(tree.tokens):
+            return False
+        return scores[row] >= self._exit_threshold
 
     def _finish(
         self,
@@ -641,9 +682,41 @@ class M2R2Drafter(Drafter):
                 tree.parents,
                 torch.cat(hidden[i]),
                 torch.cat(probs[i]) if probs[i] else None,
+                tree.trusted,
             )
             for i, tree in enumerate(trees)
         ]
+
+
+def _exit_threshold(config: M2R2DecodeConfig, stream: AcceleratedStream) -> float | None:
+    """The only gate's, None where every token is verified."""
+    if not config.leaves_early or config.exit_thresholds is None:
+        return None
+    if len(stream.config.gates) != 1:
+        raise ValueError("trusted drafts are for streams with one gate")
+    if config.kv != "deferred":
+        raise UserError(
+            f"m2r2 setting kv={config.kv!r} needs an accelerator with several gates; with one gate "
+            "accepted is deferred"
+        )
+    return config.exit_thresholds[0]
+
+
+def arla_of(stream: AcceleratedStream, setting: str) -> ARLA:
+    """The stream's ARLA in float32. UserError naming the setting where it has none."""
+    if stream.arla is None:
+        raise UserError(
+            f"m2r2 setting {setting}='arla' needs an accelerator with ARLA; this one has arla_dim=0"
+        )
+    return copy.deepcopy(stream.arla).float()
+
+
+def agreement(arla: ARLA, decoder: Decoder, p: Tensor) -> list[float]:
+    """The probability, for each row of p [n, d] at the first gate, that its argmax is the full
+    model's.
+    """
+    scores: list[float] = arla.score(decoder.norm(p)[:, None].float()).tolist()
+    return scores
 
 
 def _with_first(probs: list[float], first: float) -> list[float]:

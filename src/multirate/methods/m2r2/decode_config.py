@@ -34,6 +34,12 @@ class M2R2DecodeConfig(MethodConfig):
     rejection sampling; without lookup, and the kernel does not fuse their steps. With the first two
     the text of a seed is that of plain decoding. With a repetition penalty drafts are chains by the
     whole pipeline, drawn or coupled. All were measured: docs/experiments.md. [ours]
+    exit_thresholds: dynamic mode (lossy): for each gate the least score with which a token leaves
+    there, null for never; null instead of the list is lossless decoding. `multirate calibrate`
+    chooses them. With one gate, a drafted token that passes is emitted without verification.
+    exit_score: what is compared with them: arla, or the sharpened top-1 probability.
+    kv: with several gates, what later tokens read of the layers that a token skipped: deferred
+    (exact, computed with the next token that goes as deep) or propagate (from the exit's residual).
     weights: of what only drafts (the block, the draft's head, the carry and, at gate 1, the first
     layer with its adapters) on the native kernel: int8 (half the memory read, other drafts, the
     same text) or bf16. [ours]
@@ -49,6 +55,9 @@ class M2R2DecodeConfig(MethodConfig):
     trust: Literal["confidence", "arla"] = "confidence"
     drafts: Literal["coupled", "likeliest", "drawn"] = "coupled"
     weights: DraftWeights = "int8"
+    exit_thresholds: tuple[float | None, ...] | None = None
+    exit_score: Literal["arla", "confidence"] = "arla"
+    kv: Literal["deferred", "propagate"] = "deferred"
 
     def check(self) -> None:
         for name, low, high in (
@@ -72,6 +81,11 @@ class M2R2DecodeConfig(MethodConfig):
                 raise UserError(
                     f"m2r2 setting {name}={value} is out of range; accepted: 0 to 1, or None"
                 )
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether any token may."""
+        return any(threshold is not None for threshold in self.exit_thresholds or ())
 
 
 @dataclass(frozen=True)

@@ -97,12 +97,7 @@ class StreamRunner:
 
     def logits(self, p: Tensor) -> Tensor:
         """float32 [n, V]; tokens outside a reduced draft vocabulary get −inf."""
-        full = self.decoder.logits(p)
-        if self._tokens is None:
-            return full
-        limited = torch.full_like(full, -torch.inf)
-        limited[:, self._tokens] = full[:, self._tokens]
-        return limited
+        return draft_logits(self.decoder, self._tokens, p)
 
     def top(
         self,
@@ -120,3 +115,15 @@ class StreamRunner:
         logits = sharpness * logits
         best, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
         return ids.tolist(), torch.exp(best - logits.logsumexp(-1, keepdim=True)).tolist()
+
+
+def draft_logits(decoder: Decoder, draft_tokens: Tensor | None, p: Tensor) -> Tensor:
+    """What the stream p [n, d] says at a gate: float32 [n, V], −inf outside a reduced draft head's
+    draft_tokens.
+    """
+    full = decoder.logits(p)
+    if draft_tokens is None:
+        return full
+    limited = torch.full_like(full, -torch.inf)
+    limited[:, draft_tokens] = full[:, draft_tokens]
+    return limited

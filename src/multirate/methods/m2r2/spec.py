@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from typing import Any
 
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2Drafter
 from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
+from multirate.methods.m2r2.exits import step_of
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.train import M2R2Objective, start_from_least_squares
-from multirate.methods.spec import MethodSpec, Training, register
+from multirate.methods.spec import DynamicMode, MethodSpec, Training, register
 
 
 def _training(preset: str) -> Training:
@@ -23,6 +26,17 @@ def _training(preset: str) -> Training:
     )
 
 
+def _exit_settings(stream: AcceleratedStream, threshold: float | None) -> dict[str, Any]:
+    return {"exit_thresholds": [threshold] * len(stream.config.gates)}
+
+
+DYNAMIC = DynamicMode(
+    gates=lambda stream: stream.config.gates,
+    settings=_exit_settings,
+    # logits from 7 down to -1: ARLA's classes are balanced in training, so that where most tokens
+    # agree even a score below one half may be safe
+    path=tuple(1 / (1 + math.exp(-step / 2)) for step in range(14, -3, -1)),
+)
 PAPER = register(
     MethodSpec(
         name="m2r2",
@@ -30,6 +44,8 @@ PAPER = register(
         summary="accelerated residual stream drafts, the remaining layers verify (the paper)",
         settings=M2R2DecodeConfig,
         drafter=lambda decoder, module, settings: M2R2Drafter(decoder, module, settings),
+        step=lambda decoder, module, settings: step_of(decoder, module, settings),
+        dynamic=DYNAMIC,
         training=_training("m2r2"),
     )
 )
@@ -40,6 +56,8 @@ CARRY = register(
         summary="m2r2 with a carried final residual and a block at a shallow gate (ours)",
         settings=CarryDecodeConfig,
         drafter=lambda decoder, module, settings: M2R2Drafter(decoder, module, settings),
+        step=lambda decoder, module, settings: step_of(decoder, module, settings),
+        dynamic=DYNAMIC,
         training=_training("m2r2-carry"),
         recommended=True,
     )

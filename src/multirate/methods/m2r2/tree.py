@@ -31,7 +31,8 @@ class DraftTree:
     drafted from. followed: nodes after these that are a continuation's; matched: what it was
     matched by. calibrated: from the stream's confidence in a token to the rate that is believed;
     None: they are the same. confidence: the stream's in every node, −1 for a continuation's. best:
-    the stream's best token after the last one, and its confidence.
+    the stream's best token after the last one, and its confidence. trusted: the first nodes, a
+    chain, that are emitted whatever the target model says; nothing else hangs above the last.
     """
 
     depth_limit: int
@@ -47,6 +48,7 @@ class DraftTree:
     calibrated: Callable[[float], float] | None = None
     confidence: list[float] = field(default_factory=list)
     best: tuple[int, float] | None = None
+    trusted: int = 0
     _leaves: list[tuple[float, int, int, float]] = field(
         default_factory=list
     )  # (path probability, parent, token, the stream's own probability)
@@ -106,6 +108,13 @@ class DraftTree:
         self.drafted += len(chosen)
         return chosen
 
+    def trust(self, token: int) -> list[int]:
+        """The last trusted node's only child, trusted as well → the nodes to draft from next."""
+        node = self.add(self.trusted, token, 1.0)
+        self.trusted += 1
+        self.drafted += 1
+        return [node] if self.depth[node] < self.depth_limit else []
+
     def worth(self, confidence: float) -> float:
         """The chance that a token of this confidence is accepted."""
         return confidence if self.calibrated is None else self.calibrated(confidence)
@@ -150,15 +159,15 @@ class DraftTree:
 
     @property
     def origin(self) -> Origin:
-        """Where its nodes come from."""
-        return Origin(self.drafted, self.continued, self.matched)
+        """Where its nodes that are verified come from."""
+        return Origin(self.drafted - self.trusted, self.continued, self.matched)
 
     def accepted(self, path: Sequence[int]) -> tuple[int, int]:
-        """How many of the accepted `path`'s nodes the stream drew, and how many a continuation
-        made.
+        """How many of the accepted `path`'s verified nodes the stream drew, and how many a
+        continuation made.
         """
         below = self.drafted + self.continued
-        return sum(0 < node <= self.drafted for node in path), sum(
+        return sum(self.trusted < node <= self.drafted for node in path), sum(
             self.drafted < node <= below for node in path
         )
 

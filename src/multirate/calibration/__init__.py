@@ -1,0 +1,1 @@
+"""Dynamic mode's thresholds for a promised quality: Learn-then-Test on held-out prompts."""

@@ -1,0 +1,112 @@
+"""Chooses the boldest thresholds that a promise allows, on held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from multirate.calibration import risk
+from multirate.calibration.measure import Measured, answers
+from multirate.calibration.promise import Promise, check_quality
+from multirate.decoding.stopping import StopSettings
+from multirate.errors import UserError
+from multirate.methods.spec import DynamicMode, MethodSpec, dynamic_methods, find
+from multirate.model.decoder import Decoder
+from multirate.training.checkpoint import Accelerator
+
+Progress = Callable[[float, int, int], None]
+"""progress(threshold under test, prompts answered, prompts in all)."""
+
+
+def dynamic_mode(method: MethodSpec) -> DynamicMode:
+    """A method's dynamic mode. UserError for one that has none."""
+    if method.dynamic is None:
+        raise UserError(
+            f"method {method.name} has no dynamic mode; accepted: an accelerator of "
+            f"{', '.join(dynamic_methods())}"
+        )
+    return method.dynamic
+
+
+def check_promise(quality: float, confidence: float, samples: int, where: str) -> None:
+    """Raises UserError for what cannot be promised, or not on so few samples. where: the data's
+    name.
+    """
+    check_quality(quality)
+    if quality == 1:
+        raise UserError("a quality of 1 is lossless and needs no calibration; accepted: below 1")
+    if isinstance(confidence, bool) or not 0 < confidence < 1:
+        raise UserError(f"confidence is {confidence!r}; accepted is a number between 0 and 1")
+    needed = risk.samples_needed(1 - quality, confidence)
+    if samples < needed:
+        raise UserError(
+            f"{where} has {samples} different prompts, and a quality of {quality:g} with "
+            f"confidence {confidence:g} needs at least {needed}, more where tokens differ"
+        )
+
+
+def calibrate(
+    decoder: Decoder,
+    accelerator: Accelerator,
+    prompts: Sequence[Sequence[int]],
+    base: str,
+    quality: float,
+    confidence: float = 0.95,
+    stop: StopSettings | None = None,
+    data: Sequence[str] = ("the data",),
+    batch: int = 8,
+    progress: Progress | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Promise:
+    """Answers the prompts at one threshold after another, from the most cautious to the boldest,
+    and promises the last that keeps the quality.
+
+    prompts: token ids, drawn as those that the promise is to hold for, and none of the
+    accelerator's training data. base: the fingerprint of the decoder's model. stop: of the answers.
+    data: the files' names, for the record. settings: of the method, in place of its defaults, that
+    the promise is to hold for (exit_score, kv).
+    Raises UserError for an accelerator that cannot leave early and for data too small for the
+    promise.
+    """
+    method = find(accelerator.method)
+    mode = dynamic_mode(method)
+    check_promise(quality, confidence, len(prompts), ", ".join(data))
+    stop = stop or StopSettings()
+    measured: dict[float, list[Measured]] = {}
+
+    def settings_at(threshold: float | None) -> dict[str, Any]:
+        return {**(settings or {}), **mode.settings(accelerator.module, threshold)}
+
+    def losses(threshold: float) -> Iterator[float]:
+        step = method.make_step(decoder, accelerator, settings_at(threshold))
+        assert step is not None
+        seen = measured.setdefault(threshold, [])
+        for one in answers(decoder, step, prompts, stop, batch):
+            seen.append(one)
+            if progress is not None:
+                progress(threshold, len(seen), len(prompts))
+            yield one.loss
+
+    tested = risk.try_in_order(mode.path, losses, len(prompts), 1 - quality, confidence)
+    held = [one for one in tested if one.holds]
+    best = held[-1] if held else None
+    seen = measured[best.threshold] if best is not None else []
+    chosen = settings_at(None if best is None else best.threshold)
+    return Promise(
+        quality=quality,
+        confidence=confidence,
+        gates=mode.gates(accelerator.module),
+        # all of them: another version's defaults are not what was calibrated
+        settings=method.read_settings(chosen).to_json(),
+        base=base,
+        accelerator=accelerator.weights_sha256,
+        samples=len(prompts),
+        max_new_tokens=stop.max_new_tokens or 0,
+        tokens=sum(one.tokens for one in seen),
+        differing=sum(one.differing for one in seen),
+        loss=0.0 if best is None else best.mean,
+        p_value=0.0 if best is None else best.p_value,
+        leaves_early=best is not None,
+        data=tuple(data),
+        tried=tuple((one.threshold, one.mean) for one in tested),
+    )

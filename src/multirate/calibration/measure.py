@@ -1,0 +1,100 @@
+"""What dynamic mode costs in quality: its answers beside what the full model says after the same
+text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multirate.decoding.loop import generate
+from multirate.decoding.step import Step
+from multirate.decoding.stopping import StopSettings
+from multirate.errors import UserError
+from multirate.model.decoder import Decoder, argmax_rows
+from multirate.model.rows import Rows
+from multirate.training.data import prompt_of, read_conversations, render_prompt
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One answer: its tokens, and how many are not the full model's after the same text."""
+
+    tokens: int
+    differing: int
+
+    @property
+    def loss(self) -> float:
+        """Share of the tokens that differ."""
+        return self.differing / self.tokens if self.tokens else 0.0
+
+
+def read_prompts(
+    files: Sequence[str | Path], tokenizer: Any, room: int | None, limit: int | None = None
+) -> list[list[int]]:
+    """Token ids of the data's prompts: each conversation's turns up to its first question, the
+    first half of each plain text. Equal ones (normalised text) come once.
+
+    room: longer prompts are left out. limit: at most so many, spread evenly. Raises UserError for
+    unusable data.
+    """
+    found: dict[str, list[int]] = {}
+    for file in files:
+        for conversation in read_conversations(file):
+            if conversation.turns:
+                roles = [role for role, _ in conversation.turns]
+                if "user" not in roles:
+                    continue
+                asked = conversation.turns[: roles.index("user") + 1]
+                text = render_prompt(tokenizer, asked)
+                ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            else:
+                ids = list(tokenizer(conversation.text)["input_ids"])
+                ids = ids[: (len(ids) + 1) // 2]
+            if ids and (room is None or len(ids) <= room):
+                found.setdefault(prompt_of(conversation), ids)
+    prompts = list(found.values())
+    if not prompts:
+        names = ", ".join(str(file) for file in files)
+        raise UserError(f"no prompt in {names} fits the model's context with an answer")
+    if limit is not None and limit < len(prompts):
+        prompts = [prompts[i * len(prompts) // limit] for i in range(limit)]
+    return prompts
+
+
+@torch.no_grad()
+def differing(decoder: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many of an answer's tokens are not the argmax of all layers after the text before
+    them.
+    """
+    if not tokens:
+        return 0
+    text = [*prompt, *tokens[:-1]]
+    rows = Rows.causal(0, 0, len(text))
+    cache = decoder.new_cache(1, len(text))
+    x = decoder.embed(torch.tensor(text, device=decoder.info.device), rows.pos)
+    x = decoder.layers(x, rows, 0, decoder.info.num_layers, cache)
+    said = argmax_rows(decoder.logits(x[len(prompt) - 1 :]))
+    decoder.release_cache(cache)
+    return sum(ours != theirs for ours, theirs in zip(tokens, said, strict=True))
+
+
+def answers(
+    decoder: Decoder,
+    step: Step,
+    prompts: Sequence[Sequence[int]],
+    stop: StopSettings,
+    batch: int = 8,
+) -> Iterator[Measured]:
+    """Each prompt's greedy answer by `step`, measured; in the order of the prompts, `batch` decoded
+    at once.
+    """
+    for first in range(0, len(prompts), batch):
+        part = prompts[first : first + batch]
+        output = generate(decoder, step, part, stop=stop)
+        for prompt, tokens in zip(part, output.sequences, strict=True):
+            yield Measured(len(tokens), differing(decoder, prompt, tokens))

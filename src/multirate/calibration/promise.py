@@ -1,0 +1,195 @@
+"""A promise and the file it is kept in, beside the accelerator that it was made for."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from multirate.errors import UserError
+from multirate.io import parse_json, write_json
+
+FILE = "calibration.json"
+FORMAT = 1
+MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Promise:
+    """With probability `confidence` (over the prompts it was made on), at most a share 1 − quality
+    of the tokens of an answer is, on average over prompts like those, another than the full model's
+    after the same text.
+
+    gates, settings: of the accelerator, and of the method that keeps the promise. base,
+    accelerator: the fingerprint of the base's weights, and the checksum of the accelerator's.
+    samples: prompts; tokens, differing: of their answers, greedy and of at most `max_new_tokens`;
+    loss: their mean share of differing tokens; p_value: of a larger risk than promised. tried: the
+    thresholds tested, and the mean loss of each.
+    """
+
+    quality: float
+    confidence: float
+    gates: tuple[int, ...]
+    settings: dict[str, Any]
+    base: str
+    accelerator: str
+    samples: int
+    max_new_tokens: int
+    tokens: int = 0
+    differing: int = 0
+    loss: float = 0.0
+    p_value: float = 0.0
+    leaves_early: bool = True
+    data: tuple[str, ...] = ()
+    tried: tuple[tuple[float, float], ...] = field(default=(), repr=False)
+
+    def sentence(self, sampled: bool = False) -> str:
+        """What is promised, for the user. sampled: the text is drawn, and not greedy."""
+        if not self.leaves_early:
+            return (
+                f"promised: no token leaves early, as no threshold that was tried keeps a quality "
+                f"of {self.quality:g}: the text is the model's own"
+            )
+        promised = (
+            f"at most {100 * (1 - self.quality):.3g}% of the tokens are not what the full model "
+            f"would have said after the same text, with {100 * self.confidence:g}% confidence "
+            f"(calibrated on {self.samples} greedy answers of at most {self.max_new_tokens} "
+            f"tokens, in which {100 * self.loss:.2g}% were not)"
+        )
+        if sampled:
+            return f"nothing is promised of sampled text; of greedy text: {promised}"
+        return f"promised: {promised}"
+
+
+def check_quality(quality: object) -> float:
+    """The quality as a number. UserError unless it is in (0, 1]."""
+    if (
+        isinstance(quality, bool)
+        or not isinstance(quality, (int, float))
+        or not math.isfinite(quality)
+        or not 0 < quality <= 1
+    ):
+        raise UserError(
+            f"quality is {reprlib.repr(quality)}; accepted is a number above 0 and at most 1, the "
+            "share of tokens that are to be the full model's (1: lossless)"
+        )
+    return float(quality)
+
+
+def store(folder: Path, promise: Promise) -> Path:
+    """Adds the promise to the folder's file, in place of an older one of its quality and base.
+    Raises UserError for a file that cannot be read or written.
+    """
+    kept = [
+        old for old in read(folder) if (old.quality, old.base) != (promise.quality, promise.base)
+    ]
+    promises = sorted([*kept, promise], key=lambda one: -one.quality)
+    write_json(folder / FILE, {"format": FORMAT, "promises": [asdict(one) for one in promises]})
+    return folder / FILE
+
+
+def read(folder: Path) -> list[Promise]:
+    """The promises kept in an accelerator's folder; none without the file. Raises UserError naming
+    the file and the field that cannot be used: it may come from anywhere.
+    """
+    path = folder / FILE
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read: {(error.strerror or str(error)).lower()}"
+        ) from None
+    if len(content) > MAX_BYTES:
+        raise UserError(f"{path} has {len(content)} bytes; accepted: at most {MAX_BYTES}")
+    found = parse_json(content, path)
+    if not isinstance(found, dict) or not isinstance(found.get("promises"), list):
+        raise UserError(f"{path} has no list 'promises'; run multirate calibrate again")
+    if found.get("format") != FORMAT:
+        raise UserError(
+            f"{path}: field 'format' is {reprlib.repr(found.get('format'))}; this version reads "
+            f"{FORMAT}"
+        )
+    return [_read_one(path, number, one) for number, one in enumerate(found["promises"])]
+
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "quality": ((int, float), "a number"),
+    "confidence": ((int, float), "a number"),
+    "gates": (list, "a list of whole numbers"),
+    "settings": (dict, "an object"),
+    "base": (str, "text"),
+    "accelerator": (str, "text"),
+    "samples": (int, "a whole number"),
+    "max_new_tokens": (int, "a whole number"),
+    "loss": ((int, float), "a number"),
+    "leaves_early": (bool, "true or false"),
+}
+
+
+def _read_one(path: Path, number: int, one: Any) -> Promise:
+    if not isinstance(one, Mapping):
+        raise UserError(f"{path}: promises[{number}] is {reprlib.repr(one)}; accepted: an object")
+    for name, (kind, accepted) in _KINDS.items():
+        value = one.get(name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise UserError(
+                f"{path}: promises[{number}].{name} is {reprlib.repr(value)}; accepted: {accepted}"
+            )
+    known = {f.name for f in fields(Promise)}
+    values = {name: value for name, value in one.items() if name in known}
+    try:
+        values["quality"] = check_quality(one["quality"])
+        values["gates"] = tuple(one["gates"])
+        values["data"] = tuple(one.get("data") or ())
+        values["tried"] = tuple((float(a), float(b)) for a, b in one.get("tried") or ())
+    except (UserError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: promises[{number}] cannot be used: {error}") from None
+    return Promise(**values)
+
+
+def find(
+    folder: Path | None,
+    name: str,
+    quality: float,
+    base: str,
+    accelerator: str,
+    gates: tuple[int, ...],
+) -> Promise:
+    """The promise of the least quality that is at least the one asked for, of those made for this
+    base, accelerator and gate set. Raises UserError saying why there is none.
+
+    name: of the accelerator, for the message.
+    """
+    stored = [] if folder is None else read(folder)
+    how = (
+        f"multirate calibrate MODEL --accelerator {folder or name} --data FILE "
+        f"--quality {quality:g}"
+    )
+    if not stored:
+        raise UserError(f"no calibration is stored beside the accelerator {name}: run `{how}`")
+    place = folder / FILE if folder is not None else FILE
+    reasons = {
+        "another base model": lambda one: one.base == base,
+        f"another gate set ({list(stored[0].gates)}, and this accelerator has {list(gates)})": (
+            lambda one: one.gates == gates
+        ),
+        "other weights of the accelerator": lambda one: one.accelerator == accelerator,
+    }
+    fitting = stored
+    for reason, fits in reasons.items():
+        fitting = [one for one in fitting if fits(one)]
+        if not fitting:
+            raise UserError(f"the calibration in {place} was made for {reason}: run `{how}`")
+    enough = [one for one in fitting if one.quality >= quality]
+    if not enough:
+        known = ", ".join(f"{one.quality:g}" for one in fitting)
+        raise UserError(
+            f"no calibration in {place} promises a quality of {quality:g}; stored: {known}; run "
+            f"`{how}`"
+        )
+    return min(enough, key=lambda one: one.quality)

@@ -1,0 +1,113 @@
+"""`multirate calibrate`: thresholds of dynamic mode for a promised quality."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from multirate.cli import options
+
+
+def command(
+    model: Annotated[
+        str, typer.Argument(help="The base model's folder, GGUF file, hub id or name.")
+    ],
+    accelerator: Annotated[
+        str, typer.Option("--accelerator", "-a", help="The accelerator's folder or name.")
+    ],
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            "--data",
+            help="JSON or JSONL whose prompts are answered (repeatable); none that the accelerator "
+            "was trained on.",
+        ),
+    ],
+    quality: Annotated[
+        float, typer.Option(help="The share of tokens that are to be the full model's.")
+    ] = 0.99,
+    confidence: Annotated[
+        float, typer.Option(help="How sure the promise is, over the choice of prompts.")
+    ] = 0.95,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")
+    ] = 128,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Prompts answered, spread over the data.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 8,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE of the method's other settings, such as exit_score=confidence or "
+            "kv=propagate (repeatable).",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    backend: options.Backend = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Choose how early tokens may leave for a promised quality; kept beside the accelerator.
+
+    Every prompt is answered at one threshold after another, from the most cautious on, until the
+    promise cannot be made any more (Learn-then-Test): minutes to hours, by the data's size.
+    """
+    options.set_threads(threads)
+
+    from multirate.calibration import promise as promises
+    from multirate.calibration.calibrate import calibrate, check_promise, dynamic_mode
+    from multirate.calibration.measure import read_prompts
+    from multirate.cli.progress import Lines
+    from multirate.engine import attach
+    from multirate.io import check_writable
+    from multirate.methods.spec import find, parse_settings
+    from multirate.training.fingerprint import fingerprint
+
+    check_promise(quality, confidence, 1 << 60, "")  # wrong values are said before anything loads
+    settings = parse_settings(option or [], "--option")
+    loaded = options.load(model, dtype, device)
+    engine = attach(loaded, backend=backend)
+    given = engine.accelerators[engine.add(accelerator)]
+    mode = dynamic_mode(find(given.method))
+    assert given.folder is not None
+    check_writable(given.folder / promises.FILE)
+    promises.read(given.folder)  # what cannot be added to is said before an hour's work
+    # so is an accelerator that cannot leave early
+    cautious = {**settings, **mode.settings(given.module, mode.path[0])}
+    find(given.method).make_step(engine.decoder, given, cautious)
+    positions = engine.decoder.info.max_positions
+    room = None if positions is None else positions - max_new_tokens
+    prompts = read_prompts(data, loaded.tokenizer, room, limit)
+    names = [str(file) for file in data]
+    with Lines("calibrating") as bar:
+        threshold: float | None = None
+
+        def progress(now: float, done: int, total: int) -> None:
+            nonlocal threshold
+            if now != threshold:
+                threshold = now
+                options.note(f"threshold {now:.4f} on {total} prompts")
+            bar.to(done, total)
+
+        made = calibrate(
+            engine.decoder,
+            given,
+            prompts,
+            fingerprint(loaded.model),
+            quality,
+            confidence,
+            engine.stopping(max_new_tokens),
+            names,
+            batch,
+            progress,
+            settings,
+        )
+    path = promises.store(given.folder, made)
+    for tried, loss in made.tried:
+        options.note(f"threshold {tried:.4f}: {100 * loss:.2f}% of the tokens differed")
+    typer.echo(made.sentence())
+    typer.echo(f"{path}")

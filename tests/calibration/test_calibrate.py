@@ -1,0 +1,194 @@
+"""Calibration on a tiny model: losses are what they say, and a promise names what keeps it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench import tiny_model
+
+import multirate
+from multirate.calibration import calibrate as calibration
+from multirate.calibration.calibrate import calibrate, check_promise
+from multirate.calibration.measure import Measured, answers, differing, read_prompts
+from multirate.calibration.promise import store
+from multirate.decoding.plain import PlainStep
+from multirate.decoding.stopping import StopSettings
+from multirate.errors import UserError
+from multirate.methods.common.shape import BaseShape
+from multirate.methods.spec import find, find_training
+from multirate.model.hf.decoder import HFDecoder
+from multirate.training.checkpoint import Accelerator, describe_base
+from multirate.training.fingerprint import fingerprint
+
+STOP = StopSettings(max_new_tokens=6)
+PROMPTS = [[5 + i, 40, 7 * i % 200 + 5, 9] for i in range(9)]
+"""As many as a quality of 0.7 needs."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model.model()
+
+
+def accelerator(model: Any, folder: Path, method: str = "m2r2-carry", **options: Any) -> Path:
+    torch.manual_seed(0)
+    kind, shape = find_training(method), BaseShape.of(model.config)
+    config = kind.config_for(shape, rank=4, **options)
+    Accelerator(method, config, kind.build(config, shape), describe_base(model)).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def test_a_loss_is_the_share_of_tokens_that_are_not_the_models(model: Any) -> None:
+    decoder = HFDecoder(model)
+    for prompt, measured in zip(
+        PROMPTS, answers(decoder, PlainStep(), PROMPTS, STOP, batch=4), strict=True
+    ):
+        assert measured == Measured(6, 0) and measured.loss == 0, prompt
+    generator = torch.Generator().manual_seed(0)
+    for prompt in PROMPTS[:3]:
+        tokens = torch.randint(0, 261, (5,), generator=generator).tolist()
+        text = torch.tensor([[*prompt, *tokens]])
+        with torch.no_grad():
+            said = model(text).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+        tokens[2] = said[2]
+        right = [int(ours == theirs) for ours, theirs in zip(tokens[:3], said[:3], strict=True)]
+        assert differing(decoder, prompt, tokens[:3]) == 3 - sum(right) < 3
+    assert differing(decoder, PROMPTS[0], []) == 0 and Measured(0, 0).loss == 0
+
+
+def test_prompts_are_first_questions_and_halves_of_texts(tmp_path: Path) -> None:
+    words = tiny_model.tokenizer()
+    records = [
+        {"instruction": "one", "output": "x"},
+        {"instruction": "One ", "output": "again"},
+        {"messages": [{"role": r, "content": c} for r, c in (("user", "two"), ("assistant", "a"))]},
+        {"text": "a text of its own"},
+        {"instruction": "long " * 50, "output": "x"},
+    ]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    prompts = [words.decode(ids) for ids in read_prompts([path], words, room=100)]
+    assert prompts == [
+        "<|user|>one<eos><|assistant|>",
+        "<|user|>two<eos><|assistant|>",
+        "a text of",
+    ]
+    assert len(read_prompts([path], words, None)) == 4
+    assert len(read_prompts([path], words, None, limit=2)) == 2
+    with pytest.raises(UserError, match=r"no prompt in .*data\.jsonl fits"):
+        read_prompts([path], words, room=2)
+
+
+@pytest.mark.parametrize("method", ["m2r2-carry", "m2r2"])
+def test_a_promise_is_made_stored_and_kept(model: Any, tmp_path: Path, method: str) -> None:
+    folder = accelerator(model, tmp_path / "acc", method)
+    engine = multirate.attach(model, folder, backend="hf")
+    given = engine.accelerators[method]
+    seen: list[tuple[float, int, int]] = []
+    made = calibrate(
+        engine.decoder,
+        given,
+        PROMPTS,
+        fingerprint(model),
+        quality=0.7,
+        stop=STOP,
+        progress=lambda *said: seen.append(said),
+    )
+    mode = find(method).dynamic
+    assert mode is not None and made.gates == mode.gates(given.module)
+    assert [threshold for threshold, _ in made.tried] == list(mode.path[: len(made.tried)])
+    assert made.samples == 9 and made.max_new_tokens == 6 and seen[0][1:] == (1, 9)
+    assert made.loss <= 0.3 and made.p_value <= 0.05
+    # an untrained accelerator's tokens differ: bold thresholds cannot be promised
+    assert made.leaves_early and made.tried[-1][1] > 0
+    chosen = mode.settings(given.module, made.tried[-2][0])
+    assert made.settings.items() >= {**chosen, "exit_score": "arla", "kv": "deferred"}.items()
+    with pytest.raises(UserError, match="no calibration is stored"):
+        engine.generate([PROMPTS[0]], stop=STOP, mode="dynamic", quality=0.7)
+    store(folder, made)
+    for quality in (0.7, 0.5):
+        out = engine.generate([PROMPTS[0]], stop=STOP, mode="dynamic", quality=quality)
+        assert engine.promise == made and sum(out.stats.exits.values()) == 5
+    with pytest.raises(UserError, match="other settings beside the quality"):
+        engine.generate([PROMPTS[0]], stop=STOP, method=f"{method}:lookup=0:quality=0.7")
+    assert not engine.lossless(f"{method}:quality=0.7") and engine.lossless(method)
+    plain = engine.generate([PROMPTS[0]], stop=STOP, method="autoregressive")
+    assert engine.promise is None
+    whole = engine.generate([PROMPTS[0]], stop=STOP, mode="dynamic", quality=1)
+    assert whole.sequences == plain.sequences and engine.promise is None
+    ids = torch.tensor([PROMPTS[0]])
+    called = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=6,
+        do_sample=False,
+        custom_generate=multirate.custom_generate(
+            folder, backend="hf", mode="dynamic", quality=0.7
+        ),
+    )
+    assert called[0, 4:].tolist() == out.sequences[0]
+
+
+def test_where_no_threshold_is_safe_no_token_leaves(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = accelerator(model, tmp_path / "acc")
+    engine = multirate.attach(model, folder, backend="hf")
+    monkeypatch.setattr(calibration, "answers", lambda *_: iter([Measured(10, 9)] * len(PROMPTS)))
+    made = calibrate(
+        engine.decoder, engine.accelerators["m2r2-carry"], PROMPTS, fingerprint(model), 0.7
+    )
+    assert not made.leaves_early and len(made.tried) == 1
+    assert made.settings["exit_thresholds"] == [None]
+    store(folder, made)
+    plain = engine.generate([PROMPTS[0]], stop=STOP, method="autoregressive")
+    out = engine.generate([PROMPTS[0]], stop=STOP, mode="dynamic", quality=0.7)
+    assert out.sequences == plain.sequences and engine.promise == made
+
+
+def test_what_is_refused(model: Any, tmp_path: Path) -> None:
+    for quality in (0, 1.5, float("nan")):
+        with pytest.raises(UserError, match="quality is"):
+            check_promise(quality, 0.95, 1000, "x")
+    with pytest.raises(UserError, match="quality of 1 is lossless"):
+        check_promise(1, 0.95, 1000, "x")
+    for confidence in (0, 1, -2):
+        with pytest.raises(UserError, match="confidence is"):
+            check_promise(0.9, confidence, 1000, "x")
+    with pytest.raises(UserError, match=r"x has 298 different prompts, .* needs at least 299"):
+        check_promise(0.99, 0.95, 298, "x")
+    check_promise(0.99, 0.95, 299, "x")
+
+    engine = multirate.attach(model, accelerator(model, tmp_path / "acc"), backend="hf")
+    one = [PROMPTS[0]]
+    for named, reason in (
+        ({"mode": "fast"}, "mode is 'fast'; accepted: lossless, dynamic"),
+        ({"quality": 0.9}, "needs mode 'dynamic'"),
+        ({"mode": "dynamic"}, "needs a quality"),
+        ({"mode": "dynamic", "quality": 0.0}, "quality is 0.0"),
+        ({"mode": "dynamic", "quality": 0.9, "speculate": "never"}, "decodes plainly"),
+        ({"mode": "dynamic", "quality": 0.9, "method": "prompt_lookup"}, "has no dynamic mode"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            engine.generate(one, stop=STOP, **named)  # type: ignore[arg-type]
+    blind = accelerator(model, tmp_path / "blind", arla_dim=0)
+    engine = multirate.attach(model, blind, backend="hf")
+    given = engine.accelerators["m2r2-carry"]
+    with pytest.raises(UserError, match="needs an accelerator with ARLA"):
+        calibrate(engine.decoder, given, PROMPTS, fingerprint(model), 0.7)
+    made = calibrate(
+        engine.decoder,
+        given,
+        PROMPTS,
+        fingerprint(model),
+        0.7,
+        stop=StopSettings(max_new_tokens=2),
+        settings={"exit_score": "confidence"},
+    )
+    assert made.settings["exit_score"] == "confidence"

@@ -25,7 +25,10 @@ TITLES = {REAL: "SmolLM2-135M-Instruct"}
 ROWS = {
     "generate": "`transformers` generate",
     "generate-static": "`transformers` generate, static cache and compile",
-    "llamacpp": "llama.cpp",
+    "generate-lookup": "`transformers` generate, its own prompt lookup",
+    "llamacpp-bf16": "llama.cpp, BF16",
+    "llamacpp-q8_0": "llama.cpp, Q8_0",
+    "llamacpp-q4_0": "llama.cpp, Q4_0",
 }
 """Rows that are no methods of ours; what follows a space in a row's name is kept."""
 
@@ -57,6 +60,8 @@ def method_table(model: str, data: dict[str, Any]) -> str:
         speedup = "–" if row["speedup"] is None else f"{row['speedup']:.2f}x"
         steps = "–" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}"
         same = f"{row['identical']} of {data['prompts']}"
+        if not row["lossless"]:
+            same += ", its own arithmetic"
         for kind in ("near_ties", "diverged"):
             if row[kind]:
                 same += f", {row[kind]} {kind.replace('_', '-')}"
@@ -95,11 +100,16 @@ def loop_table(shapes: list[dict[str, Any]]) -> str:
 def training(model: str) -> str:
     """What each of a model's accelerators was trained for, from their own descriptions."""
     trained = {name: about["training"] for name, about in accelerators(model).items()}
-    return ", ".join(
-        f"`{name}` {run['steps']} steps, {run['tokens'] / 1e6:.1f}M tokens, "
-        f"{run['seconds'] / 60:.0f} minutes"
-        for name, run in trained.items()
-    )
+    lines = []
+    for name, run in trained.items():
+        runs = [*run.get("before", []), run]
+        steps, tokens, seconds = (
+            sum(one[key] for one in runs) for key in ("steps", "tokens", "seconds")
+        )
+        lines.append(
+            f"`{name}` {steps} steps, {tokens / 1e6:.1f}M tokens, {seconds / 60:.0f} minutes"
+        )
+    return ", ".join(lines)
 
 
 def setting(model: str, bench: dict[str, Any]) -> str:
@@ -117,10 +127,12 @@ def reproduce(model: str, bench: dict[str, Any]) -> str:
         argv[argv.index(name) :][:2] for name in ("--limit", "-n", "--repeats") if name in argv
     ]
     options = " ".join(" ".join(pair) for pair in given)
-    methods = ",".join(row["method"] for row in bench["rows"])
+    rivals = (" --rivals " + argv[argv.index("--rivals") + 1]) if "--rivals" in argv else ""
+    theirs = [row["method"] for row in bench["rows"] if row["method"].startswith("llamacpp")]
+    methods = ",".join(row["method"] for row in bench["rows"] if row["method"] not in theirs)
     return (
         f"Reproduce with `multirate bench {model} --suite mt_bench --data question.jsonl "
-        f"--methods {methods} {options} --json out.json`."
+        f"--methods {methods}{rivals} {options} --json out.json`."
     )
 
 
@@ -136,6 +148,36 @@ def readme() -> str:
             END,
         ]
     )
+
+
+def suites_section() -> list[str]:
+    """The other suites, and sampling: a line each, the speedups of the same methods."""
+    runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("suite_*.json"))]
+    if not runs:
+        return []
+    methods = list(dict.fromkeys(row["method"] for run in runs for row in run["rows"]))
+    lines = []
+    for run in runs:
+        rows = {row["method"]: row for row in run["rows"]}
+        drawn = f", temperature {run['temperature']:g}" if "temperature" in run else ""
+        same = sum(row["identical"] for row in run["rows"])
+        wanted = run["prompts"] * len(run["rows"])
+        cells = [
+            f"{rows[name]['speedup']:.2f}x ({rows[name]['tokens_per_step']:.2f})"
+            if name in rows and rows[name]["speedup"] is not None
+            else "–"
+            for name in methods
+        ]
+        lines.append((f"{run['suite']}{drawn}", str(run["prompts"]), *cells, f"{same} of {wanted}"))
+    first = runs[0]
+    return [
+        "### Other suites, and sampling",
+        "Speedup over our plain loop, tokens per step in brackets; at most "
+        f"{first['max_new_tokens']} new tokens, one pass, {first['threads']} threads of an "
+        f"{machine(first)}, {str(first['date'])[:10]}. At a temperature every method draws the "
+        "same text for a seed.",
+        table(("suite", "prompts", *(f"`{name}`" for name in methods), "identical"), lines),
+    ]
 
 
 def loop_section() -> list[str]:
@@ -162,6 +204,7 @@ def page() -> str:
         setting(REAL, bench),
         method_table(REAL, bench),
         f"Trained: {training(REAL)}. {reproduce(REAL, bench)}",
+        *suites_section(),
         *loop_section(),
         "## Experts loaded from disk",
         expert_tables.mixture(),

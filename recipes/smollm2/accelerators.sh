@@ -4,22 +4,31 @@
 #   bash recipes/smollm2/accelerators.sh DATA runs/smollm2
 #
 # DATA: the folder of permissive training sets that questions.py names. The model answers their
-# questions itself, reads its own answers once (--teacher-states, 1.3 KB a token), and every method
-# trains on what it says. Interrupted at any point, the same command goes on. ANSWERS: how many
-# questions; STEPS: optimizer steps of 2,048 tokens.
+# questions and such as it asks itself, reads its own answers once (--teacher-states, 1.3 KB a
+# token), and every method trains on what it says. Interrupted at any point, the same command goes
+# on. ANSWERS: how many questions of the sets; OWN: how many of its own; STEPS: optimizer steps of
+# at most 2,048 tokens.
+#
+# The m2r2-carry in the package saw 3,120 questions of the sets first (550 steps, 8,192 draft
+# tokens), then 627 more and 1,000 of its own (520 steps, --start-from the first, 12,288 draft
+# tokens): its card has the commands.
 set -euo pipefail
 DATA=$1 OUT=$2 MODEL=${MODEL:-smollm2}
 mkdir -p "$OUT"
 [ -f "$OUT/questions.jsonl" ] || python "$(dirname "$0")/questions.py" --data "$DATA" --out "$OUT/questions.jsonl"
-head -n "${ANSWERS:-3120}" "$OUT/questions.jsonl" > "$OUT/asked.jsonl"
-multirate answers "$MODEL" --data "$OUT/asked.jsonl" --out "$OUT/own.jsonl" --max-new-tokens 192 --batch 32
+head -n "${ANSWERS:-3747}" "$OUT/questions.jsonl" > "$OUT/asked.jsonl"
+multirate answers "$MODEL" --data "$OUT/asked.jsonl" --out "$OUT/own.jsonl" --max-new-tokens 224 --batch 32
+multirate answers "$MODEL" --questions "${OWN:-1100}" --seed 7 --out "$OUT/self.jsonl" --max-new-tokens 256 --batch 40
+head -n -100 "$OUT/self.jsonl" > "$OUT/train_self.jsonl"
+tail -n 100 "$OUT/self.jsonl" > "$OUT/heldout.jsonl"
 for method in ${METHODS:-m2r2-carry kangaroo m2r2}; do
-    options=()
-    [ "$method" = m2r2-carry ] && options=(--option draft_vocab=8192 --option unroll_steps=2)
+    options=(--lr 0.001 --warmup-steps 20)
+    [ "$method" = m2r2-carry ] && options+=(--option draft_vocab=12288 --option unroll_steps=2)
     # the gate that drafts is shallower than the paper's L/4: deeper ones cost more than they add
-    [ "$method" = m2r2 ] && options=(--option draft_vocab=8192 --option "gates=[4,8,15]")
+    [ "$method" = m2r2 ] && options+=(--option draft_vocab=12288 --option "gates=[4,8,15]")
+    [ "$method" = kangaroo ] && options=() # it starts from nothing: the higher rate
     [ -f "$OUT/$method/accelerator.json" ] && [ ! -f "$OUT/$method/training_state.pt" ] && continue
-    multirate train "$MODEL" --data "$OUT/own.jsonl" --out "$OUT/$method" --method "$method" \
-        --teacher-states "$OUT/states" --steps "${STEPS:-550}" --tokens-per-batch 2048 \
-        --heldout-samples 128 --lr 0.001 --warmup-steps 20 "${options[@]}"
+    multirate train "$MODEL" --data "$OUT/own.jsonl" --data "$OUT/train_self.jsonl" \
+        --heldout-files "$OUT/heldout.jsonl" --out "$OUT/$method" --method "$method" \
+        --teacher-states "$OUT/states" --steps "${STEPS:-1070}" --tokens-per-batch 2048 "${options[@]}"
 done

@@ -6,9 +6,11 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from multirate.errors import UserError
+
+T = TypeVar("T")
 
 
 def cache_folder() -> Path:
@@ -79,6 +81,13 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
 def write_json(path: str | Path, content: dict[str, Any]) -> None:
     """Indented JSON; numbers that JSON does not have are refused."""
     write_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def spread(records: list[T], limit: int | None) -> list[T]:
+    """At most `limit` of a file's records, evenly over all of them; None: all."""
+    if limit is None or limit >= len(records):
+        return records
+    return [records[i * len(records) // limit] for i in range(limit)]
 
 
 def whole_lines(path: Path) -> list[bytes]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from multirate.errors import UserError
-from multirate.io import parse_json
+from multirate.io import parse_json, spread
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,7 @@ def load_suite(
                 f"{path} has no questions of the task {task!r}: accepted are "
                 f"{', '.join(found) or 'none, as its records have no category'}"
             )
-    if limit is not None and limit < len(questions):
-        questions = [questions[i * len(questions) // limit] for i in range(limit)]
-    return questions
+    return spread(questions, limit)
 
 
 def _read(

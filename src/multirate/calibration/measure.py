@@ -15,6 +15,7 @@ from multirate.decoding.loop import generate
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
+from multirate.io import spread
 from multirate.model.decoder import Decoder, argmax_rows
 from multirate.model.rows import Rows
 from multirate.training.data import prompt_of, read_conversations, render_prompt
@@ -61,9 +62,7 @@ def read_prompts(
     if not prompts:
         names = ", ".join(str(file) for file in files)
         raise UserError(f"no prompt in {names} fits the model's context with an answer")
-    if limit is not None and limit < len(prompts):
-        prompts = [prompts[i * len(prompts) // limit] for i in range(limit)]
-    return prompts
+    return spread(prompts, limit)
 
 
 @torch.no_grad()

@@ -131,14 +131,6 @@ def _history(training: dict[str, Any]) -> list[dict[str, Any]]:
     return [*training.get("before", []), {k: training[k] for k in _TOLD if k in training}]
 
 
-def _digest(module: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 class _Run:
     def __init__(
         self,
@@ -299,7 +291,7 @@ class _Run:
             "base fingerprint": self.base["fingerprint"],
             "training data": self.provenance["data_sha256"],
             "process count": self.launcher.num_processes,
-            "weights to start from": None if self.before is None else _digest(self.before.module),
+            "weights to start from": None if self.before is None else self.before.weights_sha256,
             **{
                 f"setting {k}": list(v) if isinstance(v, tuple) else v
                 for k, v in self.settings.decides_result().items()

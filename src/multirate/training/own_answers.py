@@ -17,7 +17,7 @@ from typing import Any
 from multirate.decoding.continuous import generate_continuously
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.io import parse_json, whole_lines
+from multirate.io import parse_json, spread, whole_lines
 from multirate.model.decoder import Decoder
 from multirate.training.data import normalised, read_conversations, render_prompt
 
@@ -42,9 +42,7 @@ def read_questions(data_files: Sequence[str | Path], limit: int | None = None) -
     if not questions:
         names = ", ".join(str(f) for f in data_files)
         raise UserError(f"no user turns in {names}; accepted are chat or question records")
-    if limit is not None and limit < len(questions):
-        questions = [questions[i * len(questions) // limit] for i in range(limit)]
-    return questions
+    return spread(questions, limit)
 
 
 def answer_questions(

@@ -170,7 +170,9 @@ class M2R2Drafter(Drafter):
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         if self._controller is None and self.adapts:
             costs = self.costs(self.decoder).costs
-            self._controller = DraftLengthController(costs, self.config.nodes, self._continuations)
+            self._controller = DraftLengthController(
+                costs, self.config.nodes, self._continuations, self.expected
+            )
             self._calibration = Calibration()
             if self._fused is not None:
                 self._fused.calibrate(self._calibration)

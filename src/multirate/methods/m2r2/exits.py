@@ -13,10 +13,10 @@ from multirate.decoding.session import Session
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.errors import UserError
+from multirate.methods.common.reduced_head import draft_logits
 from multirate.methods.m2r2.decode import M2R2Drafter, arla_of
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.methods.m2r2.runner import draft_logits
 from multirate.model.decoder import Decoder, LayerAdapter
 
 

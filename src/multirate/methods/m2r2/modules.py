@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from multirate.methods.common.layers import KeysValues, OwnAttention, RMSNorm, SwiGLU
+from multirate.methods.common.reduced_head import first_tokens
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.config import M2R2Config
@@ -179,8 +180,7 @@ class AcceleratedStream(nn.Module):
         self.arla = (
             ARLA(base.hidden_size, config.arla_dim, len(config.gates)) if config.arla_dim else None
         )
-        tokens = None if config.draft_vocab is None else torch.arange(config.draft_vocab)
-        self.register_buffer("draft_tokens", tokens)
+        self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
 
     def start(self, embedded: Tensor, carried: Tensor | None) -> Tensor:
         """p_0 from h_0 [..., d] and the carried residual [..., d] (ignored without carry; None:

@@ -59,7 +59,7 @@ def plain(decoder: NativeDecoder, prompt: list[int], count: int) -> list[int]:
     entering = list(prompt)
     while len(tokens) < len(prompt) + count:
         rows = Rows.causal(0, cache.lengths[0], len(entering))
-        _, chosen = decoder.greedy(rows, cache, entering)
+        _, chosen = decoder.next_tokens(rows, cache, entering)
         cache.commit(0, len(entering))
         entering = [chosen[-1]]
         tokens += entering
@@ -69,7 +69,7 @@ def plain(decoder: NativeDecoder, prompt: list[int], count: int) -> list[int]:
 def start(decoder: NativeDecoder, prompt: list[int]) -> tuple[NativeKVCache, int]:
     """A cache with the prompt in it, and the first token."""
     cache = decoder.new_cache(1, 128)
-    _, chosen = decoder.greedy(Rows.causal(0, 0, len(prompt)), cache, prompt)
+    _, chosen = decoder.next_tokens(Rows.causal(0, 0, len(prompt)), cache, prompt)
     cache.commit(0, len(prompt))
     return cache, chosen[-1]
 
@@ -144,7 +144,7 @@ def tree_by_parts(
             outputs[node] = logits_of([tree.tokens[node - 1]], rows)
     tree.finish(thresholds[1])
     rows = Rows.draft_tree(0, length, tree.parents)
-    _, target = decoder.greedy(rows, cache, [token, *tree.tokens])
+    _, target = decoder.next_tokens(rows, cache, [token, *tree.tokens])
     path = [0]
     for node in range(1, len(tree.tokens) + 1):
         if tree.parents[node - 1] == path[-1] and tree.tokens[node - 1] == target[path[-1]]:

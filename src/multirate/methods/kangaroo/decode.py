@@ -178,11 +178,8 @@ class KangarooDrafter(Drafter):
                 isinstance(self.adapter, NativeKangarooAdapter)
                 and not sampler.settings.uses_context
             ):
-                vocab = self.decoder.info.vocab_size
-                noise = (
-                    [] if sampler.greedy else [sampler.noise(b, depth - 1, vocab) for b in chosen]
-                )
-                entering, confidence = self.adapter.top(y, noise or None)
+                noise = None if sampler.greedy else [sampler.noise(b, depth - 1) for b in chosen]
+                entering, confidence = self.adapter.top(y, noise)
             else:
                 logits = sampler.perturbed(self.decoder.logits(y), chosen, paths)
                 confidence = torch.exp(logits.amax(-1) - logits.logsumexp(-1)).tolist()

@@ -532,11 +532,8 @@ class M2R2Drafter(Drafter):
         """
         c, noise = self.config, None
         if not sampler.greedy and c.drafts == "coupled":
-            vocab = self.decoder.info.vocab_size
             noise = [
-                sampler.noise(seqs[i], trees[i].depth[node], vocab)
-                for i in live
-                for node in frontier[i]
+                sampler.noise(seqs[i], trees[i].depth[node]) for i in live for node in frontier[i]
             ]
         ids, best = self.runner.top(p, self._candidates, c.sharpness, noise)
         scores = self._exit_scores(p, lambda: [row[0] for row in best])

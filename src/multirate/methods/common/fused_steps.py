@@ -134,15 +134,19 @@ class FusedSteps:
         own: NativeKVCache | None,
         sampler: Sampler | None = None,
         couple: bool = True,
+        top: int | None = None,
     ) -> None:
         """A generation over ``cache``, with the stream's own layer's K/V in ``own``.
 
         sampler: chooses the tokens (its settings have no repetition penalty); None: greedy ones.
         couple: whether drafts are drawn with its noise; if not, they are the likeliest tokens.
+        top: candidates of a node; None: as before.
         """
         self._cache, self._own = cache, own
         self._sampler = None if sampler is None or sampler.plain else sampler
         self._couple = couple
+        if top is not None:
+            self._limits.top = top
 
     def enter(
         self,

@@ -117,10 +117,9 @@ class Noise:
         knot -= _FIRST_KNOT
         knot += half & KNOTS
         distance &= (1 << _FRACTION_BITS) - 1
-        flat = self.table.reshape(-1)
-        numbers = flat.take(knot)
-        knot += 1
-        step = flat.take(knot)
+        table, index = self.table.reshape(-1), knot.astype(np.intp)
+        numbers = table.take(index, mode="clip")  # none is outside: numpy need not look first
+        step = table[1:].take(index, mode="clip")
         step -= numbers
         step *= distance
         step >>= _FRACTION_BITS

@@ -100,6 +100,7 @@ class M2R2Drafter(Drafter):
         self._carry = stream.carry is not None
         self.runner = make_runner(decoder, stream, self.start, self.config.weights)
         self._cache: KVCache | None = None
+        self._samples = False  # whether the generation under way is not greedy
         self._waiting: dict[int, _Waiting] = {}
         self._refreshed = 0  # tokens of sequence 0 whose K/V in the block are final
         self._arla = arla_of(stream, "trust") if self.config.trust == "arla" else None
@@ -182,7 +183,7 @@ class M2R2Drafter(Drafter):
         self._enter(cache, sampler)
 
     def _enter(self, cache: KVCache, sampler: Sampler) -> None:
-        self._cache, self._sampler = cache, sampler
+        self._cache, self._sampler, self._samples = cache, sampler, not sampler.greedy
         self._waiting, self._refreshed = {}, 0
         self._texts, self._trees, self._matches = {}, {}, {}
         if not self.lossless:  # nor on the generations before
@@ -194,6 +195,7 @@ class M2R2Drafter(Drafter):
                 self.runner.own_cache,
                 sampler,
                 couple=self.config.drafts == "coupled",
+                top=self._candidates,
             )
 
     def usable(self, cache: KVCache, length: int) -> int:
@@ -446,9 +448,13 @@ class M2R2Drafter(Drafter):
 
     @property
     def _candidates(self) -> int:
-        """Tokens looked at below a node: one more than the width may become a leaf."""
+        """Tokens looked at below a node: one more than the width may become a leaf, when sampling
+        some more.
+        """
         c = self.config
-        return c.width + 1 if c.width > 1 or c.nodes > c.depth else 1
+        if c.width == 1 and c.nodes <= c.depth:
+            return 1
+        return max(c.width + 1, c.sampled_candidates if self._samples else 0)
 
     # -- the passes --------------------------------------------------------------------------------
 
@@ -534,11 +540,8 @@ class M2R2Drafter(Drafter):
         """
         c, noise = self.config, None
         if not sampler.greedy and c.drafts == "coupled":
-            vocab = self.decoder.info.vocab_size
             noise = [
-                sampler.noise(seqs[i], trees[i].depth[node], vocab)
-                for i in live
-                for node in frontier[i]
+                sampler.noise(seqs[i], trees[i].depth[node]) for i in live for node in frontier[i]
             ]
         ids, best = self.runner.top(p, self._candidates, c.sharpness, noise)
         scores = self._exit_scores(p, lambda: [row[0] for row in best])

@@ -9,6 +9,8 @@ from multirate.errors import UserError
 from multirate.methods.common.config import DraftWeights, MethodConfig
 from multirate.model.rows import MAX_TREE_BIT
 
+MAX_CANDIDATES = 17  # of a node: the kernel's arrays end there
+
 
 @dataclass(frozen=True)
 class M2R2DecodeConfig(MethodConfig):
@@ -19,6 +21,8 @@ class M2R2DecodeConfig(MethodConfig):
     sharpness: path probabilities multiply softmax(sharpness · logits) of the stream: the chance
     that a token is the argmax of the full model is larger than the probability that a draw from its
     distribution would be that token.
+    sampled_candidates: likeliest tokens below a node that may be verified when sampling; when
+    greedy, and at least, one more than the width.
     draft_threshold, verify_threshold: least path probability (see tree.py) of a node to draft from,
     and of a leaf to verify; None: from measured costs, so that a node is added exactly when it
     raises the expected tokens per second.
@@ -29,7 +33,7 @@ class M2R2DecodeConfig(MethodConfig):
     trained estimate that
     the argmax agrees: docs/methods/m2r2.md, point 5). Both were measured: docs/experiments.md.
     drafts: which tokens are drafted when sampling. coupled: those that the stream gives with the
-    noise that the model's own logits will get (decoding/noise.py). likeliest: the stream's
+    noise that the model's own logits will get (model/noise.py). likeliest: the stream's
     likeliest, as when decoding greedily. drawn: drawn independently, in chains, and verified by
     rejection sampling; without lookup, and the kernel does not fuse their steps. With the first two
     the text of a seed is that of plain decoding. With a repetition penalty drafts are chains by the
@@ -48,6 +52,7 @@ class M2R2DecodeConfig(MethodConfig):
     depth: int = 8
     width: int = 1
     nodes: int = 11
+    sampled_candidates: int = 2
     sharpness: float = 2.0
     draft_threshold: float | None = None
     verify_threshold: float | None = None
@@ -65,6 +70,7 @@ class M2R2DecodeConfig(MethodConfig):
             ("width", 1, 16),
             ("nodes", 1, MAX_TREE_BIT),
             ("lookup", 0, 64),
+            ("sampled_candidates", 1, MAX_CANDIDATES),
         ):
             if not low <= getattr(self, name) <= high:
                 raise UserError(

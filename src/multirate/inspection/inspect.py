@@ -1,4 +1,5 @@
-"""Decodes prompts with a model, and an accelerator if there is one, and reads what went on inside."""
+"""Decodes prompts with a model, and an accelerator if there is one, and reads what went on inside.
+"""
 
 from __future__ import annotations
 
@@ -79,22 +80,28 @@ def inspect(
     if method is not None and method.tracer is not None and accelerator is not None:
         tracer = method.tracer(decoder, accelerator.module)
     most = stop.max_new_tokens or 0
-    total, texts = 2 * most * len(prompts), []
+    total = 2 * most * len(prompts)
+    texts: list[InspectedText] = []
     for number, prompt in enumerate(prompts):
 
-        def say(done: int, before: int = 2 * most * number) -> None:
+        def decoded(done: int, before: int = 2 * most * number) -> None:
             if progress is not None:
                 progress(before + done, total)
 
-        tokens, decisions = decode(decoder, step, prompt, stop, say)
+        def read(done: int, before: int = most * (2 * number + 1)) -> None:
+            if progress is not None:
+                progress(before + done, total)
+
+        tokens, decisions = decode(decoder, step, prompt, stop, decoded)
         if not tokens:
             raise UserError(
                 f"prompt {number} leaves no room for an answer: it has {len(prompt)} tokens and "
                 f"the model's context {decoder.info.max_positions}"
             )
-        values = read_text(decoder, prompt, tokens, tracer, lambda done, say=say: say(most + done))
-        say(2 * most)
+        values = read_text(decoder, prompt, tokens, tracer, read)
         texts.append(InspectedText(list(prompt), tokens, decisions, values))
+    if progress is not None:
+        progress(total, total)
     return Inspection(
         decoder.info.num_layers,
         texts,

@@ -128,18 +128,6 @@ def join(parts: Sequence[TextValues]) -> TextValues:
     def along(name: str) -> np.ndarray:
         return np.concatenate([getattr(part, name) for part in parts], axis=-1)
 
-    intervals = [
-        IntervalValues(
-            pieces[0].start,
-            pieces[0].gate,
-            *(
-                np.concatenate([getattr(piece, name) for piece in pieces], axis=-1)
-                for name in ("alignment", "agrees", "read_alignment", "read_agrees")
-            ),
-            [said for piece in pieces for said in piece.said],
-        )
-        for pieces in zip(*(part.intervals for part in parts), strict=True)
-    ]
     return TextValues(
         along("velocity"),
         along("residual_direction"),
@@ -147,7 +135,22 @@ def join(parts: Sequence[TextValues]) -> TextValues:
         along("alignment"),
         along("agrees"),
         [said for part in parts for said in part.said],
-        intervals,
+        [_join(pieces) for pieces in zip(*(part.intervals for part in parts), strict=True)],
+    )
+
+
+def _join(pieces: Sequence[IntervalValues]) -> IntervalValues:
+    def along(name: str) -> np.ndarray:
+        return np.concatenate([getattr(piece, name) for piece in pieces], axis=-1)
+
+    return IntervalValues(
+        pieces[0].start,
+        pieces[0].gate,
+        along("alignment"),
+        along("agrees"),
+        along("read_alignment"),
+        along("read_agrees"),
+        [said for piece in pieces for said in piece.said],
     )
 
 

@@ -87,6 +87,8 @@ def command(
     loaded = options.load(model, dtype, device)
     engine = attach(loaded, backend=backend)
     name = None if accelerator is None else engine.add(accelerator)
+    if name is not None:
+        _notes(engine.accelerators[name], quality)
     prompts = _prompts(engine, prompt, data or [], limit, max_new_tokens, raw)
     with Lines("inspecting") as bar:
         found = inspect(
@@ -95,6 +97,21 @@ def command(
     facts = _facts(engine, loaded.name, accelerator, data or [])
     write_atomically(out, page.render(found, loaded.tokenizer, facts))
     typer.echo(str(out))
+
+
+def _notes(accelerator: Any, quality: float | None) -> None:
+    """What the user should know before he looks at the page."""
+    from multirate.calibration import promise as promises
+
+    if accelerator.other_weights is not None:
+        options.note(f"note: {accelerator.other_weights}")
+    if quality is None and accelerator.folder is not None:
+        stored = sorted({one.quality for one in promises.read(accelerator.folder)})
+        if stored:
+            options.note(
+                f"note: calibrated for a quality of {', '.join(f'{one:g}' for one in stored)}: "
+                "--quality draws where tokens leave in dynamic mode"
+            )
 
 
 def _prompts(

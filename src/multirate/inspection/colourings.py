@@ -10,6 +10,8 @@ from multirate.inspection.decisions import Decision, Kind
 from multirate.inspection.inspect import Inspection
 
 FULL = "all layers"
+FEW = 8
+"""As many categories are all named; of more, those that occur, and only some on the axis."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,17 @@ class Colouring:
         """Tokens of each category, over all texts."""
         found = Counter(index for text in self.of for index in text)
         return [found[index] for index in range(len(self.categories))]
+
+    def legend(self) -> list[tuple[int, Category, int]]:
+        """Index, category and tokens of those to explain: of many, the ones that occur."""
+        few = len(self.categories) <= FEW
+        return [
+            (index, category, count)
+            for index, (category, count) in enumerate(
+                zip(self.categories, self.counts(), strict=True)
+            )
+            if count or few
+        ]
 
 
 def colourings(inspection: Inspection) -> list[Colouring]:

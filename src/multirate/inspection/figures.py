@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from multirate.inspection.colourings import Category, Colouring
+from multirate.inspection.colourings import FEW, Category, Colouring
 from multirate.inspection.inspect import Inspection
 from multirate.inspection.residuals import Quartiles
 from multirate.inspection.text_pass import TextValues
@@ -115,7 +115,7 @@ def histogram(inspection: Inspection, colouring: Colouring) -> Figure:
             edgecolor=INKS["ink"],
             linewidth=0.6,
         )
-        if len(counts) <= 8:
+        if len(counts) <= FEW:
             axes.bar_label(
                 bars,
                 [f"{count} ({count / total:.0%})" for count in counts],
@@ -125,12 +125,12 @@ def histogram(inspection: Inspection, colouring: Colouring) -> Figure:
             axes.set_xticks(places, [one.tick for one in colouring.categories])
             axes.set_xlim(-0.6, max(len(counts), 2) - 0.4)
         else:
-            step = max(1, len(counts) // 8)
+            step = max(1, len(counts) // FEW)
             shown = list(range(step - 1, len(counts), step))
             axes.set_xticks(shown, [colouring.categories[i].tick for i in shown])
         axes.margins(y=0.14)
         axes.set_xlabel(
-            colouring.axis if len(counts) <= 8 else f"{colouring.axis} (number of layers run)"
+            colouring.axis if len(counts) <= FEW else f"{colouring.axis} (number of layers run)"
         )
         axes.set_ylabel("tokens")
 
@@ -197,7 +197,8 @@ def _alignment(inspection: Inspection, values: TextValues, tokens: str) -> Figur
             name = None if number else "accelerated residual"
             _band(axes, range(one.start, one.gate + 1), passed, "fast", name)
             read = Quartiles.of(one.read_alignment[None])
-            _gate(axes, one.gate, read.median[0], None if number else "read at a gate")
+            here = [passed.median[-1], read.median[0]]
+            _gate(axes, one.gate, here, None if number else "read at a gate")
         _layer_axis(axes, layers)
         axes.set_ylabel("cosine with the final residual")
         if values.intervals:
@@ -242,8 +243,8 @@ def _agreement(inspection: Inspection, values: TextValues, tokens: str) -> Figur
                 linestyle=(0, (4, 1.5)),
                 label=None if number else "accelerated residual",
             )
-            read = 100 * float(one.read_agrees.mean())
-            _gate(axes, one.gate, read, None if number else "read at a gate")
+            here = [100 * float(one.agrees[-1].mean()), 100 * float(one.read_agrees.mean())]
+            _gate(axes, one.gate, here, None if number else "read at a gate")
         _layer_axis(axes, range(0, layers[-1] + 1) if values.intervals else layers)
         axes.set_ylim(-3, 103)
         axes.set_ylabel("tokens that agree (%)")
@@ -296,10 +297,12 @@ def _band(
     )
 
 
-def _gate(axes: Any, gate: int, value: float, label: str | None) -> None:
+def _gate(axes: Any, gate: int, values: Sequence[float], label: str | None) -> None:
+    """values: of the stream after the gate's last layer, and of what the head reads there."""
+    axes.plot([gate, gate], values, color=INKS["fast"], linewidth=1.2, linestyle=":")
     axes.plot(
         [gate],
-        [value],
+        values[-1:],
         linestyle="none",
         marker="D",
         markersize=7,

@@ -1,4 +1,5 @@
-"""Decodes prompts with a model, and an accelerator if there is one, and reads what went on inside.
+"""Decodes prompts with a model, and an accelerator if there is one, and reads what went on
+inside.
 """
 
 from __future__ import annotations

@@ -19,6 +19,15 @@ function visible(text) {
   return text.replace(/ /g, "␣").replace(/\n/g, "↵").replace(/\t/g, "⇥") || "(nothing)";
 }
 
+// On a narrow page the panel lies over the lower half: the token is to stay in sight.
+function open() {
+  panel.classList.add("open");
+  const over = getComputedStyle(panel).position === "fixed";
+  if (over && chosen.getBoundingClientRect().bottom > panel.getBoundingClientRect().top) {
+    chosen.scrollIntoView({ block: "start" });
+  }
+}
+
 function close() {
   panel.classList.remove("open");
   if (kept) kept.focus();
@@ -31,7 +40,7 @@ function show(token) {
   chosen.classList.add("chosen");
   const of = details[token.dataset.text][token.dataset.i];
   panel.replaceChildren();
-  panel.classList.add("open");
+  panel.scrollTop = 0;
   const button = add(panel, "button", "✕", "close");
   button.setAttribute("aria-label", "Close");
   button.addEventListener("click", close);
@@ -55,6 +64,7 @@ function show(token) {
       add(line, "b", `${(100 * probability).toFixed(1)}%`);
     }
   }
+  open();
 }
 
 // The tab key goes to the text once; within it the arrow keys move.
@@ -93,7 +103,7 @@ reader.addEventListener("click", (event) => {
   const token = event.target.closest(".t");
   if (!token) return;
   keep(token);
-  panel.classList.add("open");
+  open();
 });
 reader.addEventListener("keydown", (event) => {
   const token = event.target.closest(".t");
@@ -109,7 +119,7 @@ reader.addEventListener("keydown", (event) => {
   }[event.key];
   if (event.key === "Enter" || event.key === " ") {
     event.preventDefault();
-    panel.classList.add("open");
+    open();
   } else if (next) {
     event.preventDefault();
     const found = next();

@@ -91,6 +91,13 @@ def _lead(inspection: Inspection) -> list[tuple[str, str]]:
         )
         how = "left early, not verified" if inspection.promise else "drafted or copied, verified"
         found.append((f"{early / total:.0%}", how))
+    if inspection.promise is not None:
+        same = sum(
+            token == said.tokens[0]
+            for text in inspection.texts
+            for token, said in zip(text.tokens, text.values.said, strict=True)
+        )
+        found.append((f"{same / total:.0%}", "tokens that are the full model's after this text"))
     if inspection.traced:
         best = inspection.values.intervals[0]
         plain = inspection.values.agrees[best.gate - 1].mean()

@@ -12,6 +12,7 @@ from bench import tiny_model
 
 from multirate.engine import Engine, attach
 from multirate.inspection.colourings import colourings
+from multirate.inspection.decisions import Decision, Kind
 from multirate.inspection.inspect import Inspection, inspect
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import find_training
@@ -170,3 +171,19 @@ def test_both_colour_schemes_use_one_drawing() -> None:
         assert not re.search(r"#[0-9a-f]{6}\b", drawing), "a colour that does not follow the page"
         assert "var(--ink)" in drawing and 'role="img"' in drawing
     assert len(bars) == 3, "layers 1 to 3 of 4 have colours of their own"
+
+
+def test_a_lossy_text_is_said_to_be_one() -> None:
+    """Whatever made it so: a token that the full model would not have said is named as such."""
+    engine, inspection = build("m2r2", rank=4, gates=[1, 3])
+    assert not inspection.lossy
+    inspection.lossy = True
+    text = inspection.texts[0]
+    text.decisions[3] = Decision(Kind.LEFT, 1)
+    text.tokens[3] = (text.values.said[3].tokens[0] + 7) % 261
+    page = render(inspection, engine.tokenizer, FACTS)
+    assert "The method is lossy" in page and "the text is the model's own" not in page
+    assert "left after 1 layer, not verified" in page
+    assert page.count("the full model would have said") == 1
+    share = f"{1 - 1 / inspection.tokens:.0%}"
+    assert f"<dd>{share}</dd>" in page

@@ -61,7 +61,7 @@ def colourings(inspection: Inspection) -> list[Colouring]:
         found.insert(0, _first_gates(inspection))
     if inspection.method is not None:
         decided = _decided(inspection)
-        several_gates = len(inspection.gates) > 1 and inspection.promise is None
+        several_gates = len(inspection.gates) > 1 and not inspection.lossy
         found.insert(1 if several_gates else 0, decided)
     return found
 
@@ -70,16 +70,15 @@ def _decided(inspection: Inspection) -> Colouring:
     layers = inspection.layers
     seen = {decision for text in inspection.texts for decision in text.decisions}
     order = sorted(seen, key=lambda one: (one.layers, one.kind.value))
-    lossy = inspection.promise is not None
     meaning = (
-        "Where each token was decided when the answer was written: in dynamic mode a token that "
-        "left early was not verified by the layers above."
-        if lossy
+        "Where each token was decided when the answer was written: one that left early was not "
+        "verified by the layers above."
+        if inspection.lossy
         else "Where each token was decided when the answer was written: drafted early and accepted "
         "by the verification, or chosen by the full model. The text is the model's own either way."
     )
     return Colouring(
-        "Layers each token left after" if lossy else "Who decided each token",
+        "Layers each token left after" if inspection.lossy else "Who decided each token",
         meaning,
         "decided by",
         [_category(decision, layers) for decision in order],

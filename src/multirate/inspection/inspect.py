@@ -38,7 +38,8 @@ class Inspection:
 
     layers: of the model. method: the accelerator's, None without one. traced: whether it has an
     accelerated stream to look at; gates: that stream's, or the layers drafts start from.
-    promise: what dynamic mode was held to, None where the text is the model's own.
+    lossy: whether tokens may leave that the model would not have said; promise: what dynamic mode
+    is held to then.
     """
 
     layers: int
@@ -46,6 +47,7 @@ class Inspection:
     method: str | None = None
     traced: bool = False
     gates: tuple[int, ...] = ()
+    lossy: bool = False
     promise: Promise | None = None
 
     @property
@@ -109,6 +111,7 @@ def inspect(
         None if method is None else method.name,
         tracer is not None,
         () if tracer is None else tracer.gates,
+        not step.lossless,
         promise,
     )
 

@@ -89,9 +89,9 @@ def _lead(inspection: Inspection) -> list[tuple[str, str]]:
         early = sum(
             one.kind is not Kind.MODEL for text in inspection.texts for one in text.decisions
         )
-        how = "left early, not verified" if inspection.promise else "drafted or copied, verified"
+        how = "left early, not verified" if inspection.lossy else "drafted or copied, verified"
         found.append((f"{early / total:.0%}", how))
-    if inspection.promise is not None:
+    if inspection.lossy:
         same = sum(
             token == said.tokens[0]
             for text in inspection.texts
@@ -151,7 +151,7 @@ def _details(
             Kind.LEFT: f"left after {layers_text(decision.layers)}, not verified",
         }[decision.kind]
         facts = [decided, f"plain residual agrees after {layers_text(layers[i])}"]
-        if inspection.promise is not None and token != full.tokens[0]:
+        if inspection.lossy and token != full.tokens[0]:
             facts.append(f"the full model would have said {decode(full.tokens[0])!r}")
         found.append({"t": decode(token), "id": token, "f": facts, "r": readings})
     return found

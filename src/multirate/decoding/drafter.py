@@ -39,6 +39,7 @@ class Draft:
     trusted: nodes 1..trusted are emitted as they are, without asking the target model (dynamic
         mode: lossy). They are a chain below node 0, and every other node is below the last of
         them. When sampling, trust is decided before the token is drawn, as above.
+    copied: the nodes that were copied from the text, by number (for whoever watches the steps).
     """
 
     tokens: list[int]
@@ -46,6 +47,7 @@ class Draft:
     hidden: Tensor | None = None
     probs: Tensor | None = None
     trusted: int = 0
+    copied: range = range(0)
 
     @classmethod
     def chain(
@@ -116,6 +118,7 @@ class Draft:
             None if self.hidden is None else self.hidden[: count + 1],
             None if self.probs is None else self.probs[:count],
             min(self.trusted, count),
+            self.copied,
         )
 
     def rows(self, seq: int, length: int) -> Rows:

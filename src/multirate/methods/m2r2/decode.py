@@ -444,7 +444,7 @@ class M2R2Drafter(Drafter):
         tree = DraftTree(0)
         tree.continue_with(match.continuation[:count], match.matched)
         self._trees[seq] = tree
-        return Draft(tree.tokens, tree.parents)
+        return Draft(tree.tokens, tree.parents, copied=tree.copied)
 
     @property
     def _candidates(self) -> int:
@@ -688,6 +688,7 @@ class M2R2Drafter(Drafter):
                 torch.cat(hidden[i]),
                 torch.cat(probs[i]) if probs[i] else None,
                 tree.trusted,
+                tree.copied,
             )
             for i, tree in enumerate(trees)
         ]

@@ -162,6 +162,11 @@ class DraftTree:
         """Where its nodes that are verified come from."""
         return Origin(self.drafted - self.trusted, self.continued, self.matched)
 
+    @property
+    def copied(self) -> range:
+        """The numbers of a continuation's nodes."""
+        return range(self.drafted + 1, self.drafted + self.continued + 1)
+
     def accepted(self, path: Sequence[int]) -> tuple[int, int]:
         """How many of the accepted `path`'s verified nodes the stream drew, and how many a
         continuation made.

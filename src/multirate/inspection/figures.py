@@ -353,7 +353,7 @@ def _svg(draw: Callable[[Any], None], name: str) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure as Drawing
 
-    style = {
+    style: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": name,
         "font.size": 11,

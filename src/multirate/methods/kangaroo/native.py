@@ -94,10 +94,11 @@ class NativeKangarooAdapter:
         """The likeliest token after each row of y [n, d] and its probability. noise[i]: added to
         the logits of row i.
         """
-        if noise is not None:
-            noise = [self._head.of_outputs(row) for row in noise]
-        ids, probs = self._decoder.top(self._head.linear, self._head.vocab, y, 1, noise=noise)
+        head = self._head
+        ids, probs = self._decoder.top(
+            head.linear, head.vocab, y, 1, noise=noise, token_map=head.token_map
+        )
         drafted = [row[0] for row in ids]
-        if self._head.tokens is not None:
-            drafted = self._head.tokens[drafted].tolist()
+        if self.draft_tokens is not None:
+            drafted = self.draft_tokens[drafted].tolist()
         return drafted, [row[0] for row in probs]

@@ -85,6 +85,8 @@ class FusedSteps:
         refresh: bool,
     ) -> None:
         nodes, d = limits.nodes, decoder.info.hidden_size
+        if limits.trust:
+            nodes += limits.trust.nodes
         self._library = library.kernel()
         self._decoder, self._nodes, self._refresh, self._entered = decoder, nodes, refresh, 0
         self._ids = np.zeros(nodes + 1, np.int64)
@@ -186,15 +188,12 @@ class FusedSteps:
         step; what the stream was not given meanwhile it reads before its next draft.
 
         draft_threshold, verify_threshold: float64 [nodes], least path probability of the n-th node
-        to be drafted from and to be verified; None: 0.
+        to be drafted from and to be verified; None: 0. nodes: trusted ones included.
         draft_accepted: abi.h's draft_accepted.
         """
         limits, length = self._limits, self._make_room()
-        limits.depth = depth
-        limits.ngram.deepest, limits.ngram.draft_accepted = (
-            depth if deepest is None else deepest,
-            draft_accepted,
-        )
+        limits.depth, limits.deepest = depth, depth if deepest is None else deepest
+        limits.ngram.draft_accepted = draft_accepted
         limits.draft_threshold = (
             self._no_threshold if draft_threshold is None else abi.doubles(draft_threshold)
         )
@@ -228,7 +227,26 @@ class FusedSteps:
         if sampler is not None:
             emitted = self._choose(sampler, length)
         self._entered = emitted
-        return FusedStep(self._ids[:emitted].tolist(), self._step.drafted, self._step.levels)
+        tokens = self._ids[:emitted].tolist()
+        return FusedStep(tokens, self._step.drafted, self._step.levels, self._unverified(tokens))
+
+    def _unverified(self, emitted: Sequence[int]) -> frozenset[int]:
+        """The places of the emitted tokens that were trusted."""
+        trusted = self.trusted()
+        if not trusted:
+            return frozenset()
+        last, places, at = 0, [], 0
+        for node, (token, parent) in enumerate(zip(*self.draft(), strict=True), start=1):
+            if parent == last and token == emitted[at]:
+                if node in trusted:
+                    places.append(at)
+                last, at = node, at + 1
+        return frozenset(places)
+
+    def trusted(self) -> set[int]:
+        """The trusted nodes of the last draft."""
+        mask = self._step.trusted
+        return {node for node in range(1, self._step.drafted + 1) if mask >> (node - 1) & 1}
 
     def _draft_noise(self, sampler: Sampler, depth: int) -> list[np.ndarray]:
         """What is added to the draft's logits at each of ``depth`` levels."""

@@ -10,7 +10,6 @@ through the layers below the gate in the same calls, so verification starts at t
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,6 +71,7 @@ _NO_MATCH = _Match([], 0)
 
 # Of drafts below trusted tokens. A lossy text must not depend on what the clock says, so these are
 # not measured; a level costs about a quarter of a plain step, a row less than a tenth.
+_MOST_NODES = 59  # of a draft with trusted tokens: one row of a pass is the last token's
 _FIXED_DRAFT_THRESHOLD, _FIXED_VERIFY_THRESHOLD = 0.3, 0.1
 
 
@@ -79,8 +79,8 @@ class M2R2Drafter(Drafter):
     """Drafts with an AcceleratedStream on any decoder; on the native one a step of one sequence is
     fused.
 
-    In dynamic mode (`exit_thresholds` of a stream with one gate) it trusts the tokens whose score
-    passes the threshold, as long as all before them in the draft do.
+    In dynamic mode (`exit_thresholds` of a stream with one gate) it trusts the best tokens whose
+    score passes the threshold: where a draft arrives at one, it is emitted unverified.
     """
 
     def __init__(
@@ -89,9 +89,12 @@ class M2R2Drafter(Drafter):
         self.decoder, self.stream = decoder, stream
         self.config = config or M2R2DecodeConfig()
         self.start = stream.config.gates[0]
-        self.max_nodes = self.config.nodes
         self._exit_threshold = _exit_threshold(self.config, stream)
         self.lossless = self._exit_threshold is None
+        self.max_nodes = self.config.nodes
+        if not self.lossless:
+            most = min(_MOST_NODES, self.config.nodes + self.config.trusted)
+            self.max_nodes = max(self.max_nodes, most)
         self.repeats_text = self.lossless and self.config.drafts != "drawn"
         self.adapts = self.lossless and (
             self.config.draft_threshold is None or self.config.verify_threshold is None
@@ -102,10 +105,11 @@ class M2R2Drafter(Drafter):
         self._cache: KVCache | None = None
         self._waiting: dict[int, _Waiting] = {}
         self._refreshed = 0  # tokens of sequence 0 whose K/V in the block are final
-        self._arla = arla_of(stream, "trust") if self.config.trust == "arla" else None
-        self._exit_arla = None
-        if not self.lossless and self.config.exit_score == "arla":
-            self._exit_arla = arla_of(stream, "exit_score")
+        self._judged_by_arla = self.config.trust == "arla"
+        self._exits_by_arla = not self.lossless and self.config.exit_score == "arla"
+        for used, setting in ((self._judged_by_arla, "trust"), (self._exits_by_arla, "exit_score")):
+            if used:
+                check_arla(stream, setting)
         self._continuations = ContinuationRates(self.config.lookup)
         self._calibration: Calibration | None = None
         self._streamed = True  # whether the stream drafts in the step under way
@@ -114,12 +118,18 @@ class M2R2Drafter(Drafter):
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
         self._fused: FusedSteps | None = None
         if (
-            self._arla is None
-            and self.lossless
+            not self._judged_by_arla
             and isinstance(decoder, NativeDecoder)
             and isinstance(self.runner, NativeStreamRunner)
         ):
-            c = self.config
+            c, trust = self.config, None
+            if not self.lossless:
+                self._trust = trust = abi.new(
+                    "Trust",
+                    least=self._exit_threshold,
+                    arla=self.runner.arla if self._exits_by_arla else None,
+                    nodes=self.max_nodes - c.nodes,
+                )
             ngram = abi.new(
                 "NgramLimits",
                 longest=c.lookup,
@@ -133,6 +143,7 @@ class M2R2Drafter(Drafter):
                 width=c.width,
                 top=self._candidates,
                 sharpness=c.sharpness,
+                trust=trust,
                 ngram=ngram,
             )
             self._fused = FusedSteps(
@@ -277,7 +288,8 @@ class M2R2Drafter(Drafter):
         where these are known; path: the accepted ones; nodes: how many there were.
         """
         match = self._matches.get(seq, _NO_MATCH)
-        if self._streamed and self.config.lookup:
+        if self._streamed and self.config.lookup and tree.drafted + 1 not in tree.trusted:
+            # else the continuation begins with a trusted token, which nobody has judged
             self._continuations.observe(tree.origin, *tree.accepted(path))
         if self._controller is None:
             return
@@ -330,6 +342,8 @@ class M2R2Drafter(Drafter):
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
         if self._fused is None or self._draws(self._sampler):
             return None
+        if not self.lossless and not self._sampler.plain:
+            return None  # between the two calls of a sampled step nothing knows of trusted tokens
         waiting = self._waiting.pop(seq, None)
         if waiting is not None:  # the sequence's first step here
             text = self._sampler.tokens[seq] if self.config.lookup else None
@@ -344,7 +358,7 @@ class M2R2Drafter(Drafter):
         if plan.stream:
             self._note_refreshed(seq)
             depth = min(self.config.depth, self.config.nodes, limit)
-            deepest = min(self.config.nodes, limit)
+            deepest = min(self.max_nodes, limit)
         else:
             depth, deepest = 0, plan.text[0]
         done = self._fused.run(
@@ -366,7 +380,7 @@ class M2R2Drafter(Drafter):
         tree = DraftTree(0, drafted=origin.drafted, continued=origin.continued)
         tree.matched, tree.best = origin.matched, self._fused.best()
         tree.tokens, tree.parents = tokens, parents
-        tree.confidence = self._fused.confidence()
+        tree.confidence, tree.trusted = self._fused.confidence(), self._fused.trusted()
         path, depth = [0], tree.depth
         for node, (parent, token) in enumerate(zip(parents, tokens, strict=True), start=1):
             depth.append(depth[parent] + 1)
@@ -407,8 +421,9 @@ class M2R2Drafter(Drafter):
         trees = [
             DraftTree(
                 min(limit, wanted),
-                min(self.config.nodes, wanted),
+                min(self.max_nodes, wanted),
                 calibrated=self._calibration,
+                nodes=self.config.nodes,
             )
             for wanted in limits
         ]
@@ -539,39 +554,39 @@ class M2R2Drafter(Drafter):
                 for node in frontier[i]
             ]
         ids, best = self.runner.top(p, self._candidates, c.sharpness, noise)
-        scores = self._exit_scores(p, lambda: [row[0] for row in best])
-        if self._arla is not None:
+        trusted = self._trusted(p, lambda: [row[0] for row in best])
+        if self._judged_by_arla:
             best = [
                 _with_first(row, score)
-                for row, score in zip(best, agreement(self._arla, self.decoder, p), strict=True)
+                for row, score in zip(best, self.runner.agreement(p), strict=True)
             ]
         at = 0
         for i in live:
             count = len(frontier[i])
-            if self._passes(trees[i], scores, at):
-                frontier[i] = trees[i].trust(ids[at][0])
-                at += count
-                continue
-            room = c.nodes - len(trees[i].tokens)
             followed = agrees = False
             if count == 1 and trees[i].is_chain:
-                followed, agrees = self._continue(trees[i], seqs[i], ids[at][0], best[at][0])
+                followed, agrees = self._continue(
+                    trees[i], seqs[i], ids[at][0], best[at][0], trusted[at]
+                )
             frontier[i] = trees[i].grow(
                 frontier[i],
                 ids[at : at + count],
                 best[at : at + count],
-                0 if followed else min(c.width, room),
+                0 if followed else c.width,
                 self._draft_threshold,
                 self._verify_threshold,
                 first=int(agrees),
+                trusted=trusted[at : at + count],
             )
             at += count
 
-    def _continue(self, tree: DraftTree, seq: int, best: int, own: float) -> tuple[bool, bool]:
+    def _continue(
+        self, tree: DraftTree, seq: int, best: int, own: float, trusted: bool
+    ) -> tuple[bool, bool]:
         """Lets the tree, a chain so far, end in what the text said after the same tokens, where
         that is worth it. → whether it does, and with the stream's best token.
         """
-        most = tree.deepest - len(tree.tokens)
+        most = min(tree.deepest, tree.budget(self.max_nodes)) - len(tree.tokens)
         if not self.config.lookup or most <= 0:
             return False, False
         index = self._texts.setdefault(seq, TextIndex(self.config.lookup))
@@ -587,9 +602,10 @@ class M2R2Drafter(Drafter):
             self._draft_threshold,
             self._verify_threshold,
             agrees,
+            trusted,
         )
         if length:
-            tree.continue_with(continuation[:length], matched)
+            tree.continue_with(continuation[:length], matched, trusted)
         return length > 0, length > 0 and agrees
 
     def _grow_drawn(
@@ -616,44 +632,36 @@ class M2R2Drafter(Drafter):
             perturbed = sampler.perturbed(logits, rows_seqs, paths)
             q, tokens = torch.softmax(perturbed, dim=-1), argmax_rows(perturbed)
         # of the logits: the distribution of greedy tokens under a penalty is sure of each
-        scores = self._exit_scores(
+        trusted = self._trusted(
             p, lambda: torch.softmax(self.config.sharpness * logits, -1).amax(-1).tolist()
         )
-        sure = q.amax(-1).tolist() if self._arla is None else agreement(self._arla, self.decoder, p)
+        sure = self.runner.agreement(p) if self._judged_by_arla else q.amax(-1).tolist()
         for k, i in enumerate(live):
             tree, node = trees[i], frontier[i][0]
-            if self._passes(tree, scores, k):
-                frontier[i] = tree.trust(tokens[k])
-                if draws:
-                    probs[i].append(q[k : k + 1])
-                continue
-            if tree.depth[node] >= tree.depth_limit or (
-                node and tree.path_probability[node] < self._draft_threshold[node - 1]
+            if (
+                tree.levels[node] + (not trusted[k]) > tree.depth_limit
+                or tree.depth[node] >= tree.deepest
+                or len(tree.tokens) >= tree.budget(self.max_nodes)
+                or (node and tree.path_probability[node] < self._draft_threshold[node - 1])
             ):
                 frontier[i] = []
                 continue
-            chance = tree.path_probability[node] * tree.worth(sure[k])
-            frontier[i] = [tree.add(node, tokens[k], chance, sure[k])]
+            chance = tree.path_probability[node]
+            if not trusted[k]:
+                chance *= tree.worth(sure[k])
+            frontier[i] = [tree.add(node, tokens[k], chance, sure[k], trusted[k])]
             tree.drafted += 1
             if draws:
                 probs[i].append(q[k : k + 1])
 
-    def _exit_scores(self, p: Tensor, confidence: Callable[[], list[float]]) -> list[float]:
-        """For each row of p [n, d] what decides whether its token is trusted; empty where none is.
-
-        confidence: the sharpened top-1 probabilities.
+    def _trusted(self, p: Tensor, confidence: Callable[[], list[float]]) -> list[bool]:
+        """For each row of p [n, d] whether its token is emitted unverified. confidence: the
+        sharpened top-1 probabilities.
         """
-        if self.lossless:
-            return []
-        if self._exit_arla is None:
-            return confidence()
-        return agreement(self._exit_arla, self.decoder, p)
-
-    def _passes(self, tree: DraftTree, scores: list[float], row: int) -> bool:
-        """Whether the next token of a tree that holds trusted tokens only is trusted, too."""
-        if self._exit_threshold is None or tree.trusted < len(tree.tokens):
-            return False
-        return scores[row] >= self._exit_threshold
+        if self._exit_threshold is None:
+            return [False] * len(p)
+        scores = self.runner.agreement(p) if self._exits_by_arla else confidence()
+        return [score >= self._exit_threshold for score in scores]
 
     def _finish(
         self,
@@ -682,7 +690,7 @@ class M2R2Drafter(Drafter):
                 tree.parents,
                 torch.cat(hidden[i]),
                 torch.cat(probs[i]) if probs[i] else None,
-                tree.trusted,
+                frozenset(tree.trusted),
             )
             for i, tree in enumerate(trees)
         ]
@@ -702,21 +710,13 @@ def _exit_threshold(config: M2R2DecodeConfig, stream: AcceleratedStream) -> floa
     return config.exit_thresholds[0]
 
 
-def arla_of(stream: AcceleratedStream, setting: str) -> ARLA:
-    """The stream's ARLA in float32. UserError naming the setting where it has none."""
+def check_arla(stream: AcceleratedStream, setting: str) -> ARLA:
+    """The stream's ARLA. UserError naming the setting where it has none."""
     if stream.arla is None:
         raise UserError(
             f"m2r2 setting {setting}='arla' needs an accelerator with ARLA; this one has arla_dim=0"
         )
-    return copy.deepcopy(stream.arla).float()
-
-
-def agreement(arla: ARLA, decoder: Decoder, p: Tensor) -> list[float]:
-    """The probability, for each row of p [n, d] at the first gate, that its argmax is the full
-    model's.
-    """
-    scores: list[float] = arla.score(decoder.norm(p)[:, None].float()).tolist()
-    return scores
+    return stream.arla
 
 
 def _with_first(probs: list[float], first: float) -> list[float]:

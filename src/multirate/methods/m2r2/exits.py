@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,7 +14,7 @@ from multirate.decoding.session import Session
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.errors import UserError
-from multirate.methods.m2r2.decode import M2R2Drafter, arla_of
+from multirate.methods.m2r2.decode import M2R2Drafter, check_arla
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.runner import draft_logits
@@ -62,7 +63,11 @@ class GateExits(DepthPolicy):
         info = decoder.info
         stream = stream.to(device=info.device, dtype=info.dtype).eval()
         self.adapters: Mapping[int, LayerAdapter] | None = stream.layer_adapters() or None
-        self._arla = arla_of(stream, "exit_score") if config.exit_score == "arla" else None
+        self._arla = (
+            copy.deepcopy(check_arla(stream, "exit_score")).float()
+            if config.exit_score == "arla"
+            else None
+        )
         self._reinitialise = stream.config.reinitialise
         tokens = stream.draft_tokens
         self._draft_tokens = None if tokens is None else tokens.to(info.device)

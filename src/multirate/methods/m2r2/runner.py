@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ class StreamRunner:
         self.stream = stream.to(device=decoder.info.device, dtype=decoder.info.dtype).eval()
         self.adapters = {i: a for i, a in stream.layer_adapters().items() if i < gate} or None
         self._block = stream.block(gate)
+        self._arla = None if stream.arla is None else copy.deepcopy(stream.arla).float()
         self._slow_cache: KVCache | None = None
         self._block_cache: KVCache | None = None
         self._tokens = (
@@ -98,6 +100,14 @@ class StreamRunner:
     def logits(self, p: Tensor) -> Tensor:
         """float32 [n, V]; tokens outside a reduced draft vocabulary get −inf."""
         return draft_logits(self.decoder, self._tokens, p)
+
+    def agreement(self, p: Tensor) -> list[float]:
+        """ARLA's probability, for each row of p [n, d] at the first gate, that its argmax is the
+        full model's.
+        """
+        assert self._arla is not None
+        scores: list[float] = self._arla.score(self.decoder.norm(p)[:, None].float()).tolist()
+        return scores
 
     def top(
         self,

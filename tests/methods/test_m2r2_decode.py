@@ -418,7 +418,7 @@ def test_a_stream_that_rested_drafts_as_one_that_did_not(decoders):
         def chosen(seqs, *rest, choose=choose, drafter=drafter, steps=steps, resting=resting):
             plan = choose(seqs, *rest)
             if next(steps) in resting:
-                drafter._streamed = False
+                drafter._streamed = set()
                 drafter._matches = dict.fromkeys(seqs, m2r2_decode._NO_MATCH)
                 plan = Plan(False, (0,) * len(seqs))
             return plan

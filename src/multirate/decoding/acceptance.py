@@ -162,11 +162,11 @@ def accept_greedy(draft: Draft, target: Sequence[int]) -> tuple[list[int], int]:
     the last of them. The emitted tokens are those of path[1:], then bonus.
 
     Lossless where no node is trusted: each emitted token is target[i] of a node i whose whole path
-    has been emitted before it (as an accepted child, or as the bonus), so it is what plain decoding emits after the same
-    tokens: the argmax, or the draw that the random numbers of its place make there, which are used
-    for no other place and which no draft changes. The draft decides only how many tokens a pass
-    emits. [Greedy: Stern et al. 2018; sampled: Daliri, Musco, Suresh 2024; for drafts that are not
-    random it accepts as often as rejection sampling with a one-hot q.]
+    has been emitted before it (as an accepted child, or as the bonus), so it is what plain decoding
+    emits after the same tokens: the argmax, or the draw that the random numbers of its place make
+    there, which are used for no other place and which no draft changes. The draft decides only how
+    many tokens a pass emits. [Greedy: Stern et al. 2018; sampled: Daliri, Musco, Suresh 2024; for
+    drafts that are not random it accepts as often as rejection sampling with a one-hot q.]
     """
     descent = Descent(draft)
     while descent.follow(target[descent.path[-1]]):

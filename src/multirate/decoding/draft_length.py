@@ -103,7 +103,8 @@ class DraftLengthController:
 
     costs: measured pieces of a step. nodes: of a draft, at most. rates: of the text's
     continuations; None: there are none. accepted: first guess of the tokens that an own draft adds.
-    clock: seconds that pass; another one than the machine's for simulations.
+    clock: seconds that pass; another one than the machine's for simulations. timed: False: steps
+    take what `costs` say, so that nothing that is decided depends on a clock.
     """
 
     def __init__(
@@ -113,8 +114,10 @@ class DraftLengthController:
         rates: ContinuationRates | None = None,
         accepted: float = _ACCEPTED,
         clock: Callable[[], float] | None = None,
+        timed: bool = True,
     ) -> None:
         self.costs, self.nodes, self.rates, self.clock = costs, nodes, rates, clock or now
+        self._timed = timed
         self._drafted = DraftedSteps(0 if rates is None else rates.longest, accepted)
         self._prices: dict[int, tuple[np.ndarray, list[float]]] = {}
         # a refreshed row runs through the pieces of a level, without reading weights again
@@ -241,8 +244,6 @@ class DraftLengthController:
 
     def _took(self, seconds: float) -> None:
         """The step under way has ended."""
-        self._seconds = _MEMORY * (self._seconds + seconds)
-        self._tokens *= _MEMORY
         step, costs = self._step, self.costs
         cumulated = self._row_prices(step.sequences)[1]
         expected = self._plain(step.sequences)
@@ -250,6 +251,10 @@ class DraftLengthController:
         if step.plan.stream:
             expected += costs.draft_fixed + max(step.levels, 1) * costs.draft_step
             expected += step.refreshed * self._refresh_row
+        if not self._timed:
+            seconds = expected
+        self._seconds = _MEMORY * (self._seconds + seconds)
+        self._tokens *= _MEMORY
         pace = self._pace[step.plan.stream]
         pace.fade(_PACE_MEMORY)
         pace.tries += expected

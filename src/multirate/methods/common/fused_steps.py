@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from multirate.decoding.acceptance import Descent
-from multirate.decoding.acceptance_statistics import Calibration, Origin
+from multirate.decoding.acceptance_statistics import Calibration, ContinuationRates, Origin
 from multirate.decoding.costs import CostModel
 from multirate.decoding.drafter import MAX_TREE_NODES, Draft, FusedStep
 from multirate.decoding.sampler import Sampler
@@ -93,7 +93,7 @@ class FusedSteps:
         self._carried = torch.zeros(nodes + 1, d)
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
         self._confidence = np.empty(nodes)
-        self._calibration: Calibration | None = None
+        self._learned: tuple[ContinuationRates | None, Calibration | None] = None, None
         self._pending_ids: list[int] = []
         self._pending_carried: list[Tensor] = []
         self._hidden = torch.empty(nodes + 1, d)
@@ -317,11 +317,20 @@ class FusedSteps:
         )
         self._pending_ids, self._pending_carried = [], []
 
-    def calibrate(self, calibration: Calibration) -> None:
-        """Drafts believe their confidence as far as `calibration` says, from now on."""
-        self._calibration = calibration  # the kernel reads it by address
-        self._limits.tries = abi.doubles(calibration.tries)
-        self._limits.hits = abi.doubles(calibration.hits)
+    def learn_from(
+        self, continuations: ContinuationRates, calibration: Calibration | None = None
+    ) -> None:
+        """From now on drafts follow the text by these rates, and believe their confidence as far
+        as `calibration` says; None: entirely.
+        """
+        self._learned = continuations, calibration  # the kernel reads them by address
+        ngram = self._limits.ngram
+        ngram.first_accepted = abi.doubles(continuations.first_accepted)
+        ngram.first_against = abi.doubles(continuations.first_against)
+        ngram.next_accepted = abi.doubles(continuations.next_accepted)
+        for name in ("tries", "hits"):
+            counts = None if calibration is None else getattr(calibration, name)
+            setattr(self._limits, name, abi.NULL if counts is None else abi.doubles(counts))
 
     def look_up(self, most: int) -> tuple[list[int], int]:
         """What the text had after the tokens it ends in, as `TextIndex.look_up`."""

@@ -150,6 +150,11 @@ class DraftTree:
     def _add_candidate(self, one: _Candidate) -> int:
         return self.add(one.parent, one.token, one.path_probability, one.confidence, one.trusted)
 
+    @property
+    def trusts_best(self) -> bool:
+        """Whether the stream's best token after the last one is trusted."""
+        return any(self.parents[node - 1] == 0 for node in self.trusted)
+
     def worth(self, confidence: float) -> float:
         """The chance that a token of this confidence is accepted."""
         return confidence if self.calibrated is None else self.calibrated(confidence)

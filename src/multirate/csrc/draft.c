@@ -103,31 +103,36 @@ static void draft_level(Workspace *work, const Stream *stream, const Surrounding
     run_parallel(work, run_level, &level);
 }
 
-// For any number of rows; x always ends with the residuals at the exit layer in the target rows.
+// The same for any number of rows.
 void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *caches,
                     const LayerCache *block_cache, int block_capacity, const Rows *rows, int fresh,
                     const int64_t *ids, const float *carried, float *x) {
     int n = rows->count, d = stream->shape->hidden, old = n - fresh;
+    size_t row_bytes = (size_t)d * sizeof(float);
     Surroundings around = {.caches = caches,
                            .block_cache = block_cache,
                            .capacity = rows->capacity,
                            .block_capacity = block_capacity};
-    if (!stream->merged && n + fresh <= MAX_ROWS) {
+    if (n + fresh <= MAX_ROWS) {
         draft_level(work, stream, &around, ids, rows, fresh, carried, x);
         return;
     }
-    if (fresh) {
-        Rows last = some_rows(rows, old, fresh);
-        last.adapted = NULL;
-        mr_embed(stream->table, ids + old, fresh, d, 1.0f, x);
-        mr_layers(work, stream->shape, stream->layers, caches, NULL, &last, x, 0,
-                  stream->exit_layer);
-    }
-    for (int r = 0; r < n; r += MAX_ROWS) {
-        Rows some = some_rows(rows, r, n - r < MAX_ROWS ? n - r : MAX_ROWS);
+    for (int r = 0; r < old; r += MAX_ROWS) {
+        int take = old - r < MAX_ROWS ? old - r : MAX_ROWS;
+        Rows some = some_rows(rows, r, take);
         draft_level(work, stream, &around, ids + r, &some, 0,
                     carried ? carried + (size_t)r * d : NULL, x + (size_t)(fresh + r) * d);
     }
+    float *both = fresh ? malloc(MAX_ROWS * row_bytes) : NULL;
+    for (int r = 0; r < fresh; r += MAX_ROWS / 2) {
+        int take = fresh - r < MAX_ROWS / 2 ? fresh - r : MAX_ROWS / 2;
+        Rows some = some_rows(rows, old + r, take);
+        draft_level(work, stream, &around, ids + old + r, &some, take,
+                    carried ? carried + (size_t)(old + r) * d : NULL, both);
+        memcpy(x + (size_t)r * d, both, take * row_bytes);
+        memcpy(x + (size_t)(n + r) * d, both + (size_t)take * d, take * row_bytes);
+    }
+    free(both);
 }
 
 // ---- trees --------------------------------------------------------------------------------------

@@ -745,10 +745,12 @@ class M2R2Drafter(Drafter):
         below the gate.
         """
         missing: list[tuple[int, int]] = []
+        whole = not self.runner.keys_only  # else the step runs all rows through the layers below
         for i, tree in enumerate(trees):
             if in_trees:
                 tree.finish(self._estimates(seqs[i]).verify_threshold)
-            missing += [(i, node) for node in range(len(hidden[i]), len(tree.tokens) + 1)]
+            if whole:
+                missing += [(i, node) for node in range(len(hidden[i]), len(tree.tokens) + 1)]
         if missing:
             rows = self._rows_of(trees, missing, seqs)
             h_gate = self.runner.slow([trees[i].tokens[node - 1] for i, node in missing], rows)
@@ -758,7 +760,7 @@ class M2R2Drafter(Drafter):
             Draft(
                 tree.tokens,
                 tree.parents,
-                torch.cat(hidden[i]),
+                torch.cat(hidden[i]) if whole else None,
                 torch.cat(probs[i]) if probs[i] else None,
                 frozenset(tree.trusted),
             )

@@ -76,6 +76,7 @@ class NativeStreamRunner(StreamRunner):
         if (deltas := _mergeable(self.adapters, gate)) is not None:
             self._merged = decoder.pack(0, owner, deltas)
             self.packed.merged = self._merged
+            self.keys_only = True
         if self._block is not None:
             self._own_layer = OwnLayer(
                 decoder,

@@ -21,7 +21,13 @@ from multirate.model.rows import Rows
 
 
 class StreamRunner:
-    """Runs gate `gate` of `stream` beside `decoder`. Owns the block's keys and values."""
+    """Runs gate `gate` of `stream` beside `decoder`. Owns the block's keys and values.
+
+    keys_only: of the slow rows `step` leaves only the keys and values that drafts read; before they
+    are verified they run through the layers below the gate.
+    """
+
+    keys_only: bool = False
 
     def __init__(self, decoder: Decoder, stream: AcceleratedStream, gate: int) -> None:
         self.decoder, self.gate = decoder, gate
@@ -61,7 +67,8 @@ class StreamRunner:
 
         The last `fresh` rows are new to the slow residual as well: it runs beside them and writes
         its K/V. Rows before them refresh the block's K/V of tokens that are committed already. →
-        (slow residuals h_G of the fresh rows [fresh, d], the stream's outputs p [N, d])
+        (slow residuals h_G of the fresh rows [fresh, d], unless keys_only; the stream's outputs p
+        [N, d])
         """
         h0 = self.decoder.embed(torch.tensor(ids, device=self.decoder.info.device), rows.pos)
         n = len(ids)

@@ -80,8 +80,9 @@ def calibrate(
     def losses(threshold: float) -> Iterator[float]:
         step = method.make_step(decoder, accelerator, settings_at(threshold))
         assert step is not None
+        before = next(reversed(measured.values()), [])
         seen = measured.setdefault(threshold, [])
-        for one in answers(decoder, step, prompts, stop, batch):
+        for one in answers(decoder, step, prompts, stop, batch, threshold, before):
             seen.append(one)
             if progress is not None:
                 progress(threshold, len(seen), len(prompts))

@@ -229,7 +229,7 @@ void mr_arla(const Arla *arla, float eps, int d, const float *x, int count, doub
 }
 
 // Whether the best token of the stream's output, of this probability, is emitted unverified.
-static int passes(const Tree *t, const float *output, float probability) {
+static int passes(Tree *t, const float *output, float probability) {
     const Trust *trust = t->limits->trust;
     double score = (double)probability;
     if (!trust)
@@ -238,6 +238,8 @@ static int passes(const Tree *t, const float *output, float probability) {
         const Shape *shape = t->step->stream->shape;
         score = arla_score(trust->arla, shape->eps, shape->hidden, output);
     }
+    if (score < trust->least && score > t->step->refused)
+        t->step->refused = score;
     return score >= trust->least;
 }
 

@@ -203,6 +203,8 @@ class Drafter(ABC):
     top: of how many of the target's likeliest tokens after each node `accept` is told.
     adapts: whether it decides by itself when not to draft; else `SpeculativeStep.adapt` can.
     rests: whether one that adapts may leave a step without a draft; `SpeculativeStep.adapt` says.
+    refused: of one that trusts tokens by a score, the highest of this generation that was too low,
+        −inf where none was: with a threshold above it, the text is the same. None: unknown.
     """
 
     start: int = 0
@@ -213,6 +215,7 @@ class Drafter(ABC):
     top: int = 0
     adapts: bool = False
     rests: bool = True
+    refused: float | None = None
 
     _costs: CostModel | None = None
 

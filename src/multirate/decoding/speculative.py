@@ -71,6 +71,9 @@ class SpeculativeStep(Step):
         prompts = [session.prompts[b] for b in seqs]
         self.drafter.prefill(seqs, prompts, hidden, taps)
 
+    def finish(self, session: Session) -> None:
+        session.stats.refused = self.drafter.refused
+
     def costs(self, decoder: Decoder) -> CostModel | None:
         return self.drafter.costs(decoder) if self.lossless else None
 

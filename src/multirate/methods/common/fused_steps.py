@@ -148,6 +148,7 @@ class FusedSteps:
         self._cache, self._own = cache, own
         self._sampler = None if sampler is None or sampler.plain else sampler
         self._couple, self._noise = couple, {}
+        self._step.refused = -np.inf
 
     def enter(
         self,
@@ -242,6 +243,11 @@ class FusedSteps:
                     places.append(at)
                 last, at = node, at + 1
         return frozenset(places)
+
+    @property
+    def refused(self) -> float:
+        """The highest score since `begin` that was too low for trust; −inf: none was."""
+        return float(self._step.refused)
 
     def trusted(self) -> set[int]:
         """The trusted nodes of the last draft."""

@@ -229,6 +229,7 @@ class M2R2Drafter(Drafter):
         self._waiting, self._refreshed = {}, 0
         self._texts, self._trees, self._matches = {}, {}, {}
         self._own, self._streamed = {}, set()
+        self._refused = -np.inf
         self._fused_seq: int | None = None
         if self._fused is not None and isinstance(self.runner, NativeStreamRunner):
             self._fused.begin(
@@ -237,6 +238,13 @@ class M2R2Drafter(Drafter):
                 sampler,
                 couple=self.config.drafts == "coupled",
             )
+
+    @property
+    def refused(self) -> float | None:  # type: ignore[override]
+        if self.lossless:
+            return None
+        fused = -np.inf if self._fused is None else self._fused.refused
+        return max(self._refused, fused)
 
     def usable(self, cache: KVCache, length: int) -> int:
         if cache is not self._cache or not self.runner.serves(cache):
@@ -731,6 +739,8 @@ class M2R2Drafter(Drafter):
         if self._exit_threshold is None:
             return [False] * len(p)
         scores = self.runner.agreement(p) if self._exits_by_arla else confidence()
+        low = [score for score in scores if score < self._exit_threshold]
+        self._refused = max([self._refused, *low])
         return [score >= self._exit_threshold for score in scores]
 
     def _finish(

@@ -99,13 +99,25 @@ def test_answers_that_a_lower_threshold_leaves_as_they_are_are_not_decoded_again
         return original(*args, **more)
 
     monkeypatch.setattr(measure, "generate", counted)
-    made = calibrate(
-        engine.decoder, given, PROMPTS, fingerprint(model), quality=0.7, stop=STOP, batch=2
+    same: dict[float, list[Measured]] = {}
+    made, bolder = (
+        calibrate(
+            engine.decoder,
+            given,
+            PROMPTS,
+            fingerprint(model),
+            quality=quality,
+            stop=STOP,
+            batch=2,
+            measured=same,
+        )
+        for quality in (0.7, 0.6)
     )
-    assert sum(decoded) < len(PROMPTS) * len(made.tried) - 40
+    assert bolder.tried[: len(made.tried) - 1] == made.tried[:-1]
+    assert sum(decoded) < len(PROMPTS) * len(bolder.tried) - 40
     mode, method = find("m2r2-carry").dynamic, find("m2r2-carry")
     assert mode is not None and len(made.tried) > 6
-    for threshold, loss in [*made.tried[:-1:3], made.tried[-2]]:
+    for threshold, loss in [*bolder.tried[:-1:4], bolder.tried[-2]]:
         step = method.make_step(engine.decoder, given, mode.settings(given.module, threshold))
         assert step is not None
         anew = [one.loss for one in answers(engine.decoder, step, PROMPTS, STOP)]

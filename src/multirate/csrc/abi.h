@@ -115,7 +115,7 @@ typedef struct {
 } NgramLimits;
 
 // The chance that the stream's best token is the target model's, of its output x: sigmoid(out ·
-// silu(W n + bias) + out_bias) with n = x / rms(x) (methods/m2r2/arla.py with one gate).
+// silu(W n + bias) + out_bias) with n = x / rms(x) (ARLA of one gate).
 typedef struct {
     const float *weight;     // [latent, hidden] W, the final norm's weights multiplied in
     const float *bias, *out; // [latent]

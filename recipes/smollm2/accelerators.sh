@@ -25,8 +25,9 @@ for method in ${METHODS:-m2r2-carry kangaroo m2r2}; do
     options=(--lr 0.001 --warmup-steps 20)
     [ "$method" = m2r2-carry ] && options+=(--option draft_vocab=12288 --option unroll_steps=2)
     # the gate that drafts is shallower than the paper's L/4: deeper ones cost more than they add
-    [ "$method" = m2r2 ] && options+=(--option draft_vocab=12288 --option "gates=[4,8,15]")
-    [ "$method" = kangaroo ] && options=() # it starts from nothing: the higher rate
+    [ "$method" = m2r2 ] && options+=(--option draft_vocab=12288 --option fuse=true --option "gates=[4,8,15]")
+    # it starts from little: the higher rate
+    [ "$method" = kangaroo ] && options=(--lr 0.03 --warmup-steps 20 --option draft_vocab=12288)
     [ -f "$OUT/$method/accelerator.json" ] && [ ! -f "$OUT/$method/training_state.pt" ] && continue
     multirate train "$MODEL" --data "$OUT/own.jsonl" --data "$OUT/train_self.jsonl" \
         --heldout-files "$OUT/heldout.jsonl" --out "$OUT/$method" --method "$method" \

@@ -420,6 +420,7 @@ class Engine:
             # what its card says was measured on other weights
             relative = accelerator is not None and accelerator.other_weights is not None
             rates = [] if relative else _card_rates(accelerator)
+            step.expect(rates)
             self._decodings[name] = _Decoding(step, OverallRates(rates), promise)
         return self._decodings[name]
 

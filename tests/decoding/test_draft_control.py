@@ -16,14 +16,24 @@ NODES = 8
 
 class Text:
     """A machine and a text on which own drafts of `levels` levels are accepted at `own` per token
-    and continuations, which `share` of the steps have, at `text`.
+    and continuations, which `share` of the steps have, at `text`. expected: what a card says of
+    own drafts.
     """
 
-    def __init__(self, own: float, text: float, share: float = 0.5, seed: int = 0) -> None:
+    def __init__(
+        self,
+        own: float,
+        text: float,
+        share: float = 0.5,
+        seed: int = 0,
+        expected: tuple[float, ...] = (),
+    ) -> None:
         self.own, self.text, self.share, self.levels = own, text, share, 3
         self.now = 0.0
         self.rates = ContinuationRates(4)
-        self.controller = DraftLengthController(COSTS, NODES, self.rates, clock=lambda: self.now)
+        self.controller = DraftLengthController(
+            COSTS, NODES, self.rates, expected, clock=lambda: self.now
+        )
         self.rng = np.random.default_rng(seed)
         self.streamed = 0
 
@@ -79,3 +89,49 @@ def test_drafts_come_back_when_they_become_good() -> None:
     before, text.own = text.streamed, 0.9
     text.speed(600)
     assert text.streamed - before > 300
+
+
+CARD = (0.5, 0.45)
+
+
+@pytest.mark.parametrize("own", [0.0, 0.2, 0.45, 0.6])
+def test_answers_after_one_another_cost_little_whatever_the_card_says(own: float) -> None:
+    """Each answer is a chance that drafts suit it: tried at its begin, and soon left alone."""
+
+    def answers(force: str | None) -> float:
+        tokens, seconds = 0, 0.0
+        for seed in range(4):
+            text = Text(own, 0.0, share=0.0, seed=seed, expected=CARD)
+            for _ in range(10):
+                text.controller.pause()
+                tokens += sum(text.step(force) for _ in range(80))
+            seconds += text.now
+        return tokens / seconds
+
+    assert answers(None) > 0.96 * max(answers("plain"), answers("stream"))
+
+
+def test_a_few_unlucky_steps_do_not_outweigh_the_card() -> None:
+    """Eight steps of another text without one accepted token, then an answer that drafts suit."""
+    drafted = {}
+    for expected in ((), CARD):
+        share = []
+        for seed in range(20):
+            text = Text(0.0, 0.0, share=0.0, seed=seed, expected=expected)
+            text.controller.pause()
+            for _ in range(8):
+                text.step()
+            text.own, text.streamed = 0.6, 0
+            text.controller.pause()
+            for _ in range(60):
+                text.step()
+            share.append(text.streamed / 60)
+        drafted[expected] = np.mean(share)
+    assert drafted[CARD] > drafted[()] + 0.05
+    assert drafted[()] > 0.35
+
+
+def test_an_untrained_accelerators_card_is_believed_too() -> None:
+    text = Text(0.0, 0.0, share=0.0, expected=(0.02, 0.02))
+    text.speed(100)
+    assert text.streamed < 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from multirate.decoding import draft_length
 from multirate.decoding.costs import CostModel
 from multirate.decoding.draft_length import StepCosts
+from multirate.decoding.drafter import Draft
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -24,7 +26,7 @@ from multirate.methods.common.teacher import Teacher
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.kangaroo.decode import KangarooDecodeConfig, KangarooDrafter
 from multirate.methods.kangaroo.modules import KangarooAdapter
-from multirate.methods.kangaroo.train import KangarooObjective
+from multirate.methods.kangaroo.train import KangarooObjective, start_from_least_squares
 from multirate.model.load import load_decoder
 from multirate.model.native import NativeDecoder
 
@@ -37,6 +39,14 @@ def build(exit_layer: int = 2) -> tuple[Teacher, KangarooAdapter]:
     return teacher, KangarooAdapter(
         KangarooConfig.for_base(teacher.shape, exit_layer=exit_layer), teacher.shape
     )
+
+
+def reduced(shape: BaseShape) -> KangarooAdapter:
+    """Drafts every third token only."""
+    adapter = KangarooAdapter(KangarooConfig.for_base(shape, draft_vocab=20), shape)
+    assert adapter.draft_tokens is not None
+    adapter.draft_tokens.copy_(torch.arange(20) * 3)
+    return adapter
 
 
 def test_untrained_adapter_is_the_early_exit() -> None:
@@ -229,11 +239,14 @@ def test_the_native_adapter_is_the_adapter(packed: DraftWeights, error: float) -
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 0.6, 1.0])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sampling", [None, SamplingSettings(1.0, top_p=0.95, seed=2)])
+@pytest.mark.parametrize("whole_head", [True, False])
 def test_a_round_in_one_kernel_call_is_the_round_in_parts(
-    threshold: float, seed: int, sampling: SamplingSettings | None
+    threshold: float, seed: int, sampling: SamplingSettings | None, whole_head: bool
 ) -> None:
     decoder, shape = native_base()
-    adapter = KangarooAdapter(KangarooConfig.for_base(shape), shape)
+    adapter = (
+        KangarooAdapter(KangarooConfig.for_base(shape), shape) if whole_head else reduced(shape)
+    )
     disturb(adapter, seed=seed)
     settings = KangarooDecodeConfig(threshold=threshold, max_draft=5)
     assert_fused_steps_are_steps_in_parts(
@@ -243,6 +256,71 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
         new_tokens=16,
         sampling=sampling,
     )
+
+
+@pytest.mark.parametrize(
+    "sampling", [None, SamplingSettings(1.0, seed=2), SamplingSettings(repetition_penalty=1.3)]
+)
+@pytest.mark.parametrize("backend", ["native", "hf"])
+def test_a_reduced_head_drafts_its_tokens_only(
+    backend: str, sampling: SamplingSettings | None
+) -> None:
+    native, shape = native_base()
+    adapter = reduced(shape)
+    disturb(adapter)
+    decoder = native if backend == "native" else load_decoder(base(), "hf")
+    if backend == "hf":
+        adapter = reduced(BaseShape.of(base().config))
+    drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.0, max_draft=4))
+    drafted: set[int] = set()
+
+    def look(session: Session, step: Step) -> None:
+        if drafter._fused is not None and drafter._entered is not None:
+            drafted.update(drafter._fused.draft()[0])
+
+    prompts = [[3, 4, 5]] if backend == "native" else [[3, 4, 5], [6]]
+    stop = StopSettings(max_new_tokens=20)
+    drafts: list[list[int]] = []
+    draft = drafter.draft
+
+    def noted(*args: Any) -> list[Draft]:
+        made = draft(*args)
+        drafts.extend(list(one.tokens) for one in made)
+        return made
+
+    drafter.draft = noted  # type: ignore[method-assign]
+    out = generate(decoder, SpeculativeStep(drafter), prompts, sampling, stop, after_step=look)
+    plain = generate(decoder, PlainStep(), prompts, sampling, stop)
+    assert out.sequences == plain.sequences
+    drafted |= {token for tokens in drafts for token in tokens}
+    assert drafted and all(token % 3 == 0 for token in drafted)
+
+
+def test_training_starts_where_each_channel_tells_the_final_direction_best() -> None:
+    """No other weight of a channel has a smaller squared error, and the loss is below the early
+    exit's.
+    """
+    teacher, adapter = build()
+    tokens = [ids(3, 12, seed=seed) for seed in range(6)]
+    mask = torch.ones_like(tokens[0], dtype=torch.bool)
+    mask[:, :4] = False
+    before = [KangarooObjective(teacher, adapter)(t, mask)[1].loss for t in tokens]
+    start_from_least_squares(teacher, adapter, [(t, mask, None) for t in tokens])
+    after = [KangarooObjective(teacher, adapter)(t, mask)[1].loss for t in tokens]
+    assert sum(after) < sum(before)
+    read, wanted = [], []
+    for t in tokens:
+        slow = teacher.slow(t, 0, (2,))
+        read.append(torch.nn.functional.normalize(slow.residual[2][mask], dim=-1))
+        wanted.append(torch.nn.functional.normalize(slow.final[mask], dim=-1))
+    x, y = torch.cat(read), torch.cat(wanted)
+    best = torch.stack(
+        [
+            torch.linalg.lstsq(x[:, i : i + 1], y[:, i : i + 1]).solution[0, 0]
+            for i in range(x.shape[1])
+        ]
+    )
+    torch.testing.assert_close(adapter.norm_out.weight.detach(), best, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("prompts", [[[3, 4, 5]], [[3, 4, 5], [9]]])

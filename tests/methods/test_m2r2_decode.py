@@ -75,6 +75,7 @@ def decoders():
     reduced=st.sampled_from([None, 20]),
     trust=st.sampled_from(["confidence", "arla"]),
     lookup=st.integers(0, 5),
+    fuse=st.booleans(),
 )
 def test_greedy_is_the_base_token_for_token(
     decoders,
@@ -89,11 +90,12 @@ def test_greedy_is_the_base_token_for_token(
     reduced,
     trust,
     lookup,
+    fuse,
 ):
     if backend not in decoders:
         pytest.skip("no native kernel here")
     decoder = decoders[backend]
-    stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced)
+    stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced, fuse=fuse)
     drafter = M2R2Drafter(
         decoder,
         stream,
@@ -307,6 +309,7 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate, weights, error):
     weights=st.sampled_from(["bf16", "int8"]),
     sampling=st.sampled_from(SAMPLINGS),
     drafts=st.sampled_from(["coupled", "likeliest"]),
+    fuse=st.booleans(),
 )
 def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     decoders,
@@ -322,6 +325,7 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     weights,
     sampling,
     drafts,
+    fuse,
 ):
     """Same drafts, same tokens step by step (plain decoding's), and the same committed keys and
     values, bit for bit.
@@ -329,7 +333,7 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     if "native" not in decoders:
         pytest.skip("no native kernel here")
     decoder = decoders["native"]
-    stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced)
+    stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced, fuse=fuse)
     config = M2R2DecodeConfig(
         depth,
         width,

@@ -192,12 +192,12 @@ def test_a_text_does_not_depend_on_the_generations_before(decoders: dict[str, De
 
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("draft_vocab", [None, 20])
-@pytest.mark.parametrize("reinitialise", [True, False])
+@pytest.mark.parametrize("reinitialise, fuse", [(True, False), (False, False), (True, True)])
 def test_tokens_that_leave_are_what_training_taught_their_gate(
-    decoders: dict[str, Decoder], at: int, draft_vocab: int | None, reinitialise: bool
+    decoders: dict[str, Decoder], at: int, draft_vocab: int | None, reinitialise: bool, fuse: bool
 ) -> None:
     """With exact K/V the stream at a gate is the training pass's over the same text."""
-    stream = gates(draft_vocab=draft_vocab, reinitialise=reinitialise)
+    stream = gates(draft_vocab=draft_vocab, reinitialise=reinitialise, fuse=fuse)
     thresholds = [None] * (at - 1) + [0.0] * (4 - at)
     out = run(decoders["hf"], stream, exit_thresholds=thresholds)
     assert out.stats.exits == {at: out.stats.tokens - len(PROMPTS)}
@@ -473,11 +473,17 @@ def test_what_is_refused(decoders: dict[str, Decoder]) -> None:
         with pytest.raises(UserError, match=r"needs an accelerator with ARLA; .* arla_dim=0"):
             step_of(decoder, stream, M2R2DecodeConfig(**thresholds))  # type: ignore[arg-type]
         step_of(decoder, stream, M2R2DecodeConfig(exit_score="confidence", **thresholds))  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="without carry, fusion and block"):
+    with pytest.raises(UserError, match="without carry and block"):
         step_of(
             decoder,
             carry(gates=(1, 2)),
             M2R2DecodeConfig(exit_thresholds=[0.5, 0.5]),  # type: ignore[arg-type]
+        )
+    with pytest.raises(UserError, match="needs reinitialise=true"):
+        step_of(
+            decoder,
+            gates(fuse=True, reinitialise=False),
+            M2R2DecodeConfig(exit_thresholds=[0.5] * 3),  # type: ignore[arg-type]
         )
     with pytest.raises(UserError, match="kv='propagate' needs an accelerator with several gates"):
         step_of(decoder, carry(), M2R2DecodeConfig(exit_thresholds=[0.5], kv="propagate"))  # type: ignore[arg-type]

@@ -18,10 +18,12 @@ from multirate.methods.m2r2.train import M2R2Objective, shift, start_from_least_
 from .tiny import base, ids
 
 
-def carried_stream(gates: tuple[int, ...] = (1,)) -> tuple[Teacher, AcceleratedStream]:
+def fused_stream(
+    gates: tuple[int, ...] = (1,), preset: str = "m2r2-carry"
+) -> tuple[Teacher, AcceleratedStream]:
     teacher = Teacher(base("llama"))
     torch.manual_seed(5)
-    config = M2R2Config.for_base(teacher.shape, "m2r2-carry", rank=4, gates=gates)
+    config = M2R2Config.for_base(teacher.shape, preset, rank=4, gates=gates, fuse=True)
     return teacher, AcceleratedStream(config, teacher.shape)
 
 
@@ -36,40 +38,47 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor, None]]:
 
 
 @pytest.mark.parametrize("gates", [(1,), (1, 3)])
+@pytest.mark.parametrize("preset", ["m2r2", "m2r2-carry"])
 def test_no_linear_map_tells_the_final_direction_better(
-    gates: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    gates: tuple[int, ...], preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "RIDGE", 1e-9)
-    teacher, stream = carried_stream(gates)
+    teacher, stream = fused_stream(gates, preset)
     start_from_least_squares(teacher, stream, batches(8))
     norm = RMSNorm(teacher.shape.hidden_size, stream.config.norm_eps)
     for gate in gates:
         read, direction = [], []
         for tokens, mask, _ in batches(8):
             slow = teacher.slow(tokens, shared=0, gates=gates)
-            parts = norm(slow.residual[gate]), norm(shift(slow.final))
+            parts = [norm(slow.residual[gate]), norm(shift(slow.final))]
+            if not stream.config.carry:
+                parts.pop()
             read.append(torch.cat(parts, dim=-1)[mask])
             direction.append(torch.nn.functional.normalize(slow.final[mask], dim=-1))
         inputs = torch.cat(read)
         wanted = torch.cat(direction) * teacher.shape.hidden_size**0.5
         best = torch.linalg.lstsq(inputs, wanted).solution
         fusion = stream.fusions[str(gate)]
-        found = torch.cat([fusion.stream.weight, fusion.carried.weight], dim=1).T
+        weights = [fusion.stream.weight]
+        if stream.config.carry:
+            weights.append(fusion.carried.weight)
+        found = torch.cat(weights, dim=1).T
         torch.testing.assert_close(inputs @ found, inputs @ best, atol=2e-2, rtol=2e-2)
 
 
-def test_the_first_loss_is_below_the_early_exits() -> None:
-    teacher, stream = carried_stream()
+@pytest.mark.parametrize("preset, share", [("m2r2", 0.8), ("m2r2-carry", 0.5)])
+def test_the_first_loss_is_below_the_early_exits(preset: str, share: float) -> None:
+    teacher, stream = fused_stream(preset=preset)
     objective = M2R2Objective(teacher, stream)
     tokens, mask, _ = batches(40)[-1]
     before = objective(tokens, mask)[1].loss  # without ARLA, which starts as it does
     start_from_least_squares(teacher, stream, batches(39))  # not the batch that is measured
     after = objective(tokens, mask)[1].loss
-    assert after < 0.5 * before
+    assert after < share * before
 
 
 def test_what_is_known_of_the_samples_gives_the_same_start() -> None:
-    online, kept = carried_stream(), carried_stream()
+    online, kept = fused_stream(), fused_stream()
     given = batches(4)
     start_from_least_squares(*online, given)
     known = []

@@ -38,7 +38,8 @@ def command(
         str | None,
         typer.Option(
             help="Comma-separated (default: generate, autoregressive, and every accelerator); "
-            "settings may follow a name: m2r2-carry:lookup=0.",
+            "settings may follow a name: m2r2-carry:lookup=0; dynamic: quality against speed of "
+            "every accelerator with a dynamic mode.",
             show_default=False,
         ),
     ] = None,
@@ -161,17 +162,26 @@ def command(
             raise typer.Exit(INTERRUPTED)
         return
 
+    from multirate.bench import frontier
     from multirate.bench.runner import BASELINES
     from multirate.engine import attach
     from multirate.hub import reference_accelerators
-    from multirate.methods.spec import PLAIN
+    from multirate.methods.spec import PLAIN, dynamic_methods
 
     loaded = options.load(model, dtype, device)
     engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
     own = reference_accelerators(model)
     wanted = chosen or list(own)
+    dials = frontier.DYNAMIC in wanted
+    if dials:  # those that it stands for
+        wanted = [*(name for name in wanted if name != frontier.DYNAMIC), *dynamic_methods()]
+        wanted = [name for name in wanted if name in chosen or name in own]
     options.add_accelerators(engine, accelerator or [], wanted, own)
     names = wanted if methods else [*BASELINES, *engine.accelerators]
+    if dials:
+        names = list(
+            dict.fromkeys([*(n for n in names if n in chosen), *frontier.settings_of(engine)])
+        )
     if PLAIN not in names:
         options.note(f"note: {PLAIN} is added, answers are compared with its answers")
         names = [PLAIN, *names]
@@ -197,6 +207,10 @@ def command(
         },
         sampling=sampling,
     )
+    if dials:
+        bests = frontier.frontier(rows)
+        options.console().print(frontier.table(bests))
+        content["frontier"] = [best.as_dict() for best in bests]
     if json is not None:
         write_json(json, content)
     if any(row.diverged for row in rows):

@@ -175,13 +175,13 @@ class DraftedSteps:
     """What steps with drafts brought lately, by how long a match the text had: accepted tokens, and
     the levels and nodes that were paid for them.
 
-    accepted: the first guess of the tokens that a step's draft adds.
+    accepted: the first guess of the tokens that a step's draft adds. weight: the steps that this
+    counts as.
     """
 
-    def __init__(self, longest: int, accepted: float) -> None:
-        first = np.array([_DRAFT_STRENGTH, accepted * _DRAFT_STRENGTH, _DRAFT_STRENGTH, 0.0])
-        self._all = first  # weight, accepted, levels, nodes
-        self._all[3] = _DRAFT_STRENGTH * max(accepted, 1.0)
+    def __init__(self, longest: int, accepted: float, weight: float) -> None:
+        # weight, accepted, levels, nodes
+        self._all = weight * np.array([1.0, accepted, 1.0, max(accepted, 1.0)])
         self._by_match = np.zeros((longest + 1, 4))
 
     def means(self, matched: int) -> tuple[float, float, float]:

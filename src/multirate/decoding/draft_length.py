@@ -23,9 +23,12 @@ now = time.perf_counter
 _MEMORY = 0.98  # of the running rate: about the last fifty steps
 _LEAST, _MOST = 0.02, 0.9
 _CHANGE = 0.05  # of the rate, below which thresholds stay as they are
-_ACCEPTED = 0.8  # first guess of the tokens that a step's own draft adds
+_ACCEPTED, _GUESSED = 0.8, 3.0  # first guess of the tokens that a step's own draft adds, and
+# the steps that it counts as; the same of what was measured before
+_MEASURED_LEVELS, _MEASURED = 5, 8.0
 _EXPLORED = 0.01  # of the time, for drafts that are not worth it by what is known
 _MOST_CREDIT = 2.0  # plain steps' time that may be saved for them
+_FIRST_CREDIT = 1.0  # and that a text begins with: it may suit drafts better than the last one did
 _HORIZON = 128  # tokens over which catching up is paid off
 _PACE_MEMORY, _PACE_STEPS = 0.95, 4.0  # of timed steps, and how many the costs count as
 _SLOWEST = 0.7, 1.5  # timed over expected seconds, at least and at most
@@ -75,10 +78,10 @@ class StepCosts:
 
 def expected_tokens(rates: Sequence[float], length: int) -> float:
     """Tokens a step emits on average: 1 + a₁ + a₁a₂ + … for conditional acceptance rates a of each
-    depth.
+    depth; the last one stands for deeper ones.
     """
     total = reached = 1.0
-    for rate in rates[:length]:
+    for rate in [*rates, *[rates[-1]] * (length - len(rates))][:length]:
         reached *= rate
         total += reached
     return total
@@ -102,7 +105,8 @@ class DraftLengthController:
     and then, for a share `_EXPLORED` of the time, so that they can come back.
 
     costs: measured pieces of a step. nodes: of a draft, at most. rates: of the text's
-    continuations; None: there are none. accepted: first guess of the tokens that an own draft adds.
+    continuations; None: there are none. expected: acceptance of own drafts by depth as measured
+    before (a model card's); empty: unknown.
     clock: seconds that pass; another one than the machine's for simulations. timed: False: steps
     take what `costs` say, so that nothing that is decided depends on a clock.
     """
@@ -112,13 +116,17 @@ class DraftLengthController:
         costs: StepCosts,
         nodes: int = 8,
         rates: ContinuationRates | None = None,
-        accepted: float = _ACCEPTED,
+        expected: Sequence[float] = (),
         clock: Callable[[], float] | None = None,
         timed: bool = True,
     ) -> None:
         self.costs, self.nodes, self.rates, self.clock = costs, nodes, rates, clock or now
         self._timed = timed
-        self._drafted = DraftedSteps(0 if rates is None else rates.longest, accepted)
+        accepted, weight = _ACCEPTED, _GUESSED
+        if expected:
+            accepted = expected_tokens(expected, _MEASURED_LEVELS) - 1
+            weight = _MEASURED
+        self._drafted = DraftedSteps(0 if rates is None else rates.longest, accepted, weight)
         self._prices: dict[int, tuple[np.ndarray, list[float]]] = {}
         # a refreshed row runs through the pieces of a level, without reading weights again
         many = costs.verify_seconds(16) - costs.verify_seconds(8)
@@ -140,8 +148,9 @@ class DraftLengthController:
         return DraftLengthController(costs, nodes)
 
     def pause(self) -> None:
-        """Time until the next step is not a step's (another generation begins)."""
+        """Another generation begins: the time until its first step is not a step's."""
         self._last = None
+        self._credit = max(self._credit, _FIRST_CREDIT * self.costs.plain_step)
 
     def emitted(self, tokens: int, levels: int = 0, nodes: int = 0, matched: int = 0) -> None:
         """A sequence's step emitted so many tokens after a draft of so many levels and nodes. The

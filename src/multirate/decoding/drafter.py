@@ -202,6 +202,8 @@ class Drafter(ABC):
     taps: layers, `start` at least, whose entering residuals `prefill` and `accept` are given.
     top: of how many of the target's likeliest tokens after each node `accept` is told.
     adapts: whether it decides by itself when not to draft; else `SpeculativeStep.adapt` can.
+    expected: acceptance of its drafts by depth as measured before, the first guess of what they
+        bring; empty: unknown.
     rests: whether one that adapts may leave a step without a draft; `SpeculativeStep.adapt` says.
     refused: of one that trusts tokens by a score, the highest of this generation that was too low,
         −inf where none was: with a threshold above it, the text is the same. None: unknown.
@@ -214,6 +216,7 @@ class Drafter(ABC):
     taps: tuple[int, ...] = ()
     top: int = 0
     adapts: bool = False
+    expected: Sequence[float] = ()
     rests: bool = True
     refused: float | None = None
 

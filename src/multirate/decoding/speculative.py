@@ -84,8 +84,13 @@ class SpeculativeStep(Step):
         self._adapts = on and not self.drafter.adapts
         if self._adapts and self._controller is None:
             costs = self.drafter.costs(decoder).costs
-            self._controller = DraftLengthController(costs, self.drafter.max_nodes)
+            self._controller = DraftLengthController(
+                costs, self.drafter.max_nodes, expected=self.drafter.expected
+            )
         return on
+
+    def expect(self, rates: Sequence[float]) -> None:
+        self.drafter.expected = tuple(rates)
 
     def run(self, session: Session) -> None:
         seqs = session.active

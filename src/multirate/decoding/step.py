@@ -98,6 +98,9 @@ class Step(ABC):
         """
         return None
 
+    def expect(self, rates: Sequence[float]) -> None:  # noqa: B027 - optional
+        """Drafts of this kind were accepted at such rates by depth before, as a model card says."""
+
     def adapt(self, decoder: Decoder, on: bool) -> bool:
         """Whether steps are plain from now on where drafts have not been worth their time lately →
         whether this kind of step can. Not during a generation: it may measure costs.

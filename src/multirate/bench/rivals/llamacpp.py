@@ -15,6 +15,7 @@ from typing import Any
 from multirate.bench.rivals import Contest, Rival
 from multirate.bench.runner import Answer, MethodRun, Unavailable
 from multirate.gguf_models.sources import gguf_of_wheel
+from multirate.io import cache_folder
 from multirate.named_models import named
 
 FORMATS = ("BF16", "Q8_0", "Q4_0")
@@ -67,12 +68,6 @@ class Worker:
                 stream.close()
 
 
-def cache_folder() -> Path:
-    """Where converted files are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "multirate" / "rivals"
-
-
 def find_gguf(model: str, argument: str | None) -> Path:
     """The model's GGUF file: the one given, the one that a name stands for, the model itself, or
     the only one in its folder.
@@ -94,7 +89,7 @@ def find_gguf(model: str, argument: str | None) -> Path:
 def _converted(source: Path, wanted: str) -> Path:
     """`source` in another format, made once. Appears whole or not at all."""
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    target = cache_folder() / f"{source.stem}-{digest}.{wanted}.gguf"
+    target = cache_folder() / "rivals" / f"{source.stem}-{digest}.{wanted}.gguf"
     if target.is_file():
         return target
     try:

@@ -27,12 +27,19 @@ class KangarooConfig(MethodConfig):
     verified).
     """
     max_draft: int = 6
+    draft_vocab: int | None = None
+    """Size of the reduced draft head (the most frequent tokens of the training data) [ours]; null:
+    the base's whole head (the paper).
+    """
 
     def check(self) -> None:
         self.require_count("exit_layer", "heads", "kv_heads", "head_dim", "max_draft")
         self.require(self.heads % self.kv_heads == 0, "kv_heads", "a divisor of heads")
         self.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)")
         self.require(0 <= self.threshold <= 1, "threshold", "0 to 1")
+        self.require(
+            self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2"
+        )
         self.require(0 < self.norm_eps <= 1, "norm_eps", "above 0, at most 1")
         self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")
 
@@ -42,6 +49,11 @@ class KangarooConfig(MethodConfig):
             self.exit_layer < base.num_layers,
             "exit_layer",
             f"below the base model's {base.num_layers} layers",
+        )
+        self.require(
+            self.draft_vocab is None or self.draft_vocab <= base.vocab_size,
+            "draft_vocab",
+            f"at most the base model's {base.vocab_size} tokens",
         )
 
     @staticmethod

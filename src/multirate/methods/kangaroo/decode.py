@@ -15,6 +15,7 @@ from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.methods.common.config import DraftWeights, MethodConfig
 from multirate.methods.common.fused_steps import FusedSteps
+from multirate.methods.common.reduced_head import draft_logits
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.kangaroo.native import NativeKangarooAdapter
 from multirate.model.decoder import Decoder, argmax_rows
@@ -184,7 +185,8 @@ class KangarooDrafter(Drafter):
                 )
                 entering, confidence = self.adapter.top(y, noise or None)
             else:
-                logits = sampler.perturbed(self.decoder.logits(y), chosen, paths)
+                logits = draft_logits(self.decoder, self.adapter.draft_tokens, y)
+                logits = sampler.perturbed(logits, chosen, paths)
                 confidence = torch.exp(logits.amax(-1) - logits.logsumexp(-1)).tolist()
                 entering = argmax_rows(logits)
             for token, sure, i in zip(entering, confidence, live, strict=True):

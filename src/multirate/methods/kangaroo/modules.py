@@ -14,6 +14,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from multirate.methods.common.layers import OwnAttention, RMSNorm
+from multirate.methods.common.reduced_head import first_tokens
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.model.kv_cache import KVCache
@@ -22,6 +23,9 @@ from multirate.model.rows import Rows
 
 class KangarooAdapter(nn.Module):
     """See the module's docstring."""
+
+    draft_tokens: Tensor | None
+    """[draft_vocab] int64 ids of the reduced draft head's rows, increasing; None: the full head."""
 
     def __init__(self, config: KangarooConfig, base: BaseShape) -> None:
         super().__init__()
@@ -33,6 +37,7 @@ class KangarooAdapter(nn.Module):
         )
         self.norm_out = RMSNorm(base.hidden_size, config.norm_eps)
         nn.init.zeros_(self.attn.o.weight)
+        self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
 
     def forward(self, x: Tensor) -> Tensor:
         """Training: h_E [B, T, d] → y [B, T, d], causal."""

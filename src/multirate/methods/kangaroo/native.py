@@ -57,7 +57,8 @@ class NativeKangarooAdapter:
             eps=c.norm_eps,
         )
         self._decoder, self._norm_out, self._owner = decoder, adapter.norm_out, owner
-        self._head = DraftHead.of(decoder, owner)
+        self.draft_tokens = adapter.draft_tokens
+        self._head = DraftHead.of(decoder, owner, adapter.draft_tokens)
 
     def fused_steps(self, exit_layer: int, max_draft: int, threshold: float) -> FusedSteps:
         """Fused steps with Kangaroo's chains: the stream is the target's own, with this layer at
@@ -95,5 +96,10 @@ class NativeKangarooAdapter:
         """The likeliest token after each row of y [n, d] and its probability. noise: float32 [V] of
         each row, added to its logits.
         """
+        if noise is not None:
+            noise = [self._head.of_outputs(row) for row in noise]
         ids, probs = self._decoder.top(self._head.linear, self._head.vocab, y, 1, noise=noise)
-        return [row[0] for row in ids], [row[0] for row in probs]
+        drafted = [row[0] for row in ids]
+        if self._head.tokens is not None:
+            drafted = self._head.tokens[drafted].tolist()
+        return drafted, [row[0] for row in probs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.kangaroo.decode import KangarooDecodeConfig, KangarooDrafter
 from multirate.methods.kangaroo.modules import KangarooAdapter
-from multirate.methods.kangaroo.train import KangarooObjective
+from multirate.methods.kangaroo.train import KangarooObjective, start_from_least_squares
 from multirate.methods.spec import MethodSpec, Training, register
 
 SPEC = register(
@@ -15,6 +15,8 @@ SPEC = register(
         summary="drafts with the first layers and a trained attention adapter",
         settings=KangarooDecodeConfig,
         drafter=lambda decoder, module, settings: KangarooDrafter(decoder, module, settings),
-        training=Training(KangarooConfig, KangarooAdapter, KangarooObjective),
+        training=Training(
+            KangarooConfig, KangarooAdapter, KangarooObjective, start=start_from_least_squares
+        ),
     )
 )

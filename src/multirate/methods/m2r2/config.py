@@ -45,8 +45,8 @@ class M2R2Config(MethodConfig):
     carry: bool = False
     """Add a projection of the previous token's final residual to the stream's start [ours]."""
     fuse: bool = False
-    """At each gate, mix the stream and the carried residual by one matrix, which training starts
-    from least squares [ours]; needs carry.
+    """At each gate, mix the stream and the carried residual, if there is one, by one matrix, which
+    training starts from least squares [ours].
     """
     block: bool = False
     """One transformer block at each gate, with its own keys and values [ours]."""
@@ -85,7 +85,6 @@ class M2R2Config(MethodConfig):
             "unroll_steps",
             "1 when carry is false (without it every step is the first)",
         )
-        self.require(not self.fuse or self.carry, "fuse", "false when carry is false")
         self.require(
             self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2"
         )

@@ -214,7 +214,7 @@ class M2R2Drafter(Drafter):
         if shared.controller is None and self.adapts:
             costs = self.costs(self.decoder).costs
             shared.controller = DraftLengthController(
-                costs, self.config.nodes, shared.continuations
+                costs, self.config.nodes, shared.continuations, self.expected
             )
             shared.calibration = Calibration()
             if self._fused is not None:

@@ -14,10 +14,10 @@ from multirate.decoding.session import Session
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.errors import UserError
+from multirate.methods.common.reduced_head import draft_logits
 from multirate.methods.m2r2.decode import M2R2Drafter, check_arla
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.methods.m2r2.runner import draft_logits
 from multirate.model.decoder import Decoder, LayerAdapter
 
 
@@ -49,11 +49,16 @@ class GateExits(DepthPolicy):
     def __init__(
         self, decoder: Decoder, stream: AcceleratedStream, config: M2R2DecodeConfig
     ) -> None:
-        if stream.carry is not None or stream.fusions or stream.blocks:
+        if stream.carry is not None or stream.blocks:
             raise UserError(
-                "dynamic mode with several gates needs an accelerator without carry, fusion and "
-                f"block; this one has the gates {list(stream.config.gates)}: accepted are "
-                "m2r2's own options, or one gate"
+                "dynamic mode with several gates needs an accelerator without carry and block; "
+                f"this one has the gates {list(stream.config.gates)}: accepted are m2r2's own "
+                "options, or one gate"
+            )
+        if stream.fusions and not stream.config.reinitialise:
+            raise UserError(
+                "dynamic mode with several gates and a fusion needs reinitialise=true: what a "
+                "fused residual becomes in the next layers was not trained"
             )
         thresholds = config.exit_thresholds or ()
         used = [j for j, threshold in enumerate(thresholds) if threshold is not None]
@@ -63,6 +68,7 @@ class GateExits(DepthPolicy):
         info = decoder.info
         stream = stream.to(device=info.device, dtype=info.dtype).eval()
         self.adapters: Mapping[int, LayerAdapter] | None = stream.layer_adapters() or None
+        self._stream = stream
         self._arla = (
             copy.deepcopy(check_arla(stream, "exit_score")).float()
             if config.exit_score == "arla"
@@ -92,7 +98,8 @@ class GateExits(DepthPolicy):
             logits = self.logits(self._decoder, exit, hidden)
             top = torch.softmax(self._sharpness * logits, dim=-1).amax(dim=-1)
             return Leaving((top >= threshold).tolist(), logits)
-        for b, row in zip(seqs, self._decoder.norm(hidden).float(), strict=True):
+        fused = self._stream.fuse(exit, hidden, None)
+        for b, row in zip(seqs, self._decoder.norm(fused).float(), strict=True):
             self._passed[b].append(row)
         if threshold is None:
             return Leaving([False] * len(seqs))
@@ -100,4 +107,4 @@ class GateExits(DepthPolicy):
         return Leaving((self._arla.score(passed) >= threshold).tolist())
 
     def logits(self, decoder: Decoder, exit: int, hidden: Tensor) -> Tensor:
-        return draft_logits(decoder, self._draft_tokens, hidden)
+        return draft_logits(decoder, self._draft_tokens, self._stream.fuse(exit, hidden, None))

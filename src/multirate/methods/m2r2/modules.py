@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from multirate.methods.common.layers import KeysValues, OwnAttention, RMSNorm, SwiGLU
+from multirate.methods.common.reduced_head import first_tokens
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.config import M2R2Config
@@ -90,19 +91,32 @@ class CarryProjection(nn.Module):
 
 class GateFusion(nn.Module):
     """W [RMSNorm(p), RMSNorm(c)]: the stream at a gate and the carried residual, [..., d] each →
-    [..., d]. W starts as p alone.
+    [..., d]. W starts as p alone. carry: whether there is a c.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, carry: bool) -> None:
         super().__init__()
-        self.stream_norm, self.carried_norm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.stream_norm = RMSNorm(size, eps)
         self.stream = nn.Linear(size, size, bias=False)
-        self.carried = nn.Linear(size, size, bias=False)
         nn.init.eye_(self.stream.weight)
-        nn.init.zeros_(self.carried.weight)
+        self.carried_norm = RMSNorm(size, eps) if carry else None
+        self.carried = nn.Linear(size, size, bias=False) if carry else None
+        if self.carried is not None:
+            nn.init.zeros_(self.carried.weight)
 
-    def forward(self, x: Tensor, carried: Tensor) -> Tensor:
-        return self.stream(self.stream_norm(x)) + self.carried(self.carried_norm(carried))
+    def read(self, x: Tensor, carried: Tensor | None) -> Tensor:
+        """What W multiplies: [..., d] or [..., 2d]. carried None: nothing carried."""
+        own: Tensor = self.stream_norm(x)
+        if self.carried_norm is None:
+            return own
+        other = torch.zeros_like(x) if carried is None else self.carried_norm(carried)
+        return torch.cat([own, other], dim=-1)
+
+    def forward(self, x: Tensor, carried: Tensor | None) -> Tensor:
+        out: Tensor = self.stream(self.stream_norm(x))
+        if self.carried is None or self.carried_norm is None or carried is None:
+            return out
+        return out + self.carried(self.carried_norm(carried))
 
 
 class GateBlock(nn.Module):
@@ -167,7 +181,10 @@ class AcceleratedStream(nn.Module):
             {str(i): LayerAdapter(config, base) for i in range(config.gates[-1])} if adapted else {}
         )
         self.fusions = nn.ModuleDict(
-            {str(gate): GateFusion(base.hidden_size, config.norm_eps) for gate in config.gates}
+            {
+                str(gate): GateFusion(base.hidden_size, config.norm_eps, config.carry)
+                for gate in config.gates
+            }
             if config.fuse
             else {}
         )
@@ -179,8 +196,7 @@ class AcceleratedStream(nn.Module):
         self.arla = (
             ARLA(base.hidden_size, config.arla_dim, len(config.gates)) if config.arla_dim else None
         )
-        tokens = None if config.draft_vocab is None else torch.arange(config.draft_vocab)
-        self.register_buffer("draft_tokens", tokens)
+        self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
 
     def start(self, embedded: Tensor, carried: Tensor | None) -> Tensor:
         """p_0 from h_0 [..., d] and the carried residual [..., d] (ignored without carry; None:
@@ -198,7 +214,8 @@ class AcceleratedStream(nn.Module):
         """The stream [..., d] that enters the block at ``gate`` (carried None: nothing carried)."""
         if not self.fusions:
             return x
-        return self.fusions[str(gate)](x, torch.zeros_like(x) if carried is None else carried)
+        fused: Tensor = self.fusions[str(gate)](x, carried)
+        return fused
 
     def block(self, gate: int) -> GateBlock | None:
         """The block at ``gate``, None without blocks."""

@@ -180,9 +180,13 @@ def _packed_fusion(owner: Owner, fusions: nn.ModuleDict, gate: int) -> dict[str,
     if not fusions:
         return {}
     fusion: Any = fusions[str(gate)]
-    return {
+    own = {
         "fuse_stream": owner.linear(fusion.stream.weight),
         "fuse_stream_norm": owner.floats(fusion.stream_norm.weight),
+    }
+    if fusion.carried is None:
+        return own
+    return own | {
         "fuse_carried": owner.linear(fusion.carried.weight),
         "fuse_carried_norm": owner.floats(fusion.carried_norm.weight),
     }

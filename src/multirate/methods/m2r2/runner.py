@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multirate.methods.common.reduced_head import draft_logits
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
@@ -132,15 +133,3 @@ class StreamRunner:
         logits = sharpness * logits
         best, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
         return ids.tolist(), torch.exp(best - logits.logsumexp(-1, keepdim=True)).tolist()
-
-
-def draft_logits(decoder: Decoder, draft_tokens: Tensor | None, p: Tensor) -> Tensor:
-    """What the stream p [n, d] says at a gate: float32 [n, V], −inf outside a reduced draft head's
-    draft_tokens.
-    """
-    full = decoder.logits(p)
-    if draft_tokens is None:
-        return full
-    limited = torch.full_like(full, -torch.inf)
-    limited[:, draft_tokens] = full[:, draft_tokens]
-    return limited

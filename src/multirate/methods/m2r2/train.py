@@ -178,27 +178,23 @@ def start_from_least_squares(
     if not stream.fusions:
         return
     gates, d = stream.config.gates, teacher.shape.hidden_size
-    squares = {gate: torch.zeros(2 * d, 2 * d) for gate in gates}
-    products = {gate: torch.zeros(2 * d, d) for gate in gates}
+    inputs = 2 * d if stream.config.carry else d
+    squares = {gate: torch.zeros(inputs, inputs) for gate in gates}
+    products = {gate: torch.zeros(inputs, d) for gate in gates}
     for ids, mask, known in batches:
         slow = teacher.slow(ids, shared=0, gates=gates, known=known)
         final = slow.final.float()
         direction = final * torch.rsqrt(final.square().mean(-1, keepdim=True))
         for gate in gates:
             fusion: Any = stream.fusions[str(gate)]
-            read = torch.cat(
-                [
-                    fusion.stream_norm(slow.residual[gate].float()),
-                    fusion.carried_norm(shift(final)),
-                ],
-                dim=-1,
-            )[mask]
+            read = fusion.read(slow.residual[gate].float(), shift(final))[mask]
             squares[gate] += (read.T @ read).cpu()
             products[gate] += (read.T @ direction[mask]).cpu()
     for gate in gates:
         fusion = stream.fusions[str(gate)]
         square = squares[gate]
         square.diagonal().add_(RIDGE * square.diagonal().mean().clamp(min=1e-6))
-        best = torch.linalg.solve(square, products[gate])  # [2d, d]
+        best = torch.linalg.solve(square, products[gate])  # [inputs, d]
         fusion.stream.weight.copy_(best[:d].T)
-        fusion.carried.weight.copy_(best[d:].T)
+        if fusion.carried is not None:
+            fusion.carried.weight.copy_(best[d:].T)

@@ -1,0 +1,118 @@
+"""Quality against speed: the best that every method reaches at a share of the full model's quality.
+
+A dynamic mode is measured at several settings of its one dial in the same run (`settings_of`), the
+lossless method beside them; the quality is the one that a run measured (`Row.kept`), not the one
+that was promised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from multirate.bench.runner import Row
+from multirate.engine import Engine
+from multirate.errors import UserError
+from multirate.methods import spec
+from multirate.methods.spec import PLAIN
+
+DYNAMIC = "dynamic"
+"""What `--methods` calls all of this."""
+QUALITIES = (0.99, 0.95, 0.9)
+POINTS = 6
+"""Thresholds measured of each method, spread over its path."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest setting of a method whose kept quality is at least `quality`.
+
+    method: without settings. setting: the row's whole name. kept: share of the tokens that are the
+    full model's, 1 for lossless rows. speedup: as the row's.
+    """
+
+    method: str
+    quality: float
+    setting: str
+    kept: float
+    speedup: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, JSON-ready."""
+        return asdict(self)
+
+
+def settings_of(engine: Engine) -> list[str]:
+    """The rows of a dynamic comparison: plain decoding, and for each of the engine's accelerators
+    that has a dynamic mode the lossless method and `POINTS` thresholds of its path. Raises
+    UserError where there is no such accelerator.
+    """
+    names = [PLAIN]
+    for name, accelerator in engine.accelerators.items():
+        mode = spec.find(accelerator.method).dynamic
+        if mode is None:
+            continue
+        names.append(name)
+        last = len(mode.path) - 1
+        chosen = sorted({round(i * last / (POINTS - 1)) for i in range(POINTS)})
+        for threshold in (round(mode.path[i], 4) for i in chosen):
+            settings = mode.settings(accelerator.module, threshold)
+            values = (f"{k}={json.dumps(v, separators=(',', ':'))}" for k, v in settings.items())
+            names.append(":".join([name, *values]))
+    if len(names) == 1:
+        given = ", ".join(engine.accelerators) or "none"
+        raise UserError(
+            f"--methods {DYNAMIC} needs an accelerator with a dynamic mode, one of "
+            f"{', '.join(spec.dynamic_methods())}; given: {given}"
+        )
+    return names
+
+
+def frontier(rows: Sequence[Row], qualities: Sequence[float] = QUALITIES) -> list[Best]:
+    """For each method, in the rows' order, its best at each quality that it reaches. Rows without a
+    speedup (wrong answers) and lossy ones whose quality was not measured do not count.
+    """
+    methods = dict.fromkeys(row.method.partition(":")[0] for row in rows)
+    found = []
+    for method in methods:
+        own = [row for row in rows if row.method.partition(":")[0] == method]
+        for quality in qualities:
+            best: Best | None = None
+            for row in own:
+                kept = 1.0 if row.lossless else row.kept
+                if kept is None or kept < quality or row.speedup is None:
+                    continue
+                if best is None or row.speedup > best.speedup:
+                    best = Best(method, quality, row.method, kept, row.speedup)
+            if best is not None:
+                found.append(best)
+    return found
+
+
+def table(bests: Sequence[Best]) -> Table:
+    """A line per method, a column per quality."""
+    qualities = sorted({best.quality for best in bests}, reverse=True)
+    result = Table(
+        title="Fastest at a share of full quality (tokens that are the full model's)",
+        title_justify="left",
+        pad_edge=False,
+    )
+    result.add_column("method", overflow="fold", max_width=14)
+    for quality in qualities:
+        result.add_column(f"{100 * quality:.0f}%", justify="right", overflow="fold")
+    for method in dict.fromkeys(best.method for best in bests):
+        cells = []
+        for quality in qualities:
+            best = next((b for b in bests if (b.method, b.quality) == (method, quality)), None)
+            cells.append("-" if best is None else _cell(best))
+        result.add_row(method, *cells)
+    return result
+
+
+def _cell(best: Best) -> str:
+    setting = best.setting.partition(":")[2] or "lossless"
+    return f"{best.speedup:.2f}x\n{100 * best.kept:.1f}% kept\n{setting}"

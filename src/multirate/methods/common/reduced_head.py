@@ -1,0 +1,31 @@
+"""A reduced draft head: drafts choose among the tokens that answers use most. [ours]
+
+With a vocabulary of 49,152 the head is most of what a small model's draft reads and of what its
+training computes. A token outside is never drafted; the model itself still says it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from multirate.model.decoder import Decoder
+
+
+def first_tokens(count: int | None) -> Tensor | None:
+    """The buffer `draft_tokens` of modules whose config has `draft_vocab` = count, before training
+    chooses (training/loop.py) or a checkpoint fills it: int64 [count], increasing; None: all.
+    """
+    return None if count is None else torch.arange(count)
+
+
+def draft_logits(decoder: Decoder, draft_tokens: Tensor | None, p: Tensor) -> Tensor:
+    """What residuals p [n, d] say when a draft is read from them: float32 [n, V], −inf outside a
+    reduced draft head's draft_tokens.
+    """
+    full = decoder.logits(p)
+    if draft_tokens is None:
+        return full
+    limited = torch.full_like(full, -torch.inf)
+    limited[:, draft_tokens] = full[:, draft_tokens]
+    return limited

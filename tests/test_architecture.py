@@ -24,7 +24,14 @@ LAYERS = (
     ("cli",),
 )
 """From the bottom to the top: a part imports only from parts below it, and from itself."""
-MODEL_LAYERS = (("rows",), ("kv_cache",), ("decoder",), ("hf",), ("cuda", "native"), ("load",))
+MODEL_LAYERS = (
+    ("rows", "noise"),
+    ("kv_cache",),
+    ("decoder",),
+    ("hf",),
+    ("cuda", "native"),
+    ("load",),
+)
 """Within model/: the interface, the model's own layers, what is faster than these, and who chooses.
 """
 

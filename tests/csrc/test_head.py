@@ -8,6 +8,7 @@ import torch
 
 from multirate.model.native import abi, library
 from multirate.model.native.packing import Owner
+from multirate.model.noise import Noise, with_noise
 
 from . import reference
 from .harness import bf16_values, linear, pointer, randn
@@ -63,8 +64,9 @@ def shape_of(hidden: int, vocab: int) -> abi.CData:
     return abi.new("Shape", hidden=hidden, vocab=vocab, eps=1e-5)
 
 
+@pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("vocab", [7, 130, 200])
-def test_greedy_reads_the_head_and_takes_the_first_of_equals(vocab: int) -> None:
+def test_a_pass_reads_the_head_and_takes_the_first_of_equals(vocab: int, noisy: bool) -> None:
     """No layers: tokens → embedding → norm → head → argmax."""
     weight, table = bf16_values(vocab, 64), bf16_values(vocab, 64, seed=1).to(torch.bfloat16)
     weight[vocab // 2] = weight[vocab - 1]  # equal outputs: the lower id wins
@@ -72,9 +74,9 @@ def test_greedy_reads_the_head_and_takes_the_first_of_equals(vocab: int) -> None
     table[1] = (weight[vocab - 1] * 2).to(torch.bfloat16)  # its best are these two
     ids, x = np.array([1, 0, 3], np.int64), torch.empty(3, 64)
     owner, workspace = Owner(), library.Workspace(2)
-    head = owner.linear(weight)
+    head, noise = owner.linear(weight), [Noise(8, place, 0.7) for place in range(3)]
     logits, tokens = torch.empty(3, head.outputs), np.empty(3, np.int64)
-    library.kernel().mr_greedy(
+    library.kernel().mr_argmax_pass(
         workspace.address,
         shape_of(64, vocab),
         abi.NULL,
@@ -87,14 +89,16 @@ def test_greedy_reads_the_head_and_takes_the_first_of_equals(vocab: int) -> None
         0,
         head,
         pointer(norm),
+        abi.noise_of(noise) if noisy else abi.NULL,
         pointer(logits),
         abi.longs(tokens),
     )
     assert torch.equal(x, table[torch.from_numpy(ids)].float())
     exact = reference.rms_norm(x.double(), norm.double(), 1e-5) @ weight.double().T
     assert (logits[:, :vocab] - exact).norm() < 0.004 * exact.norm()
-    assert tokens[0] in (vocab // 2, int(exact[0].argmax()))
-    assert tokens.tolist() == [int((row == row.max()).nonzero()[0]) for row in logits[:, :vocab]]
+    assert noisy or tokens[0] in (vocab // 2, int(exact[0].argmax()))
+    sums = with_noise(logits[:, :vocab], noise) if noisy else logits[:, :vocab]
+    assert tokens.tolist() == [int((row == row.max()).nonzero()[0]) for row in sums]
 
 
 _INTS, _LONGS = np.zeros(8, np.int32), np.zeros(8, np.int64)
@@ -103,8 +107,9 @@ COLUMNS = {name: abi.ints(_INTS) for name in ("seq", "slot", "pos", "prefix")} |
 }
 
 
+@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("noisy", [False, True])
-def test_head_top_is_the_heads_top(noisy: bool) -> None:
+def test_head_top_is_the_heads_top(noisy: bool, mapped: bool) -> None:
     weight, x, norm = bf16_values(133, 64), randn(4, 64, seed=1), torch.ones(64)
     owner, workspace = Owner(), library.Workspace(2)
     head = owner.linear(weight)
@@ -113,7 +118,8 @@ def test_head_top_is_the_heads_top(noisy: bool) -> None:
         np.empty((4, 3), np.int64),
         np.empty((4, 3), np.float32),
     )
-    noise = [row.numpy() for row in randn(4, 133, seed=2)]
+    noise = [Noise(4, place, 1.3) for place in range(4)]
+    tokens = np.arange(133) * 7 % 133 if mapped else np.arange(133)
     library.kernel().mr_head_top(
         workspace.address,
         head,
@@ -122,7 +128,8 @@ def test_head_top_is_the_heads_top(noisy: bool) -> None:
         pointer(x),
         4,
         133,
-        abi.float_rows(noise) if noisy else abi.NULL,
+        abi.noise_of(noise) if noisy else abi.NULL,
+        abi.longs(tokens) if mapped else abi.NULL,
         3,
         1.0,
         pointer(logits),
@@ -130,7 +137,8 @@ def test_head_top_is_the_heads_top(noisy: bool) -> None:
         abi.floats(probs),
     )
     product = linear(weight, x, norm=norm)
-    expected = product + torch.from_numpy(np.stack(noise)) if noisy else product
+    added = np.stack([one.of_tokens(tokens.astype(np.uint32)) for one in noise])
+    expected = product + torch.from_numpy(added) if noisy else product
     assert torch.equal(logits[:, :133], expected)
     best, places = torch.softmax(logits[:, :133].double(), -1).topk(3)
     assert ids.tolist() == places.tolist()

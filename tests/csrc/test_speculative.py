@@ -9,7 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.ngram import TextIndex
+from multirate.decoding.sampler import Sampler
+from multirate.errors import UserError
 from multirate.methods.common.fused_steps import DraftHead, FusedSteps
 from multirate.methods.m2r2.tree import DraftTree
 from multirate.model.native import NativeDecoder, abi, library
@@ -59,7 +62,7 @@ def plain(decoder: NativeDecoder, prompt: list[int], count: int) -> list[int]:
     entering = list(prompt)
     while len(tokens) < len(prompt) + count:
         rows = Rows.causal(0, cache.lengths[0], len(entering))
-        _, chosen = decoder.greedy(rows, cache, entering)
+        _, chosen = decoder.next_tokens(rows, cache, entering)
         cache.commit(0, len(entering))
         entering = [chosen[-1]]
         tokens += entering
@@ -69,7 +72,7 @@ def plain(decoder: NativeDecoder, prompt: list[int], count: int) -> list[int]:
 def start(decoder: NativeDecoder, prompt: list[int]) -> tuple[NativeKVCache, int]:
     """A cache with the prompt in it, and the first token."""
     cache = decoder.new_cache(1, 128)
-    _, chosen = decoder.greedy(Rows.causal(0, 0, len(prompt)), cache, prompt)
+    _, chosen = decoder.next_tokens(Rows.causal(0, 0, len(prompt)), cache, prompt)
     cache.commit(0, len(prompt))
     return cache, chosen[-1]
 
@@ -144,7 +147,7 @@ def tree_by_parts(
             outputs[node] = logits_of([tree.tokens[node - 1]], rows)
     tree.finish(thresholds[1])
     rows = Rows.draft_tree(0, length, tree.parents)
-    _, target = decoder.greedy(rows, cache, [token, *tree.tokens])
+    _, target = decoder.next_tokens(rows, cache, [token, *tree.tokens])
     path = [0]
     for node in range(1, len(tree.tokens) + 1):
         if tree.parents[node - 1] == path[-1] and tree.tokens[node - 1] == target[path[-1]]:
@@ -212,3 +215,62 @@ def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float])
         assert done.tokens == emitted
         expected = plain(decoder, prompt, 1 + len(emitted))
         assert [token, *emitted] == expected
+
+
+def drawn(decoder: NativeDecoder, prompt: list[int], count: int, sampler: Sampler) -> list[int]:
+    """Plain decoding at the sampler's temperature → new tokens, which are added to its own."""
+    cache, entering = decoder.new_cache(1, 128), list(prompt)
+    for _ in range(count):
+        rows = Rows.causal(0, cache.lengths[0], len(entering))
+        noise = [sampler.noise(0)] * len(entering)
+        _, chosen = decoder.next_tokens(rows, cache, entering, noise=noise)
+        cache.commit(0, len(entering))
+        entering = [chosen[-1]]
+        sampler.tokens[0] += entering
+    return sampler.tokens[0][len(prompt) :]
+
+
+@pytest.mark.parametrize("couple", [True, False])
+@pytest.mark.parametrize("temperature", [0.4, 1.0])
+def test_a_step_at_a_temperature_emits_what_plain_decoding_draws(
+    temperature: float, couple: bool
+) -> None:
+    decoder, prompt = make_decoder(), [5, 6, 7, 8] * 4
+    settings = SamplingSettings(temperature, seed=9)
+    expected = drawn(decoder, prompt, 40, Sampler(settings, [prompt]))
+    sampler = Sampler(settings, [[*prompt, expected[0]]])
+    cache, _ = start(decoder, prompt)
+    stream = abi.new(
+        "Stream",
+        shape=decoder.shape,
+        layers=decoder.packed_layers,
+        table=decoder.table.data_ptr(),
+        exit_layer=EXIT,
+    )
+    limits = abi.new("DraftLimits", nodes=12, width=2, top=3, sharpness=1.0)
+    steps = FusedSteps(decoder, stream, DraftHead(decoder.head, VOCAB), limits, refresh=False)
+    steps.begin(cache, None, sampler, couple=couple)
+    steps.enter(0, [expected[0]])
+    accepted = 0
+    while len(sampler.tokens[0]) < len(prompt) + 40:
+        done = steps.run(4)
+        cache.commit(0, len(done.tokens))
+        sampler.tokens[0] += done.tokens
+        accepted += len(done.tokens) - 1
+    assert sampler.tokens[0][len(prompt) :][:40] == expected
+    assert accepted > 0
+
+
+def test_logits_that_are_not_finite_end_a_step_at_a_temperature() -> None:
+    decoder, prompt = make_decoder(), [5, 6, 7]
+    cache, token = start(decoder, prompt)
+    stream = abi.new(
+        "Stream", shape=decoder.shape, layers=decoder.packed_layers, table=decoder.table.data_ptr()
+    )
+    limits = abi.new("DraftLimits", nodes=3, ngram=abi.new("NgramLimits", longest=3))
+    steps = FusedSteps(decoder, stream, None, limits, refresh=False)
+    steps.begin(cache, None, Sampler(SamplingSettings(1.0, seed=0), [[*prompt, token]]))
+    steps.enter(0, [token], text=[*prompt, token])
+    decoder.table[token] = torch.nan
+    with pytest.raises(UserError, match="not finite"):
+        steps.run(3)

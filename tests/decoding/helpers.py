@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as tf
+from scipy.stats import chi2
 from torch import Tensor
 
 from multirate.decoding.drafter import Draft, Drafter, Verified
@@ -190,3 +191,18 @@ KINDS = [
     "maximal_tree",
     "tree",
 ]
+
+
+def pearson(counts: np.ndarray, probs: np.ndarray) -> float:
+    """Pearson's χ² of counts against probabilities; cells expecting fewer than 5 are pooled.
+    Impossible seen: 0.
+    """
+    counts, probs = counts.ravel(), probs.ravel()
+    if counts[probs < 1e-9].sum():
+        return 0.0
+    expected = probs * counts.sum()
+    big = expected >= 5
+    seen = np.append(counts[big], counts[~big].sum())
+    expected = np.append(expected[big], expected[~big].sum())
+    seen, expected = seen[expected > 0], expected[expected > 0]
+    return float(chi2.sf(((seen - expected) ** 2 / expected).sum(), len(seen) - 1))

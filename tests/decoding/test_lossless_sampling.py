@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from scipy.stats import chi2
 
 import multirate.decoding.acceptance as acceptance
 from multirate.decoding.acceptance import accept_greedy, accept_sampled
@@ -25,7 +24,7 @@ from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.methods.spec import find
 
-from .helpers import random_tree, tiny
+from .helpers import pearson, random_tree, tiny
 
 ALARM = 1e-6
 VOCAB, NEW = 6, 3
@@ -45,21 +44,6 @@ def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
         tests.append(pearson(counts.sum(axes), probs.sum(axes)))
         tests.append(pearson(counts.sum(tuple(range(drop))), probs.sum(tuple(range(drop)))))
     return min(1.0, min(tests) * len(tests))
-
-
-def pearson(counts: np.ndarray, probs: np.ndarray) -> float:
-    """Pearson's χ² of counts against probabilities; cells expecting fewer than 5 are pooled.
-    Impossible seen: 0.
-    """
-    counts, probs = counts.ravel(), probs.ravel()
-    if counts[probs < 1e-9].sum():
-        return 0.0
-    expected = probs * counts.sum()
-    big = expected >= 5
-    seen = np.append(counts[big], counts[~big].sum())
-    expected = np.append(expected[big], expected[~big].sum())
-    seen, expected = seen[expected > 0], expected[expected > 0]
-    return float(chi2.sf(((seen - expected) ** 2 / expected).sum(), len(seen) - 1))
 
 
 def analytic(sampling: SamplingSettings, seed: int) -> np.ndarray:

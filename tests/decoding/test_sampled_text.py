@@ -1,5 +1,5 @@
 """Sampled text is plain decoding's token for token, whoever drafts, as the random numbers belong to
-places; and they are Gumbel numbers.
+places, and tokens have the distribution that they should.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
-from multirate.decoding.noise import GumbelNoise, gumbel
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods.spec import find
+from multirate.model.noise import Noise
 
-from .helpers import KINDS, ScriptedDrafter, scripts, tiny
+from .helpers import KINDS, ScriptedDrafter, pearson, scripts, tiny
 
 PROMPTS = [[3, 7, 1, 9], [5], [2, 2, 8, 4, 11, 6, 1], [9, 9]]
 SETTINGS = {
@@ -114,7 +114,7 @@ class Meddler(Drafter):
     def draft(self, seqs, last_tokens, limits, sampler):  # type: ignore[no-untyped-def]
         for b in seqs:
             for ahead in (5, 0, 2):
-                sampler.noise(b, ahead, 13)
+                sampler.noise(b, ahead).values(13)
             sampler.uniforms([b])
         return [Draft.chain([0, 0]) for _ in seqs]
 
@@ -132,9 +132,9 @@ def test_a_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a draft that took the random numbers of the place before."""
     _, decoder = tiny(1)
     true = futures(decoder, SETTINGS["plain"], 1)
-    right: Callable[..., np.ndarray] = Sampler.noise
+    right: Callable[..., Noise] = Sampler.noise
     monkeypatch.setattr(
-        Sampler, "noise", lambda self, seq, ahead, vocab: right(self, seq, max(ahead - 1, 0), vocab)
+        Sampler, "noise", lambda self, seq, ahead=0: right(self, seq, max(ahead - 1, 0))
     )
     drafter = ScriptedDrafter(scripts("right", true, 13, 0))
     stop = StopSettings(max_new_tokens=20)
@@ -166,25 +166,18 @@ def test_rows_that_are_not_reached_are_not_chosen() -> None:
         Exact()(sampler, [0], [Draft([4, 4], [0, 0])], logits)
 
 
-def test_gumbel_numbers_are_gumbel_distributed_to_the_tail() -> None:
-    numbers = np.concatenate([gumbel(5, (0, i), 50_000) for i in range(20)])
-    assert numbers.dtype == np.float32 and np.isfinite(numbers).all()
-    assert stats.kstest(numbers, "gumbel_r").pvalue > 1e-6
-    for high in (8.0, 11.0):  # the share above e^-high: where an unlikely token is drawn
-        expected = len(numbers) * -np.expm1(-np.exp(-high))
-        assert abs((numbers > high).sum() - expected) < 5 * expected**0.5 + 1
-
-
-def test_numbers_belong_to_seed_sequence_and_place() -> None:
-    kept = GumbelNoise(7, 1)
-    first, later = kept.at(5, 11).copy(), kept.at(9, 11).copy()
-    assert np.array_equal(kept.at(5, 11), first)
-    assert np.array_equal(kept.at(9, 11, begin=8), later)
-    assert np.array_equal(GumbelNoise(7, 1).at(9, 11), later)  # in any order
-    assert np.array_equal(GumbelNoise(7, 1).at(5, 64)[:11], first)  # of any vocabulary
-    assert np.allclose(GumbelNoise(7, 1, 0.5).at(5, 11), first / 2)
-    others = [gumbel(7, (1, 6), 11), gumbel(7, (0, 5), 11), gumbel(8, (1, 5), 11)]
-    assert all(abs(np.corrcoef(first, other)[0, 1]) < 0.9 for other in others)
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_tokens_have_the_distribution_of_the_logits(temperature: float) -> None:
+    """χ² of what is chosen, place after place and sequence after sequence."""
+    sampler = Sampler(SamplingSettings(temperature, seed=11), [[1]] * 20)
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(2))[None] * 2
+    counts = np.zeros(40)
+    for _ in range(400):
+        for token in sampler.choose(logits.expand(20, -1), list(range(20))):
+            counts[token] += 1
+        for tokens in sampler.tokens:
+            tokens.append(0)
+    assert pearson(counts, torch.softmax(logits[0].double() / temperature, -1).numpy()) > 1e-6
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9])

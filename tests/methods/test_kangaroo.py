@@ -238,7 +238,10 @@ def test_the_native_adapter_is_the_adapter(packed: DraftWeights, error: float) -
 
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 0.6, 1.0])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("sampling", [None, SamplingSettings(1.0, top_p=0.95, seed=2)])
+@pytest.mark.parametrize(
+    "sampling",
+    [None, SamplingSettings(1.0, seed=2), SamplingSettings(1.0, top_p=0.95, seed=2)],
+)
 @pytest.mark.parametrize("whole_head", [True, False])
 def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     threshold: float, seed: int, sampling: SamplingSettings | None, whole_head: bool

@@ -310,6 +310,7 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate, weights, error):
     sampling=st.sampled_from(SAMPLINGS),
     drafts=st.sampled_from(["coupled", "likeliest"]),
     fuse=st.booleans(),
+    sampled_candidates=st.integers(1, 4),
 )
 def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     decoders,
@@ -326,6 +327,7 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     sampling,
     drafts,
     fuse,
+    sampled_candidates,
 ):
     """Same drafts, same tokens step by step (plain decoding's), and the same committed keys and
     values, bit for bit.
@@ -343,6 +345,7 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
         lookup=lookup,
         weights=weights,
         drafts=drafts,
+        sampled_candidates=sampled_candidates,
     )
     assert_fused_steps_are_steps_in_parts(
         decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0], sampling=sampling

@@ -16,6 +16,7 @@
 #define CALIBRATION_STRENGTH 4 // … and the tries that a confidence counts as there
 #define MAX_RANK 4096          // of a low-rank site with gate and up stacked
 #define MAX_HEAD_DIM 256
+#define NOISE_KNOTS 3970 // of half of Noise.table
 
 typedef uint16_t bf16;
 
@@ -81,6 +82,18 @@ typedef struct {
     int32_t capacity; // slots of a sequence in the cache
 } Rows;
 
+// ---- sampling -----------------------------------------------------------------------------------
+
+// The random numbers that are added to the logits of one place of a sequence before their argmax is
+// taken (model/noise.py says what they are).
+typedef struct {
+    const int32_t *table; // [2, NOISE_KNOTS] by the distance of a uniform number to 0 and to 1
+    uint64_t key;         // of the sequence
+    int64_t place;        // in it
+    float unit;           // of the table's numbers, a power of two
+    float scale;          // the temperature, which is in them
+} Noise;
+
 // ---- drafts and speculative steps ---------------------------------------------------------------
 
 // What drafts: the model's own first layers with adapters, a carried residual, a block of its own.
@@ -145,8 +158,8 @@ typedef struct {
     const double *tries;            // [CONFIDENCE_BINS] drafted nodes by confidence, and how many
     const double *hits;             // of them were accepted (Calibration); NULL: probabilities
                                     // are taken as they are
-    const float *const *noise;      // [depth][draft_vocab] added to the draft's logits of each
-                                    // level; NULL: nothing is
+    const Noise *noise;             // of the token after the last one; each level's is added to
+                                    // the draft's logits. NULL: nothing is
     int32_t stream;                 // 0: this step's draft is the text's continuation or nothing
     const Trust *trust;             // NULL: every token is verified
     NgramLimits ngram;
@@ -185,6 +198,8 @@ typedef struct {
     int64_t best;            // out: the stream's best token after the last one; -1: it did not run
     double best_probability; // out: its confidence, before calibration
     Text text;               // tokens NULL: none. Emitted tokens are added
+    const Noise *noise;      // of the token after the last one: the target's tokens are drawn with
+                             // it. NULL: they are the likeliest
 } SpeculativeStep;
 
 // ---- mixtures of experts ------------------------------------------------------------------------
@@ -320,16 +335,25 @@ void mr_embed(const bf16 *table, const int64_t *ids, int count, int d, float sca
 // id), and their probabilities under softmax(sharpness · logits).
 void mr_top(const float *logits, int count, int vocab, int stride, int k, float sharpness,
             int64_t *ids, float *probabilities);
-// The same of head · RMSNorm(x) + noise[row], each [vocab]; noise NULL: none. logits: scratch
-// [count, head->outputs].
+// The same of head · RMSNorm(x) + noise[row] of the outputs' tokens token_map [vocab] (NULL: the
+// first ones); noise NULL: none. logits: scratch [count, head->outputs].
 void mr_head_top(Workspace *work, const Linear *head, const float *norm, float eps, const float *x,
-                 int count, int vocab, const float *const *noise, int k, float sharpness,
-                 float *logits, int64_t *ids, float *probabilities);
+                 int count, int vocab, const Noise *noise, const int64_t *token_map, int k,
+                 float sharpness, float *logits, int64_t *ids, float *probabilities);
 // ids (or, where NULL, residuals x entering layer `start`) → x = h_stop and the argmax of each
-// row's logits (ties: the lowest id). logits: scratch [rows, head->outputs].
-void mr_greedy(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
-               const Rows *rows, const bf16 *table, const int64_t *ids, float *x, int start,
-               int stop, const Linear *head, const float *norm, float *logits, int64_t *tokens);
+// row's logits (ties: the lowest id), with noise [rows] as mr_noisy_argmax, NULL: without. logits:
+// scratch [rows, head->outputs].
+void mr_argmax_pass(Workspace *work, const Shape *shape, const Layer *layers,
+                    const LayerCache *caches, const Rows *rows, const bf16 *table,
+                    const int64_t *ids, float *x, int start, int stop, const Linear *head,
+                    const float *norm, const Noise *noise, float *logits, int64_t *tokens);
+
+// noise.c: the numbers of tokens ids [count] (NULL: the first ones) → to [count].
+void mr_noise(const Noise *noise, const int64_t *ids, int count, float *to);
+// The argmax of each row of logits [count, stride], first `vocab` of them, plus noise[row] (ties:
+// the lowest id). -1: a logit is not a number, or the largest sum not finite.
+void mr_noisy_argmax(const float *logits, int count, int vocab, int stride, const Noise *noise,
+                     int64_t *tokens);
 
 // ngram.c: the longest suffix (at most `longest` tokens) of text [0, count) that ended at one of
 // the first `known` < count tokens, the latest of equally long ones. to [most]: what followed,
@@ -350,10 +374,11 @@ void mr_arla(const Arla *arla, float eps, int d, const float *x, int count, doub
 // speculative.c: draft, verify, accept, and move the accepted path into place. `length`: committed
 // tokens; step->ids [first, first + count) enter (all but the last refresh the block). Returns the
 // number of tokens emitted; the K/V of the last token and of the accepted nodes then lie in slots
-// length, length + 1, …, uncommitted.
+// length, length + 1, …, uncommitted. Returns -1, and emits nothing, where step->noise is set and
+// the model's logits are not finite.
 int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
                         const DraftLimits *limits);
-// The same in two calls, for tokens that are not the bare argmax. The first drafts and leaves the
+// The same in two calls, for tokens that the caller chooses. The first drafts and leaves the
 // target model's logits after each node in step->scratch. The second is told path [count], the
 // accepted nodes from node 0 on, and tokens [count], what is emitted after each.
 void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,

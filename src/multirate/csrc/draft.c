@@ -3,6 +3,7 @@
 #include "draft.h"
 
 #include "ngram.h"
+#include "noise.h"
 #include "norm.h"
 #include "simd.h"
 
@@ -284,9 +285,10 @@ static int grow(Tree *t, float *logits, const float *outputs, int32_t *frontier,
     Candidate found[MAX_CANDIDATES * MAX_CANDIDATES];
     int candidates = 0, continued = 0, last = t->n, d = step->stream->shape->hidden;
     int trusted[MAX_CANDIDATES];
-    for (int f = 0; limits->noise && f < count; f++)
-        add_to(logits + (size_t)f * step->draft_head->outputs, limits->noise[t->depth[frontier[f]]],
-               vocab);
+    if (limits->noise) { // nodes of a level have one place
+        Noise noise = noise_ahead(limits->noise, t->depth[frontier[0]]);
+        add_noise(&noise, token_map, vocab, logits, count, step->draft_head->outputs);
+    }
     mr_top(logits, count, vocab, step->draft_head->outputs, k, (float)limits->sharpness, best,
            probs);
     if (token_map)

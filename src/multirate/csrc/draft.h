@@ -40,7 +40,7 @@ static inline int entering_layer(const Stream *stream) {
     return stream->merged ? 0 : stream->exit_layer;
 }
 
-// A whole greedy draft tree of step->sequence (the rules in Python: DraftTree; a test holds
+// A whole draft tree of step->sequence (the rules in Python: DraftTree; a test holds
 // the two together). ids, carried: `refresh` committed tokens to refresh, then the last token,
 // which goes to slot `length`. Fills step->tokens, parents and hidden (the target model's residuals
 // entering entering_layer) and step->text; returns the number of nodes. Uses

@@ -1,4 +1,5 @@
-// From tokens to residuals and back: embeddings, the likeliest tokens, a whole greedy pass.
+// From tokens to residuals and back: embeddings, the likeliest tokens, a whole pass to the argmax.
+#include "noise.h"
 #include "simd.h"
 
 void mr_embed(const bf16 *table, const int64_t *ids, int count, int d, float scale, float *x) {
@@ -51,39 +52,28 @@ void mr_top(const float *logits, int count, int vocab, int stride, int k, float 
     }
 }
 
-void mr_greedy(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
-               const Rows *rows, const bf16 *table, const int64_t *ids, float *x, int start,
-               int stop, const Linear *head, const float *norm, float *logits, int64_t *tokens) {
-    int count = rows->count;
+void mr_argmax_pass(Workspace *work, const Shape *shape, const Layer *layers,
+                    const LayerCache *caches, const Rows *rows, const bf16 *table,
+                    const int64_t *ids, float *x, int start, int stop, const Linear *head,
+                    const float *norm, const Noise *noise, float *logits, int64_t *tokens) {
+    int count = rows->count, vocab = shape->vocab;
     if (ids)
         mr_embed(table, ids, count, shape->hidden, 1.0f, x);
     mr_layers(work, shape, layers, caches, NULL, rows, x, start, stop);
     mr_linear(work, head, x, norm, shape->eps, count, logits, 0);
-    for (int n = 0; n < count; n++) {
-        const float *row = logits + (size_t)n * head->outputs;
-        f16 highest = splat(-INFINITY);
-        int i = 0, vocab = shape->vocab;
-        for (; i + 16 <= vocab; i += 16) {
-            f16 v = load(row + i);
-            i16 greater = v > highest;
-            highest = (f16)(((i16)v & greater) | ((i16)highest & ~greater));
-        }
-        float top = -INFINITY;
-        for (int j = 0; j < 16; j++)
-            top = highest[j] > top ? highest[j] : top;
-        for (; i < vocab; i++)
-            top = row[i] > top ? row[i] : top;
-        for (i = 0; i < vocab - 1 && row[i] != top; i++) {
-        }
-        tokens[n] = i;
+    if (noise) {
+        mr_noisy_argmax(logits, count, vocab, head->outputs, noise, tokens);
+        return;
     }
+    for (int n = 0; n < count; n++)
+        tokens[n] = argmax_of(logits + (size_t)n * head->outputs, vocab);
 }
 
 void mr_head_top(Workspace *work, const Linear *head, const float *norm, float eps, const float *x,
-                 int count, int vocab, const float *const *noise, int k, float sharpness,
-                 float *logits, int64_t *ids, float *probabilities) {
+                 int count, int vocab, const Noise *noise, const int64_t *token_map, int k,
+                 float sharpness, float *logits, int64_t *ids, float *probabilities) {
     mr_linear(work, head, x, norm, eps, count, logits, 0);
     for (int n = 0; noise && n < count; n++)
-        add_to(logits + (size_t)n * head->outputs, noise[n], vocab);
+        add_noise(&noise[n], token_map, vocab, logits + (size_t)n * head->outputs, 1, 0);
     mr_top(logits, count, vocab, head->outputs, k, sharpness, ids, probabilities);
 }

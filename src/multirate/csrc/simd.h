@@ -57,11 +57,6 @@ INLINE void store(float *p, f16 v) {
     memcpy(p, &v, 64);
 }
 
-INLINE void add_to(float *restrict y, const float *restrict x, int count) {
-    for (int i = 0; i < count; i++)
-        y[i] += x[i];
-}
-
 // 16 fp32 → 16 bf16, round to nearest even.
 INLINE void store_bf16(bf16 *to, f16 v) {
 #if HAVE_DPBF16
@@ -98,6 +93,7 @@ INLINE f16 dot_pairs(f16 acc, u16 w, uint32_t pair) {
 #endif
 typedef float fv __attribute__((vector_size(4 * LANES)));
 typedef int32_t iv __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uv __attribute__((vector_size(4 * LANES)));
 INLINE fv all(float f) {
     fv v;
     for (int i = 0; i < LANES; i++)
@@ -136,6 +132,37 @@ INLINE float max_v(fv v) {
         top = v[i] > top ? v[i] : top;
     return top;
 #endif
+}
+
+INLINE float largest_of(const float *x, int count) {
+    f16 highest = splat(-INFINITY);
+    int i = 0;
+    for (; i + 16 <= count; i += 16) {
+        f16 v = load(x + i);
+        i16 greater = v > highest;
+        highest = (f16)(((i16)v & greater) | ((i16)highest & ~greater));
+    }
+    float top = -INFINITY;
+    for (int j = 0; j < 16; j++)
+        top = highest[j] > top ? highest[j] : top;
+    for (; i < count; i++)
+        top = x[i] > top ? x[i] : top;
+    return top;
+}
+// The first of the largest of x [count]; what is not a number does not count.
+static inline int argmax_of(const float *x, int count) {
+    float top = -INFINITY;
+    int from = 0;
+    for (int i = 0; i < count; i += 1024) { // equal ones are looked for in one piece alone
+        float here = largest_of(x + i, count - i < 1024 ? count - i : 1024);
+        if (here > top) {
+            top = here;
+            from = i;
+        }
+    }
+    while (from < count - 1 && x[from] != top)
+        from++;
+    return from;
 }
 
 // exp for x <= 0 (softmax): 2^n · polynomial of the remainder; relative error below 2e-7.

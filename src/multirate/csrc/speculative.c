@@ -1,6 +1,8 @@
 // A speculative step of one sequence: draft, verify, accept, and move the accepted path into place.
-// A greedy one is one call; of others the caller chooses the tokens between two.
+// With the argmax of the logits, or of logits and noise, it is one call; of others the caller
+// chooses the tokens between two.
 #include "draft.h"
+#include "noise.h"
 
 // Down from the last token as long as the target model's own token is a child, or a child is
 // trusted (decoding/acceptance.py, accept_greedy). Fills path, which begins with node 0, and
@@ -15,6 +17,27 @@ static int accepted_path(const int64_t *tokens, const int32_t *parents, int node
         if (parents[node - 1] == last && good)
             path[length++] = node;
     }
+    return length;
+}
+
+// The same where tokens are drawn: of the nodes that are reached alone, from their rows of logits
+// in step->scratch. Fills tokens [length], too; -1: the logits are not finite.
+static int drawn_path(const SpeculativeStep *step, int nodes, int64_t *tokens, int32_t *path) {
+    int length = 0, vocab = step->stream->shape->vocab, stride = step->head->outputs, next = 0;
+    do {
+        Noise noise = noise_ahead(step->noise, length);
+        path[length] = next;
+        mr_noisy_argmax(step->scratch + (size_t)next * stride, 1, vocab, stride, &noise,
+                        &tokens[length]);
+        if (tokens[length] < 0)
+            return -1;
+        int node = next + 1;
+        while (node <= nodes &&
+               (step->parents[node - 1] != next || step->tokens[node - 1] != tokens[length]))
+            node++;
+        next = node;
+        length++;
+    } while (next <= nodes);
     return length;
 }
 
@@ -115,16 +138,26 @@ void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, in
 
 int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
                         const DraftLimits *limits) {
-    RowTable table;
-    int start, nodes = draft(work, step, length, first, count, limits, &table, &start);
-    int64_t target[MAX_NODES + 1], tokens[MAX_NODES + 1];
-    Rows rows = rows_of(&table, 0, nodes + 1, step->capacity);
-    mr_greedy(work, step->stream->shape, step->stream->layers, step->caches, &rows, NULL, NULL,
-              step->hidden, start, step->layers, step->head, step->norm, step->scratch, target);
     int32_t path[MAX_NODES + 1];
-    int emitted = accepted_path(step->tokens, step->parents, nodes, step->trusted, target, path);
-    for (int i = 0; i < emitted; i++)
-        tokens[i] = i + 1 < emitted ? step->tokens[path[i + 1] - 1] : target[path[i]];
+    int64_t tokens[MAX_NODES + 1];
+    int emitted;
+    if (step->noise) {
+        mr_speculative_draft(work, step, length, first, count, limits);
+        emitted = drawn_path(step, step->drafted, tokens, path);
+        if (emitted < 0)
+            return -1;
+    } else {
+        RowTable table;
+        int64_t target[MAX_NODES + 1];
+        int start, nodes = draft(work, step, length, first, count, limits, &table, &start);
+        Rows rows = rows_of(&table, 0, nodes + 1, step->capacity);
+        mr_argmax_pass(work, step->stream->shape, step->stream->layers, step->caches, &rows, NULL,
+                       NULL, step->hidden, start, step->layers, step->head, step->norm, NULL,
+                       step->scratch, target);
+        emitted = accepted_path(step->tokens, step->parents, nodes, step->trusted, target, path);
+        for (int i = 0; i < emitted; i++)
+            tokens[i] = i + 1 < emitted ? step->tokens[path[i + 1] - 1] : target[path[i]];
+    }
     mr_speculative_accept(step, length, path, tokens, emitted);
     return emitted;
 }

@@ -151,7 +151,7 @@ def measure_costs(
             x = decoder.layers(x, rows, first, last, cache)
             greedy_tokens(decoder.logits(x), GREEDY)
         else:
-            decoder.greedy(rows, cache, x=x, start=first)
+            decoder.next_tokens(rows, cache, x=x, start=first)
 
     layers = info.num_layers
     draft = draft_step if draft_step is not None else (lambda: run(1, 0, start)) if start else None

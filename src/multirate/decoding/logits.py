@@ -17,12 +17,10 @@ from torch import Tensor
 
 from multirate.errors import UserError
 from multirate.model.decoder import argmax_rows
+from multirate.model.noise import NOT_FINITE
 
 _NUCLEUS_CANDIDATES = (
     512  # sorting these first spares sorting the whole vocabulary for almost every row
-)
-_NOT_FINITE = (
-    "the model's logits are not finite numbers; accepted are models that run in the chosen dtype"
 )
 
 
@@ -78,6 +76,11 @@ class SamplingSettings:
     def greedy(self) -> bool:
         """Whether the most probable token is taken instead of one drawn."""
         return self.temperature == 0
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether top-k, top-p or min-p may forbid some."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def uses_context(self) -> bool:
@@ -187,36 +190,6 @@ def _needed(contexts: Sequence[Sequence[int]] | None, logits: Tensor) -> Sequenc
     return contexts
 
 
-def perturbed(
-    logits: Tensor,
-    settings: SamplingSettings,
-    noise: Sequence[np.ndarray],
-    contexts: Sequence[Sequence[int]] | None = None,
-) -> Tensor:
-    """Logits [n, V] whose argmax is the token to take: of logits [n, V] those that are allowed,
-    plus noise[i] [V], the temperature times Gumbel numbers of row i (noise.py) → float32 [n, V].
-    """
-    scores = allowed(logits.detach(), settings, contexts)
-    if scores.device.type != "cpu":
-        return scores + torch.from_numpy(np.stack(noise)).to(scores.device)
-    # as in argmax_rows: torch's threads stay out of the native kernel's way
-    rows, out = scores.numpy(), np.empty(scores.shape, np.float32)
-    for row, added, to in zip(rows, noise, out, strict=True):
-        np.add(row, added, out=to)
-    return torch.from_numpy(out)
-
-
-def finite_argmax(scores: Tensor) -> list[int]:
-    """The argmax of each row of scores [n, V]. Raises UserError where the largest is not a finite
-    number (a model whose logits overflowed).
-    """
-    tokens = argmax_rows(scores)
-    best = scores[torch.arange(len(tokens)), tokens] if tokens else scores.new_zeros(0)
-    if not all(map(math.isfinite, best.tolist())):
-        raise UserError(_NOT_FINITE)
-    return tokens
-
-
 def draw(probs: Tensor, uniforms: Sequence[float]) -> list[int]:
     """One token per row of probs [n, V] by inverting its cumulative distribution at uniforms [n] in
     [0, 1).
@@ -227,7 +200,7 @@ def draw(probs: Tensor, uniforms: Sequence[float]) -> list[int]:
     cumulative = torch.cumsum(probs, dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
     if not bool((torch.isfinite(total) & (total > 0)).all()):
-        raise UserError(_NOT_FINITE)
+        raise UserError(NOT_FINITE)
     target = torch.as_tensor(uniforms, dtype=torch.float64, device=probs.device) * total
     return (
         torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]

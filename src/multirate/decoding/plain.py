@@ -15,8 +15,9 @@ class PlainStep(Step):
         seqs = session.active
         rows = Rows.concat([Rows.causal(b, cache.lengths[b], 1) for b in seqs])
         ids = [sampler.tokens[b][-1] for b in seqs]
-        if sampler.plain:
-            _, tokens = decoder.greedy(rows, cache, ids)
+        if sampler.plain or sampler.bare:
+            noise = None if sampler.plain else [sampler.noise(b) for b in seqs]
+            _, tokens = decoder.next_tokens(rows, cache, ids, noise=noise)
         else:
             tokens = sampler.choose(decoder.logits(session.forward(ids, rows)), seqs)
         for b, token in zip(seqs, tokens, strict=True):

@@ -4,22 +4,15 @@ sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.decoding.logits import (
-    SamplingSettings,
-    distribution,
-    draw,
-    finite_argmax,
-    penalise,
-    perturbed,
-)
-from multirate.decoding.noise import GumbelNoise
+from multirate.decoding.logits import SamplingSettings, allowed, distribution, draw, penalise
 from multirate.model.decoder import argmax_rows
+from multirate.model.noise import Noise, NoiseStream, noisy_argmax, with_noise
 
 
 class Sampler:
@@ -27,27 +20,36 @@ class Sampler:
 
     tokens[b]: prompt and emitted tokens of sequence b, the last emitted token included.
     Every sequence has random numbers of its own, and every place in it has, whoever asks and in
-    whatever order (noise.py): what is chosen there depends neither on the batch nor on drafts.
+    whatever order (model/noise.py): what is chosen depends neither on the batch nor on drafts.
     `generators` are for those who draw otherwise (drafts with `probs`, and their acceptance).
+    plain: tokens are the argmax of the logits. bare: they are that of logits and noise.
+    noisy_argmax: as `noise.noisy_argmax`, a decoder's own where that is faster.
     """
 
-    def __init__(self, settings: SamplingSettings, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        settings: SamplingSettings,
+        prompts: Sequence[Sequence[int]],
+        noisy_argmax: Callable[[Tensor, Sequence[Noise]], list[int]] = noisy_argmax,
+    ) -> None:
         self.settings = settings
         self.greedy = settings.greedy
-        self.plain = settings.greedy and not settings.uses_context  # the bare argmax
+        self.plain = settings.greedy and not settings.uses_context
+        self.bare = not (settings.greedy or settings.uses_context or settings.drops_tokens)
+        self._noisy_argmax = noisy_argmax
         self.tokens = [list(prompt) for prompt in prompts]
         if not self.greedy:
             self._seed = (
                 settings.seed if settings.seed is not None else int(torch.randint(2**62, ()).item())
             )
             self.generators = [self._stream(b) for b in range(len(prompts))]
-            self._noise = [self._gumbel(b) for b in range(len(prompts))]
+            self._noise = [self._noise_stream(b) for b in range(len(prompts))]
 
     def _stream(self, number: int) -> np.random.Generator:
         return np.random.default_rng((self._seed, number))
 
-    def _gumbel(self, number: int) -> GumbelNoise:
-        return GumbelNoise(self._seed, number, self.settings.temperature)
+    def _noise_stream(self, number: int) -> NoiseStream:
+        return NoiseStream(self._seed, number, self.settings.temperature)
 
     def restart(self, seq: int, prompt: Sequence[int], number: int) -> None:
         """Another prompt takes the place of sequence `seq`; it draws from the `number`-th
@@ -56,7 +58,7 @@ class Sampler:
         self.tokens[seq] = list(prompt)
         if not self.greedy:
             self.generators[seq] = self._stream(number)
-            self._noise[seq] = self._gumbel(number)
+            self._noise[seq] = self._noise_stream(number)
 
     def contexts(
         self, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None
@@ -88,13 +90,20 @@ class Sampler:
         """One token from each row of probs [n, V]."""
         return draw(probs, self.uniforms(seqs))
 
-    def noise(self, seq: int, ahead: int, vocab: int) -> np.ndarray:
+    def noise(self, seq: int, ahead: int = 0) -> Noise:
         """What is added to the logits of the token `ahead` places after the next one (0: of the
-        next one) before their argmax is taken: temperature times Gumbel numbers, float32 [vocab].
-        Not for greedy decoding.
+        next one) before their argmax is taken. Not for greedy decoding.
         """
         place = len(self.tokens[seq])
-        return self._noise[seq].at(place + ahead, vocab, begin=place)
+        return self._noise[seq].at(place + ahead, begin=place)
+
+    def _allowed(
+        self, logits: Tensor, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None
+    ) -> tuple[Tensor, list[Noise]]:
+        """Of logits [n, V] those that are allowed, float32, and the noise of each row's place."""
+        ahead = [0] * len(seqs) if paths is None else [len(path) for path in paths]
+        scores = allowed(logits.detach(), self.settings, self.contexts(seqs, paths))
+        return scores, [self.noise(b, place) for b, place in zip(seqs, ahead, strict=True)]
 
     def perturbed(
         self, logits: Tensor, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None = None
@@ -102,19 +111,19 @@ class Sampler:
         """Logits [n, V] whose argmax is the next token of each row, float32: penalised, and when
         sampling without the tokens that are dropped (−inf) and with the noise of the row's place.
         """
-        contexts = self.contexts(seqs, paths)
         if self.greedy:
+            contexts = self.contexts(seqs, paths)
             if contexts is None:
                 return logits
             return penalise(logits, self.settings.repetition_penalty, contexts)
-        ahead = [0] * len(seqs) if paths is None else [len(path) for path in paths]
-        vocab = logits.shape[-1]
-        noise = [self.noise(b, place, vocab) for b, place in zip(seqs, ahead, strict=True)]
-        return perturbed(logits, self.settings, noise, contexts)
+        return with_noise(*self._allowed(logits, seqs, paths))
 
     def choose(
         self, logits: Tensor, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None = None
     ) -> list[int]:
-        """The next token of each row of logits [n, V]: argmax when greedy, drawn otherwise."""
-        scores = self.perturbed(logits, seqs, paths)
-        return argmax_rows(scores.detach()) if self.greedy else finite_argmax(scores)
+        """The next token of each row of logits [n, V]: argmax when greedy, drawn otherwise. Raises
+        UserError where what is drawn from is not finite (a model whose logits overflowed).
+        """
+        if self.greedy:
+            return argmax_rows(self.perturbed(logits, seqs, paths).detach())
+        return self._noisy_argmax(*self._allowed(logits, seqs, paths))

@@ -58,7 +58,7 @@ class Session:
             _check_prompt(b, prompt, info.vocab_size)
         self.decoder = decoder
         self.prompts = prompts
-        self.sampler = Sampler(sampling or SamplingSettings(), prompts)
+        self.sampler = Sampler(sampling or SamplingSettings(), prompts, decoder.noisy_argmax)
         self.stops = StopTracker(
             stop or StopSettings(), [len(p) for p in prompts], info.max_positions
         )

@@ -171,7 +171,7 @@ class SpeculativeStep(Step):
         best: list[list[int]] | None = None
         if sampler.plain and self.acceptance.lossless and not drafter.top:
             # greedy and lossless leave no choice, and the argmax of each row is all it takes
-            hidden, target = decoder.greedy(rows, session.cache, x=x, start=reached)
+            hidden, target = decoder.next_tokens(rows, session.cache, x=x, start=reached)
             parts = zip(drafts, split(target, counts), strict=True)
             verdicts: list[Verdict] = [accept_greedy(draft, part) for draft, part in parts]
         else:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from multirate.model.kv_cache import KVCache
+from multirate.model.noise import Noise, noisy_argmax
 from multirate.model.rows import Rows
 
 
@@ -138,22 +139,30 @@ class Decoder(ABC):
         tokens: list[list[int]] = logits.topk(count, dim=-1).indices.tolist()
         return tokens
 
-    def greedy(
+    def next_tokens(
         self,
         rows: Rows,
         cache: KVCache,
         ids: Sequence[int] | None = None,
         x: Tensor | None = None,
         start: int = 0,
+        noise: Sequence[Noise] | None = None,
     ) -> tuple[Tensor, list[int]]:
-        """One pass of greedy decoding: the rows' ``ids``, or residuals ``x`` [N, d] entering layer
-        ``start`` → h_L [N, d] and each row's argmax. What ``embed``, ``layers`` and ``logits``
-        give, in one call where that pays.
+        """One pass to the next tokens: the rows' ``ids``, or residuals ``x`` [N, d] entering layer
+        ``start`` → h_L [N, d] and each row's argmax, with noise[i] added to the logits of row i if
+        given. What ``embed``, ``layers``, ``logits`` and ``noisy_argmax`` give, in one call where
+        that pays. Raises UserError as ``noisy_argmax``.
         """
         if x is None:
             x = self.embed(torch.as_tensor(ids, device=self.info.device), rows.pos)
         hidden = self.layers(x, rows, start, self.info.num_layers, cache)
-        return hidden, argmax_rows(self.logits(hidden))
+        logits = self.logits(hidden)
+        chosen = argmax_rows(logits) if noise is None else self.noisy_argmax(logits, noise)
+        return hidden, chosen
+
+    def noisy_argmax(self, logits: Tensor, noise: Sequence[Noise]) -> list[int]:
+        """``noise.noisy_argmax``, by whatever is fastest here."""
+        return noisy_argmax(logits, noise)
 
 
 def argmax_rows(logits: Tensor) -> list[int]:

@@ -190,7 +190,7 @@ def test_a_greedy_pass_is_embed_layers_and_logits(start):
     hidden = decoder.layers(entering, rows, start, 3, one)
     ids, residuals = (tokens, None) if start == 0 else (None, entering)
     before = None if residuals is None else residuals.clone()
-    found, chosen = decoder.greedy(rows, other, ids, residuals, start)
+    found, chosen = decoder.next_tokens(rows, other, ids, residuals, start)
     assert torch.equal(found, hidden)
     assert chosen == decoder.logits(hidden).argmax(-1).tolist()
     assert before is None or torch.equal(residuals, before)

@@ -1,5 +1,6 @@
 """Fused steps of one sequence in the kernel: draft, verification and acceptance in one call from
-Python; when sampling in two, between which the sampler chooses the tokens.
+Python, greedily and at a temperature. With top-k, top-p or min-p in two, between which the sampler
+chooses the tokens.
 
 The state between two steps is what the kernel leaves: the tokens it emitted and h_L of the accepted
 path, which are the tokens to refresh (all but the last one, which enters next) and their carried
@@ -22,26 +23,23 @@ from multirate.decoding.acceptance_statistics import Calibration, ContinuationRa
 from multirate.decoding.costs import CostModel
 from multirate.decoding.drafter import MAX_TREE_NODES, Draft, FusedStep
 from multirate.decoding.sampler import Sampler
+from multirate.errors import UserError
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.packing import Owner, exact_layout
+from multirate.model.noise import NOT_FINITE
 from multirate.model.rows import Rows
 
 
 @dataclass(frozen=True)
 class DraftHead:
-    """What a stream's output is read with. ``token_map``: address of each output's id [vocab], and
-    ``tokens`` the same numbers; None: itself.
+    """What a stream's output is read with. ``token_map``: address of each output's id, int64
+    [vocab]; None: itself.
     """
 
     linear: abi.CData
     vocab: int
     token_map: int | None = None
-    tokens: np.ndarray | None = None
-
-    def of_outputs(self, values: np.ndarray) -> np.ndarray:
-        """Of one value per token of the model [V] that of each output [vocab], contiguous."""
-        return values[: self.vocab] if self.tokens is None else values[self.tokens]
 
     @staticmethod
     def of(decoder: NativeDecoder, owner: Owner, tokens: Tensor | None = None) -> DraftHead:
@@ -56,7 +54,7 @@ class DraftHead:
         if tokens is None:
             return DraftHead(linear, decoder.info.vocab_size)
         ids = tokens.cpu().to(torch.int64).contiguous()
-        return DraftHead(linear, len(ids), owner.address(ids), ids.numpy())
+        return DraftHead(linear, len(ids), owner.address(ids))
 
 
 class FusedSteps:
@@ -106,7 +104,6 @@ class FusedSteps:
         self._logits = verified.view(nodes + 1, -1)[:, : decoder.info.vocab_size]
         self._sampler: Sampler | None = None
         self._head, self._couple = head, True
-        self._noise: dict[int, np.ndarray] = {}  # place → of its draft's outputs
         self._path, self._chosen = np.zeros(nodes + 1, np.int32), np.zeros(nodes + 1, np.int64)
         self._held: tuple[object, ...] = (stream, head)  # the kernel reads them by address
         self._free = np.zeros(nodes)
@@ -139,15 +136,19 @@ class FusedSteps:
         own: NativeKVCache | None,
         sampler: Sampler | None = None,
         couple: bool = True,
+        top: int | None = None,
     ) -> None:
         """A generation over ``cache``, with the stream's own layer's K/V in ``own``.
 
         sampler: chooses the tokens (its settings have no repetition penalty); None: greedy ones.
         couple: whether drafts are drawn with its noise; if not, they are the likeliest tokens.
+        top: candidates of a node; None: as before.
         """
         self._cache, self._own = cache, own
         self._sampler = None if sampler is None or sampler.plain else sampler
-        self._couple, self._noise = couple, {}
+        self._couple = couple
+        if top is not None:
+            self._limits.top = top
         self._step.refused = -np.inf
 
     def enter(
@@ -209,14 +210,13 @@ class FusedSteps:
                 self._catch_up(length)
         first = 0 if self._refresh and stream else self._entered - 1
         sampler = self._sampler
-        run = self._library.mr_speculative_step
-        noise: list[np.ndarray] = []
-        if sampler is not None:
-            run = self._library.mr_speculative_draft
-            if stream and self._couple:
-                noise = self._draft_noise(sampler, depth)
-        rows = abi.float_rows(noise)  # held until the call is over: the kernel reads it by address
-        limits.noise = rows if noise else abi.NULL
+        bare = sampler is None or sampler.bare
+        # held until the call is over: the kernel reads it by address
+        noise = None if sampler is None else sampler.noise(self._step.sequence)
+        packed = abi.NULL if noise is None else abi.noise_of([noise])
+        limits.noise = packed if self._couple else abi.NULL
+        self._step.noise = packed
+        run = self._library.mr_speculative_step if bare else self._library.mr_speculative_draft
         emitted = run(
             self._decoder.workspace.address,
             self._step,
@@ -225,8 +225,10 @@ class FusedSteps:
             self._entered - first,
             limits,
         )
-        if sampler is not None:
+        if sampler is not None and not bare:
             emitted = self._choose(sampler, length)
+        if emitted < 0:
+            raise UserError(NOT_FINITE)
         self._entered = emitted
         tokens = self._ids[:emitted].tolist()
         return FusedStep(tokens, self._step.drafted, self._step.levels, self._unverified(tokens))
@@ -253,19 +255,6 @@ class FusedSteps:
         """The trusted nodes of the last draft."""
         mask = self._step.trusted
         return {node for node in range(1, self._step.drafted + 1) if mask >> (node - 1) & 1}
-
-    def _draft_noise(self, sampler: Sampler, depth: int) -> list[np.ndarray]:
-        """What is added to the draft's logits at each of ``depth`` levels."""
-        if self._head is None:
-            return []
-        seq, vocab = self._step.sequence, self._decoder.info.vocab_size
-        place = len(sampler.tokens[seq])
-        self._noise = {p: row for p, row in self._noise.items() if p >= place}
-        for ahead in range(depth):
-            if place + ahead not in self._noise:
-                noise = sampler.noise(seq, ahead, vocab)
-                self._noise[place + ahead] = self._head.of_outputs(noise)
-        return [self._noise[place + ahead] for ahead in range(depth)]
 
     def _choose(self, sampler: Sampler, length: int) -> int:
         """The sampler's tokens down the draft, of the rows that are reached; → how many. Their K/V

@@ -179,11 +179,8 @@ class KangarooDrafter(Drafter):
                 isinstance(self.adapter, NativeKangarooAdapter)
                 and not sampler.settings.uses_context
             ):
-                vocab = self.decoder.info.vocab_size
-                noise = (
-                    [] if sampler.greedy else [sampler.noise(b, depth - 1, vocab) for b in chosen]
-                )
-                entering, confidence = self.adapter.top(y, noise or None)
+                noise = None if sampler.greedy else [sampler.noise(b, depth - 1) for b in chosen]
+                entering, confidence = self.adapter.top(y, noise)
             else:
                 logits = draft_logits(self.decoder, self.adapter.draft_tokens, y)
                 logits = sampler.perturbed(logits, chosen, paths)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from multirate.model.native import NativeDecoder, abi
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.own_layer import OwnLayer, tiles
 from multirate.model.native.packing import Owner, draft_layout
+from multirate.model.noise import Noise
 from multirate.model.rows import Rows
 
 
@@ -90,16 +90,15 @@ class NativeKangarooAdapter:
         out: Tensor = self._norm_out(self._layer.rows(x, rows, cache))
         return out
 
-    def top(
-        self, y: Tensor, noise: Sequence[np.ndarray] | None = None
-    ) -> tuple[list[int], list[float]]:
-        """The likeliest token after each row of y [n, d] and its probability. noise: float32 [V] of
-        each row, added to its logits.
+    def top(self, y: Tensor, noise: Sequence[Noise] | None = None) -> tuple[list[int], list[float]]:
+        """The likeliest token after each row of y [n, d] and its probability. noise[i]: added to
+        the logits of row i.
         """
-        if noise is not None:
-            noise = [self._head.of_outputs(row) for row in noise]
-        ids, probs = self._decoder.top(self._head.linear, self._head.vocab, y, 1, noise=noise)
+        head = self._head
+        ids, probs = self._decoder.top(
+            head.linear, head.vocab, y, 1, noise=noise, token_map=head.token_map
+        )
         drafted = [row[0] for row in ids]
-        if self._head.tokens is not None:
-            drafted = self._head.tokens[drafted].tolist()
+        if self.draft_tokens is not None:
+            drafted = self.draft_tokens[drafted].tolist()
         return drafted, [row[0] for row in probs]

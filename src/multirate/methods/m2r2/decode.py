@@ -121,6 +121,7 @@ class M2R2Drafter(Drafter):
         self._carry = stream.carry is not None
         self.runner = make_runner(decoder, stream, self.start, self.config.weights)
         self._cache: KVCache | None = None
+        self._samples = False  # whether the generation under way is not greedy
         self._waiting: dict[int, _Waiting] = {}
         self._refreshed = 0  # tokens of sequence 0 whose K/V in the block are final
         self._judged_by_arla = self.config.trust == "arla"
@@ -225,7 +226,7 @@ class M2R2Drafter(Drafter):
         self._enter(cache, sampler)
 
     def _enter(self, cache: KVCache, sampler: Sampler) -> None:
-        self._cache, self._sampler = cache, sampler
+        self._cache, self._sampler, self._samples = cache, sampler, not sampler.greedy
         self._waiting, self._refreshed = {}, 0
         self._texts, self._trees, self._matches = {}, {}, {}
         self._own, self._streamed = {}, set()
@@ -237,6 +238,7 @@ class M2R2Drafter(Drafter):
                 self.runner.own_cache,
                 sampler,
                 couple=self.config.drafts == "coupled",
+                top=self._candidates,
             )
 
     @property
@@ -390,7 +392,7 @@ class M2R2Drafter(Drafter):
         if self._fused is None or self._draws(self._sampler):
             return None
         if not self.lossless and not self._sampler.plain:
-            return None  # between the two calls of a sampled step nothing knows of trusted tokens
+            return None  # drawn tokens: the kernel trusts none
         waiting = self._waiting.pop(seq, None)
         if waiting is not None:  # the sequence's first step here
             text = self._sampler.tokens[seq] if self.config.lookup else None
@@ -532,9 +534,13 @@ class M2R2Drafter(Drafter):
 
     @property
     def _candidates(self) -> int:
-        """Tokens looked at below a node: one more than the width may become a leaf."""
+        """Tokens looked at below a node: one more than the width may become a leaf, when sampling
+        some more.
+        """
         c = self.config
-        return c.width + 1 if c.width > 1 or c.nodes > c.depth else 1
+        if c.width == 1 and c.nodes <= c.depth:
+            return 1
+        return max(c.width + 1, c.sampled_candidates if self._samples else 0)
 
     # -- the passes --------------------------------------------------------------------------------
 
@@ -620,11 +626,8 @@ class M2R2Drafter(Drafter):
         """
         c, noise = self.config, None
         if not sampler.greedy and c.drafts == "coupled":
-            vocab = self.decoder.info.vocab_size
             noise = [
-                sampler.noise(seqs[i], trees[i].depth[node], vocab)
-                for i in live
-                for node in frontier[i]
+                sampler.noise(seqs[i], trees[i].depth[node]) for i in live for node in frontier[i]
             ]
         ids, best = self.runner.top(p, self._candidates, c.sharpness, noise)
         trusted = self._trusted(p, lambda: [row[0] for row in best])

@@ -9,6 +9,8 @@ from multirate.errors import UserError
 from multirate.methods.common.config import DraftWeights, MethodConfig
 from multirate.model.rows import MAX_TREE_BIT
 
+MAX_CANDIDATES = 17  # of a node: the kernel's arrays end there
+
 
 @dataclass(frozen=True)
 class M2R2DecodeConfig(MethodConfig):
@@ -20,6 +22,8 @@ class M2R2DecodeConfig(MethodConfig):
     sharpness: path probabilities multiply softmax(sharpness · logits) of the stream: the chance
     that a token is the argmax of the full model is larger than the probability that a draw from its
     distribution would be that token.
+    sampled_candidates: likeliest tokens below a node that may be verified when sampling; when
+    greedy, and at least, one more than the width.
     draft_threshold, verify_threshold: least path probability (see tree.py) of a node to draft from,
     and of a leaf to verify; None: from measured costs, so that a node is added exactly when it
     raises the expected tokens per second.
@@ -30,7 +34,7 @@ class M2R2DecodeConfig(MethodConfig):
     trained estimate that
     the argmax agrees: docs/methods/m2r2.md, point 5). Both were measured: docs/experiments.md.
     drafts: which tokens are drafted when sampling. coupled: those that the stream gives with the
-    noise that the model's own logits will get (decoding/noise.py). likeliest: the stream's
+    noise that the model's own logits will get (model/noise.py). likeliest: the stream's
     likeliest, as when decoding greedily. drawn: drawn independently, in chains, and verified by
     rejection sampling; without lookup, and the kernel does not fuse their steps. With the first two
     the text of a seed is that of plain decoding. With a repetition penalty drafts are chains by the
@@ -51,6 +55,7 @@ class M2R2DecodeConfig(MethodConfig):
     width: int = 1
     nodes: int = 11
     trusted: int = 24
+    sampled_candidates: int = 2
     sharpness: float = 2.0
     draft_threshold: float | None = None
     verify_threshold: float | None = None
@@ -69,6 +74,7 @@ class M2R2DecodeConfig(MethodConfig):
             ("nodes", 1, MAX_TREE_BIT),
             ("trusted", 0, MAX_TREE_BIT),
             ("lookup", 0, 64),
+            ("sampled_candidates", 1, MAX_CANDIDATES),
         ):
             if not low <= getattr(self, name) <= high:
                 raise UserError(

@@ -22,6 +22,7 @@ from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.own_layer import OwnLayer, tiles
 from multirate.model.native.packing import Owner, draft_layout, interleave_gate_up
+from multirate.model.noise import Noise
 from multirate.model.rows import Rows
 
 
@@ -160,7 +161,7 @@ class NativeStreamRunner(StreamRunner):
         p: Tensor,
         count: int,
         sharpness: float = 1.0,
-        noise: Sequence[np.ndarray] | None = None,
+        noise: Sequence[Noise] | None = None,
     ) -> tuple[list[list[int]], list[list[float]]]:
         ids, probs = self.decoder.top(
             self.head.linear,
@@ -168,7 +169,8 @@ class NativeStreamRunner(StreamRunner):
             p,
             min(count, self.head.vocab),
             sharpness,
-            None if noise is None else [self.head.of_outputs(row) for row in noise],
+            noise,
+            self.head.token_map,
         )
         if self._token_list is None:
             return ids, probs

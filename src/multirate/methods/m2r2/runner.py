@@ -18,6 +18,7 @@ from multirate.methods.common.reduced_head import draft_logits
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
+from multirate.model.noise import Noise, with_noise
 from multirate.model.rows import Rows
 
 
@@ -122,14 +123,14 @@ class StreamRunner:
         p: Tensor,
         count: int,
         sharpness: float = 1.0,
-        noise: Sequence[np.ndarray] | None = None,
+        noise: Sequence[Noise] | None = None,
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The `count` likeliest tokens of each row and their probabilities under softmax(sharpness
-        · logits). noise: float32 [V] of each row, added to its logits.
+        · logits). noise[i]: added to the logits of row i.
         """
         logits = self.logits(p)
         if noise is not None:
-            logits = logits + torch.from_numpy(np.stack(noise)).to(logits.device)
+            logits = with_noise(logits, noise)
         logits = sharpness * logits
         best, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
         return ids.tolist(), torch.exp(best - logits.logsumexp(-1, keepdim=True)).tolist()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from cffi import FFI
 
+from multirate.model.noise import Noise
 from multirate.model.rows import Rows
 
 SOURCE_FOLDER = Path(__file__).parents[2] / "csrc"
@@ -89,11 +90,6 @@ def flags(array: np.ndarray) -> CData:
     return ffi.from_buffer(_BYTES, array.view(np.uint8))
 
 
-def float_rows(rows: Sequence[np.ndarray]) -> CData:
-    """An array of the addresses of float32 arrays, good as long as these are."""
-    return ffi.new("float *[]", [floats(row) for row in rows])
-
-
 @functools.cache
 def _kinds(kind: str) -> dict[str, str]:
     fields = ffi.typeof(kind).fields
@@ -126,6 +122,15 @@ def rows_of(rows: Rows, capacity: int) -> CData:
     if rows.accelerated is not None:
         made.adapted = flags(rows.accelerated)
     made.count, made.capacity = len(rows.seq), capacity
+    return made
+
+
+def noise_of(noise: Sequence[Noise]) -> CData:
+    """The kernel's view of the noise of places, one after the other, good as long as they are."""
+    made = ffi.new("Noise[]", len(noise))
+    for to, one in zip(made, noise, strict=True):
+        to.table = ints(one.table)
+        to.key, to.place, to.unit, to.scale = one.key, one.place, one.unit, one.scale
     return made
 
 

@@ -25,6 +25,7 @@ from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.packing import Owner, interleave_gate_up
 from multirate.model.native.plain import unknown_part
+from multirate.model.noise import NOT_FINITE, Noise
 from multirate.model.rows import Rows
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -297,13 +298,14 @@ class NativeDecoder(Decoder):
             stop,
         )
 
-    def greedy(
+    def next_tokens(
         self,
         rows: Rows,
         cache: Any,
         ids: Sequence[int] | None = None,
         x: Tensor | None = None,
         start: int = 0,
+        noise: Sequence[Noise] | None = None,
     ) -> tuple[Tensor, list[int]]:
         n = len(rows.seq)
         cache.make_room(rows)
@@ -315,7 +317,8 @@ class NativeDecoder(Decoder):
             self._logits = torch.empty(n * self.head.outputs)
         tokens = np.empty(n, np.int64)
         entering = None if ids is None else np.array(ids, dtype=np.int64)
-        self._library.mr_greedy(
+        added = None if noise is None else abi.noise_of(noise)
+        self._library.mr_argmax_pass(
             self._work,
             self.shape,
             self.packed_layers,
@@ -328,10 +331,25 @@ class NativeDecoder(Decoder):
             self.info.num_layers,
             self.head,
             self._norm,
+            added or abi.NULL,
             abi.at(self._logits.data_ptr()),
             abi.longs(tokens),
         )
-        return x, tokens.tolist()
+        return x, _finite(tokens)
+
+    def noisy_argmax(self, logits: Tensor, noise: Sequence[Noise]) -> list[int]:
+        if logits.dtype != torch.float32 or logits.stride(1) != 1:
+            return super().noisy_argmax(logits, noise)
+        tokens = np.empty(len(logits), np.int64)
+        self._library.mr_noisy_argmax(
+            abi.at(logits.data_ptr()),
+            len(logits),
+            logits.shape[1],
+            logits.stride(0),
+            abi.noise_of(noise),
+            abi.longs(tokens),
+        )
+        return _finite(tokens)
 
     def norm(self, x: Tensor) -> Tensor:
         x = x.float()
@@ -368,12 +386,15 @@ class NativeDecoder(Decoder):
         x: Tensor,
         count: int,
         sharpness: float = 1.0,
-        noise: Sequence[np.ndarray] | None = None,
+        noise: Sequence[Noise] | None = None,
+        token_map: int | None = None,
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The ``count`` likeliest of ``head``'s ``vocab`` outputs for each row of x [n, d], best
-        first, and their probabilities under softmax(sharpness · logits). noise: float32 [vocab] of
-        each row, added to its logits.
+        first, and their probabilities under softmax(sharpness · logits). noise[i]: added to the
+        logits of row i, that of the outputs' tokens, int64 [vocab] at the address token_map (None:
+        the first ones).
         """
+        added = None if noise is None else abi.noise_of(noise)
         x, n = x.contiguous(), len(x)
         logits = torch.empty(n, head.outputs)
         ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
@@ -385,7 +406,8 @@ class NativeDecoder(Decoder):
             abi.at(x.data_ptr()),
             n,
             vocab,
-            abi.NULL if noise is None else abi.float_rows(noise),
+            added or abi.NULL,
+            abi.at(token_map),
             count,
             sharpness,
             abi.at(logits.data_ptr()),
@@ -423,6 +445,14 @@ class NativeDecoder(Decoder):
             self._adapter_pack = AdapterPack(adapters, self.info.num_layers)
             self._adapted = modules
         return self._adapter_pack.address
+
+
+def _finite(tokens: np.ndarray) -> list[int]:
+    """The kernel's tokens, which are -1 where logits were not finite."""
+    chosen: list[int] = tokens.tolist()
+    if min(chosen, default=0) < 0:
+        raise UserError(NOT_FINITE)
+    return chosen
 
 
 def _weight(site: str, linear: Any, deltas: Mapping[str, Tensor] | None) -> Tensor:

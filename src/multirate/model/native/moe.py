@@ -20,6 +20,7 @@ from multirate.model.kv_cache import KVCache
 from multirate.model.native import abi
 from multirate.model.native.decoder import NativeDecoder
 from multirate.model.native.packing import Owner, interleave_gate_up, padded
+from multirate.model.noise import Noise
 from multirate.model.rows import Rows
 
 MOE_FAMILIES = ("mixtral", "qwen3_moe")
@@ -226,15 +227,16 @@ class NativeMoEDecoder(NativeDecoder):
         """
         return KernelMixture(self, [self._expert(record) for record in experts])
 
-    def greedy(
+    def next_tokens(
         self,
         rows: Rows,
         cache: KVCache,
         ids: Sequence[int] | None = None,
         x: Tensor | None = None,
         start: int = 0,
+        noise: Sequence[Noise] | None = None,
     ) -> tuple[Tensor, list[int]]:
-        return Decoder.greedy(self, rows, cache, ids, x, start)
+        return Decoder.next_tokens(self, rows, cache, ids, x, start, noise)
 
     def select(self, row: int, residual: Tensor) -> np.ndarray:
         """The experts [N, k] that the row-th mixture layer would choose for the stream residual [N,

@@ -20,7 +20,7 @@ LAYERS = (
     ("calibration",),
     ("experts",),
     ("engine",),
-    ("integration", "bench"),
+    ("integration", "bench", "inspection"),
     ("cli",),
 )
 """From the bottom to the top: a part imports only from parts below it, and from itself."""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from multirate import __version__
-from multirate.cli import answers, bench, calibrate, demo, generate, info, pack, train
+from multirate.cli import answers, bench, calibrate, demo, generate, info, inspect, pack, train
 from multirate.cli.errors import Group
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("pack")(pack.command)
 app.command("bench")(bench.command)
 app.command("demo")(demo.command)
 app.command("info")(info.command)
+app.command("inspect")(inspect.command)
 
 
 def _version(wanted: bool) -> None:

@@ -39,6 +39,7 @@ class Draft:
     trusted: nodes that are emitted where they are reached, whatever the target model says of them
         (dynamic mode: lossy). Each is its parent's only child. When sampling, trust is decided
         before the token is drawn, as above.
+    copied: the nodes that were copied from the text, by number (for whoever watches the steps).
     """
 
     tokens: list[int]
@@ -46,6 +47,7 @@ class Draft:
     hidden: Tensor | None = None
     probs: Tensor | None = None
     trusted: frozenset[int] = frozenset()
+    copied: range = range(0)
 
     @classmethod
     def chain(
@@ -113,6 +115,7 @@ class Draft:
             None if self.hidden is None else self.hidden[: count + 1],
             None if self.probs is None else self.probs[:count],
             frozenset(node for node in self.trusted if node <= count),
+            self.copied,
         )
 
     def rows(self, seq: int, length: int) -> Rows:

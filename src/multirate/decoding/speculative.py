@@ -4,7 +4,7 @@ method.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ from multirate.decoding.step import Step
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
+
+Watch = Callable[[int, Draft, Sequence[int]], None]
+"""watch(sequence, its draft, for each token it emitted the node that it was, 0 for one the target
+model chose)."""
 
 
 class SpeculativeStep(Step):
@@ -33,7 +37,9 @@ class SpeculativeStep(Step):
 
     Where the drafter can run a whole step of one sequence at once (`Drafter.fused_step`), it does:
     the same tokens, sooner. A drafter that asks for taps or top tokens is never asked for
-    one.
+    one, nor is one whose steps are watched.
+
+    watch: told of every step what became of the draft; None: nobody is.
     """
 
     def __init__(self, drafter: Drafter, acceptance: Acceptance | None = None) -> None:
@@ -47,6 +53,7 @@ class SpeculativeStep(Step):
             raise ValueError(
                 f"taps {drafter.taps} lie below layer {drafter.start}, where verification begins"
             )
+        self.watch: Watch | None = None
         self._controller: DraftLengthController | None = None
         self._adapts = False
         self._may_fuse = self.acceptance.lossless and not drafter.taps and not drafter.top
@@ -103,6 +110,7 @@ class SpeculativeStep(Step):
                 limits = [0] * len(seqs)
         if (
             self._may_fuse
+            and self.watch is None
             and len(seqs) == 1
             and not session.sampler.settings.uses_context
             and self._run_fused(session, seqs[0], limits[0])
@@ -122,6 +130,8 @@ class SpeculativeStep(Step):
             levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
             session.stats.count_draft(len(draft.tokens), levels, accepted=min(kept, len(path) - 1))
             self._count(len(path), levels, len(draft.tokens))
+            if self.watch is not None:
+                self.watch(b, draft, [*path[1:], 0][:kept])
             # the last token emitted is not in the cache yet: it enters with the next step
             verified.path = path[:kept]
             length = cache.lengths[b]

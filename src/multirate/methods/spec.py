@@ -25,6 +25,7 @@ from multirate.errors import UserError
 from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.objective import Objective
 from multirate.methods.common.shape import BaseShape
+from multirate.methods.common.stream_tracing import StreamTracer
 from multirate.methods.common.teacher import Teacher
 from multirate.model.decoder import Decoder
 
@@ -88,6 +89,7 @@ class MethodSpec:
     methods without training. step(decoder, module, settings): the step that decodes, where it is
     not always a SpeculativeStep over the drafter: a DynamicDepthStep over the method's depth
     policy, say. dynamic: its dynamic mode, if it has one; lossy, whatever `lossless` says.
+    tracer(decoder, module): lays its second residual stream open, where it has one.
     recommended: the default of its role.
     """
 
@@ -99,6 +101,7 @@ class MethodSpec:
     settings: type[MethodConfig] | None = None
     training: Training | None = None
     dynamic: DynamicMode | None = None
+    tracer: Callable[[Decoder, Any], StreamTracer] | None = None
     role: Literal["drafter", "depth", "experts"] = "drafter"
     lossless: bool = True
     recommended: bool = False

@@ -10,6 +10,7 @@ through the layers below the gate in the same calls, so verification starts at t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -128,7 +129,7 @@ class M2R2Drafter(Drafter):
         self._exits_by_arla = not self.lossless and self.config.exit_score == "arla"
         for used, setting in ((self._judged_by_arla, "trust"), (self._exits_by_arla, "exit_score")):
             if used:
-                check_arla(stream, setting)
+                arla_of(stream, setting)
         self._shared = self._new_estimates()
         self._own: dict[int, _Estimates] = {}  # by sequence
         self._streamed: set[int] = set()  # sequences whose step under way the stream drafts
@@ -530,7 +531,7 @@ class M2R2Drafter(Drafter):
         tree = DraftTree(0)
         tree.continue_with(match.continuation[:count], match.matched)
         self._trees[seq] = tree
-        return Draft(tree.tokens, tree.parents)
+        return Draft(tree.tokens, tree.parents, copied=tree.copied)
 
     @property
     def _candidates(self) -> int:
@@ -776,6 +777,7 @@ class M2R2Drafter(Drafter):
                 torch.cat(hidden[i]) if whole else None,
                 torch.cat(probs[i]) if probs[i] else None,
                 frozenset(tree.trusted),
+                tree.copied,
             )
             for i, tree in enumerate(trees)
         ]
@@ -795,13 +797,13 @@ def _exit_threshold(config: M2R2DecodeConfig, stream: AcceleratedStream) -> floa
     return config.exit_thresholds[0]
 
 
-def check_arla(stream: AcceleratedStream, setting: str) -> ARLA:
-    """The stream's ARLA. UserError naming the setting where it has none."""
+def arla_of(stream: AcceleratedStream, setting: str) -> ARLA:
+    """The stream's ARLA in float32. UserError naming the setting where it has none."""
     if stream.arla is None:
         raise UserError(
             f"m2r2 setting {setting}='arla' needs an accelerator with ARLA; this one has arla_dim=0"
         )
-    return stream.arla
+    return copy.deepcopy(stream.arla).float()
 
 
 def _with_first(probs: list[float], first: float) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,7 +14,7 @@ from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.errors import UserError
 from multirate.methods.common.reduced_head import draft_logits
-from multirate.methods.m2r2.decode import M2R2Drafter, check_arla
+from multirate.methods.m2r2.decode import M2R2Drafter, arla_of
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.model.decoder import Decoder, LayerAdapter
@@ -69,11 +68,7 @@ class GateExits(DepthPolicy):
         stream = stream.to(device=info.device, dtype=info.dtype).eval()
         self.adapters: Mapping[int, LayerAdapter] | None = stream.layer_adapters() or None
         self._stream = stream
-        self._arla = (
-            copy.deepcopy(check_arla(stream, "exit_score")).float()
-            if config.exit_score == "arla"
-            else None
-        )
+        self._arla = arla_of(stream, "exit_score") if config.exit_score == "arla" else None
         self._reinitialise = stream.config.reinitialise
         tokens = stream.draft_tokens
         self._draft_tokens = None if tokens is None else tokens.to(info.device)

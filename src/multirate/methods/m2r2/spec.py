@@ -11,6 +11,7 @@ from multirate.methods.m2r2.decode import M2R2Drafter
 from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
 from multirate.methods.m2r2.exits import step_of
 from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.methods.m2r2.tracing import M2R2Tracer
 from multirate.methods.m2r2.train import M2R2Objective, start_from_least_squares
 from multirate.methods.spec import DynamicMode, MethodSpec, Training, register
 
@@ -46,6 +47,7 @@ PAPER = register(
         drafter=lambda decoder, module, settings: M2R2Drafter(decoder, module, settings),
         step=lambda decoder, module, settings: step_of(decoder, module, settings),
         dynamic=DYNAMIC,
+        tracer=M2R2Tracer,
         training=_training("m2r2"),
     )
 )
@@ -58,6 +60,7 @@ CARRY = register(
         drafter=lambda decoder, module, settings: M2R2Drafter(decoder, module, settings),
         step=lambda decoder, module, settings: step_of(decoder, module, settings),
         dynamic=DYNAMIC,
+        tracer=M2R2Tracer,
         training=_training("m2r2-carry"),
         recommended=True,
     )

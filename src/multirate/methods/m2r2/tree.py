@@ -206,6 +206,11 @@ class DraftTree:
         trusted = sum(node <= self.drafted for node in self.trusted)
         return Origin(self.drafted - trusted, self.continued, self.matched)
 
+    @property
+    def copied(self) -> range:
+        """The numbers of a continuation's nodes."""
+        return range(self.drafted + 1, self.drafted + self.continued + 1)
+
     def accepted(self, path: Sequence[int]) -> tuple[int, int]:
         """How many of the accepted `path`'s verified nodes the stream drew, and how many a
         continuation made.

@@ -1,0 +1,158 @@
+"""`multirate inspect`: what a model's residuals do by layer and token, on one page."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from multirate.cli import options
+from multirate.errors import UserError
+
+PROMPT = "Why is the sky blue?"
+
+
+def command(
+    model: options.Model = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The page to write.", show_default=False)
+    ] = None,
+    accelerator: Annotated[
+        str | None,
+        typer.Option(
+            "--accelerator",
+            "-a",
+            help="An accelerator's folder, hub id or name: its drafts, and its residual where it "
+            "has one, are drawn beside the model's.",
+            show_default=False,
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help=f"The prompt (default: {PROMPT}).", show_default=False),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--data",
+            help="JSON or JSONL whose prompts are answered instead (repeatable).",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of --data, spread over it.")] = 4,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")
+    ] = 256,
+    quality: Annotated[
+        float | None,
+        typer.Option(
+            help="Dynamic mode, within the promise that multirate calibrate stored for it.",
+            show_default=False,
+        ),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt without the chat template.")
+    ] = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    backend: options.Backend = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Draw on one HTML page what a model's residuals do, layer by layer, and how many layers each
+    token of an answer needed.
+    """
+    from multirate.inspection import page
+
+    if out is None:
+        raise UserError("--out is missing: give the page's file, such as --out page.html")
+    if prompt is not None and data:
+        raise UserError("give either --prompt or --data, not both")
+    if prompt is not None and not prompt.strip():
+        raise UserError("--prompt is empty: give some text")
+    page.check_installed()
+    options.set_threads(threads)
+
+    from multirate.calibration.promise import check_quality
+    from multirate.cli.progress import Lines
+    from multirate.engine import attach
+    from multirate.inspection.inspect import inspect
+    from multirate.io import check_writable, write_atomically
+
+    check_writable(out)
+    if quality is not None:
+        check_quality(quality)
+    loaded = options.load(model, dtype, device)
+    engine = attach(loaded, backend=backend)
+    name = None if accelerator is None else engine.add(accelerator)
+    if name is not None:
+        _notes(engine.accelerators[name], quality)
+    prompts = _prompts(engine, prompt, data or [], limit, max_new_tokens, raw)
+    with Lines("inspecting") as bar:
+        found = inspect(
+            engine, prompts, engine.stopping(max_new_tokens), name, quality, progress=bar.to
+        )
+    facts = _facts(engine, loaded.name, accelerator, data or [])
+    write_atomically(out, page.render(found, loaded.tokenizer, facts))
+    typer.echo(str(out))
+
+
+def _notes(accelerator: Any, quality: float | None) -> None:
+    """What the user should know before he looks at the page."""
+    from multirate.calibration import promise as promises
+
+    if accelerator.other_weights is not None:
+        options.note(f"note: {accelerator.other_weights}")
+    if quality is None and accelerator.folder is not None:
+        stored = sorted({one.quality for one in promises.read(accelerator.folder)})
+        if stored:
+            options.note(
+                f"note: calibrated for a quality of {', '.join(f'{one:g}' for one in stored)}: "
+                "--quality draws where tokens leave in dynamic mode"
+            )
+
+
+def _prompts(
+    engine: Any, prompt: str | None, data: list[Path], limit: int, max_new_tokens: int, raw: bool
+) -> list[list[int]]:
+    """Token ids."""
+    from multirate.bench.prompts import encode_chat
+    from multirate.calibration.measure import read_prompts
+
+    tokenizer, positions = engine.tokenizer, engine.decoder.info.max_positions
+    if data:
+        room = None if positions is None else positions - max_new_tokens
+        return read_prompts(data, tokenizer, room, limit)
+    text = PROMPT if prompt is None else prompt
+    ids = (
+        tokenizer(text)["input_ids"]
+        if raw
+        else encode_chat(tokenizer, [{"role": "user", "content": text}])
+    )
+    if not ids:
+        raise UserError("the prompt has no tokens: give some text")
+    return [list(ids)]
+
+
+def _facts(engine: Any, model: str, accelerator: str | None, data: list[Path]) -> dict[str, str]:
+    """What to know of the page's making."""
+    from multirate.bench import provenance
+
+    here = provenance.collect(engine.decoder.info.device)
+    info = engine.decoder.info
+    commit = "" if here["commit"] is None else f" ({here['commit'][:12]})"
+    return {
+        "model": Path(model).name or model,
+        "architecture": f"{info.architecture}, {info.num_layers} layers of width "
+        f"{info.hidden_size}, vocabulary {info.vocab_size}, {str(info.dtype)[6:]}, "
+        f"backend {engine.backend}",
+        "accelerator": "none" if accelerator is None else accelerator,
+        "data": ", ".join(str(file) for file in data) or "one prompt",
+        "date": here["date"],
+        "versions": f"multirate {here['version']}{commit}, torch {here['torch']}, "
+        f"transformers {here['transformers']}, Python {here['python']}",
+        "machine": f"{here['cpu']}, {here['device']}, {here['threads']} threads",
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }

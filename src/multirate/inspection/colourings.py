@@ -1,0 +1,140 @@
+"""Ways of sorting an answer's tokens by depth: each is a histogram, and colours the text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from multirate.inspection.decisions import Decision, Kind
+from multirate.inspection.inspect import Inspection
+
+FULL = "all layers"
+FEW = 8
+"""As many categories are all named; of more, those that occur, and only some on the axis."""
+
+
+@dataclass(frozen=True)
+class Category:
+    """label: of legend and histogram; tick: the short one of the axis. depth: the share of the
+    layers that ran, which gives the colour; None: no layer ran at all.
+    """
+
+    label: str
+    tick: str
+    depth: float | None
+
+
+@dataclass(frozen=True)
+class Colouring:
+    """title, meaning: for the page. axis: what the categories are. of: for each text the category
+    of each token, an index into categories.
+    """
+
+    title: str
+    meaning: str
+    axis: str
+    categories: list[Category]
+    of: list[list[int]]
+
+    def counts(self) -> list[int]:
+        """Tokens of each category, over all texts."""
+        found = Counter(index for text in self.of for index in text)
+        return [found[index] for index in range(len(self.categories))]
+
+    def legend(self) -> list[tuple[int, Category, int]]:
+        """Index, category and tokens of those to explain: of many, the ones that occur."""
+        few = len(self.categories) <= FEW
+        return [
+            (index, category, count)
+            for index, (category, count) in enumerate(
+                zip(self.categories, self.counts(), strict=True)
+            )
+            if count or few
+        ]
+
+
+def colourings(inspection: Inspection) -> list[Colouring]:
+    """The one that says most comes first."""
+    found = [_first_layers(inspection)]
+    if inspection.traced:
+        found.insert(0, _first_gates(inspection))
+    if inspection.method is not None:
+        decided = _decided(inspection)
+        several_gates = len(inspection.gates) > 1 and not inspection.lossy
+        found.insert(1 if several_gates else 0, decided)
+    return found
+
+
+def _decided(inspection: Inspection) -> Colouring:
+    layers = inspection.layers
+    seen = {decision for text in inspection.texts for decision in text.decisions}
+    order = sorted(seen, key=lambda one: (one.layers, one.kind.value))
+    meaning = (
+        "Where each token was decided when the answer was written: one that left early was not "
+        "verified by the layers above."
+        if inspection.lossy
+        else "Where each token was decided when the answer was written: drafted early and accepted "
+        "by the verification, or chosen by the full model. The text is the model's own either way."
+    )
+    return Colouring(
+        "Layers each token left after" if inspection.lossy else "Who decided each token",
+        meaning,
+        "decided by",
+        [_category(decision, layers) for decision in order],
+        [[order.index(one) for one in text.decisions] for text in inspection.texts],
+    )
+
+
+def _category(decision: Decision, layers: int) -> Category:
+    after = layers_text(decision.layers)
+    words: dict[Kind, tuple[str, str]] = {
+        Kind.MODEL: ("full model", "full model"),
+        Kind.COPIED: ("copied from the text, verified", "copied"),
+        Kind.DRAFT: (f"drafted after {after}, verified", f"draft at {decision.layers}"),
+        Kind.LEFT: (f"left after {after}, not verified", f"left at {decision.layers}"),
+    }
+    label, tick = words[decision.kind]
+    depth = None if decision.kind is Kind.COPIED else decision.layers / layers
+    return Category(label, tick, depth)
+
+
+def _first_gates(inspection: Inspection) -> Colouring:
+    layers, gates = inspection.layers, inspection.gates
+    categories = [
+        Category(f"gate after {layers_text(gate)}", f"gate {gate}", gate / layers) for gate in gates
+    ]
+    categories.append(Category("at no gate", "no gate", 1.0))
+    index = {gate: i for i, gate in enumerate(gates)}
+    return Colouring(
+        "First gate that agrees",
+        "The first gate at which the accelerated residual's likeliest token is the one that all "
+        "layers give: where a token could have left without changing the text.",
+        "first gate that agrees",
+        categories,
+        [
+            [
+                len(gates) if gate is None else index[gate]
+                for gate in text.values.first_agreeing_gates()
+            ]
+            for text in inspection.texts
+        ],
+    )
+
+
+def _first_layers(inspection: Inspection) -> Colouring:
+    layers = inspection.layers
+    name: Callable[[int], str] = lambda layer: FULL if layer == layers else layers_text(layer)  # noqa: E731
+    return Colouring(
+        "First layer that agrees",
+        "The first layer after which the model's own head, applied to the plain residual, gives "
+        "the token that all layers give: what early exit without an accelerator could save.",
+        "first layer that agrees",
+        [Category(f"after {name(i)}", str(i), i / layers) for i in range(1, layers + 1)],
+        [[layer - 1 for layer in text.values.first_agreeing_layers()] for text in inspection.texts],
+    )
+
+
+def layers_text(count: int) -> str:
+    """ "1 layer", "7 layers"."""
+    return f"{count} layer" if count == 1 else f"{count} layers"

@@ -1,0 +1,399 @@
+"""The page's figures, drawn by matplotlib as SVG that takes its colours from the page's CSS.
+
+Matplotlib writes the colours of INKS, which become CSS variables: one drawing serves the light and
+the dark page. Text stays text, in the page's font.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from multirate.inspection.colourings import FEW, Category, Colouring
+from multirate.inspection.inspect import Inspection
+from multirate.inspection.residuals import Quartiles
+from multirate.inspection.text_pass import TextValues
+
+INKS = {
+    "ink": "#010101",
+    "muted": "#020202",
+    "rule": "#030303",
+    "slow": "#040404",
+    "fast": "#050505",
+}
+"""CSS variable → the colour that stands for it in a drawing."""
+COPIED = "#cc79a7"
+"""Of tokens that no layer was needed for; the others' are viridis by depth, early ones bright."""
+SIZE = (5.2, 3.5)  # inches of 72 units: on a phone a unit is then about a CSS pixel
+
+
+@dataclass
+class Figure:
+    """svg: for the page. caption: what it shows; method: how it was computed. columns, rows: the
+    same as a table.
+    """
+
+    title: str
+    svg: str
+    caption: str
+    method: str
+    columns: list[str] = field(default_factory=list)
+    rows: list[list[str]] = field(default_factory=list)
+
+
+def colour(category: Category) -> str:
+    """Of a category's tokens and bar, as CSS: the full model's is neutral."""
+    if category.depth == 1:
+        return "var(--muted)"
+    return COPIED if category.depth is None else _viridis(category.depth)
+
+
+def _viridis(depth: float) -> str:
+    """Without its darkest and brightest colours, which one of the two pages would hide."""
+    import matplotlib
+
+    red, green, blue, _ = matplotlib.colormaps["viridis"](0.97 - 0.72 * depth)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in (red, green, blue))
+
+
+def layer_figures(inspection: Inspection) -> list[Figure]:
+    """Velocity, direction, alignment and agreement by layer."""
+    values = inspection.values
+    tokens = f"over the {inspection.tokens} tokens of the answer"
+    if len(inspection.texts) > 1:
+        tokens = f"over the {inspection.tokens} tokens of {len(inspection.texts)} answers"
+    return [
+        _by_layer(
+            "Residual velocity",
+            values.velocity,
+            1,
+            "relative change ‖Δh‖ / ‖h‖",
+            "How far each layer moves the residual, against the residual's length.",
+            f"‖h(i) − h(i−1)‖ / ‖h(i−1)‖ at layer i, h(0) the embedding; median and quartiles "
+            f"{tokens}, logarithmic scale.",
+            logarithmic=True,
+        ),
+        _by_layer(
+            "Direction of the residual",
+            values.residual_direction,
+            1,
+            "cosine of h before and after",
+            "How little each layer turns the residual: 1 is not at all.",
+            f"cos(h(i−1), h(i)) at layer i; median and quartiles {tokens}.",
+        ),
+        _by_layer(
+            "Direction of the change",
+            values.change_direction,
+            2,
+            "cosine of consecutive changes",
+            "Whether consecutive layers push the same way (1), across (0) or against each other "
+            "(−1).",
+            f"cos(h(i−1) − h(i−2), h(i) − h(i−1)) at layer i; median and quartiles {tokens}.",
+        ),
+        _alignment(inspection, values, tokens),
+        _agreement(inspection, values, tokens),
+    ]
+
+
+def histogram(inspection: Inspection, colouring: Colouring) -> Figure:
+    """How many tokens each category has."""
+    counts, total = colouring.counts(), inspection.tokens
+
+    def draw(axes: Any) -> None:
+        places = np.arange(len(counts))
+        bars = axes.bar(
+            places,
+            counts,
+            width=0.8,
+            color=[_drawn(colour(one)) for one in colouring.categories],
+            edgecolor=INKS["ink"],
+            linewidth=0.6,
+        )
+        if len(counts) <= FEW:
+            axes.bar_label(
+                bars,
+                [f"{count} ({count / total:.0%})" for count in counts],
+                color=INKS["ink"],
+                padding=2,
+            )
+            axes.set_xticks(places, [one.tick for one in colouring.categories])
+            axes.set_xlim(-0.6, max(len(counts), 2) - 0.4)
+        else:
+            step = max(1, len(counts) // FEW)
+            shown = list(range(step - 1, len(counts), step))
+            axes.set_xticks(shown, [colouring.categories[i].tick for i in shown])
+        axes.margins(y=0.14)
+        axes.set_xlabel(
+            colouring.axis if len(counts) <= FEW else f"{colouring.axis} (number of layers run)"
+        )
+        axes.set_ylabel("tokens")
+
+    return Figure(
+        colouring.title,
+        _svg(draw, f"Histogram: {colouring.title.lower()}"),
+        colouring.meaning,
+        f"{total} tokens; a bar has the colour of its tokens in the text.",
+        [colouring.axis, "tokens", "share"],
+        [
+            [one.label, str(count), f"{count / total:.1%}"]
+            for one, count in zip(colouring.categories, counts, strict=True)
+        ],
+    )
+
+
+def _by_layer(
+    title: str,
+    values: np.ndarray,
+    first: int,
+    label: str,
+    caption: str,
+    method: str,
+    logarithmic: bool = False,
+) -> Figure:
+    """values [layers from `first` on, n]."""
+    layers = range(first, first + len(values))
+    spread = Quartiles.of(values) if len(values) else Quartiles([], [], [])
+
+    def draw(axes: Any) -> None:
+        _band(axes, layers, spread, "slow")
+        if logarithmic and len(values):
+            axes.set_yscale("log")
+            _plain_ticks(axes)
+        _layer_axis(axes, layers)
+        axes.set_ylabel(label)
+
+    return Figure(
+        title,
+        _svg(draw, f"{title} by layer"),
+        caption,
+        method,
+        ["layer", "lower quartile", "median", "upper quartile"],
+        _quartile_rows(layers, spread),
+    )
+
+
+def _alignment(inspection: Inspection, values: TextValues, tokens: str) -> Figure:
+    layers = range(len(values.alignment))
+    spread = Quartiles.of(values.alignment)
+    rows = [["plain", *row] for row in _quartile_rows(layers, spread)]
+    for one in values.intervals:
+        passed = Quartiles.of(one.alignment)
+        read = Quartiles.of(one.read_alignment[None])
+        rows += [
+            ["accelerated", *row] for row in _quartile_rows(range(one.start, one.gate + 1), passed)
+        ]
+        rows += [["read at the gate", *row] for row in _quartile_rows([one.gate], read)]
+
+    def draw(axes: Any) -> None:
+        _band(axes, layers, spread, "slow", "plain residual")
+        for number, one in enumerate(values.intervals):
+            passed = Quartiles.of(one.alignment)
+            name = None if number else "accelerated residual"
+            _band(axes, range(one.start, one.gate + 1), passed, "fast", name)
+            read = Quartiles.of(one.read_alignment[None])
+            here = [passed.median[-1], read.median[0]]
+            _gate(axes, one.gate, here, None if number else "read at a gate")
+        _layer_axis(axes, layers)
+        axes.set_ylabel("cosine with the final residual")
+        if values.intervals:
+            _legend(axes)
+
+    fast = (
+        " Orange: the accelerated residual, which starts again at every gate; diamonds: what the "
+        "head reads there, after fusion and block where the accelerator has them."
+        if values.intervals
+        else ""
+    )
+    return Figure(
+        "Alignment with the final residual",
+        _svg(draw, "Alignment with the final residual by layer"),
+        f"How close the residual is to where it ends.{fast}",
+        f"cos(h(i), h({inspection.layers})) after layer i, 0 the embedding; median and quartiles "
+        f"{tokens}.",
+        ["residual", "after layer", "lower quartile", "median", "upper quartile"],
+        rows,
+    )
+
+
+def _agreement(inspection: Inspection, values: TextValues, tokens: str) -> Figure:
+    layers = range(1, len(values.agrees) + 1)
+    share = values.agrees.mean(axis=1)
+    rows = [["plain", str(i), f"{one:.1%}"] for i, one in zip(layers, share, strict=True)]
+    for one in values.intervals:
+        rows += [
+            ["accelerated", str(one.start + k), f"{value:.1%}"]
+            for k, value in enumerate(one.agrees.mean(axis=1))
+        ]
+        rows.append(["read at the gate", str(one.gate), f"{one.read_agrees.mean():.1%}"])
+
+    def draw(axes: Any) -> None:
+        axes.plot(layers, 100 * share, color=INKS["slow"], linewidth=2, label="plain residual")
+        for number, one in enumerate(values.intervals):
+            axes.plot(
+                range(one.start, one.gate + 1),
+                100 * one.agrees.mean(axis=1),
+                color=INKS["fast"],
+                linewidth=2,
+                linestyle=(0, (4, 1.5)),
+                label=None if number else "accelerated residual",
+            )
+            here = [100 * float(one.agrees[-1].mean()), 100 * float(one.read_agrees.mean())]
+            _gate(axes, one.gate, here, None if number else "read at a gate")
+        _layer_axis(axes, range(0, layers[-1] + 1) if values.intervals else layers)
+        axes.set_ylim(-3, 103)
+        axes.set_ylabel("tokens that agree (%)")
+        _legend(axes)
+
+    return Figure(
+        "Agreement of the early exit",
+        _svg(draw, "Top-1 agreement of the early exit by layer"),
+        "How often the head, applied after this layer, gives the token that all layers give.",
+        f"argmax of head(norm(h(i))) against argmax of head(norm(h({inspection.layers}))), share "
+        f"{tokens}.",
+        ["residual", "after layer", "tokens that agree"],
+        rows,
+    )
+
+
+def _quartile_rows(layers: Sequence[int], spread: Quartiles) -> list[list[str]]:
+    return [
+        [str(layer), *(f"{value:.3f}" for value in values)]
+        for layer, *values in zip(layers, spread.lower, spread.median, spread.upper, strict=True)
+    ]
+
+
+# -- drawing ---------------------------------------------------------------------------------------
+
+
+def _drawn(css: str) -> str:
+    """The colour that matplotlib is given for it."""
+    return INKS["muted"] if css == "var(--muted)" else css
+
+
+def _band(
+    axes: Any, layers: Sequence[int], spread: Quartiles, ink: str, label: str | None = None
+) -> None:
+    """Median and quartiles. The accelerated residual's line is dashed: colour is not all that tells
+    it.
+    """
+    style: Any = "-" if ink == "slow" else (0, (4, 1.5))
+    few = len(layers) <= 8
+    axes.fill_between(layers, spread.lower, spread.upper, color=INKS[ink], alpha=0.22, linewidth=0)
+    axes.plot(
+        layers,
+        spread.median,
+        color=INKS[ink],
+        linewidth=2,
+        linestyle=style,
+        marker="o" if few else None,
+        markersize=4,
+        label=label,
+    )
+
+
+def _gate(axes: Any, gate: int, values: Sequence[float], label: str | None) -> None:
+    """values: of the stream after the gate's last layer, and of what the head reads there."""
+    axes.plot([gate, gate], values, color=INKS["fast"], linewidth=1.2, linestyle=":")
+    axes.plot(
+        [gate],
+        values[-1:],
+        linestyle="none",
+        marker="D",
+        markersize=7,
+        color=INKS["fast"],
+        markeredgecolor=INKS["ink"],
+        markeredgewidth=0.8,
+        label=label,
+    )
+
+
+def _layer_axis(axes: Any, layers: Sequence[int]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
+    if len(layers):
+        axes.set_xlim(layers[0] - 0.3, layers[-1] + 0.3)
+    axes.set_xlabel("layer (number of layers run)")
+
+
+def _plain_ticks(axes: Any) -> None:
+    """0.1, 1, 10 instead of powers, also between where the range is small."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axes.get_ylim()
+    wide = high / low > 30
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _legend(axes: Any) -> None:
+    axes.legend(
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=3,
+        frameon=False,
+        labelcolor=INKS["ink"],
+        handlelength=1.6,
+        columnspacing=1.0,
+        borderaxespad=0.2,
+        fontsize=10,
+    )
+
+
+def _svg(draw: Callable[[Any], None], name: str) -> str:
+    """draw(axes) on new axes → an <svg> element. name: for who cannot see it."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure as Drawing
+
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,
+        "font.size": 11,
+        "axes.edgecolor": INKS["muted"],
+        "axes.labelcolor": INKS["ink"],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": INKS["rule"],
+        "grid.linewidth": 0.7,
+        "xtick.color": INKS["muted"],
+        "ytick.color": INKS["muted"],
+        "xtick.labelcolor": INKS["ink"],
+        "ytick.labelcolor": INKS["ink"],
+    }
+    with matplotlib.rc_context(style):
+        drawing = Drawing(figsize=SIZE, layout="constrained")
+        FigureCanvasSVG(drawing)
+        axes = drawing.add_subplot()
+        draw(axes)
+        axes.grid(visible=False, axis="x")
+        written = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        drawing.savefig(written, format="svg", transparent=True, metadata=nothing)
+    return _for_page(written.getvalue(), name)
+
+
+def _for_page(svg: str, name: str) -> str:
+    """Matplotlib's file as an element of an HTML page: no prologue, no addresses, ids of its own,
+    colours from CSS.
+    """
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\s(?:xmlns(?::xlink)?|version|width|height)="[^"]*"', "", svg, count=5)
+    key = re.sub(r"\W+", "-", name.lower())
+    svg = re.sub(r'\bid="', f'id="{key}-', svg)
+    svg = re.sub(r'(?:xlink:)?href="#', f'href="#{key}-', svg)
+    svg = svg.replace("url(#", f"url(#{key}-")
+    for variable, written in INKS.items():
+        svg = svg.replace(written, f"var(--{variable})")
+    label = html.escape(name, quote=True)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1).strip()

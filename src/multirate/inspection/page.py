@@ -1,0 +1,183 @@
+"""The page: one HTML file that needs nothing else, offline or on a phone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from multirate.errors import UserError
+from multirate.inspection.colourings import Colouring, colourings, layers_text
+from multirate.inspection.decisions import Kind
+from multirate.inspection.inspect import InspectedText, Inspection
+from multirate.inspection.text_pass import Said
+
+TEMPLATE, STYLE, SCRIPT = "page.html.jinja", "page.css", "page.js"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token as the page shows it. text: what it adds to the answer, which may be nothing in the
+    middle of a character. categories: one of each colouring.
+    """
+
+    text: str
+    categories: list[int]
+
+
+def check_installed() -> None:
+    """UserError naming what draws the page and is not installed."""
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"the page is drawn with matplotlib and jinja2, and {error.name or error} is not "
+            "installed: pip install 'multirate[inspect]'"
+        ) from None
+
+
+def render(inspection: Inspection, tokenizer: Any, facts: Mapping[str, str]) -> str:
+    """The page. facts: what to know of its making, such as the command, by name. UserError where
+    something that draws it is not installed.
+    """
+    check_installed()
+    import jinja2
+
+    from multirate.inspection.figures import colour, histogram, layer_figures
+
+    sorted_by = colourings(inspection)
+    files = resources.files(__package__)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string(files.joinpath(TEMPLATE).read_text(encoding="utf-8"))
+    shown = [
+        {
+            "prompt": tokenizer.decode(text.prompt),
+            "pieces": _pieces(text, number, tokenizer, sorted_by),
+        }
+        for number, text in enumerate(inspection.texts)
+    ]
+    decode = _cached(tokenizer)
+    page: str = template.render(
+        style=files.joinpath(STYLE).read_text(encoding="utf-8"),
+        script=files.joinpath(SCRIPT).read_text(encoding="utf-8"),
+        inspection=inspection,
+        facts=facts,
+        lead=_lead(inspection),
+        colourings=sorted_by,
+        colours=[[colour(one) for one in each.categories] for each in sorted_by],
+        histograms=[histogram(inspection, one) for one in sorted_by],
+        figures=layer_figures(inspection),
+        texts=shown,
+        details=_json([_details(inspection, text, decode) for text in inspection.texts]),
+    )
+    return page
+
+
+def _lead(inspection: Inspection) -> list[tuple[str, str]]:
+    """The figures to begin with, and what they are."""
+    total = inspection.tokens
+    layers = sorted(
+        layer for text in inspection.texts for layer in text.values.first_agreeing_layers()
+    )
+    found = [(str(total), "tokens")]
+    if inspection.method is not None:
+        early = sum(
+            one.kind is not Kind.MODEL for text in inspection.texts for one in text.decisions
+        )
+        how = "left early, not verified" if inspection.lossy else "drafted or copied, verified"
+        found.append((f"{early / total:.0%}", how))
+    if inspection.lossy:
+        same = sum(
+            token == said.tokens[0]
+            for text in inspection.texts
+            for token, said in zip(text.tokens, text.values.said, strict=True)
+        )
+        found.append((f"{same / total:.0%}", "tokens that are the full model's after this text"))
+    if inspection.traced:
+        best = inspection.values.intervals[0]
+        plain = inspection.values.agrees[best.gate - 1].mean()
+        found += [
+            (
+                f"{best.read_agrees.mean():.0%}",
+                f"agreement of the accelerated residual after {layers_text(best.gate)}",
+            ),
+            (f"{plain:.0%}", f"agreement of the plain residual after {layers_text(best.gate)}"),
+        ]
+    found.append(
+        (
+            f"{layers[len(layers) // 2]} of {inspection.layers}",
+            "layers until the plain residual agrees (median)",
+        )
+    )
+    return found
+
+
+def _pieces(
+    text: InspectedText, number: int, tokenizer: Any, sorted_by: Sequence[Colouring]
+) -> list[Piece]:
+    """Decoded together: a character may take several tokens, and the last of them shows it."""
+    pieces, shown = [], ""
+    for i in range(len(text.tokens)):
+        now = tokenizer.decode(text.tokens[: i + 1], clean_up_tokenization_spaces=False)
+        added = ""
+        if not now.endswith("\ufffd") and len(now) > len(shown):
+            added, shown = now[len(shown) :], now
+        pieces.append(Piece(added, [one.of[number][i] for one in sorted_by]))
+    return pieces
+
+
+def _details(
+    inspection: Inspection, text: InspectedText, decode: Callable[[int], str]
+) -> list[dict[str, Any]]:
+    """What the page says of each token when it is pointed at."""
+    found = []
+    layers = text.values.first_agreeing_layers()
+    for i, (token, decision) in enumerate(zip(text.tokens, text.decisions, strict=True)):
+        readings = [
+            _reading(f"accelerated, gate after {layers_text(one.gate)}", one.said[i], decode)
+            for one in text.values.intervals
+        ]
+        full = text.values.said[i]
+        readings.append(_reading(f"full model, {layers_text(inspection.layers)}", full, decode))
+        decided = {
+            Kind.MODEL: "chosen by the full model",
+            Kind.DRAFT: f"drafted after {layers_text(decision.layers)}, accepted by verification",
+            Kind.COPIED: "copied from the text, accepted by verification",
+            Kind.LEFT: f"left after {layers_text(decision.layers)}, not verified",
+        }[decision.kind]
+        facts = [decided, f"plain residual agrees after {layers_text(layers[i])}"]
+        if inspection.lossy and token != full.tokens[0]:
+            facts.append(f"the full model would have said {decode(full.tokens[0])!r}")
+        found.append({"t": decode(token), "id": token, "f": facts, "r": readings})
+    return found
+
+
+def _reading(name: str, said: Said, decode: Callable[[int], str]) -> dict[str, Any]:
+    candidates = zip(said.tokens, said.probabilities, strict=True)
+    return {
+        "n": name,
+        "c": [[decode(token), round(probability, 4)] for token, probability in candidates],
+        "s": {name: round(value, 4) for name, value in said.scores.items()},
+    }
+
+
+def _cached(tokenizer: Any) -> Callable[[int], str]:
+    known: dict[int, str] = {}
+
+    def decode(token: int) -> str:
+        if token not in known:
+            known[token] = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return known[token]
+
+    return decode
+
+
+def _json(content: Any) -> str:
+    """JSON that may stand in a <script> element."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

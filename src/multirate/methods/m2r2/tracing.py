@@ -1,0 +1,80 @@
+"""The accelerated stream at every layer of a text, for `multirate inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from multirate.methods.common.stream_tracing import Interval, StreamTracer
+from multirate.methods.m2r2.decode import arla_of
+from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
+from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.methods.m2r2.runner import draft_logits
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import Rows
+
+
+class M2R2Tracer(StreamTracer):
+    """The first draft step after every token of a text: all carried residuals are the model's own.
+
+    Scores: "confidence", the top-1 probability as drafts are judged by it, and "ARLA" where there
+    is one.
+    """
+
+    def __init__(self, decoder: Decoder, stream: AcceleratedStream) -> None:
+        info = decoder.info
+        self._decoder = decoder
+        self._stream = stream.to(device=info.device, dtype=info.dtype).eval()
+        self._adapters = stream.layer_adapters() or None
+        self._arla = None if stream.arla is None else arla_of(stream, "trust")
+        self._sharpness = M2R2DecodeConfig().sharpness
+        tokens = stream.draft_tokens
+        self._draft_tokens = None if tokens is None else tokens.to(info.device)
+        self.gates = stream.config.gates
+        self._cache: KVCache | None = None
+        self._block_caches: dict[int, KVCache] = {}
+        self._final: Tensor | None = None  # h_L of the token before
+
+    def begin(self, cache: KVCache) -> None:
+        self._cache, self._final, self._block_caches = cache, None, {}
+        for gate in self.gates:
+            block = self._stream.block(gate)
+            if block is not None:
+                self._block_caches[gate] = block.new_cache(cache.batch, cache.capacity)
+
+    @torch.no_grad()
+    def trace(self, ids: Sequence[int], start: int, residuals: Sequence[Tensor]) -> list[Interval]:
+        assert self._cache is not None, "begin was not called"
+        stream, dtype = self._stream, self._decoder.info.dtype
+        final = residuals[-1]
+        before = torch.zeros_like(final[:1]) if self._final is None else self._final
+        carried = torch.cat([before, final[:-1]]).to(dtype)
+        self._final = final[-1:].clone()
+        slots = range(start, start + len(ids))
+        reading, causal = Rows.accelerated_at(0, slots), Rows.causal(0, start, len(ids))
+        p = stream.start(residuals[0].to(dtype), carried).to(residuals[0].dtype)
+        normed: list[Tensor] = []
+        intervals, previous = [], 0
+        for gate in self.gates:
+            if previous and stream.config.reinitialise:
+                p = residuals[previous]
+            states = [p]
+            for layer in range(previous, gate):
+                p = self._decoder.layers(p, reading, layer, layer + 1, self._cache, self._adapters)
+                states.append(p)
+            p = stream.fuse(gate, p.to(dtype), carried).to(p.dtype)
+            block = stream.block(gate)
+            if block is not None:
+                p = block.rows(p.to(dtype), causal, self._block_caches[gate]).to(p.dtype)
+            logits = draft_logits(self._decoder, self._draft_tokens, p)
+            top = torch.softmax(self._sharpness * logits, dim=-1).amax(dim=-1)
+            scores = {"confidence": top.tolist()}
+            if self._arla is not None:
+                normed.append(self._decoder.norm(p).float())
+                scores["ARLA"] = self._arla.score(torch.stack(normed, dim=1)).tolist()
+            intervals.append(Interval(previous, gate, states, p, logits, scores))
+            previous = gate
+        return intervals

@@ -12,6 +12,7 @@ from bench import tiny_model
 
 import multirate
 from multirate.calibration import calibrate as calibration
+from multirate.calibration import measure
 from multirate.calibration.calibrate import calibrate, check_promise
 from multirate.calibration.measure import Measured, answers, differing, read_prompts
 from multirate.calibration.promise import store
@@ -83,6 +84,44 @@ def test_prompts_are_first_questions_and_halves_of_texts(tmp_path: Path) -> None
     assert len(read_prompts([path], words, None, limit=2)) == 2
     with pytest.raises(UserError, match=r"no prompt in .*data\.jsonl fits"):
         read_prompts([path], words, room=2)
+
+
+def test_answers_that_a_lower_threshold_leaves_as_they_are_are_not_decoded_again(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = accelerator(model, tmp_path / "acc", arla_dim=8)
+    engine = multirate.attach(model, folder, backend="hf")
+    given, decoded = engine.accelerators["m2r2-carry"], []
+    original = measure.generate
+
+    def counted(*args: Any, **more: Any) -> Any:
+        decoded.append(len(args[2]))
+        return original(*args, **more)
+
+    monkeypatch.setattr(measure, "generate", counted)
+    same: dict[float, list[Measured]] = {}
+    made, bolder = (
+        calibrate(
+            engine.decoder,
+            given,
+            PROMPTS,
+            fingerprint(model),
+            quality=quality,
+            stop=STOP,
+            batch=2,
+            measured=same,
+        )
+        for quality in (0.7, 0.6)
+    )
+    assert bolder.tried[: len(made.tried) - 1] == made.tried[:-1]
+    assert sum(decoded) < len(PROMPTS) * len(bolder.tried) - 40
+    mode, method = find("m2r2-carry").dynamic, find("m2r2-carry")
+    assert mode is not None and len(made.tried) > 6
+    for threshold, loss in [*bolder.tried[:-1:4], bolder.tried[-2]]:
+        step = method.make_step(engine.decoder, given, mode.settings(given.module, threshold))
+        assert step is not None
+        anew = [one.loss for one in answers(engine.decoder, step, PROMPTS, STOP)]
+        assert loss == pytest.approx(sum(anew) / len(anew))
 
 
 @pytest.mark.parametrize("method", ["m2r2-carry", "m2r2"])

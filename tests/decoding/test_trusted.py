@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from multirate.decoding.acceptance import accept_greedy, accept_sampled
 from multirate.decoding.drafter import Draft
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings, penalise
@@ -21,29 +22,47 @@ PROMPTS = [[3, 7, 1, 9], [5], [2, 2, 8, 4, 11, 6, 1]]
 
 
 class Trusting(ScriptedDrafter):
-    """Trusts the first few tokens of random drafts, trees below them included."""
+    """Trusts some of the only children of random trees."""
 
     lossless = False
 
     def __init__(self, decoder: Any, start: int, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         super().__init__(self._script, decoder if start else None, start)
-        self.places: set[tuple[int, int]] = set()  # of trusted tokens: sequence, place in its text
+        self.made: dict[tuple[int, int], Draft] = {}  # by sequence and the place it begins at
 
     def _script(self, b: int, tokens: list[int], limit: int) -> tuple[list[int], list[int]]:
-        self.count = int(self.rng.integers(0, 4))
+        head = int(self.rng.integers(0, 4))
         below, parents = random_tree(self.rng, int(self.rng.integers(0, 5)), 13)
-        chain = self.rng.integers(0, 13, self.count).tolist()
-        return [*chain, *below], [*range(self.count), *(self.count + p for p in parents)]
+        chain = self.rng.integers(0, 13, head).tolist()
+        return [*chain, *below], [*range(head), *(head + p for p in parents)]
 
     def draft(self, seqs: Any, last_tokens: Any, limits: Any, sampler: Any) -> list[Draft]:
         drafts = []
         for b, last, limit in zip(seqs, last_tokens, limits, strict=True):
             [draft] = super().draft([b], [last], [limit], sampler)
-            draft.trusted = self.count
-            self.places |= {(b, len(sampler.tokens[b]) + i) for i in range(min(self.count, limit))}
+            draft.trusted = frozenset(
+                node
+                for node, parent in enumerate(draft.parents, start=1)
+                if draft.parents.count(parent) == 1 and self.rng.random() < 0.6
+            )
+            self.made[b, len(sampler.tokens[b])] = draft.cut(limit, self.max_nodes)
             drafts.append(draft)
         return drafts
+
+    def trusted_places(self, b: int, text: list[int]) -> set[int]:
+        """Where trusted nodes were arrived at, by walking down each draft along the text."""
+        places = set()
+        for (seq, place), draft in self.made.items():
+            node: int | None = 0
+            while seq == b and node is not None and place < len(text):
+                sure = draft.trusted_child(node)
+                if sure is not None:
+                    assert draft.tokens[sure - 1] == text[place]
+                    places.add(place)
+                node = sure if sure is not None else draft.child(node, text[place])
+                place += 1
+        return places
 
 
 @pytest.mark.parametrize("start", [0, 2])
@@ -72,8 +91,9 @@ def test_what_is_not_trusted_is_the_models_after_the_same_text(start: int, penal
         text = [*prompt, *tokens]
         with torch.no_grad():
             logits = model(torch.tensor([text])).logits[0].float()
+        trusted = drafter.trusted_places(b, text)
         for place in range(len(prompt), len(text)):
-            if (b, place) in drafter.places:
+            if place in trusted:
                 early += 1
                 continue
             row = logits[place - 1 : place]
@@ -85,18 +105,27 @@ def test_what_is_not_trusted_is_the_models_after_the_same_text(start: int, penal
 
 
 @pytest.mark.parametrize(
-    ("parents", "trusted"), [([0, 0], 2), ([0, 1, 0], 2), ([0, 1, 1], 2), ([0], 2)]
+    ("parents", "trusted"), [([0, 0], 2), ([0, 1, 0], 1), ([0, 1, 1], 3), ([0], 2), ([0], 0)]
 )
-def test_trusted_nodes_are_a_chain_above_all_others(parents: list[int], trusted: int) -> None:
-    with pytest.raises(ValueError, match="trusted nodes must be a chain"):
-        Draft([1] * len(parents), parents, trusted=trusted).check()
+def test_a_trusted_node_is_an_only_child(parents: list[int], trusted: int) -> None:
+    with pytest.raises(ValueError, match=f"trusted node {trusted} must be"):
+        Draft([1] * len(parents), parents, trusted=frozenset({trusted})).check()
 
 
-def test_what_is_left_to_verify() -> None:
-    draft = Draft([5, 6, 7, 8], [0, 1, 2, 2], trusted=2, probs=torch.eye(4))
-    rest = draft.verified
-    assert (rest.tokens, rest.parents, rest.trusted) == ([7, 8], [0, 0], 0)
-    assert rest.probs is not None and torch.equal(rest.probs, torch.eye(4)[2:])
-    assert draft.cut(1, 63).trusted == 1 and draft.cut(2, 63).trusted == 2
-    plain = Draft([5], [0])
-    assert plain.verified is plain
+def test_trusted_nodes_are_passed_without_asking_and_cut_with_the_rest() -> None:
+    draft = Draft([5, 6, 7, 8, 9], [0, 1, 1, 2, 3], trusted=frozenset({1, 4, 5}))
+    draft.check()
+    # the target is asked after node 1 alone, and after the last node for the bonus
+    assert accept_greedy(draft, [0, 6, 0, 0, 3, 4]) == ([0, 1, 2, 4], 3)
+    assert accept_greedy(draft, [0, 7, 0, 0, 3, 4]) == ([0, 1, 3, 5], 4)
+    assert accept_greedy(draft, [0, 2, 0, 0, 3, 4]) == ([0, 1], 2)
+    assert draft.cut(2, 63).trusted == {1} and draft.cut(9, 4).trusted == {1, 4}
+
+
+def test_a_drawn_chain_passes_its_trusted_tokens() -> None:
+    """Whatever the two distributions say of them; the others are judged as ever."""
+    certain = torch.eye(4)
+    draft = Draft([1, 2, 3], [0, 1, 2], probs=certain[[1, 2, 3]], trusted=frozenset({1}))
+    target = certain[[0, 2, 0, 0]]  # would refuse nodes 1 and 3
+    path, bonus = accept_sampled(draft, target, certain[[1, 2, 3]], np.random.default_rng(0))
+    assert (path, bonus) == ([0, 1, 2], 0)

@@ -4,11 +4,13 @@ base's own text where none does.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
+from multirate.decoding import draft_length
 from multirate.decoding.dynamic_depth import DynamicDepthStep
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
@@ -21,15 +23,21 @@ from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
+from multirate.hub import load_model, reference_accelerators
 from multirate.methods.common.teacher import Teacher
-from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
+from multirate.methods.m2r2.decode import M2R2Drafter
+from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
 from multirate.methods.m2r2.exits import step_of
 from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.methods.m2r2.native_runner import NativeStreamRunner
+from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.m2r2.train import M2R2Objective
 from multirate.model.decoder import Decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native import NativeDecoder
+from multirate.training.checkpoint import Accelerator
 
+from .fused_steps import assert_fused_steps_are_steps_in_parts
 from .m2r2_models import LLAMA, PROMPTS, model_of, stream_of
 
 LAYERS = LLAMA.num_hidden_layers
@@ -233,16 +241,26 @@ def test_the_threshold_decides(
     assert early[0] == most if way == "several" else early[0] >= most // 2
 
 
-@pytest.mark.parametrize("way", ["one", "several"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_text_ends_at_an_early_exit(decoders: dict[str, Decoder], way: str, batch: int) -> None:
-    decoder, prompts = decoders["hf"], PROMPTS[:batch]
+@pytest.mark.parametrize(
+    ("way", "batch", "backend"),
+    [
+        ("one", 1, "hf"),
+        ("one", 3, "hf"),
+        ("several", 1, "hf"),
+        ("several", 3, "hf"),
+        ("one", 1, "native"),  # steps are fused
+    ],
+)
+def test_text_ends_at_an_early_exit(
+    decoders: dict[str, Decoder], way: str, batch: int, backend: str
+) -> None:
+    decoder, prompts = of(decoders, backend), PROMPTS[:batch]
     stream, count = (carry(), 1) if way == "one" else (gates(), 3)
     settings = {"exit_thresholds": [0.0] * count, "kv": "deferred"}
     whole = run(decoder, stream, prompts, **settings).sequences
 
     def check(session: Session, step: Step) -> None:
-        check_invariants(session, step)
+        check_invariants(session, step, atol=1e-3 if backend == "native" else 1e-4)
 
     for place in (1, 4, 9):
         end = whole[0][place]
@@ -274,9 +292,11 @@ def test_text_ends_at_an_early_exit(decoders: dict[str, Decoder], way: str, batc
         assert [len(tokens) for tokens in short.sequences] == [most] * batch
 
 
-@pytest.mark.parametrize("way", ["one", "several"])
-def test_a_conversation_goes_on_in_the_kept_cache(decoders: dict[str, Decoder], way: str) -> None:
-    decoder = decoders["hf"]
+@pytest.mark.parametrize(("way", "backend"), [("one", "hf"), ("several", "hf"), ("one", "native")])
+def test_a_conversation_goes_on_in_the_kept_cache(
+    decoders: dict[str, Decoder], way: str, backend: str
+) -> None:
+    decoder = of(decoders, backend)
     stream, count = (carry(), 1) if way == "one" else (gates(), 3)
     settings = M2R2DecodeConfig(exit_thresholds=middle_score(decoder, stream, count))  # type: ignore[arg-type]
     step, kept = step_of(decoder, stream, settings), PrefixCache()
@@ -287,6 +307,161 @@ def test_a_conversation_goes_on_in_the_kept_cache(decoders: dict[str, Decoder], 
     assert again.stats.resumed >= len(prompt)
     fresh = generate(decoder, step_of(decoder, stream, settings), [following], stop=STOP)
     assert again.sequences == fresh.sequences
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("lookup", [0, 4])
+@pytest.mark.parametrize("score", ["arla", "confidence"])
+@pytest.mark.parametrize("threshold", [0.0, 0.1, 0.2, 0.5, NEVER])
+def test_fused_steps_are_steps_in_parts(
+    decoders: dict[str, Decoder], threshold: float, score: str, lookup: int, seed: int
+) -> None:
+    """Same drafts, tokens and exits, step by step, and the same K/V to the bit."""
+    decoder = of(decoders, "native")
+    stream = carry(seed=seed, draft_vocab=None if seed else 20)
+    if score == "arla":
+        threshold = {0.1: 0.48, 0.2: 0.5, 0.5: 0.52}.get(threshold, threshold)
+    settings = M2R2DecodeConfig(
+        exit_thresholds=[threshold],  # type: ignore[arg-type]
+        exit_score=score,  # type: ignore[arg-type]
+        width=1 + seed,
+        lookup=lookup,
+        depth=4,
+        nodes=7,
+        trusted=9,
+    )
+    assert_fused_steps_are_steps_in_parts(
+        decoder, lambda: M2R2Drafter(decoder, stream, settings), PROMPTS[seed], new_tokens=40
+    )
+
+
+def test_a_threshold_above_every_score_is_the_lossless_step(decoders: dict[str, Decoder]) -> None:
+    """Drafts, tokens and K/V, bit for bit, where both draft by the same thresholds."""
+    decoder, stream = of(decoders, "native"), carry()
+    seen = []
+    for thresholds in (None, [NEVER]):
+        settings = M2R2DecodeConfig(
+            exit_thresholds=thresholds,  # type: ignore[arg-type]
+            draft_threshold=0.1,
+            verify_threshold=0.05,
+            lookup=4,
+        )
+        drafter, drafts = M2R2Drafter(decoder, stream, settings), []
+        fused = drafter.fused_step
+
+        def note(*given: Any, fused: Any = fused, drafts: list[Any] = drafts) -> Any:
+            drafts.append(fused(*given))
+            return drafts[-1]
+
+        drafter.fused_step = note  # type: ignore[method-assign]
+        stored: list[torch.Tensor] = []
+
+        def after(session: Session, step: Step, stored: list[torch.Tensor] = stored) -> None:
+            stored[:] = [
+                part[:, :, : session.cache.lengths[0]].clone()
+                for layer in range(LAYERS)
+                for part in session.cache.standard(layer)
+            ]
+
+        out = generate(decoder, SpeculativeStep(drafter), [PROMPTS[0]], stop=STOP, after_step=after)
+        assert None not in drafts
+        seen.append((out.sequences, drafts, stored))
+    assert seen[0][:2] == seen[1][:2]
+    assert all(torch.equal(a, b) for a, b in zip(seen[0][2], seen[1][2], strict=True))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.1])
+def test_kv_are_exact_after_every_fused_step(
+    decoders: dict[str, Decoder], threshold: float
+) -> None:
+    decoder, early = of(decoders, "native"), 0
+    for prompt in PROMPTS:
+        out = run(
+            decoder,
+            carry(),
+            [prompt],
+            check=lambda session, step: check_invariants(session, step, atol=1e-3),
+            exit_thresholds=[threshold],
+            exit_score="confidence",
+            lookup=3,
+        )
+        early += out.stats.exits.get(1, 0)
+    assert early > 0
+
+
+def test_trusted_tokens_come_on_top_of_the_limits(decoders: dict[str, Decoder]) -> None:
+    decoder, stream = of(decoders, "native"), carry()
+    steps = {}
+    for most in (0, 5, 20):
+        out = run(
+            decoder,
+            stream,
+            PROMPTS[:1],
+            stop=StopSettings(max_new_tokens=60),
+            exit_thresholds=[0.0],
+            depth=3,
+            nodes=4,
+            trusted=most,
+        )
+        # all are trusted, of which the limits allow one without their help
+        steps[most] = out.stats.sequence_steps
+    assert steps[20] < steps[5] < steps[0]
+
+
+@pytest.mark.parametrize("backend", ["hf", "native"])
+def test_no_clock_decides_what_is_said(
+    decoders: dict[str, Decoder], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, stream = of(decoders, backend), carry()
+    settings = {"exit_thresholds": middle_score(decoder, stream, 1), "lookup": 4}
+    said = []
+    for seconds in ([1e-9], [1e-3, 5.0, 1e-6, 80.0]):
+        ticks = itertools.accumulate(itertools.cycle(seconds))
+        monkeypatch.setattr(draft_length, "now", ticks.__next__)
+        out = run(decoder, stream, PROMPTS[:1], stop=StopSettings(max_new_tokens=60), **settings)
+        said.append((out.sequences, out.stats.drafted, out.stats.sequence_steps))
+    assert said[0] == said[1]
+
+
+def test_the_kernels_arla_is_the_modules(decoders: dict[str, Decoder]) -> None:
+    decoder = of(decoders, "native")
+    assert isinstance(decoder, NativeDecoder)
+    stream = carry(scale=0.2)
+    runner = NativeStreamRunner(decoder, stream, 1)
+    p = 3 * torch.randn(7, LLAMA.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected = StreamRunner.agreement(runner, p)
+    assert max(expected) - min(expected) > 0.05
+    assert runner.agreement(p) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("score", ["arla", "confidence"])
+def test_the_trained_accelerators_steps_are_fused(score: str) -> None:
+    """To the token as in parts, and in fewer passes the more is trusted."""
+    model = load_model("tiny", dtype="bfloat16")
+    if NativeDecoder.supports(model.model) is not None:
+        pytest.skip("no native kernel here")
+    decoder = NativeDecoder(model.model)
+    stream = Accelerator.from_pretrained(
+        reference_accelerators("tiny")["m2r2-carry"], model.model
+    ).module
+    prompt = model.tokenizer("The cat sat on the mat and the dog")["input_ids"]
+    passes = []
+    for threshold in (NEVER, 0.5, 0.0):
+        outs = []
+        for whole in (True, False):
+            step = step_of(
+                decoder,
+                stream,
+                CarryDecodeConfig(exit_thresholds=[threshold], exit_score=score),  # type: ignore[arg-type]
+            )
+            assert isinstance(step, SpeculativeStep)
+            if not whole:
+                step.drafter.fused_step = lambda *given: None  # type: ignore[method-assign]
+            outs.append(generate(decoder, step, [prompt], stop=StopSettings(max_new_tokens=48)))
+        assert outs[0].sequences == outs[1].sequences
+        assert outs[0].stats.exits == outs[1].stats.exits
+        passes.append(outs[0].stats.sequence_steps)
+    assert passes[0] >= passes[1] >= passes[2] and passes[0] > passes[2]
 
 
 def test_what_is_refused(decoders: dict[str, Decoder]) -> None:

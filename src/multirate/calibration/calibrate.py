@@ -57,6 +57,7 @@ def calibrate(
     batch: int = 8,
     progress: Progress | None = None,
     settings: Mapping[str, Any] | None = None,
+    measured: dict[float, list[Measured]] | None = None,
 ) -> Promise:
     """Answers the prompts at one threshold after another, from the most cautious to the boldest,
     and promises the last that keeps the quality.
@@ -64,7 +65,9 @@ def calibrate(
     prompts: token ids, drawn as those that the promise is to hold for, and none of the
     accelerator's training data. base: the fingerprint of the decoder's model. stop: of the answers.
     data: the files' names, for the record. settings: of the method, in place of its defaults, that
-    the promise is to hold for (exit_score, kv).
+    the promise is to hold for (exit_score, kv). measured: by threshold, the first prompts' answers
+    as earlier calls with the same arguments but quality and confidence left them; they are not
+    decoded again, and the new ones are added.
     Raises UserError for an accelerator that cannot leave early and for data too small for the
     promise.
     """
@@ -72,16 +75,20 @@ def calibrate(
     mode = dynamic_mode(method)
     check_promise(quality, confidence, len(prompts), ", ".join(data))
     stop = stop or StopSettings()
-    measured: dict[float, list[Measured]] = {}
+    measured = {} if measured is None else measured
 
     def settings_at(threshold: float | None) -> dict[str, Any]:
         return {**(settings or {}), **mode.settings(accelerator.module, threshold)}
 
     def losses(threshold: float) -> Iterator[float]:
+        seen = measured.setdefault(threshold, [])
+        yield from [one.loss for one in seen]
+        first = len(seen)
+        higher = [other for other in measured if other > threshold]
+        before = measured[min(higher)][first:] if higher else []
         step = method.make_step(decoder, accelerator, settings_at(threshold))
         assert step is not None
-        seen = measured.setdefault(threshold, [])
-        for one in answers(decoder, step, prompts, stop, batch):
+        for one in answers(decoder, step, prompts[first:], stop, batch, threshold, before):
             seen.append(one)
             if progress is not None:
                 progress(threshold, len(seen), len(prompts))

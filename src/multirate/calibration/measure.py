@@ -4,8 +4,9 @@ text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,13 @@ from multirate.training.data import prompt_of, read_conversations, render_prompt
 
 @dataclass(frozen=True)
 class Measured:
-    """One answer: its tokens, and how many are not the full model's after the same text."""
+    """One answer: its tokens, and how many are not the full model's after the same text. refused:
+    with any threshold above this and up to its own it is the same; None: unknown.
+    """
 
     tokens: int
     differing: int
+    refused: float | None = field(default=None, compare=False)
 
     @property
     def loss(self) -> float:
@@ -88,12 +92,24 @@ def answers(
     prompts: Sequence[Sequence[int]],
     stop: StopSettings,
     batch: int = 8,
+    threshold: float = -math.inf,
+    before: Sequence[Measured] = (),
 ) -> Iterator[Measured]:
     """Each prompt's greedy answer by `step`, measured; in the order of the prompts, `batch` decoded
     at once.
+
+    threshold: the step's. before: what these answers were with a higher one; where that says that
+    they are the same, they are not decoded again.
     """
     for first in range(0, len(prompts), batch):
         part = prompts[first : first + batch]
+        known = before[first : first + batch]
+        if len(known) == len(part) and all(
+            one.refused is not None and one.refused < threshold for one in known
+        ):
+            yield from known
+            continue
         output = generate(decoder, step, part, stop=stop)
         for prompt, tokens in zip(part, output.sequences, strict=True):
-            yield Measured(len(tokens), differing(decoder, prompt, tokens))
+            differ = differing(decoder, prompt, tokens)
+            yield Measured(len(tokens), differ, output.stats.refused)

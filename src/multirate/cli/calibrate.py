@@ -26,8 +26,13 @@ def command(
         ),
     ],
     quality: Annotated[
-        float, typer.Option(help="The share of tokens that are to be the full model's.")
-    ] = 0.99,
+        list[float] | None,
+        typer.Option(
+            help="The share of tokens that are to be the full model's; 0.99 unless given "
+            "(repeatable: answers are decoded once for all).",
+            show_default=False,
+        ),
+    ] = None,
     confidence: Annotated[
         float, typer.Option(help="How sure the promise is, over the choice of prompts.")
     ] = 0.95,
@@ -37,7 +42,10 @@ def command(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Prompts answered, spread over the data.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 8,
+    batch: Annotated[
+        int,
+        typer.Option(min=1, help="Sequences decoded at once; 1: the kernel's fused steps."),
+    ] = 8,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -60,14 +68,16 @@ def command(
 
     from multirate.calibration import promise as promises
     from multirate.calibration.calibrate import calibrate, check_promise, dynamic_mode
-    from multirate.calibration.measure import read_prompts
+    from multirate.calibration.measure import Measured, read_prompts
     from multirate.cli.progress import Lines
     from multirate.engine import attach
     from multirate.io import check_writable
     from multirate.methods.spec import find, parse_settings
     from multirate.training.fingerprint import fingerprint
 
-    check_promise(quality, confidence, 1 << 60, "")  # wrong values are said before anything loads
+    qualities = sorted(set(quality or [0.99]), reverse=True)
+    for one in qualities:  # wrong values are said before anything loads
+        check_promise(one, confidence, 1 << 60, "")
     settings = parse_settings(option or [], "--option")
     loaded = options.load(model, dtype, device)
     engine = attach(loaded, backend=backend)
@@ -83,6 +93,9 @@ def command(
     room = None if positions is None else positions - max_new_tokens
     prompts = read_prompts(data, loaded.tokenizer, room, limit)
     names = [str(file) for file in data]
+    for one in qualities:
+        check_promise(one, confidence, len(prompts), ", ".join(names))
+    measured: dict[float, list[Measured]] = {}
     with Lines("calibrating") as bar:
         threshold: float | None = None
 
@@ -93,21 +106,23 @@ def command(
                 options.note(f"threshold {now:.4f} on {total} prompts")
             bar.to(done, total)
 
-        made = calibrate(
-            engine.decoder,
-            given,
-            prompts,
-            fingerprint(loaded.model),
-            quality,
-            confidence,
-            engine.stopping(max_new_tokens),
-            names,
-            batch,
-            progress,
-            settings,
-        )
-    path = promises.store(given.folder, made)
-    for tried, loss in made.tried:
-        options.note(f"threshold {tried:.4f}: {100 * loss:.2f}% of the tokens differed")
-    typer.echo(made.sentence())
+        for one in qualities:  # the answers of one are the first answers of the next
+            made = calibrate(
+                engine.decoder,
+                given,
+                prompts,
+                fingerprint(loaded.model),
+                one,
+                confidence,
+                engine.stopping(max_new_tokens),
+                names,
+                batch,
+                progress,
+                settings,
+                measured,
+            )
+            path = promises.store(given.folder, made)
+            for tried, loss in made.tried:
+                options.note(f"threshold {tried:.4f}: {100 * loss:.2f}% of the tokens differed")
+            typer.echo(made.sentence())
     typer.echo(f"{path}")

@@ -120,7 +120,6 @@ typedef struct {
 // Drafts looked up in the text (n-gram continuation, ngram.c).
 typedef struct {
     int32_t longest;              // tokens compared; 0: no look-up
-    int32_t deepest;              // the deepest node that is of use, at most `nodes`
     const double *first_accepted; // [longest + 1] by matched length: the chance that the first
                                   // token is accepted, given that the draft's best is the same …
     const double *first_against;  // [longest + 1] … or another one
@@ -128,13 +127,32 @@ typedef struct {
     double draft_accepted;        // that the next level of the stream's own draft is
 } NgramLimits;
 
-// How far a draft tree grows. Thresholds are of path probability: the product of the draft's
-// probabilities from the last token down to a node.
+// The chance that the stream's best token is the target model's, of its output x: sigmoid(out ·
+// silu(W n + bias) + out_bias) with n = x / rms(x) (ARLA of one gate).
 typedef struct {
-    int32_t depth, width, nodes;
+    const float *weight;     // [latent, hidden] W, the final norm's weights multiplied in
+    const float *bias, *out; // [latent]
+    float out_bias;
+    int32_t latent;
+} Arla;
+
+// Which drafted tokens are emitted whatever the target model says of them (dynamic mode, lossy):
+// the stream's best ones whose score is at least `least`.
+typedef struct {
+    double least;
+    const Arla *arla; // what scores; NULL: the token's probability, before calibration
+    int32_t nodes;    // so many trusted nodes, at most, come on top of DraftLimits.nodes
+} Trust;
+
+// How far a draft tree grows. Thresholds are of path probability: the product of the draft's
+// probabilities from the last token down to a node, in which trusted tokens count as certain.
+// capacity: nodes + trust->nodes.
+typedef struct {
+    int32_t depth, width, nodes;    // of the stream's levels and of all; trusted nodes not counted
+    int32_t deepest;                // the deepest node that is of use, at most capacity
     int32_t top;                    // candidates of a node, at most MAX_CANDIDATES
-    const double *draft_threshold;  // [nodes] least for the n-th node to be drafted from …
-    const double *verify_threshold; // [nodes] … and to be verified; not falling
+    const double *draft_threshold;  // [capacity] least for the n-th node to be drafted from …
+    const double *verify_threshold; // [capacity] … and to be verified; not falling
     double sharpness;               // the draft's logits are multiplied by it
     double min_probability;         // a node whose own is lower is not drafted from
     const double *tries;            // [CONFIDENCE_BINS] drafted nodes by confidence, and how many
@@ -143,6 +161,7 @@ typedef struct {
     const Noise *noise;             // of the token after the last one; each level's is added to
                                     // the draft's logits. NULL: nothing is
     int32_t stream;                 // 0: this step's draft is the text's continuation or nothing
+    const Trust *trust;             // NULL: every token is verified
     NgramLimits ngram;
 } DraftLimits;
 
@@ -172,7 +191,9 @@ typedef struct {
     float *hidden;      // [nodes + 1, hidden]
     float *scratch;     // draft_tree's, and [nodes + 1, head->outputs] the logits of verification
     int32_t capacity, block_capacity, draft_vocab, layers, sequence;
-    int32_t drafted, levels;                      // out: nodes and levels of the draft
+    int64_t trusted;         // out: bit n - 1: node n is emitted whatever the target model says
+    double refused;          // in, out: the highest score so far that was too low for trust
+    int32_t drafted, levels; // out: nodes and levels of the draft
     int32_t accepted_drafted, accepted_continued; // out: of text.drafted and text.continued
     int64_t best;            // out: the stream's best token after the last one; -1: it did not run
     double best_probability; // out: its confidence, before calibration
@@ -341,10 +362,14 @@ int mr_ngram(const int32_t *text, int known, int count, int longest, int most, i
 
 // draft.c: one level of a draft. ids [rows]: adapted rows of these tokens; of the last `fresh` the
 // target model runs a row, too. carried [rows, hidden] or NULL. x [fresh + rows, hidden] out: the
-// residuals of the target rows at the exit layer, then the stream's outputs.
+// residuals of the target rows at the exit layer, then the stream's outputs. With merged layers
+// target rows leave their keys and values, as merged layers have them, and enter layer 0 again.
 void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *caches,
                     const LayerCache *block_cache, int block_capacity, const Rows *rows, int fresh,
                     const int64_t *ids, const float *carried, float *x);
+
+// draft.c: scores [count] of the stream's outputs x [count, d].
+void mr_arla(const Arla *arla, float eps, int d, const float *x, int count, double *scores);
 
 // speculative.c: draft, verify, accept, and move the accepted path into place. `length`: committed
 // tokens; step->ids [first, first + count) enter (all but the last refresh the block). Returns the

@@ -104,38 +104,43 @@ static void draft_level(Workspace *work, const Stream *stream, const Surrounding
     run_parallel(work, run_level, &level);
 }
 
-// For any number of rows; x always ends with the residuals at the exit layer in the target rows.
+// The same for any number of rows.
 void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *caches,
                     const LayerCache *block_cache, int block_capacity, const Rows *rows, int fresh,
                     const int64_t *ids, const float *carried, float *x) {
     int n = rows->count, d = stream->shape->hidden, old = n - fresh;
+    size_t row_bytes = (size_t)d * sizeof(float);
     Surroundings around = {.caches = caches,
                            .block_cache = block_cache,
                            .capacity = rows->capacity,
                            .block_capacity = block_capacity};
-    if (!stream->merged && n + fresh <= MAX_ROWS) {
+    if (n + fresh <= MAX_ROWS) {
         draft_level(work, stream, &around, ids, rows, fresh, carried, x);
         return;
     }
-    if (fresh) {
-        Rows last = some_rows(rows, old, fresh);
-        last.adapted = NULL;
-        mr_embed(stream->table, ids + old, fresh, d, 1.0f, x);
-        mr_layers(work, stream->shape, stream->layers, caches, NULL, &last, x, 0,
-                  stream->exit_layer);
-    }
-    for (int r = 0; r < n; r += MAX_ROWS) {
-        Rows some = some_rows(rows, r, n - r < MAX_ROWS ? n - r : MAX_ROWS);
+    for (int r = 0; r < old; r += MAX_ROWS) {
+        int take = old - r < MAX_ROWS ? old - r : MAX_ROWS;
+        Rows some = some_rows(rows, r, take);
         draft_level(work, stream, &around, ids + r, &some, 0,
                     carried ? carried + (size_t)r * d : NULL, x + (size_t)(fresh + r) * d);
     }
+    float *both = fresh ? malloc(MAX_ROWS * row_bytes) : NULL;
+    for (int r = 0; r < fresh; r += MAX_ROWS / 2) {
+        int take = fresh - r < MAX_ROWS / 2 ? fresh - r : MAX_ROWS / 2;
+        Rows some = some_rows(rows, old + r, take);
+        draft_level(work, stream, &around, ids + old + r, &some, take,
+                    carried ? carried + (size_t)(old + r) * d : NULL, both);
+        memcpy(x + (size_t)r * d, both, take * row_bytes);
+        memcpy(x + (size_t)(n + r) * d, both + (size_t)take * d, take * row_bytes);
+    }
+    free(both);
 }
 
 // ---- trees --------------------------------------------------------------------------------------
 
 typedef struct {
     double path_probability, own; // own: before calibration
-    int32_t parent;
+    int32_t parent, trusted;
     int64_t token;
 } Candidate;
 
@@ -157,19 +162,31 @@ typedef struct {
     int length, n; // committed tokens; nodes so far
     double path_probability[MAX_NODES + 1];
     int32_t depth[MAX_NODES + 1];
-    int64_t bits[MAX_NODES + 1]; // ancestors and itself, as Rows.tree has them
+    int32_t levels[MAX_NODES + 1]; // depth without trusted nodes
+    int32_t trusted;               // nodes that are
+    int64_t bits[MAX_NODES + 1];   // ancestors and itself, as Rows.tree has them
     Candidate leaves[MAX_NODES * MAX_CANDIDATES];
     int leaf_count;
 } Tree;
 
-// confidence: the stream's own probability of the token; -1: it is not the stream's.
-static int add_node(Tree *t, int parent, int64_t token, double confidence) {
+// Nodes that it may have: trusted ones come on top.
+static int node_budget(const Tree *t) {
+    int wanted = t->limits->nodes + t->trusted, capacity = node_capacity(t->limits);
+    return wanted < capacity ? wanted : capacity;
+}
+
+// confidence: the stream's own probability of the token; -1: it is not the stream's. A trusted node
+// is its parent's only child.
+static int add_node(Tree *t, int parent, int64_t token, double confidence, int trusted) {
     int node = ++t->n;
     t->step->tokens[node - 1] = token;
     t->step->parents[node - 1] = parent;
     if (t->step->confidence)
         t->step->confidence[node - 1] = confidence;
     t->depth[node] = t->depth[parent] + 1;
+    t->levels[node] = t->levels[parent] + !trusted;
+    t->trusted += trusted;
+    t->step->trusted |= (int64_t)trusted << (node - 1);
     t->bits[node] = t->bits[parent] | (int64_t)1 << (node - 1);
     return node;
 }
@@ -192,34 +209,73 @@ static double calibrated(const DraftLimits *limits, double confidence) {
            (limits->tries[bin] + CALIBRATION_STRENGTH);
 }
 
+// One body for all callers, so that none gets a score of other rounding.
+static double __attribute__((noinline)) arla_score(const Arla *arla, float eps, int d,
+                                                   const float *row) {
+    float scale = inverse_rms(row, d, eps), logit = arla->out_bias;
+    for (int i = 0; i < arla->latent; i++) {
+        const float *weight = arla->weight + (size_t)i * d;
+        fv sum = all(0.0f);
+        for (int j = 0; j < d; j += LANES)
+            sum += load_v(weight + j) * load_v(row + j);
+        float y = scale * sum_v(sum) + arla->bias[i];
+        logit += arla->out[i] * y / (1.0f + expf(-y));
+    }
+    return (double)(1.0f / (1.0f + expf(-logit)));
+}
+
+void mr_arla(const Arla *arla, float eps, int d, const float *x, int count, double *scores) {
+    for (int n = 0; n < count; n++)
+        scores[n] = arla_score(arla, eps, d, x + (size_t)n * d);
+}
+
+// Whether the best token of the stream's output, of this probability, is emitted unverified.
+static int passes(Tree *t, const float *output, float probability) {
+    const Trust *trust = t->limits->trust;
+    double score = (double)probability;
+    if (!trust)
+        return 0;
+    if (trust->arla) {
+        const Shape *shape = t->step->stream->shape;
+        score = arla_score(trust->arla, shape->eps, shape->hidden, output);
+    }
+    if (score < trust->least && score > t->step->refused)
+        t->step->refused = score;
+    return score >= trust->least;
+}
+
 // While the draft is a chain: tokens of the text's own continuation, where that is worth more than
 // going on with the stream, whose best token is `best`. Adds them; returns how many.
-static int continue_ngram(Tree *t, int64_t best, double own) {
+static int continue_ngram(Tree *t, int64_t best, double own, int trusted) {
     const NgramLimits *ngram = &t->limits->ngram;
     SpeculativeStep *step = t->step;
     Text *text = &step->text;
     int64_t found[MAX_NODES];
-    int n = t->n, most = ngram->deepest - n, following = 0;
+    int n = t->n, budget = node_budget(t), following = 0;
+    int most = (budget < t->limits->deepest ? budget : t->limits->deepest) - n;
     if (n)
         text->tokens[text->count + n - 1] = (int32_t)step->tokens[n - 1];
     int matched =
         mr_ngram(text->tokens, text->count - 1, text->count + n, ngram->longest, most, found);
-    if (matched && most > 0) {
-        const double *first = found[0] == best ? ngram->first_accepted : ngram->first_against;
-        following = worth_continuing(t->limits, first[matched], ngram->next_accepted[matched], most,
-                                     t->path_probability[n], own, n);
+    int agrees = matched && found[0] == best;
+    if (matched && most > 0 && (agrees || !trusted)) { // else nothing else can follow
+        double first = agrees ? ngram->first_accepted[matched] : ngram->first_against[matched];
+        following =
+            worth_continuing(t->limits, trusted ? 1.0 : first, ngram->next_accepted[matched], most,
+                             t->path_probability[n], trusted ? 1.0 : own, n);
     }
     if (!following)
         return 0;
     text->matched = matched;
     for (int j = 0; j < following; j++)
-        add_node(t, t->n, found[j], -1.0);
+        add_node(t, t->n, found[j], -1.0, trusted && !j);
     return following;
 }
 
-// The candidates of `count` frontier nodes, whose logits are in `logits`: the best become nodes to
-// draft from, the others leaves. Returns how many nodes; they are the new frontier.
-static int grow(Tree *t, float *logits, int32_t *frontier, int count) {
+// The candidates of `count` frontier nodes, whose logits are in `logits` and the stream's outputs,
+// by node, in `outputs`: the best become nodes to draft from, the others leaves. Returns how many
+// nodes; they are the new frontier.
+static int grow(Tree *t, float *logits, const float *outputs, int32_t *frontier, int count) {
     SpeculativeStep *step = t->step;
     const DraftLimits *limits = t->limits;
     const int64_t *token_map = step->token_map;
@@ -227,7 +283,8 @@ static int grow(Tree *t, float *logits, int32_t *frontier, int count) {
     int64_t best[MAX_CANDIDATES * MAX_CANDIDATES];
     float probs[MAX_CANDIDATES * MAX_CANDIDATES];
     Candidate found[MAX_CANDIDATES * MAX_CANDIDATES];
-    int candidates = 0, room = limits->nodes - t->n, continued = 0, last = t->n;
+    int candidates = 0, continued = 0, last = t->n, d = step->stream->shape->hidden;
+    int trusted[MAX_CANDIDATES];
     if (limits->noise) { // nodes of a level have one place
         Noise noise = noise_ahead(limits->noise, t->depth[frontier[0]]);
         add_noise(&noise, token_map, vocab, logits, count, step->draft_head->outputs);
@@ -242,36 +299,40 @@ static int grow(Tree *t, float *logits, int32_t *frontier, int count) {
         step->best = best[0];
         step->best_probability = (double)probs[0];
     }
+    for (int f = 0; f < count; f++)
+        trusted[f] = passes(t, outputs + (size_t)frontier[f] * d, probs[f * k]);
     if (limits->ngram.longest && count == 1 && t->depth[last] == last)
-        continued = continue_ngram(t, best[0], calibrated(limits, (double)probs[0]));
+        continued = continue_ngram(t, best[0], calibrated(limits, (double)probs[0]), trusted[0]);
     step->text.continued = continued;
     int agrees = continued && step->tokens[last] == best[0];
     for (int f = 0; f < count; f++) {
         int node = frontier[f];
-        if (t->depth[node] >= limits->depth)
+        if (t->levels[node] >= limits->depth || t->depth[node] >= limits->deepest)
             continue;
-        double least = 1.0; // a candidate is worth no more than a likelier one
-        for (int j = agrees ? 1 : 0; j < k; j++) {
+        double least = 1.0;             // a candidate is worth no more than a likelier one
+        int those = trusted[f] ? 1 : k; // a trusted one is the only one
+        for (int j = agrees ? 1 : 0; j < those; j++) {
             double own = (double)probs[f * k + j], chance = calibrated(limits, own);
-            least = chance < least ? chance : least;
+            if (!trusted[f])
+                least = chance < least ? chance : least;
             double here = t->path_probability[node] * least;
             if (here < limits->verify_threshold[0])
                 break;
-            found[candidates++] = (Candidate){here, own, node, best[f * k + j]};
+            found[candidates++] = (Candidate){here, own, node, trusted[f], best[f * k + j]};
         }
     }
     sort_candidates(found, candidates);
 
-    int width = limits->width < room ? limits->width : room, taken = 0;
-    if (continued)
-        width = 0; // what else may follow waits as leaves
+    int width = continued ? 0 : limits->width, taken = 0; // what else may follow waits as leaves
     for (int c = 0; c < candidates; c++) {
         const Candidate *one = &found[c];
-        int draft = taken < width && one->path_probability >= limits->draft_threshold[t->n] &&
+        int draft = taken < width && t->n < node_budget(t) &&
+                    one->path_probability >= limits->draft_threshold[t->n] &&
                     one->own >= limits->min_probability &&
-                    t->depth[one->parent] + 1 < limits->depth;
+                    t->levels[one->parent] + !one->trusted < limits->depth &&
+                    t->depth[one->parent] + 1 < limits->deepest;
         if (draft) {
-            int node = add_node(t, one->parent, one->token, one->own);
+            int node = add_node(t, one->parent, one->token, one->own, one->trusted);
             t->path_probability[node] = one->path_probability;
             frontier[taken++] = node;
         } else if (t->leaf_count < MAX_NODES * MAX_CANDIDATES) {
@@ -284,7 +345,7 @@ static int grow(Tree *t, float *logits, int32_t *frontier, int count) {
 int draft_tree(Workspace *work, SpeculativeStep *step, int length, int refresh, const int64_t *ids,
                const float *carried, const DraftLimits *limits) {
     const Stream *stream = step->stream;
-    int d = stream->shape->hidden, rows = refresh + 1, nodes = limits->nodes;
+    int d = stream->shape->hidden, rows = refresh + 1, nodes = node_capacity(limits);
     size_t row_bytes = (size_t)d * sizeof(float);
     float *outputs = step->scratch;               // [nodes + 1, d] of the stream, by node
     float *x = outputs + (size_t)(nodes + 1) * d; // [2 * (nodes + 1) + refresh + 2, d]
@@ -301,8 +362,8 @@ int draft_tree(Workspace *work, SpeculativeStep *step, int length, int refresh, 
     tree.step = step;
     tree.limits = limits;
     tree.length = length;
-    tree.n = tree.leaf_count = 0;
-    tree.depth[0] = 0;
+    tree.n = tree.leaf_count = tree.trusted = 0;
+    tree.depth[0] = tree.levels[0] = 0;
     tree.bits[0] = 0;
     RowTable table;
     int64_t row_ids[MAX_NODES + 1];
@@ -332,7 +393,7 @@ int draft_tree(Workspace *work, SpeculativeStep *step, int length, int refresh, 
     frontier[0] = 0;
 
     while (count && limits->depth > 0) {
-        count = grow(&tree, around.logits, frontier, count);
+        count = grow(&tree, around.logits, outputs, frontier, count);
         if (!count)
             break;
         for (int f = 0; f < count; f++) {
@@ -353,11 +414,11 @@ int draft_tree(Workspace *work, SpeculativeStep *step, int length, int refresh, 
     step->text.drafted = ran - 1;
 
     sort_candidates(tree.leaves, tree.leaf_count);
-    for (int c = 0; c < tree.leaf_count && tree.n < nodes; c++) {
+    for (int c = 0; c < tree.leaf_count && tree.n < node_budget(&tree); c++) {
         const Candidate *leaf = &tree.leaves[c];
         if (!(leaf->path_probability >= limits->verify_threshold[tree.n]))
             break;
-        add_node(&tree, leaf->parent, leaf->token, leaf->own);
+        add_node(&tree, leaf->parent, leaf->token, leaf->own, leaf->trusted);
     }
     int added = tree.n + 1 - ran;
     if (added > 0) { // leaves and continuations: the target model alone, up to the exit layer

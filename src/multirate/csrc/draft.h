@@ -44,7 +44,7 @@ static inline int entering_layer(const Stream *stream) {
 // the two together). ids, carried: `refresh` committed tokens to refresh, then the last token,
 // which goes to slot `length`. Fills step->tokens, parents and hidden (the target model's residuals
 // entering entering_layer) and step->text; returns the number of nodes. Uses
-// (refresh + 2 + 4 * (nodes + 1)) * hidden + width * head->outputs floats of step->scratch.
+// (refresh + 2 + 4 * (capacity + 1)) * hidden + width * head->outputs floats of step->scratch.
 int draft_tree(Workspace *work, SpeculativeStep *step, int length, int refresh, const int64_t *ids,
                const float *carried, const DraftLimits *limits);
 #endif

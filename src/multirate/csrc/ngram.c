@@ -35,12 +35,12 @@ int worth_continuing(const DraftLimits *limits, double first, double next, int m
     }
     double other = 0.0;
     here = path_probability * own;
-    int i = n;
-    for (; i < limits->nodes && i + 1 < limits->depth && here >= draft[i]; i++) {
+    int i = n, room = node_capacity(limits);
+    for (; i < room && i + 1 < limits->depth && here >= draft[i]; i++) {
         other += here - draft[i];
         here *= limits->ngram.draft_accepted;
     }
-    if (i < limits->nodes && here >= verify[i])
+    if (i < room && here >= verify[i])
         other += here - verify[i];
     return gain >= other ? length : 0;
 }

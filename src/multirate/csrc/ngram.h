@@ -3,6 +3,11 @@
 #define MULTIRATE_NGRAM_H
 #include "abi.h"
 
+// Nodes of a draft at most, trusted ones included.
+static inline int node_capacity(const DraftLimits *limits) {
+    return limits->nodes + (limits->trust ? limits->trust->nodes : 0);
+}
+
 // How many tokens of a continuation make a better draft below node `n`, the last of a chain, of
 // path probability `here`, than going on with the stream, whose best token has probability `own`.
 // first, next: the chance that its first token, and each later one, is accepted. At most `most`; 0:

@@ -4,16 +4,17 @@
 #include "draft.h"
 #include "noise.h"
 
-// Down from the last token as long as the target model's own token is a child
-// (decoding/acceptance.py, accept_greedy). Fills path, which begins with node 0, and returns its
-// length. A child comes after its parent; the first of equal children counts.
-static int accepted_path(const int64_t *tokens, const int32_t *parents, int nodes,
+// Down from the last token as long as the target model's own token is a child, or a child is
+// trusted (decoding/acceptance.py, accept_greedy). Fills path, which begins with node 0, and
+// returns its length. A child comes after its parent; the first of equal children counts.
+static int accepted_path(const int64_t *tokens, const int32_t *parents, int nodes, int64_t trusted,
                          const int64_t *target, int32_t *path) {
     int length = 1;
     path[0] = 0;
     for (int node = 1; node <= nodes; node++) {
         int last = path[length - 1];
-        if (parents[node - 1] == last && tokens[node - 1] == target[last])
+        int good = trusted >> (node - 1) & 1 || tokens[node - 1] == target[last];
+        if (parents[node - 1] == last && good)
             path[length++] = node;
     }
     return length;
@@ -41,12 +42,12 @@ static int drawn_path(const SpeculativeStep *step, int nodes, int64_t *tokens, i
 }
 
 // Without the stream: what the text's last tokens were followed by before is the draft.
-static int draft_from_text(SpeculativeStep *step, const NgramLimits *ngram, int64_t last_token) {
+static int draft_from_text(SpeculativeStep *step, const DraftLimits *limits, int64_t last_token) {
     const Stream *stream = step->stream;
     Text *text = &step->text;
-    int most = ngram->deepest, d = stream->shape->hidden;
-    text->matched =
-        mr_ngram(text->tokens, text->count - 1, text->count, ngram->longest, most, step->tokens);
+    int most = limits->deepest, d = stream->shape->hidden;
+    text->matched = mr_ngram(text->tokens, text->count - 1, text->count, limits->ngram.longest,
+                             most, step->tokens);
     int n = text->matched ? most : 0;
     for (int i = 0; i < n; i++) {
         step->parents[i] = i;
@@ -90,9 +91,10 @@ static int draft(Workspace *work, SpeculativeStep *step, int length, int first, 
     text->drafted = text->continued = text->matched = 0;
     int drafts = step->draft_head && limits->stream;
     step->best = -1;
+    step->trusted = 0;
     int nodes = drafts ? draft_tree(work, step, length, count - 1, step->ids + first,
                                     step->carried + (size_t)first * stream->shape->hidden, limits)
-                       : draft_from_text(step, &limits->ngram, step->ids[first + count - 1]);
+                       : draft_from_text(step, limits, step->ids[first + count - 1]);
     step->drafted = nodes;
     step->levels = verification_rows(step, length, nodes, table);
     *start = drafts ? entering_layer(stream) : 0;
@@ -152,9 +154,9 @@ int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int 
         mr_argmax_pass(work, step->stream->shape, step->stream->layers, step->caches, &rows, NULL,
                        NULL, step->hidden, start, step->layers, step->head, step->norm, NULL,
                        step->scratch, target);
-        emitted = accepted_path(step->tokens, step->parents, nodes, target, path);
+        emitted = accepted_path(step->tokens, step->parents, nodes, step->trusted, target, path);
         for (int i = 0; i < emitted; i++)
-            tokens[i] = target[path[i]];
+            tokens[i] = i + 1 < emitted ? step->tokens[path[i + 1] - 1] : target[path[i]];
     }
     mr_speculative_accept(step, length, path, tokens, emitted);
     return emitted;

@@ -125,7 +125,7 @@ class Typical:
             drafted = p[parents, torch.tensor(draft.tokens, device=p.device)]
             likely = (drafted > floor[parents]).tolist()
             for node, (parent, good) in enumerate(zip(draft.parents, likely, strict=True), start=1):
-                if good and parent in kept:
+                if (good or node in draft.trusted) and parent in kept:
                     kept[node] = [*kept[parent], node]
         return max(kept.values(), key=len)
 
@@ -161,12 +161,12 @@ def accept_greedy(draft: Draft, target: Sequence[int]) -> tuple[list[int], int]:
     that are reached). Returns (path, bonus): accepted nodes, 0 first, and the target's token after
     the last of them. The emitted tokens are those of path[1:], then bonus.
 
-    Lossless: each emitted token is target[i] of a node i whose whole path has been emitted before
-    it (as an accepted child, or as the bonus), so it is what plain decoding emits after the same
-    tokens: the argmax, or the draw that the random numbers of its place make there, which are used
-    for no other place and which no draft changes. The draft decides only how many tokens a pass
-    emits. [Greedy: Stern et al. 2018; sampled: Daliri, Musco, Suresh 2024; for drafts that are not
-    random it accepts as often as rejection sampling with a one-hot q.]
+    Lossless where no node is trusted: each emitted token is target[i] of a node i whose whole path
+    has been emitted before it (as an accepted child, or as the bonus), so it is what plain decoding
+    emits after the same tokens: the argmax, or the draw that the random numbers of its place make
+    there, which are used for no other place and which no draft changes. The draft decides only how
+    many tokens a pass emits. [Greedy: Stern et al. 2018; sampled: Daliri, Musco, Suresh 2024; for
+    drafts that are not random it accepts as often as rejection sampling with a one-hot q.]
     """
     descent = Descent(draft)
     while descent.follow(target[descent.path[-1]]):
@@ -175,13 +175,15 @@ def accept_greedy(draft: Draft, target: Sequence[int]) -> tuple[list[int], int]:
 
 
 class Descent:
-    """The way down a draft. path: nodes so far, 0 first; drafted: their tokens without node 0's;
-    bonus: once it has ended, the target's token after the last of them.
+    """The way down a draft, past trusted nodes without asking. path: nodes so far, 0 first;
+    drafted: their tokens without node 0's; bonus: once it has ended, the target's token after the
+    last of them.
     """
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self.path, self.drafted, self.bonus = [0], list[int](), -1
+        self._pass_trusted()
 
     def follow(self, token: int) -> bool:
         """The target takes `token` after the last node. → whether that is a drafted one."""
@@ -191,7 +193,13 @@ class Descent:
             return False
         self.path.append(child)
         self.drafted.append(token)
+        self._pass_trusted()
         return True
+
+    def _pass_trusted(self) -> None:
+        while (child := self._draft.trusted_child(self.path[-1])) is not None:
+            self.path.append(child)
+            self.drafted.append(self._draft.tokens[child - 1])
 
 
 def accept_sampled(
@@ -218,7 +226,7 @@ def accept_sampled(
         p_drafted = p[:n].gather(1, index)[:, 0].tolist()
         q_drafted = q.gather(1, index)[:, 0].tolist()
         for i in range(n):
-            if uniforms[i] * q_drafted[i] < p_drafted[i]:
+            if i + 1 in draft.trusted or uniforms[i] * q_drafted[i] < p_drafted[i]:
                 continue
             residual = (p[i] - q[i]).clamp_(min=0)
             # p == q rejects only by rounding; the residual is then empty and p itself is right

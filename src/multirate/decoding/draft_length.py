@@ -107,7 +107,8 @@ class DraftLengthController:
     costs: measured pieces of a step. nodes: of a draft, at most. rates: of the text's
     continuations; None: there are none. expected: acceptance of own drafts by depth as measured
     before (a model card's); empty: unknown.
-    clock: seconds that pass; another one than the machine's for simulations.
+    clock: seconds that pass; another one than the machine's for simulations. timed: False: steps
+    take what `costs` say, so that nothing that is decided depends on a clock.
     """
 
     def __init__(
@@ -117,8 +118,10 @@ class DraftLengthController:
         rates: ContinuationRates | None = None,
         expected: Sequence[float] = (),
         clock: Callable[[], float] | None = None,
+        timed: bool = True,
     ) -> None:
         self.costs, self.nodes, self.rates, self.clock = costs, nodes, rates, clock or now
+        self._timed = timed
         accepted, weight = _ACCEPTED, _GUESSED
         if expected:
             accepted = expected_tokens(expected, _MEASURED_LEVELS) - 1
@@ -250,8 +253,6 @@ class DraftLengthController:
 
     def _took(self, seconds: float) -> None:
         """The step under way has ended."""
-        self._seconds = _MEMORY * (self._seconds + seconds)
-        self._tokens *= _MEMORY
         step, costs = self._step, self.costs
         cumulated = self._row_prices(step.sequences)[1]
         expected = self._plain(step.sequences)
@@ -259,6 +260,10 @@ class DraftLengthController:
         if step.plan.stream:
             expected += costs.draft_fixed + max(step.levels, 1) * costs.draft_step
             expected += step.refreshed * self._refresh_row
+        if not self._timed:
+            seconds = expected
+        self._seconds = _MEMORY * (self._seconds + seconds)
+        self._tokens *= _MEMORY
         pace = self._pace[step.plan.stream]
         pace.fade(_PACE_MEMORY)
         pace.tries += expected

@@ -36,9 +36,9 @@ class Draft:
         must be proposed whatever it is: to stop drafting, look at the distribution, never at the
         token drawn (a token withheld because it was unlikely would leave the others
         over-represented).
-    trusted: nodes 1..trusted are emitted as they are, without asking the target model (dynamic
-        mode: lossy). They are a chain below node 0, and every other node is below the last of
-        them. When sampling, trust is decided before the token is drawn, as above.
+    trusted: nodes that are emitted where they are reached, whatever the target model says of them
+        (dynamic mode: lossy). Each is its parent's only child. When sampling, trust is decided
+        before the token is drawn, as above.
     copied: the nodes that were copied from the text, by number (for whoever watches the steps).
     """
 
@@ -46,7 +46,7 @@ class Draft:
     parents: list[int]
     hidden: Tensor | None = None
     probs: Tensor | None = None
-    trusted: int = 0
+    trusted: frozenset[int] = frozenset()
     copied: range = range(0)
 
     @classmethod
@@ -82,16 +82,13 @@ class Draft:
             children.setdefault(edge, node)
         return children
 
-    @property
-    def verified(self) -> Draft:
-        """What is left to verify: the nodes below the last trusted one, which becomes node 0."""
-        if not self.trusted:
-            return self
-        return Draft(
-            self.tokens[self.trusted :],
-            [parent - self.trusted for parent in self.parents[self.trusted :]],
-            probs=None if self.probs is None else self.probs[self.trusted :],
-        )
+    def trusted_child(self, node: int) -> int | None:
+        """The trusted node below `node`; None: what follows it is verified."""
+        return self._trusted_children.get(node)
+
+    @cached_property
+    def _trusted_children(self) -> dict[int, int]:
+        return {self.parents[node - 1]: node for node in self.trusted}
 
     def path_tokens(self) -> list[list[int]]:
         """For nodes 0..n the drafted tokens from node 1 on the path down to the node itself."""
@@ -117,7 +114,7 @@ class Draft:
             self.parents[:count],
             None if self.hidden is None else self.hidden[: count + 1],
             None if self.probs is None else self.probs[:count],
-            min(self.trusted, count),
+            frozenset(node for node in self.trusted if node <= count),
             self.copied,
         )
 
@@ -147,11 +144,9 @@ class Draft:
             raise ValueError(
                 f"a draft of {n} nodes needs {n} rows of probs, got {self.probs.shape[0]}"
             )
-        chain, below = self.parents[: self.trusted], self.parents[self.trusted :]
-        if chain != list(range(self.trusted)) or any(parent < self.trusted for parent in below):
-            raise ValueError(
-                f"{self.trusted} trusted nodes must be a chain below node 0, above all others"
-            )
+        for node in self.trusted:
+            if not 1 <= node <= n or self.parents.count(self.parents[node - 1]) > 1:
+                raise ValueError(f"trusted node {node} must be its parent's only child")
 
 
 @dataclass
@@ -188,12 +183,13 @@ class Verified:
 class FusedStep:
     """A finished step of one sequence. tokens: those it emits, the bonus last. drafted:
     nodes of its draft;
-    levels: their greatest depth.
+    levels: their greatest depth. trusted: the places in `tokens` of those that were not verified.
     """
 
     tokens: list[int]
     drafted: int
     levels: int
+    trusted: frozenset[int] = frozenset()
 
 
 class Drafter(ABC):
@@ -212,6 +208,8 @@ class Drafter(ABC):
     expected: acceptance of its drafts by depth as measured before, the first guess of what they
         bring; empty: unknown.
     rests: whether one that adapts may leave a step without a draft; `SpeculativeStep.adapt` says.
+    refused: of one that trusts tokens by a score, the highest of this generation that was too low,
+        −inf where none was: with a threshold above it, the text is the same. None: unknown.
     """
 
     start: int = 0
@@ -223,6 +221,7 @@ class Drafter(ABC):
     adapts: bool = False
     expected: Sequence[float] = ()
     rests: bool = True
+    refused: float | None = None
 
     _costs: CostModel | None = None
 

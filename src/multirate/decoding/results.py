@@ -22,6 +22,8 @@ class DecodeStats:
     drafted, drafted_levels: nodes proposed, and depths of the drafts (equal for chains).
     accepted: drafted tokens emitted.
     exits: layers run → tokens emitted after so many; empty where every token takes all layers.
+    refused: the highest score with which a token was too uncertain to leave early: with any
+    threshold above it the text is the same. −inf: none was; None: unknown.
     resumed: prompt tokens that were not read again (see prefix_cache.py).
     seconds: wall-clock of the whole call; prefill_seconds: the part of it up to the first tokens.
     """
@@ -37,6 +39,7 @@ class DecodeStats:
     first_tokens: int = 0
     resumed: int = 0
     exits: dict[int, int] = field(default_factory=dict)
+    refused: float | None = None
 
     def count_exits(self, layers: int, tokens: int) -> None:
         """`tokens` tokens were emitted after `layers` layers."""

@@ -30,9 +30,10 @@ class SpeculativeStep(Step):
     acceptance: which drafted tokens are kept; None: those that leave the output the target's own
         (acceptance.Exact).
 
-    Trusted nodes (`Draft.trusted`) are emitted before the pass, in which their deeper layers run
-    beside the rows that are verified: K/V are exact, and only the choice of these tokens is not the
-    target's. The text of a lossy step depends on nothing that is timed: `adapt` does nothing.
+    Trusted nodes (`Draft.trusted`) are emitted where they are reached, whatever the target says.
+    Their deeper layers run in the same pass as the rows that are verified: K/V are exact, and only
+    the choice of these tokens is not the target's. The text of a lossy step depends on nothing that
+    is timed: `adapt` does nothing.
 
     Where the drafter can run a whole step of one sequence at once (`Drafter.fused_step`), it does:
     the same tokens, sooner. A drafter that asks for taps or top tokens is never asked for
@@ -77,6 +78,9 @@ class SpeculativeStep(Step):
         prompts = [session.prompts[b] for b in seqs]
         self.drafter.prefill(seqs, prompts, hidden, taps)
 
+    def finish(self, session: Session) -> None:
+        session.stats.refused = self.drafter.refused
+
     def costs(self, decoder: Decoder) -> CostModel | None:
         return self.drafter.costs(decoder) if self.lossless else None
 
@@ -119,20 +123,10 @@ class SpeculativeStep(Step):
             draft.cut(limit, self.drafter.max_nodes)
             for draft, limit in zip(drafts, limits, strict=True)
         ]
-        trusted = {
-            b: session.emit(b, draft.tokens[: draft.trusted])
-            for b, draft in zip(seqs, drafts, strict=True)
-            if draft.trusted
-        }
         for b, draft, verified, bonus in self._verify(session, seqs, last_tokens, drafts):
-            path, kept = verified.path, trusted.get(b, 0)
-            if stops.reasons[b] is None:
-                below = path[1 + draft.trusted :]
-                kept += session.emit(b, [*(draft.tokens[node - 1] for node in below), bonus])
-            if not self.drafter.lossless:
-                session.stats.count_exits(self.drafter.start, trusted.get(b, 0))
-                layers = session.decoder.info.num_layers
-                session.stats.count_exits(layers, kept - trusted.get(b, 0))
+            path = verified.path
+            kept = session.emit(b, [*(draft.tokens[node - 1] for node in path[1:]), bonus])
+            self._count_exits(session, kept, sum(n in draft.trusted for n in path[1 : kept + 1]))
             levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
             session.stats.count_draft(len(draft.tokens), levels, accepted=min(kept, len(path) - 1))
             self._count(len(path), levels, len(draft.tokens))
@@ -149,6 +143,12 @@ class SpeculativeStep(Step):
         if self._adapts and self._controller is not None:
             self._controller.emitted(emitted, levels, nodes)
 
+    def _count_exits(self, session: Session, kept: int, trusted: int) -> None:
+        """Of `kept` emitted tokens so many were not verified."""
+        if not self.drafter.lossless:
+            session.stats.count_exits(self.drafter.start, trusted)
+            session.stats.count_exits(session.decoder.info.num_layers, kept - trusted)
+
     def _run_fused(self, session: Session, seq: int, limit: int) -> bool:
         """The only active sequence's step in one piece, if the drafter can."""
         done = self.drafter.fused_step(seq, session.sampler.tokens[seq][-1], limit)
@@ -156,6 +156,7 @@ class SpeculativeStep(Step):
             return False
         self._count(len(done.tokens), done.levels, done.drafted)
         kept = session.emit(seq, done.tokens)
+        self._count_exits(session, kept, sum(place < kept for place in done.trusted))
         session.cache.commit(seq, kept)
         session.stats.count_draft(
             done.drafted, done.levels, accepted=min(kept, len(done.tokens) - 1)
@@ -172,7 +173,6 @@ class SpeculativeStep(Step):
         x, rows = self._entering(session, seqs, last_tokens, drafts)
         decoder, sampler, drafter = session.decoder, session.sampler, self.drafter
         counts = [len(draft.tokens) + 1 for draft in drafts]
-        asked = [draft.verified for draft in drafts]
         # below the last tap layer by layer, above it in one piece
         reached = max(drafter.taps, default=drafter.start)
         x, taps = decoder.layers_with_taps(
@@ -182,24 +182,19 @@ class SpeculativeStep(Step):
         if sampler.plain and self.acceptance.lossless and not drafter.top:
             # greedy and lossless leave no choice, and the argmax of each row is all it takes
             hidden, target = decoder.next_tokens(rows, session.cache, x=x, start=reached)
-            parts = zip(asked, drafts, split(target, counts), strict=True)
-            verdicts: list[Verdict] = [
-                accept_greedy(ask, part[draft.trusted :]) for ask, draft, part in parts
-            ]
+            parts = zip(drafts, split(target, counts), strict=True)
+            verdicts: list[Verdict] = [accept_greedy(draft, part) for draft, part in parts]
         else:
             hidden = decoder.layers(x, rows, reached, decoder.info.num_layers, session.cache)
+            logits = decoder.logits(hidden)
             if drafter.top:
-                logits = decoder.logits(hidden)
                 best = decoder.top_tokens(logits, drafter.top)
-                logits = _read(logits, drafts, counts)
-            else:
-                logits = decoder.logits(_read(hidden, drafts, counts))
-            verdicts = self.acceptance(sampler, seqs, asked, logits)
+            verdicts = self.acceptance(sampler, seqs, drafts, logits)
         found, begin = [], 0
         for b, draft, (path, bonus), count in zip(seqs, drafts, verdicts, counts, strict=True):
             part = slice(begin, begin + count)
             verified = Verified(
-                [*range(draft.trusted), *(draft.trusted + node for node in path)],
+                path,
                 hidden[part],
                 {layer: states[part] for layer, states in taps.items()},
                 None if best is None else best[part],
@@ -231,13 +226,3 @@ class SpeculativeStep(Step):
                 entering[i] = part
         hidden = [part for part in entering if part is not None]
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden), rows
-
-
-def _read(states: Tensor, drafts: Sequence[Draft], counts: Sequence[int]) -> Tensor:
-    """The rows of states [N, …] from each draft's last trusted node on: what the target model is
-    asked about.
-    """
-    if not any(draft.trusted for draft in drafts):
-        return states
-    parts = zip(drafts, states.split(list(counts)), strict=True)
-    return torch.cat([part[draft.trusted :] for draft, part in parts])

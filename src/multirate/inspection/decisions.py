@@ -58,7 +58,7 @@ def decode(
         for node in nodes:
             if node == 0:
                 decisions.append(Decision(Kind.MODEL, layers))
-            elif node <= draft.trusted:
+            elif node in draft.trusted:
                 decisions.append(Decision(Kind.LEFT, step.drafter.start))
             elif node in draft.copied:
                 decisions.append(Decision(Kind.COPIED, 0))

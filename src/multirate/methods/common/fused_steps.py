@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from multirate.decoding.acceptance import Descent
-from multirate.decoding.acceptance_statistics import Calibration, Origin
+from multirate.decoding.acceptance_statistics import Calibration, ContinuationRates, Origin
 from multirate.decoding.costs import CostModel
 from multirate.decoding.drafter import MAX_TREE_NODES, Draft, FusedStep
 from multirate.decoding.sampler import Sampler
@@ -83,13 +83,15 @@ class FusedSteps:
         refresh: bool,
     ) -> None:
         nodes, d = limits.nodes, decoder.info.hidden_size
+        if limits.trust:
+            nodes += limits.trust.nodes
         self._library = library.kernel()
         self._decoder, self._nodes, self._refresh, self._entered = decoder, nodes, refresh, 0
         self._ids = np.zeros(nodes + 1, np.int64)
         self._carried = torch.zeros(nodes + 1, d)
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
         self._confidence = np.empty(nodes)
-        self._calibration: Calibration | None = None
+        self._learned: tuple[ContinuationRates | None, Calibration | None] = None, None
         self._pending_ids: list[int] = []
         self._pending_carried: list[Tensor] = []
         self._hidden = torch.empty(nodes + 1, d)
@@ -147,6 +149,7 @@ class FusedSteps:
         self._couple = couple
         if top is not None:
             self._limits.top = top
+        self._step.refused = -np.inf
 
     def enter(
         self,
@@ -187,15 +190,12 @@ class FusedSteps:
         step; what the stream was not given meanwhile it reads before its next draft.
 
         draft_threshold, verify_threshold: float64 [nodes], least path probability of the n-th node
-        to be drafted from and to be verified; None: 0.
+        to be drafted from and to be verified; None: 0. nodes: trusted ones included.
         draft_accepted: abi.h's draft_accepted.
         """
         limits, length = self._limits, self._make_room()
-        limits.depth = depth
-        limits.ngram.deepest, limits.ngram.draft_accepted = (
-            depth if deepest is None else deepest,
-            draft_accepted,
-        )
+        limits.depth, limits.deepest = depth, depth if deepest is None else deepest
+        limits.ngram.draft_accepted = draft_accepted
         limits.draft_threshold = (
             self._no_threshold if draft_threshold is None else abi.doubles(draft_threshold)
         )
@@ -230,7 +230,31 @@ class FusedSteps:
         if emitted < 0:
             raise UserError(NOT_FINITE)
         self._entered = emitted
-        return FusedStep(self._ids[:emitted].tolist(), self._step.drafted, self._step.levels)
+        tokens = self._ids[:emitted].tolist()
+        return FusedStep(tokens, self._step.drafted, self._step.levels, self._unverified(tokens))
+
+    def _unverified(self, emitted: Sequence[int]) -> frozenset[int]:
+        """The places of the emitted tokens that were trusted."""
+        trusted = self.trusted()
+        if not trusted:
+            return frozenset()
+        last, places, at = 0, [], 0
+        for node, (token, parent) in enumerate(zip(*self.draft(), strict=True), start=1):
+            if parent == last and token == emitted[at]:
+                if node in trusted:
+                    places.append(at)
+                last, at = node, at + 1
+        return frozenset(places)
+
+    @property
+    def refused(self) -> float:
+        """The highest score since `begin` that was too low for trust; −inf: none was."""
+        return float(self._step.refused)
+
+    def trusted(self) -> set[int]:
+        """The trusted nodes of the last draft."""
+        mask = self._step.trusted
+        return {node for node in range(1, self._step.drafted + 1) if mask >> (node - 1) & 1}
 
     def _choose(self, sampler: Sampler, length: int) -> int:
         """The sampler's tokens down the draft, of the rows that are reached; → how many. Their K/V
@@ -288,11 +312,20 @@ class FusedSteps:
         )
         self._pending_ids, self._pending_carried = [], []
 
-    def calibrate(self, calibration: Calibration) -> None:
-        """Drafts believe their confidence as far as `calibration` says, from now on."""
-        self._calibration = calibration  # the kernel reads it by address
-        self._limits.tries = abi.doubles(calibration.tries)
-        self._limits.hits = abi.doubles(calibration.hits)
+    def learn_from(
+        self, continuations: ContinuationRates, calibration: Calibration | None = None
+    ) -> None:
+        """From now on drafts follow the text by these rates, and believe their confidence as far
+        as `calibration` says; None: entirely.
+        """
+        self._learned = continuations, calibration  # the kernel reads them by address
+        ngram = self._limits.ngram
+        ngram.first_accepted = abi.doubles(continuations.first_accepted)
+        ngram.first_against = abi.doubles(continuations.first_against)
+        ngram.next_accepted = abi.doubles(continuations.next_accepted)
+        for name in ("tries", "hits"):
+            counts = None if calibration is None else getattr(calibration, name)
+            setattr(self._limits, name, abi.NULL if counts is None else abi.doubles(counts))
 
     def look_up(self, most: int) -> tuple[list[int], int]:
         """What the text had after the tokens it ends in, as `TextIndex.look_up`."""

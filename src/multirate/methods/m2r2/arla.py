@@ -41,6 +41,19 @@ class ARLA(nn.Module):
         y = last + (scores.softmax(-1)[..., None] * self.v(z)).sum(-2)
         return self.out(F.silu(y))[..., 0]
 
+    def of_one_gate(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """W [latent, d], b [latent], w [latent] and c [] with which `forward` of one gate is
+        w · silu(W n + b) + c: it attends to itself alone.
+        """
+        both = torch.eye(len(self.gate[0]), device=self.gate.device) + self.v.weight
+        assert self.out.bias is not None
+        return (
+            both @ self.down.weight,
+            both @ self.gate[0],
+            self.out.weight[0],
+            self.out.bias[0],
+        )
+
     def score(self, normed: Tensor) -> Tensor:
         """Probability of agreement [...]."""
         return self.forward(normed).float().sigmoid()

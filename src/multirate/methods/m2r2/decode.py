@@ -20,7 +20,7 @@ from torch import Tensor
 
 from multirate.decoding.acceptance_statistics import Calibration, ContinuationRates
 from multirate.decoding.costs import CostModel
-from multirate.decoding.draft_length import DraftLengthController, Plan
+from multirate.decoding.draft_length import DraftLengthController, Plan, StepCosts
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
@@ -70,8 +70,28 @@ class _Match:
 _NO_MATCH = _Match([], 0)
 
 
-# Of drafts below trusted tokens. A lossy text must not depend on what the clock says, so these are
-# not measured; a level costs about a quarter of a plain step, a row less than a tenth.
+@dataclass
+class _Estimates:
+    """What drafts go by, learned as decoding goes on. draft_threshold, verify_threshold: [nodes],
+    of the step under way.
+    """
+
+    continuations: ContinuationRates
+    draft_threshold: np.ndarray
+    verify_threshold: np.ndarray
+    controller: DraftLengthController | None = None
+    calibration: Calibration | None = None
+
+
+# A lossy text must not depend on what the clock says, so what its drafts cost is not measured. In
+# plain steps, as measured of SmolLM2-135M on an AVX-512 processor (docs/experiments.md).
+_LOSSY_COSTS = StepCosts(
+    plain_step=1.0,
+    verify={1: 0.97, 2: 0.99, 4: 1.03, 8: 1.13, 12: 1.28, 16: 1.56, 24: 2.1, 32: 2.9, 60: 5.2},
+    draft_step=0.06,
+)
+# Where only one of the two thresholds is set.
+_MOST_NODES = 59  # of a draft with trusted tokens: one row of a pass is the last token's
 _FIXED_DRAFT_THRESHOLD, _FIXED_VERIFY_THRESHOLD = 0.3, 0.1
 
 
@@ -79,8 +99,8 @@ class M2R2Drafter(Drafter):
     """Drafts with an AcceleratedStream on any decoder; on the native one a step of one sequence is
     fused.
 
-    In dynamic mode (`exit_thresholds` of a stream with one gate) it trusts the tokens whose score
-    passes the threshold, as long as all before them in the draft do.
+    In dynamic mode (`exit_thresholds` of a stream with one gate) it trusts the best tokens whose
+    score passes the threshold: where a draft arrives at one, it is emitted unverified.
     """
 
     def __init__(
@@ -89,13 +109,15 @@ class M2R2Drafter(Drafter):
         self.decoder, self.stream = decoder, stream
         self.config = config or M2R2DecodeConfig()
         self.start = stream.config.gates[0]
-        self.max_nodes = self.config.nodes
         self._exit_threshold = _exit_threshold(self.config, stream)
         self.lossless = self._exit_threshold is None
+        self.max_nodes = self.config.nodes
+        if not self.lossless:
+            most = min(_MOST_NODES, self.config.nodes + self.config.trusted)
+            self.max_nodes = max(self.max_nodes, most)
         self.repeats_text = self.lossless and self.config.drafts != "drawn"
-        self.adapts = self.lossless and (
-            self.config.draft_threshold is None or self.config.verify_threshold is None
-        )
+        self._prices = self.config.draft_threshold is None or self.config.verify_threshold is None
+        self.adapts = self.lossless and self._prices
         self._refresh = bool(stream.blocks)
         self._carry = stream.carry is not None
         self.runner = make_runner(decoder, stream, self.start, self.config.weights)
@@ -103,50 +125,71 @@ class M2R2Drafter(Drafter):
         self._samples = False  # whether the generation under way is not greedy
         self._waiting: dict[int, _Waiting] = {}
         self._refreshed = 0  # tokens of sequence 0 whose K/V in the block are final
-        self._arla = arla_of(stream, "trust") if self.config.trust == "arla" else None
-        self._exit_arla = None
-        if not self.lossless and self.config.exit_score == "arla":
-            self._exit_arla = arla_of(stream, "exit_score")
-        self._continuations = ContinuationRates(self.config.lookup)
-        self._calibration: Calibration | None = None
-        self._streamed = True  # whether the stream drafts in the step under way
+        self._judged_by_arla = self.config.trust == "arla"
+        self._exits_by_arla = not self.lossless and self.config.exit_score == "arla"
+        for used, setting in ((self._judged_by_arla, "trust"), (self._exits_by_arla, "exit_score")):
+            if used:
+                arla_of(stream, setting)
+        self._shared = self._new_estimates()
+        self._own: dict[int, _Estimates] = {}  # by sequence
+        self._streamed: set[int] = set()  # sequences whose step under way the stream drafts
         self._matches: dict[int, _Match] = {}
         self._texts: dict[int, TextIndex] = {}
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
         self._fused: FusedSteps | None = None
         if (
-            self._arla is None
-            and self.lossless
+            not self._judged_by_arla
             and isinstance(decoder, NativeDecoder)
             and isinstance(self.runner, NativeStreamRunner)
         ):
-            c = self.config
-            ngram = abi.new(
-                "NgramLimits",
-                longest=c.lookup,
-                first_accepted=abi.doubles(self._continuations.first_accepted),
-                first_against=abi.doubles(self._continuations.first_against),
-                next_accepted=abi.doubles(self._continuations.next_accepted),
-            )
+            c, trust = self.config, None
+            if not self.lossless:
+                self._trust = trust = abi.new(
+                    "Trust",
+                    least=self._exit_threshold,
+                    arla=self.runner.arla if self._exits_by_arla else None,
+                    nodes=self.max_nodes - c.nodes,
+                )
             limits = abi.new(
                 "DraftLimits",
                 nodes=c.nodes,
                 width=c.width,
                 top=self._candidates,
                 sharpness=c.sharpness,
-                ngram=ngram,
+                trust=trust,
+                ngram=abi.new("NgramLimits", longest=c.lookup),
             )
             self._fused = FusedSteps(
                 decoder, self.runner.packed, self.runner.head, limits, refresh=self._refresh
             )
-        self._controller: DraftLengthController | None = None
-        self._draft_threshold, self._verify_threshold = (
+            self._fused.learn_from(self._shared.continuations)
+
+    def _new_estimates(self) -> _Estimates:
+        draft_threshold, verify_threshold = (
             np.full(self.max_nodes, fixed if c is None else c)
             for c, fixed in (
                 (self.config.draft_threshold, _FIXED_DRAFT_THRESHOLD),
                 (self.config.verify_threshold, _FIXED_VERIFY_THRESHOLD),
             )
         )
+        rates = ContinuationRates(self.config.lookup)
+        made = _Estimates(rates, draft_threshold, verify_threshold)
+        if not self.lossless and self._prices:
+            made.controller = DraftLengthController(
+                _LOSSY_COSTS, self.max_nodes, rates, timed=False
+            )
+            made.calibration = Calibration()
+        return made
+
+    def _estimates(self, seq: int) -> _Estimates:
+        """The sequence's. A lossy text must depend neither on the others' of a batch nor on the
+        generations before; what drafts of lossless ones go by is of all of them.
+        """
+        if self.lossless:
+            return self._shared
+        if seq not in self._own:
+            self._own[seq] = self._new_estimates()
+        return self._own[seq]
 
     def trial_step(self) -> Callable[[], object]:
         """One level of one node on a cache of its own."""
@@ -169,16 +212,17 @@ class M2R2Drafter(Drafter):
         return self._costs
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
-        if self._controller is None and self.adapts:
+        shared = self._shared
+        if shared.controller is None and self.adapts:
             costs = self.costs(self.decoder).costs
-            self._controller = DraftLengthController(
-                costs, self.config.nodes, self._continuations, self.expected
+            shared.controller = DraftLengthController(
+                costs, self.config.nodes, shared.continuations, self.expected
             )
-            self._calibration = Calibration()
+            shared.calibration = Calibration()
             if self._fused is not None:
-                self._fused.calibrate(self._calibration)
-        if self._controller is not None:
-            self._controller.pause()
+                self._fused.learn_from(shared.continuations, shared.calibration)
+        if shared.controller is not None:
+            shared.controller.pause()
         self.runner.begin(cache)
         self._enter(cache, sampler)
 
@@ -186,8 +230,8 @@ class M2R2Drafter(Drafter):
         self._cache, self._sampler, self._samples = cache, sampler, not sampler.greedy
         self._waiting, self._refreshed = {}, 0
         self._texts, self._trees, self._matches = {}, {}, {}
-        if not self.lossless:  # nor on the generations before
-            self._continuations = ContinuationRates(self.config.lookup)
+        self._own, self._streamed = {}, set()
+        self._refused = -np.inf
         self._fused_seq: int | None = None
         if self._fused is not None and isinstance(self.runner, NativeStreamRunner):
             self._fused.begin(
@@ -197,6 +241,13 @@ class M2R2Drafter(Drafter):
                 couple=self.config.drafts == "coupled",
                 top=self._candidates,
             )
+
+    @property
+    def refused(self) -> float | None:  # type: ignore[override]
+        if self.lossless:
+            return None
+        fused = -np.inf if self._fused is None else self._fused.refused
+        return max(self._refused, fused)
 
     def usable(self, cache: KVCache, length: int) -> int:
         if cache is not self._cache or not self.runner.serves(cache):
@@ -213,8 +264,8 @@ class M2R2Drafter(Drafter):
         return self._waiting.get(0) or _Waiting([], [], torch.empty(0))
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
-        if self._controller is not None:
-            self._controller.pause()
+        if self._shared.controller is not None:
+            self._shared.controller.pause()
         behind, refreshed = self._left_behind(), self._refreshed
         self._enter(cache, sampler)
         # the token after the kept ones is read again and gives no carried residual of its own: what
@@ -247,7 +298,7 @@ class M2R2Drafter(Drafter):
                 carried = torch.cat([torch.zeros_like(hidden[:1]), carried])
             if self._refresh and first < len(prompt):
                 waiting.add(prompt[first:], carried)
-                if self._controller is None:
+                if not self.adapts:
                     rows = Rows.causal(seq, len(prompt) - len(waiting.ids), len(waiting.ids))
                     self.runner.step(waiting.ids, rows, torch.cat(waiting.carried), fresh=0)
                     waiting.keep(0)
@@ -266,7 +317,7 @@ class M2R2Drafter(Drafter):
         )
         waiting = self._waiting[seq]
         if self._refresh:
-            if not self._streamed:
+            if seq not in self._streamed:
                 waiting.add(tokens[-len(path) - 1 : -len(path)], waiting.last[None])
             if len(path) > 1:
                 # before the last token come the accepted nodes, whose carried residuals are now
@@ -280,37 +331,43 @@ class M2R2Drafter(Drafter):
         """What came true of a step's draft. tree: with the nodes that the stream or the text gave,
         where these are known; path: the accepted ones; nodes: how many there were.
         """
-        match = self._matches.get(seq, _NO_MATCH)
-        if self._streamed and self.config.lookup:
-            self._continuations.observe(tree.origin, *tree.accepted(path))
-        if self._controller is None:
+        match, streamed = self._matches.get(seq, _NO_MATCH), seq in self._streamed
+        known = self._estimates(seq)
+        if streamed and self.config.lookup and tree.drafted + 1 not in tree.trusted:
+            # else the continuation begins with a trusted token, which nobody has judged
+            known.continuations.observe(tree.origin, *tree.accepted(path))
+        if known.controller is None:
             return
-        levels = max(tree.depth[: tree.drafted + 1]) + 1 if self._streamed else 0
-        self._controller.emitted(len(emitted), levels, nodes, match.matched)
+        levels = max(tree.depth[: tree.drafted + 1]) + 1 if streamed else 0
+        known.controller.emitted(len(emitted), levels, nodes, match.matched)
         best = tree.best
         if match.matched:
-            self._continuations.observe_text(
+            known.continuations.observe_text(
                 match.continuation, match.matched, emitted, best and best[0]
             )
-        if self._calibration is not None and self._streamed:
-            if best is not None:  # known whether or not it was verified
-                self._calibration.observe_one(best[1], best[0] == emitted[0])
+        if known.calibration is not None and streamed:
+            if best is not None and not tree.trusts_best:  # known whether or not it was verified
+                known.calibration.observe_one(best[1], best[0] == emitted[0])
             accepted = set(path)
             for node, (parent, token, sure) in enumerate(
                 zip(tree.parents, tree.tokens, tree.confidence, strict=True), start=1
             ):
                 if (
                     sure >= 0
+                    and node not in tree.trusted
                     and parent in accepted
                     and (parent or best is None or token != best[0])
                 ):
-                    self._calibration.observe_one(sure, node in accepted)
+                    known.calibration.observe_one(sure, node in accepted)
 
     def _choose(self, seqs: Sequence[int], limits: Sequence[int], behind: int) -> Plan:
-        """A step begins: what it drafts with, and the thresholds."""
-        self._price(len(seqs))
-        if self._controller is None:
-            self._streamed = True
+        """A step of sequences with the same estimates begins: what it drafts with, and the
+        thresholds.
+        """
+        known = self._estimates(seqs[0])
+        self._price(known, len(seqs))
+        self._streamed |= set(seqs)
+        if known.controller is None:
             return Plan(True)
         nodes = self.config.nodes
         most = [min(nodes, limit) for limit in limits]
@@ -325,15 +382,18 @@ class M2R2Drafter(Drafter):
                     match = _Match(*index.look_up(self._sampler.tokens[seq], nodes))
             self._matches[seq] = match
             found.append((match.matched, count))
-        plan = self._controller.choose(found, max(limits), behind)
+        plan = known.controller.choose(found, max(limits), behind)
         if not self.rests and not plan.stream and not any(plan.text):
             plan = Plan(True)
-        self._streamed = plan.stream
+        if not plan.stream:
+            self._streamed -= set(seqs)
         return plan
 
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
         if self._fused is None or self._draws(self._sampler):
             return None
+        if not self.lossless and not self._sampler.plain:
+            return None  # drawn tokens: the kernel trusts none
         waiting = self._waiting.pop(seq, None)
         if waiting is not None:  # the sequence's first step here
             text = self._sampler.tokens[seq] if self.config.lookup else None
@@ -344,22 +404,26 @@ class M2R2Drafter(Drafter):
                 text,
             )
             self._fused_seq = seq
+            if not self.lossless:
+                known = self._estimates(seq)
+                self._fused.learn_from(known.continuations, known.calibration)
+        known = self._estimates(seq)
         plan = self._choose([seq], [limit], self._fused.behind)
         if plan.stream:
             self._note_refreshed(seq)
             depth = min(self.config.depth, self.config.nodes, limit)
-            deepest = min(self.config.nodes, limit)
+            deepest = min(self.max_nodes, limit)
         else:
             depth, deepest = 0, plan.text[0]
         done = self._fused.run(
             depth,
-            self._draft_threshold,
-            self._verify_threshold,
+            known.draft_threshold,
+            known.verify_threshold,
             deepest,
-            self._continuations.draft_accepted,
+            known.continuations.draft_accepted,
             plan.stream,
         )
-        if self._controller is not None or self.config.lookup:
+        if known.controller is not None or self.config.lookup:
             self._learn_fused(seq, done)
         return done
 
@@ -370,7 +434,7 @@ class M2R2Drafter(Drafter):
         tree = DraftTree(0, drafted=origin.drafted, continued=origin.continued)
         tree.matched, tree.best = origin.matched, self._fused.best()
         tree.tokens, tree.parents = tokens, parents
-        tree.confidence = self._fused.confidence()
+        tree.confidence, tree.trusted = self._fused.confidence(), self._fused.trusted()
         path, depth = [0], tree.depth
         for node, (parent, token) in enumerate(zip(parents, tokens, strict=True), start=1):
             depth.append(depth[parent] + 1)
@@ -384,16 +448,14 @@ class M2R2Drafter(Drafter):
         if seq == 0:
             self._refreshed = self._cache.lengths[0]
 
-    def _price(self, sequences: int) -> None:
-        """Thresholds of the next step, from measured costs where the settings leave them open."""
-        if self._controller is not None:
-            draft_threshold, verify_threshold = self._controller.thresholds(sequences)
-            self._draft_threshold = (
-                draft_threshold if self.config.draft_threshold is None else self._draft_threshold
-            )
-            self._verify_threshold = (
-                verify_threshold if self.config.verify_threshold is None else self._verify_threshold
-            )
+    def _price(self, known: _Estimates, sequences: int) -> None:
+        """Thresholds of the next step, from the costs where the settings leave them open."""
+        if known.controller is not None:
+            draft_threshold, verify_threshold = known.controller.thresholds(sequences)
+            if self.config.draft_threshold is None:
+                known.draft_threshold = draft_threshold
+            if self.config.verify_threshold is None:
+                known.verify_threshold = verify_threshold
 
     def draft(
         self,
@@ -402,19 +464,44 @@ class M2R2Drafter(Drafter):
         limits: Sequence[int],
         sampler: Sampler,
     ) -> list[Draft]:
-        """One pass of both streams per level, all sequences in it."""
-        plan = self._choose(seqs, limits, sum(len(self._waiting[seq].ids) for seq in seqs))
-        if not plan.stream:
-            return [self._from_text(seq, count) for seq, count in zip(seqs, plan.text, strict=True)]
+        """One pass of both streams per level, all sequences in it whose draft is the stream's."""
+        every = list(range(len(seqs)))
+        made: dict[int, Draft] = {}
+        streamed: list[int] = []
+        for group in [every] if self.lossless else [[i] for i in every]:
+            those = [seqs[i] for i in group]
+            behind = sum(len(self._waiting[seq].ids) for seq in those)
+            plan = self._choose(those, [limits[i] for i in group], behind)
+            if plan.stream:
+                streamed += group
+            else:
+                for seq, count in zip(those, plan.text, strict=True):
+                    made[seq] = self._from_text(seq, count)
+        if streamed:
+            those = [seqs[i] for i in streamed]
+            drafts = self._from_stream(
+                those, [last_tokens[i] for i in streamed], [limits[i] for i in streamed], sampler
+            )
+            made.update(zip(those, drafts, strict=True))
+        return [made[seq] for seq in seqs]
+
+    def _from_stream(
+        self,
+        seqs: Sequence[int],
+        last_tokens: Sequence[int],
+        limits: Sequence[int],
+        sampler: Sampler,
+    ) -> list[Draft]:
         in_trees = not sampler.settings.uses_context and not self._draws(sampler)
         limit = min(self.config.depth, self.config.nodes)
         trees = [
             DraftTree(
                 min(limit, wanted),
-                min(self.config.nodes, wanted),
-                calibrated=self._calibration,
+                min(self.max_nodes, wanted),
+                calibrated=self._estimates(seq).calibration,
+                nodes=self.config.nodes,
             )
-            for wanted in limits
+            for seq, wanted in zip(seqs, limits, strict=True)
         ]
         h_gate, p = self._first_pass(seqs, last_tokens)
         hidden: list[list[Tensor]] = [[row] for row in h_gate.split(1)]
@@ -544,57 +631,59 @@ class M2R2Drafter(Drafter):
                 sampler.noise(seqs[i], trees[i].depth[node]) for i in live for node in frontier[i]
             ]
         ids, best = self.runner.top(p, self._candidates, c.sharpness, noise)
-        scores = self._exit_scores(p, lambda: [row[0] for row in best])
-        if self._arla is not None:
+        trusted = self._trusted(p, lambda: [row[0] for row in best])
+        if self._judged_by_arla:
             best = [
                 _with_first(row, score)
-                for row, score in zip(best, agreement(self._arla, self.decoder, p), strict=True)
+                for row, score in zip(best, self.runner.agreement(p), strict=True)
             ]
         at = 0
         for i in live:
             count = len(frontier[i])
-            if self._passes(trees[i], scores, at):
-                frontier[i] = trees[i].trust(ids[at][0])
-                at += count
-                continue
-            room = c.nodes - len(trees[i].tokens)
             followed = agrees = False
             if count == 1 and trees[i].is_chain:
-                followed, agrees = self._continue(trees[i], seqs[i], ids[at][0], best[at][0])
+                followed, agrees = self._continue(
+                    trees[i], seqs[i], ids[at][0], best[at][0], trusted[at]
+                )
+            known = self._estimates(seqs[i])
             frontier[i] = trees[i].grow(
                 frontier[i],
                 ids[at : at + count],
                 best[at : at + count],
-                0 if followed else min(c.width, room),
-                self._draft_threshold,
-                self._verify_threshold,
+                0 if followed else c.width,
+                known.draft_threshold,
+                known.verify_threshold,
                 first=int(agrees),
+                trusted=trusted[at : at + count],
             )
             at += count
 
-    def _continue(self, tree: DraftTree, seq: int, best: int, own: float) -> tuple[bool, bool]:
+    def _continue(
+        self, tree: DraftTree, seq: int, best: int, own: float, trusted: bool
+    ) -> tuple[bool, bool]:
         """Lets the tree, a chain so far, end in what the text said after the same tokens, where
         that is worth it. → whether it does, and with the stream's best token.
         """
-        most = tree.deepest - len(tree.tokens)
+        most = min(tree.deepest, tree.budget(self.max_nodes)) - len(tree.tokens)
         if not self.config.lookup or most <= 0:
             return False, False
         index = self._texts.setdefault(seq, TextIndex(self.config.lookup))
         continuation, matched = index.look_up(self._sampler.tokens[seq], most, tree.tokens)
         if not matched:
             return False, False
-        agrees = continuation[0] == best
+        agrees, known = continuation[0] == best, self._estimates(seq)
         length = tree.continuation_length(
             most,
             tree.worth(own),
             matched,
-            self._continuations,
-            self._draft_threshold,
-            self._verify_threshold,
+            known.continuations,
+            known.draft_threshold,
+            known.verify_threshold,
             agrees,
+            trusted,
         )
         if length:
-            tree.continue_with(continuation[:length], matched)
+            tree.continue_with(continuation[:length], matched, trusted)
         return length > 0, length > 0 and agrees
 
     def _grow_drawn(
@@ -621,44 +710,42 @@ class M2R2Drafter(Drafter):
             perturbed = sampler.perturbed(logits, rows_seqs, paths)
             q, tokens = torch.softmax(perturbed, dim=-1), argmax_rows(perturbed)
         # of the logits: the distribution of greedy tokens under a penalty is sure of each
-        scores = self._exit_scores(
+        trusted = self._trusted(
             p, lambda: torch.softmax(self.config.sharpness * logits, -1).amax(-1).tolist()
         )
-        sure = q.amax(-1).tolist() if self._arla is None else agreement(self._arla, self.decoder, p)
+        sure = self.runner.agreement(p) if self._judged_by_arla else q.amax(-1).tolist()
         for k, i in enumerate(live):
             tree, node = trees[i], frontier[i][0]
-            if self._passes(tree, scores, k):
-                frontier[i] = tree.trust(tokens[k])
-                if draws:
-                    probs[i].append(q[k : k + 1])
-                continue
-            if tree.depth[node] >= tree.depth_limit or (
-                node and tree.path_probability[node] < self._draft_threshold[node - 1]
+            if (
+                tree.levels[node] + (not trusted[k]) > tree.depth_limit
+                or tree.depth[node] >= tree.deepest
+                or len(tree.tokens) >= tree.budget(self.max_nodes)
+                or (
+                    node
+                    and tree.path_probability[node]
+                    < self._estimates(seqs[i]).draft_threshold[node - 1]
+                )
             ):
                 frontier[i] = []
                 continue
-            chance = tree.path_probability[node] * tree.worth(sure[k])
-            frontier[i] = [tree.add(node, tokens[k], chance, sure[k])]
+            chance = tree.path_probability[node]
+            if not trusted[k]:
+                chance *= tree.worth(sure[k])
+            frontier[i] = [tree.add(node, tokens[k], chance, sure[k], trusted[k])]
             tree.drafted += 1
             if draws:
                 probs[i].append(q[k : k + 1])
 
-    def _exit_scores(self, p: Tensor, confidence: Callable[[], list[float]]) -> list[float]:
-        """For each row of p [n, d] what decides whether its token is trusted; empty where none is.
-
-        confidence: the sharpened top-1 probabilities.
+    def _trusted(self, p: Tensor, confidence: Callable[[], list[float]]) -> list[bool]:
+        """For each row of p [n, d] whether its token is emitted unverified. confidence: the
+        sharpened top-1 probabilities.
         """
-        if self.lossless:
-            return []
-        if self._exit_arla is None:
-            return confidence()
-        return agreement(self._exit_arla, self.decoder, p)
-
-    def _passes(self, tree: DraftTree, scores: list[float], row: int) -> bool:
-        """Whether the next token of a tree that holds trusted tokens only is trusted, too."""
-        if self._exit_threshold is None or tree.trusted < len(tree.tokens):
-            return False
-        return scores[row] >= self._exit_threshold
+        if self._exit_threshold is None:
+            return [False] * len(p)
+        scores = self.runner.agreement(p) if self._exits_by_arla else confidence()
+        low = [score for score in scores if score < self._exit_threshold]
+        self._refused = max([self._refused, *low])
+        return [score >= self._exit_threshold for score in scores]
 
     def _finish(
         self,
@@ -672,10 +759,12 @@ class M2R2Drafter(Drafter):
         below the gate.
         """
         missing: list[tuple[int, int]] = []
+        whole = not self.runner.keys_only  # else the step runs all rows through the layers below
         for i, tree in enumerate(trees):
             if in_trees:
-                tree.finish(self._verify_threshold)
-            missing += [(i, node) for node in range(len(hidden[i]), len(tree.tokens) + 1)]
+                tree.finish(self._estimates(seqs[i]).verify_threshold)
+            if whole:
+                missing += [(i, node) for node in range(len(hidden[i]), len(tree.tokens) + 1)]
         if missing:
             rows = self._rows_of(trees, missing, seqs)
             h_gate = self.runner.slow([trees[i].tokens[node - 1] for i, node in missing], rows)
@@ -685,9 +774,9 @@ class M2R2Drafter(Drafter):
             Draft(
                 tree.tokens,
                 tree.parents,
-                torch.cat(hidden[i]),
+                torch.cat(hidden[i]) if whole else None,
                 torch.cat(probs[i]) if probs[i] else None,
-                tree.trusted,
+                frozenset(tree.trusted),
                 tree.copied,
             )
             for i, tree in enumerate(trees)
@@ -715,14 +804,6 @@ def arla_of(stream: AcceleratedStream, setting: str) -> ARLA:
             f"m2r2 setting {setting}='arla' needs an accelerator with ARLA; this one has arla_dim=0"
         )
     return copy.deepcopy(stream.arla).float()
-
-
-def agreement(arla: ARLA, decoder: Decoder, p: Tensor) -> list[float]:
-    """The probability, for each row of p [n, d] at the first gate, that its argmax is the full
-    model's.
-    """
-    scores: list[float] = arla.score(decoder.norm(p)[:, None].float()).tolist()
-    return scores
 
 
 def _with_first(probs: list[float], first: float) -> list[float]:

@@ -17,7 +17,8 @@ class M2R2DecodeConfig(MethodConfig):
     """How drafts grow.
 
     depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified
-    at once.
+    at once. Trusted tokens (exit_thresholds) count as neither: so many of them at most, `trusted`,
+    come on top. [ours]
     sharpness: path probabilities multiply softmax(sharpness · logits) of the stream: the chance
     that a token is the argmax of the full model is larger than the probability that a draw from its
     distribution would be that token.
@@ -40,7 +41,8 @@ class M2R2DecodeConfig(MethodConfig):
     whole pipeline, drawn or coupled. All were measured: docs/experiments.md. [ours]
     exit_thresholds: dynamic mode (lossy): for each gate the least score with which a token leaves
     there, null for never; null instead of the list is lossless decoding. `multirate calibrate`
-    chooses them. With one gate, a drafted token that passes is emitted without verification.
+    chooses them. With one gate, a drafted token that passes is emitted without verification where
+    all before it in the draft are emitted.
     exit_score: what is compared with them: arla, or the sharpened top-1 probability.
     kv: with several gates, what later tokens read of the layers that a token skipped: deferred
     (exact, computed with the next token that goes as deep) or propagate (from the exit's residual).
@@ -52,6 +54,7 @@ class M2R2DecodeConfig(MethodConfig):
     depth: int = 8
     width: int = 1
     nodes: int = 11
+    trusted: int = 24
     sampled_candidates: int = 2
     sharpness: float = 2.0
     draft_threshold: float | None = None
@@ -69,6 +72,7 @@ class M2R2DecodeConfig(MethodConfig):
             ("depth", 1, 32),
             ("width", 1, 16),
             ("nodes", 1, MAX_TREE_BIT),
+            ("trusted", 0, MAX_TREE_BIT),
             ("lookup", 0, 64),
             ("sampled_candidates", 1, MAX_CANDIDATES),
         ):

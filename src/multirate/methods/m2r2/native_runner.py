@@ -5,6 +5,7 @@ in one call.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,7 @@ class NativeStreamRunner(StreamRunner):
         if (deltas := _mergeable(self.adapters, gate)) is not None:
             self._merged = decoder.pack(0, owner, deltas)
             self.packed.merged = self._merged
+            self.keys_only = True
         if self._block is not None:
             self._own_layer = OwnLayer(
                 decoder,
@@ -126,6 +128,33 @@ class NativeStreamRunner(StreamRunner):
             abi.at(x.data_ptr()),
         )
         return x[:fresh], x[fresh:]
+
+    @cached_property
+    def arla(self) -> abi.CData:
+        """The stream's ARLA as the kernel evaluates it, of the first gate alone."""
+        assert self._arla is not None
+        weight, bias, out, out_bias = (part.detach() for part in self._arla.of_one_gate())
+        return abi.new(
+            "Arla",
+            weight=self._owner.floats(weight * self.decoder.norm_weight),
+            bias=self._owner.floats(bias),
+            out=self._owner.floats(out),
+            out_bias=float(out_bias),
+            latent=len(bias),
+        )
+
+    def agreement(self, p: Tensor) -> list[float]:
+        rows, scores = p.float().contiguous(), np.empty(len(p))
+        self._library.mr_arla(
+            self.arla,
+            self.decoder.eps,
+            self._d,
+            abi.at(rows.data_ptr()),
+            len(rows),
+            abi.doubles(scores),
+        )
+        found: list[float] = scores.tolist()
+        return found
 
     def top(
         self,

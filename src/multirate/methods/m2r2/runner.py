@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,13 +23,20 @@ from multirate.model.rows import Rows
 
 
 class StreamRunner:
-    """Runs gate `gate` of `stream` beside `decoder`. Owns the block's keys and values."""
+    """Runs gate `gate` of `stream` beside `decoder`. Owns the block's keys and values.
+
+    keys_only: of the slow rows `step` leaves only the keys and values that drafts read; before they
+    are verified they run through the layers below the gate.
+    """
+
+    keys_only: bool = False
 
     def __init__(self, decoder: Decoder, stream: AcceleratedStream, gate: int) -> None:
         self.decoder, self.gate = decoder, gate
         self.stream = stream.to(device=decoder.info.device, dtype=decoder.info.dtype).eval()
         self.adapters = {i: a for i, a in stream.layer_adapters().items() if i < gate} or None
         self._block = stream.block(gate)
+        self._arla = None if stream.arla is None else copy.deepcopy(stream.arla).float()
         self._slow_cache: KVCache | None = None
         self._block_cache: KVCache | None = None
         self._tokens = (
@@ -61,7 +69,8 @@ class StreamRunner:
 
         The last `fresh` rows are new to the slow residual as well: it runs beside them and writes
         its K/V. Rows before them refresh the block's K/V of tokens that are committed already. →
-        (slow residuals h_G of the fresh rows [fresh, d], the stream's outputs p [N, d])
+        (slow residuals h_G of the fresh rows [fresh, d], unless keys_only; the stream's outputs p
+        [N, d])
         """
         h0 = self.decoder.embed(torch.tensor(ids, device=self.decoder.info.device), rows.pos)
         n = len(ids)
@@ -100,6 +109,14 @@ class StreamRunner:
     def logits(self, p: Tensor) -> Tensor:
         """float32 [n, V]; tokens outside a reduced draft vocabulary get −inf."""
         return draft_logits(self.decoder, self._tokens, p)
+
+    def agreement(self, p: Tensor) -> list[float]:
+        """ARLA's probability, for each row of p [n, d] at the first gate, that its argmax is the
+        full model's.
+        """
+        assert self._arla is not None
+        scores: list[float] = self._arla.score(self.decoder.norm(p)[:, None].float()).tolist()
+        return scores
 
     def top(
         self,

@@ -10,16 +10,28 @@ do not all cost the same.
 A tree that is a chain so far may end in a continuation: what followed the same tokens earlier in
 the text. Its nodes are
 leaves below one another: they cost rows and no levels.
+
+A trusted token (dynamic mode) is emitted where it is reached, so that it is its parent's only child
+and its path probability is its parent's; it counts neither as a level nor as a node of the limits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from multirate.decoding.acceptance_statistics import ContinuationRates, Origin
+
+
+class _Candidate(NamedTuple):
+    path_probability: float
+    parent: int
+    token: int
+    confidence: float  # the stream's own probability
+    trusted: bool
 
 
 @dataclass
@@ -27,12 +39,14 @@ class DraftTree:
     """Nodes 1..n below node 0, the last token, in the order they were drafted from; leaves are
     added by `finish`.
 
-    depth_limit: of the stream's own nodes. deepest: of a continuation's. drawn: nodes the stream
-    drafted from. followed: nodes after these that are a continuation's; matched: what it was
-    matched by. calibrated: from the stream's confidence in a token to the rate that is believed;
-    None: they are the same. confidence: the stream's in every node, −1 for a continuation's. best:
-    the stream's best token after the last one, and its confidence. trusted: the first nodes, a
-    chain, that are emitted whatever the target model says; nothing else hangs above the last.
+    depth_limit: levels of the stream's own nodes, without trusted ones. deepest: the depth of any
+    node, at least depth_limit. nodes: so many, and the trusted ones on top; None: as many as there
+    are thresholds, which is the limit in any case. drafted: nodes the stream drafted from.
+    continued: nodes after these that are a continuation's; matched: what it was matched by.
+    calibrated: from the stream's confidence in a token to the rate that is believed; None: they are
+    the same. confidence: the stream's in every node, −1 for a continuation's. best: the stream's
+    best token after the last one, and its confidence. trusted: nodes that are emitted whatever the
+    target model says.
     """
 
     depth_limit: int
@@ -44,17 +58,25 @@ class DraftTree:
     parents: list[int] = field(default_factory=list)
     path_probability: list[float] = field(default_factory=lambda: [1.0])
     depth: list[int] = field(default_factory=lambda: [0])
+    levels: list[int] = field(default_factory=lambda: [0])
     bits: list[int] = field(default_factory=lambda: [0])
     calibrated: Callable[[float], float] | None = None
     confidence: list[float] = field(default_factory=list)
     best: tuple[int, float] | None = None
-    trusted: int = 0
-    _leaves: list[tuple[float, int, int, float]] = field(
-        default_factory=list
-    )  # (path probability, parent, token, the stream's own probability)
+    nodes: int | None = None
+    trusted: set[int] = field(default_factory=set)
+    _leaves: list[_Candidate] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.deepest = max(self.deepest, self.depth_limit)
 
     def add(
-        self, parent: int, token: int, path_probability: float, confidence: float = -1.0
+        self,
+        parent: int,
+        token: int,
+        path_probability: float,
+        confidence: float = -1.0,
+        trusted: bool = False,
     ) -> int:
         """Appends a node and returns its number. Its ancestors' bits include itself (Rows.tree)."""
         node = len(self.tokens) + 1
@@ -63,8 +85,15 @@ class DraftTree:
         self.path_probability.append(path_probability)
         self.confidence.append(confidence)
         self.depth.append(self.depth[parent] + 1)
+        self.levels.append(self.levels[parent] + (not trusted))
+        if trusted:
+            self.trusted.add(node)
         self.bits.append(self.bits[parent] | 1 << (node - 1))
         return node
+
+    def budget(self, capacity: int) -> int:
+        """Nodes that it may have now, `capacity` at most."""
+        return capacity if self.nodes is None else min(self.nodes + len(self.trusted), capacity)
 
     def grow(
         self,
@@ -75,6 +104,7 @@ class DraftTree:
         draft_threshold: np.ndarray,
         verify_threshold: np.ndarray,
         first: int = 0,
+        trusted: Sequence[bool] = (),
     ) -> list[int]:
         """Candidates below the frontier nodes, given their top tokens and probabilities → the nodes
         to draft from next.
@@ -82,38 +112,48 @@ class DraftTree:
         draft_threshold, verify_threshold [nodes]: least path probability of the n-th node, not
         falling. At most `width` candidates of at least `draft_threshold` become nodes; the
         others of at least the first of `verify_threshold` wait as leaves. Each node's candidates
-        before `first` are passed over.
+        before `first` are passed over. trusted: of each frontier node, whether its best candidate
+        is, which is then the only one; empty: none is.
         """
         if not self.tokens or self.continued == len(self.tokens):
             self.best = (ids[0][0], probs[0][0])
-        candidates: list[tuple[float, int, int, float]] = []
-        for node, node_ids, node_probs in zip(frontier, ids, probs, strict=True):
-            if self.depth[node] >= self.depth_limit:
+        candidates: list[_Candidate] = []
+        sure = trusted or [False] * len(frontier)
+        for node, node_ids, node_probs, only in zip(frontier, ids, probs, sure, strict=True):
+            if self.levels[node] >= self.depth_limit or self.depth[node] >= self.deepest:
                 continue
             here, least = self.path_probability[node], 1.0
-            for token, prob in list(zip(node_ids, node_probs, strict=True))[first:]:
+            found = list(zip(node_ids, node_probs, strict=True))[: 1 if only else None]
+            for token, prob in found[first:]:
                 # tokens come best first, and none is worth more than a likelier one
-                least = min(least, self.worth(prob))
+                if not only:
+                    least = min(least, self.worth(prob))
                 if here * least < verify_threshold[0]:
                     break
-                candidates.append((here * least, node, token, prob))
-        candidates.sort(key=lambda c: -c[0])
+                candidates.append(_Candidate(here * least, node, token, prob, only))
+        candidates.sort(key=lambda c: -c.path_probability)
         chosen: list[int] = []
-        for chance, parent, token, prob in candidates:
-            deeper = self.depth[parent] + 1 < self.depth_limit
-            if len(chosen) < width and deeper and chance >= draft_threshold[len(self.tokens)]:
-                chosen.append(self.add(parent, token, chance, prob))
+        for one in candidates:
+            if (
+                len(chosen) < width
+                and len(self.tokens) < self.budget(len(draft_threshold))
+                and self.levels[one.parent] + (not one.trusted) < self.depth_limit
+                and self.depth[one.parent] + 1 < self.deepest
+                and one.path_probability >= draft_threshold[len(self.tokens)]
+            ):
+                chosen.append(self._add_candidate(one))
             else:
-                self._leaves.append((chance, parent, token, prob))
+                self._leaves.append(one)
         self.drafted += len(chosen)
         return chosen
 
-    def trust(self, token: int) -> list[int]:
-        """The last trusted node's only child, trusted as well → the nodes to draft from next."""
-        node = self.add(self.trusted, token, 1.0)
-        self.trusted += 1
-        self.drafted += 1
-        return [node] if self.depth[node] < self.depth_limit else []
+    def _add_candidate(self, one: _Candidate) -> int:
+        return self.add(one.parent, one.token, one.path_probability, one.confidence, one.trusted)
+
+    @property
+    def trusts_best(self) -> bool:
+        """Whether the stream's best token after the last one is trusted."""
+        return any(self.parents[node - 1] == 0 for node in self.trusted)
 
     def worth(self, confidence: float) -> float:
         """The chance that a token of this confidence is accepted."""
@@ -133,22 +173,25 @@ class DraftTree:
         draft_threshold: np.ndarray,
         verify_threshold: np.ndarray,
         agrees: bool = True,
+        trusted: bool = False,
     ) -> int:
         """How many of `proposed` tokens below the last node of this chain make a better draft than
         going on with the stream. own: the probability of its best token. agrees: that this is the
-        continuation's first. csrc/ngram.c, worth_continuing.
+        continuation's first. trusted: that its best token is. csrc/ngram.c, worth_continuing.
 
         Better: the sum over the nodes of each way of path probability less price is larger.
         """
+        if trusted and not agrees:
+            return 0  # nothing else can follow
         n, so_far = len(self.tokens), self.path_probability[-1]
         gain = other = 0.0
         first = rates.first_accepted if agrees else rates.first_against
-        length, here = 0, so_far * float(first[matched])
+        length, here = 0, so_far * (1.0 if trusted else float(first[matched]))
         while length < proposed and here >= verify_threshold[n + length]:
             gain += here - float(verify_threshold[n + length])
             here *= float(rates.next_accepted[matched])
             length += 1
-        here, i = so_far * own, n
+        here, i = so_far * (1.0 if trusted else own), n
         while i < len(verify_threshold) and i + 1 < self.depth_limit and here >= draft_threshold[i]:
             other += here - float(draft_threshold[i])
             here *= rates.draft_accepted
@@ -160,7 +203,8 @@ class DraftTree:
     @property
     def origin(self) -> Origin:
         """Where its nodes that are verified come from."""
-        return Origin(self.drafted - self.trusted, self.continued, self.matched)
+        trusted = sum(node <= self.drafted for node in self.trusted)
+        return Origin(self.drafted - trusted, self.continued, self.matched)
 
     @property
     def copied(self) -> range:
@@ -172,27 +216,29 @@ class DraftTree:
         continuation made.
         """
         below = self.drafted + self.continued
-        return sum(self.trusted < node <= self.drafted for node in path), sum(
+        return sum(0 < node <= self.drafted and node not in self.trusted for node in path), sum(
             self.drafted < node <= below for node in path
         )
 
-    def continue_with(self, continuation: Sequence[int], matched: int) -> None:
-        """The chain ends in these tokens."""
-        for token in continuation:
-            self.add(len(self.tokens), token, 0.0)
+    def continue_with(
+        self, continuation: Sequence[int], matched: int, trusted: bool = False
+    ) -> None:
+        """The chain ends in these tokens, of which the first may be the stream's trusted one."""
+        for i, token in enumerate(continuation):
+            self.add(len(self.tokens), token, 0.0, trusted=trusted and not i)
         self.continued, self.matched = len(continuation), matched
 
     def finish(self, verify_threshold: np.ndarray) -> int:
         """Adds the best leaves of at least `verify_threshold` [nodes], up to as many nodes in
         all; returns how many were added.
         """
-        self._leaves.sort(key=lambda c: -c[0])
+        self._leaves.sort(key=lambda c: -c.path_probability)
         before = len(self.tokens)
-        for chance, parent, token, prob in self._leaves:
+        for leaf in self._leaves:
             if (
-                len(self.tokens) >= len(verify_threshold)
-                or chance < verify_threshold[len(self.tokens)]
+                len(self.tokens) >= self.budget(len(verify_threshold))
+                or leaf.path_probability < verify_threshold[len(self.tokens)]
             ):
                 break
-            self.add(parent, token, chance, prob)
+            self._add_candidate(leaf)
         return len(self.tokens) - before

@@ -132,7 +132,7 @@ class NativeDecoder(Decoder):
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.table = parts.embed_tokens.weight.detach().contiguous()
         self.norm_address = self._owner.floats(parts.norm.weight)
-        self._norm_weight = parts.norm.weight.detach().float()
+        self.norm_weight = parts.norm.weight.detach().float()
         self.head_weight, self.head_bias = (
             parts.head.weight.detach(),
             getattr(parts.head, "bias", None),
@@ -353,7 +353,7 @@ class NativeDecoder(Decoder):
 
     def norm(self, x: Tensor) -> Tensor:
         x = x.float()
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self._norm_weight
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.norm_weight
 
     def unembed(self, normed: Tensor) -> Tensor:
         return self.product(self.head, normed, None)[:, : self.info.vocab_size]

@@ -160,6 +160,7 @@ def suites_section() -> list[str]:
     for run in runs:
         rows = {row["method"]: row for row in run["rows"]}
         drawn = f", temperature {run['temperature']:g}" if "temperature" in run else ""
+        task = f", {run['task']}" if run.get("task") else ""
         same = sum(row["identical"] for row in run["rows"])
         wanted = run["prompts"] * len(run["rows"])
         cells = [
@@ -168,7 +169,9 @@ def suites_section() -> list[str]:
             else "–"
             for name in methods
         ]
-        lines.append((f"{run['suite']}{drawn}", str(run["prompts"]), *cells, f"{same} of {wanted}"))
+        lines.append(
+            (f"{run['suite']}{task}{drawn}", str(run["prompts"]), *cells, f"{same} of {wanted}")
+        )
     first = runs[0]
     return [
         "### Other suites, and sampling",
@@ -177,6 +180,36 @@ def suites_section() -> list[str]:
         f"{machine(first)}, {str(first['date'])[:10]}. At a temperature every method draws the "
         "same text for a seed.",
         table(("suite", "prompts", *(f"`{name}`" for name in methods), "identical"), lines),
+    ]
+
+
+def dynamic_section() -> list[str]:
+    """Quality against speed, from the one run that measured it."""
+    path = RESULTS / f"dynamic_{REAL}.json"
+    if not path.exists():
+        return []
+    run = load(path.name)
+    lines = []
+    for row in run["rows"]:
+        kept = 1.0 if row["lossless"] else row["kept"]
+        lines.append(
+            (
+                f"`{row['method']}`",
+                f"{row['tokens_per_second']:.0f}",
+                "–" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+                f"{row['tokens_per_step']:.2f}",
+                f"{100 * kept:.1f}%" if kept is not None else "–",
+            )
+        )
+    return [
+        "## Dynamic mode",
+        setting(REAL, run),
+        "Lossy, but for the first rows. *Kept*: the share of an answer's tokens that are what the "
+        "full model says after the same text, the mean over the prompts.",
+        table(("method", "tokens/s", "speedup", "tokens per step", "kept"), lines),
+        "Reproduce with `multirate bench smollm2 --suite mt_bench --data question.jsonl --methods "
+        f"dynamic --limit {run['argv'][run['argv'].index('--limit') + 1]} -n "
+        f"{run['max_new_tokens']} --repeats 1`.",
     ]
 
 
@@ -205,6 +238,7 @@ def page() -> str:
         method_table(REAL, bench),
         f"Trained: {training(REAL)}. {reproduce(REAL, bench)}",
         *suites_section(),
+        *dynamic_section(),
         *loop_section(),
         "## Experts loaded from disk",
         expert_tables.mixture(),

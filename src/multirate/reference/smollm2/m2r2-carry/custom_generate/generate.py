@@ -2,7 +2,9 @@
 sooner.
 
 model.generate(**inputs, custom_generate="<this folder or its hub id>", trust_remote_code=True)
-Further arguments: backend="auto" | "hf" | "native", speculate="auto" | "always" | "never".
+Further arguments: backend="auto" | "hf" | "native", speculate="auto" | "always" | "never"; and,
+where the accelerator is calibrated, mode="dynamic" with quality=0.99 (lossy: that share of the
+tokens is the model's).
 """
 
 

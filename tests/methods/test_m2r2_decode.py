@@ -409,8 +409,9 @@ def test_a_conversation_goes_on_in_its_cache_though_the_stream_rested(decoders, 
         out = generate(decoder, SpeculativeStep(drafter), [prompt], stop=stop, prefix_cache=kept)
         plain = generate(decoder, PlainStep(), [prompt], stop=stop)
         assert out.sequences == plain.sequences
-        if turn > 1:
-            assert out.stats.drafted < 5 and out.stats.resumed > len(prompt) - 10
+        if turn > 1:  # each turn begins with some tries
+            rested = out.stats.sequence_steps - out.stats.drafted_levels
+            assert rested >= 3 and out.stats.resumed > len(prompt) - 10
         prompt = [*prompt, *out.sequences[0], 3, 4]
 
 

@@ -139,7 +139,7 @@ def test_what_is_measured_on_a_relative_counts_and_the_card_does_not(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A card that promises much, on a base where nothing is accepted: what is said is what was
-    measured, and most steps are plain.
+    measured, and steps are plain where a draft, which costs a model this small little, is not tried.
     """
     card = make(model, "m2r2-carry", tmp_path) / "accelerator.json"
     described = json.loads(card.read_text())
@@ -150,7 +150,7 @@ def test_what_is_measured_on_a_relative_counts_and_the_card_does_not(
     engine = multirate.attach(other, tmp_path, backend="hf", tokenizer=tiny_model.tokenizer())
     with pytest.warns(Notice, match=r"other weights.* it gives 1\.[01]\d tokens per step"):
         output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(60))
-    assert output.stats.drafted < output.stats.tokens // 2
+    assert output.stats.drafted_levels < 0.75 * output.stats.sequence_steps
 
 
 @pytest.mark.parametrize("method", ["m2r2", "m2r2-carry", "kangaroo"])

@@ -139,7 +139,7 @@ def test_what_is_measured_on_a_relative_counts_and_the_card_does_not(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A card that promises much, on a base where nothing is accepted: what is said is what was
-    measured, and steps are plain where a draft, which costs a model this small little, is not tried.
+    measured, and where no draft is tried (it costs a model this small little) steps are plain.
     """
     card = make(model, "m2r2-carry", tmp_path) / "accelerator.json"
     described = json.loads(card.read_text())

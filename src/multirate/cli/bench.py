@@ -91,6 +91,13 @@ def command(
     json: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder for results.json and report.html, a page to look at (made if missing).",
+            show_default=False,
+        ),
+    ] = None,
     experts: options.Experts = None,
     expert_memory: Annotated[
         str | None,
@@ -134,12 +141,17 @@ def command(
         raise UserError("--rivals are measured greedily: leave out --temperature")
     questions = load_suite(suite, data, limit, task)
 
+    from multirate.bench.report_page import write as write_report
     from multirate.bench.rivals import parse_rivals
-    from multirate.io import check_writable, write_json
+    from multirate.io import check_folder, check_writable, write_json
+    from multirate.pages.page import check_installed
 
     beside = parse_rivals(rivals or "")
     if json is not None:
         check_writable(json)
+    if report is not None:
+        check_installed()
+        check_folder(report)
     options.set_threads(threads)
     chosen = method_names(methods) if methods else []
     if experts is not None or bench_experts.EXPERTS in chosen:
@@ -213,6 +225,8 @@ def command(
         content["frontier"] = [best.as_dict() for best in bests]
     if json is not None:
         write_json(json, content)
+    if report is not None:
+        typer.echo(str(write_report(report, content)))
     if any(row.diverged for row in rows):
         raise typer.Exit(WRONG_ANSWERS)
     if interrupted:
@@ -251,6 +265,7 @@ def run(
     from multirate.bench import bandwidth, provenance, report
     from multirate.bench.divergence import Judge
     from multirate.bench.method_runs import method_run
+    from multirate.bench.predicted import predictions, trained
     from multirate.bench.rivals import Contest
     from multirate.bench.rivals import prepare as prepare_rivals
     from multirate.bench.runner import MethodRun, Unavailable, measure, summarise
@@ -329,5 +344,11 @@ def run(
         truncated=prompts.truncated,
         interrupted=measurements.interrupted,
         unavailable=unavailable,
+        predicted=predictions(engine, rows),
+        accelerators={
+            name: about
+            for name, accelerator in engine.accelerators.items()
+            if (about := trained(accelerator)) is not None
+        },
     )
     return content, rows, measurements.interrupted

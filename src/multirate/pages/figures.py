@@ -21,7 +21,7 @@ INKS = {
     "fast": "#050505",
 }
 """CSS variable → the colour that stands for it in a drawing."""
-SIZE = (5.2, 3.5)  # inches of 72 units: on a phone a unit is then about a CSS pixel
+WIDTH, HEIGHT = 5.2, 3.5  # inches of 72 units: on a phone a unit is then about a CSS pixel
 
 
 @dataclass
@@ -53,7 +53,7 @@ def legend(axes: Any) -> None:
     )
 
 
-def svg(draw: Callable[[Any], None], name: str) -> str:
+def svg(draw: Callable[[Any], None], name: str, height: float = HEIGHT) -> str:
     """draw(axes) on new axes → an <svg> element. name: for who cannot see it."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -77,7 +77,7 @@ def svg(draw: Callable[[Any], None], name: str) -> str:
         "ytick.labelcolor": INKS["ink"],
     }
     with matplotlib.rc_context(style):
-        drawing = Drawing(figsize=SIZE, layout="constrained")
+        drawing = Drawing(figsize=(WIDTH, height), layout="constrained")
         FigureCanvasSVG(drawing)
         axes = drawing.add_subplot()
         draw(axes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from multirate.engine import Engine
 
 WRONG_ANSWERS = 1
+ALL = "all"
+"""In --methods: the baselines, every lossless method without training, and every accelerator."""
 
 
 def command(
@@ -38,8 +41,9 @@ def command(
         str | None,
         typer.Option(
             help="Comma-separated (default: generate, autoregressive, and every accelerator); "
-            "settings may follow a name: m2r2-carry:lookup=0; dynamic: quality against speed of "
-            "every accelerator with a dynamic mode.",
+            "settings may follow a name: m2r2-carry:lookup=0; all: also every lossless method that "
+            "needs no training; dynamic: quality against speed of every accelerator with a dynamic "
+            "mode.",
             show_default=False,
         ),
     ] = None,
@@ -178,18 +182,26 @@ def command(
     from multirate.bench.runner import BASELINES
     from multirate.engine import attach
     from multirate.hub import reference_accelerators
-    from multirate.methods.spec import PLAIN, dynamic_methods
+    from multirate.methods.spec import PLAIN, dynamic_methods, untrained_drafters
 
     loaded = options.load(model, dtype, device)
     engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
     own = reference_accelerators(model)
     wanted = chosen or list(own)
+    optional: list[str] = []
+    if ALL in wanted:
+        optional = untrained_drafters()
+        chosen = list(dict.fromkeys([*BASELINES, *optional, *own, *chosen]))
+        chosen.remove(ALL)
+        wanted = chosen
     dials = frontier.DYNAMIC in wanted
     if dials:  # those that it stands for
         wanted = [*(name for name in wanted if name != frontier.DYNAMIC), *dynamic_methods()]
         wanted = [name for name in wanted if name in chosen or name in own]
     options.add_accelerators(engine, accelerator or [], wanted, own)
     names = wanted if methods else [*BASELINES, *engine.accelerators]
+    if optional:
+        names = list(dict.fromkeys([*names, *engine.accelerators]))
     if dials:
         names = list(
             dict.fromkeys([*(n for n in names if n in chosen), *frontier.settings_of(engine)])
@@ -218,6 +230,7 @@ def command(
             **({} if sampling.greedy else {"temperature": temperature}),
         },
         sampling=sampling,
+        optional=optional,
     )
     if dials:
         bests = frontier.frontier(rows)
@@ -256,8 +269,12 @@ def run(
     title: str,
     settings: dict[str, Any],
     sampling: SamplingSettings | None = None,
+    optional: Sequence[str] = (),
 ) -> tuple[dict[str, Any], list[Row], bool]:
-    """Measures, prints the table → (the run's JSON, its rows, whether Ctrl-C ended it early)."""
+    """Measures, prints the table → (the run's JSON, its rows, whether Ctrl-C ended it early).
+
+    optional: names that are left out, with the reason, where they cannot be used.
+    """
     from contextlib import ExitStack
 
     import torch
@@ -277,6 +294,10 @@ def run(
         try:
             method_runs.append(method_run(engine, name, max_new_tokens, sampling=sampling))
         except Unavailable as error:
+            unavailable.append({"method": name, "reason": str(error)})
+        except UserError as error:
+            if name not in optional:
+                raise
             unavailable.append({"method": name, "reason": str(error)})
     prompts = prepared(engine, questions, max_new_tokens, truncate)
     device = engine.decoder.info.device

@@ -210,6 +210,12 @@ def judges(
     ]
     if len(asked.get("shipped", ())):
         rows.append(scored("ARLA, as trained with the stream", asked["shipped"], agree, True))
+        # it has seen neither half; one that was fitted on the first half knows that too well
+        parts = [
+            (s["shipped"].logit(1e-4), s[CONFIDENCE].logit(1e-4), s[MARGIN]) for s in (known, asked)
+        ]
+        joint = combined(parts[0], known["agree"], parts[1])
+        rows.append(scored("that ARLA and the probabilities", joint, agree, True))
     names = {"this gate's residual": ["residual"], "its velocity": ["velocity"]}
     names["residual and velocity"] = ["velocity", "residual"]
     if stream == "accelerated":
@@ -227,12 +233,8 @@ def judges(
     for name, (knows, asks) in inputs.items():
         arla = fitted(knows, known["agree"], latent)
         with torch.no_grad():
-            before, score = arla(knows), arla(asks)
-        rows.append(scored(f"ARLA, fitted here: {name}", score.sigmoid(), agree, True))
-        if name == "this gate's residual":
-            both = [(s[CONFIDENCE].logit(1e-4), s[MARGIN]) for s in (known, asked)]
-            joint = combined((before, *both[0]), known["agree"], (score, *both[1]))
-            rows.append(scored("that ARLA and the probabilities", joint, agree, True))
+            score = arla(asks).sigmoid()
+        rows.append(scored(f"ARLA, fitted here: {name}", score, agree, True))
     return {"agreement": float(agree.float().mean()), "rows": len(agree), "judges": rows}
 
 

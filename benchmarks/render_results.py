@@ -223,9 +223,10 @@ def judges_section() -> list[str]:
         "## Who knows whether a token may leave",
         f"`{run['accelerator']}` on {TITLES[REAL]}, {run['texts']} answers of the model to "
         "questions that no accelerator was trained on: ARLA is fitted anew on half of them, every "
-        "judge is scored on the other half. *May leave*: the largest share of tokens, the surest first, so "
-        "that so many of all tokens are the full model's. *accelerated*: the accelerated stream "
-        "at the gate; *plain*: the model's own residual at the same layer, read by the same head.",
+        "judge is scored on the other half. *May leave*: the largest share of tokens, the surest "
+        "first, so that so many of all tokens are the full model's. *accelerated*: the accelerated "
+        "stream at the gate; *plain*: the model's own residual at the same layer, read by the same "
+        "head.",
     ]
     for gate, streams in run["gates"].items():
         for stream, about in streams.items():

@@ -74,10 +74,8 @@ def command(
 ) -> None:
     """Score a model on tasks: text to SQL, data to text, summaries, or any task of lm-eval."""
     from multirate.evaluation.installed import check_installed
-    from multirate.evaluation.task_files import task_names
+    from multirate.evaluation.task_files import load_tasks, task_names
 
-    if tasks is None:
-        task_names("")
     names = task_names(tasks or "")
     for option, value, least in (("--limit", limit, 1), ("--shots", shots, 0)):
         if value is not None and value < least:
@@ -100,6 +98,7 @@ def command(
         raise UserError(f"--speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
     if json is not None:
         check_writable(json)
+    asked = load_tasks(names, data, shots)
     loaded = options.load(model, dtype, device)
     engine = attach(loaded, backend=backend)
     if wanted.name == FULL:
@@ -114,16 +113,7 @@ def command(
         )
     how = decoding(engine, wanted, speculate)
     with Lines("evaluating") as bar:
-        found = evaluate(
-            engine,
-            how,
-            names,
-            data,
-            limit,
-            shots,
-            chat=not raw,
-            progress=bar.to,
-        )
+        found = evaluate(engine, how, asked, limit, chat=not raw, progress=bar.to)
     if engine.promise is not None:
         options.note(f"note: {engine.promise.sentence()}")
     text = "the full model's own text" if how.lossless else "lossy"

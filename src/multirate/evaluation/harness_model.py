@@ -106,6 +106,13 @@ class EngineLM(TemplateLM):
         )
         return text
 
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether greedy decoding would say it) of each continuation."""
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return found
+
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[Any, list[int], list[int]]],

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from multirate.engine import Engine
 from multirate.errors import UserError
-from multirate.evaluation.installed import check_installed
 from multirate.evaluation.modes import Decoding
 
 BOOTSTRAPS = 1000
@@ -67,37 +64,29 @@ class Evaluation:
 def evaluate(
     engine: Engine,
     decoding: Decoding,
-    tasks: Sequence[str],
-    data: str | os.PathLike[str] | None = None,
+    tasks: dict[str, Any],
     limit: int | None = None,
-    shots: int | None = None,
     chat: bool = True,
     progress: Any = None,
 ) -> Evaluation:
-    """Runs tasks by name or YAML file in a mode of the engine.
+    """Runs tasks (task_files.load_tasks) in a mode of the engine.
 
-    data: the folder of this package's tasks' data; None: $MULTIRATE_EVAL_DATA. limit: the first so
-    many documents of each task. shots: examples in a prompt; None: the task's own number. chat:
-    ask by the tokenizer's chat template, where it has one, examples as turns. progress: as
-    harness_model.Progress. Raises UserError for what cannot be used; an interrupted run returns
-    nothing.
+    limit: the first so many documents of each task. chat: ask by the tokenizer's chat template,
+    where it has one, examples as turns. progress: as harness_model.Progress. Raises UserError for
+    what cannot be used; an interrupted run returns nothing.
     """
-    for name, value, least in (("limit", limit, 1), ("shots", shots, 0)):
-        if value is not None and value < least:
-            raise UserError(f"{name} is {value}: at least {least} is needed")
-    check_installed()
+    if limit is not None and limit < 1:
+        raise UserError(f"limit is {limit}: at least 1 is needed")
     from lm_eval import __version__
     from lm_eval.evaluator import evaluate as run
 
     from multirate.evaluation.harness_model import EngineLM
-    from multirate.evaluation.task_files import load_tasks
 
-    loaded = load_tasks(tasks, data, shots)
     model = EngineLM(engine, decoding, progress)
     templated = chat and bool(getattr(engine.tokenizer, "chat_template", None))
     found = run(
         model,
-        loaded,
+        tasks,
         limit=limit,
         bootstrap_iters=BOOTSTRAPS,
         log_samples=True,
@@ -111,7 +100,7 @@ def evaluate(
         [score for name in found["results"] for score in _scores(name, found)],
         {name: [_answer(one) for one in samples] for name, samples in found["samples"].items()},
         work,
-        {name: int(task.get_config("num_fewshot")) for name, task in loaded["tasks"].items()},
+        {name: int(task.get_config("num_fewshot")) for name, task in tasks["tasks"].items()},
         {"lm_eval": __version__, "tasks": dict(found.get("versions", {}))},
     )
 

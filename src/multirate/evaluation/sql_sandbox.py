@@ -19,11 +19,10 @@ MAX_LENGTH = 2_000
 """Characters of a query."""
 _STEPS_BETWEEN_CHECKS = 1_000
 _ALLOWED = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ)
-_FUNCTIONS = frozenset(
-    ("abs", "avg", "count", "max", "min", "round", "sum", "total")  # of numbers
-    + ("coalesce", "ifnull", "iif", "nullif")
-    + ("instr", "length", "like", "lower", "ltrim", "rtrim", "substr", "trim", "upper")
-)
+_OF_NUMBERS = ("abs", "avg", "count", "max", "min", "round", "sum", "total")
+_OF_NULLS = ("coalesce", "ifnull", "iif", "nullif")
+_OF_TEXT = ("instr", "length", "like", "lower", "ltrim", "rtrim", "substr", "trim", "upper")
+_FUNCTIONS = frozenset((*_OF_NUMBERS, *_OF_NULLS, *_OF_TEXT))
 """Those that cannot make a value much larger than what they are given."""
 
 

@@ -8,15 +8,15 @@ from multirate.evaluation.run import Evaluation
 
 
 def table(evaluation: Evaluation, title: str) -> Table:
-    """A line per task and metric."""
+    """A line per task and metric; ↑: higher is better, ↓: lower."""
     result = Table(title=title, title_justify="left", pad_edge=False)
     result.add_column("task", overflow="fold")
     result.add_column("metric", overflow="fold")
-    for name in ("score", "± standard error", "samples"):
+    for name in ("score", "± std. error", "samples"):
         result.add_column(name, justify="right")
     before = None
     for score in evaluation.scores:
-        direction = {True: " (higher is better)", False: " (lower is better)", None: ""}
+        direction = {True: " ↑", False: " ↓", None: ""}
         result.add_row(
             score.task if score.task != before else "",
             score.metric + direction[score.higher_is_better],

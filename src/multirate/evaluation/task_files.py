@@ -9,6 +9,7 @@ from typing import Any
 
 from multirate.bench.method_runs import first_line
 from multirate.errors import UserError
+from multirate.evaluation.installed import check_installed
 
 FOLDER = Path(__file__).parent / "tasks"
 _YAML = (".yaml", ".yml")
@@ -36,22 +37,24 @@ def load_tasks(
     own number. Raises UserError for an unknown task (the accepted ones are listed), a file that
     cannot be used, data that is not there, and a task that would run code of the model's.
     """
+    if shots is not None and shots < 0:
+        raise UserError(f"shots is {shots}: at least 0 is needed")
+    check_installed()
     from lm_eval.tasks import TaskManager
 
     metadata = None if data is None else {"data": os.fspath(data)}
     manager = TaskManager(include_path=str(FOLDER), include_defaults=False, metadata=metadata)
-    known = set(local_tasks())
     for name in names:
-        if Path(name).suffix in _YAML:
-            if not Path(name).is_file():
-                raise UserError(f"there is no task file {name}; accepted: {_accepted()}")
-        elif name not in known:
-            # the index of the harness's own is read where it is needed: thousands of files
+        if Path(name).suffix in _YAML and not Path(name).is_file():
+            raise UserError(f"there is no task file {name}; accepted: {_accepted()}")
+    others = [n for n in names if n not in local_tasks() and Path(n).suffix not in _YAML]
+    if others:
+        unknown = next((name for name in others if not _is_written_somewhere(name)), None)
+        if unknown is None:  # thousands of files are parsed: tens of seconds
             manager = TaskManager(include_path=str(FOLDER), metadata=metadata)
-            break
-    for name in names:
-        if name not in manager.task_index and Path(name).suffix not in _YAML:
-            raise UserError(f"task {name!r} is unknown; accepted: {_accepted()}")
+            unknown = next((name for name in others if name not in manager.task_index), None)
+        if unknown is not None:
+            raise UserError(f"task {unknown!r} is unknown; accepted: {_accepted()}")
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
         try:
@@ -77,6 +80,18 @@ def _prepare(name: str, task: Any, shots: int | None) -> None:
     elif task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)
     task.set_fewshot_seed(seed=0)
+    wanted = task.get_config("num_fewshot")
+    there = 0 if wanted == 0 else len(list(task.fewshot_docs() or ()))
+    if wanted > there:
+        raise UserError(f"task {name} has {there} examples for its prompts; asked for: {wanted}")
+
+
+def _is_written_somewhere(name: str) -> bool:
+    """Whether the harness's own task files have this text: a mistyped name is found fast."""
+    import lm_eval.tasks
+
+    folder = Path(lm_eval.tasks.__file__).parent
+    return any(name.encode() in path.read_bytes() for path in folder.rglob("*.yaml"))
 
 
 def _accepted() -> str:

@@ -50,6 +50,7 @@ _QUERY = re.compile(
     rf"SELECT (?:(MAX|MIN|COUNT|SUM|AVG) )?{_NAME} FROM TABLE AS TABLEalias0(?: WHERE (.+))? ;"
 )
 _CONDITION = re.compile(rf"{_NAME} ([=<>]) \"?(var\d+)\"?")
+_FAR = 1_000_000
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
@@ -223,7 +224,8 @@ def made_table(queries: Sequence[Query], seed: str) -> Table:
     """Rows on which the queries of a table, and what they may be mistaken for, differ.
 
     For each query two rows that meet all of its conditions, and for each of its conditions three
-    that miss only this one; and eight more. All other values are drawn from the values that the
+    that miss only this one, two of them with the largest and the smallest number in the column that
+    is asked for; and eight more. All other values are drawn from the values that the
     queries compare the column with, or are new ones, by a generator whose seed is `seed`.
     """
     names = columns(queries)
@@ -244,9 +246,11 @@ def made_table(queries: Sequence[Query], seed: str) -> Table:
         number = draw.randrange(1, 1000)
         return number if numeric[field] else f"{names[field].replace('_', ' ')} {number}"
 
-    def row(conditions: Iterable[Condition], missed: Condition | None = None) -> tuple[Any, ...]:
+    def row(query: Query | None = None, missed: Condition | None = None, sign: int = 0) -> Any:
         values = {field: anything(field) for field in names}
-        for condition in conditions:
+        if query is not None and sign and numeric[query.column]:
+            values[query.column] = sign * draw.randrange(_FAR, 2 * _FAR)
+        for condition in query.conditions if query is not None else ():
             values[condition.column] = _meeting(condition, draw)
         if missed is not None:
             values[missed.column] = _missing(missed, draw)
@@ -254,9 +258,9 @@ def made_table(queries: Sequence[Query], seed: str) -> Table:
 
     rows: list[tuple[Any, ...]] = []
     for query in queries:
-        rows += [row(query.conditions) for _ in range(2)]
-        rows += [row(query.conditions, missed) for missed in query.conditions for _ in range(3)]
-    rows += [row(()) for _ in range(8)]
+        rows += [row(query) for _ in range(2)]
+        rows += [row(query, one, sign) for one in query.conditions for sign in (-1, 0, 1)]
+    rows += [row() for _ in range(8)]
     draw.shuffle(rows)
     return Table(tuple(names.values()), tuple(rows))
 

@@ -23,6 +23,7 @@ def needs_harness() -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'multirate[eval]'")
 
 
+@pytest.mark.slow
 def test_scores_in_every_mode(data: str, tmp_path: Path) -> None:
     needs_harness()
     out = tmp_path / "out.json"

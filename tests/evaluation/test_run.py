@@ -111,6 +111,31 @@ def test_a_task_file_of_ones_own(tmp_path: Path) -> None:
     assert full.scores[0].error is not None and full.work["tokens"] == 0
 
 
+def test_one_document_has_no_standard_error(data: Path) -> None:
+    one = run(data, Mode(), ["dialogsum"], limit=1)
+    assert [score.error for score in one.scores] == [None] * 3
+
+
+def test_the_harness_can_be_called_itself(tmp_path: Path) -> None:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from multirate.evaluation.harness_model import EngineLM
+
+    (tmp_path / "choices.yaml").write_text(CHOICES)
+    (tmp_path / "choices.py").write_text(DOCUMENTS)
+    engine = attach("tiny", "m2r2-carry")
+    found = lm_eval.simple_evaluate(
+        model=EngineLM(engine, decoding(engine, Mode("speculative"))),
+        tasks=["choices"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        apply_chat_template=True,
+        bootstrap_iters=0,
+    )
+    ours = run(tmp_path, Mode(), [str(tmp_path / "choices.yaml")])
+    assert found["results"]["choices"]["acc,none"] == ours.scores[0].value
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

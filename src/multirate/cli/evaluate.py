@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -132,10 +132,15 @@ def command(
                 "quality": quality,
                 "threshold": threshold,
                 "promise": None if promise is None else promise.sentence(),
-                "accelerator": None if wanted.name == FULL else accelerator,
+                "accelerator": None if wanted.name == FULL else str(_folder(engine)),
                 "limit": limit,
-                "chat_template": not raw,
                 "data": None if data is None else str(data),
                 **found.as_dict(),
             },
         )
+
+
+def _folder(engine: Any) -> Path | None:
+    """Of the accelerator that decodes."""
+    folder: Path | None = engine.accelerators[engine.default].folder
+    return folder

@@ -107,7 +107,7 @@ def corpus_bleu(pairs: Sequence[tuple[str, Sequence[str]]]) -> float:
     import sacrebleu
 
     most = max(len(references) for _, references in pairs)
-    streams = [
+    streams: list[Any] = [
         [references[i] if i < len(references) else None for _, references in pairs]
         for i in range(most)
     ]

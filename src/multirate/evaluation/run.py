@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from multirate.engine import Engine
@@ -29,22 +30,24 @@ class Score:
 class Evaluation:
     """scores: in the order of the tasks. answers: by task, of each document its number, what the
     model said and its own scores; the documents themselves are not kept, as their licences may not
-    allow it. work: what decoding took (harness_model.Work).
+    allow it. work: what decoding took (harness_model.Work). chat: whether prompts went through the
+    tokenizer's chat template. shots: examples in a prompt, by task. versions: of harness and tasks.
     """
 
     scores: list[Score]
     answers: dict[str, list[dict[str, Any]]]
     work: dict[str, Any]
-    shots: dict[str, int] = field(default_factory=dict)
-    versions: dict[str, Any] = field(default_factory=dict)
+    chat: bool
+    shots: dict[str, int]
+    versions: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """JSON-ready; a score that is no finite number is null."""
         return {
             "tasks": {
                 task: {
                     score.metric: {
-                        "value": score.value,
+                        "value": score.value if math.isfinite(score.value) else None,
                         "standard_error": score.error,
                         "higher_is_better": score.higher_is_better,
                     }
@@ -54,6 +57,7 @@ class Evaluation:
                 for task in dict.fromkeys(score.task for score in self.scores)
             },
             "samples": {score.task: score.samples for score in self.scores},
+            "chat_template": self.chat,
             "shots": self.shots,
             "versions": self.versions,
             "decoding": self.work,
@@ -100,6 +104,7 @@ def evaluate(
         [score for name in found["results"] for score in _scores(name, found)],
         {name: [_answer(one) for one in samples] for name, samples in found["samples"].items()},
         work,
+        templated,
         {name: int(task.get_config("num_fewshot")) for name, task in tasks["tasks"].items()},
         {"lm_eval": __version__, "tasks": dict(found.get("versions", {}))},
     )
@@ -123,7 +128,7 @@ def _scores(task: str, found: Any) -> list[Score]:
                 task,
                 metric if kind == "none" else key,
                 float(value),
-                float(error) if isinstance(error, (int, float)) else None,
+                float(error) if isinstance(error, (int, float)) and math.isfinite(error) else None,
                 better.get(metric),
                 int(samples),
             )

@@ -21,6 +21,7 @@ LAYERS = (
     ("experts",),
     ("engine",),
     ("integration", "bench", "inspection"),
+    ("evaluation",),
     ("cli",),
 )
 """From the bottom to the top: a part imports only from parts below it, and from itself."""

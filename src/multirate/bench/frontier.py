@@ -7,7 +7,6 @@ that was promised.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -61,8 +60,7 @@ def settings_of(engine: Engine) -> list[str]:
         chosen = sorted({round(i * last / (POINTS - 1)) for i in range(POINTS)})
         for threshold in (round(mode.path[i], 4) for i in chosen):
             settings = mode.settings(accelerator.module, threshold)
-            values = (f"{k}={json.dumps(v, separators=(',', ':'))}" for k, v in settings.items())
-            names.append(":".join([name, *values]))
+            names.append(spec.write_variant(name, settings))
     if len(names) == 1:
         given = ", ".join(engine.accelerators) or "none"
         raise UserError(

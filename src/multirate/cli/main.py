@@ -7,7 +7,18 @@ from typing import Annotated
 import typer
 
 from multirate import __version__
-from multirate.cli import answers, bench, calibrate, demo, generate, info, inspect, pack, train
+from multirate.cli import (
+    answers,
+    bench,
+    calibrate,
+    demo,
+    evaluate,
+    generate,
+    info,
+    inspect,
+    pack,
+    train,
+)
 from multirate.cli.errors import Group
 
 app = typer.Typer(
@@ -26,6 +37,7 @@ app.command("train")(train.command)
 app.command("calibrate")(calibrate.command)
 app.command("pack")(pack.command)
 app.command("bench")(bench.command)
+app.command("eval")(evaluate.command)
 app.command("demo")(demo.command)
 app.command("info")(info.command)
 app.command("inspect")(inspect.command)

@@ -239,6 +239,12 @@ def parse_variant(name: str) -> tuple[str, dict[str, Any]]:
     return base, parse_settings(parts, f"in method {name!r},")
 
 
+def write_variant(name: str, settings: Mapping[str, Any]) -> str:
+    """The name that `parse_variant` reads as this method with these settings."""
+    values = (f"{k}={json.dumps(v, separators=(',', ':'))}" for k, v in settings.items())
+    return ":".join([name, *values])
+
+
 def parse_settings(given: Sequence[str], where: str) -> dict[str, Any]:
     """["nodes=5", "gates=[6]", "trust=arla"] → their values, JSON or else words. UserError, begun
     by `where`.

@@ -1,0 +1,146 @@
+"""`multirate eval`: a model's scores on tasks, by lm-evaluation-harness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from multirate.cli import options
+from multirate.errors import UserError
+
+
+def command(
+    model: options.Model = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: wikisql, e2e_nlg, dialogsum, a task's YAML file, or a task of "
+            "lm-eval.",
+            show_default=False,
+        ),
+    ] = None,
+    accelerator: Annotated[
+        str | None,
+        typer.Option(
+            "--accelerator", "-a", help="An accelerator's folder or hub id.", show_default=False
+        ),
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            help="full (plain decoding), speculative (drafts that the model verifies: the same "
+            "scores) or dynamic (tokens leave early). Default: full; speculative with "
+            "--accelerator.",
+            show_default=False,
+        ),
+    ] = None,
+    quality: options.Quality = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="With --mode dynamic, instead of --quality: the least score with which a token "
+            "leaves.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder of the tasks' data (default: $MULTIRATE_EVAL_DATA).",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Only the first so many documents of each task.", show_default=False),
+    ] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(
+            help="Examples in every prompt (default: the task's own number).", show_default=False
+        ),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Ask without the chat template.")] = False,
+    speculate: options.Speculate = "auto",
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+    ] = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    backend: options.Backend = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Score a model on tasks: text to SQL, data to text, summaries, or any task of lm-eval."""
+    from multirate.evaluation.installed import check_installed
+    from multirate.evaluation.task_files import load_tasks, task_names
+
+    names = task_names(tasks or "")
+    for option, value, least in (("--limit", limit, 1), ("--shots", shots, 0)):
+        if value is not None and value < least:
+            raise UserError(f"{option} is {value}: at least {least} is needed")
+    check_installed()
+    options.set_threads(threads)
+
+    from multirate.bench import provenance
+    from multirate.cli.progress import Lines
+    from multirate.engine import SPECULATE, attach
+    from multirate.evaluation.modes import FULL, SPECULATIVE, Mode, decoding
+    from multirate.evaluation.run import evaluate
+    from multirate.evaluation.table import table
+    from multirate.hub import reference_accelerators
+    from multirate.io import check_writable, write_json
+    from multirate.methods.spec import recommended
+
+    wanted = Mode(mode or (FULL if accelerator is None else SPECULATIVE), quality, threshold)
+    if speculate not in SPECULATE:
+        raise UserError(f"--speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
+    if json is not None:
+        check_writable(json)
+    asked = load_tasks(names, data, shots)
+    loaded = options.load(model, dtype, device)
+    engine = attach(loaded, backend=backend)
+    if wanted.name == FULL:
+        if accelerator is not None:
+            options.note(f"note: --accelerator {accelerator} is not used in mode {FULL}")
+    else:
+        options.add_accelerators(
+            engine,
+            [accelerator] if accelerator else [],
+            [] if accelerator else [recommended()],
+            reference_accelerators(model),
+        )
+    how = decoding(engine, wanted, speculate)
+    with Lines("evaluating") as bar:
+        found = evaluate(engine, how, asked, limit, chat=not raw, progress=bar.to)
+    if engine.promise is not None:
+        options.note(f"note: {engine.promise.sentence()}")
+    text = "the full model's own text" if how.lossless else "lossy"
+    options.console().print(table(found, f"{loaded.name}, {wanted.name}: {how.method} ({text})"))
+    if json is not None:
+        promise = engine.promise_of(how.method)
+        write_json(
+            json,
+            {
+                **provenance.collect(engine.decoder.info.device, backend=engine.backend),
+                "model": loaded.name,
+                "dtype": str(loaded.model.dtype).removeprefix("torch."),
+                "mode": wanted.name,
+                "method": how.method,
+                "lossless": how.lossless,
+                "quality": quality,
+                "threshold": threshold,
+                "promise": None if promise is None else promise.sentence(),
+                "accelerator": None if wanted.name == FULL else str(_folder(engine)),
+                "limit": limit,
+                "data": None if data is None else str(data),
+                **found.as_dict(),
+            },
+        )
+
+
+def _folder(engine: Any) -> Path | None:
+    """Of the accelerator that decodes."""
+    folder: Path | None = engine.accelerators[engine.default].folder
+    return folder

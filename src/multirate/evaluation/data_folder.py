@@ -1,0 +1,39 @@
+"""Where the tasks' data lies. None of it is part of the package."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from multirate.errors import UserError
+
+VARIABLE = "MULTIRATE_EVAL_DATA"
+
+
+def data_file(folder: str | os.PathLike[str] | None, task: str, name: str) -> Path:
+    """The file `name` of a task: FOLDER/TASK/NAME, or FOLDER/NAME where the folder is the task's
+    own.
+
+    folder: None: what $MULTIRATE_EVAL_DATA names. Raises UserError naming what is missing.
+    """
+    given = folder or os.environ.get(VARIABLE)
+    if not given:
+        raise UserError(
+            f"task {task} needs its data: give --data FOLDER, or set {VARIABLE}, to a folder that "
+            f"has {task}/{name}"
+        )
+    root = Path(given)
+    if not root.is_dir():
+        raise UserError(f"task {task} needs its data, and there is no folder {root}")
+    for path in (root / task / name, root / name):
+        if path.is_file():
+            return path
+    raise UserError(f"task {task} needs the file {task}/{name} (or {name}) in {root}, not there")
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's content. UserError when it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None

@@ -86,6 +86,7 @@ def test_whatever_is_drafted(
 METHODS = [
     ("layerskip", {"exit_layer": 1, "confidence": 0.1}),
     ("prompt_lookup", {}),
+    ("sam", {}),
     ("token_recycling", {}),
 ]
 

@@ -87,6 +87,7 @@ METHODS = [
     ("layerskip", {"exit_layer": 1, "confidence": 0.1}),
     ("prompt_lookup", {}),
     ("sam", {}),
+    ("lookahead", {}),
     ("token_recycling", {}),
 ]
 

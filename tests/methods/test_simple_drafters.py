@@ -51,6 +51,8 @@ def tiny() -> Any:
         ("prompt_lookup", {"max_ngram": 1, "tokens": 3}),
         ("sam", {}),
         ("sam", {"tokens": 5, "least": 2, "per_match": 0.5}),
+        ("lookahead", {}),
+        ("lookahead", {"ngram": 4, "window": 3, "guesses": 3}),
         ("layerskip", {}),
         ("layerskip", {"exit_layer": 3, "confidence": 0.0}),
         ("layerskip", {"exit_layer": 2, "confidence": 0.9}),
@@ -192,6 +194,9 @@ def test_settings_refuse(tiny: Any) -> None:
         ("layerskip", [1], "mapping of exit_layer"),
         ("prompt_lookup", {"tokens": 0}, "'tokens' is 0"),
         ("sam", {"least": 0}, "'least' is 0"),
+        ("lookahead", {"ngram": 1}, "'ngram' is 1"),
+        ("lookahead", {"ngram": 9, "window": 5}, "'window' is 5; accepted: at least .*7"),
+        ("lookahead", {"window": 40}, "'window' is 40; accepted: such that"),
         ("sam", {"per_match": 0}, "'per_match' is 0"),
         ("autoregressive", {"x": 1}, "has no settings"),
     ]:

@@ -29,7 +29,7 @@ from multirate.experts.load import load_offloaded
 from multirate.generation_lock import GenerationLock, lock_of
 from multirate.hub import LoadedModel, load_model, resolve_accelerator
 from multirate.methods import spec
-from multirate.methods.spec import PLAIN, MethodSpec
+from multirate.methods.spec import PLAIN, MethodSpec, SecondModel
 from multirate.model.decoder import Decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.load import load_decoder
@@ -151,6 +151,7 @@ class Engine:
         self._watch = WeightWatch(model)
         self._decodings: dict[str, _Decoding] = {}
         self._prefix_caches: dict[str, PrefixCache] = {}  # the newest last
+        self._second_models: dict[str, SecondModel] = {}
         self._tried: set[str] = set()  # accelerators for a relative of this model
 
     @property
@@ -422,7 +423,11 @@ class Engine:
                         "for the settings that were calibrated: accepted is the quality alone"
                     )
                 settings = settings if promise is None else promise.settings
-            step = self._spec(base).make_step(self.decoder, accelerator, settings)
+            known = self._spec(base)
+            beside: Accelerator | SecondModel | None = accelerator
+            if beside is None and known.second_model is not None:
+                beside = self._second_model(known, settings)
+            step = known.make_step(self.decoder, beside, settings)
             if step is None:
                 return None
             # what its card says was measured on other weights
@@ -431,6 +436,20 @@ class Engine:
             step.expect(rates)
             self._decodings[name] = _Decoding(step, OverallRates(rates), promise)
         return self._decodings[name]
+
+    def _second_model(self, known: MethodSpec, settings: Any) -> SecondModel | None:
+        """The model that a method runs beside this one, in this one's dtype; loaded once."""
+        assert known.second_model is not None
+        name = known.second_model(known.read_settings(settings))
+        if name is None:
+            return None
+        if name not in self._second_models:
+            info = self.decoder.info
+            loaded = load_model(name, str(info.dtype).removeprefix("torch."), str(info.device))
+            self._second_models[name] = SecondModel(
+                name, load_decoder(loaded.model, self._requested), loaded.tokenizer, self.tokenizer
+            )
+        return self._second_models[name]
 
     def _promised(self, name: str, quality: float) -> Promise | None:
         """What is stored beside the accelerator for a quality; None: 1, the lossless method."""

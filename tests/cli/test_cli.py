@@ -95,6 +95,21 @@ def test_generate_writes_what_transformers_writes(model: str, method: str, strea
     assert result.stdout == plain_answer() + "\n"
 
 
+def test_a_second_model_drafts_where_it_has_the_same_tokenizer(model: str, tmp_path: Path) -> None:
+    options = ("-p", "hi", "-n", "12", "--speculate", "always", "--method")
+    result = run("generate", model, *options, f"two_model:draft={model}")
+    assert result.stdout == plain_answer() + "\n", result.output
+    refused(run("generate", model, *options, "two_model"), "two_model:draft=MODEL")
+    words = tiny_model.tokenizer()
+    words.add_tokens(["hello"])
+    tiny_model.model().save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    refused(
+        run("generate", model, *options, f"two_model:draft={tmp_path}"),
+        "has another tokenizer than the base model: token 'hello' is number 261 there",
+    )
+
+
 def test_generate_reads_files_and_stdin_and_prints_statistics(model: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("hi", encoding="utf-8")

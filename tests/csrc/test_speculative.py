@@ -1,5 +1,5 @@
-"""N-gram look-up, draft trees and whole speculative steps (csrc/ngram.c, draft.c, speculative.c)
-against Python.
+"""Look-ups, draft trees and whole speculative steps (csrc/ngram.c, automaton.c, draft.c,
+speculative.c) against Python.
 """
 
 from __future__ import annotations
@@ -7,11 +7,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
+from multirate.decoding.suffix_automaton import SuffixAutomaton
+from multirate.decoding.text_source import TextSource
 from multirate.errors import UserError
 from multirate.methods.common.fused_steps import DraftHead, FusedSteps
 from multirate.methods.m2r2.tree import DraftTree
@@ -57,6 +61,55 @@ def test_ngram_look_up_is_text_indexs(seed: int) -> None:
         assert not length or found.tolist() == expected
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=6),
+    st.lists(st.integers(0, 3), max_size=5),
+    st.integers(1, 12),
+    st.integers(0, 40),
+)
+def test_an_automaton_finds_what_suffix_automaton_does(
+    pieces: list[list[int]], drafted: list[int], most: int, longest: int
+) -> None:
+    """As the text grows, tokens far apart among them (a hash table's slots are shared)."""
+    kernel, count = library.kernel(), sum(map(len, pieces))
+    memory = np.full(kernel.mr_automaton_words(count), 77, np.int32)
+    automaton = abi.new("Automaton", memory=abi.ints(memory), room=count)
+    kernel.mr_automaton_clear(automaton)
+    whole = np.zeros(count + len(drafted), np.int32)
+    text = abi.new("Text", tokens=abi.ints(whole), automaton=automaton)
+    found, reference, read = np.zeros(most, np.int64), SuffixAutomaton(longest), []
+    for piece in pieces:
+        read += [token << 14 for token in piece]
+        after = [token << 14 for token in drafted]
+        whole[: len(read) + len(after)] = read + after
+        text.count = len(read)
+        expected, length = reference.look_up(read, most, after)
+        assert kernel.mr_look_up(text, len(after), longest, most, abi.longs(found)) == length
+        assert not length or found.tolist() == expected
+
+
+def test_an_automaton_has_room_for_any_text() -> None:
+    """The texts with the most states and the most edges, and others, up to their last token."""
+    kernel, rng = library.kernel(), np.random.default_rng(0)
+    for count in (1, 2, 3, 7, 64, 500):
+        for tokens in (
+            [0] + [1] * (count - 1),  # most states
+            [0, *[1] * (count - 2), 2][:count],  # most edges
+            list(range(count)),
+            rng.integers(0, 2, count).tolist(),
+        ):
+            words = kernel.mr_automaton_words(count)
+            memory = np.full(words + 8, 77, np.int32)
+            automaton = abi.new("Automaton", memory=abi.ints(memory), room=count)
+            kernel.mr_automaton_clear(automaton)
+            whole, found = np.array(tokens, np.int32), np.zeros(4, np.int64)
+            text = abi.new("Text", tokens=abi.ints(whole), count=len(tokens), automaton=automaton)
+            matched = kernel.mr_look_up(text, 0, 1000, 4, abi.longs(found))
+            assert (memory[words:] == 77).all()
+            assert matched == SuffixAutomaton(1000).look_up(tokens, 4)[1]
+
+
 def plain(decoder: NativeDecoder, prompt: list[int], count: int) -> list[int]:
     cache, tokens = decoder.new_cache(1, 128), list(prompt)
     entering = list(prompt)
@@ -77,7 +130,10 @@ def start(decoder: NativeDecoder, prompt: list[int]) -> tuple[NativeKVCache, int
     return cache, chosen[-1]
 
 
-def test_steps_that_only_look_the_text_up_emit_what_plain_decoding_does() -> None:
+@pytest.mark.parametrize("source", [TextIndex, SuffixAutomaton])
+def test_steps_that_only_look_the_text_up_emit_what_plain_decoding_does(
+    source: type[TextSource],
+) -> None:
     decoder, prompt = make_decoder(), [5, 6, 7, 8] * 6
     expected = plain(decoder, prompt, 40)
     cache, token = start(decoder, prompt)
@@ -85,10 +141,11 @@ def test_steps_that_only_look_the_text_up_emit_what_plain_decoding_does() -> Non
         "Stream", shape=decoder.shape, layers=decoder.packed_layers, table=decoder.table.data_ptr()
     )
     limits = abi.new("DraftLimits", nodes=6, ngram=abi.new("NgramLimits", longest=3))
-    steps = FusedSteps(decoder, stream, None, limits, refresh=False)
+    automaton, index = source is SuffixAutomaton, source(3)
+    steps = FusedSteps(decoder, stream, None, limits, refresh=False, automaton=automaton)
     steps.begin(cache, None)
     steps.enter(0, [token], text=[*prompt, token])
-    emitted, index = [token], TextIndex(3)
+    emitted = [token]
     while len(emitted) < 40:
         draft = index.look_up([*prompt, *emitted], 6)[0]
         done = steps.run(6)

@@ -169,7 +169,13 @@ def test_plain_decoding_has_it_too(setting: str) -> None:
 
 @pytest.mark.parametrize("setting", ["plain", "top_p", "all"])
 @pytest.mark.parametrize(
-    "name,config", [("layerskip", {"exit_layer": 1, "confidence": 0.3}), ("prompt_lookup", {})]
+    "name,config",
+    [
+        ("layerskip", {"exit_layer": 1, "confidence": 0.3}),
+        ("prompt_lookup", {}),
+        ("sam", {}),
+        ("lookahead", {}),
+    ],
 )
 def test_real_drafters_keep_it(setting: str, name: str, config: dict) -> None:  # type: ignore[type-arg]
     _, decoder = tiny(5, vocab=VOCAB)

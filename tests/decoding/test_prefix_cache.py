@@ -56,7 +56,7 @@ LLAMA = tf.LlamaConfig(
     bos_token_id=1,
     eos_token_id=2,
 )
-DRAFTERS = ("layerskip", "prompt_lookup", "kangaroo", "m2r2", "m2r2-carry")
+DRAFTERS = ("layerskip", "prompt_lookup", "sam", "kangaroo", "m2r2", "m2r2-carry")
 
 
 def scaled(module: Any, spread: float) -> Any:

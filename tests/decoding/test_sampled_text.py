@@ -86,6 +86,8 @@ def test_whatever_is_drafted(
 METHODS = [
     ("layerskip", {"exit_layer": 1, "confidence": 0.1}),
     ("prompt_lookup", {}),
+    ("sam", {}),
+    ("lookahead", {}),
     ("token_recycling", {}),
 ]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def decoders():
     verify_threshold=st.sampled_from([0, 0.02, 0.3]),
     reduced=st.sampled_from([None, 20]),
     trust=st.sampled_from(["confidence", "arla"]),
-    lookup=st.integers(0, 5),
+    lookup=st.sampled_from([0, 1, 3, 5, "sam"]),
     fuse=st.booleans(),
 )
 def test_greedy_is_the_base_token_for_token(
@@ -305,7 +306,7 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate, weights, error):
     nodes=st.integers(1, 20),
     verify_threshold=st.sampled_from([0.0, 0.02, 0.1]),
     reduced=st.sampled_from([None, 20]),
-    lookup=st.sampled_from([0, 1, 4]),
+    lookup=st.sampled_from([0, 1, 4, "sam"]),
     weights=st.sampled_from(["bf16", "int8"]),
     sampling=st.sampled_from(SAMPLINGS),
     drafts=st.sampled_from(["coupled", "likeliest"]),
@@ -370,7 +371,7 @@ def adaptive(decoder, stream, **settings):
 
 
 @pytest.mark.parametrize("preset", ["m2r2", "m2r2-carry"])
-@pytest.mark.parametrize("lookup", [0, 3])
+@pytest.mark.parametrize("lookup", [0, 3, "sam"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_steps_that_choose_their_draft_are_the_same_in_one_call_and_in_parts(
     decoders, untimed, preset, lookup, seed
@@ -469,7 +470,7 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
     stop = StopSettings(max_new_tokens=100)
     plain = generate(decoder, PlainStep(), PROMPTS, stop=stop)
     steps = {}
-    for lookup in (0, 3):
+    for lookup in (0, 3, "sam"):
         config = M2R2DecodeConfig(
             depth=2,
             nodes=9,
@@ -486,19 +487,17 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
         )
         assert out.sequences == plain.sequences and one.sequences == plain.sequences[:1]
         steps[lookup] = out.stats.sequence_steps, one.stats.sequence_steps
-    assert steps[3][0] < 0.6 * steps[0][0] and steps[3][1] < 0.6 * steps[0][1]
+    for lookup in (3, "sam"):
+        assert steps[lookup][0] < 0.6 * steps[0][0] and steps[lookup][1] < 0.6 * steps[0][1]
     if backend == "native":
         assert_fused_steps_are_steps_in_parts(
             decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0], 100
         )
         for sampling in (None, SamplingSettings(temperature=0.3, seed=1)):
-            assert_fused_steps_are_steps_in_parts(
-                decoder,
-                lambda: PromptLookupDrafter(decoder, PromptLookupConfig()),
-                PROMPTS[0],
-                100,
-                sampling,
-            )
+            for name in ("prompt_lookup", "sam"):
+                assert_fused_steps_are_steps_in_parts(
+                    decoder, partial(find(name).make_drafter, decoder), PROMPTS[0], 100, sampling
+                )
 
 
 def test_drafts_too_long_for_a_whole_round_run_in_parts(decoders):

@@ -16,7 +16,14 @@ from multirate.model.native import library
 
 PROMPTS = ["Once upon a time", "The little dog", "One day Lily and her mother"]
 _ALWAYS = ":draft_threshold=0.05:verify_threshold=0.02"  # as no clock is to decide what is tested
-METHODS = ["prompt_lookup", f"m2r2{_ALWAYS}", f"m2r2-carry{_ALWAYS}", "kangaroo:threshold=0.1"]
+METHODS = [
+    "prompt_lookup",
+    "sam",
+    f"m2r2{_ALWAYS}",
+    f"m2r2-carry{_ALWAYS}",
+    f"m2r2-carry:lookup=sam{_ALWAYS}",
+    "kangaroo:threshold=0.1",
+]
 SAMPLINGS = [
     SamplingSettings(1.0, seed=3),
     SamplingSettings(0.7, seed=4),
@@ -65,7 +72,7 @@ def test_a_seeds_text_is_plain_decodings(
     assert together.sequences == texts
     alone = engine.generate(prompts[:1], sampling, stop, method=method, speculate="always")
     assert alone.sequences == texts[:1]
-    assert alone.stats.accepted > 0 or method == "prompt_lookup"
+    assert alone.stats.accepted > 0 or method in ("prompt_lookup", "sam")
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

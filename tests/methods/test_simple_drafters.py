@@ -49,6 +49,10 @@ def tiny() -> Any:
     [
         ("prompt_lookup", {}),
         ("prompt_lookup", {"max_ngram": 1, "tokens": 3}),
+        ("sam", {}),
+        ("sam", {"tokens": 5, "least": 2, "per_match": 0.5}),
+        ("lookahead", {}),
+        ("lookahead", {"ngram": 4, "window": 3, "guesses": 3}),
         ("layerskip", {}),
         ("layerskip", {"exit_layer": 3, "confidence": 0.0}),
         ("layerskip", {"exit_layer": 2, "confidence": 0.9}),
@@ -136,6 +140,24 @@ def test_prompt_lookup_proposes_what_followed_last(tiny: Any) -> None:
     assert draft([1, 2, 3, 4]) == []
 
 
+def test_sam_proposes_what_followed_the_longest_end_by_its_length(tiny: Any) -> None:
+    def draft(text: list[int], limit: int = 9, **config: Any) -> list[int]:
+        sampler = Sampler(SamplingSettings(), [text])
+        drafter = find("sam").make_drafter(tiny[1], settings=config)
+        assert drafter is not None
+        drafter.begin(None, sampler)  # type: ignore[arg-type]
+        return drafter.draft([0], [text[-1]], [limit], sampler)[0].tokens
+
+    text = [5, 1, 2, 3, 4, 8, 6, 7, 9, 3, 4, 10, 5, 1, 2, 3, 4]
+    assert draft(text, per_match=1) == [8, 6, 7, 9, 3]  # five matched; three would give [10, …]
+    assert draft(text, per_match=0.5) == [8, 6]
+    assert draft(text, per_match=0.1) == [8]
+    assert draft(text, limit=2) == draft(text, tokens=2) == [8, 6]
+    assert draft(text, least=5, per_match=1) == [8, 6, 7, 9, 3]
+    assert draft(text, least=6) == draft([1, 2, 3, 4]) == []
+    assert len(draft(text)) == 9
+
+
 def test_registry() -> None:
     assert {"autoregressive", "prompt_lookup", "layerskip"} <= set(all_specs())
     assert all(
@@ -171,6 +193,11 @@ def test_settings_refuse(tiny: Any) -> None:
         ("layerskip", {"confidence": 2}, "'confidence' is 2"),
         ("layerskip", [1], "mapping of exit_layer"),
         ("prompt_lookup", {"tokens": 0}, "'tokens' is 0"),
+        ("sam", {"least": 0}, "'least' is 0"),
+        ("lookahead", {"ngram": 1}, "'ngram' is 1"),
+        ("lookahead", {"ngram": 9, "window": 5}, "'window' is 5; accepted: at least .*7"),
+        ("lookahead", {"window": 40}, "'window' is 40; accepted: such that"),
+        ("sam", {"per_match": 0}, "'per_match' is 0"),
         ("autoregressive", {"x": 1}, "has no settings"),
     ]:
         with pytest.raises(UserError, match=message):

@@ -117,9 +117,9 @@ typedef struct {
     int32_t exit_layer; // layers [0, exit_layer) draft; verification goes on from there
 } Stream;
 
-// Drafts looked up in the text (n-gram continuation, ngram.c).
+// Drafts looked up in the text (ngram.c).
 typedef struct {
-    int32_t longest;              // tokens compared; 0: no look-up
+    int32_t longest;              // the longest match that is told; 0: no look-up
     const double *first_accepted; // [longest + 1] by matched length: the chance that the first
                                   // token is accepted, given that the draft's best is the same …
     const double *first_against;  // [longest + 1] … or another one
@@ -165,13 +165,23 @@ typedef struct {
     NgramLimits ngram;
 } DraftLimits;
 
+// A suffix automaton of a text (automaton.c). memory and room are its maker's.
+typedef struct {
+    int32_t *memory;              // [mr_automaton_words(room)]
+    int32_t room;                 // tokens that it can take
+    int32_t count, states, edges; // so far
+    int32_t last;                 // the state of the whole text
+} Automaton;
+
 // The text that drafts look themselves up in, and where the nodes of the last draft came from.
 typedef struct {
     int32_t *tokens; // [count + nodes + 1 at least] all so far; drafts are written after it
     int32_t count;
-    int32_t drafted;   // out: nodes that the stream drafted from
-    int32_t continued; // out: nodes of an n-gram continuation, numbered after these
-    int32_t matched;   // out: the length of its match; 0: there was none
+    Automaton *automaton; // finds matches of any length; it takes the text in when it is asked.
+                          // NULL: the text is searched for n-grams
+    int32_t drafted;      // out: nodes that the stream drafted from
+    int32_t continued;    // out: nodes of its continuation, numbered after these
+    int32_t matched;      // out: the length of its match; 0: there was none
 } Text;
 
 // A speculative step of one sequence (speculative.c), and the memory it works in. The next step
@@ -359,6 +369,15 @@ void mr_noisy_argmax(const float *logits, int count, int vocab, int stride, cons
 // the first `known` < count tokens, the latest of equally long ones. to [most]: what followed,
 // going round at the end of the text. Returns the suffix's length; 0: not even the last token.
 int mr_ngram(const int32_t *text, int known, int count, int longest, int most, int64_t *to);
+// The longest end of the text and the `drafted` tokens written after it that ended before the
+// text's last token, by text->automaton or mr_ngram; `longest` and `to` as there. A match of more
+// tokens is told as one of `longest`.
+int mr_look_up(const Text *text, int drafted, int longest, int most, int64_t *to);
+
+// automaton.c: the memory of an automaton for a text of `room` tokens, in int32, and beginning anew
+// in it.
+int64_t mr_automaton_words(int room);
+void mr_automaton_clear(Automaton *automaton);
 
 // draft.c: one level of a draft. ids [rows]: adapted rows of these tokens; of the last `fresh` the
 // target model runs a row, too. carried [rows, hidden] or NULL. x [fresh + rows, hidden] out: the

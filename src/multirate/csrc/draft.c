@@ -255,8 +255,7 @@ static int continue_ngram(Tree *t, int64_t best, double own, int trusted) {
     int most = (budget < t->limits->deepest ? budget : t->limits->deepest) - n;
     if (n)
         text->tokens[text->count + n - 1] = (int32_t)step->tokens[n - 1];
-    int matched =
-        mr_ngram(text->tokens, text->count - 1, text->count + n, ngram->longest, most, found);
+    int matched = mr_look_up(text, n, ngram->longest, most, found);
     int agrees = matched && found[0] == best;
     if (matched && most > 0 && (agrees || !trusted)) { // else nothing else can follow
         double first = agrees ? ngram->first_accepted[matched] : ngram->first_against[matched];

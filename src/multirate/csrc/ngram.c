@@ -2,6 +2,14 @@
 // whether a draft continues with it. TextIndex and DraftTree state both rules in Python;
 // tests hold the two forms together.
 #include "ngram.h"
+#include "automaton.h"
+
+// What followed place `at` of a text of `count` tokens, going round at its end.
+static void copy_following(const int32_t *text, int count, int at, int most, int64_t *to) {
+    int period = count - at;
+    for (int j = 0; j < most; j++)
+        to[j] = j < period ? text[at + j] : to[j - period];
+}
 
 int mr_ngram(const int32_t *text, int known, int count, int longest, int most, int64_t *to) {
     int matched = 0, at = -1;
@@ -17,10 +25,22 @@ int mr_ngram(const int32_t *text, int known, int count, int longest, int most, i
             at = p;
         }
     }
-    int period = count - 1 - at;
-    for (int j = 0; matched && j < most; j++)
-        to[j] = j < period ? text[at + 1 + j] : to[j - period];
+    if (matched)
+        copy_following(text, count, at + 1, most, to);
     return matched;
+}
+
+int mr_look_up(const Text *text, int drafted, int longest, int most, int64_t *to) {
+    int end, count = text->count + drafted;
+    if (!longest)
+        return 0;
+    if (!text->automaton)
+        return mr_ngram(text->tokens, text->count - 1, count, longest, most, to);
+    automaton_grow(text->automaton, text->tokens, text->count);
+    int matched = automaton_match(text->automaton, text->tokens + text->count, drafted, &end);
+    if (matched)
+        copy_following(text->tokens, count, end, most, to);
+    return matched < longest ? matched : longest;
 }
 
 // Either draft is worth the sum over its nodes of path probability less threshold.

@@ -46,8 +46,7 @@ static int draft_from_text(SpeculativeStep *step, const DraftLimits *limits, int
     const Stream *stream = step->stream;
     Text *text = &step->text;
     int most = limits->deepest, d = stream->shape->hidden;
-    text->matched = mr_ngram(text->tokens, text->count - 1, text->count, limits->ngram.longest,
-                             most, step->tokens);
+    text->matched = mr_look_up(text, 0, limits->ngram.longest, most, step->tokens);
     int n = text->matched ? most : 0;
     for (int i = 0; i < n; i++) {
         step->parents[i] = i;

@@ -78,6 +78,16 @@ class DynamicMode:
 
 
 @dataclass(frozen=True)
+class SecondModel:
+    """A model that a method runs beside the base model. name: as the user called it."""
+
+    name: str
+    decoder: Decoder
+    tokenizer: Any
+    base_tokenizer: Any
+
+
+@dataclass(frozen=True)
 class MethodSpec:
     """One method.
 
@@ -90,6 +100,8 @@ class MethodSpec:
     not always a SpeculativeStep over the drafter: a DynamicDepthStep over the method's depth
     policy, say. dynamic: its dynamic mode, if it has one; lossy, whatever `lossless` says.
     tracer(decoder, module): lays its second residual stream open, where it has one.
+    second_model(settings): the name of a model that the method runs beside the base model, None
+    where none is named; drafter and step then get it, a SecondModel, as their module.
     recommended: the default of its role.
     """
 
@@ -102,6 +114,7 @@ class MethodSpec:
     training: Training | None = None
     dynamic: DynamicMode | None = None
     tracer: Callable[[Decoder, Any], StreamTracer] | None = None
+    second_model: Callable[[Any], str | None] | None = None
     role: Literal["drafter", "depth", "experts"] = "drafter"
     lossless: bool = True
     recommended: bool = False

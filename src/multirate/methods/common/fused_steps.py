@@ -64,7 +64,8 @@ class FusedSteps:
     stream: what drafts, at stream.gate, read with `head`; without one the text is looked up, and
     nothing else. refresh: whether accepted tokens run through it again (it has own K/V). limits:
     nodes, width, top, sharpness, least and the lookup's rates are kept; ``run`` sets the others.
-    Owns all buffers of a step.
+    automaton: the text is looked up in its suffix automaton, for matches of any length; else its
+    n-grams are. Owns all buffers of a step.
     """
 
     @staticmethod
@@ -81,6 +82,7 @@ class FusedSteps:
         head: DraftHead | None,
         limits: abi.CData,
         refresh: bool,
+        automaton: bool = False,
     ) -> None:
         nodes, d = limits.nodes, decoder.info.hidden_size
         if limits.trust:
@@ -110,6 +112,7 @@ class FusedSteps:
         self._no_threshold = abi.doubles(self._free)
         self._limits, self._longest = limits, limits.ngram.longest
         self._text = np.empty(0, np.int32)
+        self._automaton = abi.new("Automaton") if automaton else None
         self._found = np.empty(nodes, np.int64)
         self._found_at = abi.longs(self._found)
         self._step = abi.new(
@@ -129,6 +132,8 @@ class FusedSteps:
             draft_vocab=head.vocab if head else 0,
             layers=decoder.info.num_layers,
         )
+        if self._automaton is not None:
+            self._step.text.automaton = self._automaton
 
     def begin(
         self,
@@ -328,17 +333,12 @@ class FusedSteps:
             setattr(self._limits, name, abi.NULL if counts is None else abi.doubles(counts))
 
     def look_up(self, most: int) -> tuple[list[int], int]:
-        """What the text had after the tokens it ends in, as `TextIndex.look_up`."""
-        text, found = self._step.text, self._found
-        matched = self._library.mr_ngram(
-            text.tokens,
-            text.count - 1,
-            text.count,
-            self._limits.ngram.longest,
-            most,
-            self._found_at,
+        """What the text had after the tokens it ends in, as `TextSource.look_up`."""
+        text = abi.ffi.addressof(self._step, "text")
+        matched = self._library.mr_look_up(
+            text, 0, self._limits.ngram.longest, most, self._found_at
         )
-        return (found[:most].tolist() if matched else []), matched
+        return (self._found[:most].tolist() if matched else []), matched
 
     def confidence(self) -> list[float]:
         """The stream's own probability of each node of the last draft; −1: not its node."""
@@ -402,6 +402,12 @@ class FusedSteps:
         self._text = np.empty(len(tokens) + room + 2 * (self._nodes + 1), np.int32)
         self._text[: len(tokens)] = tokens
         text.tokens, text.count = (abi.ints(self._text) if len(tokens) else abi.NULL), len(tokens)
+        if self._automaton is not None and len(tokens):
+            # it takes the text in again: no more often than the text's room doubles
+            room = len(self._text)
+            self._memory = np.empty(self._library.mr_automaton_words(room), np.int32)
+            self._automaton.memory, self._automaton.room = abi.ints(self._memory), room
+            self._library.mr_automaton_clear(self._automaton)
 
     def _make_room(self) -> int:
         """Room for a step in both caches; returns the sequence's committed length."""

@@ -22,11 +22,12 @@ from multirate.decoding.acceptance_statistics import Calibration, ContinuationRa
 from multirate.decoding.costs import CostModel
 from multirate.decoding.draft_length import DraftLengthController, Plan, StepCosts
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
-from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
+from multirate.decoding.text_source import TextSource
 from multirate.errors import UserError
 from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.fused_steps import FusedSteps
+from multirate.methods.common.lookup import Lookup
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
@@ -108,6 +109,7 @@ class M2R2Drafter(Drafter):
     ) -> None:
         self.decoder, self.stream = decoder, stream
         self.config = config or M2R2DecodeConfig()
+        self._lookup = Lookup.of(self.config.lookup)
         self.start = stream.config.gates[0]
         self._exit_threshold = _exit_threshold(self.config, stream)
         self.lossless = self._exit_threshold is None
@@ -134,7 +136,7 @@ class M2R2Drafter(Drafter):
         self._own: dict[int, _Estimates] = {}  # by sequence
         self._streamed: set[int] = set()  # sequences whose step under way the stream drafts
         self._matches: dict[int, _Match] = {}
-        self._texts: dict[int, TextIndex] = {}
+        self._texts: dict[int, TextSource] = {}
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
         self._fused: FusedSteps | None = None
         if (
@@ -157,10 +159,15 @@ class M2R2Drafter(Drafter):
                 top=self._candidates,
                 sharpness=c.sharpness,
                 trust=trust,
-                ngram=abi.new("NgramLimits", longest=c.lookup),
+                ngram=abi.new("NgramLimits", longest=self._lookup.longest),
             )
             self._fused = FusedSteps(
-                decoder, self.runner.packed, self.runner.head, limits, refresh=self._refresh
+                decoder,
+                self.runner.packed,
+                self.runner.head,
+                limits,
+                refresh=self._refresh,
+                automaton=self._lookup.automaton,
             )
             self._fused.learn_from(self._shared.continuations)
 
@@ -172,7 +179,7 @@ class M2R2Drafter(Drafter):
                 (self.config.verify_threshold, _FIXED_VERIFY_THRESHOLD),
             )
         )
-        rates = ContinuationRates(self.config.lookup)
+        rates = ContinuationRates(self._lookup.longest)
         made = _Estimates(rates, draft_threshold, verify_threshold)
         if not self.lossless and self._prices:
             made.controller = DraftLengthController(
@@ -333,7 +340,7 @@ class M2R2Drafter(Drafter):
         """
         match, streamed = self._matches.get(seq, _NO_MATCH), seq in self._streamed
         known = self._estimates(seq)
-        if streamed and self.config.lookup and tree.drafted + 1 not in tree.trusted:
+        if streamed and self._lookup.longest and tree.drafted + 1 not in tree.trusted:
             # else the continuation begins with a trusted token, which nobody has judged
             known.continuations.observe(tree.origin, *tree.accepted(path))
         if known.controller is None:
@@ -374,12 +381,11 @@ class M2R2Drafter(Drafter):
         found = []
         for seq, count in zip(seqs, most, strict=True):
             match = _NO_MATCH
-            if self.config.lookup:
+            if self._lookup.longest:
                 if seq == self._fused_seq and self._fused is not None:
                     match = _Match(*self._fused.look_up(nodes))
                 else:
-                    index = self._texts.setdefault(seq, TextIndex(self.config.lookup))
-                    match = _Match(*index.look_up(self._sampler.tokens[seq], nodes))
+                    match = _Match(*self._text_of(seq).look_up(self._sampler.tokens[seq], nodes))
             self._matches[seq] = match
             found.append((match.matched, count))
         plan = known.controller.choose(found, max(limits), behind)
@@ -396,7 +402,7 @@ class M2R2Drafter(Drafter):
             return None  # drawn tokens: the kernel trusts none
         waiting = self._waiting.pop(seq, None)
         if waiting is not None:  # the sequence's first step here
-            text = self._sampler.tokens[seq] if self.config.lookup else None
+            text = self._sampler.tokens[seq] if self._lookup.longest else None
             self._fused.enter(
                 seq,
                 [*waiting.ids, last_token],
@@ -423,7 +429,7 @@ class M2R2Drafter(Drafter):
             known.continuations.draft_accepted,
             plan.stream,
         )
-        if known.controller is not None or self.config.lookup:
+        if known.controller is not None or self._lookup.longest:
             self._learn_fused(seq, done)
         return done
 
@@ -665,10 +671,10 @@ class M2R2Drafter(Drafter):
         that is worth it. → whether it does, and with the stream's best token.
         """
         most = min(tree.deepest, tree.budget(self.max_nodes)) - len(tree.tokens)
-        if not self.config.lookup or most <= 0:
+        if not self._lookup.longest or most <= 0:
             return False, False
-        index = self._texts.setdefault(seq, TextIndex(self.config.lookup))
-        continuation, matched = index.look_up(self._sampler.tokens[seq], most, tree.tokens)
+        text = self._sampler.tokens[seq]
+        continuation, matched = self._text_of(seq).look_up(text, most, tree.tokens)
         if not matched:
             return False, False
         agrees, known = continuation[0] == best, self._estimates(seq)
@@ -685,6 +691,12 @@ class M2R2Drafter(Drafter):
         if length:
             tree.continue_with(continuation[:length], matched, trusted)
         return length > 0, length > 0 and agrees
+
+    def _text_of(self, seq: int) -> TextSource:
+        """What the sequence's text is looked up in."""
+        if seq not in self._texts:
+            self._texts[seq] = self._lookup.source()
+        return self._texts[seq]
 
     def _grow_drawn(
         self,

@@ -7,6 +7,7 @@ from typing import Literal
 
 from multirate.errors import UserError
 from multirate.methods.common.config import DraftWeights, MethodConfig
+from multirate.methods.common.lookup import LookupName
 from multirate.model.rows import MAX_TREE_BIT
 
 MAX_CANDIDATES = 17  # of a node: the kernel's arrays end there
@@ -27,9 +28,9 @@ class M2R2DecodeConfig(MethodConfig):
     draft_threshold, verify_threshold: least path probability (see tree.py) of a node to draft from,
     and of a leaf to verify; None: from measured costs, so that a node is added exactly when it
     raises the expected tokens per second.
-    lookup: where the last tokens (this many at most, 0: never) occurred before in the text and the
-    stream's best next token is what followed there, a draft may go on as the text did, without the
-    stream (tree.py). [ours]
+    lookup: where the last tokens (this many at most, 0: never) occurred before in the text, a draft
+    may go on as the text did, without the stream (tree.py). Instead of a number: ngram, the default
+    one, or sam, matches of any length by the text's suffix automaton. [ours]
     trust: what a draft is judged by: confidence (the sharpened top-1 probability) or arla (the
     trained estimate that
     the argmax agrees: docs/methods/m2r2.md, point 5). Both were measured: docs/experiments.md.
@@ -60,7 +61,7 @@ class M2R2DecodeConfig(MethodConfig):
     sharpness: float = 2.0
     draft_threshold: float | None = None
     verify_threshold: float | None = None
-    lookup: int = 0
+    lookup: int | LookupName = 0
     trust: Literal["confidence", "arla"] = "confidence"
     drafts: Literal["coupled", "likeliest", "drawn"] = "coupled"
     weights: DraftWeights = "int8"
@@ -77,10 +78,10 @@ class M2R2DecodeConfig(MethodConfig):
             ("lookup", 0, 64),
             ("sampled_candidates", 1, MAX_CANDIDATES),
         ):
-            if not low <= getattr(self, name) <= high:
+            value = getattr(self, name)
+            if not isinstance(value, str) and not low <= value <= high:
                 raise UserError(
-                    f"m2r2 setting {name}={getattr(self, name)} is out of range; accepted: {low} "
-                    f"to {high}"
+                    f"m2r2 setting {name}={value} is out of range; accepted: {low} to {high}"
                 )
         if not self.sharpness > 0:
             raise UserError(
@@ -103,4 +104,4 @@ class M2R2DecodeConfig(MethodConfig):
 class CarryDecodeConfig(M2R2DecodeConfig):
     """As M2R2DecodeConfig, with lookup."""
 
-    lookup: int = 4
+    lookup: int | LookupName = 4

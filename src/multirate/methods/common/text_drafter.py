@@ -1,0 +1,95 @@
+"""Drafts that are the text's own continuation, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from multirate.decoding.drafter import Draft, Drafter, FusedStep
+from multirate.decoding.sampler import Sampler
+from multirate.decoding.text_source import TextSource
+from multirate.methods.common.fused_steps import FusedSteps
+from multirate.methods.common.lookup import Lookup
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.native import NativeDecoder, abi
+from multirate.model.native.cache import NativeKVCache
+
+
+class TextDrafter(Drafter):
+    """Proposes what followed the end of the text when it occurred before, `tokens` at most.
+
+    length: how many of these after a match of so many tokens; None: all.
+
+    On the native decoder a step of one sequence is a kernel call, as M2R2's and Kangaroo's are.
+    """
+
+    start = 0
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        lookup: Lookup,
+        tokens: int,
+        length: Callable[[int], int] | None = None,
+    ) -> None:
+        self.max_nodes = tokens
+        self._lookup, self._length = lookup, length
+        self._texts: list[TextSource] = []
+        self._fused: FusedSteps | None = None
+        self._entered: int | None = None  # the sequence whose steps are fused
+        if (
+            isinstance(decoder, NativeDecoder)
+            and decoder.supports_fused
+            and FusedSteps.can_draft(tokens)
+        ):
+            self._stream = abi.new(
+                "Stream",
+                shape=decoder.shape,
+                layers=decoder.packed_layers,
+                table=decoder.table.data_ptr(),
+            )
+            ngram = abi.new("NgramLimits", longest=lookup.longest)
+            limits = abi.new("DraftLimits", nodes=tokens, ngram=ngram)
+            self._fused = FusedSteps(
+                decoder, self._stream, None, limits, refresh=False, automaton=lookup.automaton
+            )
+
+    def begin(self, cache: KVCache, sampler: Sampler) -> None:
+        """Forgets the texts of the generation before."""
+        self._texts = [self._lookup.source() for _ in sampler.tokens]
+        self._sampler, self._entered = sampler, None
+        if self._fused is not None:
+            assert isinstance(cache, NativeKVCache)
+            self._fused.begin(cache, None, sampler)
+
+    def usable(self, cache: KVCache, length: int) -> int:
+        return length  # what is looked up is made anew from the tokens
+
+    def draft(
+        self,
+        seqs: Sequence[int],
+        last_tokens: Sequence[int],
+        limits: Sequence[int],
+        sampler: Sampler,
+    ) -> list[Draft]:
+        """See Drafter. The draft is empty where not even the last token occurred before."""
+        drafts = []
+        for b, limit in zip(seqs, limits, strict=True):
+            most = min(limit, self.max_nodes)
+            tokens, matched = self._texts[b].look_up(sampler.tokens[b], most)
+            drafts.append(Draft.chain(tokens[: self._wanted(matched)]))
+        return drafts
+
+    def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
+        if self._fused is None:
+            return None
+        if self._entered != seq:
+            self._fused.enter(seq, [last_token], text=self._sampler.tokens[seq])
+            self._entered = seq
+        most = min(limit, self.max_nodes)
+        if self._length is not None and most:
+            most = min(most, self._wanted(self._fused.look_up(most)[1]))
+        return self._fused.run(most)
+
+    def _wanted(self, matched: int) -> int:
+        return self.max_nodes if self._length is None else self._length(matched)

@@ -1,0 +1,1 @@
+"""Lookahead decoding: Jacobi iterations beside the text collect n-grams, which are the drafts."""

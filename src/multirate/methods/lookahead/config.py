@@ -1,0 +1,38 @@
+"""Settings of lookahead decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from multirate.decoding.drafter import MAX_TREE_NODES
+from multirate.methods.common.config import MethodConfig
+
+
+@dataclass(frozen=True)
+class LookaheadConfig(MethodConfig):
+    """ngram: tokens of an n-gram (the paper's N). window: places that are guessed ahead (W).
+    guesses: n-grams verified at once (G). A pass has (ngram − 1) · (window + guesses) rows more
+    than a plain one.
+    """
+
+    ngram: int = 3
+    window: int = 4
+    guesses: int = 2
+
+    def check(self) -> None:
+        self.require(self.ngram >= 2, "ngram", "a whole number of at least 2")
+        self.require_count("window", "guesses")
+        self.require(
+            self.window >= self.ngram - 2, "window", f"at least ngram − 2, here {self.ngram - 2}"
+        )
+        self.require(
+            self.nodes <= MAX_TREE_NODES,
+            "window",
+            f"such that (ngram − 1) · (window + guesses) is at most {MAX_TREE_NODES}, the rows of "
+            "a tree",
+        )
+
+    @property
+    def nodes(self) -> int:
+        """Of a draft, at most."""
+        return (self.ngram - 1) * (self.window + self.guesses)

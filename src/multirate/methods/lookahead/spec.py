@@ -1,0 +1,17 @@
+"""Registers lookahead decoding."""
+
+from __future__ import annotations
+
+from multirate.methods.lookahead.config import LookaheadConfig
+from multirate.methods.lookahead.decode import LookaheadDrafter
+from multirate.methods.spec import MethodSpec, register
+
+SPEC = register(
+    MethodSpec(
+        name="lookahead",
+        title="lookahead decoding (arXiv 2402.02057, no training)",
+        summary="drafts n-grams that the model itself guesses ahead of the text",
+        settings=LookaheadConfig,
+        drafter=lambda decoder, module, settings: LookaheadDrafter(decoder, settings),
+    )
+)

@@ -1,0 +1,1 @@
+"""SAM-Decoding: what followed the longest end of the text that occurred before is the draft."""

@@ -1,0 +1,34 @@
+"""Settings of SAM-Decoding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from multirate.methods.common.config import MethodConfig
+
+
+@dataclass(frozen=True)
+class SAMConfig(MethodConfig):
+    """tokens: longest draft. least: shortest match that is drafted from. per_match: tokens drafted
+    for each matched one.
+    """
+
+    tokens: int = 10
+    least: int = 1
+    per_match: float = 4.0
+
+    def check(self) -> None:
+        self.require_count("tokens", "least")
+        self.require(self.per_match > 0, "per_match", "a number above 0")
+
+    def length(self, matched: int) -> int:
+        """How many tokens are drafted after a match of so many."""
+        if matched < self.least:
+            return 0
+        return min(self.tokens, max(1, int(self.per_match * matched)))
+
+    @property
+    def longest(self) -> int:
+        """The longest match whose length makes a difference."""
+        return max(self.least, math.ceil(self.tokens / self.per_match))

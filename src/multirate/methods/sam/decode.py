@@ -1,0 +1,18 @@
+"""Drafts by a suffix automaton of prompt and output [Hu et al. 2024]. No model, no training."""
+
+from __future__ import annotations
+
+from multirate.methods.common.lookup import Lookup
+from multirate.methods.common.text_drafter import TextDrafter
+from multirate.methods.sam.config import SAMConfig
+from multirate.model.decoder import Decoder
+
+
+class SAMDrafter(TextDrafter):
+    """The longest end of the text that occurred before, however long, proposes what followed; its
+    length decides whether and how much.
+    """
+
+    def __init__(self, decoder: Decoder, config: SAMConfig) -> None:
+        lookup = Lookup(config.longest, automaton=True)
+        super().__init__(decoder, lookup, config.tokens, config.length)

@@ -1,0 +1,17 @@
+"""Registers SAM-Decoding."""
+
+from __future__ import annotations
+
+from multirate.methods.sam.config import SAMConfig
+from multirate.methods.sam.decode import SAMDrafter
+from multirate.methods.spec import MethodSpec, register
+
+SPEC = register(
+    MethodSpec(
+        name="sam",
+        title="SAM-Decoding (arXiv 2411.10666, no training)",
+        summary="drafts what followed the longest end of the text that occurred before",
+        settings=SAMConfig,
+        drafter=lambda decoder, module, settings: SAMDrafter(decoder, settings),
+    )
+)

@@ -1,0 +1,1 @@
+"""Two models: any other model with the same tokenizer drafts."""

@@ -1,0 +1,169 @@
+"""Another model drafts [Leviathan et al. 2023; Chen et al. 2023]. Nothing is trained here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from multirate.decoding.drafter import Draft, Drafter, Verified
+from multirate.decoding.sampler import Sampler
+from multirate.methods.two_model.config import TwoModelConfig
+from multirate.model.decoder import Decoder, argmax_rows
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import Rows
+
+_PIECE = 1024  # rows of one pass over text that was not read yet
+_SHORT = 4  # unread tokens of a sequence that are read in the pass that drafts
+
+
+class TwoModelDrafter(Drafter):
+    """Chains of the tokens that the draft model would take by its own logits, with the noise that
+    the base model's will get.
+
+    Its cache has the K/V of a beginning of every sequence's text: what was verified counts as
+    committed there, the rest of a draft is written over. What it has not read yet (the prompt, a
+    step without a draft, a draft's last token) it reads before it drafts.
+    """
+
+    def __init__(self, decoder: Decoder, draft: Decoder, config: TwoModelConfig) -> None:
+        self._draft, self.config = draft, config
+        self.max_nodes = config.tokens
+        self._vocab = min(decoder.info.vocab_size, draft.info.vocab_size)
+        self._whole = self._vocab == draft.info.vocab_size
+        self._base_cache: KVCache | None = None
+        self._cache: KVCache | None = None
+        self._sampler: Sampler | None = None
+        self._written: dict[int, int] = {}  # drafted tokens in the cache, by sequence
+
+    def trial_step(self) -> Callable[[], object]:
+        cache, rows = self._draft.new_cache(1, 64), Rows.causal(0, 40, 1)
+        return lambda: self._draft.next_tokens(rows, cache, [0])
+
+    def begin(self, cache: KVCache, sampler: Sampler) -> None:
+        if self._cache is not None:
+            self._draft.release_cache(self._cache)
+        self._cache = self._draft.new_cache(cache.batch, cache.capacity)
+        self._base_cache, self._sampler, self._written = cache, sampler, {}
+
+    def usable(self, cache: KVCache, length: int) -> int:
+        return length if cache is self._base_cache else 0
+
+    def resume(self, cache: KVCache, sampler: Sampler) -> None:
+        """Goes on in the draft model's cache."""
+        assert self._cache is not None
+        self._cache.truncate(0, min(self._cache.lengths[0], cache.lengths[0]))
+        self._sampler, self._written = sampler, {}
+
+    def behind(self, seqs: Sequence[int]) -> int:
+        if self._cache is None or self._sampler is None:
+            return 0
+        return sum(len(self._unread(b)) - 1 for b in seqs)
+
+    def draft(
+        self,
+        seqs: Sequence[int],
+        last_tokens: Sequence[int],
+        limits: Sequence[int],
+        sampler: Sampler,
+    ) -> list[Draft]:
+        """See Drafter. Sequences that want shorter drafts drop out of the passes."""
+        depths = [self._depth(b, limit) for b, limit in zip(seqs, limits, strict=True)]
+        tokens: list[list[int]] = [[] for _ in seqs]
+        live = [i for i, depth in enumerate(depths) if depth]
+        if live:
+            self._read_ahead([seqs[i] for i in live])
+        while live:
+            entering = [tokens[i][-1:] or self._unread(seqs[i]) for i in live]
+            paths = [tokens[i] for i in live]
+            chosen, sure = self._pass([seqs[i] for i in live], entering, paths, sampler)
+            for i, token in zip(live, chosen, strict=True):
+                tokens[i].append(token)
+            live = [
+                i
+                for i, confident in zip(live, sure, strict=True)
+                if confident and len(tokens[i]) < depths[i]
+            ]
+        for b, drafted in zip(seqs, tokens, strict=True):
+            self._written[b] = max(len(drafted) - 1, 0)
+        return [Draft.chain(drafted) for drafted in tokens]
+
+    def accept(self, seq: int, verified: Verified) -> None:
+        assert self._cache is not None
+        accepted = len(verified.path) - 1
+        self._cache.commit(seq, min(accepted, self._written.pop(seq, 0)))
+
+    def _unread(self, seq: int) -> list[int]:
+        """The tokens of the text whose K/V are not in the cache; at least the last one."""
+        assert self._cache is not None and self._sampler is not None
+        return self._sampler.tokens[seq][self._cache.lengths[seq] :]
+
+    def _depth(self, seq: int, limit: int) -> int:
+        """How many tokens can be drafted for a sequence."""
+        depth, info = min(limit, self.max_nodes), self._draft.info
+        if depth and max(self._unread(seq)) >= info.vocab_size:
+            return 0  # a token that the draft model does not have
+        if info.max_positions is not None:
+            assert self._sampler is not None
+            depth = min(depth, info.max_positions - len(self._sampler.tokens[seq]) + 1)
+        return max(depth, 0)
+
+    def _read_ahead(self, seqs: Sequence[int]) -> None:
+        """Long unread parts but for their last tokens; only their K/V are of use."""
+        assert self._cache is not None
+        for b in seqs:
+            unread = self._unread(b)
+            while len(unread) > _SHORT:
+                part = unread[:-1][:_PIECE]
+                self._layers(part, Rows.causal(b, self._cache.lengths[b], len(part)))
+                self._cache.commit(b, len(part))
+                unread = unread[len(part) :]
+
+    def _layers(self, ids: Sequence[int], rows: Rows) -> Tensor:
+        """ids [n] through the draft model → h_L [n, d]."""
+        assert self._cache is not None
+        info = self._draft.info
+        x = self._draft.embed(torch.tensor(ids, device=info.device), rows.pos)
+        return self._draft.layers(x, rows, 0, info.num_layers, self._cache)
+
+    def _pass(
+        self,
+        seqs: Sequence[int],
+        entering: Sequence[Sequence[int]],
+        paths: Sequence[Sequence[int]],
+        sampler: Sampler,
+    ) -> tuple[list[int], list[bool]]:
+        """One pass of all sequences' entering tokens, which end in each one's last or newest
+        drafted token → the next token of each, and whether the draft model is sure enough of it.
+        """
+        assert self._cache is not None
+        parts, lasts, at = [], [], -1
+        for b, ids, path in zip(seqs, entering, paths, strict=True):
+            # drafted tokens come after the text, whose unread part the first level committed
+            begin = self._cache.lengths[b] + max(len(path) - 1, 0)
+            parts.append(Rows.causal(b, begin, len(ids)))
+            at += len(ids)
+            lasts.append(at)
+        rows, flat = Rows.concat(parts), [token for ids in entering for token in ids]
+        if self._whole and not self.config.confidence and (sampler.plain or sampler.bare):
+            noise = None
+            if not sampler.greedy:
+                counts = [len(ids) for ids in entering]
+                noise = [
+                    sampler.noise(b, len(path))
+                    for b, path, count in zip(seqs, paths, counts, strict=True)
+                    for _ in range(count)
+                ]
+            _, found = self._draft.next_tokens(rows, self._cache, flat, noise=noise)
+            tokens, sure = [found[last] for last in lasts], [True] * len(seqs)
+        else:
+            logits = self._draft.logits(self._layers(flat, rows)[lasts])[:, : self._vocab]
+            scores = sampler.perturbed(logits, seqs, paths)
+            tokens = argmax_rows(scores)
+            confidence = torch.exp(scores.amax(-1) - scores.logsumexp(-1))
+            sure = (confidence >= self.config.confidence).tolist()
+        for b, ids, path in zip(seqs, entering, paths, strict=True):
+            if not path:
+                self._cache.commit(b, len(ids))
+        return tokens, sure

@@ -407,7 +407,10 @@ class Engine:
             accelerator = self.accelerators.get(base)
             promise = None
             if "quality" in settings:
-                promise = self._promised(base, check_quality(settings.pop("quality")))
+                quality = check_quality(settings.pop("quality"))
+                promise = self._promised(base, quality)
+                if quality == 1 and not self._spec(base).lossless:
+                    settings |= self._never_leaving(base)
                 if promise is not None and settings:
                     raise UserError(
                         f"method {name!r} has other settings beside the quality; a promise holds "
@@ -427,9 +430,15 @@ class Engine:
     def _promised(self, name: str, quality: float) -> Promise | None:
         """What is stored beside the accelerator for a quality; None: 1, the lossless method."""
         mode = dynamic_mode(self._spec(name))
-        accelerator = self.accelerators[name]
         if quality == 1:
             return None
+        if name not in self.accelerators:
+            raise UserError(
+                f"method {name} needs no training, and a calibration is kept beside an "
+                f"accelerator: accepted are its own settings (docs/methods/{name}.md), or a "
+                "quality of 1"
+            )
+        accelerator = self.accelerators[name]
         return promises.find(
             accelerator.folder,
             name,
@@ -438,6 +447,12 @@ class Engine:
             accelerator.weights_sha256,
             mode.gates(accelerator.module),
         )
+
+    def _never_leaving(self, name: str) -> dict[str, Any]:
+        """Settings with which a lossy method decodes as the model does."""
+        accelerator = self.accelerators.get(name)
+        mode = dynamic_mode(self._spec(name))
+        return mode.settings(None if accelerator is None else accelerator.module, None)
 
     def _try_relative(self, decoding: _Decoding, name: str) -> None:
         """Before the first drafts of an accelerator whose base has other weights than this model:

@@ -69,12 +69,15 @@ class DynamicMode:
 
     gates(module): the layers after which they may. settings(module, threshold): the method's
     settings with which a token leaves where a gate's score is at least the threshold, and never for
-    None. path: the thresholds that calibration tries, from the most cautious to the boldest.
+    None (of a method without training `module` is None). path: the thresholds that calibration
+    tries, from the most cautious to the boldest. others: dials of the same method with another
+    score, each over its own path, which a comparison of dynamic modes measures beside this one.
     """
 
     gates: Callable[[Any], tuple[int, ...]]
     settings: Callable[[Any, float | None], dict[str, Any]]
     path: tuple[float, ...]
+    others: tuple[DynamicMode, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -196,9 +199,15 @@ def trainable() -> list[str]:
     return [name for name, spec in all_specs().items() if spec.training is not None]
 
 
-def dynamic_methods() -> list[str]:
-    """The names of the methods that have a dynamic mode."""
-    return [name for name, spec in all_specs().items() if spec.dynamic is not None]
+def dynamic_methods(trained: bool) -> list[str]:
+    """The names of the methods that have a dynamic mode, among those with training or those
+    without.
+    """
+    return [
+        name
+        for name, spec in all_specs().items()
+        if spec.dynamic is not None and (spec.training is not None) == trained
+    ]
 
 
 def find_training(name: str) -> Training:

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from multirate.methods.common.distillation import Distilled, distil
 from multirate.methods.common.layers import KeysValues
-from multirate.methods.common.objective import Objective, Report, Term
+from multirate.methods.common.objective import Objective, Report, Term, balanced_bce
 from multirate.methods.common.teacher import Known, SlowPass, Teacher
-from multirate.methods.m2r2.arla import balanced_bce
 from multirate.methods.m2r2.modules import AcceleratedStream
 
 

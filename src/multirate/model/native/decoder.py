@@ -416,10 +416,10 @@ class NativeDecoder(Decoder):
         )
         return ids.tolist(), probs.tolist()
 
-    def top_tokens(self, logits: Tensor, count: int) -> list[list[int]]:
+    def likeliest(self, logits: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
         n, vocab = logits.shape
         if not n or logits.dtype != torch.float32 or logits.stride(1) != 1:
-            return super().top_tokens(logits, count)
+            return super().likeliest(logits, count)
         ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
         self._library.mr_top(
             abi.at(logits.data_ptr()),
@@ -431,8 +431,7 @@ class NativeDecoder(Decoder):
             abi.longs(ids),
             abi.floats(probs),
         )
-        chosen: list[list[int]] = ids.tolist()
-        return chosen
+        return ids.tolist(), probs.tolist()
 
     def packed_adapters(self, adapters: Mapping[int, LayerAdapter] | None) -> abi.CData | None:
         """The adapters in the kernel's form, packed on first use and again when other modules are

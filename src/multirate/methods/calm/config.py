@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 from multirate.methods.common.config import DraftWeights, MethodConfig
-from multirate.methods.common.exits import check_exits, spaced_exits
+from multirate.methods.common.exits import ExitsConfig, spaced_exits
 from multirate.methods.common.shape import BaseShape
 
 Confidence = Literal["softmax", "state", "classifier"]
+
+
+def default_exits(num_layers: int) -> tuple[int, ...]:
+    """Four, spaced evenly over the upper third: below it a model that was not trained for exits is
+    confidently wrong (docs/experiments.md). [ours]
+    """
+    return spaced_exits(num_layers, 4, 2 / 3)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class CalmConfig(CalmDecodeConfig):
     confidence: softmax (top-1 minus top-2 probability) or state (cosine of the residuals at this
     exit and the one before; never leaves at the first).
     exits: layers after which a token may leave; none given: four, spaced evenly over the upper
-    half. Every layer is allowed.
+    third. Every layer is allowed.
     draft_vocab: size of a reduced head for exits, the vocabulary's first ids; null: the whole head.
     [ours]
     """
@@ -86,7 +92,7 @@ class CalmClassifierDecodeConfig(CalmDecodeConfig):
 
 
 @dataclass(frozen=True)
-class CalmClassifierConfig(MethodConfig):
+class CalmClassifierConfig(ExitsConfig):
     """One linear classifier at each exit, the base's head shared.
 
     exits: as CalmConfig's. draft_vocab: size of a reduced head for exits, the tokens that the
@@ -95,33 +101,10 @@ class CalmClassifierConfig(MethodConfig):
 
     METHOD: ClassVar[str] = "calm-classifier"
 
-    exits: tuple[int, ...]
-    draft_vocab: int | None = None
-
-    def check(self) -> None:
-        rising = all(a < b for a, b in pairwise(self.exits))
-        self.require(
-            bool(self.exits) and self.exits[0] >= 1 and rising,
-            "exits",
-            "increasing layer counts of at least 1",
-        )
-        self.require(
-            self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2"
-        )
-
-    def check_base(self, base: BaseShape) -> None:
-        """Refuse a config that does not fit ``base``."""
-        check_exits(self.exits, base.num_layers, "calm-classifier's")
-        self.require(
-            self.draft_vocab is None or self.draft_vocab <= base.vocab_size,
-            "draft_vocab",
-            f"at most the base model's {base.vocab_size} tokens",
-        )
-
     @staticmethod
     def for_base(base: BaseShape, **options: Any) -> CalmClassifierConfig:
-        """Four exits, spaced evenly over the base's upper half of layers."""
-        values = {"exits": spaced_exits(base.num_layers)} | options
+        """Four exits, spaced evenly over the base's upper third of layers."""
+        values = {"exits": default_exits(base.num_layers)} | options
         config = CalmClassifierConfig.from_json(values)
         config.check_base(base)
         return config

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from multirate.decoding.session import Session
-from multirate.methods.calm.config import CalmConfig, CalmDecodeConfig
+from multirate.methods.calm.config import CalmConfig, CalmDecodeConfig, default_exits
 from multirate.methods.calm.modules import ExitClassifiers
 from multirate.methods.common.exit_head import ExitHead, first_of_vocabulary
-from multirate.methods.common.exits import ScoredExits, check_exits, spaced_exits
+from multirate.methods.common.exits import ScoredExits, check_exits
 from multirate.model.decoder import Decoder
 
 
@@ -23,7 +23,7 @@ def untrained_exits(decoder: Decoder, config: CalmConfig) -> CalmExits:
     check_exits(config.exits, layers, "calm's")
     tokens = first_of_vocabulary(decoder, config.draft_vocab)
     head = ExitHead(decoder, tokens, config.weights)
-    return CalmExits(decoder, config.exits or spaced_exits(layers), head, config)
+    return CalmExits(decoder, config.exits or default_exits(layers), head, config)
 
 
 def trained_exits(

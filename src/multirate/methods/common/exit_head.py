@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multirate.errors import UserError
 from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.fused_steps import DraftHead
 from multirate.model.decoder import Decoder
@@ -19,16 +18,11 @@ from multirate.model.native.packing import Owner, draft_layout
 
 def first_of_vocabulary(decoder: Decoder, count: int | None) -> Tensor | None:
     """The `count` tokens [count] of a reduced head that no training has chosen: the first ids,
-    which a byte-pair vocabulary gives to the merges that are most frequent. None: all. UserError
-    for more than there are.
+    which a byte-pair vocabulary gives to its most frequent pieces. None, also where there are no
+    more than `count`: all.
     """
-    if count is None:
+    if count is None or count >= decoder.info.vocab_size:
         return None
-    if count > decoder.info.vocab_size:
-        raise UserError(
-            f"draft_vocab is {count}; accepted: at most this model's {decoder.info.vocab_size} "
-            "tokens"
-        )
     return torch.arange(count)
 
 

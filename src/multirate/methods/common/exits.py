@@ -6,25 +6,27 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
 from multirate.decoding.depth import DepthPolicy, Leaving
 from multirate.decoding.session import Session
 from multirate.errors import UserError
+from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.exit_head import ExitHead
+from multirate.methods.common.shape import BaseShape
 from multirate.model.decoder import Decoder
 
-DEFAULT_EXITS = 4
 
-
-def spaced_exits(num_layers: int, count: int = DEFAULT_EXITS) -> tuple[int, ...]:
-    """Exits spaced evenly over the upper half of the layers, the first in the middle: below it a
-    model that was not trained for exits has little to say. Fewer in a shallow model.
+def spaced_exits(num_layers: int, count: int, first: float) -> tuple[int, ...]:
+    """`count` exits spaced evenly from a share `first` of the layers to the last one, which is
+    none. Fewer in a shallow model.
     """
-    half = num_layers / 2
-    spaced = {round(half + half * j / count) for j in range(count)}
-    return tuple(sorted(exit for exit in spaced if 0 < exit < num_layers))
+    shares = [first + (1 - first) * j / count for j in range(count)]
+    spaced = {max(1, round(num_layers * share)) for share in shares}
+    return tuple(sorted(exit for exit in spaced if exit < num_layers))
 
 
 def check_exits(exits: Sequence[int], num_layers: int, owner: str) -> None:
@@ -34,6 +36,38 @@ def check_exits(exits: Sequence[int], num_layers: int, owner: str) -> None:
         raise UserError(
             f"{owner} exits are {list(exits)}; accepted: rising numbers of layers from 1 to "
             f"{num_layers - 1} for this model"
+        )
+
+
+@dataclass(frozen=True)
+class ExitsConfig(MethodConfig):
+    """Base of the configurations of trained exits.
+
+    exits: layers after which a token may leave, rising. draft_vocab: size of a reduced head for
+    exits, the tokens that the training data's answers use most; null: the whole head. [ours]
+    """
+
+    exits: tuple[int, ...]
+    draft_vocab: int | None = None
+
+    def check(self) -> None:
+        rising = all(a < b for a, b in pairwise(self.exits))
+        self.require(
+            bool(self.exits) and self.exits[0] >= 1 and rising,
+            "exits",
+            "increasing layer counts of at least 1",
+        )
+        self.require(
+            self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2"
+        )
+
+    def check_base(self, base: BaseShape) -> None:
+        """Refuse a config that does not fit ``base``."""
+        check_exits(self.exits, base.num_layers, f"{self.METHOD}'s")
+        self.require(
+            self.draft_vocab is None or self.draft_vocab <= base.vocab_size,
+            "draft_vocab",
+            f"at most the base model's {base.vocab_size} tokens",
         )
 
 

@@ -16,8 +16,8 @@ class SkipDecodeConfig(MethodConfig):
     max_share, min_share: share of the layers that the first new token runs, and that those from the
     expected length on do; between them the number falls linearly, in whole layers.
     warmup_layers: of these, how many at the bottom; the others are the top ones, and what lies
-    between is skipped. 0: a third of the model's layers. No depth is below warmup_layers and one at
-    the top. [the default is ours]
+    between is skipped. 0: two fifths of the model's layers, which on SmolLM2 keeps
+    the most of its text. No depth is below warmup_layers and one at the top. [the default is ours]
     expected_tokens: the expected length, in new tokens; 0: the most that a sequence of the batch
     may have.
     """
@@ -43,7 +43,7 @@ class SkipDecodeConfig(MethodConfig):
             "warmup_layers",
             f"below the model's {num_layers} layers",
         )
-        return self.warmup_layers or num_layers // 3
+        return self.warmup_layers or 2 * num_layers // 5
 
     def depth(self, num_layers: int, progress: float) -> int:
         """How many layers a token runs at t / T = progress, of a model's `num_layers`."""

@@ -362,9 +362,16 @@ class NativeDecoder(Decoder):
         return self.product(self.head, x, self.norm_address)[:, : self.info.vocab_size]
 
     def product(
-        self, linear: abi.CData, x: Tensor, norm: int | None, into: Tensor | None = None
+        self,
+        linear: abi.CData,
+        x: Tensor,
+        norm: int | None,
+        into: Tensor | None = None,
+        eps: float | None = None,
     ) -> Tensor:
-        """W · (RMSNorm(x) or x): x fp32 [N, in] → [N, out], added to `into` when given."""
+        """W · (RMSNorm(x) or x): x fp32 [N, in] → [N, out], added to `into` when given. eps: of a
+        norm that is not the model's.
+        """
         x = x.float().contiguous()
         y = torch.empty(len(x), linear.outputs) if into is None else into
         self._library.mr_linear(
@@ -372,7 +379,7 @@ class NativeDecoder(Decoder):
             linear,
             abi.at(x.data_ptr()),
             abi.at(norm),
-            self.eps,
+            self.eps if eps is None else eps,
             len(x),
             abi.at(y.data_ptr()),
             int(into is not None),

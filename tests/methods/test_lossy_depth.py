@@ -209,3 +209,13 @@ def test_a_quality_is_refused_where_no_calibration_can_be_kept() -> None:
             engine.generate(PROMPTS[:1], stop=stop, method=f"{name}:quality=0.9")
         out = engine.generate(PROMPTS[:1], stop=stop, method=name, mode="dynamic", quality=1)
         assert out.sequences == plain.sequences
+
+
+def test_what_is_lossy_is_said() -> None:
+    engine = attach(model_of(LLAMA), backend="hf")
+    stop = engine.stopping(4)
+    engine.generate(PROMPTS[:1], stop=stop, method="calm:threshold=0.5")
+    assert engine.notice == "calm:threshold=0.5 is lossy: its text may not be the model's own"
+    for name in ("autoregressive", "calm:quality=1"):
+        engine.generate(PROMPTS[:1], stop=stop, method=name)
+        assert engine.notice is None

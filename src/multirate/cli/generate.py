@@ -144,8 +144,6 @@ def command(
         typer.echo(tokenizer.decode(output.sequences[0], skip_special_tokens=True))
     if engine.promise is not None:
         options.note(f"note: {engine.promise.sentence(sampled=not sampling.greedy)}")
-    elif speculate != "never" and quality != 1 and not engine.lossless(method or engine.default):
-        options.note(f"note: {method or engine.default} is lossy: this may not be the model's text")
     if engine.notice:
         options.note(f"note: {engine.notice}")
     if stats:

@@ -39,7 +39,7 @@ def _dial(path: tuple[float, ...], *others: DynamicMode, **fixed: Any) -> Dynami
 
 
 _MARGINS = (0.9999, 0.9995, 0.999, 0.998, 0.995, 0.99, 0.98, 0.95, 0.9, 0.8, 0.6)
-_COSINES = (0.99, 0.985, 0.98, 0.975, 0.97, 0.96, 0.95, 0.94, 0.92, 0.9, 0.85)
+_COSINES = (0.99, 0.98, 0.97, 0.96, 0.955, 0.95, 0.945, 0.94, 0.93, 0.92, 0.9)
 _SIGMOIDS = tuple(1 / (1 + math.exp(-step / 2)) for step in range(14, -3, -1))
 
 UNTRAINED = register(

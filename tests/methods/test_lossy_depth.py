@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from multirate.calibration.calibrate import calibrate
 from multirate.decoding.depth import Leaving
 from multirate.decoding.dynamic_depth import DynamicDepthStep
 from multirate.decoding.invariants import check_invariants
@@ -26,6 +27,7 @@ from multirate.model.decoder import Decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native import NativeDecoder
 from multirate.model.rows import Rows
+from multirate.training.checkpoint import Accelerator
 
 from .m2r2_models import LLAMA, PROMPTS, model_of
 from .tiny import disturb
@@ -219,3 +221,18 @@ def test_what_is_lossy_is_said() -> None:
     for name in ("autoregressive", "calm:quality=1"):
         engine.generate(PROMPTS[:1], stop=stop, method=name)
         assert engine.notice is None
+
+
+def test_calibration_finds_a_threshold_that_keeps_the_quality(
+    decoders: dict[str, Decoder],
+) -> None:
+    module = module_of(spec.find("lite"))
+    accelerator = Accelerator("lite", module.config, module, {})
+    prompts = [[3 + i, 5, 7 + i] for i in range(9)]
+    stop = StopSettings(max_new_tokens=3)
+    made = calibrate(decoders["hf"], accelerator, prompts, "base", 0.7, 0.9, stop, batch=9)
+    assert made.gates == (1, 2, 3) and made.samples == 9
+    assert made.tried and made.loss <= 0.3
+    step = spec.find("lite").make_step(decoders["hf"], accelerator, made.settings)
+    out = generate(decoders["hf"], step, prompts, stop=stop)  # type: ignore[arg-type]
+    assert made.leaves_early or set(out.stats.exits) == {LAYERS}

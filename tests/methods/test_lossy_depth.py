@@ -236,3 +236,16 @@ def test_calibration_finds_a_threshold_that_keeps_the_quality(
     step = spec.find("lite").make_step(decoders["hf"], accelerator, made.settings)
     out = generate(decoders["hf"], step, prompts, stop=stop)  # type: ignore[arg-type]
     assert made.leaves_early or set(out.stats.exits) == {LAYERS}
+
+
+@pytest.mark.parametrize("name", ["deed", "lite"])
+def test_the_kernels_exits_are_the_modules(decoders: dict[str, Decoder], name: str) -> None:
+    if "native" not in decoders:
+        pytest.skip("no native kernel here")
+    step = step_of(decoders["native"], name, 0.5)
+    hidden = 3 * torch.randn(3, LLAMA.hidden_size, generator=torch.Generator().manual_seed(2))
+    for exit in (1, 2, 3):
+        expected = module_of(spec.find(name))(exit, hidden)
+        given = step.policy.read(exit, hidden)
+        torch.testing.assert_close(given, expected, rtol=0.02, atol=0.02)
+        assert not torch.allclose(given, hidden, atol=0.1)

@@ -213,6 +213,44 @@ def dynamic_section() -> list[str]:
     ]
 
 
+def judges_section() -> list[str]:
+    """Who knows what a gate's token is worth."""
+    path = RESULTS / f"exit_judges_{REAL}.json"
+    if not path.exists():
+        return []
+    run = load(path.name)
+    parts = [
+        "## Who knows whether a token may leave",
+        f"`{run['accelerator']}` on {TITLES[REAL]}, {run['texts']} answers of the model to "
+        "questions that no accelerator was trained on: ARLA is fitted anew on half of them, every "
+        "judge is scored on the other half. *May leave*: the largest share of tokens, the surest "
+        "first, so that so many of all tokens are the full model's. *accelerated*: the accelerated "
+        "stream at the gate; *plain*: the model's own residual at the same layer, read by the same "
+        "head.",
+    ]
+    for gate, streams in run["gates"].items():
+        for stream, about in streams.items():
+            heads = (
+                "judge",
+                "AUC",
+                *(f"may leave at {float(k):.0%}" for k in ("0.99", "0.95", "0.9")),
+            )
+            lines = [
+                (row["judge"], f"{row['auc']:.3f}", *(f"{s:.1%}" for s in row["leaving"].values()))
+                for row in about["judges"]
+            ]
+            parts.append(
+                f"Gate after layer {gate}, {stream}: {about['agreement']:.1%} of {about['rows']} "
+                "tokens are the full model's."
+            )
+            parts.append(table(heads, lines))
+    parts.append(
+        "Reproduce with `multirate answers smollm2 --questions 100 --seed 9 --out answers.jsonl; "
+        f"python benchmarks/exit_judges.py smollm2 -a {run['accelerator']} --data answers.jsonl`."
+    )
+    return parts
+
+
 def loop_section() -> list[str]:
     paths = [RESULTS / f"decode_loop_{name}.json" for name in ("110M", "340M", "1.1B")]
     shapes = [load(path.name) for path in paths if path.exists()]
@@ -239,6 +277,7 @@ def page() -> str:
         f"Trained: {training(REAL)}. {reproduce(REAL, bench)}",
         *suites_section(),
         *dynamic_section(),
+        *judges_section(),
         *loop_section(),
         "## Experts loaded from disk",
         expert_tables.mixture(),

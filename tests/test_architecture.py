@@ -10,7 +10,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 PACKAGE = SOURCE / "multirate"
 LAYERS = (
     ("errors",),
-    ("io", "generation_lock", "named_models"),
+    ("io", "generation_lock", "named_models", "pages"),
     ("model",),
     ("decoding",),
     ("methods",),

@@ -15,6 +15,7 @@ from multirate.calibration import promise as promises
 from multirate.calibration.calibrate import dynamic_mode
 from multirate.calibration.promise import Promise, check_quality
 from multirate.decoding.acceptance_statistics import OverallRates
+from multirate.decoding.costs import CostModel
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -227,6 +228,13 @@ class Engine:
         with self._lock.held():
             decoding = self._decoding(method)
         return None if decoding is None else decoding.promise
+
+    def costs(self, method: str) -> CostModel | None:
+        """What a plain step, a drafted level and verification take here, as measured for this
+        method; None: it does not draft and verify.
+        """
+        decoding = self._decoding(method)
+        return None if decoding is None else decoding.step.costs(self.decoder)
 
     def stopping(
         self, max_new_tokens: int | None = 256, stop_strings: Sequence[str] = ()

@@ -119,3 +119,15 @@ def check_writable(path: str | Path) -> Path:
     if path.exists() and not os.access(path, os.W_OK):
         raise UserError(f"cannot write {path}: permission denied")
     return path
+
+
+def check_folder(path: str | Path) -> Path:
+    """A folder to write into, made where there is none. Raises UserError."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"folder {path} cannot be made: {reason}") from None
+    check_writable(path / "results")
+    return path

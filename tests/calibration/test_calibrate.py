@@ -147,7 +147,7 @@ def test_a_promise_is_made_stored_and_kept(model: Any, tmp_path: Path, method: s
     # an untrained accelerator's tokens differ: bold thresholds cannot be promised
     assert made.leaves_early and made.tried[-1][1] > 0
     chosen = mode.settings(given.module, made.tried[-2][0])
-    assert made.settings.items() >= {**chosen, "exit_score": "arla", "kv": "deferred"}.items()
+    assert made.settings.items() >= {**chosen, "exit_score": "confidence", "kv": "deferred"}.items()
     with pytest.raises(UserError, match="no calibration is stored"):
         engine.generate([PROMPTS[0]], stop=STOP, mode="dynamic", quality=0.7)
     store(folder, made)
@@ -220,7 +220,14 @@ def test_what_is_refused(model: Any, tmp_path: Path) -> None:
     engine = multirate.attach(model, blind, backend="hf")
     given = engine.accelerators["m2r2-carry"]
     with pytest.raises(UserError, match="needs an accelerator with ARLA"):
-        calibrate(engine.decoder, given, PROMPTS, fingerprint(model), 0.7)
+        calibrate(
+            engine.decoder,
+            given,
+            PROMPTS,
+            fingerprint(model),
+            0.7,
+            settings={"exit_score": "arla"},
+        )
     made = calibrate(
         engine.decoder,
         given,

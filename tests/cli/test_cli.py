@@ -16,6 +16,7 @@ import multirate
 from multirate.cli.bench import method_names
 from multirate.cli.main import app
 from multirate.engine import attach
+from multirate.methods.spec import untrained_drafters
 
 
 @pytest.fixture(scope="module")
@@ -415,6 +416,25 @@ def test_sampled_answers_are_compared_token_by_token(model: str, data: str, tmp_
 
 def test_answers_needs_questions_from_somewhere(model: str, tmp_path: Path) -> None:
     refused(run("answers", model, "--out", str(tmp_path / "own.jsonl")), "--data", "--questions")
+
+
+def test_bench_of_all_methods_with_a_report(model: str, data: str, tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "first"
+    result = run(
+        *("bench", model, "--data", data, "--limit", "1", "-n", "4", "--repeats", "1"),
+        *("--methods", "all", "--report", str(out)),
+    )
+    assert result.exit_code == 0, (result.output, result.exception)
+    content = json.loads((out / "results.json").read_text())
+    rows = [row["method"] for row in content["rows"]]
+    assert rows[:2] == ["generate", "autoregressive"]
+    measured = {*rows, *(one["method"] for one in content["unavailable"])}
+    assert measured == {*rows[:2], *untrained_drafters()}
+    assert "</html>" in (out / "report.html").read_text()
+    (tmp_path / "file").write_text("")
+    refused(
+        run("bench", model, "--data", data, "--report", str(tmp_path / "file")), "cannot be made"
+    )
 
 
 def test_bench_skips_what_does_not_fit_and_says_so(model: str, tmp_path: Path) -> None:

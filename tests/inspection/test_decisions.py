@@ -81,7 +81,7 @@ def test_tokens_that_leave_at_several_gates(
 
 def test_tokens_that_are_trusted_at_one_gate(decoder: Decoder) -> None:
     stream = stream_of(LLAMA, "m2r2-carry", rank=4)
-    step = step_of(decoder, stream, CarryDecodeConfig(exit_thresholds=(0.5,)))
+    step = step_of(decoder, stream, CarryDecodeConfig(exit_thresholds=(0.5,), exit_score="arla"))
     tokens, decisions = decode(decoder, step, PROMPTS[0], STOP)
     output = generate(decoder, step, [PROMPTS[0]], stop=STOP)
     assert output.sequences[0] == tokens

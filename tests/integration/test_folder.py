@@ -2,6 +2,7 @@
 are mostly wrong.
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import TextStreamer
 
 import multirate
 from multirate.decoding.costs import CostModel, measure_costs
-from multirate.decoding.draft_length import StepCosts
+from multirate.decoding.draft_length import DraftLengthController, StepCosts
 from multirate.errors import Notice
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import find_training
@@ -139,18 +140,23 @@ def test_what_is_measured_on_a_relative_counts_and_the_card_does_not(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A card that promises much, on a base where nothing is accepted: what is said is what was
-    measured, and where no draft is tried (it costs a model this small little) steps are plain.
+    measured, and most steps are plain.
     """
     card = make(model, "m2r2-carry", tmp_path) / "accelerator.json"
     described = json.loads(card.read_text())
     described["results"] = {"terms": [{"gate": 1, "draft_step": 1, "agreement": 0.99}]}
     card.write_text(json.dumps(described))
     monkeypatch.setattr("multirate.decoding.trial.SECONDS", 1e9)  # all texts, also when it is slow
+    # what is decided depends on no clock: this machine may be busy with other things
+    costs = CostModel(StepCosts(1.0, {1: 1.0, 16: 2.0}, 0.1, 0.05))
+    monkeypatch.setattr("multirate.decoding.drafter.measure_costs", lambda *_: costs)
+    untimed = functools.partial(DraftLengthController, timed=False)
+    monkeypatch.setattr("multirate.methods.m2r2.decode.DraftLengthController", untimed)
     other = tiny_model.model(seed=7)
     engine = multirate.attach(other, tmp_path, backend="hf", tokenizer=tiny_model.tokenizer())
     with pytest.warns(Notice, match=r"other weights.* it gives 1\.[01]\d tokens per step"):
-        output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(60))
-    assert output.stats.drafted_levels < 0.75 * output.stats.sequence_steps
+        output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(12))
+    assert output.stats.drafted < output.stats.tokens // 2
 
 
 @pytest.mark.parametrize("method", ["m2r2", "m2r2-carry", "kangaroo"])

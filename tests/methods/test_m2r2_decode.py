@@ -4,6 +4,7 @@ from the kernel.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -13,9 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from multirate.decoding import draft_length
 from multirate.decoding.costs import CostModel
-from multirate.decoding.draft_length import Plan, StepCosts
+from multirate.decoding.draft_length import DraftLengthController, Plan, StepCosts
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
@@ -356,9 +356,10 @@ COSTS = CostModel(StepCosts(1.0, {1: 1.0, 16: 2.0}, 0.1, 0.05))
 
 
 @pytest.fixture
-def ticking(monkeypatch):
-    """A clock on which every step takes as long as a plain one."""
-    monkeypatch.setattr(draft_length, "now", itertools.count().__next__)
+def untimed(monkeypatch):
+    """Every step takes as long as COSTS say, on any machine."""
+    controller = functools.partial(DraftLengthController, timed=False)
+    monkeypatch.setattr(m2r2_decode, "DraftLengthController", controller)
 
 
 def adaptive(decoder, stream, **settings):
@@ -372,7 +373,7 @@ def adaptive(decoder, stream, **settings):
 @pytest.mark.parametrize("lookup", [0, 3])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_steps_that_choose_their_draft_are_the_same_in_one_call_and_in_parts(
-    decoders, ticking, preset, lookup, seed
+    decoders, untimed, preset, lookup, seed
 ):
     if "native" not in decoders:
         pytest.skip("no native kernel here")
@@ -385,7 +386,7 @@ def test_steps_that_choose_their_draft_are_the_same_in_one_call_and_in_parts(
 
 @pytest.mark.parametrize("backend", ["hf", "native"])
 @pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=0.02, seed=1)])
-def test_a_useless_stream_is_left_alone(decoders, ticking, backend, sampling):
+def test_a_useless_stream_is_left_alone(decoders, untimed, backend, sampling):
     if backend not in decoders:
         pytest.skip("no native kernel here")
     decoder = decoders[backend]
@@ -399,7 +400,7 @@ def test_a_useless_stream_is_left_alone(decoders, ticking, backend, sampling):
 
 
 @pytest.mark.parametrize("backend", ["hf", "native"])
-def test_a_conversation_goes_on_in_its_cache_though_the_stream_rested(decoders, ticking, backend):
+def test_a_conversation_goes_on_in_its_cache_though_the_stream_rested(decoders, untimed, backend):
     if backend not in decoders:
         pytest.skip("no native kernel here")
     decoder, stop = decoders[backend], StopSettings(max_new_tokens=20)
@@ -409,9 +410,8 @@ def test_a_conversation_goes_on_in_its_cache_though_the_stream_rested(decoders, 
         out = generate(decoder, SpeculativeStep(drafter), [prompt], stop=stop, prefix_cache=kept)
         plain = generate(decoder, PlainStep(), [prompt], stop=stop)
         assert out.sequences == plain.sequences
-        if turn > 1:  # each turn begins with some tries
-            rested = out.stats.sequence_steps - out.stats.drafted_levels
-            assert rested >= 3 and out.stats.resumed > len(prompt) - 10
+        if turn > 1:
+            assert out.stats.drafted < 5 and out.stats.resumed > len(prompt) - 10
         prompt = [*prompt, *out.sequences[0], 3, 4]
 
 

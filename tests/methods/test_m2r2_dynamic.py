@@ -87,8 +87,10 @@ def run(
     check: Any = None,
     **settings: Any,
 ) -> GenerationOutput:
-    step = step_of(decoder, stream, M2R2DecodeConfig(**settings))
-    return generate(decoder, step, prompts, sampling, stop, after_step=check)
+    config = M2R2DecodeConfig(**{"exit_score": "arla", **settings})
+    return generate(
+        decoder, step_of(decoder, stream, config), prompts, sampling, stop, after_step=check
+    )
 
 
 @pytest.mark.parametrize("backend", ["hf", "native"])
@@ -168,7 +170,11 @@ def test_a_text_does_not_depend_on_the_rest_of_the_batch(
 ) -> None:
     decoder = decoders["hf"]
     stream, count = (carry(), 1) if way == "one" else (gates(), 3)
-    settings = {"exit_thresholds": middle_score(decoder, stream, count), "lookup": 4}
+    settings = {
+        "exit_thresholds": middle_score(decoder, stream, count),
+        "exit_score": "arla",
+        "lookup": 4,
+    }
     chosen = SAMPLINGS[sampling]
     together = run(decoder, stream, sampling=chosen, **settings)
     assert len([n for n in together.stats.exits.values() if n]) > 1
@@ -298,7 +304,10 @@ def test_a_conversation_goes_on_in_the_kept_cache(
 ) -> None:
     decoder = of(decoders, backend)
     stream, count = (carry(), 1) if way == "one" else (gates(), 3)
-    settings = M2R2DecodeConfig(exit_thresholds=middle_score(decoder, stream, count))  # type: ignore[arg-type]
+    settings = M2R2DecodeConfig(
+        exit_thresholds=middle_score(decoder, stream, count),  # type: ignore[arg-type]
+        exit_score="arla",
+    )
     step, kept = step_of(decoder, stream, settings), PrefixCache()
     prompt = PROMPTS[0] * 3
     first = generate(decoder, step, [prompt], stop=STOP, prefix_cache=kept).sequences[0]
@@ -413,7 +422,11 @@ def test_no_clock_decides_what_is_said(
     decoders: dict[str, Decoder], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder, stream = of(decoders, backend), carry()
-    settings = {"exit_thresholds": middle_score(decoder, stream, 1), "lookup": 4}
+    settings = {
+        "exit_thresholds": middle_score(decoder, stream, 1),
+        "exit_score": "arla",
+        "lookup": 4,
+    }
     said = []
     for seconds in ([1e-9], [1e-3, 5.0, 1e-6, 80.0]):
         ticks = itertools.accumulate(itertools.cycle(seconds))
@@ -471,8 +484,8 @@ def test_what_is_refused(decoders: dict[str, Decoder]) -> None:
     for stream, count in ((gates(arla_dim=0), 3), (carry(arla_dim=0), 1)):
         thresholds = {"exit_thresholds": [0.5] * count}
         with pytest.raises(UserError, match=r"needs an accelerator with ARLA; .* arla_dim=0"):
-            step_of(decoder, stream, M2R2DecodeConfig(**thresholds))  # type: ignore[arg-type]
-        step_of(decoder, stream, M2R2DecodeConfig(exit_score="confidence", **thresholds))  # type: ignore[arg-type]
+            step_of(decoder, stream, M2R2DecodeConfig(exit_score="arla", **thresholds))  # type: ignore[arg-type]
+        step_of(decoder, stream, M2R2DecodeConfig(**thresholds))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="without carry and block"):
         step_of(
             decoder,

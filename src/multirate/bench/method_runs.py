@@ -56,6 +56,8 @@ def method_run(
             steps=seen.sequence_steps,
             drafted=seen.drafted_levels,
             accepted=seen.accepted,
+            tried_at=seen.tried_at,
+            accepted_at=seen.accepted_at,
             prefill_seconds=seen.prefill_seconds,
         )
 

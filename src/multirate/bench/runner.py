@@ -5,8 +5,9 @@ identity of answers.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from time import perf_counter
 from typing import Any
 
@@ -24,7 +25,7 @@ class Answer:
     the prefill.
 
     `drafted` counts drafted levels (of a chain: tokens), `accepted` the drafted tokens that were
-    emitted.
+    emitted; `tried_at` and `accepted_at` count by a token's place in its draft (DecodeStats).
     """
 
     tokens: list[int]
@@ -32,6 +33,8 @@ class Answer:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    tried_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
     prefill_seconds: float | None = None
 
 
@@ -94,8 +97,11 @@ class Row:
     `identical + near_ties + diverged` is the number of prompts of a lossless method. `kept`, of a
     lossy one, is its quality: the share of its answers' tokens that are what the full model says
     after the same text, the mean over the prompts.
-    `decode_tokens_per_second` is without the prefills, None where they are not told apart; `note`
-    is the method's.
+    `decode_tokens_per_second` is without the prefills, None where they are not told apart;
+    `prefill_seconds` is what these took in the repeat of `seconds`, and `steps` the target passes
+    of that repeat. `tried_at` and `accepted_at` count drafted tokens by their place in a draft,
+    over all repeats. `categories` has the rate of each category of questions. `note` is the
+    method's.
     """
 
     method: str
@@ -115,6 +121,11 @@ class Row:
     decode_tokens_per_second: float | None = None
     note: str | None = None
     kept: float | None = None
+    prefill_seconds: float | None = None
+    steps: int = 0
+    tried_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    categories: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, JSON-ready."""
@@ -295,7 +306,32 @@ def _row(
             {"prompt": prompts[index].id, **divergence.as_dict()} for index, divergence in found
         ],
         decode_tokens_per_second=stepped / decoding if decoding else None,
+        prefill_seconds=None
+        if decoding is None
+        else sum(taken[name].answer.prefill_seconds or 0.0 for taken in repeats[middle]),
+        steps=sum(taken[name].answer.steps for taken in repeats[middle]),
+        tried_at=_summed(answer.tried_at for answer in answers),
+        accepted_at=_summed(answer.accepted_at for answer in answers),
+        categories=_rates_of_categories(name, repeats[middle], prompts),
     )
+
+
+def _summed(counts: Iterable[list[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
+
+
+def _rates_of_categories(
+    name: str, repeat: list[dict[str, Sample]], prompts: Sequence[Prompt]
+) -> dict[str, float]:
+    """Tokens per second of the questions of each category, where they have one."""
+    tokens: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    for prompt, taken in zip(prompts, repeat, strict=False):
+        if prompt.category is not None:
+            sample, category = taken[name], prompt.category
+            tokens[category] = tokens.get(category, 0) + len(sample.answer.tokens)
+            seconds[category] = seconds.get(category, 0.0) + sample.seconds
+    return {category: tokens[category] / seconds[category] for category in sorted(tokens)}
 
 
 def _divergences(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from multirate.engine import Engine
 
 WRONG_ANSWERS = 1
+ALL = "all"
+"""In --methods: the baselines, every lossless method without training, and every accelerator."""
 
 
 def command(
@@ -38,8 +41,9 @@ def command(
         str | None,
         typer.Option(
             help="Comma-separated (default: generate, autoregressive, and every accelerator); "
-            "settings may follow a name: m2r2-carry:lookup=0; dynamic: quality against speed of "
-            "every accelerator with a dynamic mode.",
+            "settings may follow a name: m2r2-carry:lookup=0; all: also every lossless method that "
+            "needs no training; dynamic: quality against speed of every accelerator with a dynamic "
+            "mode.",
             show_default=False,
         ),
     ] = None,
@@ -91,6 +95,13 @@ def command(
     json: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder for results.json and report.html, a page to look at (made if missing).",
+            show_default=False,
+        ),
+    ] = None,
     experts: options.Experts = None,
     expert_memory: Annotated[
         str | None,
@@ -134,12 +145,17 @@ def command(
         raise UserError("--rivals are measured greedily: leave out --temperature")
     questions = load_suite(suite, data, limit, task)
 
+    from multirate.bench.report_page import write as write_report
     from multirate.bench.rivals import parse_rivals
-    from multirate.io import check_writable, write_json
+    from multirate.io import check_folder, check_writable, write_json
+    from multirate.pages.page import check_installed
 
     beside = parse_rivals(rivals or "")
     if json is not None:
         check_writable(json)
+    if report is not None:
+        check_installed()
+        check_folder(report)
     options.set_threads(threads)
     chosen = method_names(methods) if methods else []
     if experts is not None or bench_experts.EXPERTS in chosen:
@@ -166,12 +182,18 @@ def command(
     from multirate.bench.runner import BASELINES
     from multirate.engine import attach
     from multirate.hub import reference_accelerators
-    from multirate.methods.spec import PLAIN, dynamic_methods
+    from multirate.methods.spec import PLAIN, dynamic_methods, untrained_drafters
 
     loaded = options.load(model, dtype, device)
     engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
     own = reference_accelerators(model)
     wanted = chosen or list(own)
+    optional: list[str] = []
+    if ALL in wanted:
+        optional = untrained_drafters()
+        chosen = list(dict.fromkeys([*BASELINES, *optional, *own, *chosen]))
+        chosen.remove(ALL)
+        wanted = chosen
     dials = frontier.DYNAMIC in wanted
     if dials:  # those that it stands for
         wanted = [
@@ -181,6 +203,8 @@ def command(
         wanted = [name for name in wanted if name in chosen or name in own]
     options.add_accelerators(engine, accelerator or [], wanted, own)
     names = wanted if methods else [*BASELINES, *engine.accelerators]
+    if optional:
+        names = list(dict.fromkeys([*names, *engine.accelerators]))
     if dials:
         names = list(
             dict.fromkeys([*(n for n in names if n in chosen), *frontier.settings_of(engine)])
@@ -209,6 +233,7 @@ def command(
             **({} if sampling.greedy else {"temperature": temperature}),
         },
         sampling=sampling,
+        optional=optional,
     )
     if dials:
         bests = frontier.frontier(rows)
@@ -216,6 +241,8 @@ def command(
         content["frontier"] = [best.as_dict() for best in bests]
     if json is not None:
         write_json(json, content)
+    if report is not None:
+        typer.echo(str(write_report(report, content)))
     if any(row.diverged for row in rows):
         raise typer.Exit(WRONG_ANSWERS)
     if interrupted:
@@ -245,8 +272,12 @@ def run(
     title: str,
     settings: dict[str, Any],
     sampling: SamplingSettings | None = None,
+    optional: Sequence[str] = (),
 ) -> tuple[dict[str, Any], list[Row], bool]:
-    """Measures, prints the table → (the run's JSON, its rows, whether Ctrl-C ended it early)."""
+    """Measures, prints the table → (the run's JSON, its rows, whether Ctrl-C ended it early).
+
+    optional: names that are left out, with the reason, where they cannot be used.
+    """
     from contextlib import ExitStack
 
     import torch
@@ -254,6 +285,7 @@ def run(
     from multirate.bench import bandwidth, provenance, report
     from multirate.bench.divergence import Judge
     from multirate.bench.method_runs import method_run
+    from multirate.bench.predicted import predictions, trained
     from multirate.bench.rivals import Contest
     from multirate.bench.rivals import prepare as prepare_rivals
     from multirate.bench.runner import MethodRun, Unavailable, measure, summarise
@@ -265,6 +297,10 @@ def run(
         try:
             method_runs.append(method_run(engine, name, max_new_tokens, sampling=sampling))
         except Unavailable as error:
+            unavailable.append({"method": name, "reason": str(error)})
+        except UserError as error:
+            if name not in optional:
+                raise
             unavailable.append({"method": name, "reason": str(error)})
     prompts = prepared(engine, questions, max_new_tokens, truncate)
     device = engine.decoder.info.device
@@ -332,5 +368,11 @@ def run(
         truncated=prompts.truncated,
         interrupted=measurements.interrupted,
         unavailable=unavailable,
+        predicted=predictions(engine, rows),
+        accelerators={
+            name: about
+            for name, accelerator in engine.accelerators.items()
+            if (about := trained(accelerator)) is not None
+        },
     )
     return content, rows, measurements.interrupted

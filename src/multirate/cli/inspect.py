@@ -65,6 +65,7 @@ def command(
     token of an answer needed.
     """
     from multirate.inspection import page
+    from multirate.pages.page import check_installed
 
     if out is None:
         raise UserError("--out is missing: give the page's file, such as --out page.html")
@@ -72,7 +73,7 @@ def command(
         raise UserError("give either --prompt or --data, not both")
     if prompt is not None and not prompt.strip():
         raise UserError("--prompt is empty: give some text")
-    page.check_installed()
+    check_installed()
     options.set_threads(threads)
 
     from multirate.calibration.promise import check_quality

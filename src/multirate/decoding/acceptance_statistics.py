@@ -186,10 +186,14 @@ class DraftedSteps:
 
     def means(self, matched: int) -> tuple[float, float, float]:
         """Accepted tokens, levels and nodes of a step with so long a match, on average."""
-        here, every = self._by_match[matched], self._all
-        lent = _DRAFT_STRENGTH / every[0]
-        weight, accepted, levels, nodes = (here + lent * every).tolist()
-        return accepted / weight, levels / weight, nodes / weight
+        means = self._all / self._all[0]
+        if (
+            len(self._by_match) > 1
+        ):  # else both saw the same steps, and one has the first guess, too
+            means = self._by_match[matched] + _DRAFT_STRENGTH * means
+            means /= means[0]
+        _, accepted, levels, nodes = means.tolist()
+        return accepted, levels, nodes
 
     def observe(self, matched: int, accepted: int, levels: int, nodes: int) -> None:
         """A step had these."""

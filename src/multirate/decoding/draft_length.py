@@ -29,6 +29,8 @@ _MEASURED_LEVELS, _MEASURED = 5, 8.0
 _EXPLORED = 0.01  # of the time, for drafts that are not worth it by what is known
 _MOST_CREDIT = 2.0  # plain steps' time that may be saved for them
 _FIRST_CREDIT = 1.0  # and that a text begins with: it may suit drafts better than the last one did
+# (divided by the number of texts in a row that it did not: all tries of useless drafts together
+# then grow with the logarithm of the number of texts)
 _HORIZON = 128  # tokens over which catching up is paid off
 _PACE_MEMORY, _PACE_STEPS = 0.95, 4.0  # of timed steps, and how many the costs count as
 _SLOWEST = 0.7, 1.5  # timed over expected seconds, at least and at most
@@ -135,6 +137,8 @@ class DraftLengthController:
         self._seconds, self._tokens = costs.plain_step / 2, 1.0
         self._last: float | None = None
         self._credit = 0.0  # seconds that may go into trying what is not worth it
+        self._unsuited = 0  # texts in a row that own drafts did not suit
+        self._worth_it: bool | None = None  # whether they were worth it when last asked
         # measured over expected seconds of steps without own drafts and with
         self._pace = DecayedRate(), DecayedRate()
         self._step = _StepUnderWay(Plan(True), 1)
@@ -150,7 +154,11 @@ class DraftLengthController:
     def pause(self) -> None:
         """Another generation begins: the time until its first step is not a step's."""
         self._last = None
-        self._credit = max(self._credit, _FIRST_CREDIT * self.costs.plain_step)
+        if self._worth_it is not None:
+            self._unsuited = 0 if self._worth_it else self._unsuited + 1
+            self._worth_it = None
+        credit = _FIRST_CREDIT / max(self._unsuited, 1)
+        self._credit = max(self._credit, credit * self.costs.plain_step)
 
     def emitted(self, tokens: int, levels: int = 0, nodes: int = 0, matched: int = 0) -> None:
         """A sequence's step emitted so many tokens after a draft of so many levels and nodes. The
@@ -213,6 +221,7 @@ class DraftLengthController:
         stream = self._own_gain([matched for matched, _ in matches])
         refresh = behind * self._refresh_row
         chosen = stream - refresh / self._per_token / max(1, min(remaining, _HORIZON)) >= text
+        self._worth_it = chosen
         if remaining < 1:  # the step's own token is the last one
             chosen = False
         elif not chosen:

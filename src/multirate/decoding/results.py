@@ -21,6 +21,8 @@ class DecodeStats:
     1).
     drafted, drafted_levels: nodes proposed, and depths of the drafts (equal for chains).
     accepted: drafted tokens emitted.
+    tried_at, accepted_at: by a drafted token's place in its draft, from 0 on: how many were judged
+    (all before them were accepted), and how many of these were accepted.
     exits: layers run → tokens emitted after so many; empty where every token takes all layers.
     refused: the highest score with which a token was too uncertain to leave early: with any
     threshold above it the text is the same. −inf: none was; None: unknown.
@@ -34,6 +36,8 @@ class DecodeStats:
     drafted: int = 0
     drafted_levels: int = 0
     accepted: int = 0
+    tried_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     first_tokens: int = 0
@@ -53,6 +57,12 @@ class DecodeStats:
         self.drafted += drafted
         self.drafted_levels += levels
         self.accepted += accepted
+        judged = min(levels, accepted + 1)
+        for counts in (self.tried_at, self.accepted_at):
+            counts += [0] * (judged - len(counts))
+        for place in range(judged):
+            self.tried_at[place] += 1
+            self.accepted_at[place] += place < accepted
 
     @property
     def tokens_per_step(self) -> float:

@@ -34,7 +34,9 @@ def try_drafts(decoder: Decoder, step: Step, prompts: Sequence[Sequence[int]]) -
         total.tokens += seen.tokens
         total.first_tokens += seen.first_tokens
         total.sequence_steps += seen.sequence_steps
-        total.count_draft(seen.drafted, seen.drafted_levels, seen.accepted)
+        total.drafted += seen.drafted
+        total.drafted_levels += seen.drafted_levels
+        total.accepted += seen.accepted
         if time.perf_counter() - began > SECONDS:
             break
     return total

@@ -1,16 +1,8 @@
-"""The page's figures, drawn by matplotlib as SVG that takes its colours from the page's CSS.
-
-Matplotlib writes the colours of INKS, which become CSS variables: one drawing serves the light and
-the dark page. Text stays text, in the page's font.
-"""
+"""The page's figures."""
 
 from __future__ import annotations
 
-import html
-import io
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,32 +11,10 @@ from multirate.inspection.colourings import FEW, Category, Colouring
 from multirate.inspection.inspect import Inspection
 from multirate.inspection.residuals import Quartiles
 from multirate.inspection.text_pass import TextValues
+from multirate.pages.figures import INKS, Figure, legend, svg
 
-INKS = {
-    "ink": "#010101",
-    "muted": "#020202",
-    "rule": "#030303",
-    "slow": "#040404",
-    "fast": "#050505",
-}
-"""CSS variable → the colour that stands for it in a drawing."""
 COPIED = "#cc79a7"
 """Of tokens that no layer was needed for; the others' are viridis by depth, early ones bright."""
-SIZE = (5.2, 3.5)  # inches of 72 units: on a phone a unit is then about a CSS pixel
-
-
-@dataclass
-class Figure:
-    """svg: for the page. caption: what it shows; method: how it was computed. columns, rows: the
-    same as a table.
-    """
-
-    title: str
-    svg: str
-    caption: str
-    method: str
-    columns: list[str] = field(default_factory=list)
-    rows: list[list[str]] = field(default_factory=list)
 
 
 def colour(category: Category) -> str:
@@ -136,7 +106,7 @@ def histogram(inspection: Inspection, colouring: Colouring) -> Figure:
 
     return Figure(
         colouring.title,
-        _svg(draw, f"Histogram: {colouring.title.lower()}"),
+        svg(draw, f"Histogram: {colouring.title.lower()}"),
         colouring.meaning,
         f"{total} tokens; a bar has the colour of its tokens in the text.",
         [colouring.axis, "tokens", "share"],
@@ -170,7 +140,7 @@ def _by_layer(
 
     return Figure(
         title,
-        _svg(draw, f"{title} by layer"),
+        svg(draw, f"{title} by layer"),
         caption,
         method,
         ["layer", "lower quartile", "median", "upper quartile"],
@@ -202,7 +172,7 @@ def _alignment(inspection: Inspection, values: TextValues, tokens: str) -> Figur
         _layer_axis(axes, layers)
         axes.set_ylabel("cosine with the final residual")
         if values.intervals:
-            _legend(axes)
+            legend(axes)
 
     fast = (
         " Orange: the accelerated residual, which starts again at every gate; diamonds: what the "
@@ -212,7 +182,7 @@ def _alignment(inspection: Inspection, values: TextValues, tokens: str) -> Figur
     )
     return Figure(
         "Alignment with the final residual",
-        _svg(draw, "Alignment with the final residual by layer"),
+        svg(draw, "Alignment with the final residual by layer"),
         f"How close the residual is to where it ends.{fast}",
         f"cos(h(i), h({inspection.layers})) after layer i, 0 the embedding; median and quartiles "
         f"{tokens}.",
@@ -248,11 +218,11 @@ def _agreement(inspection: Inspection, values: TextValues, tokens: str) -> Figur
         _layer_axis(axes, range(0, layers[-1] + 1) if values.intervals else layers)
         axes.set_ylim(-3, 103)
         axes.set_ylabel("tokens that agree (%)")
-        _legend(axes)
+        legend(axes)
 
     return Figure(
         "Agreement of the early exit",
-        _svg(draw, "Top-1 agreement of the early exit by layer"),
+        svg(draw, "Top-1 agreement of the early exit by layer"),
         "How often the head, applied after this layer, gives the token that all layers give.",
         f"argmax of head(norm(h(i))) against argmax of head(norm(h({inspection.layers}))), share "
         f"{tokens}.",
@@ -331,69 +301,3 @@ def _plain_ticks(axes: Any) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _legend(axes: Any) -> None:
-    axes.legend(
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1.0),
-        ncols=3,
-        frameon=False,
-        labelcolor=INKS["ink"],
-        handlelength=1.6,
-        columnspacing=1.0,
-        borderaxespad=0.2,
-        fontsize=10,
-    )
-
-
-def _svg(draw: Callable[[Any], None], name: str) -> str:
-    """draw(axes) on new axes → an <svg> element. name: for who cannot see it."""
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure as Drawing
-
-    style: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": name,
-        "font.size": 11,
-        "axes.edgecolor": INKS["muted"],
-        "axes.labelcolor": INKS["ink"],
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": INKS["rule"],
-        "grid.linewidth": 0.7,
-        "xtick.color": INKS["muted"],
-        "ytick.color": INKS["muted"],
-        "xtick.labelcolor": INKS["ink"],
-        "ytick.labelcolor": INKS["ink"],
-    }
-    with matplotlib.rc_context(style):
-        drawing = Drawing(figsize=SIZE, layout="constrained")
-        FigureCanvasSVG(drawing)
-        axes = drawing.add_subplot()
-        draw(axes)
-        axes.grid(visible=False, axis="x")
-        written = io.StringIO()
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        drawing.savefig(written, format="svg", transparent=True, metadata=nothing)
-    return _for_page(written.getvalue(), name)
-
-
-def _for_page(svg: str, name: str) -> str:
-    """Matplotlib's file as an element of an HTML page: no prologue, no addresses, ids of its own,
-    colours from CSS.
-    """
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\s(?:xmlns(?::xlink)?|version|width|height)="[^"]*"', "", svg, count=5)
-    key = re.sub(r"\W+", "-", name.lower())
-    svg = re.sub(r'\bid="', f'id="{key}-', svg)
-    svg = re.sub(r'(?:xlink:)?href="#', f'href="#{key}-', svg)
-    svg = svg.replace("url(#", f"url(#{key}-")
-    for variable, written in INKS.items():
-        svg = svg.replace(written, f"var(--{variable})")
-    label = html.escape(name, quote=True)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1).strip()

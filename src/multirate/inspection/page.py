@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
-from multirate.errors import UserError
 from multirate.inspection.colourings import Colouring, colourings, layers_text
 from multirate.inspection.decisions import Kind
 from multirate.inspection.inspect import InspectedText, Inspection
 from multirate.inspection.text_pass import Said
+from multirate.pages import page
 
 TEMPLATE, STYLE, SCRIPT = "page.html.jinja", "page.css", "page.js"
 
@@ -27,33 +25,14 @@ class Piece:
     categories: list[int]
 
 
-def check_installed() -> None:
-    """UserError naming what draws the page and is not installed."""
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"the page is drawn with matplotlib and jinja2, and {error.name or error} is not "
-            "installed: pip install 'multirate[inspect]'"
-        ) from None
-
-
 def render(inspection: Inspection, tokenizer: Any, facts: Mapping[str, str]) -> str:
     """The page. facts: what to know of its making, such as the command, by name. UserError where
     something that draws it is not installed.
     """
-    check_installed()
-    import jinja2
-
+    page.check_installed()
     from multirate.inspection.figures import colour, histogram, layer_figures
 
     sorted_by = colourings(inspection)
-    files = resources.files(__package__)
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    template = environment.from_string(files.joinpath(TEMPLATE).read_text(encoding="utf-8"))
     shown = [
         {
             "prompt": tokenizer.decode(text.prompt),
@@ -62,9 +41,12 @@ def render(inspection: Inspection, tokenizer: Any, facts: Mapping[str, str]) -> 
         for number, text in enumerate(inspection.texts)
     ]
     decode = _cached(tokenizer)
-    page: str = template.render(
-        style=files.joinpath(STYLE).read_text(encoding="utf-8"),
-        script=files.joinpath(SCRIPT).read_text(encoding="utf-8"),
+    assert __package__ is not None
+    return page.render(
+        __package__,
+        TEMPLATE,
+        STYLE,
+        script=page.text_of(__package__, SCRIPT),
         inspection=inspection,
         facts=facts,
         lead=_lead(inspection),
@@ -73,9 +55,8 @@ def render(inspection: Inspection, tokenizer: Any, facts: Mapping[str, str]) -> 
         histograms=[histogram(inspection, one) for one in sorted_by],
         figures=layer_figures(inspection),
         texts=shown,
-        details=_json([_details(inspection, text, decode) for text in inspection.texts]),
+        details=page.script_json([_details(inspection, text, decode) for text in inspection.texts]),
     )
-    return page
 
 
 def _lead(inspection: Inspection) -> list[tuple[str, str]]:
@@ -175,9 +156,3 @@ def _cached(tokenizer: Any) -> Callable[[int], str]:
         return known[token]
 
     return decode
-
-
-def _json(content: Any) -> str:
-    """JSON that may stand in a <script> element."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

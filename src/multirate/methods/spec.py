@@ -210,6 +210,15 @@ def dynamic_methods(trained: bool) -> list[str]:
     ]
 
 
+def untrained_drafters() -> list[str]:
+    """The names of the lossless methods that draft without an accelerator."""
+    return [
+        name
+        for name, spec in all_specs().items()
+        if spec.training is None and spec.role == "drafter" and spec.lossless and name != PLAIN
+    ]
+
+
 def find_training(name: str) -> Training:
     """How the method called `name` is trained. UserError for one that is unknown or not trained."""
     spec = all_specs().get(name)

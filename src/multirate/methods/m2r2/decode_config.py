@@ -43,7 +43,8 @@ class M2R2DecodeConfig(MethodConfig):
     there, null for never; null instead of the list is lossless decoding. `multirate calibrate`
     chooses them. With one gate, a drafted token that passes is emitted without verification where
     all before it in the draft are emitted.
-    exit_score: what is compared with them: arla, or the sharpened top-1 probability.
+    exit_score: what is compared with them: confidence (the sharpened top-1 probability) or arla.
+    On the accelerators measured so far the confidence knows better (docs/results.md).
     kv: with several gates, what later tokens read of the layers that a token skipped: deferred
     (exact, computed with the next token that goes as deep) or propagate (from the exit's residual).
     weights: of what only drafts (the block, the draft's head, the carry and, at gate 1, the first
@@ -64,7 +65,7 @@ class M2R2DecodeConfig(MethodConfig):
     drafts: Literal["coupled", "likeliest", "drawn"] = "coupled"
     weights: DraftWeights = "int8"
     exit_thresholds: tuple[float | None, ...] | None = None
-    exit_score: Literal["arla", "confidence"] = "arla"
+    exit_score: Literal["arla", "confidence"] = "confidence"
     kv: Literal["deferred", "propagate"] = "deferred"
 
     def check(self) -> None:

@@ -1,0 +1,185 @@
+"""A bench run as one self-contained page, made from the run's JSON alone."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multirate.bench.report_figures import fastest, figures, step_cost
+from multirate.io import write_atomically, write_json
+from multirate.methods.spec import PLAIN
+from multirate.pages import page
+
+TEMPLATE, STYLE = "report.html.jinja", "report.css"
+JSON, PAGE = "results.json", "report.html"
+
+
+@dataclass(frozen=True)
+class Shade:
+    """A cell of the table of categories. strength: 0 to 1, how far it is from 1.0x; faster: on
+    which side.
+    """
+
+    text: str
+    strength: float
+    faster: bool
+
+
+def write(folder: Path, content: Mapping[str, Any]) -> Path:
+    """results.json and report.html in `folder`, which is made where there is none → the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rendered = render(content)
+    write_json(folder / JSON, dict(content))
+    write_atomically(folder / PAGE, rendered)
+    return folder / PAGE
+
+
+def render(content: Mapping[str, Any]) -> str:
+    """The page of a run's JSON. UserError where something that draws it is not installed."""
+    page.check_installed()
+    rows = content["rows"]
+    return page.render(
+        "multirate.bench",
+        TEMPLATE,
+        STYLE,
+        title=title(content),
+        lead=_lead(content),
+        heads=HEADS,
+        rows=[_cells(content, row) for row in rows],
+        figures=figures(content),
+        categories=_categories(content),
+        methods=[row["method"] for row in rows],
+        accelerators=_accelerators(content),
+        notes=_notes(content),
+        facts=_facts(content),
+        baseline=content["baseline"],
+        best=(fastest(content) or {"method": None})["method"],
+    )
+
+
+def title(content: Mapping[str, Any]) -> str:
+    """What was measured, in a line."""
+    drawn = content.get("temperature")
+    how = "greedy" if drawn is None else f"temperature {drawn:g}"
+    task = f" ({content['task']})" if content.get("task") else ""
+    return f"{content['model']} on {content['suite']}{task}, {content['dtype']}, batch 1, {how}"
+
+
+HEADS = (
+    "method",
+    "tokens/s",
+    "speedup",
+    "spread",
+    "tokens per step",
+    "cost of a step",
+    "accepted",
+    "predicted",
+    "answers",
+)
+
+
+def _cells(content: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
+    cost, predicted = step_cost(content, row), content.get("predicted", {}).get(row["method"])
+    return [
+        row["method"],
+        f"{row['tokens_per_second']:.1f}",
+        "refused" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+        f"{100 * row['spread']:.0f}%",
+        _or_dash(row["tokens_per_step"], "{:.2f}"),
+        _or_dash(cost, "{:.2f}"),
+        _or_dash(row["acceptance"], "{:.0%}"),
+        _or_dash(predicted, "{:.2f}x"),
+        _answers(content, row),
+    ]
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+def _answers(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    if not row["lossless"]:
+        kept = row.get("kept")
+        return "lossy" if kept is None else f"lossy, {100 * kept:.1f}% of tokens kept"
+    parts = [f"{row['identical']} of {content['prompts']} identical"]
+    parts += [f"{row['near_ties']} near-ties"] if row["near_ties"] else []
+    parts += [f"{row['diverged']} WRONG"] if row["diverged"] else []
+    return ", ".join(parts)
+
+
+def _lead(content: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures to begin with, and what they are."""
+    found, best = [], fastest(content)
+    if best is not None:
+        found.append((f"{best['speedup']:.2f}x", f"the fastest lossless row, {best['method']}"))
+    plain = next((row for row in content["rows"] if row["method"] == PLAIN), None)
+    if plain is not None:
+        found.append((f"{plain['tokens_per_second']:.0f}", "tokens a second, plain decoding"))
+    share = content.get("plain_share_of_bandwidth")
+    if share is not None:
+        found.append((f"{share:.0%}", "of the read bandwidth used by plain decoding"))
+    found.append((str(content["prompts"]), "prompts, every method on each of them"))
+    return found
+
+
+def _categories(content: Mapping[str, Any]) -> list[tuple[str, list[Shade]]]:
+    """Speedup of every row in every category; empty where there are less than two."""
+    reference = next((r for r in content["rows"] if r["method"] == content["baseline"]), None)
+    known = {} if reference is None else reference.get("categories") or {}
+    if len(known) < 2:
+        return []
+    return [
+        (name, [_shade(row, name, rate) for row in content["rows"]]) for name, rate in known.items()
+    ]
+
+
+def _shade(row: Mapping[str, Any], category: str, rate: float) -> Shade:
+    own = (row.get("categories") or {}).get(category)
+    if own is None or row["speedup"] is None:
+        return Shade("–", 0.0, True)
+    speedup = own / rate
+    return Shade(f"{speedup:.2f}x", min(abs(speedup - 1), 1.0), speedup >= 1)
+
+
+def _accelerators(content: Mapping[str, Any]) -> list[list[str]]:
+    """Method, parameters, tokens and minutes of training of every accelerator in the run."""
+    return [
+        [
+            name,
+            f"{about['parameters'] / 1e6:.1f}M",
+            f"{about['tokens'] / 1e6:.1f}M",
+            f"{about['minutes']:.0f}",
+        ]
+        for name, about in content.get("accelerators", {}).items()
+    ]
+
+
+def _notes(content: Mapping[str, Any]) -> list[str]:
+    """What a reader has to know of rows, and why some are missing."""
+    notes = [f"{row['method']}: {row['note']}" for row in content["rows"] if row["note"]]
+    missing = [f"No row for {one['method']}: {one['reason']}" for one in content["unavailable"]]
+    if content["interrupted"]:
+        missing.append("The run was interrupted: the figures are of what was complete.")
+    if content["skipped"]:
+        missing.append(f"{len(content['skipped'])} questions do not fit the context: left out.")
+    return [*notes, *missing]
+
+
+def _facts(content: Mapping[str, Any]) -> dict[str, str]:
+    """Where the figures come from."""
+    commit = "" if content.get("commit") is None else f" ({str(content['commit'])[:12]})"
+    argv: Sequence[str] = content["argv"]
+    return {
+        "machine": f"{content.get('cpu', '')}, {content['device']}, {content['threads']} threads, "
+        f"{content['read_bandwidth_bytes_per_second'] / 1e9:.1f} GB/s read",
+        "date": str(content["date"]),
+        "versions": f"multirate {content['version']}{commit}, torch {content['torch']}, "
+        f"transformers {content['transformers']}, Python {content['python']}, "
+        f"backend {content['backend']}",
+        "questions": f"{content['prompts']} prompts of {Path(content['data']).name}, at most "
+        f"{content['max_new_tokens']} new tokens, {content['repeats']} measured passes",
+        "command": shlex.join([Path(argv[0]).name, *argv[1:]]),
+    }

@@ -1,0 +1,1 @@
+"""What all pages share: their look, their figures, and how they become one file."""

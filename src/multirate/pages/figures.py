@@ -1,0 +1,105 @@
+"""Figures for a page: drawn by matplotlib as SVG that takes its colours from the page's CSS.
+
+Matplotlib writes the colours of INKS, which become CSS variables: one drawing serves the light and
+the dark page. Text stays text, in the page's font.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+INKS = {
+    "ink": "#010101",
+    "muted": "#020202",
+    "rule": "#030303",
+    "slow": "#040404",
+    "fast": "#050505",
+}
+"""CSS variable → the colour that stands for it in a drawing."""
+WIDTH, HEIGHT = 5.2, 3.5  # inches of 72 units: on a phone a unit is then about a CSS pixel
+
+
+@dataclass
+class Figure:
+    """svg: for the page. caption: what it shows; method: how it was computed. columns, rows: the
+    same as a table.
+    """
+
+    title: str
+    svg: str
+    caption: str
+    method: str
+    columns: list[str] = field(default_factory=list)
+    rows: list[list[str]] = field(default_factory=list)
+
+
+def legend(axes: Any) -> None:
+    """Above the drawing."""
+    axes.legend(
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=3,
+        frameon=False,
+        labelcolor=INKS["ink"],
+        handlelength=1.6,
+        columnspacing=1.0,
+        borderaxespad=0.2,
+        fontsize=10,
+    )
+
+
+def svg(draw: Callable[[Any], None], name: str, height: float = HEIGHT) -> str:
+    """draw(axes) on new axes → an <svg> element. name: for who cannot see it."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure as Drawing
+
+    style: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,
+        "font.size": 11,
+        "axes.edgecolor": INKS["muted"],
+        "axes.labelcolor": INKS["ink"],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": INKS["rule"],
+        "grid.linewidth": 0.7,
+        "xtick.color": INKS["muted"],
+        "ytick.color": INKS["muted"],
+        "xtick.labelcolor": INKS["ink"],
+        "ytick.labelcolor": INKS["ink"],
+    }
+    with matplotlib.rc_context(style):
+        drawing = Drawing(figsize=(WIDTH, height), layout="constrained")
+        FigureCanvasSVG(drawing)
+        axes = drawing.add_subplot()
+        draw(axes)
+        axes.grid(visible=False, axis="x")
+        written = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        drawing.savefig(written, format="svg", transparent=True, metadata=nothing)
+    return _for_page(written.getvalue(), name)
+
+
+def _for_page(text: str, name: str) -> str:
+    """Matplotlib's file as an element of an HTML page: no prologue, no addresses, ids of its own,
+    colours from CSS.
+    """
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\s(?:xmlns(?::xlink)?|version|width|height)="[^"]*"', "", text, count=5)
+    key = re.sub(r"\W+", "-", name.lower())
+    text = re.sub(r'\bid="', f'id="{key}-', text)
+    text = re.sub(r'(?:xlink:)?href="#', f'href="#{key}-', text)
+    text = text.replace("url(#", f"url(#{key}-")
+    for variable, written in INKS.items():
+        text = text.replace(written, f"var(--{variable})")
+    label = html.escape(name, quote=True)
+    return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1).strip()

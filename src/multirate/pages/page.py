@@ -1,0 +1,54 @@
+"""A page: one HTML file that needs nothing else, offline or on a phone."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from typing import Any
+
+from multirate.errors import UserError
+
+_HERE = "multirate.pages"
+_STYLE = "base.css"
+
+
+def check_installed() -> None:
+    """UserError naming what draws pages and is not installed."""
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"the page is drawn with matplotlib and jinja2, and {error.name or error} is not "
+            "installed: pip install 'multirate[inspect]'"
+        ) from None
+
+
+def text_of(package: str, name: str) -> str:
+    """A file that lies in a package."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def render(package: str, template: str, style: str | None = None, **values: Any) -> str:
+    """The page that a package's template makes of values. It may import figure.html.jinja, and has
+    `style`: the look of all pages, then that of the package's own file.
+    """
+    import jinja2
+
+    loader = jinja2.FunctionLoader(lambda name: text_of(_HERE, name))
+    environment = jinja2.Environment(
+        loader=loader,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    look = text_of(_HERE, _STYLE) + ("" if style is None else text_of(package, style))
+    page: str = environment.from_string(text_of(package, template)).render(style=look, **values)
+    return page
+
+
+def script_json(content: Any) -> str:
+    """JSON that may stand in a <script> element."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -116,10 +116,10 @@ class _Decoding:
 class Engine:
     """One model, its decoder, and any number of accelerators by name.
 
-    notice: what the user should know about the last call (that speculation does not pay here, with
-    the numbers), else None. promise: what calibration vouches for of the last call,
-    None in lossless mode. default: the method that `generate` uses when none is named. experts:
-    where they are read from, if on disk.
+    notice: what the user should know about the last call (that its method is lossy, that
+    speculation does not pay here, with the numbers), else None. promise: what calibration vouches
+    for of the last call, None in lossless mode. default: the method that `generate` uses when none
+    is named. experts: where they are read from, if on disk.
     keep_bytes: the last generation of each method stays in memory, up to so many bytes of K/V in
     all (newest first), so that a prompt which begins with the same tokens, as a conversation's next
     turn does, reads only what is new. 0 keeps none; `forget` drops them.
@@ -342,6 +342,8 @@ class Engine:
             if speculate == "auto" and not self._pays(decoding, adapts):
                 decoding = None
         used = PLAIN if decoding is None else (method or self.default)
+        if decoding is not None:
+            self._say_lossy(used, chosen=method is not None)
         step: Step = PlainStep() if decoding is None else decoding.step
         kept = (
             self._prefix_caches.pop(used, PrefixCache())
@@ -416,7 +418,10 @@ class Engine:
             accelerator = self.accelerators.get(base)
             promise = None
             if "quality" in settings:
-                promise = self._promised(base, check_quality(settings.pop("quality")))
+                quality = check_quality(settings.pop("quality"))
+                promise = self._promised(base, quality)
+                if quality == 1 and not self._spec(base).lossless:
+                    settings |= self._never_leaving(base)
                 if promise is not None and settings:
                     raise UserError(
                         f"method {name!r} has other settings beside the quality; a promise holds "
@@ -454,9 +459,15 @@ class Engine:
     def _promised(self, name: str, quality: float) -> Promise | None:
         """What is stored beside the accelerator for a quality; None: 1, the lossless method."""
         mode = dynamic_mode(self._spec(name))
-        accelerator = self.accelerators[name]
         if quality == 1:
             return None
+        if name not in self.accelerators:
+            raise UserError(
+                f"method {name} needs no training, and a calibration is kept beside an "
+                f"accelerator: accepted are its own settings (docs/methods/{name}.md), or a "
+                "quality of 1"
+            )
+        accelerator = self.accelerators[name]
         return promises.find(
             accelerator.folder,
             name,
@@ -465,6 +476,24 @@ class Engine:
             accelerator.weights_sha256,
             mode.gates(accelerator.module),
         )
+
+    def _never_leaving(self, name: str) -> dict[str, Any]:
+        """Settings with which a lossy method decodes as the model does."""
+        accelerator = self.accelerators.get(name)
+        mode = dynamic_mode(self._spec(name))
+        return mode.settings(None if accelerator is None else accelerator.module, None)
+
+    def _say_lossy(self, name: str, chosen: bool) -> None:
+        """Of a lossy method, with no quality asked for, says so: in `notice` where it was chosen,
+        and else aloud.
+        """
+        if self._spec(name).lossless or "quality" in spec.parse_variant(name)[1]:
+            return
+        fact = f"{name} is lossy: its text may not be the model's own"
+        if chosen:
+            self.notice = fact
+        else:
+            say_once(fact)
 
     def _try_relative(self, decoding: _Decoding, name: str) -> None:
         """Before the first drafts of an accelerator whose base has other weights than this model:
@@ -475,6 +504,9 @@ class Engine:
             return
         self._tried.add(name)
         fact = accelerator.other_weights
+        if self._spec(name).role == "depth":
+            say_once(f"{fact}: more of its tokens may not be the model's own")
+            return
         own = "; the text stays the model's own" if decoding.step.lossless else ""
         if self.tokenizer is None:
             say_once(f"{fact}: fewer of its drafts may be accepted{own}")

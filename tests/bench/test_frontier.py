@@ -66,7 +66,9 @@ def test_every_accelerator_with_a_dial_is_measured_along_it() -> None:
     names = frontier.settings_of(engine)
     assert names[:2] == ["autoregressive", "m2r2-carry"]
     dials = [name for name in names if name.startswith("three-gates:")]
-    assert len(dials) == frontier.POINTS and len(names) == 3 + 2 * frontier.POINTS
+    untrained = [name for name in names if spec.parse_variant(name)[0] not in engine.accelerators]
+    assert len(dials) == frontier.POINTS
+    assert len(names) - len(untrained) == 2 + 2 * frontier.POINTS
     gates = engine.accelerators["three-gates"].module.config.gates
     thresholds = [spec.parse_variant(name)[1]["exit_thresholds"] for name in dials]
     assert all(len(values) == len(gates) for values in thresholds)
@@ -76,9 +78,22 @@ def test_every_accelerator_with_a_dial_is_measured_along_it() -> None:
         assert not engine.lossless(name)
 
 
-def test_an_engine_without_a_dial_is_refused() -> None:
+def test_methods_without_training_are_measured_along_all_their_dials() -> None:
+    engine = attach("tiny")
+    names = frontier.settings_of(engine)
+    assert names[0] == "autoregressive" and len(set(names)) == len(names)
+    for method in spec.dynamic_methods(trained=False):
+        mode = spec.find(method).dynamic
+        assert mode is not None
+        own = [name for name in names if spec.parse_variant(name)[0] == method]
+        assert len(own) == frontier.POINTS * (1 + len(mode.others))
+        for name in own:
+            assert not engine.lossless(name), "its settings are accepted"
+
+
+def test_an_accelerator_without_a_dial_is_refused() -> None:
     engine = attach("tiny", reference_accelerators("tiny")["kangaroo"])
-    with pytest.raises(UserError, match=r"dynamic mode, one of m2r2, m2r2-carry; given: kangaroo"):
+    with pytest.raises(UserError, match=r"mode, one of .*m2r2, m2r2-carry; given: kangaroo"):
         frontier.settings_of(engine)
 
 

@@ -15,8 +15,13 @@ from multirate.methods.common.distillation import (
     distil,
     simulated_tokens_per_step,
 )
-from multirate.methods.common.objective import BINS, auc, expected_calibration_error
-from multirate.methods.m2r2.arla import ARLA, balanced_bce
+from multirate.methods.common.objective import (
+    BINS,
+    auc,
+    balanced_bce,
+    expected_calibration_error,
+)
+from multirate.methods.m2r2.arla import ARLA
 
 
 @pytest.mark.parametrize("reduced", [False, True])

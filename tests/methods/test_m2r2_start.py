@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from multirate.methods.common import least_squares
 from multirate.methods.common.distillation import TopTokens, distil
 from multirate.methods.common.layers import RMSNorm
 from multirate.methods.common.teacher import Known, Teacher
-from multirate.methods.m2r2 import train
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.train import M2R2Objective, shift, start_from_least_squares
@@ -42,7 +42,7 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor, None]]:
 def test_no_linear_map_tells_the_final_direction_better(
     gates: tuple[int, ...], preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "RIDGE", 1e-9)
+    monkeypatch.setattr(least_squares, "RIDGE", 1e-9)
     teacher, stream = fused_stream(gates, preset)
     start_from_least_squares(teacher, stream, batches(8))
     norm = RMSNorm(teacher.shape.hidden_size, stream.config.norm_eps)

@@ -17,7 +17,7 @@ from multirate.bench.runner import Row
 from multirate.engine import Engine
 from multirate.errors import UserError
 from multirate.methods import spec
-from multirate.methods.spec import PLAIN
+from multirate.methods.spec import PLAIN, DynamicMode
 
 DYNAMIC = "dynamic"
 """What `--methods` calls all of this."""
@@ -46,27 +46,38 @@ class Best:
 
 
 def settings_of(engine: Engine) -> list[str]:
-    """The rows of a dynamic comparison: plain decoding, and for each of the engine's accelerators
-    that has a dynamic mode the lossless method and `POINTS` thresholds of its path. Raises
-    UserError where there is no such accelerator.
+    """The rows of a dynamic comparison: plain decoding, for each of the engine's accelerators that
+    has a dynamic mode the method with its own settings and `POINTS` thresholds of its path, and the
+    latter of each method that needs no training. Raises UserError where accelerators are given and
+    none of them has such a mode.
     """
     names = [PLAIN]
     for name, accelerator in engine.accelerators.items():
         mode = spec.find(accelerator.method).dynamic
-        if mode is None:
-            continue
-        names.append(name)
-        last = len(mode.path) - 1
-        chosen = sorted({round(i * last / (POINTS - 1)) for i in range(POINTS)})
-        for threshold in (round(mode.path[i], 4) for i in chosen):
-            settings = mode.settings(accelerator.module, threshold)
-            names.append(spec.write_variant(name, settings))
-    if len(names) == 1:
-        given = ", ".join(engine.accelerators) or "none"
+        if mode is not None:
+            names += [name, *_along(name, mode, accelerator.module)]
+    if len(names) == 1 and engine.accelerators:
         raise UserError(
             f"--methods {DYNAMIC} needs an accelerator with a dynamic mode, one of "
-            f"{', '.join(spec.dynamic_methods())}; given: {given}"
+            f"{', '.join(spec.dynamic_methods(trained=True))}; given: "
+            f"{', '.join(engine.accelerators)}"
         )
+    for name in spec.dynamic_methods(trained=False):
+        mode = spec.find(name).dynamic
+        assert mode is not None
+        names += _along(name, mode, None)
+    return list(dict.fromkeys(names))
+
+
+def _along(name: str, mode: DynamicMode, module: Any) -> list[str]:
+    """Thresholds of a method's dials, as its name with settings."""
+    names = []
+    for dial in (mode, *mode.others):
+        last = len(dial.path) - 1
+        chosen = sorted({round(i * last / (POINTS - 1)) for i in range(POINTS)})
+        for threshold in (round(dial.path[i], 4) for i in chosen):
+            settings = dial.settings(module, threshold)
+            names.append(spec.write_variant(name, settings))
     return names
 
 

@@ -23,7 +23,7 @@ def dynamic_mode(method: MethodSpec) -> DynamicMode:
     if method.dynamic is None:
         raise UserError(
             f"method {method.name} has no dynamic mode; accepted: an accelerator of "
-            f"{', '.join(dynamic_methods())}"
+            f"{', '.join(dynamic_methods(trained=True))}"
         )
     return method.dynamic
 

@@ -196,7 +196,10 @@ def command(
         wanted = chosen
     dials = frontier.DYNAMIC in wanted
     if dials:  # those that it stands for
-        wanted = [*(name for name in wanted if name != frontier.DYNAMIC), *dynamic_methods()]
+        wanted = [
+            *(name for name in wanted if name != frontier.DYNAMIC),
+            *dynamic_methods(trained=True),
+        ]
         wanted = [name for name in wanted if name in chosen or name in own]
     options.add_accelerators(engine, accelerator or [], wanted, own)
     names = wanted if methods else [*BASELINES, *engine.accelerators]

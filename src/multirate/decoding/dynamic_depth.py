@@ -229,7 +229,7 @@ class DynamicDepthStep(Step):
             for b in seqs:
                 session.note_inexact(b, cache.lengths[b])
         last = ranges[-1][1]
-        session.stats.count_exits(last, len(seqs))
+        session.stats.count_exits(sum(stop - start for start, stop in ranges), len(seqs))
         logits = self.policy.logits(decoder, last, x) if last < layers else decoder.logits(x)
         return dict(zip(seqs, session.sampler.choose(logits, seqs), strict=True))
 

@@ -69,12 +69,15 @@ class DynamicMode:
 
     gates(module): the layers after which they may. settings(module, threshold): the method's
     settings with which a token leaves where a gate's score is at least the threshold, and never for
-    None. path: the thresholds that calibration tries, from the most cautious to the boldest.
+    None (of a method without training `module` is None). path: the thresholds that calibration
+    tries, from the most cautious to the boldest. others: dials of the same method with another
+    score, each over its own path, which a comparison of dynamic modes measures beside this one.
     """
 
     gates: Callable[[Any], tuple[int, ...]]
     settings: Callable[[Any, float | None], dict[str, Any]]
     path: tuple[float, ...]
+    others: tuple[DynamicMode, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -209,9 +212,15 @@ def trainable() -> list[str]:
     return [name for name, spec in all_specs().items() if spec.training is not None]
 
 
-def dynamic_methods() -> list[str]:
-    """The names of the methods that have a dynamic mode."""
-    return [name for name, spec in all_specs().items() if spec.dynamic is not None]
+def dynamic_methods(trained: bool) -> list[str]:
+    """The names of the methods that have a dynamic mode, among those with training or those
+    without.
+    """
+    return [
+        name
+        for name, spec in all_specs().items()
+        if spec.dynamic is not None and (spec.training is not None) == trained
+    ]
 
 
 def untrained_drafters() -> list[str]:
@@ -254,8 +263,13 @@ def parse_variant(name: str) -> tuple[str, dict[str, Any]]:
 
 def write_variant(name: str, settings: Mapping[str, Any]) -> str:
     """The name that `parse_variant` reads as this method with these settings."""
-    values = (f"{k}={json.dumps(v, separators=(',', ':'))}" for k, v in settings.items())
-    return ":".join([name, *values])
+
+    def written(value: Any) -> str:
+        text = json.dumps(value, separators=(",", ":"))
+        word = isinstance(value, str) and parse_settings([f"x={value}"], "")["x"] == value
+        return value if word else text
+
+    return ":".join([name, *(f"{k}={written(v)}" for k, v in settings.items())])
 
 
 def parse_settings(given: Sequence[str], where: str) -> dict[str, Any]:

@@ -136,8 +136,13 @@ class Decoder(ABC):
 
     def top_tokens(self, logits: Tensor, count: int) -> list[list[int]]:
         """The `count` likeliest tokens of each row of logits [N, V], the likeliest first."""
-        tokens: list[list[int]] = logits.topk(count, dim=-1).indices.tolist()
-        return tokens
+        return self.likeliest(logits, count)[0]
+
+    def likeliest(self, logits: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+        """The same `count` tokens of each row of logits [N, V], and their probabilities."""
+        top = logits.topk(count, dim=-1)
+        probabilities = torch.exp(top.values - logits.logsumexp(-1, keepdim=True))
+        return top.indices.tolist(), probabilities.tolist()
 
     def next_tokens(
         self,

@@ -367,7 +367,7 @@ class _Run:
                 if self.step % s.log_every == 0 or progress.due():
                     progress.report(
                         self.step,
-                        describe(summary, sum(losses) / len(losses), self.objective.drafts),
+                        describe(summary, sum(losses) / len(losses), self.objective.predicts),
                     )
                     summary, losses = (
                         Summary.empty(self.objective.terms, self.objective.has_arla),
@@ -496,7 +496,7 @@ def evaluate(
         results["early_exit"] = {
             name: plain[name] for name in ("terms", "simulated_tokens_per_step")
         }
-    if not objective.drafts:
+    if objective.predicts != "drafts":
         for figures in (results, results.get("early_exit", {})):
             figures.pop("simulated_tokens_per_step", None)
     return results

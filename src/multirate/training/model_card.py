@@ -65,13 +65,19 @@ def _measured(description: dict[str, Any]) -> list[str]:
             *_experts_table(results),
             "",
         ]
+    simulated = results.get("simulated_tokens_per_step")
     return [
         "## Measured on held-out text",
         "",
         *_prompts(results),
         f"{results['rows']} response tokens, teacher-forced; agreement is top-1 with the full "
-        "model. Simulated tokens per verify step (chain of 5, bonus token included): "
-        f"**{results['simulated_tokens_per_step']}**.",
+        "model."
+        + (
+            ""
+            if simulated is None
+            else " Simulated tokens per verify step (chain of 5, bonus token included): "
+            f"**{simulated}**."
+        ),
         "",
         *_table(results),
         "",
@@ -100,7 +106,11 @@ def model_card(description: dict[str, Any]) -> str:
         "",
         f"Method `{description['method']}`: {find(description['method']).title}. "
         f"{description['parameters'] / 1e6:.2f}M parameters beside the frozen base; "
-        "greedy output stays the base's own.",
+        + (
+            "greedy output stays the base's own."
+            if find(description["method"]).lossless
+            else "lossy: tokens that leave early may not be the base's own."
+        ),
         "",
         "```python",
         "import multirate",

@@ -15,11 +15,11 @@ from multirate.methods.common.objective import Summary
 from multirate.training.pace import SAY_EVERY, duration
 
 
-def describe(summary: Summary, loss: float, drafts: bool = True) -> str:
-    """loss, agreement of every gate and draft step, simulated tokens per verify step; of experts,
-    each depth's mean recall.
+def describe(summary: Summary, loss: float, predicts: str = "drafts") -> str:
+    """loss, agreement of every gate and draft step, of drafts simulated tokens per verify step; of
+    experts, each depth's mean recall. predicts: as Objective.predicts.
     """
-    if not drafts:
+    if predicts == "experts":
         depths = sorted({term.step for term in summary.terms})
         pairs = list(zip(summary.agreement(), summary.terms, strict=True))
         means = [[a for a, t in pairs if t.step == depth] for depth in depths]
@@ -31,10 +31,10 @@ def describe(summary: Summary, loss: float, drafts: bool = True) -> str:
         f"g{t.gate}{f'·s{t.step}' if t.step > 1 else ''} {a:.3f}"
         for t, a in zip(summary.terms, summary.agreement(), strict=True)
     ]
-    return (
-        f"loss {loss:.3f}  agreement {' '.join(parts)}  "
-        f"tokens/step {simulated_tokens_per_step(summary.chain()):.2f}"
-    )
+    said = f"loss {loss:.3f}  agreement {' '.join(parts)}"
+    if predicts == "exits":
+        return said
+    return f"{said}  tokens/step {simulated_tokens_per_step(summary.chain()):.2f}"
 
 
 class TrainProgress:

@@ -5,9 +5,10 @@ processes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multirate.methods.common.distillation import Distilled, simulated_tokens_per_step
@@ -29,8 +30,8 @@ class Term(NamedTuple):
 
 @dataclass
 class Report:
-    """One batch, already detached. ``arla`` [K, N]: ARLA's probability of agreement, where it
-    exists.
+    """One batch, already detached. ``arla`` [K, N]: the probability of agreement by what is trained
+    to tell (ARLA, a rival's classifier), where that exists.
     """
 
     terms: list[Term]
@@ -72,13 +73,14 @@ class Objective(nn.Module):
     mask is true where a row's *next* token is a response token. A third argument, `known`, is what
     the base says to these samples where that was kept (see `Teacher.slow`).
 
-    has_arla: whether reports carry ARLA's scores. drafts: whether its terms are drafted tokens, so
-    that agreement tells how many tokens a verification would accept. has_early_exit: whether the
-    base alone does something comparable at the same places (`early_exit`).
+    has_arla: whether reports carry such scores. predicts: what its terms are: drafts, whose
+    agreement tells how many tokens a verification would accept; exits, whose tokens nobody
+    verifies; or experts. has_early_exit: whether the base alone does something comparable at the
+    same places (`early_exit`).
     """
 
     has_arla: bool = False
-    drafts: bool = True
+    predicts: Literal["drafts", "exits", "experts"] = "drafts"
     has_early_exit: bool = True
 
     @property
@@ -91,6 +93,19 @@ class Objective(nn.Module):
     ) -> tuple[list[Term], Distilled]:
         """What the base alone does at the same places: what training must beat."""
         raise NotImplementedError
+
+
+def balanced_bce(logits: Tensor, agree: Tensor) -> Tensor:
+    """Class-balanced binary cross-entropy: both classes weigh one half whatever their counts. [N],
+    bool [N] → [].
+    """
+    target = agree.float()
+    loss = F.binary_cross_entropy_with_logits(logits.float(), target, reduction="none")
+    positive = target.sum()
+    weight = torch.where(
+        agree, 0.5 / positive.clamp(min=1), 0.5 / (target.numel() - positive).clamp(min=1)
+    )
+    return (loss * weight).sum()
 
 
 def auc(hits: Tensor, misses: Tensor) -> float | None:

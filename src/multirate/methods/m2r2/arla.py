@@ -57,16 +57,3 @@ class ARLA(nn.Module):
     def score(self, normed: Tensor) -> Tensor:
         """Probability of agreement [...]."""
         return self.forward(normed).float().sigmoid()
-
-
-def balanced_bce(logits: Tensor, agree: Tensor) -> Tensor:
-    """Class-balanced binary cross-entropy: both classes weigh one half whatever their counts. [N],
-    bool [N] → [].
-    """
-    target = agree.float()
-    loss = F.binary_cross_entropy_with_logits(logits.float(), target, reduction="none")
-    positive = target.sum()
-    weight = torch.where(
-        agree, 0.5 / positive.clamp(min=1), 0.5 / (target.numel() - positive).clamp(min=1)
-    )
-    return (loss * weight).sum()

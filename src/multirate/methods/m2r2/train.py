@@ -19,9 +19,9 @@ from torch import Tensor
 
 from multirate.methods.common.distillation import Distilled, distil
 from multirate.methods.common.layers import KeysValues
-from multirate.methods.common.objective import Objective, Report, Term
+from multirate.methods.common.least_squares import LeastSquares, direction
+from multirate.methods.common.objective import Objective, Report, Term, balanced_bce
 from multirate.methods.common.teacher import Known, SlowPass, Teacher
-from multirate.methods.m2r2.arla import balanced_bce
 from multirate.methods.m2r2.modules import AcceleratedStream
 
 
@@ -161,10 +161,6 @@ class M2R2Objective(Objective):
         )
 
 
-RIDGE = 1e-2
-"""Of the mean square of the fusion's inputs: keeps the start's least squares well posed."""
-
-
 @torch.no_grad()
 def start_from_least_squares(
     teacher: Teacher, stream: AcceleratedStream, batches: Iterable[tuple[Tensor, Tensor, Any]]
@@ -179,22 +175,17 @@ def start_from_least_squares(
         return
     gates, d = stream.config.gates, teacher.shape.hidden_size
     inputs = 2 * d if stream.config.carry else d
-    squares = {gate: torch.zeros(inputs, inputs) for gate in gates}
-    products = {gate: torch.zeros(inputs, d) for gate in gates}
+    fits = {gate: LeastSquares(inputs, d) for gate in gates}
     for ids, mask, known in batches:
         slow = teacher.slow(ids, shared=0, gates=gates, known=known)
         final = slow.final.float()
-        direction = final * torch.rsqrt(final.square().mean(-1, keepdim=True))
+        wanted = direction(final)[mask]
         for gate in gates:
             fusion: Any = stream.fusions[str(gate)]
-            read = fusion.read(slow.residual[gate].float(), shift(final))[mask]
-            squares[gate] += (read.T @ read).cpu()
-            products[gate] += (read.T @ direction[mask]).cpu()
+            fits[gate].add(fusion.read(slow.residual[gate].float(), shift(final))[mask], wanted)
     for gate in gates:
         fusion = stream.fusions[str(gate)]
-        square = squares[gate]
-        square.diagonal().add_(RIDGE * square.diagonal().mean().clamp(min=1e-6))
-        best = torch.linalg.solve(square, products[gate])  # [inputs, d]
+        best = fits[gate].solution()
         fusion.stream.weight.copy_(best[:d].T)
         if fusion.carried is not None:
             fusion.carried.weight.copy_(best[d:].T)

@@ -65,7 +65,7 @@ class ExpertPredictorObjective(Objective):
     it is among the k likeliest of q̂; "overlap" is Σ min(q, q̂).
     """
 
-    drafts = False  # it predicts experts, not tokens
+    predicts = "experts"
 
     def __init__(
         self, teacher: Teacher, predictor: ExpertPredictor, step_decay: float = 0.8

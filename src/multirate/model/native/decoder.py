@@ -362,9 +362,16 @@ class NativeDecoder(Decoder):
         return self.product(self.head, x, self.norm_address)[:, : self.info.vocab_size]
 
     def product(
-        self, linear: abi.CData, x: Tensor, norm: int | None, into: Tensor | None = None
+        self,
+        linear: abi.CData,
+        x: Tensor,
+        norm: int | None,
+        into: Tensor | None = None,
+        eps: float | None = None,
     ) -> Tensor:
-        """W · (RMSNorm(x) or x): x fp32 [N, in] → [N, out], added to `into` when given."""
+        """W · (RMSNorm(x) or x): x fp32 [N, in] → [N, out], added to `into` when given. eps: of a
+        norm that is not the model's.
+        """
         x = x.float().contiguous()
         y = torch.empty(len(x), linear.outputs) if into is None else into
         self._library.mr_linear(
@@ -372,7 +379,7 @@ class NativeDecoder(Decoder):
             linear,
             abi.at(x.data_ptr()),
             abi.at(norm),
-            self.eps,
+            self.eps if eps is None else eps,
             len(x),
             abi.at(y.data_ptr()),
             int(into is not None),
@@ -416,10 +423,10 @@ class NativeDecoder(Decoder):
         )
         return ids.tolist(), probs.tolist()
 
-    def top_tokens(self, logits: Tensor, count: int) -> list[list[int]]:
+    def likeliest(self, logits: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
         n, vocab = logits.shape
         if not n or logits.dtype != torch.float32 or logits.stride(1) != 1:
-            return super().top_tokens(logits, count)
+            return super().likeliest(logits, count)
         ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
         self._library.mr_top(
             abi.at(logits.data_ptr()),
@@ -431,8 +438,7 @@ class NativeDecoder(Decoder):
             abi.longs(ids),
             abi.floats(probs),
         )
-        chosen: list[list[int]] = ids.tolist()
-        return chosen
+        return ids.tolist(), probs.tolist()
 
     def packed_adapters(self, adapters: Mapping[int, LayerAdapter] | None) -> abi.CData | None:
         """The adapters in the kernel's form, packed on first use and again when other modules are

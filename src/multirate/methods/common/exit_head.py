@@ -1,0 +1,71 @@
+"""The LM head as it is applied at an exit: whole, or over fewer tokens.
+
+With a vocabulary of 49,152 and a width of 576 the head reads as much as eight layers: a method that
+looks at logits at every exit would pay more for looking than leaving saves. [ours]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.methods.common.config import DraftWeights
+from multirate.methods.common.fused_steps import DraftHead
+from multirate.model.decoder import Decoder
+from multirate.model.native import NativeDecoder
+from multirate.model.native.packing import Owner, draft_layout
+
+
+def first_of_vocabulary(decoder: Decoder, count: int | None) -> Tensor | None:
+    """The `count` tokens [count] of a reduced head that no training has chosen: the first ids,
+    which a byte-pair vocabulary gives to its most frequent pieces. None, also where there are no
+    more than `count`: all.
+    """
+    if count is None or count >= decoder.info.vocab_size:
+        return None
+    return torch.arange(count)
+
+
+class ExitHead:
+    """tokens int64 [n], increasing: those that can be said at an exit; None: all, by the model's
+    own head. weights: how the native kernel packs a reduced one.
+    """
+
+    def __init__(
+        self, decoder: Decoder, tokens: Tensor | None = None, weights: DraftWeights = "int8"
+    ) -> None:
+        self._decoder = decoder
+        self._tokens = None if tokens is None else tokens.to(decoder.info.device)
+        self._reduced: DraftHead | None = None
+        if tokens is not None and isinstance(decoder, NativeDecoder):
+            self._owner = Owner(draft_layout(weights))
+            self._reduced = DraftHead.of(decoder, self._owner, tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Residuals [n, d] → float32 [n, tokens of this head]."""
+        if self._reduced is not None:
+            assert isinstance(self._decoder, NativeDecoder)
+            head = self._reduced
+            every = self._decoder.product(head.linear, hidden, self._decoder.norm_address)
+            return every[:, : head.vocab]
+        every = self._decoder.logits(hidden)
+        return every if self._tokens is None else every[:, self._tokens]
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """This head's logits as the whole vocabulary's [n, V], −inf for tokens it cannot say."""
+        if self._tokens is None:
+            return logits
+        shape = len(logits), self._decoder.info.vocab_size
+        if logits.device.type == "cpu":
+            # torch would wake its threads for a row, which then starve the native kernel's
+            rows = np.full(shape, -np.inf, np.float32)
+            rows[:, self._tokens.numpy()] = logits.numpy()
+            return torch.from_numpy(rows)
+        wide = torch.full(shape, -torch.inf, device=logits.device)
+        wide[:, self._tokens] = logits
+        return wide
+
+    def best(self, logits: Tensor, count: int) -> list[list[float]]:
+        """The `count` largest probabilities of each row of this head's logits."""
+        return self._decoder.likeliest(logits, count)[1]

@@ -1,0 +1,33 @@
+"""Linear maps that training starts from: ridge regression over many batches of rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+RIDGE = 1e-2
+"""Of the mean square of the inputs: keeps the problem well posed."""
+
+
+class LeastSquares:
+    """The matrix that best tells `outputs` numbers from `inputs` of them."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        self._squares = torch.zeros(inputs, inputs)
+        self._products = torch.zeros(inputs, outputs)
+
+    def add(self, read: Tensor, wanted: Tensor) -> None:
+        """Rows [n, inputs], and what they are to give [n, outputs]."""
+        self._squares += (read.T @ read).cpu()
+        self._products += (read.T @ wanted).cpu()
+
+    def solution(self) -> Tensor:
+        """The matrix [inputs, outputs] with read @ matrix ≈ wanted."""
+        squares = self._squares.clone()
+        squares.diagonal().add_(RIDGE * squares.diagonal().mean().clamp(min=1e-6))
+        return torch.linalg.solve(squares, self._products)
+
+
+def direction(x: Tensor, eps: float = 0.0) -> Tensor:
+    """x [..., d] at a mean square of one: what a final norm makes of it, before its weight."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

@@ -1,0 +1,130 @@
+"""Exits that are trained to say what the last layer says: objective and depth policy of the methods
+that put something small between the residual at an exit and the shared head.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from multirate.errors import UserError
+from multirate.methods.common.distillation import Distilled, distil
+from multirate.methods.common.exit_head import ExitHead
+from multirate.methods.common.exits import ScoredExits
+from multirate.methods.common.objective import Objective, Report, Term
+from multirate.methods.common.teacher import Known, Teacher
+
+Weighing = Literal["equal", "by_depth"]
+
+
+class ExitMaps(nn.Module):
+    """What reads a residual at an exit, in training and in torch; the base is frozen.
+
+    exits: layers after which there is one, rising. draft_tokens: int64 ids of a reduced head's
+    rows, increasing; None: the full head.
+    """
+
+    exits: tuple[int, ...]
+    draft_tokens: Tensor | None
+
+    @abstractmethod
+    def forward(self, exit: int, hidden: Tensor) -> Tensor:
+        """Residuals [..., d] after `exit` layers → what the final norm and the head read [..., d],
+        float32.
+        """
+
+
+def torch_maps(maps: ExitMaps, device: torch.device) -> Callable[[int, Tensor], Tensor]:
+    """The maps run by torch, in the dtype of the residuals."""
+    maps = maps.to(device)
+
+    def run(exit: int, hidden: Tensor) -> Tensor:
+        out: Tensor = maps(exit, hidden)
+        return out.to(hidden.dtype)
+
+    return run
+
+
+class MultiExitObjective(Objective):
+    """Mean over the exits of KL(head(h_L) ‖ head(map(h_exit))) on response rows, every exit's
+    weighed alike, or by its depth.
+    """
+
+    predicts = "exits"
+
+    def __init__(self, teacher: Teacher, maps: ExitMaps, weighing: Weighing = "equal") -> None:
+        super().__init__()
+        self.maps, self.weighing = maps, weighing
+        self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
+
+    @property
+    def terms(self) -> list[Term]:
+        return [
+            Term(exit, 1, float(exit) if self.weighing == "by_depth" else 1.0)
+            for exit in self.maps.exits
+        ]
+
+    def forward(
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
+    ) -> tuple[Tensor, Report]:
+        """See Objective."""
+        teacher, exits = self._teacher[0], self.maps.exits
+        slow = teacher.slow(ids, shared=0, gates=exits, known=known)
+        students = torch.stack(
+            [teacher.norm(self.maps(exit, slow.residual[exit][mask])) for exit in exits]
+        )
+        result = distil(students, slow.target(mask), teacher.head, self.maps.draft_tokens)
+        weight = torch.tensor([term.weight for term in self.terms], device=result.kl.device)
+        loss = (weight * result.kl).sum() / weight.sum()
+        return loss, Report(self.terms, result, float(loss.detach()))
+
+    @torch.no_grad()
+    def early_exit(
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
+    ) -> tuple[list[Term], Distilled]:
+        """The base's plain exits at the same layers: what training must beat."""
+        teacher, exits = self._teacher[0], self.maps.exits
+        slow = teacher.slow(ids, shared=0, gates=exits, known=known)
+        normed = torch.stack([teacher.norm(slow.residual[exit][mask]) for exit in exits])
+        return self.terms, distil(normed, slow.target(mask), teacher.head)
+
+
+class MultiExits(ScoredExits):
+    """A token leaves at the first exit where the top-1 probability of what its map gives is at
+    least the threshold there, one for each exit; None: never.
+
+    maps(exit, residuals [n, d]) → what the head reads [n, d].
+    """
+
+    def __init__(
+        self,
+        exits: Sequence[int],
+        head: ExitHead,
+        maps: Callable[[int, Tensor], Tensor],
+        thresholds: Sequence[float | None],
+    ) -> None:
+        if len(thresholds) != len(exits):
+            raise UserError(
+                f"setting thresholds has {len(thresholds)} values; accepted is one for each of the "
+                f"accelerator's exits {list(exits)}"
+            )
+        self._thresholds = dict(zip(exits, thresholds, strict=True))
+        # nothing is looked at where nothing may leave
+        super().__init__([e for e in exits if self._thresholds[e] is not None], head)
+        self._maps = maps
+
+    def threshold(self, exit: int, seq: int) -> float | None:
+        return self._thresholds[exit]
+
+    def read(self, exit: int, hidden: Tensor) -> Tensor:
+        return self._maps(exit, hidden)
+
+    def scores(
+        self, exit: int, hidden: Tensor, seqs: Sequence[int]
+    ) -> tuple[list[float], Tensor | None]:
+        logits = self.head.logits(self.read(exit, hidden))
+        return [top for (top,) in self.head.best(logits, 1)], logits

@@ -1,0 +1,33 @@
+"""Registers DEED."""
+
+from __future__ import annotations
+
+import math
+
+from multirate.decoding.dynamic_depth import DynamicDepthStep
+from multirate.methods.deed.config import DeedConfig, DeedDecodeConfig
+from multirate.methods.deed.exits import policy_of
+from multirate.methods.deed.modules import AdaptedExits
+from multirate.methods.deed.train import DeedObjective
+from multirate.methods.spec import DynamicMode, MethodSpec, Training, register
+
+SPEC = register(
+    MethodSpec(
+        name="deed",
+        title="DEED (arXiv 2311.08623; reconstructed beside a frozen base)",
+        summary="lets a token leave at the first adapted exit that is sure enough (lossy)",
+        settings=DeedDecodeConfig,
+        step=lambda decoder, module, settings: DynamicDepthStep(
+            policy_of(decoder, module, settings), settings.kv
+        ),
+        dynamic=DynamicMode(
+            gates=lambda exits: exits.exits,
+            settings=lambda exits, threshold: {"threshold": threshold},
+            # probabilities with logits from 7 down to -1
+            path=tuple(1 / (1 + math.exp(-step / 2)) for step in range(14, -3, -1)),
+        ),
+        training=Training(DeedConfig, AdaptedExits, DeedObjective),
+        role="depth",
+        lossless=False,
+    )
+)

@@ -1,0 +1,1 @@
+"""LITE: exits trained through the shared head, each with a threshold of its own."""

@@ -1,0 +1,39 @@
+"""Registers LITE."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from multirate.decoding.dynamic_depth import DynamicDepthStep
+from multirate.methods.lite.config import LiteConfig, LiteDecodeConfig
+from multirate.methods.lite.exits import policy_of
+from multirate.methods.lite.modules import LinearExits
+from multirate.methods.lite.train import LiteObjective, start_from_least_squares
+from multirate.methods.spec import DynamicMode, MethodSpec, Training, register
+
+
+def _settings(exits: LinearExits, threshold: float | None) -> dict[str, Any]:
+    return {"thresholds": [threshold] * len(exits.exits)}
+
+
+SPEC = register(
+    MethodSpec(
+        name="lite",
+        title="LITE (arXiv 2310.18581; reconstructed beside a frozen base)",
+        summary="lets a token leave at the first trained exit that is sure enough (lossy)",
+        settings=LiteDecodeConfig,
+        step=lambda decoder, module, settings: DynamicDepthStep(
+            policy_of(decoder, module, settings), settings.kv
+        ),
+        dynamic=DynamicMode(
+            gates=lambda exits: exits.exits,
+            settings=_settings,
+            # probabilities with logits from 7 down to -1
+            path=tuple(1 / (1 + math.exp(-step / 2)) for step in range(14, -3, -1)),
+        ),
+        training=Training(LiteConfig, LinearExits, LiteObjective, start=start_from_least_squares),
+        role="depth",
+        lossless=False,
+    )
+)

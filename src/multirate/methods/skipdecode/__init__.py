@@ -1,0 +1,1 @@
+"""SkipDecode: one depth per position for the whole batch, which never rises."""

@@ -1,0 +1,59 @@
+"""Settings of SkipDecode (arXiv 2307.02628)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from multirate.decoding.depth import LayerRange
+from multirate.methods.common.config import MethodConfig
+
+
+@dataclass(frozen=True)
+class SkipDecodeConfig(MethodConfig):
+    """Settings.
+
+    max_share, min_share: share of the layers that the first new token runs, and that those from the
+    expected length on do; between them the number falls linearly, in whole layers.
+    warmup_layers: of these, how many at the bottom; the others are the top ones, and what lies
+    between is skipped. 0: two fifths of the model's layers, which on SmolLM2 keeps
+    the most of its text. No depth is below warmup_layers and one at the top. [the default is ours]
+    expected_tokens: the expected length, in new tokens; 0: the most that a sequence of the batch
+    may have.
+    """
+
+    max_share: float = 1.0
+    min_share: float = 0.8
+    warmup_layers: int = 0
+    expected_tokens: int = 0
+
+    def check(self) -> None:
+        self.require(0 < self.max_share <= 1, "max_share", "above 0, at most 1")
+        self.require(
+            0 < self.min_share <= self.max_share, "min_share", "above 0, at most max_share"
+        )
+        self.require_count("warmup_layers", "expected_tokens", least=0)
+
+    def warmup_of(self, num_layers: int) -> int:
+        """Layers at the bottom that every token runs, in a model of `num_layers`. UserError where
+        none would be left above them.
+        """
+        self.require(
+            self.warmup_layers < num_layers,
+            "warmup_layers",
+            f"below the model's {num_layers} layers",
+        )
+        return self.warmup_layers or 2 * num_layers // 5
+
+    def depth(self, num_layers: int, progress: float) -> int:
+        """How many layers a token runs at t / T = progress, of a model's `num_layers`."""
+        share = self.max_share + (self.min_share - self.max_share) * min(1.0, max(0.0, progress))
+        # a sum of rounded shares must not cost a layer more than it says
+        return max(self.warmup_of(num_layers) + 1, math.ceil(share * num_layers - 1e-9))
+
+    def layers(self, num_layers: int, depth: int) -> list[LayerRange]:
+        """The layers of a token of that depth: the warm-up, and the rest at the top."""
+        warmup = self.warmup_of(num_layers)
+        top = num_layers - (depth - warmup)
+        ranges = [(0, num_layers)] if top <= warmup else [(0, warmup), (top, num_layers)]
+        return [(start, stop) for start, stop in ranges if start < stop]

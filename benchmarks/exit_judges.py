@@ -26,9 +26,14 @@ from torch import Tensor
 from multirate.bench.provenance import collect
 from multirate.cli.progress import Bar
 from multirate.hub import load_model, resolve_accelerator
-from multirate.methods.common.objective import BINS, auc, expected_calibration_error
+from multirate.methods.common.objective import (
+    BINS,
+    auc,
+    balanced_bce,
+    expected_calibration_error,
+)
 from multirate.methods.common.stream_tracing import Interval, StreamTracer
-from multirate.methods.m2r2.arla import ARLA, balanced_bce
+from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.spec import find
 from multirate.model.decoder import Decoder
 from multirate.model.load import load_decoder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,3 +177,21 @@ def test_no_import_circle() -> None:
 
     for name in graph:
         visit(name, ())
+
+
+def test_what_scripts_import_exists() -> None:
+    """Those in benchmarks/ and recipes/, which no other test need run."""
+    root = SOURCE.parent
+    files = [*root.glob("benchmarks/*.py"), *root.glob("recipes/*/*.py")]
+    assert len(files) > 10
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(
+                "multirate"
+            ):
+                continue
+            assert node.module is not None
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                known = hasattr(module, alias.name) or f"{node.module}.{alias.name}" in MODULES
+                assert known, f"{file.name} imports {alias.name} from {node.module}"

@@ -187,9 +187,7 @@ class DraftedSteps:
     def means(self, matched: int) -> tuple[float, float, float]:
         """Accepted tokens, levels and nodes of a step with so long a match, on average."""
         means = self._all / self._all[0]
-        if (
-            len(self._by_match) > 1
-        ):  # else both saw the same steps, and one has the first guess, too
+        if len(self._by_match) > 1:  # of one length both saw the same steps
             means = self._by_match[matched] + _DRAFT_STRENGTH * means
             means /= means[0]
         _, accepted, levels, nodes = means.tolist()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import math
 import pkgutil
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,6 +62,13 @@ class Training:
         """Untrained modules for this config and base."""
         make: Any = self.module
         return make(config, base)
+
+
+PROBABILITIES = tuple(1 / (1 + math.exp(-step / 2)) for step in range(14, -3, -1))
+"""A `DynamicMode.path` for scores that are probabilities: logits from 7 down to -1. Some scores are
+of classes that training balanced, so that where most tokens agree even one below one half may be
+safe.
+"""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
@@ -14,7 +13,7 @@ from multirate.methods.calm.config import (
 from multirate.methods.calm.exits import trained_exits, untrained_exits
 from multirate.methods.calm.modules import ExitClassifiers
 from multirate.methods.calm.train import CalmObjective
-from multirate.methods.spec import DynamicMode, MethodSpec, Training, register
+from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
 
 REDUCED_HEAD = 16384
 """Tokens of the head that a comparison without training reads exits with: the whole one of a
@@ -40,7 +39,6 @@ def _dial(path: tuple[float, ...], *others: DynamicMode, **fixed: Any) -> Dynami
 
 _MARGINS = (0.9999, 0.9995, 0.999, 0.998, 0.995, 0.99, 0.98, 0.95, 0.9, 0.8, 0.6)
 _COSINES = (0.99, 0.98, 0.97, 0.96, 0.955, 0.95, 0.945, 0.94, 0.93, 0.92, 0.9)
-_SIGMOIDS = tuple(1 / (1 + math.exp(-step / 2)) for step in range(14, -3, -1))
 
 UNTRAINED = register(
     MethodSpec(
@@ -70,7 +68,9 @@ TRAINED = register(
         step=lambda decoder, module, settings: DynamicDepthStep(
             trained_exits(decoder, module, settings), settings.kv
         ),
-        dynamic=_dial(_SIGMOIDS, _dial(_MARGINS, confidence="softmax"), confidence="classifier"),
+        dynamic=_dial(
+            PROBABILITIES, _dial(_MARGINS, confidence="softmax"), confidence="classifier"
+        ),
         training=Training(CalmClassifierConfig, ExitClassifiers, CalmObjective),
         role="depth",
         lossless=False,

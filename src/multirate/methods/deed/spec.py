@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from multirate.decoding.dynamic_depth import DynamicDepthStep
 from multirate.methods.deed.config import DeedConfig, DeedDecodeConfig
 from multirate.methods.deed.exits import policy_of
 from multirate.methods.deed.modules import AdaptedExits
 from multirate.methods.deed.train import DeedObjective
-from multirate.methods.spec import DynamicMode, MethodSpec, Training, register
+from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
 
 SPEC = register(
     MethodSpec(
@@ -23,8 +21,7 @@ SPEC = register(
         dynamic=DynamicMode(
             gates=lambda exits: exits.exits,
             settings=lambda exits, threshold: {"threshold": threshold},
-            # probabilities with logits from 7 down to -1
-            path=tuple(1 / (1 + math.exp(-step / 2)) for step in range(14, -3, -1)),
+            path=PROBABILITIES,
         ),
         training=Training(DeedConfig, AdaptedExits, DeedObjective),
         role="depth",

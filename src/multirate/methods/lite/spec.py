@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
@@ -10,7 +9,7 @@ from multirate.methods.lite.config import LiteConfig, LiteDecodeConfig
 from multirate.methods.lite.exits import policy_of
 from multirate.methods.lite.modules import LinearExits
 from multirate.methods.lite.train import LiteObjective, start_from_least_squares
-from multirate.methods.spec import DynamicMode, MethodSpec, Training, register
+from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
 
 
 def _settings(exits: LinearExits, threshold: float | None) -> dict[str, Any]:
@@ -29,8 +28,7 @@ SPEC = register(
         dynamic=DynamicMode(
             gates=lambda exits: exits.exits,
             settings=_settings,
-            # probabilities with logits from 7 down to -1
-            path=tuple(1 / (1 + math.exp(-step / 2)) for step in range(14, -3, -1)),
+            path=PROBABILITIES,
         ),
         training=Training(LiteConfig, LinearExits, LiteObjective, start=start_from_least_squares),
         role="depth",

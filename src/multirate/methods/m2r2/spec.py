@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from multirate.methods.m2r2.exits import step_of
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.tracing import M2R2Tracer
 from multirate.methods.m2r2.train import M2R2Objective, start_from_least_squares
-from multirate.methods.spec import DynamicMode, MethodSpec, Training, register
+from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
 
 
 def _training(preset: str) -> Training:
@@ -34,9 +33,7 @@ def _exit_settings(stream: AcceleratedStream, threshold: float | None) -> dict[s
 DYNAMIC = DynamicMode(
     gates=lambda stream: stream.config.gates,
     settings=_exit_settings,
-    # logits from 7 down to -1: ARLA's classes are balanced in training, so that where most tokens
-    # agree even a score below one half may be safe
-    path=tuple(1 / (1 + math.exp(-step / 2)) for step in range(14, -3, -1)),
+    path=PROBABILITIES,
 )
 PAPER = register(
     MethodSpec(

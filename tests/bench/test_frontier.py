@@ -50,6 +50,15 @@ def test_the_best_of_each_method_at_each_quality() -> None:
     assert not frontier.frontier([row("three:dial=[0.5]", 9.0, 0.5)])
 
 
+def test_on_a_task_quality_is_the_share_of_its_score() -> None:
+    rows = [row("autoregressive", 1.0), row("one:dial=[0.5]", 2.5, 0.4)]
+    rows[0].score_kept, rows[1].score_kept = 1.0, 0.991
+    (best,) = [b for b in frontier.frontier(rows, [0.99]) if b.method == "one"]
+    assert (best.kept, best.speedup) == (0.991, 2.5)
+    rows[1].score_kept = 0.98
+    assert all(b.method != "one" for b in frontier.frontier(rows, [0.99]))
+
+
 def test_the_table_fits_a_terminal() -> None:
     rows = [*ROWS, row("one:exit_thresholds=[0.9990,0.9990,0.9990]", 1.9, 0.995)]
     console = Console(width=80, record=True)

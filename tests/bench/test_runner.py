@@ -15,6 +15,7 @@ from multirate.bench.runner import (
     Measurements,
     MethodRun,
     Sample,
+    Scoring,
     baseline,
     measure,
     summarise,
@@ -142,6 +143,20 @@ def test_a_lossy_method_may_differ_but_must_answer(model: torch.nn.Module, truth
     assert row.speedup is not None and row.identical == 3 and report.identity(row) == "3 same"
     runs.samples[0][0]["exit"] = Sample(Answer([]), 1.0)
     assert summarise(runs, Judge(model), lossy=["exit"])[1].speedup is None
+
+
+def test_a_tasks_scores_are_those_of_the_answers(model: torch.nn.Module, truth: dict) -> None:
+    right = list(truth.values())
+    shortened = [tokens[:-1] for tokens in right]
+    answers = {"autoregressive": right, "exit": shortened}
+    runs = recorded(answers, {"autoregressive": [2.0, 2.0], "exit": [1.0, 1.0]})
+    lengths = Scoring("length", lambda said: {"length": sum(len(ids) for ids in said.values())})
+    plain, lossy = summarise(runs, Judge(model), lossy=["exit"], scoring=lengths)
+    full = sum(len(tokens) for tokens in right)
+    assert plain.scores == {"length": full} and plain.quality == 1.0
+    assert lossy.quality == lossy.score_kept == (full - len(right)) / full
+    nothing = Scoring("length", lambda said: {"length": 0.0})
+    assert summarise(runs, Judge(model), lossy=["exit"], scoring=nothing)[1].quality is None
 
 
 def test_near_ties_of_bf16_are_told_from_bugs() -> None:

@@ -1,7 +1,7 @@
 """Quality against speed: the best that every method reaches at a share of the full model's quality.
 
 A dynamic mode is measured at several settings of its one dial in the same run (`settings_of`), the
-lossless method beside them; the quality is the one that a run measured (`Row.kept`), not the one
+lossless method beside them; the quality is the one that a run measured (`Row.quality`), not the one
 that was promised.
 """
 
@@ -30,8 +30,8 @@ POINTS = 6
 class Best:
     """The fastest setting of a method whose kept quality is at least `quality`.
 
-    method: without settings. setting: the row's whole name. kept: share of the tokens that are the
-    full model's, 1 for lossless rows. speedup: as the row's.
+    method: without settings. setting: the row's whole name. kept: Row.quality. speedup: as the
+    row's.
     """
 
     method: str
@@ -92,7 +92,7 @@ def frontier(rows: Sequence[Row], qualities: Sequence[float] = QUALITIES) -> lis
         for quality in qualities:
             best: Best | None = None
             for row in own:
-                kept = 1.0 if row.lossless else row.kept
+                kept = row.quality
                 if kept is None or kept < quality or row.speedup is None:
                     continue
                 if best is None or row.speedup > best.speedup:
@@ -102,11 +102,11 @@ def frontier(rows: Sequence[Row], qualities: Sequence[float] = QUALITIES) -> lis
     return found
 
 
-def table(bests: Sequence[Best]) -> Table:
-    """A line per method, a column per quality."""
+def table(bests: Sequence[Best], measure: str = "tokens that are the full model's") -> Table:
+    """A line per method, a column per quality. measure: what quality is a share of."""
     qualities = sorted({best.quality for best in bests}, reverse=True)
     result = Table(
-        title="Fastest at a share of full quality (tokens that are the full model's)",
+        title=f"Fastest at a share of full quality ({measure})",
         title_justify="left",
         pad_edge=False,
     )

@@ -79,6 +79,8 @@ def build_prompts(
     result = PromptSet()
     for question in questions:
         messages: list[dict[str, str]] = []
+        if question.system is not None:
+            messages.append({"role": "system", "content": question.system})
         for turn, text in enumerate(question.turns):
             name = question.id if len(question.turns) == 1 else f"{question.id}#{turn + 1}"
             messages.append({"role": "user", "content": text})

@@ -38,6 +38,19 @@ def table(rows: Sequence[Row], title: str | None = None) -> Table:
     return result
 
 
+def score_table(rows: Sequence[Row]) -> Table:
+    """The scores of rows on a task."""
+    result = Table(title="Scores", title_justify="left", pad_edge=False)
+    result.add_column("method", overflow="fold", max_width=40)
+    metrics = list(dict.fromkeys(metric for row in rows for metric in row.scores))
+    for metric in metrics:
+        result.add_column(metric, justify="right")
+    for row in rows:
+        cells = (row.scores.get(metric) for metric in metrics)
+        result.add_row(row.method, *("-" if cell is None else f"{cell:.4g}" for cell in cells))
+    return result
+
+
 def identity(row: Row) -> str:
     """`yes`, or how many answers are (`78/80`), with near-ties and wrong answers on lines of their
     own.
@@ -46,8 +59,12 @@ def identity(row: Row) -> str:
     if row.lossless and row.identical == total:
         return "yes"
     if not row.lossless:
-        same = f"{row.identical} same"
-        return same if row.kept is None else f"{same}\n{100 * row.kept:.2f}% kept"
+        parts = [f"{row.identical} same"]
+        if row.kept is not None:
+            parts.append(f"{100 * row.kept:.2f}% kept")
+        if row.score_kept is not None:
+            parts.append(f"{100 * row.score_kept:.1f}% of score")
+        return "\n".join(parts)
     parts = [f"{row.identical}/{total}"]
     if row.near_ties:
         parts.append(f"{row.near_ties} near-tie" + "s" * (row.near_ties > 1))

@@ -96,7 +96,8 @@ class Row:
     pass after the prefill, bonus token included; `acceptance` is accepted over drafted tokens.
     `identical + near_ties + diverged` is the number of prompts of a lossless method. `kept`, of a
     lossy one, is its quality: the share of its answers' tokens that are what the full model says
-    after the same text, the mean over the prompts.
+    after the same text, the mean over the prompts. `scores`, of a suite that is a task, are its
+    answers' scores, and `score_kept` the share of PLAIN's that they keep.
     `decode_tokens_per_second` is without the prefills, None where they are not told apart;
     `prefill_seconds` is what these took in the repeat of `seconds`, and `steps` the target passes
     of that repeat. `tried_at` and `accepted_at` count drafted tokens by their place in a draft,
@@ -121,6 +122,8 @@ class Row:
     decode_tokens_per_second: float | None = None
     note: str | None = None
     kept: float | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    score_kept: float | None = None
     prefill_seconds: float | None = None
     steps: int = 0
     tried_at: list[int] = field(default_factory=list)
@@ -130,6 +133,23 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         """The fields, JSON-ready."""
         return asdict(self)
+
+    @property
+    def quality(self) -> float | None:
+        """The share of the full model's quality that the answers have: of its score on a task, else
+        of its tokens; 1 for lossless methods, None where it was not measured.
+        """
+        if self.lossless:
+            return 1.0
+        return self.kept if self.score_kept is None else self.score_kept
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """scores(answers' tokens by the prompt's id) → scores by metric; metric: the one of quality."""
+
+    metric: str
+    scores: Callable[[dict[str, list[int]]], dict[str, float]]
 
 
 def measure(
@@ -207,9 +227,10 @@ def summarise(
     judge: Judge,
     lossy: Sequence[str] = (),
     differing: Callable[[Sequence[int], Sequence[int]], int] | None = None,
+    scoring: Scoring | None = None,
 ) -> list[Row]:
     """One Row per method, in the order given; identity is against the first repeat of PLAIN,
-    prompt by prompt.
+    prompt by prompt. scoring: of the first repeat's answers, where the suite is a task.
 
     differing(prompt, answer): how many of an answer's tokens are not the full model's, for the
     quality that lossy methods kept; None: it is not measured.
@@ -228,7 +249,26 @@ def summarise(
             row.kept = _kept(row.method, repeats, measurements.prompts, differing)
         if reference is not None and not row.diverged and row.tokens_per_second > 0:
             row.speedup = row.tokens_per_second / reference.tokens_per_second
+    if scoring is not None:
+        _score(rows, repeats[0], measurements.prompts, scoring)
     return rows
+
+
+def _score(
+    rows: Sequence[Row],
+    repeat: list[dict[str, Sample]],
+    prompts: Sequence[Prompt],
+    scoring: Scoring,
+) -> None:
+    for row in rows:
+        answers = {
+            prompt.id: taken[row.method].answer.tokens
+            for prompt, taken in zip(prompts, repeat, strict=False)
+        }
+        row.scores = scoring.scores(answers)
+    full = next(row.scores[scoring.metric] for row in rows if row.method == PLAIN)
+    for row in rows:
+        row.score_kept = row.scores[scoring.metric] / full if full > 0 else None
 
 
 def _kept(

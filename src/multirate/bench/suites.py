@@ -16,12 +16,13 @@ from multirate.io import parse_json, spread
 @dataclass(frozen=True)
 class Question:
     """What a user asks: one string per turn. A later turn is asked after the model's own answer to
-    the one before.
+    the one before. system: what the conversation begins with.
     """
 
     id: str
     turns: tuple[str, ...]
     category: str | None = None
+    system: str | None = None
 
 
 class _Field(Exception):

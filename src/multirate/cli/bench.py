@@ -16,10 +16,11 @@ from multirate.cli.progress import Bar
 from multirate.errors import UserError
 
 if TYPE_CHECKING:
-    from multirate.bench.runner import Row
+    from multirate.bench.runner import Row, Scoring
     from multirate.bench.suites import Question
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import Engine
+    from multirate.evaluation.task_suite import TaskSuite
 
 WRONG_ANSWERS = 1
 ALL = "all"
@@ -31,11 +32,16 @@ def command(
     suite: Annotated[
         str,
         typer.Option(
-            help="mt_bench, spec_bench, self_instruct, koala, wizardlm, gsm8k, humaneval or text."
+            help="mt_bench, spec_bench, self_instruct, koala, wizardlm, gsm8k, humaneval or text; "
+            "or a task, whose score is then the quality: wikisql, e2e_nlg, dialogsum."
         ),
     ] = "mt_bench",
     data: Annotated[
-        Path, typer.Option(help="The suite's .jsonl or .jsonl.gz file.", show_default=False)
+        Path,
+        typer.Option(
+            help="The suite's .jsonl or .jsonl.gz file; of a task, the folder of its data.",
+            show_default=False,
+        ),
     ] = ...,  # type: ignore[assignment]
     methods: Annotated[
         str | None,
@@ -139,11 +145,13 @@ def command(
 
     from multirate.bench.suites import load_suite
     from multirate.decoding.logits import SamplingSettings
+    from multirate.evaluation.task_suite import is_task
 
     sampling = SamplingSettings(temperature, seed=None if temperature == 0 else seed)
     if rivals and not sampling.greedy:
         raise UserError("--rivals are measured greedily: leave out --temperature")
-    questions = load_suite(suite, data, limit, task)
+    tasks = task_suite(suite, data, limit, task) if is_task(suite) else None
+    questions = tasks.questions if tasks else load_suite(suite, data, limit, task)
 
     from multirate.bench.report_page import write as write_report
     from multirate.bench.rivals import parse_rivals
@@ -234,10 +242,12 @@ def command(
         },
         sampling=sampling,
         optional=optional,
+        tasks=tasks,
     )
     if dials:
         bests = frontier.frontier(rows)
-        options.console().print(frontier.table(bests))
+        measured = [] if tasks is None else [tasks.metric]
+        options.console().print(frontier.table(bests, *measured))
         content["frontier"] = [best.as_dict() for best in bests]
     if json is not None:
         write_json(json, content)
@@ -248,6 +258,27 @@ def command(
     if interrupted:
         options.note("interrupted: the figures are of what was complete")
         raise typer.Exit(INTERRUPTED)
+
+
+def task_suite(suite: str, data: Path, limit: int | None, category: str | None) -> TaskSuite:
+    """The questions of a task of this package. UserError for what a task does not have."""
+    from multirate.evaluation.task_suite import load_task_suite
+
+    if category is not None:
+        raise UserError(f"--task is {category!r}: the suite {suite} has no categories")
+    return load_task_suite(suite, data, limit)
+
+
+def scoring(tasks: TaskSuite, tokenizer: Any) -> Scoring:
+    """Scores of answers that are tokens."""
+    from multirate.bench.runner import Scoring
+
+    def scores(answers: dict[str, list[int]]) -> dict[str, float]:
+        decode = tokenizer.decode
+        texts = {name: decode(ids, skip_special_tokens=True) for name, ids in answers.items()}
+        return tasks.scores(texts)
+
+    return Scoring(tasks.metric, scores)
 
 
 def method_names(text: str) -> list[str]:
@@ -273,10 +304,12 @@ def run(
     settings: dict[str, Any],
     sampling: SamplingSettings | None = None,
     optional: Sequence[str] = (),
+    tasks: TaskSuite | None = None,
 ) -> tuple[dict[str, Any], list[Row], bool]:
     """Measures, prints the table → (the run's JSON, its rows, whether Ctrl-C ended it early).
 
-    optional: names that are left out, with the reason, where they cannot be used.
+    optional: names that are left out, with the reason, where they cannot be used. tasks: whose
+    questions these are; answers are scored then.
     """
     from contextlib import ExitStack
 
@@ -339,6 +372,7 @@ def run(
         Judge(engine.model),
         [c.name for c in method_runs if not c.lossless],
         lambda prompt, tokens: differing(engine.decoder, prompt, tokens),
+        None if tasks is None else scoring(tasks, engine.tokenizer),
     )
     read = bandwidth.read_bandwidth(device)
     share = bandwidth.share_of(read, bandwidth.bytes_per_step(engine.model), rows)
@@ -346,6 +380,8 @@ def run(
     console = options.console()
     if rows:
         console.print(report.table(rows, title))
+        if tasks is not None:
+            console.print(report.score_table(rows))
         console.print(report.bandwidth_line(read, share))
     else:
         console.print(

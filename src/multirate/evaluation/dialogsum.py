@@ -1,7 +1,7 @@
 """DialogSum: a dialogue of daily life, to be summarised.
 
 Read from `dialogsum.test.jsonl` (three summaries each) and `dialogsum.dev.jsonl` (few-shot
-prompts).
+prompts, and what a model may be tuned on).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SHORT = 600
 
 
 def documents(data: str | os.PathLike[str] | None = None, **_: Any) -> dict[str, Any]:
-    """The splits for the harness: `test`, and `examples` for few-shot prompts.
+    """The splits for the harness: `test`; `training`, to tune a model on; and `examples` for
+    few-shot prompts, some of the latter.
 
     A document: dialogue, references (a list), target (the first of them). Raises UserError naming
     the file, line and field that cannot be used.
@@ -37,6 +38,7 @@ def documents(data: str | os.PathLike[str] | None = None, **_: Any) -> dict[str,
     return {
         "test": Dataset.from_list(read(data_file(data, TASK, FILE))),
         "examples": Dataset.from_list(spread(short or examples, EXAMPLES)),
+        "training": Dataset.from_list(examples),
     }
 
 

@@ -1,7 +1,7 @@
 """E2E: a restaurant's attributes, to be put into one or two sentences.
 
 Read from the challenge's `testset_w_refs.csv` (references of the same meaning are one document) and
-`devset.csv` (few-shot prompts).
+`devset.csv` (few-shot prompts, and what a model may be tuned on).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SEED = 0
 
 
 def documents(data: str | os.PathLike[str] | None = None, **_: Any) -> dict[str, Any]:
-    """The splits for the harness: `test`, and `examples` for few-shot prompts.
+    """The splits for the harness: `test`; `examples` for few-shot prompts; and `training`, to tune
+    a model on, whose documents have one reference each: those without a slot error.
 
     A document: meaning, references (a list), target (the one with the fewest slot errors). Raises
     UserError naming the file, line and field that cannot be used.
@@ -40,9 +41,17 @@ def documents(data: str | os.PathLike[str] | None = None, **_: Any) -> dict[str,
     random.Random(SEED).shuffle(test)
     examples = _documents(data_file(data, TASK, EXAMPLES_FILE))
     whole = [one for one in examples if _errors(one["target"], one["meaning"]) == 0]
+    training = [
+        {"meaning": one["meaning"], "references": [text], "target": text}
+        for one in whole
+        for text in one["references"]
+        if _errors(text, one["meaning"]) == 0
+    ]
+    random.Random(SEED).shuffle(training)
     return {
         "test": Dataset.from_list(test),
         "examples": Dataset.from_list(spread(whole or examples, EXAMPLES)),
+        "training": Dataset.from_list(training or examples),
     }
 
 

@@ -38,6 +38,8 @@ from multirate.io import parse_json
 TASK, FILE = "wikisql", "wikisql.json.bz2"
 EXAMPLES = 16
 """Training questions kept for few-shot prompts."""
+TRAINING = 8000
+"""Training questions that a model may be tuned on: others than the examples."""
 SEED = 0
 """Of the order of the questions: the file's is by query, and its first few would be alike."""
 MOST_UNKNOWN = 0.01
@@ -105,8 +107,8 @@ class Asked:
 
 
 def documents(data: str | os.PathLike[str] | None = None, **_: Any) -> dict[str, Any]:
-    """The splits for the harness: `test`, and `examples` for few-shot prompts (of the training
-    split).
+    """The splits for the harness: `test`; `training`, to tune a model on; and `examples` for
+    few-shot prompts (both of the collection's training split).
 
     A document: columns (a list in words), question, sql, table (its id), queries (all that are
     asked of the table, as JSON). Raises UserError naming the file that is missing or damaged.
@@ -117,17 +119,23 @@ def documents(data: str | os.PathLike[str] | None = None, **_: Any) -> dict[str,
     by_table: dict[str, list[Query]] = {}
     for one in asked:
         by_table.setdefault(one.table, []).append(one.query)
-    splits = {"test": "test", "train": "examples"}
     order = random.Random(SEED)
-    found = {}
-    for split, name in splits.items():
-        own = [one for one in asked if one.split == split]
-        order.shuffle(own)
-        kept = own if name == "test" else own[:EXAMPLES]
-        if not kept:
+    drawn = {}
+    for split in ("test", "train"):
+        drawn[split] = [one for one in asked if one.split == split]
+        order.shuffle(drawn[split])
+        if not drawn[split]:
             raise UserError(f"the file {FILE} has no question of the split {split}")
-        found[name] = Dataset.from_list([_document(one, by_table[one.table]) for one in kept])
-    return found
+    examples, others = drawn["train"][:EXAMPLES], drawn["train"][EXAMPLES:]
+    splits = {
+        "test": drawn["test"],
+        "examples": examples,
+        "training": others[:TRAINING] or examples,  # of a file with hardly any
+    }
+    return {
+        name: Dataset.from_list([_document(one, by_table[one.table]) for one in kept])
+        for name, kept in splits.items()
+    }
 
 
 def scores(document: Mapping[str, Any], answers: Sequence[str]) -> dict[str, float]:

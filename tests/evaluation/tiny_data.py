@@ -59,7 +59,8 @@ def write(folder: Path) -> Path:
         for says in (f"has {food} food.", f"serves {food} food at the river.")
     )
     (folder / "e2e_nlg" / "testset_w_refs.csv").write_text(text)
-    (folder / "e2e_nlg" / "devset.csv").write_text(text)
+    others = text.replace("The Mill", "The Barn").replace("The Eagle", "The Crown")
+    (folder / "e2e_nlg" / "devset.csv").write_text(others)
     records = [{"dialogue": DIALOGUE, "summary": "They meet at noon."} for _ in range(4)]
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "dialogsum" / "dialogsum.dev.jsonl").write_text(lines)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from multirate.errors import UserError
 from multirate.model.load import load_decoder
+from multirate.training.data import render_prompt
 from multirate.training.own_answers import answer_questions, read_questions
 
 WORDS = [
@@ -154,6 +155,30 @@ def test_limit_spreads_over_the_data(setup, data, tmp_path):
     asked = [json.loads(line)["instruction"] for line in out.read_text().splitlines()]
     every = [json.loads(line)["instruction"] for line in data.read_text().splitlines()]
     assert asked == [every[0], every[2]]
+
+
+def test_a_system_turn_is_kept(setup, tmp_path):
+    """What is asked under it is another question, and its answer is the model's to both."""
+    model, tokenizer = setup
+    data, out = tmp_path / "data.jsonl", tmp_path / "own.jsonl"
+    system = {"role": "system", "content": "what is the sun ?"}
+    turns = [{"role": "user", "content": "what is a cat ?"}, {"role": "assistant", "content": "-"}]
+    records = [{"messages": turns}, {"messages": [system, *turns]}]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for _ in range(2):  # the second call finds all done
+        count = answer_questions(
+            load_decoder(model), tokenizer, read_questions([data]), out, (), max_new_tokens=4
+        )
+    plain, told = (json.loads(line) for line in out.read_text().splitlines())
+    assert count == 2 and plain["instruction"] == "what is a cat ?"
+    assert told["messages"][:2] == [system, turns[0]]
+    asked = [("system", system["content"]), ("user", turns[0]["content"])]
+    ids = torch.tensor([tokenizer(render_prompt(tokenizer, asked))["input_ids"]])
+    with torch.no_grad():
+        for _ in range(4):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    said = tokenizer.decode(ids[0, -4:], skip_special_tokens=True).strip()
+    assert told["messages"][2]["content"] == said
 
 
 def test_equal_questions_are_asked_once(setup, tmp_path):

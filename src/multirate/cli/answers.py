@@ -51,7 +51,7 @@ def command(
     from multirate.engine import attach
     from multirate.io import check_writable
     from multirate.training.fingerprint import fingerprint
-    from multirate.training.own_answers import answer_questions, read_questions
+    from multirate.training.own_answers import Questions, answer_questions, read_questions
     from multirate.training.sampled_questions import QuestionSettings, sample_questions
 
     check_writable(out)
@@ -70,7 +70,7 @@ def command(
                 eos,
                 fingerprint(loaded.model),
                 QuestionSettings(seed=seed),
-                [users[0] for users in asked],
+                [one.users[0] for one in asked],
                 batch,
                 bar.to,
             )
@@ -79,7 +79,7 @@ def command(
             f"{len(sampled.questions)} questions of {sampled.samples} samples in {path}"
             + (f" (left out now: {reasons})" if reasons else "")
         )
-        asked += [(text,) for text in sampled.questions]
+        asked += [Questions((text,)) for text in sampled.questions]
     with Lines("answering", len(asked)) as bar:
         count = answer_questions(
             engine.decoder, loaded.tokenizer, asked, out, eos, max_new_tokens, batch, bar.to

@@ -22,22 +22,32 @@ from multirate.model.decoder import Decoder
 from multirate.training.data import normalised, read_conversations, render_prompt
 
 Turns = list[tuple[str, str]]
-Questions = tuple[str, ...]
-"""The user turns of one conversation."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The user turns of one conversation, and the system turn before them, where it has one."""
+
+    users: tuple[str, ...]
+    system: str | None = None
+
+    def beginning(self) -> Turns:
+        """The turns before the first question."""
+        return [] if self.system is None else [("system", self.system)]
 
 
 def read_questions(data_files: Sequence[str | Path], limit: int | None = None) -> list[Questions]:
-    """The user turns of the data's conversations, in its order.
+    """The questions of the data's conversations, in its order.
 
     Equal ones (normalised text) come once. limit: at most so many, spread evenly over the data.
     Raises UserError for unusable data.
     """
     conversations = [c.turns for f in data_files for c in read_conversations(f)]
-    asked = [tuple(text for role, text in turns if role == "user") for turns in conversations]
-    distinct: dict[Questions, Questions] = {}
-    for users in asked:
-        if users:
-            distinct.setdefault(tuple(map(normalised, users)), users)
+    distinct: dict[tuple[str, ...], Questions] = {}
+    for asked in map(_of_turns, conversations):
+        if asked.users:
+            key = tuple(map(normalised, (asked.system or "", *asked.users)))
+            distinct.setdefault(key, asked)
     questions = list(distinct.values())
     if not questions:
         names = ", ".join(str(f) for f in data_files)
@@ -58,8 +68,8 @@ def answer_questions(
     """Writes conversations to `out`, every user turn answered by the model after its own earlier
     answers.
 
-    One {"instruction", "output"} line per conversation of one turn, {"messages"} for several, in
-    the order of the questions. batch: sequences decoded at once. progress(done, total). Returns the
+    One {"instruction", "output"} line per conversation of one question, {"messages"} for several
+    and for those with a system turn, in the order of the questions. batch: sequences decoded at once. progress(done, total). Returns the
     number of records in the file. Questions that leave no room in the context are left out; later
     turns without room end their conversation. Raises UserError for an `out` that was made from
     other questions.
@@ -71,7 +81,11 @@ def answer_questions(
         StopSettings(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids)),
         room,
     )
-    questions = [users for users in questions if answerer.prompt([("user", users[0])])]
+    questions = [
+        asked
+        for asked in questions
+        if answerer.prompt([*asked.beginning(), ("user", asked.users[0])])
+    ]
     path = Path(out)
     done = _resume(path, questions)
     if progress is not None:
@@ -111,7 +125,8 @@ class _Answerer:
 
     def answers(self, questions: Sequence[Questions], batch: int) -> Iterator[Turns]:
         """Each conversation once it has ended, in the order of the questions."""
-        conversations: list[Turns] = [[] for _ in questions]
+        conversations = [asked.beginning() for asked in questions]
+        answered = [0] * len(questions)
         waiting = deque[tuple[int, list[int]]]()  # conversations that go on, and their prompts
         coming = iter(range(len(questions)))
         asked: list[int] = []  # the conversation of each prompt, in the order they were taken
@@ -127,10 +142,10 @@ class _Answerer:
 
         def turn(index: int) -> bool:
             """Puts a conversation's next question; False where it has none, or no room for it."""
-            turns, users = conversations[index], questions[index]
-            if len(turns) == 2 * len(users):
+            users = questions[index].users
+            if answered[index] == len(users):
                 return False
-            prompt = self.prompt([*turns, ("user", users[len(turns) // 2])])
+            prompt = self.prompt([*conversations[index], ("user", users[answered[index]])])
             if prompt is not None:
                 waiting.append((index, prompt))
             return prompt is not None
@@ -139,9 +154,10 @@ class _Answerer:
         written = 0
         for finished in generate_continuously(self.decoder, next_prompt, batch, stop=self.stop):
             index = asked[finished.number]
-            turns = conversations[index]
+            question = questions[index].users[answered[index]]
+            answered[index] += 1
             text = self.tokenizer.decode(finished.tokens, skip_special_tokens=True).strip()
-            turns += [("user", questions[index][len(turns) // 2]), ("assistant", text or " ")]
+            conversations[index] += [("user", question), ("assistant", text or " ")]
             if not turn(index):
                 ended.add(index)
             while written in ended:
@@ -156,10 +172,15 @@ def _record(turns: Turns) -> dict[str, Any]:
 
 
 def _asked(record: dict[str, Any]) -> Questions:
-    """The user turns of a record that this module wrote."""
+    """The questions of a record that this module wrote."""
     if "messages" in record:
-        return tuple(m["content"] for m in record["messages"] if m["role"] == "user")
-    return (record["instruction"],)
+        return _of_turns([(one["role"], one["content"]) for one in record["messages"]])
+    return Questions((record["instruction"],))
+
+
+def _of_turns(turns: Sequence[tuple[str, str]]) -> Questions:
+    system = turns[0][1] if turns and turns[0][0] == "system" else None
+    return Questions(tuple(text for role, text in turns if role == "user"), system)
 
 
 def _resume(path: Path, questions: Sequence[Questions]) -> int:
@@ -167,14 +188,15 @@ def _resume(path: Path, questions: Sequence[Questions]) -> int:
     if not path.exists():
         return 0
     whole = whole_lines(path)
-    for number, (line, users) in enumerate(zip(whole, questions, strict=False), start=1):
+    for number, (line, asked) in enumerate(zip(whole, questions, strict=False), start=1):
         try:
             found = _asked(parse_json(line, path))
         except (UserError, KeyError, TypeError):
             raise UserError(
                 f"{path}, line {number}: not a record of this command; choose another --out"
             ) from None
-        if not found or found != users[: len(found)]:
+        count = len(found.users)
+        if not count or found != Questions(asked.users[:count], asked.system):
             raise UserError(
                 f"{path}, line {number}: made from other questions; choose another --out or delete "
                 "it"

@@ -69,10 +69,10 @@ def answer_questions(
     answers.
 
     One {"instruction", "output"} line per conversation of one question, {"messages"} for several
-    and for those with a system turn, in the order of the questions. batch: sequences decoded at once. progress(done, total). Returns the
-    number of records in the file. Questions that leave no room in the context are left out; later
-    turns without room end their conversation. Raises UserError for an `out` that was made from
-    other questions.
+    and for those with a system turn, in the order of the questions. batch: sequences decoded at
+    once. progress(done, total). Returns the number of records in the file. Questions that leave no
+    room in the context are left out; later turns without room end their conversation. Raises
+    UserError for an `out` that was made from other questions.
     """
     room = (decoder.info.max_positions or 1 << 30) - max_new_tokens
     answerer = _Answerer(

@@ -199,14 +199,16 @@ def dynamic_section() -> list[str]:
                 "–" if row["speedup"] is None else f"{row['speedup']:.2f}x",
                 f"{row['tokens_per_step']:.2f}",
                 f"{100 * kept:.1f}%" if kept is not None else "–",
+                f"{row['perplexity']:.2f}" if row.get("perplexity") else "–",
             )
         )
     return [
         "## Dynamic mode",
         setting(REAL, run),
         "Lossy, but for the first rows. *Kept*: the share of an answer's tokens that are what the "
-        "full model says after the same text, the mean over the prompts.",
-        table(("method", "tokens/s", "speedup", "tokens per step", "kept"), lines),
+        "full model says after the same text, the mean over the prompts. *Perplexity*: of the "
+        "answers, under the full model.",
+        table(("method", "tokens/s", "speedup", "tokens per step", "kept", "perplexity"), lines),
         "Reproduce with `multirate bench smollm2 --suite mt_bench --data question.jsonl --methods "
         f"dynamic --limit {run['argv'][run['argv'].index('--limit') + 1]} -n "
         f"{run['max_new_tokens']} --repeats 1`.",

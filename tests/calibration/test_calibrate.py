@@ -14,7 +14,7 @@ import multirate
 from multirate.calibration import calibrate as calibration
 from multirate.calibration import measure
 from multirate.calibration.calibrate import calibrate, check_promise
-from multirate.calibration.measure import Measured, answers, differing, read_prompts
+from multirate.calibration.measure import Measured, answers, full_model_on, read_prompts
 from multirate.calibration.promise import store
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.stopping import StopSettings
@@ -56,11 +56,15 @@ def test_a_loss_is_the_share_of_tokens_that_are_not_the_models(model: Any) -> No
         tokens = torch.randint(0, 261, (5,), generator=generator).tolist()
         text = torch.tensor([[*prompt, *tokens]])
         with torch.no_grad():
-            said = model(text).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+            logits = model(text).logits[0, len(prompt) - 1 : -1]
+        said = logits.argmax(-1).tolist()
         tokens[2] = said[2]
         right = [int(ours == theirs) for ours, theirs in zip(tokens[:3], said[:3], strict=True)]
-        assert differing(decoder, prompt, tokens[:3]) == 3 - sum(right) < 3
-    assert differing(decoder, PROMPTS[0], []) == 0 and Measured(0, 0).loss == 0
+        verdict = full_model_on(decoder, prompt, tokens[:3])
+        assert verdict.differing == 3 - sum(right) < 3 == verdict.tokens
+        likely = logits[:3].log_softmax(-1)[torch.arange(3), torch.tensor(tokens[:3])]
+        assert verdict.nats == pytest.approx(-float(likely.sum()), rel=1e-4)
+    assert full_model_on(decoder, PROMPTS[0], []).differing == 0 and Measured(0, 0).loss == 0
 
 
 def test_prompts_are_first_questions_and_halves_of_texts(tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ def identity(row: Row) -> str:
         parts = [f"{row.identical} same"]
         if row.kept is not None:
             parts.append(f"{100 * row.kept:.2f}% kept")
+        if row.perplexity is not None:
+            parts.append(f"perplexity {row.perplexity:.2f}")
         if row.score_kept is not None:
             parts.append(f"{100 * row.score_kept:.1f}% of score")
         return "\n".join(parts)

@@ -103,7 +103,9 @@ def _or_dash(value: float | None, form: str) -> str:
 def _answers(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     if not row["lossless"]:
         kept = row.get("kept")
-        return "lossy" if kept is None else f"lossy, {100 * kept:.1f}% of tokens kept"
+        if kept is None:
+            return "lossy"
+        return f"lossy, {100 * kept:.1f}% of tokens kept, perplexity {row['perplexity']:.2f}"
     parts = [f"{row['identical']} of {content['prompts']} identical"]
     parts += [f"{row['near_ties']} near-ties"] if row["near_ties"] else []
     parts += [f"{row['diverged']} WRONG"] if row["diverged"] else []

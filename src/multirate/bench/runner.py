@@ -5,6 +5,7 @@ identity of answers.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -13,6 +14,7 @@ from typing import Any
 
 from multirate.bench.divergence import Divergence, Judge
 from multirate.bench.prompts import Prompt
+from multirate.calibration.measure import Verdict
 from multirate.methods.spec import PLAIN
 
 BASELINES = ("generate", PLAIN)
@@ -96,8 +98,9 @@ class Row:
     pass after the prefill, bonus token included; `acceptance` is accepted over drafted tokens.
     `identical + near_ties + diverged` is the number of prompts of a lossless method. `kept`, of a
     lossy one, is its quality: the share of its answers' tokens that are what the full model says
-    after the same text, the mean over the prompts. `scores`, of a suite that is a task, are its
-    answers' scores, and `score_kept` the share of PLAIN's that they keep.
+    after the same text, the mean over the prompts; `perplexity`, of PLAIN and lossy ones, is that
+    of the answers under the full model. `scores`, of a suite that is a task, are its answers'
+    scores, and `score_kept` the share of PLAIN's that they keep.
     `decode_tokens_per_second` is without the prefills, None where they are not told apart;
     `prefill_seconds` is what these took in the repeat of `seconds`, and `steps` the target passes
     of that repeat. `tried_at` and `accepted_at` count drafted tokens by their place in a draft,
@@ -122,6 +125,7 @@ class Row:
     decode_tokens_per_second: float | None = None
     note: str | None = None
     kept: float | None = None
+    perplexity: float | None = None
     scores: dict[str, float] = field(default_factory=dict)
     score_kept: float | None = None
     prefill_seconds: float | None = None
@@ -226,14 +230,14 @@ def summarise(
     measurements: Measurements,
     judge: Judge,
     lossy: Sequence[str] = (),
-    differing: Callable[[Sequence[int], Sequence[int]], int] | None = None,
+    full_model: Callable[[Sequence[int], Sequence[int]], Verdict] | None = None,
     scoring: Scoring | None = None,
 ) -> list[Row]:
     """One Row per method, in the order given; identity is against the first repeat of PLAIN,
     prompt by prompt. scoring: of the first repeat's answers, where the suite is a task.
 
-    differing(prompt, answer): how many of an answer's tokens are not the full model's, for the
-    quality that lossy methods kept; None: it is not measured.
+    full_model(prompt, answer): what it says of an answer's tokens, for the quality that lossy
+    methods kept; None: it is not measured.
     """
     repeats = measurements.usable()
     if not repeats:
@@ -245,8 +249,8 @@ def summarise(
     reference = baseline(rows)
     for row in rows:
         row.note = measurements.notes.get(row.method)
-        if differing is not None and not row.lossless:
-            row.kept = _kept(row.method, repeats, measurements.prompts, differing)
+        if full_model is not None and (row.method == PLAIN or not row.lossless):
+            _judge(row, repeats[0], measurements.prompts, full_model)
         if reference is not None and not row.diverged and row.tokens_per_second > 0:
             row.speedup = row.tokens_per_second / reference.tokens_per_second
     if scoring is not None:
@@ -271,18 +275,21 @@ def _score(
         row.score_kept = row.scores[scoring.metric] / full if full > 0 else None
 
 
-def _kept(
-    name: str,
-    repeats: list[list[dict[str, Sample]]],
+def _judge(
+    row: Row,
+    repeat: list[dict[str, Sample]],
     prompts: Sequence[Prompt],
-    differing: Callable[[Sequence[int], Sequence[int]], int],
-) -> float:
-    """Mean over the prompts of the first repeat."""
-    shares = []
-    for prompt, taken in zip(prompts, repeats[0], strict=False):
-        tokens = taken[name].answer.tokens
-        shares.append(1 - differing(prompt.tokens, tokens) / max(1, len(tokens)))
-    return sum(shares) / len(shares)
+    full_model: Callable[[Sequence[int], Sequence[int]], Verdict],
+) -> None:
+    verdicts = [
+        full_model(prompt.tokens, taken[row.method].answer.tokens)
+        for prompt, taken in zip(prompts, repeat, strict=False)
+    ]
+    tokens = sum(verdict.tokens for verdict in verdicts)
+    row.perplexity = math.exp(sum(verdict.nats for verdict in verdicts) / max(1, tokens))
+    if not row.lossless:
+        shares = [1 - verdict.differing / max(1, verdict.tokens) for verdict in verdicts]
+        row.kept = sum(shares) / len(shares)
 
 
 def baseline(rows: Sequence[Row]) -> Row | None:

@@ -69,21 +69,36 @@ def read_prompts(
     return spread(prompts, limit)
 
 
-@torch.no_grad()
-def differing(decoder: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many of an answer's tokens are not the argmax of all layers after the text before
-    them.
+@dataclass(frozen=True)
+class Verdict:
+    """What the full model says of an answer's tokens, each after the text before it: how many are
+    not its argmax, and the sum of their negative log-probabilities (nats).
     """
+
+    tokens: int = 0
+    differing: int = 0
+    nats: float = 0.0
+
+
+@torch.no_grad()
+def full_model_on(decoder: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> Verdict:
+    """The full model's verdict, from one pass over prompt and answer."""
     if not tokens:
-        return 0
+        return Verdict()
     text = [*prompt, *tokens[:-1]]
     rows = Rows.causal(0, 0, len(text))
     cache = decoder.new_cache(1, len(text))
     x = decoder.embed(torch.tensor(text, device=decoder.info.device), rows.pos)
     x = decoder.layers(x, rows, 0, decoder.info.num_layers, cache)
-    said = argmax_rows(decoder.logits(x[len(prompt) - 1 :]))
+    logits = decoder.logits(x[len(prompt) - 1 :])
     decoder.release_cache(cache)
-    return sum(ours != theirs for ours, theirs in zip(tokens, said, strict=True))
+    said = argmax_rows(logits)
+    chosen = torch.tensor(list(tokens), device=logits.device)
+    return Verdict(
+        len(tokens),
+        sum(ours != theirs for ours, theirs in zip(tokens, said, strict=True)),
+        float(torch.nn.functional.cross_entropy(logits.float(), chosen, reduction="sum")),
+    )
 
 
 def answers(
@@ -111,5 +126,5 @@ def answers(
             continue
         output = generate(decoder, step, part, stop=stop)
         for prompt, tokens in zip(part, output.sequences, strict=True):
-            differ = differing(decoder, prompt, tokens)
-            yield Measured(len(tokens), differ, output.stats.refused)
+            verdict = full_model_on(decoder, prompt, tokens)
+            yield Measured(len(tokens), verdict.differing, output.stats.refused)

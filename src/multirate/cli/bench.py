@@ -322,7 +322,7 @@ def run(
     from multirate.bench.rivals import Contest
     from multirate.bench.rivals import prepare as prepare_rivals
     from multirate.bench.runner import MethodRun, Unavailable, measure, summarise
-    from multirate.calibration.measure import differing
+    from multirate.calibration.measure import full_model_on
 
     method_runs: list[MethodRun] = []
     unavailable: list[dict[str, str]] = []
@@ -371,7 +371,7 @@ def run(
         measurements,
         Judge(engine.model),
         [c.name for c in method_runs if not c.lossless],
-        lambda prompt, tokens: differing(engine.decoder, prompt, tokens),
+        lambda prompt, tokens: full_model_on(engine.decoder, prompt, tokens),
         None if tasks is None else scoring(tasks, engine.tokenizer),
     )
     read = bandwidth.read_bandwidth(device)

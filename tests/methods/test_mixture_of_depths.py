@@ -106,7 +106,7 @@ def test_the_loss_reaches_routers_through_their_blocks_and_predictors_learn_the_
         divergence.append(float(report.result.kl.detach()))
         predicting.append(report.loss - divergence[-1])
     assert divergence[-1] < 0.95 * divergence[0]
-    assert predicting[-1] < 0.6 * predicting[0]
+    assert predicting[-1] < 0.8 * predicting[0]
 
 
 @torch.no_grad()

@@ -46,6 +46,7 @@ OFTEN = {
     "lite": 0.06,
     "mixture_of_depths": 0.5,
     "skipdecode": 0.3,
+    "specee": 0.0,
 }
 """Dials with which some tokens of the tiny model leave early."""
 FIXED: dict[str, dict[str, Any]] = {"calm": {"exits": [1, 2, 3]}}
@@ -103,6 +104,7 @@ def test_there_are_such_methods_and_all_are_marked_lossy() -> None:
         "lite",
         "mixture_of_depths",
         "skipdecode",
+        "specee",
     } <= set(METHODS)
     engine = attach(model_of(LLAMA), backend="hf")
     for name in METHODS:
@@ -200,20 +202,26 @@ def test_a_text_ends_at_an_end_token_that_left_early(decoder: Decoder, name: str
         ends[len(session.stops.new_tokens[0]) - 1] = taken
         before.update(exits)
 
-    text = generate(decoder, step, PROMPTS[:1], stop=STOP, after_step=note).sequences[0]
-    places = [
-        place
-        for place, layers in ends.items()
-        if layers < LAYERS and text[place] not in text[:place]
-    ]
+    for which in range(len(PROMPTS)):
+        ends.clear()
+        before.clear()
+        alone = [PROMPTS[which]]
+        text = generate(decoder, step, alone, stop=STOP, after_step=note).sequences[0]
+        places = [
+            place
+            for place, layers in ends.items()
+            if layers < LAYERS and text[place] not in text[:place]
+        ]
+        if places:
+            break
     assert places
     stop = StopSettings(max_new_tokens=24, eos_token_ids=(text[places[-1]],))
     out = generate(decoder, step, PROMPTS, stop=stop, after_step=check_invariants)
-    assert out.finish_reasons[0] == "eos"
-    assert out.sequences[0] == text[: places[-1] + 1]
+    assert out.finish_reasons[which] == "eos"
+    assert out.sequences[which] == text[: places[-1] + 1]
 
 
-@pytest.mark.parametrize("name", [n for n in SCORED if n != "calm"])
+@pytest.mark.parametrize("name", [n for n in SCORED if n not in ("calm", "specee")])
 def test_a_reduced_head_says_its_own_tokens_at_exits(decoder: Decoder, name: str) -> None:
     method = spec.find(name)
     module = module_of(method, draft_vocab=30)

@@ -154,7 +154,7 @@ def test_no_code_outside_its_folder_names_a_method() -> None:
     assert kernel and not [
         f"{path.name} has {name}"
         for path in kernel
-        for name in names
+        for name in names - {"free"}  # C's own function
         if re.search(rf"(?<![A-Za-z]){name}(?![A-Za-z])", path.read_text())
     ]
 

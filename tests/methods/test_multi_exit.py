@@ -14,14 +14,18 @@ from transformers import AutoModelForCausalLM
 import multirate
 from multirate.errors import UserError
 from multirate.methods.common.least_squares import direction
+from multirate.methods.common.linear_exits import start_from_least_squares
 from multirate.methods.common.multi_exit import MultiExitObjective
 from multirate.methods.common.teacher import Teacher
 from multirate.methods.deed.config import DeedConfig
 from multirate.methods.deed.modules import AdaptedExits
 from multirate.methods.deed.train import DeedObjective
+from multirate.methods.free.config import FreeConfig, FreeDecodeConfig
+from multirate.methods.free.modules import ShallowExit
+from multirate.methods.free.train import FreeObjective
 from multirate.methods.lite.config import PAPER_THRESHOLDS, LiteConfig, default_thresholds
-from multirate.methods.lite.modules import LinearExits
-from multirate.methods.lite.train import LiteObjective, start_from_least_squares
+from multirate.methods.lite.modules import LiteExits
+from multirate.methods.lite.train import LiteObjective
 from multirate.methods.spec import find
 from multirate.model.load import load_decoder
 from multirate.training.loop import train
@@ -31,7 +35,7 @@ from .tiny import base, disturb, ids
 
 
 def both(teacher: Teacher) -> list[tuple[Any, MultiExitObjective]]:
-    lite = LinearExits(LiteConfig.for_base(teacher.shape, exits=[1, 3]), teacher.shape)
+    lite = LiteExits(LiteConfig.for_base(teacher.shape, exits=[1, 3]), teacher.shape)
     deed = AdaptedExits(DeedConfig.for_base(teacher.shape, exits=[1, 3], rank=5), teacher.shape)
     return [(lite, LiteObjective(teacher, lite)), (deed, DeedObjective(teacher, deed))]
 
@@ -74,7 +78,7 @@ def test_the_loss_is_the_mean_of_kl_alike_or_by_depth() -> None:
 
 def test_lites_maps_start_from_least_squares() -> None:
     teacher = Teacher(base())
-    module = LinearExits(LiteConfig.for_base(teacher.shape, exits=[1, 3]), teacher.shape)
+    module = LiteExits(LiteConfig.for_base(teacher.shape, exits=[1, 3]), teacher.shape)
     tokens, mask = some(teacher)
     batches = [
         (ids(4, 12, seed=seed), torch.ones(4, 12, dtype=torch.bool), None) for seed in (1, 2)
@@ -100,13 +104,42 @@ def test_thresholds_are_the_papers_or_on_the_line_through_them() -> None:
     assert default_thresholds(3) == (0.95, 0.9, 0.7)
     model = base()
     decoder, teacher = load_decoder(model, "hf"), Teacher(model)
-    exits = LinearExits(LiteConfig.for_base(teacher.shape, exits=[1, 3]), teacher.shape)
+    exits = LiteExits(LiteConfig.for_base(teacher.shape, exits=[1, 3]), teacher.shape)
     with pytest.raises(UserError, match=r"thresholds has 1 values; accepted is one for each"):
         find("lite").make_step(decoder, exits, {"thresholds": [0.5]})
     with pytest.raises(UserError, match="thresholds"):
         LiteConfig(exits=(1, 3), thresholds=(0.5,))
     with pytest.raises(UserError, match="lite's exits are"):
         LiteConfig.for_base(teacher.shape, exits=[4])
+
+
+@torch.no_grad()
+def test_frees_one_exit_is_taught_the_last_layers_residual_too() -> None:
+    teacher = Teacher(base())
+    tokens, mask = some(teacher)
+    slow = teacher.slow(tokens, shared=0, gates=(2,))
+    losses = {}
+    for weight in (0.0, 3.0):
+        config = FreeConfig.for_base(teacher.shape, exits=[2], distillation=weight)
+        module = ShallowExit(config, teacher.shape)
+        disturb(module)
+        losses[weight] = float(FreeObjective(teacher, module)(tokens, mask)[0])
+    said = direction(module(2, slow.residual[2][mask]))
+    apart = float((said - direction(slow.final[mask])).square().mean())
+    assert losses[3.0] - losses[0.0] == pytest.approx(3 * apart, rel=1e-3)
+
+
+def test_what_free_cannot_use_is_refused() -> None:
+    shape = Teacher(base()).shape
+    assert FreeConfig.for_base(shape).exits == (1,)
+    for exits in ([1, 2], [4], [0], []):
+        with pytest.raises(UserError, match="exits"):
+            FreeConfig.for_base(shape, exits=exits)
+    with pytest.raises(UserError, match="distillation"):
+        FreeConfig.for_base(shape, distillation=-1.0)
+    for threshold in (-0.1, 1.1):
+        with pytest.raises(UserError, match=r"threshold.*null or a number from 0 to 1"):
+            FreeDecodeConfig(threshold=threshold)
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +149,16 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_model(folder / "model", data), data
 
 
-@pytest.mark.parametrize("name", ["calm-classifier", "deed", "lite"])
+@pytest.mark.parametrize(
+    "name", ["calm-classifier", "deed", "free", "lite", "mixture_of_depths", "specee"]
+)
 def test_trained_saved_and_loaded(name: str, material: tuple[Path, Path], tmp_path: Path) -> None:
     """Exits come nearer to the model, classifiers tell where; the card says what it is."""
     folder, data = material
-    options = {"exits": [1, 2, 3], "draft_vocab": 60}
+    exits = [2] if name == "free" else [1, 2, 3]
+    options: dict[str, Any] = {"exits": exits, "draft_vocab": 60}
+    if name == "mixture_of_depths":
+        exits, options = [4], {"blocks": [1, 3]}
     found = {}
     for steps in (1, 30):
         settings = TrainSettings(
@@ -128,12 +166,13 @@ def test_trained_saved_and_loaded(name: str, material: tuple[Path, Path], tmp_pa
         )
         found[steps] = train(folder, [data], tmp_path / str(steps), name, settings, options).results
     first, last = (found[steps]["terms"] for steps in (1, 30))
-    assert [term["gate"] for term in last] == [1, 2, 3]
-    if name == "calm-classifier":
+    assert [term["gate"] for term in last] == exits
+    if name in ("calm-classifier", "specee"):
         assert max(term["arla"]["auc"] for term in last) > 0.6
-    else:
+    elif name != "mixture_of_depths":
         assert sum(term["kl"] for term in last) < sum(term["kl"] for term in first)
-        assert "early_exit" in found[30] and "simulated_tokens_per_step" not in found[30]
+        assert "early_exit" in found[30]
+    assert "simulated_tokens_per_step" not in found[30]
     card = (tmp_path / "30" / "README.md").read_text()
     assert "lossy" in card and "tokens per verify step" not in card
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -45,10 +45,19 @@ class DepthPolicy(ABC):  # noqa: B024 - a policy overrides `leave` or `schedule`
     def begin(self, session: Session) -> None:  # noqa: B027 - optional
         """A generation begins; forget the one before."""
 
+    def after_prompt(self, hidden: Tensor, seqs: Sequence[int]) -> None:  # noqa: B027 - optional
+        """The prompts of `seqs` have been read. hidden [n, d]: h_L of their last tokens."""
+
+    def after_token(  # noqa: B027 - optional
+        self, layers: int, hidden: Tensor, seqs: Sequence[int]
+    ) -> None:
+        """The tokens of `seqs` are done after `layers` layers, with residuals hidden [n, d]."""
+
     def schedule(self, session: Session, seqs: Sequence[int]) -> Sequence[LayerRange] | None:
         """The layers that all rows of this step run, as rising ranges; None: rows leave at `exits`.
 
-        Asked once per step, before it. `session.cache.lengths[b]` is the position of b's row.
+        Asked once per step, before it, and may set `exits` anew. `session.cache.lengths[b]` is the
+        position of b's row.
         """
         return None
 

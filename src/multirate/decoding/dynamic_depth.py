@@ -75,6 +75,15 @@ class DynamicDepthStep(Step):
         self._pending, self._ran, self._holes = {}, {}, {}
         self.policy.begin(session)
 
+    def prefilled(
+        self,
+        session: Session,
+        seqs: Sequence[int],
+        hidden: Sequence[Tensor],
+        taps: Sequence[Mapping[int, Tensor]],
+    ) -> None:
+        self.policy.after_prompt(torch.stack([read[-1] for read in hidden]), seqs)
+
     def holes(self, seq: int) -> list[Hole]:
         waiting = self._pending.get(seq, [])
         return [
@@ -169,6 +178,7 @@ class DynamicDepthStep(Step):
                 logits = decoder.logits(last[out])
             tokens.update(zip(left, session.sampler.choose(logits, left), strict=True))
             session.stats.count_exits(stop, len(left))
+            policy.after_token(stop, last[out], left)
             if stop < layers:
                 self._leave(session, [going[b] for b in left], left)
             going = {b: part for b, part in going.items() if b not in tokens}
@@ -230,6 +240,7 @@ class DynamicDepthStep(Step):
                 session.note_inexact(b, cache.lengths[b])
         last = ranges[-1][1]
         session.stats.count_exits(sum(stop - start for start, stop in ranges), len(seqs))
+        self.policy.after_token(last, x, seqs)
         logits = self.policy.logits(decoder, last, x) if last < layers else decoder.logits(x)
         return dict(zip(seqs, session.sampler.choose(logits, seqs), strict=True))
 

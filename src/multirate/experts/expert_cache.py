@@ -23,7 +23,7 @@ Key = tuple[int, int]
 class State(Enum):
     """What a slot holds."""
 
-    FREE = "free"
+    FREE = "empty"
     LOADING = "loading"
     READY = "ready"
 

@@ -108,6 +108,12 @@ class MethodConfig:
                 f"at least {least}, at most {MAX_COUNT}",
             )
 
+    def require_share(self, *names: str) -> None:
+        """Thresholds of probabilities: null, or from 0 to 1."""
+        for name in names:
+            value = getattr(self, name)
+            self.require(value is None or 0 <= value <= 1, name, "null or a number from 0 to 1")
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary; ``from_json`` restores an equal config."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}

@@ -67,14 +67,22 @@ class Head:
 
     def logits(self, x: Tensor) -> Tensor:
         """x [n, d] → float32 [n, V], the product in the weight's dtype."""
-        z = (x.to(self.weight.dtype) @ self.weight.T).float()
-        if self.bias is not None:
-            z = z + self.bias.float()
+        z = self._finished((x.to(self.weight.dtype) @ self.weight.T).float(), self.bias)
+        return z if self.sharpness == 1.0 else z * self.sharpness
+
+    def logits_of(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """x [..., n, d] → float32 [..., n, k], the logits of each row's own tokens [n, k], before
+        any ``sharpness``.
+        """
+        z = (self.weight[tokens].to(x.dtype) @ x[..., None])[..., 0].float()
+        return self._finished(z, None if self.bias is None else self.bias[tokens])
+
+    def _finished(self, z: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is not None:
+            z = z + bias.float()
         if self.scale != 1.0:
             z = z * self.scale
-        if self.softcap is not None:
-            z = self.softcap * torch.tanh(z / self.softcap)
-        return z if self.sharpness == 1.0 else z * self.sharpness
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
     def pull_back(self, grad: Tensor, logits: Tensor) -> Tensor:
         """Gradient [n, V] at ``logits`` → gradient [n, d] at x, float32."""

@@ -66,6 +66,10 @@ class ExitHead:
         wide[:, self._tokens] = logits
         return wide
 
+    def tokens(self, places: Tensor) -> Tensor:
+        """Places [...] among this head's logits → token ids [...]."""
+        return places if self._tokens is None else self._tokens[places]
+
     def best(self, logits: Tensor, count: int) -> list[list[float]]:
         """The `count` largest probabilities of each row of this head's logits."""
         return self._decoder.likeliest(logits, count)[1]

@@ -74,13 +74,18 @@ class MultiExitObjective(Objective):
         """See Objective."""
         teacher, exits = self._teacher[0], self.maps.exits
         slow = teacher.slow(ids, shared=0, gates=exits, known=known)
-        students = torch.stack(
-            [teacher.norm(self.maps(exit, slow.residual[exit][mask])) for exit in exits]
-        )
+        said = torch.stack([self.maps(exit, slow.residual[exit][mask]) for exit in exits])
+        students = torch.stack([teacher.norm(one) for one in said])
         result = distil(students, slow.target(mask), teacher.head, self.maps.draft_tokens)
         weight = torch.tensor([term.weight for term in self.terms], device=result.kl.device)
-        loss = (weight * result.kl).sum() / weight.sum()
+        loss = (weight * result.kl).sum() / weight.sum() + self.beside(said, slow.final[mask])
         return loss, Report(self.terms, result, float(loss.detach()))
+
+    def beside(self, said: Tensor, final: Tensor) -> Tensor | float:
+        """What a method adds to the loss. said [exits, N, d]: what the maps give; final [N, d]:
+        h_L.
+        """
+        return 0.0
 
     @torch.no_grad()
     def early_exit(

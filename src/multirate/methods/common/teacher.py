@@ -17,7 +17,7 @@ from multirate.model.decoder import LayerAdapter
 from multirate.model.hf.adapter_hooks import apply_adapter
 from multirate.model.hf.inspect import find_parts
 from multirate.model.hf.layer_caches import RecordingKV, SharedKV, SharedThenOwnKV
-from multirate.model.hf.parts import additive, earlier_and_own
+from multirate.model.hf.parts import ModelParts, additive, earlier_and_own
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,13 @@ class SlowPass:
         return self.normed[rows] if self.top is None else self.top[rows]
 
 
+def head_of(parts: ModelParts) -> Head:
+    """The model's LM head."""
+    head = parts.head
+    bias: Tensor | None = getattr(head, "bias", None)
+    return Head(cast(Tensor, head.weight), bias, parts.logit_scale, parts.logit_softcap)
+
+
 class Teacher:
     """A frozen causal LM of transformers. Not an ``nn.Module``: its weights are never parameters of
     what is trained.
@@ -71,13 +78,7 @@ class Teacher:
         self.parts = find_parts(model)
         sites = frozenset.intersection(*(frozenset(layer.sites) for layer in self.parts.layers))
         self.shape = replace(BaseShape.of(model.config), sites=sites)
-        head = self.parts.head
-        self.head = Head(
-            cast(Tensor, head.weight),
-            getattr(head, "bias", None),
-            self.parts.logit_scale,
-            self.parts.logit_softcap,
-        )
+        self.head = head_of(self.parts)
 
     def norm(self, x: Tensor) -> Tensor:
         """The base's final norm, [..., d]; differentiable in x."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -39,12 +38,7 @@ class _PackedAdapters:
         self._adapters = {}
         for exit in exits.exits:
             adapter = exits.adapter(exit)
-            down, up = adapter.down.weight.detach().float(), adapter.up.weight.detach().float()
-            packed = self._owner.linear(down)
-            # a product's outputs are whole groups, and the next one reads all of them
-            wide = torch.zeros(len(up), packed.outputs)
-            wide[:, : up.shape[1]] = up
-            self._adapters[exit] = packed, self._owner.linear(wide)
+            self._adapters[exit] = self._owner.bottleneck(adapter.down.weight, adapter.up.weight)
 
     def __call__(self, exit: int, hidden: Tensor) -> Tensor:
         down, up = self._adapters[exit]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
+from multirate.methods.common.linear_exits import start_from_least_squares
 from multirate.methods.lite.config import LiteConfig, LiteDecodeConfig
 from multirate.methods.lite.exits import policy_of
-from multirate.methods.lite.modules import LinearExits
-from multirate.methods.lite.train import LiteObjective, start_from_least_squares
+from multirate.methods.lite.modules import LiteExits
+from multirate.methods.lite.train import LiteObjective
 from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
 
 
-def _settings(exits: LinearExits, threshold: float | None) -> dict[str, Any]:
+def _settings(exits: LiteExits, threshold: float | None) -> dict[str, Any]:
     return {"thresholds": [threshold] * len(exits.exits)}
 
 
@@ -30,7 +31,7 @@ SPEC = register(
             settings=_settings,
             path=PROBABILITIES,
         ),
-        training=Training(LiteConfig, LinearExits, LiteObjective, start=start_from_least_squares),
+        training=Training(LiteConfig, LiteExits, LiteObjective, start=start_from_least_squares),
         role="depth",
         lossless=False,
     )

@@ -151,10 +151,16 @@ class Owner:
         """a [rank, in], b [out, rank] → B(A x); the rank is padded to whole groups."""
         if a is None or b is None:
             return abi.new("LowRank")
-        rank = a.shape[0]
-        wide = torch.zeros(b.shape[0], padded(rank), dtype=b.dtype)
-        wide[:, :rank] = b.detach()
-        return abi.new("LowRank", a=self.linear(a), b=self.linear(wide), rank=rank, silu=int(silu))
+        down, up = self.bottleneck(a, b)
+        return abi.new("LowRank", a=down, b=up, rank=a.shape[0], silu=int(silu))
+
+    def bottleneck(self, down: Tensor, up: Tensor) -> tuple[abi.CData, abi.CData]:
+        """down [rank, in], up [out, rank], one after the other: a product's outputs are whole
+        groups, and the next one reads all of them.
+        """
+        wide = torch.zeros(up.shape[0], padded(down.shape[0]), dtype=up.dtype)
+        wide[:, : down.shape[0]] = up.detach()
+        return self.linear(down), self.linear(wide)
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:

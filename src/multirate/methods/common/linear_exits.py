@@ -1,0 +1,94 @@
+"""Exits of one linear map each beside a frozen base.
+
+    p_E = M_E · h_E / rms(h_E);   token = head(final_norm(p_E))
+
+M_E is the identity before training, which is the base's plain exit; training starts it from least
+squares. [ours]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multirate.methods.common.exits import ExitsConfig
+from multirate.methods.common.least_squares import LeastSquares, direction
+from multirate.methods.common.multi_exit import ExitMaps, torch_maps
+from multirate.methods.common.reduced_head import first_tokens
+from multirate.methods.common.shape import BaseShape
+from multirate.methods.common.teacher import Teacher
+from multirate.model.decoder import Decoder
+from multirate.model.native import NativeDecoder
+from multirate.model.native.packing import Owner
+
+EPS = 1e-6
+
+
+class LinearExits(ExitMaps):
+    """See the module's docstring."""
+
+    def __init__(self, config: ExitsConfig, base: BaseShape) -> None:
+        super().__init__()
+        config.check_base(base)
+        self.config, self.exits = config, config.exits
+        size = base.hidden_size
+        self.maps = nn.ModuleDict(
+            {str(exit): nn.Linear(size, size, bias=False) for exit in config.exits}
+        )
+        for exit in config.exits:
+            nn.init.eye_(self.map(exit).weight)
+        self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
+
+    def map(self, exit: int) -> nn.Linear:
+        """M of an exit."""
+        linear = self.maps[str(exit)]
+        assert isinstance(linear, nn.Linear)
+        return linear
+
+    def forward(self, exit: int, hidden: Tensor) -> Tensor:
+        """See ExitMaps."""
+        linear = self.map(exit)
+        read = direction(hidden.float(), EPS)
+        out: Tensor = linear(read.to(linear.weight.dtype)).float()
+        return out
+
+
+@torch.no_grad()
+def start_from_least_squares(
+    teacher: Teacher, exits: LinearExits, batches: Iterable[tuple[Tensor, Tensor, Any]]
+) -> None:
+    """Every map starts as the one that best tells the direction of h_L, over the response rows of
+    ``batches`` of (ids, mask, known). [ours]
+    """
+    d = teacher.shape.hidden_size
+    fits = {exit: LeastSquares(d, d) for exit in exits.exits}
+    for ids, mask, known in batches:
+        slow = teacher.slow(ids, shared=0, gates=exits.exits, known=known)
+        wanted = direction(slow.final.float()[mask])
+        for exit, fit in fits.items():
+            fit.add(direction(slow.residual[exit].float()[mask], EPS), wanted)
+    for exit, fit in fits.items():
+        exits.map(exit).weight.copy_(fit.solution().T)
+
+
+def maps_of(decoder: Decoder, exits: LinearExits) -> Callable[[int, Tensor], Tensor]:
+    """The maps as this decoder runs them fastest."""
+    if isinstance(decoder, NativeDecoder):
+        return _PackedMaps(decoder, exits)
+    return torch_maps(exits, decoder.info.device)
+
+
+class _PackedMaps:
+    """The maps in the kernel's form, as exact as the model's own weights."""
+
+    def __init__(self, decoder: NativeDecoder, exits: LinearExits) -> None:
+        self._decoder, self._owner = decoder, Owner()
+        self._maps = {exit: self._owner.linear(exits.map(exit).weight) for exit in exits.exits}
+        self._ones = self._owner.floats(torch.ones(decoder.info.hidden_size))
+
+    def __call__(self, exit: int, hidden: Tensor) -> Tensor:
+        every = self._decoder.product(self._maps[exit], hidden, self._ones, eps=EPS)
+        return every[:, : self._decoder.info.hidden_size]

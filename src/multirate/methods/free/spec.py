@@ -1,0 +1,31 @@
+"""Registers FREE."""
+
+from __future__ import annotations
+
+from multirate.decoding.dynamic_depth import DynamicDepthStep
+from multirate.methods.common.linear_exits import start_from_least_squares
+from multirate.methods.free.config import FreeConfig, FreeDecodeConfig
+from multirate.methods.free.exits import policy_of
+from multirate.methods.free.modules import ShallowExit
+from multirate.methods.free.train import FreeObjective
+from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
+
+SPEC = register(
+    MethodSpec(
+        name="free",
+        title="FREE (arXiv 2310.05424; reconstructed beside a frozen base)",
+        summary="lets a token leave at one shallow exit that is sure enough (lossy)",
+        settings=FreeDecodeConfig,
+        step=lambda decoder, module, settings: DynamicDepthStep(
+            policy_of(decoder, module, settings), settings.kv
+        ),
+        dynamic=DynamicMode(
+            gates=lambda exits: exits.exits,
+            settings=lambda exits, threshold: {"threshold": threshold},
+            path=PROBABILITIES,
+        ),
+        training=Training(FreeConfig, ShallowExit, FreeObjective, start=start_from_least_squares),
+        role="depth",
+        lossless=False,
+    )
+)

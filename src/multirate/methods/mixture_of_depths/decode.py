@@ -1,0 +1,116 @@
+"""Mixture-of-Depths as a step: each token of a batch runs its own set of blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.decoding.session import Session
+from multirate.decoding.step import Hole, Step
+from multirate.methods.mixture_of_depths.config import MixtureOfDepthsDecodeConfig
+from multirate.methods.mixture_of_depths.modules import Routers, refuse_windows
+from multirate.model.decoder import Decoder
+from multirate.model.rows import Rows
+
+
+class MixtureOfDepthsStep(Step):
+    """One token per sequence and step; nothing is verified.
+
+    A token that passes a block by leaves no K/V there, and later tokens read none of it: in a
+    routed block's cache the tokens that ran it lie side by side, each with its own position, so
+    that no slot is empty. Up to the first token that passed some block by, slots are positions.
+    """
+
+    lossless = False
+
+    def __init__(
+        self, decoder: Decoder, routers: Routers, settings: MixtureOfDepthsDecodeConfig
+    ) -> None:
+        refuse_windows(decoder.info.windows, routers.config.blocks)
+        self._routers = routers.to(decoder.info.device)
+        self._blocks = routers.config.blocks if settings.threshold is not None else ()
+        self._limit = logit(settings.threshold or 0.0)
+        self._slots: dict[int, list[int]] = {}  # of each sequence in the routed blocks' caches
+        self._lengths: dict[int, int] = {}
+
+    def begin(self, session: Session, resumed: bool) -> None:
+        self._slots, self._lengths = {}, {}
+
+    def prefilled(
+        self,
+        session: Session,
+        seqs: Sequence[int],
+        hidden: Sequence[Tensor],
+        taps: Sequence[Mapping[int, Tensor]],
+    ) -> None:
+        for b in seqs:
+            self._slots[b] = [session.cache.lengths[b]] * len(self._blocks)
+
+    def holes(self, seq: int) -> list[Hole]:
+        length = self._lengths.get(seq, 0)
+        return [
+            Hole(slots, length, block, block + 1)
+            for block, slots in zip(self._blocks, self._slots.get(seq, []), strict=False)
+            if slots < length
+        ]
+
+    def run(self, session: Session) -> None:
+        seqs, decoder, cache = session.active, session.decoder, session.cache
+        layers, lengths = decoder.info.num_layers, [cache.lengths[b] for b in seqs]
+        rows = Rows.concat([Rows.causal(b, at, 1) for b, at in zip(seqs, lengths, strict=True)])
+        ids = [session.sampler.tokens[b][-1] for b in seqs]
+        x = decoder.embed(torch.tensor(ids, device=decoder.info.device), rows.pos)
+        ran, at = [layers] * len(seqs), 0
+        for which, block in enumerate(self._blocks):
+            x = decoder.layers(x, rows, at, block, cache)
+            scores: list[float] = self._routers.left_out(which, x).tolist()
+            # a score that is not a number passes nothing by
+            runs = [i for i, score in enumerate(scores) if not score >= self._limit]
+            for i in set(range(len(seqs))).difference(runs):
+                ran[i] -= 1
+            if runs:
+                x = self._block(session, which, x, [seqs[i] for i in runs], runs)
+            at = block + 1
+        x = decoder.layers(x, rows, at, layers, cache)
+        tokens = session.sampler.choose(decoder.logits(x), seqs)
+        for b, length, count, token in zip(seqs, lengths, ran, tokens, strict=True):
+            session.stats.count_exits(count, 1)
+            if count < layers:
+                session.note_inexact(b, length)
+            self._lengths[b] = length + 1
+            cache.commit(b, 1)
+            session.emit(b, [token])
+
+    def _block(
+        self, session: Session, which: int, x: Tensor, seqs: list[int], at: list[int]
+    ) -> Tensor:
+        """A routed block on the rows `at` of x [n, d], those of `seqs`."""
+        slots = np.array([self._slots[b][which] for b in seqs], np.int32)
+        rows = Rows(
+            np.array(seqs, np.int32),
+            slots,
+            np.array([session.cache.lengths[b] for b in seqs], np.int32),
+            slots + np.int32(1),
+            np.zeros(len(seqs), np.int64),
+        )
+        block = self._blocks[which]
+        every = len(at) == len(x)
+        after = session.decoder.layers(x if every else x[at], rows, block, block + 1, session.cache)
+        for b in seqs:
+            self._slots[b][which] += 1
+        if every:
+            return after
+        x = x.clone()
+        x[at] = after
+        return x
+
+
+def logit(probability: float) -> float:
+    """The logit of a probability from 0 to 1."""
+    if probability in (0, 1):
+        return math.inf if probability else -math.inf
+    return math.log(probability / (1 - probability))

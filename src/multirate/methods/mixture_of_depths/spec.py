@@ -1,0 +1,32 @@
+"""Registers Mixture-of-Depths."""
+
+from __future__ import annotations
+
+from multirate.methods.mixture_of_depths.config import (
+    MixtureOfDepthsConfig,
+    MixtureOfDepthsDecodeConfig,
+)
+from multirate.methods.mixture_of_depths.decode import MixtureOfDepthsStep
+from multirate.methods.mixture_of_depths.modules import Routers
+from multirate.methods.mixture_of_depths.train import RouterObjective, start_from_updates
+from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
+
+SPEC = register(
+    MethodSpec(
+        name="mixture_of_depths",
+        title="Mixture-of-Depths (arXiv 2404.02258; a retrofit of routers to a frozen base)",
+        summary="lets every token pass by the blocks whose routers leave it out (lossy)",
+        settings=MixtureOfDepthsDecodeConfig,
+        step=MixtureOfDepthsStep,
+        dynamic=DynamicMode(
+            gates=lambda routers: routers.config.blocks,
+            settings=lambda routers, threshold: {"threshold": threshold},
+            path=PROBABILITIES,
+        ),
+        training=Training(
+            MixtureOfDepthsConfig, Routers, RouterObjective, start=start_from_updates
+        ),
+        role="depth",
+        lossless=False,
+    )
+)

@@ -1,0 +1,1 @@
+"""SpecEE: four candidate tokens proposed before the pass make exits cheap to judge."""

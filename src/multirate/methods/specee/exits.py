@@ -1,0 +1,146 @@
+"""SpecEE as a depth policy: candidates, light predictors, and which exits are worth a look."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multirate.decoding.depth import DepthPolicy, LayerRange, Leaving
+from multirate.decoding.session import Session
+from multirate.methods.common.distillation import Head
+from multirate.methods.common.exit_head import ExitHead
+from multirate.methods.common.teacher import head_of
+from multirate.methods.specee.config import SpecEEDecodeConfig
+from multirate.methods.specee.modules import CANDIDATES, SpecEE, features, read_of
+from multirate.model.decoder import Decoder
+from multirate.model.hf.decoder import HFDecoder
+from multirate.model.native import NativeDecoder
+from multirate.model.native.packing import Owner
+
+LAST_EXITS = 5
+NEIGHBOURS = 2
+
+
+@dataclass
+class _Sequence:
+    """What is known of one: the residual [d] that its last token left with, its last exits; of the
+    token in the pass: the candidates' places in the head [4] and their ids [4], the exits to look
+    at, their probabilities [4] where they were looked at last.
+    """
+
+    before: Tensor
+    last_exits: deque[int] = field(default_factory=lambda: deque(maxlen=LAST_EXITS))
+    places: list[int] = field(default_factory=list)
+    candidates: Tensor | None = None
+    hot: frozenset[int] = frozenset()
+    probabilities: Tensor | None = None
+
+
+class SpecEEExits(DepthPolicy):
+    """A token leaves at the first exit that is looked at where the predictor passes the threshold
+    and the head's argmax is one of the four candidates, which it then says.
+    """
+
+    def __init__(self, decoder: Decoder, module: SpecEE, settings: SpecEEDecodeConfig) -> None:
+        self._decoder, self._threshold = decoder, settings.threshold
+        self._head = ExitHead(decoder, module.draft_tokens, settings.weights)
+        self._rows = _head_rows(decoder)
+        self._propose = _proposer(decoder, module)
+        # as exact as it was trained: a few thousand products
+        self._module = copy.deepcopy(module).to(decoder.info.device, torch.float32)
+        self._every = frozenset(module.exits)
+        self._hot = frozenset(module.hot(settings.hot))
+        self._sequences: dict[int, _Sequence] = {}
+
+    def begin(self, session: Session) -> None:
+        self.exits, self._sequences = (), {}
+
+    def after_prompt(self, hidden: Tensor, seqs: Sequence[int]) -> None:
+        for b, row in zip(seqs, hidden, strict=True):
+            self._sequences[b] = _Sequence(row)
+
+    def after_token(self, layers: int, hidden: Tensor, seqs: Sequence[int]) -> None:
+        for b, row in zip(seqs, hidden, strict=True):
+            self._sequences[b].before = row
+            self._sequences[b].last_exits.append(layers)
+
+    def schedule(self, session: Session, seqs: Sequence[int]) -> Sequence[LayerRange] | None:
+        if self._threshold is None:
+            return None
+        decoder, known = self._decoder, [self._sequences[b] for b in seqs]
+        ids = torch.tensor([session.sampler.tokens[b][-1] for b in seqs])
+        at = session.cache.lengths
+        embedded = decoder.embed(
+            ids.to(decoder.info.device), np.array([at[b] for b in seqs], np.int32)
+        )
+        said = self._propose(read_of(embedded, torch.stack([one.before for one in known])))
+        places = decoder.top_tokens(self._head.logits(said), CANDIDATES)
+        candidates = self._head.tokens(torch.tensor(places, device=decoder.info.device))
+        for one, row, tokens in zip(known, places, candidates, strict=True):
+            one.places, one.candidates, one.probabilities = row, tokens, None
+            near = {e + i for e in one.last_exits for i in range(-NEIGHBOURS, NEIGHBOURS + 1)}
+            one.hot = self._hot | (near & self._every)
+        self.exits = tuple(sorted(frozenset().union(*(one.hot for one in known))))
+        return None
+
+    def leave(self, exit: int, hidden: Tensor, seqs: Sequence[int]) -> Leaving:
+        known = [self._sequences[b] for b in seqs]
+        looking = [i for i, one in enumerate(known) if exit in one.hot]
+        asking = [i for i in looking if self._passes(exit, hidden[i : i + 1], known[i])]
+        rows, full = [False] * len(seqs), None
+        if asking:
+            logits = self._head.logits(hidden[asking])
+            for i, (best,) in zip(asking, self._decoder.top_tokens(logits, 1), strict=True):
+                rows[i] = best in known[i].places
+            full = self._head.widened(logits)
+            if len(asking) < len(seqs):  # the others' logits are not read
+                full = full[[asking.index(i) if i in asking else 0 for i in range(len(seqs))]]
+        return Leaving(rows, full)
+
+    def _passes(self, exit: int, hidden: Tensor, one: _Sequence) -> bool:
+        """Whether the predictor trusts the exit of hidden [1, d]."""
+        assert one.candidates is not None and self._threshold is not None
+        module = self._module
+        logits = self._rows.logits_of(self._decoder.norm(hidden), one.candidates[None])
+        read, one.probabilities = features(logits, one.probabilities)
+        judged = module.judge(module.exits.index(exit), read)
+        return float(judged.sigmoid()) >= self._threshold
+
+
+def _head_rows(decoder: Decoder) -> Head:
+    """The model's LM head, for logits of a few tokens."""
+    if isinstance(decoder, NativeDecoder):
+        return Head(decoder.head_weight, decoder.head_bias)
+    assert isinstance(decoder, HFDecoder)
+    return head_of(decoder.parts)
+
+
+def _proposer(decoder: Decoder, module: SpecEE) -> Callable[[Tensor], Tensor]:
+    """[n, 2 d] → what the head reads [n, d], as this decoder runs it fastest."""
+    if isinstance(decoder, NativeDecoder):
+        return _PackedProposer(decoder, module)
+    proposer, dtype = module.proposer.to(decoder.info.device), decoder.info.dtype
+    return lambda read: proposer(read).to(dtype)
+
+
+class _PackedProposer:
+    """The proposer in the kernel's form, as exact as the model's own weights."""
+
+    def __init__(self, decoder: NativeDecoder, module: SpecEE) -> None:
+        self._decoder, self._owner = decoder, Owner()
+        proposer = module.proposer
+        self._linear = self._owner.linear(proposer.linear.weight)
+        self._down, self._up = self._owner.bottleneck(proposer.down.weight, proposer.up.weight)
+
+    def __call__(self, read: Tensor) -> Tensor:
+        product = self._decoder.product
+        middle = F.silu(product(self._down, read, None))
+        every = product(self._up, middle, None, into=product(self._linear, read, None))
+        return every[:, : self._decoder.info.hidden_size]

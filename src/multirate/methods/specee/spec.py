@@ -1,0 +1,30 @@
+"""Registers SpecEE."""
+
+from __future__ import annotations
+
+from multirate.decoding.dynamic_depth import DynamicDepthStep
+from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
+from multirate.methods.specee.config import SpecEEConfig, SpecEEDecodeConfig
+from multirate.methods.specee.exits import SpecEEExits
+from multirate.methods.specee.modules import SpecEE
+from multirate.methods.specee.train import SpecEEObjective, start_from_least_squares
+
+SPEC = register(
+    MethodSpec(
+        name="specee",
+        title="SpecEE (arXiv 2504.08850; reconstructed with a proposer of its own)",
+        summary="lets a token leave where it is one of four proposed before the pass (lossy)",
+        settings=SpecEEDecodeConfig,
+        step=lambda decoder, module, settings: DynamicDepthStep(
+            SpecEEExits(decoder, module, settings), settings.kv
+        ),
+        dynamic=DynamicMode(
+            gates=lambda module: module.exits,
+            settings=lambda module, threshold: {"threshold": threshold},
+            path=PROBABILITIES,
+        ),
+        training=Training(SpecEEConfig, SpecEE, SpecEEObjective, start=start_from_least_squares),
+        role="depth",
+        lossless=False,
+    )
+)

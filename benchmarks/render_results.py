@@ -215,6 +215,63 @@ def dynamic_section() -> list[str]:
     ]
 
 
+def tasks_section() -> list[str]:
+    """Dynamic modes on a tuned model, by the tasks' scores: the fastest setting at each quality."""
+    runs = [load(path.name) for path in sorted(RESULTS.glob("task_*.json"))]
+    if not runs:
+        return []
+    first = runs[0]
+    parts = [
+        "### By a task's score",
+        f"SmolLM2-135M-Instruct tuned on three tasks (recipes/tasks), {first['dtype']}, batch 1, "
+        f"greedy, no examples in the prompts, {first['threads']} threads of an {machine(first)}, "
+        f"{str(first['date'])[:10]}. The fastest setting of each method that keeps so much of the "
+        "full model's score, one interleaved run a task; over plain decoding, prompts' passes "
+        "included. In brackets the share of the score that it kept.",
+    ]
+    for run in runs:
+        scores = next(row["scores"] for row in run["rows"] if row["method"] == "autoregressive")
+        bests = run["frontier"]
+        qualities = sorted({best["quality"] for best in bests}, reverse=True)
+        lines = []
+        for method in dict.fromkeys(best["method"] for best in bests):
+            found = {best["quality"]: best for best in bests if best["method"] == method}
+            cells = [
+                f"{found[quality]['speedup']:.2f}x ({100 * found[quality]['kept']:.1f}%)"
+                if quality in found
+                else "–"
+                for quality in qualities
+            ]
+            lines.append((f"`{method}`", *cells))
+        shown = ", ".join(f"{name} {value:.3g}" for name, value in scores.items())
+        parts.append(f"`{run['suite']}`, {run['prompts']} documents; the full model has {shown}.")
+        parts.append(table(("method", *(f"{quality:.0%}" for quality in qualities)), lines))
+    parts.append("Reproduce with `bash recipes/tasks/tasks.sh DATA runs/tasks`.")
+    return parts
+
+
+def batches_section() -> list[str]:
+    """Batches of different prompts."""
+    path = RESULTS / f"batches_{REAL}.json"
+    if not path.exists():
+        return []
+    run = load(path.name)
+    sizes = list(dict.fromkeys(row["batch"] for row in run["rows"]))
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in run["rows"]):
+        own = {row["batch"]: row for row in run["rows"] if row["method"] == method}
+        cells = [f"{own[size]['speedup']:.2f}x ({100 * own[size]['kept']:.1f}%)" for size in sizes]
+        lines.append((f"`{method}`", *cells))
+    return [
+        "### In batches",
+        f"{run['prompts']} MT-Bench questions, {run['max_new_tokens']} new tokens, "
+        f"{machine(run)}, {str(run['date'])[:10]}: all rows' tokens a second over plain decoding "
+        "of the same batch, prompts' passes apart; in brackets the share of tokens kept.",
+        table(("method", *(f"batch {size}" for size in sizes)), lines),
+        "Reproduce with `python benchmarks/batches.py smollm2 --data question.jsonl`.",
+    ]
+
+
 def judges_section() -> list[str]:
     """Who knows what a gate's token is worth."""
     path = RESULTS / f"exit_judges_{REAL}.json"
@@ -279,6 +336,8 @@ def page() -> str:
         f"Trained: {training(REAL)}. {reproduce(REAL, bench)}",
         *suites_section(),
         *dynamic_section(),
+        *tasks_section(),
+        *batches_section(),
         *judges_section(),
         *loop_section(),
         "## Experts loaded from disk",

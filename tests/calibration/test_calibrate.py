@@ -178,6 +178,26 @@ def test_a_promise_is_made_stored_and_kept(model: Any, tmp_path: Path, method: s
     assert called[0, 4:].tolist() == out.sequences[0]
 
 
+def test_fewer_thresholds_are_spread_over_the_path(model: Any, tmp_path: Path) -> None:
+    mode = find("m2r2-carry").dynamic
+    assert mode is not None
+    few = mode.along(4)
+    assert len(few) == 4 and (few[0], few[-1]) == (mode.path[0], mode.path[-1])
+    assert set(few) < set(mode.path) and list(few) == sorted(few, reverse=True)
+    assert mode.along() == mode.along(99) == mode.path and mode.along(1) == mode.path[:1]
+    engine = multirate.attach(model, accelerator(model, tmp_path / "acc"), backend="hf")
+    made = calibrate(
+        engine.decoder,
+        engine.accelerators["m2r2-carry"],
+        PROMPTS,
+        fingerprint(model),
+        quality=0.7,
+        stop=STOP,
+        tries=4,
+    )
+    assert [threshold for threshold, _ in made.tried] == list(few[: len(made.tried)])
+
+
 def test_where_no_threshold_is_safe_no_token_leaves(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

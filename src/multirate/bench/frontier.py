@@ -73,10 +73,8 @@ def _along(name: str, mode: DynamicMode, module: Any) -> list[str]:
     """Thresholds of a method's dials, as its name with settings."""
     names = []
     for dial in (mode, *mode.others):
-        last = len(dial.path) - 1
-        chosen = sorted({round(i * last / (POINTS - 1)) for i in range(POINTS)})
-        for threshold in (round(dial.path[i], 4) for i in chosen):
-            settings = dial.settings(module, threshold)
+        for threshold in dial.along(POINTS):
+            settings = dial.settings(module, round(threshold, 4))
             names.append(spec.write_variant(name, settings))
     return names
 

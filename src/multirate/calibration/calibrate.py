@@ -58,6 +58,7 @@ def calibrate(
     progress: Progress | None = None,
     settings: Mapping[str, Any] | None = None,
     measured: dict[float, list[Measured]] | None = None,
+    tries: int | None = None,
 ) -> Promise:
     """Answers the prompts at one threshold after another, from the most cautious to the boldest,
     and promises the last that keeps the quality.
@@ -67,7 +68,8 @@ def calibrate(
     data: the files' names, for the record. settings: of the method, in place of its defaults, that
     the promise is to hold for (exit_score, kv). measured: by threshold, the first prompts' answers
     as earlier calls with the same arguments but quality and confidence left them; they are not
-    decoded again, and the new ones are added.
+    decoded again, and the new ones are added. tries: how many thresholds of the method's path,
+    spread evenly; None: all.
     Raises UserError for an accelerator that cannot leave early and for data too small for the
     promise.
     """
@@ -94,7 +96,7 @@ def calibrate(
                 progress(threshold, len(seen), len(prompts))
             yield one.loss
 
-    tested = risk.try_in_order(mode.path, losses, len(prompts), 1 - quality, confidence)
+    tested = risk.try_in_order(mode.along(tries), losses, len(prompts), 1 - quality, confidence)
     held = [one for one in tested if one.holds]
     best = held[-1] if held else None
     seen = measured[best.threshold] if best is not None else []

@@ -46,6 +46,15 @@ def command(
         int,
         typer.Option(min=1, help="Sequences decoded at once; 1: the kernel's fused steps."),
     ] = 8,
+    tries: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Only so many thresholds, spread evenly over the method's: faster, and less "
+            "finely chosen.",
+            show_default=False,
+        ),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -120,6 +129,7 @@ def command(
                 progress,
                 settings,
                 measured,
+                tries,
             )
             path = promises.store(given.folder, made)
             for tried, loss in made.tried:

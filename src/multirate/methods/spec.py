@@ -87,6 +87,15 @@ class DynamicMode:
     path: tuple[float, ...]
     others: tuple[DynamicMode, ...] = ()
 
+    def along(self, count: int | None = None) -> tuple[float, ...]:
+        """`count` thresholds of the path, spread evenly, both ends among them; None: all."""
+        last = len(self.path) - 1
+        if count is None or count > last:
+            return self.path
+        if count < 2:
+            return self.path[:1]
+        return tuple(self.path[round(i * last / (count - 1))] for i in range(count))
+
 
 @dataclass(frozen=True)
 class SecondModel:

@@ -82,6 +82,14 @@ typedef struct {
     int32_t capacity; // slots of a sequence in the cache
 } Rows;
 
+// Which rows pass a layer by: those with weight · x / RMS(x) + bias of at least a limit.
+typedef struct {
+    const float *weight; // [hidden]; NULL: none does
+    float bias;
+    int32_t *slots; // [sequences] tokens that have run the layer: where the next one's keys and
+                    // values go
+} PassBy;
+
 // ---- sampling -----------------------------------------------------------------------------------
 
 // The random numbers that are added to the logits of one place of a sequence before their argmax is
@@ -335,6 +343,11 @@ void mr_layers(Workspace *work, const Shape *shape, const Layer *layers, const L
 // The keys and values of layers [start, stop) as if x entered each of them; x stays as it is.
 void mr_fill_kv(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
                 const Rows *rows, float *x, int start, int stop);
+// passing.c: layers [0, count) on one row of each sequence, each row without those it passes by.
+// ran [rows]: how many layers each has run.
+void mr_passing_layers(Workspace *work, const Shape *shape, const Layer *layers,
+                       const LayerCache *caches, const PassBy *by, float limit, float eps,
+                       const Rows *rows, float *x, int count, int32_t *ran);
 // attention.c: moves cached tokens of a sequence, slot from[i] to slot to[i], in order.
 void mr_move(const LayerCache *caches, int layers, int kv_heads, int head_dim, int capacity,
              int seq, const int32_t *from, const int32_t *to, int count);

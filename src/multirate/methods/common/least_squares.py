@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 RIDGE = 1e-2
 """Of the mean square of the inputs: keeps the problem well posed."""
+ROWS_PER_INPUT = 32
+"""Rows from which a map learns what training starts from."""
 
 
 class LeastSquares:
@@ -26,6 +31,20 @@ class LeastSquares:
         squares = self._squares.clone()
         squares.diagonal().add_(RIDGE * squares.diagonal().mean().clamp(min=1e-6))
         return torch.linalg.solve(squares, self._products)
+
+
+def enough(
+    batches: Iterable[tuple[Tensor, Tensor, Any]], inputs: int
+) -> Iterator[tuple[Tensor, Tensor, Any]]:
+    """As many batches of (ids, mask, known) as a map of so many inputs needs: each has layers to
+    run, and training goes on from there.
+    """
+    rows = 0
+    for batch in batches:
+        if rows >= ROWS_PER_INPUT * inputs:
+            return
+        rows += int(batch[1].sum())
+        yield batch
 
 
 def direction(x: Tensor, eps: float = 0.0) -> Tensor:

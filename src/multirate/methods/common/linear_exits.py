@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from multirate.methods.common.exits import ExitsConfig
-from multirate.methods.common.least_squares import LeastSquares, direction
+from multirate.methods.common.least_squares import LeastSquares, direction, enough
 from multirate.methods.common.multi_exit import ExitMaps, torch_maps
 from multirate.methods.common.reduced_head import first_tokens
 from multirate.methods.common.shape import BaseShape
@@ -65,7 +65,7 @@ def start_from_least_squares(
     """
     d = teacher.shape.hidden_size
     fits = {exit: LeastSquares(d, d) for exit in exits.exits}
-    for ids, mask, known in batches:
+    for ids, mask, known in enough(batches, d):
         slow = teacher.slow(ids, shared=0, gates=exits.exits, known=known)
         wanted = direction(slow.final.float()[mask])
         for exit, fit in fits.items():

@@ -29,6 +29,10 @@ class Known:
     top: TopTokens
     """the likeliest next tokens, [B, T, k]"""
 
+    def __getitem__(self, samples: slice) -> Known:
+        """Of some samples."""
+        return Known(self.final[samples], self.top[samples])
+
     def to(self, device: torch.device) -> Known:
         """The same on another device."""
         top = TopTokens(self.top.tokens.to(device), self.top.log_probs.to(device))

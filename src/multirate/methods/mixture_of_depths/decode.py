@@ -12,8 +12,11 @@ from torch import Tensor
 from multirate.decoding.session import Session
 from multirate.decoding.step import Hole, Step
 from multirate.methods.mixture_of_depths.config import MixtureOfDepthsDecodeConfig
-from multirate.methods.mixture_of_depths.modules import Routers, refuse_windows
+from multirate.methods.mixture_of_depths.modules import EPS, Routers, refuse_windows
 from multirate.model.decoder import Decoder
+from multirate.model.native import NativeDecoder, abi
+from multirate.model.native.cache import NativeKVCache
+from multirate.model.native.packing import Owner
 from multirate.model.rows import Rows
 
 
@@ -23,22 +26,34 @@ class MixtureOfDepthsStep(Step):
     A token that passes a block by leaves no K/V there, and later tokens read none of it: in a
     routed block's cache the tokens that ran it lie side by side, each with its own position, so
     that no slot is empty. Up to the first token that passed some block by, slots are positions.
+
+    fused: where the native kernel runs, all of a pass's layers are one call.
     """
 
     lossless = False
 
     def __init__(
-        self, decoder: Decoder, routers: Routers, settings: MixtureOfDepthsDecodeConfig
+        self,
+        decoder: Decoder,
+        routers: Routers,
+        settings: MixtureOfDepthsDecodeConfig,
+        fused: bool = True,
     ) -> None:
         refuse_windows(decoder.info.windows, routers.config.blocks)
         self._routers = routers.to(decoder.info.device)
         self._blocks = routers.config.blocks if settings.threshold is not None else ()
         self._limit = logit(settings.threshold or 0.0)
-        self._slots: dict[int, list[int]] = {}  # of each sequence in the routed blocks' caches
+        self._slots = np.zeros((0, 0), np.int32)  # [blocks, sequences] used in the blocks' caches
         self._lengths: dict[int, int] = {}
+        self._packed = None
+        if fused and isinstance(decoder, NativeDecoder) and not decoder.info.num_experts:
+            self._packed = _Packed(decoder, routers, self._blocks, self._limit)
 
     def begin(self, session: Session, resumed: bool) -> None:
-        self._slots, self._lengths = {}, {}
+        self._slots = np.zeros((len(self._blocks), len(session.prompts)), np.int32)
+        self._lengths = {}
+        if self._packed is not None:
+            self._packed.begin(self._slots)
 
     def prefilled(
         self,
@@ -48,14 +63,14 @@ class MixtureOfDepthsStep(Step):
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
         for b in seqs:
-            self._slots[b] = [session.cache.lengths[b]] * len(self._blocks)
+            self._slots[:, b] = session.cache.lengths[b]
 
     def holes(self, seq: int) -> list[Hole]:
         length = self._lengths.get(seq, 0)
         return [
-            Hole(slots, length, block, block + 1)
-            for block, slots in zip(self._blocks, self._slots.get(seq, []), strict=False)
-            if slots < length
+            Hole(int(used), length, block, block + 1)
+            for block, used in zip(self._blocks, self._slots[:, seq], strict=True)
+            if used < length
         ]
 
     def run(self, session: Session) -> None:
@@ -64,7 +79,25 @@ class MixtureOfDepthsStep(Step):
         rows = Rows.concat([Rows.causal(b, at, 1) for b, at in zip(seqs, lengths, strict=True)])
         ids = [session.sampler.tokens[b][-1] for b in seqs]
         x = decoder.embed(torch.tensor(ids, device=decoder.info.device), rows.pos)
-        ran, at = [layers] * len(seqs), 0
+        if self._packed is not None:
+            x, ran = self._packed(x, rows, cache)
+        else:
+            x, ran = self._run(session, x, rows)
+        tokens = session.sampler.choose(decoder.logits(x), seqs)
+        for b, length, count, token in zip(seqs, lengths, ran, tokens, strict=True):
+            session.stats.count_exits(count, 1)
+            if count < layers:
+                session.note_inexact(b, length)
+            self._lengths[b] = length + 1
+            cache.commit(b, 1)
+            session.emit(b, [token])
+
+    def _run(self, session: Session, x: Tensor, rows: Rows) -> tuple[Tensor, list[int]]:
+        """All layers on the rows of the active sequences, x [n, d], but those that they pass by →
+        ([n, d], how many layers each has run).
+        """
+        seqs, decoder, cache = session.active, session.decoder, session.cache
+        ran, at = [decoder.info.num_layers] * len(seqs), 0
         for which, block in enumerate(self._blocks):
             x = decoder.layers(x, rows, at, block, cache)
             scores: list[float] = self._routers.left_out(which, x).tolist()
@@ -75,21 +108,13 @@ class MixtureOfDepthsStep(Step):
             if runs:
                 x = self._block(session, which, x, [seqs[i] for i in runs], runs)
             at = block + 1
-        x = decoder.layers(x, rows, at, layers, cache)
-        tokens = session.sampler.choose(decoder.logits(x), seqs)
-        for b, length, count, token in zip(seqs, lengths, ran, tokens, strict=True):
-            session.stats.count_exits(count, 1)
-            if count < layers:
-                session.note_inexact(b, length)
-            self._lengths[b] = length + 1
-            cache.commit(b, 1)
-            session.emit(b, [token])
+        return decoder.layers(x, rows, at, decoder.info.num_layers, cache), ran
 
     def _block(
         self, session: Session, which: int, x: Tensor, seqs: list[int], at: list[int]
     ) -> Tensor:
         """A routed block on the rows `at` of x [n, d], those of `seqs`."""
-        slots = np.array([self._slots[b][which] for b in seqs], np.int32)
+        slots = self._slots[which, seqs]
         rows = Rows(
             np.array(seqs, np.int32),
             slots,
@@ -100,13 +125,38 @@ class MixtureOfDepthsStep(Step):
         block = self._blocks[which]
         every = len(at) == len(x)
         after = session.decoder.layers(x if every else x[at], rows, block, block + 1, session.cache)
-        for b in seqs:
-            self._slots[b][which] += 1
+        self._slots[which, seqs] += 1
         if every:
             return after
         x = x.clone()
         x[at] = after
         return x
+
+
+class _Packed:
+    """All layers of a pass in one kernel call. The native kernel only."""
+
+    def __init__(
+        self, decoder: NativeDecoder, routers: Routers, blocks: Sequence[int], limit: float
+    ) -> None:
+        self._decoder, self._blocks, self._limit = decoder, blocks, limit
+        self._owner = Owner()
+        self._weights = [self._owner.floats(row) for row in routers.predictor]
+        self._bias: list[float] = routers.bias.float().tolist()
+        self._by: abi.CData = None
+
+    def begin(self, slots: np.ndarray) -> None:
+        """The counts of slots [blocks, sequences], int32, which it keeps up to date."""
+        by = [abi.new("PassBy") for _ in range(self._decoder.info.num_layers)]
+        self._slots = slots  # the kernel has its address
+        for which, block in enumerate(self._blocks):
+            by[block].weight = abi.at(self._weights[which])
+            by[block].bias = self._bias[which]
+            by[block].slots = abi.at(slots[which].ctypes.data)
+        self._by = abi.array("PassBy", by)
+
+    def __call__(self, x: Tensor, rows: Rows, cache: NativeKVCache) -> tuple[Tensor, list[int]]:
+        return self._decoder.passing_layers(x, rows, cache, self._by, self._limit, EPS)
 
 
 def logit(probability: float) -> float:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multirate.methods.common.distillation import distil
-from multirate.methods.common.least_squares import LeastSquares, direction
+from multirate.methods.common.least_squares import LeastSquares, direction, enough
 from multirate.methods.common.objective import Objective, Report, Term
 from multirate.methods.common.teacher import Known, SlowPass, Teacher
 from multirate.methods.mixture_of_depths.modules import EPS, Routers, refuse_windows
@@ -105,7 +105,7 @@ def start_from_updates(
     gates = tuple(sorted({*blocks, *(i + 1 for i in blocks)}))
     # beside the residual a constant, which no ranking needs afterwards
     fits = [LeastSquares(teacher.shape.hidden_size + 1, 1) for _ in blocks]
-    for ids, mask, known in batches:
+    for ids, mask, known in enough(batches, teacher.shape.hidden_size):
         slow = teacher.slow(ids, shared=0, gates=gates, known=known)
         for i, fit in zip(blocks, fits, strict=True):
             before, after = (slow.residual[j].float()[mask] for j in (i, i + 1))

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multirate.methods.common.distillation import TopTokens, distil
+from multirate.methods.common.distillation import Distilled, TopTokens, distil
 from multirate.methods.common.least_squares import LeastSquares, direction
 from multirate.methods.common.objective import Objective, Report, Term
 from multirate.methods.common.teacher import Known, SlowPass, Teacher
 from multirate.methods.specee.modules import CANDIDATES, SpecEE, features, read_of
 
 JUDGED_ROWS = 256
-"""Rows of a batch that the predictors learn from: each takes the full head at every exit."""
+"""Rows of a batch that predictors learn from: each takes the base, and the head at every exit."""
 
 
 class SpecEEObjective(Objective):
@@ -47,29 +47,15 @@ class SpecEEObjective(Objective):
     ) -> tuple[Tensor, Report]:
         """See Objective."""
         teacher, module = self._teacher[0], self.module
-        slow = teacher.slow(ids, shared=0, gates=module.exits, known=known)
+        slow = teacher.slow(ids, shared=0, known=known)
         rows = _with_one_before(mask)
         said = teacher.norm(module.proposer(_read(slow, rows)))
         target = slow.target(rows)
         proposed = distil(said[None], target, teacher.head, module.draft_tokens)
-
-        some = _spread(len(said), ids.device)
-        with torch.no_grad():
-            candidates = self._candidates(said[some])
-            right = (
-                target.tokens[some, 0]
-                if isinstance(target, TopTokens)
-                else (teacher.head.logits(target[some]).argmax(-1))
-            )
-            normed = torch.stack(
-                [teacher.norm(slow.residual[exit][rows][some]) for exit in module.exits]
-            )
-            result = distil(normed, target[some], teacher.head, module.draft_tokens)
-            able = result.agree & (candidates == right[:, None]).any(-1)
-            logits = teacher.head.logits_of(normed, candidates)
-            if module.training:
-                first = able.int().argmax(0)[able.any(0)]
-                module.first_exits += first.bincount(minlength=len(module.exits))
+        logits, able, result = self._exits(ids, rows, known, said.detach(), target)
+        if module.training:
+            first = able.int().argmax(0)[able.any(0)]
+            module.first_exits += first.bincount(minlength=len(module.exits))
         looked = torch.rand(len(module.exits)) < (0.5 if module.training else 1.0)
         judged, before = [], None
         for which, row in enumerate(logits):
@@ -79,10 +65,38 @@ class SpecEEObjective(Objective):
         scores = torch.stack(judged)
         judging = F.binary_cross_entropy_with_logits(scores, able.float())
         loss = proposed.kl[0] + judging
-        report = replace(result, agree=able)
-        return loss, Report(
-            self.terms, report, float(loss.detach()), scores.detach().float().sigmoid()
+        told = scores.detach().float().sigmoid()
+        return loss, Report(self.terms, replace(result, agree=able), float(loss.detach()), told)
+
+    @torch.no_grad()
+    def _exits(
+        self,
+        ids: Tensor,
+        rows: Tensor,
+        known: Known | None,
+        said: Tensor,
+        target: Tensor | TopTokens,
+    ) -> tuple[Tensor, Tensor, Distilled]:
+        """Of some of the `rows` [B, T], of which the proposer says said [N, d]: the candidates'
+        logits [exits, n, 4], which could leave where [exits, n], and what the plain exits say.
+        """
+        teacher, module = self._teacher[0], self.module
+        few = int((rows.sum(1).cumsum(0) < JUDGED_ROWS).sum()) + 1  # the base runs on these alone
+        part = rows[:few]
+        some = _spread(int(part.sum()), ids.device)
+        slow = teacher.slow(ids[:few], 0, module.exits, None if known is None else known[:few])
+        wanted = target[some]
+        if isinstance(wanted, TopTokens):
+            right = wanted.tokens[:, 0]
+        else:
+            right = teacher.head.logits(wanted).argmax(-1)
+        candidates = self._candidates(said[some])
+        normed = torch.stack(
+            [teacher.norm(slow.residual[exit][part][some]) for exit in module.exits]
         )
+        result = distil(normed, wanted, teacher.head, module.draft_tokens)
+        able = result.agree & (candidates == right[:, None]).any(-1)
+        return teacher.head.logits_of(normed, candidates), able, result
 
     def _candidates(self, said: Tensor) -> Tensor:
         """Token ids [n, 4] of what the proposer says, said [n, d] being through the final norm."""

@@ -119,13 +119,17 @@ def test_bench_prints_and_writes_the_frontier(tmp_path: Path) -> None:
     arguments = ["bench", "tiny", "--suite", "text", "--data", str(data), "--json", str(out)]
     data.write_text(json.dumps({"text": "Name a colour."}) + "\n")
     result = CliRunner().invoke(
-        app, [*arguments, "--methods", "dynamic", "-n", "8", "--repeats", "1"]
+        app, [*arguments, "--methods", "dynamic", "--points", "2", "-n", "8", "--repeats", "1"]
     )
     assert result.exit_code == 0, result.output
     content = json.loads(out.read_text())
     measured = {row["method"] for row in content["rows"]}
     assert {"autoregressive", "m2r2", "m2r2-carry"} <= measured
+    assert sum(name.startswith("m2r2-carry:") for name in measured) == 2
     lossy = [row for row in content["rows"] if not row["lossless"]]
     assert all(row["kept"] is not None and row["perplexity"] >= 1 for row in lossy)
     assert {best["quality"] for best in content["frontier"]} == set(frontier.QUALITIES)
     assert "Fastest at a share of full quality" in result.output
+    refused = CliRunner().invoke(app, [*arguments, "--methods", "autoregressive", "--points", "2"])
+    assert isinstance(refused.exception, UserError)
+    assert str(refused.exception) == "--points 2 needs --methods dynamic"

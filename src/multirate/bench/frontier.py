@@ -19,11 +19,9 @@ from multirate.errors import UserError
 from multirate.methods import spec
 from multirate.methods.spec import PLAIN, DynamicMode
 
-DYNAMIC = "dynamic"
-"""What `--methods` calls all of this."""
 QUALITIES = (0.99, 0.95, 0.9)
 POINTS = 6
-"""Thresholds measured of each method, spread over its path."""
+"""Thresholds measured of each method, spread over its path, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,9 @@ class Best:
         return asdict(self)
 
 
-def settings_of(engine: Engine) -> list[str]:
+def settings_of(engine: Engine, points: int = POINTS) -> list[str]:
     """The rows of a dynamic comparison: plain decoding, for each of the engine's accelerators that
-    has a dynamic mode the method with its own settings and `POINTS` thresholds of its path, and the
+    has a dynamic mode the method with its own settings and `points` thresholds of its path, and the
     latter of each method that needs no training. Raises UserError where accelerators are given and
     none of them has such a mode.
     """
@@ -55,25 +53,25 @@ def settings_of(engine: Engine) -> list[str]:
     for name, accelerator in engine.accelerators.items():
         mode = spec.find(accelerator.method).dynamic
         if mode is not None:
-            names += [name, *_along(name, mode, accelerator.module)]
+            names += [name, *_along(name, mode, accelerator.module, points)]
     if len(names) == 1 and engine.accelerators:
         raise UserError(
-            f"--methods {DYNAMIC} needs an accelerator with a dynamic mode, one of "
+            f"--methods dynamic needs an accelerator with a dynamic mode, one of "
             f"{', '.join(spec.dynamic_methods(trained=True))}; given: "
             f"{', '.join(engine.accelerators)}"
         )
     for name in spec.dynamic_methods(trained=False):
         mode = spec.find(name).dynamic
         assert mode is not None
-        names += _along(name, mode, None)
+        names += _along(name, mode, None, points)
     return list(dict.fromkeys(names))
 
 
-def _along(name: str, mode: DynamicMode, module: Any) -> list[str]:
+def _along(name: str, mode: DynamicMode, module: Any, points: int) -> list[str]:
     """Thresholds of a method's dials, as its name with settings."""
     names = []
     for dial in (mode, *mode.others):
-        for threshold in dial.along(POINTS):
+        for threshold in dial.along(points):
             settings = dial.settings(module, round(threshold, 4))
             names.append(spec.write_variant(name, settings))
     return names

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from multirate.evaluation.task_suite import TaskSuite
 
 WRONG_ANSWERS = 1
+DYNAMIC = "dynamic"
+"""In --methods: dynamic modes along their dials (bench/frontier.py)."""
 ALL = "all"
 """In --methods: the baselines, every lossless method without training, and every accelerator."""
 
@@ -101,6 +103,14 @@ def command(
     json: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
     ] = None,
+    points: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --methods dynamic: thresholds measured of each method (default: 6).",
+            show_default=False,
+        ),
+    ] = None,
     report: Annotated[
         Path | None,
         typer.Option(
@@ -166,6 +176,8 @@ def command(
         check_folder(report)
     options.set_threads(threads)
     chosen = method_names(methods) if methods else []
+    if points is not None and DYNAMIC not in chosen:
+        raise UserError(f"--points {points} needs --methods {DYNAMIC}")
     if experts is not None or bench_experts.EXPERTS in chosen:
         same, interrupted = bench_experts.command(
             model,
@@ -202,10 +214,10 @@ def command(
         chosen = list(dict.fromkeys([*BASELINES, *optional, *own, *chosen]))
         chosen.remove(ALL)
         wanted = chosen
-    dials = frontier.DYNAMIC in wanted
+    dials = DYNAMIC in wanted
     if dials:  # those that it stands for
         wanted = [
-            *(name for name in wanted if name != frontier.DYNAMIC),
+            *(name for name in wanted if name != DYNAMIC),
             *dynamic_methods(trained=True),
         ]
         wanted = [name for name in wanted if name in chosen or name in own]
@@ -215,7 +227,12 @@ def command(
         names = list(dict.fromkeys([*names, *engine.accelerators]))
     if dials:
         names = list(
-            dict.fromkeys([*(n for n in names if n in chosen), *frontier.settings_of(engine)])
+            dict.fromkeys(
+                [
+                    *(n for n in names if n in chosen),
+                    *frontier.settings_of(engine, points or frontier.POINTS),
+                ]
+            )
         )
     if PLAIN not in names:
         options.note(f"note: {PLAIN} is added, answers are compared with its answers")

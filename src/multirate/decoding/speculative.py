@@ -170,21 +170,43 @@ class SpeculativeStep(Step):
 
         → for each sequence its number, its draft, what verification found, and the bonus token.
         """
-        x, rows = self._entering(session, seqs, last_tokens, drafts)
         decoder, sampler, drafter = session.decoder, session.sampler, self.drafter
         counts = [len(draft.tokens) + 1 for draft in drafts]
-        # below the last tap layer by layer, above it in one piece
-        reached = max(drafter.taps, default=drafter.start)
-        x, taps = decoder.layers_with_taps(
-            x, rows, drafter.start, reached, session.cache, drafter.taps
-        )
-        best: list[list[int]] | None = None
-        if sampler.plain and self.acceptance.lossless and not drafter.top:
-            # greedy and lossless leave no choice, and the argmax of each row is all it takes
-            hidden, target = decoder.next_tokens(rows, session.cache, x=x, start=reached)
-            parts = zip(drafts, split(target, counts), strict=True)
-            verdicts: list[Verdict] = [accept_greedy(draft, part) for draft, part in parts]
+        lengths = session.cache.lengths
+        parts = [draft.rows(b, lengths[b]) for b, draft in zip(seqs, drafts, strict=True)]
+        rows = Rows.concat(parts)
+        # lossless leaves no choice: the argmax of each row, with the noise of its place, is all it
+        # takes, unless what follows a row depends on more than the row
+        simple = sampler.plain or (sampler.bare and all(draft.probs is None for draft in drafts))
+        simple = simple and self.acceptance.lossless and not drafter.top
+        x: Tensor | None = None
+        ids: list[int] | None = None
+        taps: Mapping[int, Tensor] = {}
+        reached = 0
+        if simple and not drafter.taps and all(draft.hidden is None for draft in drafts):
+            # nobody has run a layer of any row yet: one pass runs all of them
+            pairs = zip(last_tokens, drafts, strict=True)
+            ids = [token for last, draft in pairs for token in (last, *draft.tokens)]
         else:
+            x = self._entering(session, last_tokens, drafts, parts)
+            # below the last tap layer by layer, above it in one piece
+            reached = max(drafter.taps, default=drafter.start)
+            x, taps = decoder.layers_with_taps(
+                x, rows, drafter.start, reached, session.cache, drafter.taps
+            )
+        best: list[list[int]] | None = None
+        if simple:
+            noise = None
+            if not sampler.plain:
+                pairs_of = zip(seqs, drafts, strict=True)
+                noise = [sampler.noise(b, ahead) for b, draft in pairs_of for ahead in draft.depths]
+            hidden, target = decoder.next_tokens(rows, session.cache, ids, x, reached, noise)
+            verdicts: list[Verdict] = [
+                accept_greedy(draft, part)
+                for draft, part in zip(drafts, split(target, counts), strict=True)
+            ]
+        else:
+            assert x is not None
             hidden = decoder.layers(x, rows, reached, decoder.info.num_layers, session.cache)
             logits = decoder.logits(hidden)
             if drafter.top:
@@ -204,25 +226,22 @@ class SpeculativeStep(Step):
         return found
 
     def _entering(
-        self, session: Session, seqs: list[int], last_tokens: list[int], drafts: list[Draft]
-    ) -> tuple[Tensor, Rows]:
-        """Residuals [N, d] of all last tokens and nodes as they enter layer `start`, and their
-        rows.
-        """
-        lengths = session.cache.lengths
-        parts = [draft.rows(b, lengths[b]) for b, draft in zip(seqs, drafts, strict=True)]
-        rows = Rows.concat(parts)
+        self,
+        session: Session,
+        last_tokens: list[int],
+        drafts: list[Draft],
+        parts: list[Rows],
+    ) -> Tensor:
+        """Residuals [N, d] of all last tokens and nodes as they enter layer `start`."""
         bare = [i for i, draft in enumerate(drafts) if draft.hidden is None]
         entering: list[Tensor | None] = [draft.hidden for draft in drafts]
         if bare:
             # these drafters left embedding and the layers below `start` to us: one call for all of
             # them
             ids = [token for i in bare for token in (last_tokens[i], *drafts[i].tokens)]
-            bare_rows = rows if len(bare) == len(drafts) else Rows.concat([parts[i] for i in bare])
-            x = session.forward(ids, bare_rows, stop=self.drafter.start)
-            if len(bare) == len(drafts):
-                return x, rows
-            for i, part in zip(bare, x.split([len(parts[i]) for i in bare]), strict=True):
+            bare_parts = [parts[i] for i in bare]
+            x = session.forward(ids, Rows.concat(bare_parts), stop=self.drafter.start)
+            for i, part in zip(bare, x.split([len(p) for p in bare_parts]), strict=True):
                 entering[i] = part
         hidden = [part for part in entering if part is not None]
-        return hidden[0] if len(hidden) == 1 else torch.cat(hidden), rows
+        return hidden[0] if len(hidden) == 1 else torch.cat(hidden)

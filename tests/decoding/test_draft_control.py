@@ -154,3 +154,19 @@ def test_a_batch_drafts_where_its_own_steps_are_timed_to_pay(dear: float, drafts
         drafting = dear * (COSTS.draft_fixed + levels * COSTS.draft_step) if stream else 0.0
         now += 2 * (COSTS.verify_seconds(sequences * (1 + levels)) + drafting)
     assert streamed > 150 if drafts else streamed < 40
+
+
+def test_continuations_rest_after_short_matches_that_never_held() -> None:
+    """Of drafts that continue the text, as prompt lookup's, those after long matches go on."""
+    now, drafted = 0.0, [0, 0]
+    controller = DraftLengthController(COSTS, NODES, clock=lambda: now, longest=3)
+    for step in range(200):
+        long = step % 2
+        controller.thresholds()
+        stream = controller.choose([(3 if long else 1, 0)]).stream
+        drafted[long] += stream
+        controller.emitted(
+            1 + (4 if long and stream else 0), NODES * stream, NODES * stream, 3 if long else 1
+        )
+        now += COSTS.verify_seconds(1 + NODES * stream)
+    assert drafted[1] > 80 and drafted[0] < 20

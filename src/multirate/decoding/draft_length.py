@@ -117,6 +117,8 @@ class DraftLengthController:
     before (a model card's); empty: unknown.
     clock: seconds that pass; another one than the machine's for simulations. timed: False: steps
     take what `costs` say, so that nothing that is decided depends on a clock.
+    longest: of own drafts that continue the text, the longest match by which what they bring is
+    counted.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class DraftLengthController:
         expected: Sequence[float] = (),
         clock: Callable[[], float] | None = None,
         timed: bool = True,
+        longest: int = 0,
     ) -> None:
         self.costs, self.nodes, self.rates, self.clock = costs, nodes, rates, clock or now
         self._timed = timed
@@ -134,7 +137,8 @@ class DraftLengthController:
         if expected:
             accepted = expected_tokens(expected, _MEASURED_LEVELS) - 1
             weight = _MEASURED
-        self._drafted = DraftedSteps(0 if rates is None else rates.longest, accepted, weight)
+        longest = longest if rates is None else rates.longest
+        self._drafted = DraftedSteps(longest, accepted, weight)
         self._prices: dict[int, tuple[np.ndarray, list[float]]] = {}
         # a refreshed row runs through the pieces of a level, without reading weights again
         many = costs.verify_seconds(16) - costs.verify_seconds(8)

@@ -56,6 +56,7 @@ class SpeculativeStep(Step):
         self.watch: Watch | None = None
         self._controller: DraftLengthController | None = None
         self._adapts = False
+        self._matched: dict[int, int] = {}  # of the step under way, by sequence
         self._may_fuse = self.acceptance.lossless and not drafter.taps and not drafter.top
 
     def begin(self, session: Session, resumed: bool) -> None:
@@ -92,7 +93,10 @@ class SpeculativeStep(Step):
         if self._adapts and self._controller is None:
             costs = self.drafter.costs(decoder).costs
             self._controller = DraftLengthController(
-                costs, self.drafter.max_nodes, expected=self.drafter.expected
+                costs,
+                self.drafter.max_nodes,
+                expected=self.drafter.expected,
+                longest=self.drafter.longest,
             )
         return on
 
@@ -105,7 +109,9 @@ class SpeculativeStep(Step):
         if self._adapts and self._controller is not None:
             self._controller.thresholds(len(seqs))
             behind = self.drafter.behind(seqs)
-            plan = self._controller.choose([(0, 0)] * len(seqs), max(limits), behind)
+            matched = self.drafter.matched(seqs)
+            self._matched = dict(zip(seqs, matched, strict=True))
+            plan = self._controller.choose([(n, 0) for n in matched], max(limits), behind)
             if not plan.stream:
                 limits = [0] * len(seqs)
         if (
@@ -129,7 +135,7 @@ class SpeculativeStep(Step):
             self._count_exits(session, kept, sum(n in draft.trusted for n in path[1 : kept + 1]))
             levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
             session.stats.count_draft(len(draft.tokens), levels, accepted=min(kept, len(path) - 1))
-            self._count(len(path), levels, len(draft.tokens))
+            self._count(b, len(path), levels, len(draft.tokens))
             if self.watch is not None:
                 self.watch(b, draft, [*path[1:], 0][:kept])
             # the last token emitted is not in the cache yet: it enters with the next step
@@ -139,9 +145,9 @@ class SpeculativeStep(Step):
             if stops.reasons[b] is None:
                 self.drafter.accept(b, verified)
 
-    def _count(self, emitted: int, levels: int, nodes: int) -> None:
+    def _count(self, seq: int, emitted: int, levels: int, nodes: int) -> None:
         if self._adapts and self._controller is not None:
-            self._controller.emitted(emitted, levels, nodes)
+            self._controller.emitted(emitted, levels, nodes, self._matched[seq])
 
     def _count_exits(self, session: Session, kept: int, trusted: int) -> None:
         """Of `kept` emitted tokens so many were not verified."""
@@ -154,7 +160,7 @@ class SpeculativeStep(Step):
         done = self.drafter.fused_step(seq, session.sampler.tokens[seq][-1], limit)
         if done is None:
             return False
-        self._count(len(done.tokens), done.levels, done.drafted)
+        self._count(seq, len(done.tokens), done.levels, done.drafted)
         kept = session.emit(seq, done.tokens)
         self._count_exits(session, kept, sum(place < kept for place in done.trusted))
         session.cache.commit(seq, kept)

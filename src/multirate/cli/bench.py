@@ -289,8 +289,12 @@ def run(
     from multirate.bench.rivals import Contest
     from multirate.bench.rivals import prepare as prepare_rivals
     from multirate.bench.runner import MethodRun, Unavailable, measure, summarise
+    from multirate.bench.seen_prompts import seen_prompts, warnings_of
     from multirate.calibration.measure import differing
 
+    seen = seen_prompts(engine.accelerators, questions)
+    for warning in warnings_of(seen):
+        options.note(f"warning: {warning}")
     method_runs: list[MethodRun] = []
     unavailable: list[dict[str, str]] = []
     for name in names:
@@ -368,6 +372,7 @@ def run(
         truncated=prompts.truncated,
         interrupted=measurements.interrupted,
         unavailable=unavailable,
+        trained_on_questions=seen,
         predicted=predictions(engine, rows),
         accelerators={
             name: about

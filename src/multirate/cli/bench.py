@@ -88,6 +88,7 @@ def command(
             "--truncate", help="Cut long prompts from the left (default: skip and count them)."
         ),
     ] = False,
+    tuned: options.Tuned = True,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
@@ -186,6 +187,7 @@ def command(
 
     loaded = options.load(model, dtype, device)
     engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
+    engine.uses_tuned = tuned
     own = reference_accelerators(model)
     wanted = chosen or list(own)
     optional: list[str] = []
@@ -372,6 +374,7 @@ def run(
         truncated=prompts.truncated,
         interrupted=measurements.interrupted,
         unavailable=unavailable,
+        tuned=engine.tuned_settings,
         trained_on_questions=seen,
         predicted=predictions(engine, rows),
         accelerators={

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from multirate.calibration import promise as promises
+from multirate.calibration import tuned
 from multirate.calibration.calibrate import dynamic_mode
 from multirate.calibration.promise import Promise, check_quality
 from multirate.decoding.acceptance_statistics import OverallRates
@@ -29,10 +30,11 @@ from multirate.experts.load import load_offloaded
 from multirate.generation_lock import GenerationLock, lock_of
 from multirate.hub import LoadedModel, load_model, resolve_accelerator
 from multirate.methods import spec
-from multirate.methods.spec import PLAIN, MethodSpec, SecondModel
+from multirate.methods.spec import PLAIN, MethodSpec, SecondModel, write_variant
 from multirate.model.decoder import Decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.load import load_decoder
+from multirate.model.machine import machine_name
 from multirate.model.weight_watch import WeightWatch
 from multirate.training.checkpoint import Accelerator
 from multirate.training.fingerprint import fingerprint
@@ -120,6 +122,8 @@ class Engine:
     speculation does not pay here, with the numbers), else None. promise: what calibration vouches
     for of the last call, None in lossless mode. default: the method that `generate` uses when none
     is named. experts: where they are read from, if on disk.
+    uses_tuned: whether a method named without settings takes those that `multirate tune` found
+    fastest on this machine, which is said once; tuned_settings: the ones taken, by method.
     keep_bytes: the last generation of each method stays in memory, up to so many bytes of K/V in
     all (newest first), so that a prompt which begins with the same tokens, as a conversation's next
     turn does, reads only what is new. 0 keeps none; `forget` drops them.
@@ -144,6 +148,8 @@ class Engine:
         self.notice: str | None = None
         self.promise: Promise | None = None
         self.keep_bytes = KEPT_BYTES
+        self.uses_tuned = False
+        self.tuned_settings: dict[str, dict[str, Any]] = {}
         self.experts: OffloadedExperts | None = None
         self._lock = lock_of(model) if decoder.runs_the_model else GenerationLock()
         self._generating_in: int | None = None  # the process; a forked one inherits its parent's
@@ -429,6 +435,8 @@ class Engine:
                     )
                 settings = settings if promise is None else promise.settings
             known = self._spec(base)
+            if self.uses_tuned and known.tunable and name == base:
+                settings = self._tuned(base)
             beside: Accelerator | SecondModel | None = accelerator
             if beside is None and known.second_model is not None:
                 beside = self._second_model(known, settings)
@@ -441,6 +449,35 @@ class Engine:
             step.expect(rates)
             self._decodings[name] = _Decoding(step, OverallRates(rates), promise)
         return self._decodings[name]
+
+    def _tuned(self, name: str) -> dict[str, Any]:
+        """The settings that were tuned for a method here, {} where none were."""
+        beside = self.accelerators.get(name)
+        folder, weights = (None, "") if beside is None else (beside.folder, beside.weights_sha256)
+        found = tuned.find(folder, name, fingerprint(self.model), weights, self.machine)
+        if found is None:
+            return {}
+        self._spec(name).read_settings(found.settings)
+        if found.settings:
+            chosen = write_variant(name, found.settings)
+            say_once(f"{chosen}: tuned for this machine on {found.date[:10]}")
+        self.tuned_settings[name] = found.settings
+        return found.settings
+
+    @property
+    def machine(self) -> str:
+        """What settings are tuned for: the machine, and what runs the model on it."""
+        return f"{machine_name(self.decoder.info.device)}, backend {self.backend}"
+
+    def spec_of(self, name: str) -> MethodSpec:
+        """The method that a name of this engine stands for. UserError for an unknown one."""
+        return self._spec(name)
+
+    def drop(self, name: str) -> None:
+        """Forgets a method's step, with its packed weights; it is made anew when it is used."""
+        with self._lock.held():
+            self._decodings.pop(name, None)
+            self._prefix_caches.pop(name, None)
 
     def _second_model(self, known: MethodSpec, settings: Any) -> SecondModel | None:
         """The model that a method runs beside this one, in this one's dtype; loaded once."""

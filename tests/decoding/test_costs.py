@@ -62,24 +62,27 @@ def test_a_rate_learns_and_forgets() -> None:
 
 
 def test_a_node_is_worth_its_chance() -> None:
-    """Where tokens take longer a smaller chance is worth a node; none is where a level costs what a
-    token does.
+    """Where steps bring fewer tokens a smaller chance is worth a node, however fast the machine is;
+    none is where a level costs what a token does.
     """
     now = 0.0
     controller = DraftLengthController.of(CHEAP, 8)
     controller.clock = lambda: now
     before = controller.thresholds()[0].copy()
     assert before[0] < 0.5 and (np.diff(before) >= 0).all()
-    for _ in range(100):
-        now += 5.0
-        controller.emitted(1)
-        slow, keep = controller.thresholds()
-    assert (slow < before).all() and (keep <= slow).all()
-    for _ in range(100):
-        now += 0.25
-        controller.emitted(1)
-        fast, _ = controller.thresholds()
-    assert (fast > slow).all()
+
+    def after(steps: int, tokens: int, slower: float) -> np.ndarray:
+        nonlocal now
+        for _ in range(steps):
+            now += slower * CHEAP.step_seconds(1)
+            controller.emitted(tokens, levels=1, nodes=1)
+            found, keep = controller.thresholds()
+            assert (keep <= found).all()
+        return found.copy()
+
+    few = after(200, 1, 1.0)
+    assert (few < before).all()
+    assert (after(200, 4, 1.0) > 2 * few).all()
     assert (DraftLengthController.of(DEAR, 8).thresholds()[0] >= 0.9).all()
 
 

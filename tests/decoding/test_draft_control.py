@@ -134,3 +134,39 @@ def test_an_untrained_accelerators_card_is_believed_too() -> None:
     text = Text(0.0, 0.0, share=0.0, expected=(0.02, 0.02))
     text.speed(100)
     assert text.streamed < 8
+
+
+@pytest.mark.parametrize(("dear", "drafts"), [(1.0, True), (12.0, False)])
+def test_a_batch_drafts_where_its_own_steps_are_timed_to_pay(dear: float, drafts: bool) -> None:
+    """Costs are measured of one sequence; of four, drafting may be another matter."""
+    now, streamed, sequences = 0.0, 0, 4
+    controller = DraftLengthController(COSTS, NODES, clock=lambda: now)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        controller.thresholds(sequences)
+        stream = controller.choose([(0, 0)] * sequences).stream
+        streamed += stream
+        levels = 2 if stream else 0
+        accepted = [int(np.cumprod(rng.random(levels) < 0.8).sum()) for _ in range(sequences)]
+        for count in accepted:
+            controller.emitted(1 + count, levels, levels)
+        # a slow machine, too: only what the two kinds of steps take beside each other matters
+        drafting = dear * (COSTS.draft_fixed + levels * COSTS.draft_step) if stream else 0.0
+        now += 2 * (COSTS.verify_seconds(sequences * (1 + levels)) + drafting)
+    assert streamed > 150 if drafts else streamed < 40
+
+
+def test_continuations_rest_after_short_matches_that_never_held() -> None:
+    """Of drafts that continue the text, as prompt lookup's, those after long matches go on."""
+    now, drafted = 0.0, [0, 0]
+    controller = DraftLengthController(COSTS, NODES, clock=lambda: now, longest=3)
+    for step in range(200):
+        long = step % 2
+        controller.thresholds()
+        stream = controller.choose([(3 if long else 1, 0)]).stream
+        drafted[long] += stream
+        controller.emitted(
+            1 + (4 if long and stream else 0), NODES * stream, NODES * stream, 3 if long else 1
+        )
+        now += COSTS.verify_seconds(1 + NODES * stream)
+    assert drafted[1] > 80 and drafted[0] < 20

@@ -33,4 +33,5 @@ def test_thresholds_are_prices_over_the_present_seconds_per_token() -> None:
     )  # a row of 0.1 s at half a second per token
     assert draft_threshold.tolist() == pytest.approx([0.4] * 4)
     shared, _ = DraftLengthController.of(costs, nodes=4).thresholds(sequences=2)
-    assert shared.tolist() == pytest.approx([0.3] * 4)  # two sequences share a level
+    # two sequences share a level and a step: 0.1 s of a row, 0.05 of the level, 0.275 a token
+    assert shared.tolist() == pytest.approx([0.15 / 0.275] * 4)

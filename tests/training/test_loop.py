@@ -19,6 +19,7 @@ from multirate.errors import UserError
 from multirate.training import loop
 from multirate.training.checkpoint import Accelerator
 from multirate.training.loop import train
+from multirate.training.prompt_fingerprints import read_fingerprints
 from multirate.training.settings import TrainSettings
 from multirate.training.state import STATE
 
@@ -184,6 +185,11 @@ def test_a_run_goes_on_from_a_trained_accelerator(
     assert [run["steps"] for run in description["training"]["before"]] == [40]
     assert len(result.results["terms"]) == 2
     assert "trained before" in (second / "README.md").read_text()
+    known = [
+        read_fingerprints(folder, json.loads((folder / "accelerator.json").read_text()))
+        for folder in (first, second)
+    ]
+    assert known[0] and known[0] == known[1]
 
     # the head's rows are the base's: others may be chosen, all that was trained stays
     other = tmp_path / "other"

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import multirate
+from multirate.model.machine import cpu_name, device_name
 
 
 def commit() -> str | None:
@@ -43,17 +44,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def cpu_name() -> str:
-    """The processor's marketing name, as far as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 DECISIVE = ("avx2", "avx_vnni", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm")
 """Instruction sets that decide how fast a model runs; names as in /proc/cpuinfo."""
 
@@ -70,12 +60,6 @@ def cpu_features() -> list[str]:
     except OSError:
         pass
     return []
-
-
-def device_name(device: torch.device | str) -> str:
-    """`cpu`, or `cuda (<card>)`."""
-    device = torch.device(device)
-    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
 
 
 def collect(device: torch.device | str = "cpu", **more: Any) -> dict[str, Any]:

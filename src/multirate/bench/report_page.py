@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from multirate.bench.report_figures import fastest, figures, step_cost
+from multirate.bench.seen_prompts import UNKNOWN, warnings_of
 from multirate.io import write_atomically, write_json
 from multirate.methods.spec import PLAIN
 from multirate.pages import page
@@ -167,7 +168,13 @@ def _notes(content: Mapping[str, Any]) -> list[str]:
         missing.append("The run was interrupted: the figures are of what was complete.")
     if content["skipped"]:
         missing.append(f"{len(content['skipped'])} questions do not fit the context: left out.")
-    return [*notes, *missing]
+    seen = content.get("trained_on_questions", {})
+    unknown = [
+        f"{name}: whether it was trained on these questions is unknown."
+        for name, about in seen.items()
+        if about == UNKNOWN
+    ]
+    return [*notes, *(f"{warning}." for warning in warnings_of(seen)), *unknown, *missing]
 
 
 def _facts(content: Mapping[str, Any]) -> dict[str, str]:

@@ -96,6 +96,7 @@ def command(
             "--truncate", help="Cut long prompts from the left (default: skip and count them)."
         ),
     ] = False,
+    tuned: options.Tuned = True,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
@@ -206,6 +207,7 @@ def command(
 
     loaded = options.load(model, dtype, device)
     engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
+    engine.uses_tuned = tuned
     own = reference_accelerators(model)
     wanted = chosen or list(own)
     optional: list[str] = []
@@ -339,8 +341,12 @@ def run(
     from multirate.bench.rivals import Contest
     from multirate.bench.rivals import prepare as prepare_rivals
     from multirate.bench.runner import MethodRun, Unavailable, measure, summarise
+    from multirate.bench.seen_prompts import seen_prompts, warnings_of
     from multirate.calibration.measure import full_model_on
 
+    seen = seen_prompts(engine.accelerators, questions)
+    for warning in warnings_of(seen):
+        options.note(f"warning: {warning}")
     method_runs: list[MethodRun] = []
     unavailable: list[dict[str, str]] = []
     for name in names:
@@ -421,6 +427,8 @@ def run(
         truncated=prompts.truncated,
         interrupted=measurements.interrupted,
         unavailable=unavailable,
+        tuned=engine.tuned_settings,
+        trained_on_questions=seen,
         predicted=predictions(engine, rows),
         accelerators={
             name: about

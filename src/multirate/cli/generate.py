@@ -67,6 +67,7 @@ def command(
     speculate: options.Speculate = "auto",
     mode: options.Mode = "lossless",
     quality: options.Quality = None,
+    tuned: options.Tuned = True,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
@@ -103,6 +104,7 @@ def command(
         expert_policy=expert_policy,
         expert_predictor=expert_predictor,
     )
+    engine.uses_tuned = tuned
     if (
         engine.experts is not None
         and engine.experts.runtime is not None

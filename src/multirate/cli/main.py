@@ -18,6 +18,7 @@ from multirate.cli import (
     inspect,
     pack,
     train,
+    tune,
 )
 from multirate.cli.errors import Group
 
@@ -35,6 +36,7 @@ app.command("generate")(generate.command)
 app.command("answers")(answers.command)
 app.command("train")(train.command)
 app.command("calibrate")(calibrate.command)
+app.command("tune")(tune.command)
 app.command("pack")(pack.command)
 app.command("bench")(bench.command)
 app.command("eval")(evaluate.command)

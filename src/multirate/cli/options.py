@@ -56,6 +56,14 @@ Quality = Annotated[
 ]
 
 
+Tuned = Annotated[
+    bool,
+    typer.Option(
+        "--tuned/--no-tuned", help="Use the settings that multirate tune found for this machine."
+    ),
+]
+
+
 def set_threads(threads: int | None) -> None:
     """Before any weights are packed: the packed decoder takes its threads from torch."""
     if threads is None:

@@ -9,6 +9,7 @@ depends on how many there are already.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from multirate.decoding.acceptance_statistics import ContinuationRates, DecayedRate, DraftedSteps
+from multirate.decoding.acceptance_statistics import ContinuationRates, DraftedSteps
 
 now = time.perf_counter
 
@@ -33,7 +34,12 @@ _FIRST_CREDIT = 1.0  # and that a text begins with: it may suit drafts better th
 # then grow with the logarithm of the number of texts)
 _HORIZON = 128  # tokens over which catching up is paid off
 _PACE_MEMORY, _PACE_STEPS = 0.95, 4.0  # of timed steps, and how many the costs count as
-_SLOWEST = 0.7, 1.5  # timed over expected seconds, at least and at most
+_RAGGED = 0.12  # tokens of a sequence and step, times the root of the logarithm of how many
+# sequences a batch has (as the largest of so many sums grows): what drafts must bring to pay. The
+# sequences of a batch that accept more end sooner, and the others' steps cost as much without them
+_TRIED_PLAIN = 2  # steps of so many sequences without own drafts, to compare with, first of all
+_DEAREST_LEVEL = 5.0  # what a level may be timed to take beyond the costs, in times of them
+_SLOWEST = 0.3, 6.0  # timed over expected seconds, at least and at most
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,8 @@ class DraftLengthController:
     before (a model card's); empty: unknown.
     clock: seconds that pass; another one than the machine's for simulations. timed: False: steps
     take what `costs` say, so that nothing that is decided depends on a clock.
+    longest: of own drafts that continue the text, the longest match by which what they bring is
+    counted.
     """
 
     def __init__(
@@ -121,6 +129,7 @@ class DraftLengthController:
         expected: Sequence[float] = (),
         clock: Callable[[], float] | None = None,
         timed: bool = True,
+        longest: int = 0,
     ) -> None:
         self.costs, self.nodes, self.rates, self.clock = costs, nodes, rates, clock or now
         self._timed = timed
@@ -128,7 +137,8 @@ class DraftLengthController:
         if expected:
             accepted = expected_tokens(expected, _MEASURED_LEVELS) - 1
             weight = _MEASURED
-        self._drafted = DraftedSteps(0 if rates is None else rates.longest, accepted, weight)
+        longest = longest if rates is None else rates.longest
+        self._drafted = DraftedSteps(longest, accepted, weight)
         self._prices: dict[int, tuple[np.ndarray, list[float]]] = {}
         # a refreshed row runs through the pieces of a level, without reading weights again
         many = costs.verify_seconds(16) - costs.verify_seconds(8)
@@ -139,10 +149,10 @@ class DraftLengthController:
         self._credit = 0.0  # seconds that may go into trying what is not worth it
         self._unsuited = 0  # texts in a row that own drafts did not suit
         self._worth_it: bool | None = None  # whether they were worth it when last asked
-        # measured over expected seconds of steps without own drafts and with
-        self._pace = DecayedRate(), DecayedRate()
+        self._paces: dict[int, _Paces] = {}  # by the sequences of a step
+        self._pace = self._paces_of(1)
         self._step = _StepUnderWay(Plan(True), 1)
-        self._priced_at: tuple[int, float] = (0, 1.0)
+        self._priced_at: tuple[int, float, float] = (0, 1.0, 1.0)
         self._thresholds: tuple[np.ndarray, np.ndarray] | None = None
         self._per_token = self._seconds
 
@@ -179,22 +189,23 @@ class DraftLengthController:
         if self._last is not None:
             self._took(begin - self._last)
         self._last = begin
+        self._pace = self._paces_of(sequences)
+        if sequences != self._step.sequences:  # until more is known, a token takes its share
+            before, now = self._step.sequences, sequences
+            self._seconds *= self._plain(now) / now / (self._plain(before) / before)
         self._step = _StepUnderWay(Plan(True), sequences)
         self._per_token = self._seconds / max(self._tokens, 1e-3)
-        per_token, before = (sequences, self._per_token), self._priced_at
-        if (
-            self._thresholds is None
-            or before[0] != sequences
-            or abs(per_token[1] / before[1] - 1) > _CHANGE
-        ):
-            verify_threshold = self._row_prices(sequences)[0] / per_token[1]
-            level = self.costs.draft_step / sequences
-            draft_threshold = verify_threshold + level / per_token[1]
+        row, level = self._pace.plain / self._per_token, self._pace.level / self._per_token
+        of, row_then, level_then = self._priced_at
+        change = max(abs(row / row_then - 1), abs(level / level_then - 1))
+        if self._thresholds is None or of != sequences or change > _CHANGE:
+            verify_threshold = self._row_prices(sequences)[0] * row
+            draft_threshold = verify_threshold + self.costs.draft_step / sequences * level
             self._thresholds = (
                 draft_threshold.clip(_LEAST, _MOST),
                 verify_threshold.clip(_LEAST, _MOST),
             )
-            self._priced_at = per_token
+            self._priced_at = sequences, row, level
         return self._thresholds
 
     def choose(
@@ -202,10 +213,12 @@ class DraftLengthController:
         matches: Sequence[tuple[int, int]],
         remaining: int = _HORIZON,
         behind: int = 0,
+        rests: bool = True,
     ) -> Plan:
         """What the step that `thresholds` began drafts with. matches: for each sequence the length
         of its text's match and how many tokens of the continuation are of use. remaining: tokens
-        still to come. behind: rows that own drafts would have to catch up on first.
+        still to come. behind: rows that own drafts would have to catch up on first. rests: whether
+        it may be nothing.
         """
         assert self._thresholds is not None
         least, lengths, text = self._thresholds[1], [], 0.0
@@ -218,12 +231,18 @@ class DraftLengthController:
                     here *= onward
                     length += 1
             lengths.append(length)
+        if text < self._lost(len(matches)):
+            lengths, text = [0] * len(matches), 0.0
         stream = self._own_gain([matched for matched, _ in matches])
         refresh = behind * self._refresh_row
         chosen = stream - refresh / self._per_token / max(1, min(remaining, _HORIZON)) >= text
         self._worth_it = chosen
-        if remaining < 1:  # the step's own token is the last one
-            chosen = False
+        # costs are of one sequence: of more, plain steps are timed first, to compare with
+        unknown = rests and self._timed and len(matches) > 1
+        if remaining < 1 or (unknown and self._pace.plain_steps < _TRIED_PLAIN):
+            chosen = False  # at 0 the step's own token is the last one
+        elif not rests and not any(lengths):
+            chosen = True
         elif not chosen:
             loss = max(text - stream, 0.0) * self._per_token + refresh
             if loss <= self._credit:
@@ -246,9 +265,14 @@ class DraftLengthController:
             whole = min(int(nodes), self.nodes - 1)
             rows += cumulated[whole] + (nodes - whole) * (cumulated[whole + 1] - cumulated[whole])
         plain = self._plain(len(matched))
-        own = plain + rows + self.costs.draft_fixed + max(levels, 1.0) * self.costs.draft_step
-        seconds = self._paced(True) * own - self._paced(False) * plain
-        return tokens - seconds / self._per_token
+        drafting = self.costs.draft_fixed + max(levels, 1.0) * self.costs.draft_step
+        own = self._pace.stream * (plain + rows + drafting)
+        seconds = own - self._pace.plain * plain
+        return tokens - self._lost(len(matched)) - seconds / self._per_token
+
+    def _lost(self, sequences: int) -> float:
+        """Tokens of what drafts of a batch bring that do not make it end sooner."""
+        return _RAGGED * sequences * math.sqrt(math.log(sequences))
 
     def _plain(self, sequences: int) -> float:
         costs = self.costs
@@ -256,9 +280,14 @@ class DraftLengthController:
             return costs.plain_step
         return costs.plain_step + costs.verify_seconds(sequences) - costs.verify_seconds(1)
 
-    def _paced(self, stream: bool) -> float:
-        rate = self._pace[stream].rate(1.0, _PACE_STEPS * self.costs.plain_step)
-        return min(max(rate, _SLOWEST[0]), _SLOWEST[1])
+    def _paces_of(self, sequences: int) -> _Paces:
+        """What is known of steps of so many sequences; at first what the last ones took."""
+        if sequences not in self._paces:
+            guess = (self._pace.plain, self._pace.stream) if self._paces else (1.0, 1.0)
+            batch = sequences > 1  # the costs are of one sequence
+            steps = 1.0 if batch else _PACE_STEPS
+            self._paces[sequences] = _Paces(guess, steps * self._plain(sequences), batch)
+        return self._paces[sequences]
 
     def _took(self, seconds: float) -> None:
         """The step under way has ended."""
@@ -266,20 +295,18 @@ class DraftLengthController:
         cumulated = self._row_prices(step.sequences)[1]
         expected = self._plain(step.sequences)
         expected += sum(cumulated[min(nodes, self.nodes)] for nodes in step.nodes)
+        drafting = 0.0
         if step.plan.stream:
-            expected += costs.draft_fixed + max(step.levels, 1) * costs.draft_step
-            expected += step.refreshed * self._refresh_row
-        if not self._timed:
-            seconds = expected
+            drafting = costs.draft_fixed + max(step.levels, 1) * costs.draft_step
+            drafting += step.refreshed * self._refresh_row
+        expected += drafting
+        usual = (self._pace.stream if step.plan.stream else self._pace.plain) * expected
+        # an interruption is not the step's
+        seconds = min(seconds, 3 * usual) if self._timed else expected
         self._seconds = _MEMORY * (self._seconds + seconds)
         self._tokens *= _MEMORY
-        pace = self._pace[step.plan.stream]
-        pace.fade(_PACE_MEMORY)
-        pace.tries += expected
-        pace.hits += min(seconds, 3 * expected)  # an interruption is not the step's
-        self._credit = min(
-            self._credit + _EXPLORED * min(seconds, 3 * expected), _MOST_CREDIT * costs.plain_step
-        )
+        self._pace.observe(seconds, expected, drafting if step.plan.stream else None)
+        self._credit = min(self._credit + _EXPLORED * seconds, _MOST_CREDIT * costs.plain_step)
 
     def _row_prices(self, sequences: int) -> tuple[np.ndarray, list[float]]:
         """Seconds of the n-th node of a sequence's draft where each of `sequences` has as many, and
@@ -301,6 +328,39 @@ class _StepUnderWay:
     levels: int = 0
     nodes: list[int] = field(default_factory=list)
     refreshed: int = 0
+
+
+class _Paces:
+    """What steps of so many sequences are timed to take, over what the costs say: `plain`, those
+    without own drafts; `stream`, those with; `level`, the drafting of these.
+
+    guess: the first guess of all of them; strength: expected seconds that it counts as.
+    """
+
+    def __init__(self, guess: tuple[float, float], strength: float, levels: bool) -> None:
+        self._strength, self._levels = strength, levels
+        self._guess = np.array(guess)
+        self._seconds, self._expected = np.zeros(2), np.zeros(2)
+        self._drafting = 0.0  # of the expected seconds of steps with own drafts
+        self.plain, self.stream = guess
+        self.level = self.plain
+        self.plain_steps = 0
+
+    def observe(self, seconds: float, expected: float, drafting: float | None) -> None:
+        """A step was expected to take so many, of them `drafting` for own drafts, if it had any."""
+        kind = int(drafting is not None)
+        self.plain_steps += not kind
+        self._expected[kind] = _PACE_MEMORY * self._expected[kind] + expected
+        self._seconds[kind] = _PACE_MEMORY * self._seconds[kind] + seconds
+        pace = self._seconds + self._strength * self._guess
+        pace = (pace / (self._expected + self._strength)).clip(*_SLOWEST)
+        self.plain, self.stream = pace.tolist()
+        self.level = self.plain
+        if drafting is not None:
+            self._drafting = _PACE_MEMORY * self._drafting + drafting
+        if self._levels and self._drafting:
+            beyond = (self.stream - self.plain) * self._expected[1] / self._drafting
+            self.level = self.plain + min(max(beyond, 0.0), _DEAREST_LEVEL * self.plain)
 
 
 def convex_slopes(seconds: Sequence[float]) -> np.ndarray:

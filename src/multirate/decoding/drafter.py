@@ -207,6 +207,7 @@ class Drafter(ABC):
     adapts: whether it decides by itself when not to draft; else `SpeculativeStep.adapt` can.
     expected: acceptance of its drafts by depth as measured before, the first guess of what they
         bring; empty: unknown.
+    longest: the longest match that `matched` tells; 0: it tells none.
     rests: whether one that adapts may leave a step without a draft; `SpeculativeStep.adapt` says.
     refused: of one that trusts tokens by a score, the highest of this generation that was too low,
         −inf where none was: with a threshold above it, the text is the same. None: unknown.
@@ -220,6 +221,7 @@ class Drafter(ABC):
     top: int = 0
     adapts: bool = False
     expected: Sequence[float] = ()
+    longest: int = 0
     rests: bool = True
     refused: float | None = None
 
@@ -293,6 +295,12 @@ class Drafter(ABC):
     def behind(self, seqs: Sequence[int]) -> int:
         """Rows that the next draft has to catch up on because there was none lately."""
         return 0
+
+    def matched(self, seqs: Sequence[int]) -> list[int]:
+        """Of drafts that continue the text: how long a match the next one of each sequence would
+        follow, `longest` at most. What such drafts bring is counted by it.
+        """
+        return [0] * len(seqs)
 
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
         """A whole step of sequence `seq` by itself where the drafter can run it at once; None: it

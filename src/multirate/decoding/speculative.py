@@ -56,6 +56,7 @@ class SpeculativeStep(Step):
         self.watch: Watch | None = None
         self._controller: DraftLengthController | None = None
         self._adapts = False
+        self._matched: dict[int, int] = {}  # of the step under way, by sequence
         self._may_fuse = self.acceptance.lossless and not drafter.taps and not drafter.top
 
     def begin(self, session: Session, resumed: bool) -> None:
@@ -92,7 +93,10 @@ class SpeculativeStep(Step):
         if self._adapts and self._controller is None:
             costs = self.drafter.costs(decoder).costs
             self._controller = DraftLengthController(
-                costs, self.drafter.max_nodes, expected=self.drafter.expected
+                costs,
+                self.drafter.max_nodes,
+                expected=self.drafter.expected,
+                longest=self.drafter.longest,
             )
         return on
 
@@ -105,7 +109,9 @@ class SpeculativeStep(Step):
         if self._adapts and self._controller is not None:
             self._controller.thresholds(len(seqs))
             behind = self.drafter.behind(seqs)
-            plan = self._controller.choose([(0, 0)] * len(seqs), max(limits), behind)
+            matched = self.drafter.matched(seqs)
+            self._matched = dict(zip(seqs, matched, strict=True))
+            plan = self._controller.choose([(n, 0) for n in matched], max(limits), behind)
             if not plan.stream:
                 limits = [0] * len(seqs)
         if (
@@ -129,7 +135,7 @@ class SpeculativeStep(Step):
             self._count_exits(session, kept, sum(n in draft.trusted for n in path[1 : kept + 1]))
             levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
             session.stats.count_draft(len(draft.tokens), levels, accepted=min(kept, len(path) - 1))
-            self._count(len(path), levels, len(draft.tokens))
+            self._count(b, len(path), levels, len(draft.tokens))
             if self.watch is not None:
                 self.watch(b, draft, [*path[1:], 0][:kept])
             # the last token emitted is not in the cache yet: it enters with the next step
@@ -139,9 +145,9 @@ class SpeculativeStep(Step):
             if stops.reasons[b] is None:
                 self.drafter.accept(b, verified)
 
-    def _count(self, emitted: int, levels: int, nodes: int) -> None:
+    def _count(self, seq: int, emitted: int, levels: int, nodes: int) -> None:
         if self._adapts and self._controller is not None:
-            self._controller.emitted(emitted, levels, nodes)
+            self._controller.emitted(emitted, levels, nodes, self._matched[seq])
 
     def _count_exits(self, session: Session, kept: int, trusted: int) -> None:
         """Of `kept` emitted tokens so many were not verified."""
@@ -154,7 +160,7 @@ class SpeculativeStep(Step):
         done = self.drafter.fused_step(seq, session.sampler.tokens[seq][-1], limit)
         if done is None:
             return False
-        self._count(len(done.tokens), done.levels, done.drafted)
+        self._count(seq, len(done.tokens), done.levels, done.drafted)
         kept = session.emit(seq, done.tokens)
         self._count_exits(session, kept, sum(place < kept for place in done.trusted))
         session.cache.commit(seq, kept)
@@ -170,21 +176,43 @@ class SpeculativeStep(Step):
 
         → for each sequence its number, its draft, what verification found, and the bonus token.
         """
-        x, rows = self._entering(session, seqs, last_tokens, drafts)
         decoder, sampler, drafter = session.decoder, session.sampler, self.drafter
         counts = [len(draft.tokens) + 1 for draft in drafts]
-        # below the last tap layer by layer, above it in one piece
-        reached = max(drafter.taps, default=drafter.start)
-        x, taps = decoder.layers_with_taps(
-            x, rows, drafter.start, reached, session.cache, drafter.taps
-        )
-        best: list[list[int]] | None = None
-        if sampler.plain and self.acceptance.lossless and not drafter.top:
-            # greedy and lossless leave no choice, and the argmax of each row is all it takes
-            hidden, target = decoder.next_tokens(rows, session.cache, x=x, start=reached)
-            parts = zip(drafts, split(target, counts), strict=True)
-            verdicts: list[Verdict] = [accept_greedy(draft, part) for draft, part in parts]
+        lengths = session.cache.lengths
+        parts = [draft.rows(b, lengths[b]) for b, draft in zip(seqs, drafts, strict=True)]
+        rows = Rows.concat(parts)
+        # lossless leaves no choice: the argmax of each row, with the noise of its place, is all it
+        # takes, unless what follows a row depends on more than the row
+        simple = sampler.plain or (sampler.bare and all(draft.probs is None for draft in drafts))
+        simple = simple and self.acceptance.lossless and not drafter.top
+        x: Tensor | None = None
+        ids: list[int] | None = None
+        taps: Mapping[int, Tensor] = {}
+        reached = 0
+        if simple and not drafter.taps and all(draft.hidden is None for draft in drafts):
+            # nobody has run a layer of any row yet: one pass runs all of them
+            pairs = zip(last_tokens, drafts, strict=True)
+            ids = [token for last, draft in pairs for token in (last, *draft.tokens)]
         else:
+            x = self._entering(session, last_tokens, drafts, parts)
+            # below the last tap layer by layer, above it in one piece
+            reached = max(drafter.taps, default=drafter.start)
+            x, taps = decoder.layers_with_taps(
+                x, rows, drafter.start, reached, session.cache, drafter.taps
+            )
+        best: list[list[int]] | None = None
+        if simple:
+            noise = None
+            if not sampler.plain:
+                pairs_of = zip(seqs, drafts, strict=True)
+                noise = [sampler.noise(b, ahead) for b, draft in pairs_of for ahead in draft.depths]
+            hidden, target = decoder.next_tokens(rows, session.cache, ids, x, reached, noise)
+            verdicts: list[Verdict] = [
+                accept_greedy(draft, part)
+                for draft, part in zip(drafts, split(target, counts), strict=True)
+            ]
+        else:
+            assert x is not None
             hidden = decoder.layers(x, rows, reached, decoder.info.num_layers, session.cache)
             logits = decoder.logits(hidden)
             if drafter.top:
@@ -204,25 +232,22 @@ class SpeculativeStep(Step):
         return found
 
     def _entering(
-        self, session: Session, seqs: list[int], last_tokens: list[int], drafts: list[Draft]
-    ) -> tuple[Tensor, Rows]:
-        """Residuals [N, d] of all last tokens and nodes as they enter layer `start`, and their
-        rows.
-        """
-        lengths = session.cache.lengths
-        parts = [draft.rows(b, lengths[b]) for b, draft in zip(seqs, drafts, strict=True)]
-        rows = Rows.concat(parts)
+        self,
+        session: Session,
+        last_tokens: list[int],
+        drafts: list[Draft],
+        parts: list[Rows],
+    ) -> Tensor:
+        """Residuals [N, d] of all last tokens and nodes as they enter layer `start`."""
         bare = [i for i, draft in enumerate(drafts) if draft.hidden is None]
         entering: list[Tensor | None] = [draft.hidden for draft in drafts]
         if bare:
             # these drafters left embedding and the layers below `start` to us: one call for all of
             # them
             ids = [token for i in bare for token in (last_tokens[i], *drafts[i].tokens)]
-            bare_rows = rows if len(bare) == len(drafts) else Rows.concat([parts[i] for i in bare])
-            x = session.forward(ids, bare_rows, stop=self.drafter.start)
-            if len(bare) == len(drafts):
-                return x, rows
-            for i, part in zip(bare, x.split([len(parts[i]) for i in bare]), strict=True):
+            bare_parts = [parts[i] for i in bare]
+            x = session.forward(ids, Rows.concat(bare_parts), stop=self.drafter.start)
+            for i, part in zip(bare, x.split([len(p) for p in bare_parts]), strict=True):
                 entering[i] = part
         hidden = [part for part in entering if part is not None]
-        return hidden[0] if len(hidden) == 1 else torch.cat(hidden), rows
+        return hidden[0] if len(hidden) == 1 else torch.cat(hidden)

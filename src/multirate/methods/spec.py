@@ -14,7 +14,7 @@ import math
 import pkgutil
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -122,6 +122,8 @@ class MethodSpec:
     tracer(decoder, module): lays its second residual stream open, where it has one.
     second_model(settings): the name of a model that the method runs beside the base model, None
     where none is named; drafter and step then get it, a SecondModel, as their module.
+    tunable: the settings that decide how fast it is on a machine, and for each the values that
+    `multirate tune` tries, all combinations of them.
     recommended: the default of its role.
     """
 
@@ -135,6 +137,7 @@ class MethodSpec:
     dynamic: DynamicMode | None = None
     tracer: Callable[[Decoder, Any], StreamTracer] | None = None
     second_model: Callable[[Any], str | None] | None = None
+    tunable: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     role: Literal["drafter", "depth", "experts"] = "drafter"
     lossless: bool = True
     recommended: bool = False

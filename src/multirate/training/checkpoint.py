@@ -25,6 +25,7 @@ from multirate.training.custom_generate_loader import write_custom_generate
 from multirate.training.description import FORMAT, read_description
 from multirate.training.fingerprint import fingerprint
 from multirate.training.model_card import model_card
+from multirate.training.prompt_fingerprints import CHECKSUM, PROMPTS, packed, read_fingerprints
 
 WEIGHTS, DESCRIPTION, CARD = "accelerator.safetensors", "accelerator.json", "README.md"
 
@@ -62,6 +63,9 @@ class Accelerator:
     """Where it was loaded from."""
     weights_sha256: str = ""
     """Of the file that its weights were loaded from."""
+    prompts: frozenset[int] | None = None
+    """Fingerprints of the prompts that it was trained on (prompt_fingerprints.py); None: unknown.
+    """
 
     def parameters(self) -> int:
         """Number of trained values."""
@@ -94,6 +98,9 @@ class Accelerator:
             "training": self.training,
             "results": self.results,
         }
+        if self.prompts is not None:
+            prompts, description[CHECKSUM] = packed(self.prompts)
+            write_atomically(directory / PROMPTS, prompts)
         write_atomically(directory / WEIGHTS, weights)
         write_atomically(directory / CARD, model_card(description).encode())
         write_custom_generate(directory)
@@ -156,6 +163,7 @@ class Accelerator:
             other_weights,
             directory,
             description["weights_sha256"],
+            read_fingerprints(directory, description),
         )
 
 

@@ -45,6 +45,7 @@ from multirate.training.memory import RELEASE_EVERY, bound_product_caches, memor
 from multirate.training.optimizers import learning_rate, optimizers
 from multirate.training.precision import low_precision
 from multirate.training.progress import TrainProgress, describe
+from multirate.training.prompt_fingerprints import prompt_fingerprint
 from multirate.training.settings import TrainSettings
 from multirate.training.state import load_state, prepare_output, remove_state, save_state
 from multirate.training.teacher_states import TeacherStates, report_to_terminal
@@ -322,11 +323,26 @@ class _Run:
                 "seconds": round(self.seconds),
             }
             Accelerator(
-                self.method, self.config, self.stream, self.base, training, results
+                self.method,
+                self.config,
+                self.stream,
+                self.base,
+                training,
+                results,
+                prompts=self._prompts(),
             ).save_pretrained(self.out)
             remove_state(self.out)
         self.launcher.wait_for_everyone()
         return TrainResult(True, self.step, self.out, results)
+
+    def _prompts(self) -> frozenset[int] | None:
+        """Fingerprints of the prompts of this run and those before it; None: of one it is not
+        known.
+        """
+        own = frozenset(prompt_fingerprint(sample.prompt) for sample in self.samples)
+        if self.before is None:
+            return own
+        return None if self.before.prompts is None else own | self.before.prompts
 
     def _steps(self, stop_asked: Callable[[], bool]) -> bool:
         """All remaining steps; False when interrupted (a checkpoint is then on disk)."""

@@ -33,6 +33,7 @@ class TextDrafter(Drafter):
         length: Callable[[int], int] | None = None,
     ) -> None:
         self.max_nodes = tokens
+        self.longest = lookup.longest
         self._lookup, self._length = lookup, length
         self._texts: list[TextSource] = []
         self._fused: FusedSteps | None = None
@@ -79,6 +80,16 @@ class TextDrafter(Drafter):
             tokens, matched = self._texts[b].look_up(sampler.tokens[b], most)
             drafts.append(Draft.chain(tokens[: self._wanted(matched)]))
         return drafts
+
+    def matched(self, seqs: Sequence[int]) -> list[int]:
+        """See Drafter."""
+        found = []
+        for b in seqs:
+            if self._fused is not None and b == self._entered:
+                found.append(self._fused.look_up(1)[1])
+            else:
+                found.append(self._texts[b].look_up(self._sampler.tokens[b], 1)[1])
+        return found
 
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
         if self._fused is None:

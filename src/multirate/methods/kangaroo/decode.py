@@ -84,11 +84,14 @@ class KangarooDrafter(Drafter):
         self._missing: dict[
             int, Tensor
         ] = {}  # h_E of accepted tokens whose adapter K/V are not in place
+        # slots [first, last) of prompts that the adapter reads when it drafts first
+        self._unread: dict[int, tuple[int, int]] = {}
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         """Takes the target's cache; a fresh adapter cache."""
         self._cache, self._own = cache, self.adapter.new_cache(cache.batch, cache.capacity)
         self._filled, self._exits, self._missing, self._entered = {}, {}, {}, None
+        self._sampler, self._unread = sampler, {}
         if self._fused is not None:
             assert isinstance(cache, NativeKVCache) and isinstance(self._own, NativeKVCache)
             self._fused.begin(cache, self._own, sampler)
@@ -99,7 +102,8 @@ class KangarooDrafter(Drafter):
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
         """Goes on in the adapter's cache."""
         self._exits, self._missing, self._entered = {}, {}, None
-        self._filled = {0: cache.lengths[0]}
+        self._sampler, self._filled = sampler, {0: cache.lengths[0]}
+        self._unread = {0: self._unread[0]} if 0 in self._unread else {}
         if self._own is not None:
             self._own.reserve(cache.capacity)
         if self._fused is not None:
@@ -113,13 +117,21 @@ class KangarooDrafter(Drafter):
         hidden_final: Sequence[Tensor],
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
+        """Prompts are read by the adapter when it drafts first: where drafts do not pay, never."""
+        for b, prompt, hidden in zip(seqs, prompts, hidden_final, strict=True):
+            known = len(prompt) - len(hidden)
+            self._unread[b] = min(known, self._unread.get(b, (known, 0))[0]), len(prompt)
+            self._filled[b] = len(prompt)
+
+    def _read_prompts(self, seqs: Sequence[int]) -> None:
         """The prompts' adapter K/V, from their exit residuals: layers [0, E) again, over the K/V
         already written.
         """
         assert self._cache is not None and self._own is not None
-        for b, prompt, hidden in zip(seqs, prompts, hidden_final, strict=True):
-            for begin in range(len(prompt) - len(hidden), len(prompt), _PREFILL_ROWS):
-                part = list(prompt[begin : begin + _PREFILL_ROWS])
+        for b in seqs:
+            first, last = self._unread.pop(b, (0, 0))
+            for begin in range(first, last, _PREFILL_ROWS):
+                part = self._sampler.tokens[b][begin : min(begin + _PREFILL_ROWS, last)]
                 rows = Rows.causal(b, begin, len(part))
                 reads = Rows(
                     rows.seq, np.full(len(part), -1, np.int32), rows.pos, rows.prefix, rows.tree
@@ -130,7 +142,6 @@ class KangarooDrafter(Drafter):
                 self.adapter.rows(
                     self.decoder.layers(x, reads, 0, self.start, self._cache), rows, self._own
                 )
-            self._filled[b] = len(prompt)
 
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
         """See Drafter. `draft`'s rule, with the accepted tokens' K/V computed again instead of
@@ -143,6 +154,7 @@ class KangarooDrafter(Drafter):
             self._entered = seq
         if not limit:
             return self._fused.run(0, stream=False)
+        self._read_prompts([seq])
         assert self._cache is not None
         # this step computes again what the last one accepted
         self._filled[seq] = self._cache.lengths[seq]
@@ -150,7 +162,8 @@ class KangarooDrafter(Drafter):
 
     def behind(self, seqs: Sequence[int]) -> int:
         fused = 0 if self._fused is None or self._entered is None else self._fused.behind
-        return fused + sum(len(self._missing[b]) for b in seqs if b in self._missing)
+        unread = sum(last - first for first, last in (self._unread.get(b, (0, 0)) for b in seqs))
+        return fused + unread + sum(len(self._missing[b]) for b in seqs if b in self._missing)
 
     def draft(
         self,
@@ -164,6 +177,8 @@ class KangarooDrafter(Drafter):
         """
         count = len(seqs)
         depths = [min(limit, self.max_nodes) for limit in limits]
+        if any(depths):
+            self._read_prompts(seqs)
         tokens: list[list[int]] = [[] for _ in seqs]
         hidden: list[list[Tensor]] = [[] for _ in seqs]
         stopped = [False] * count

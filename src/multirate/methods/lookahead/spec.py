@@ -12,6 +12,7 @@ SPEC = register(
         title="lookahead decoding (arXiv 2402.02057, no training)",
         summary="drafts n-grams that the model itself guesses ahead of the text",
         settings=LookaheadConfig,
+        tunable={"ngram": (3, 4), "window": (2, 4, 6), "guesses": (1, 2, 4)},
         drafter=lambda decoder, module, settings: LookaheadDrafter(decoder, settings),
     )
 )

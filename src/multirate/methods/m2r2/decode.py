@@ -388,9 +388,7 @@ class M2R2Drafter(Drafter):
                     match = _Match(*self._text_of(seq).look_up(self._sampler.tokens[seq], nodes))
             self._matches[seq] = match
             found.append((match.matched, count))
-        plan = known.controller.choose(found, max(limits), behind)
-        if not self.rests and not plan.stream and not any(plan.text):
-            plan = Plan(True)
+        plan = known.controller.choose(found, max(limits), behind, self.rests)
         if not plan.stream:
             self._streamed -= set(seqs)
         return plan

@@ -35,12 +35,14 @@ DYNAMIC = DynamicMode(
     settings=_exit_settings,
     path=PROBABILITIES,
 )
+TUNABLE = {"nodes": (7, 11, 16), "depth": (4, 8), "width": (1, 2)}
 PAPER = register(
     MethodSpec(
         name="m2r2",
         title="M2R2 as the paper describes it (arXiv 2502.02040; reconstructed)",
         summary="accelerated residual stream drafts, the remaining layers verify (the paper)",
         settings=M2R2DecodeConfig,
+        tunable=TUNABLE,
         drafter=lambda decoder, module, settings: M2R2Drafter(decoder, module, settings),
         step=lambda decoder, module, settings: step_of(decoder, module, settings),
         dynamic=DYNAMIC,
@@ -54,6 +56,7 @@ CARRY = register(
         title="M2R2 with a carried residual and a block at the gate (ours)",
         summary="m2r2 with a carried final residual and a block at a shallow gate (ours)",
         settings=CarryDecodeConfig,
+        tunable={**TUNABLE, "lookup": (4, "sam")},
         drafter=lambda decoder, module, settings: M2R2Drafter(decoder, module, settings),
         step=lambda decoder, module, settings: step_of(decoder, module, settings),
         dynamic=DYNAMIC,

@@ -1,0 +1,102 @@
+"""What `multirate tune` found fastest for a method, a model and a machine, and its file:
+beside the accelerator, or in the cache where that folder is not the user's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import reprlib
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from multirate.errors import UserError
+from multirate.io import cache_folder, parse_json, write_json
+
+FILE, FORMAT, MAX_BYTES = "tuned.json", 1, 1 << 20
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """settings: of the method, the fastest that were tried. base, accelerator: fingerprint of the
+    base's weights, checksum of the accelerator's ("" of a method without). machine: as
+    model/machine.py names it, with the backend. date, prompts, minutes: of the run; figures: of
+    each setting that was tried, the fastest first.
+    """
+
+    method: str
+    settings: dict[str, Any]
+    base: str
+    accelerator: str
+    machine: str
+    date: str
+    prompts: str
+    minutes: float
+    figures: list[dict[str, Any]] = field(default_factory=list, repr=False)
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What it is of: another one of the same takes its place."""
+        return self.method, self.base, self.accelerator, self.machine
+
+
+_TEXTS = ("method", "base", "accelerator", "machine", "date", "prompts")
+
+
+def place(folder: Path | None, method: str, base: str) -> Path:
+    """The file for what is tuned now. folder: the accelerator's; None: the method has none."""
+    if folder is not None and os.access(folder, os.W_OK) and _PACKAGE not in folder.parents:
+        return folder / FILE
+    return _cached(method, base)
+
+
+def _cached(method: str, base: str) -> Path:
+    key = hashlib.sha256(f"{method} {base}".encode()).hexdigest()[:16]
+    return cache_folder() / "tuned" / f"{key}.json"
+
+
+def store(path: Path, tuned: Tuned) -> None:
+    """Adds it to the file, in place of an older one. UserError for a file that cannot be used."""
+    kept = [old for old in read(path) if old.key != tuned.key]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"folder {path.parent} cannot be made: {error.strerror}") from None
+    write_json(path, {"format": FORMAT, "tuned": [asdict(one) for one in [*kept, tuned]]})
+
+
+def find(
+    folder: Path | None, method: str, base: str, accelerator: str, machine: str
+) -> Tuned | None:
+    """What was tuned for exactly this, the latest; None: nothing was."""
+    paths = [_cached(method, base), *([] if folder is None else [folder / FILE])]
+    found = [one for path in paths for one in read(path)]
+    wanted = [one for one in found if one.key == (method, base, accelerator, machine)]
+    return max(wanted, key=lambda one: one.date, default=None)
+
+
+def read(path: Path) -> list[Tuned]:
+    """Those kept in a file; none without it. UserError naming the field that cannot be used."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > MAX_BYTES:
+        raise UserError(f"{path} has {len(content)} bytes; accepted: at most {MAX_BYTES}")
+    found = parse_json(content, path)
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise UserError(f"{path} is not a file of multirate tune (format {FORMAT}): remove it")
+    known, made = {f.name for f in fields(Tuned)}, []
+    for number, one in enumerate(found.get("tuned") or []):
+        wrong = [name for name in _TEXTS if not isinstance(one.get(name), str)]
+        wrong += [] if isinstance(one.get("settings"), dict) else ["settings"]
+        wrong += [] if isinstance(one.get("minutes"), (int, float)) else ["minutes"]
+        if wrong:
+            value = reprlib.repr(one.get(wrong[0]))
+            raise UserError(f"{path}: tuned[{number}].{wrong[0]} is {value}: tune again")
+        made.append(Tuned(**{name: value for name, value in one.items() if name in known}))
+    return made

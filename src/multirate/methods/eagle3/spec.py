@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from multirate.methods.eagle3 import speculators
 from multirate.methods.eagle3.config import Eagle3Config, Eagle3DecodeConfig
 from multirate.methods.eagle3.decode import Eagle3Drafter
 from multirate.methods.eagle3.modules import Eagle3Layer
 from multirate.methods.eagle3.train import Eagle3Objective, start_from_least_squares
-from multirate.methods.spec import MethodSpec, Training, register
+from multirate.methods.spec import MethodSpec, Published, Training, register
 
 SPEC = register(
     MethodSpec(
@@ -16,7 +17,11 @@ SPEC = register(
         settings=Eagle3DecodeConfig,
         drafter=lambda decoder, module, settings: Eagle3Drafter(decoder, module, settings),
         training=Training(
-            Eagle3Config, Eagle3Layer, Eagle3Objective, start=start_from_least_squares
+            Eagle3Config,
+            Eagle3Layer,
+            Eagle3Objective,
+            start=start_from_least_squares,
+            published=Published(speculators.is_published, speculators.read, speculators.write),
         ),
     )
 )

@@ -43,7 +43,7 @@ class NativeEagle3Runner(NativeFeatureRunner):
     def stream_fields(self, owner: Owner) -> dict[str, Any]:
         # residuals of single channels are far above the others: 16 bits, once a step
         self._exact = Owner()
-        self._features = self._exact.linear(self.stream.fc.weight)
+        self._features = self._exact.linear(self.stream.features())
         before = self.stream.config.norm_before_residual
         return {
             "taps": list(self.taps),

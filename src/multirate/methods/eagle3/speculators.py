@@ -74,6 +74,7 @@ def read(
             "base's input embeddings, or none."
         )
     found = {ours: _tensor(path, tensors, theirs) for ours, theirs in _NAMES.items()}
+    found["tap_sizes"] = torch.ones(len(config.taps) * base.hidden_size)
     if config.draft_vocab is not None:
         chosen, order = _draft_tokens(path, tensors, config.draft_vocab, base.vocab_size)
         found["draft_tokens"] = chosen
@@ -178,6 +179,7 @@ def write(folder: Path, layer: Eagle3Layer, base: dict[str, Any]) -> None:
     chosen = torch.arange(shape.vocab_size) if tokens is None else tokens.cpu()
     state = layer.state_dict()
     tensors = {theirs: state[ours].bfloat16().cpu() for ours, theirs in _NAMES.items()}
+    tensors[_NAMES["fc.weight"]] = layer.features().bfloat16().cpu()
     tensors["d2t"] = chosen - torch.arange(len(chosen))
     tensors["t2d"] = torch.zeros(shape.vocab_size, dtype=torch.bool)
     tensors["t2d"][chosen] = True

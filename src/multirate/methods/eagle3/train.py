@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from multirate.methods.common.distillation import distil
+from multirate.methods.common.feature_objective import FeatureObjective
 from multirate.methods.common.least_squares import LeastSquares
-from multirate.methods.common.objective import Objective, Report, Term, shift
+from multirate.methods.common.objective import Report, shift
 from multirate.methods.common.teacher import Known, Teacher
 from multirate.methods.eagle3.modules import Eagle3Layer
 
@@ -28,20 +29,10 @@ _GATE = 4.0
 """What the MLP's gates start at, before their SiLU."""
 
 
-class Eagle3Objective(Objective):
-    """(ids [B, T], response mask [B, T]) → Σ w KL / Σ w over draft steps s, w = decay^(s − 1)."""
+class Eagle3Objective(FeatureObjective):
+    """(ids [B, T], response mask [B, T]) → KL over the draft vocabulary."""
 
-    has_early_exit = False  # it reads residuals up to the last layers
-
-    def __init__(self, teacher: Teacher, layer: Eagle3Layer, step_decay: float = 0.8) -> None:
-        super().__init__()
-        self.layer, self.step_decay = layer, step_decay
-        self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
-
-    @property
-    def terms(self) -> list[Term]:
-        depth, steps = self._teacher[0].shape.num_layers, self.layer.config.unroll_steps
-        return [Term(depth, s, self.step_decay ** (s - 1)) for s in range(1, steps + 1)]
+    layer: Eagle3Layer
 
     def forward(
         self, ids: Tensor, mask: Tensor, known: Known | None = None
@@ -58,8 +49,7 @@ class Eagle3Objective(Objective):
         result = distil(
             normed, slow.target(mask), teacher.head, layer.draft_tokens, layer.head.weight
         )
-        weight = torch.tensor([t.weight for t in self.terms], device=result.kl.device)
-        loss = (weight * result.kl).sum() / weight.sum()
+        loss = self.mean(result.kl)
         return loss, Report(self.terms, result, float(loss.detach()))
 
 
@@ -93,7 +83,8 @@ def start_from_least_squares(
     ]
     scale = _size(rows.wanted[rows.mask] for rows in some)  # the own norm multiplies by it again
     layer.norm.weight.copy_(scale)
-    sizes = _size(rows.taps[rows.mask] for rows in some)  # single channels are far above the others
+    sizes = _size(rows.taps[rows.mask] for rows in some)
+    layer.tap_sizes.copy_(sizes)
     same, joint = (LeastSquares(len(layer.taps) * d + more, d) for more in (0, d))
     ones = LeastSquares(d, 1)
     for rows in some:
@@ -104,7 +95,7 @@ def start_from_least_squares(
         joint.add(both, rows.wanted[rows.mask])
         ones.add(embedded, torch.ones(len(embedded), 1, device=embedded.device))
     best = same.solution()
-    layer.fc.weight.copy_((best / sizes[:, None]).T)
+    layer.fc.weight.copy_(best.T)
     used = torch.linalg.eigh(best.T @ same.squares @ best)[1]  # the least used directions first
     said = joint.solution()[-d:]
     _start_attention(layer, said, joint.squares[-d:, -d:], ones.solution()[:, 0], used)
@@ -155,7 +146,7 @@ def _start_mlp(layer: Eagle3Layer, some: list[_Rows]) -> None:
     d = layer.base.hidden_size
     fit, ones = LeastSquares(d, d), LeastSquares(d, 1)
     for rows in some:
-        x, read = layer.entering(rows.embedded, shift(layer.fc(rows.taps)))
+        x, read = layer.entering(rows.embedded, shift(layer.fc(rows.taps / layer.tap_sizes)))
         y = (x + layer.attn(read)[0])[rows.mask]
         normed = layer.mlp_norm(y)
         fit.add(normed, rows.wanted[rows.mask] - y)

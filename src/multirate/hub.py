@@ -44,6 +44,8 @@ DTYPES = {
     "float32": torch.float32,
 }
 ACCELERATOR_FILES = ("accelerator.json", "accelerator.safetensors")
+PUBLISHED = "config.json"
+"""Of an accelerator in a layout of others (methods/spec.py, Published)."""
 GGUF = ".gguf"
 HUB_SECONDS = 5.0  # that the hub may take to answer at all
 
@@ -190,7 +192,8 @@ def resolve_accelerator(name: str | os.PathLike[str], config: Any = None) -> Pat
         found = [of[text] for of in map(_accelerators_of, NAMED.values()) if text in of]
         if found:
             return next((folder for folder in found if _is_for(folder, config)), found[0])
-    _check_name(text, "accelerator", ACCELERATOR_FILES[0])
+    published = (Path(text) / PUBLISHED).is_file()  # in another layout, or not an accelerator
+    _check_name(text, "accelerator", PUBLISHED if published else ACCELERATOR_FILES[0])
     if Path(text).is_dir():
         return Path(text)
     with explained(f"accelerator {text}"):
@@ -198,7 +201,7 @@ def resolve_accelerator(name: str | os.PathLike[str], config: Any = None) -> Pat
         folder = Path(
             snapshot_download(text, allow_patterns=wanted, local_files_only=not _hub_answers())
         )
-    if not (folder / ACCELERATOR_FILES[0]).is_file():
+    if not any((folder / name).is_file() for name in (ACCELERATOR_FILES[0], PUBLISHED)):
         raise UserError(f"{text} is not an accelerator: it has no {ACCELERATOR_FILES[0]}")
     return folder
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from multirate.decoding.acceptance_statistics import ContinuationRates, Origin
-from multirate.methods.m2r2.tree import DraftTree
+from multirate.methods.common.draft_tree import DraftTree
 
 FREE = np.zeros(8)
 

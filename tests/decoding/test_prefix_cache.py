@@ -28,14 +28,18 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import PLAIN, attach
 from multirate.errors import UserError
+from multirate.methods.common.draft_runner import NativeDraftRunner
 from multirate.methods.common.shape import BaseShape
+from multirate.methods.common.stream_drafter import StreamDrafter
+from multirate.methods.eagle3.config import Eagle3Config, Eagle3DecodeConfig
+from multirate.methods.eagle3.decode import Eagle3Drafter
+from multirate.methods.eagle3.modules import Eagle3Layer
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.kangaroo.decode import KangarooDecodeConfig, KangarooDrafter
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.spec import find
 from multirate.model.decoder import Decoder
 from multirate.model.load import load_decoder
@@ -56,7 +60,7 @@ LLAMA = tf.LlamaConfig(
     bos_token_id=1,
     eos_token_id=2,
 )
-DRAFTERS = ("layerskip", "prompt_lookup", "sam", "kangaroo", "m2r2", "m2r2-carry")
+DRAFTERS = ("layerskip", "prompt_lookup", "sam", "kangaroo", "m2r2", "m2r2-carry", "eagle3")
 
 
 def scaled(module: Any, spread: float) -> Any:
@@ -98,6 +102,13 @@ def drafter_of(name: str, decoder: Decoder) -> Drafter:
             stream,
             M2R2DecodeConfig(depth=4, width=2, nodes=9, draft_threshold=0.0, verify_threshold=0.0),
         )
+    if name == "eagle3":
+        layer = Eagle3Layer(Eagle3Config.for_base(shape), shape)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        tree = Eagle3DecodeConfig(4, 2, 9, draft_threshold=0.0, verify_threshold=0.0)
+        return Eagle3Drafter(decoder, layer, tree)
     options = {"exit_layer": 2, "tokens": 3} if name == "layerskip" else None
     drafter = find(name).make_drafter(decoder, None, options)
     assert drafter is not None
@@ -178,12 +189,13 @@ def test_turns_are_as_if_read_from_the_start(
 
 def own_store(drafter: Drafter, length: int) -> list[torch.Tensor]:
     """The first `length` slots of the drafter's own keys and values."""
-    assert isinstance(drafter, (KangarooDrafter, M2R2Drafter))
     if isinstance(drafter, KangarooDrafter):
         cache = drafter._own
     else:
-        runner = drafter.runner
-        cache = runner.own_cache if isinstance(runner, NativeStreamRunner) else runner._block_cache
+        assert isinstance(drafter, StreamDrafter)
+        runner: Any = drafter.runner
+        own = "_own" if isinstance(drafter, Eagle3Drafter) else "_block_cache"
+        cache = runner.own_cache if isinstance(runner, NativeDraftRunner) else getattr(runner, own)
     assert cache is not None
     stores = (
         cache.standard(0) if isinstance(cache, NativeKVCache) else (cache.keys[0], cache.values[0])
@@ -192,7 +204,7 @@ def own_store(drafter: Drafter, length: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["hf", "native"])
-@pytest.mark.parametrize("name", ["kangaroo", "m2r2-carry"])
+@pytest.mark.parametrize("name", ["kangaroo", "m2r2-carry", "eagle3"])
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

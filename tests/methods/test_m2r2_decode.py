@@ -25,8 +25,8 @@ from multirate.decoding.prefix_cache import PrefixCache
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
+from multirate.methods.common import stream_drafter
 from multirate.methods.common.shape import BaseShape
-from multirate.methods.m2r2 import decode as m2r2_decode
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter
 from multirate.methods.m2r2.modules import AcceleratedStream
@@ -360,7 +360,7 @@ COSTS = CostModel(StepCosts(1.0, {1: 1.0, 16: 2.0}, 0.1, 0.05))
 def untimed(monkeypatch):
     """Every step takes as long as COSTS say, on any machine."""
     controller = functools.partial(DraftLengthController, timed=False)
-    monkeypatch.setattr(m2r2_decode, "DraftLengthController", controller)
+    monkeypatch.setattr(stream_drafter, "DraftLengthController", controller)
 
 
 def adaptive(decoder, stream, **settings):
@@ -431,7 +431,7 @@ def test_a_stream_that_rested_drafts_as_one_that_did_not(decoders):
             plan = choose(seqs, *rest)
             if next(steps) in resting:
                 drafter._streamed = set()
-                drafter._matches = dict.fromkeys(seqs, m2r2_decode._NO_MATCH)
+                drafter._matches = dict.fromkeys(seqs, stream_drafter._NO_MATCH)
                 plan = Plan(False, (0,) * len(seqs))
             return plan
 

@@ -13,6 +13,7 @@ from multirate.cli import (
     calibrate,
     demo,
     evaluate,
+    export,
     generate,
     info,
     inspect,
@@ -37,6 +38,7 @@ app.command("answers")(answers.command)
 app.command("train")(train.command)
 app.command("calibrate")(calibrate.command)
 app.command("tune")(tune.command)
+app.command("export")(export.command)
 app.command("pack")(pack.command)
 app.command("bench")(bench.command)
 app.command("eval")(evaluate.command)

@@ -14,6 +14,7 @@
 #define MAX_CANDIDATES 17      // tokens that one node of a draft may propose
 #define CONFIDENCE_BINS 10     // of acceptance_statistics.py's Calibration …
 #define CALIBRATION_STRENGTH 4 // … and the tries that a confidence counts as there
+#define MAX_TAPS 4             // layers whose residuals a draft may read
 #define MAX_RANK 4096          // of a low-rank site with gate and up stacked
 #define MAX_HEAD_DIM 256
 #define NOISE_KNOTS 3970 // of half of Noise.table
@@ -50,9 +51,11 @@ typedef struct {
 typedef struct {
     Linear qkv, o;                          // queries, then keys, then values
     Linear gate_up, down;                   // weight NULL: attention alone; 32 gates, 32 ups, …
-    const float *norm_attention, *norm_mlp; // [hidden]
-    const float *q_norm, *k_norm;           // [head_dim] or NULL
-    int32_t window;                         // positions that a row sees; 0: all before it
+    const float *norm_attention, *norm_mlp; // [hidden]; norm_attention NULL: it reads x as it is
+    const float *norm_beside; // [hidden] where attention reads a second row of `hidden` values, so
+                              // normed, and then x: qkv has 2 · hidden inputs. NULL: only x
+    const float *q_norm, *k_norm; // [head_dim] or NULL
+    int32_t window;               // positions that a row sees; 0: all before it
 } Layer;
 
 typedef struct {
@@ -123,6 +126,10 @@ typedef struct {
                            // these. NULL: the layers with adapters beside them
     float carry_eps;
     int32_t exit_layer; // layers [0, exit_layer) draft; verification goes on from there
+    int32_t taps[MAX_TAPS], tap_count; // what is carried of a verified token is not h_L, but …
+    Linear features;      // … this of the residuals entering these layers, side by side
+    const float *norm_in; // [hidden] of the carried residual where it is the block's x (the
+                          // block's attention reads the embedding beside it); NULL: as it is
 } Stream;
 
 // Drafts looked up in the text (ngram.c).
@@ -198,15 +205,16 @@ typedef struct {
     const Stream *stream; // without a draft_head only the text is looked up
     const LayerCache *caches, *block_cache;
     const Linear *draft_head, *head;
-    const float *norm;        // [hidden] before both heads
-    const int64_t *token_map; // [draft_vocab] the id of each output of draft_head, or NULL
+    const float *draft_norm, *norm; // [hidden] before each
+    const int64_t *token_map;       // [draft_vocab] the id of each output of draft_head, or NULL
     int64_t *ids;       // [nodes + 1] in: tokens to refresh, then the last token; out: the emitted
-    float *carried;     // [nodes + 1, hidden] in: of each of ids; out: h_L of the accepted path
+    float *carried;     // [nodes + 1, hidden] in: of each of ids; out: of the accepted path
     int64_t *tokens;    // [nodes] the draft
     int32_t *parents;   // [nodes]
     double *confidence; // [nodes] out: what the stream gave each node, before calibration; -1: not
                         // its node. NULL: not told
     float *hidden;      // [nodes + 1, hidden]
+    float *features;    // [nodes + 1, taps, hidden] where the stream has taps
     float *scratch;     // draft_tree's, and [nodes + 1, head->outputs] the logits of verification
     int32_t capacity, block_capacity, draft_vocab, layers, sequence;
     int64_t trusted;         // out: bit n - 1: node n is emitted whatever the target model says

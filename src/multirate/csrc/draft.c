@@ -42,6 +42,20 @@ static void run_level(Workspace *work, void *context, int id, int threads) {
         run_product(work, &level->head, id, threads);
 }
 
+// The embeddings p [n, d] move aside for a block that reads them beside its x, which the carried
+// residuals are.
+static const float *put_aside(Workspace *work, const Stream *stream, const float *carried, int n,
+                              float *p) {
+    int d = stream->shape->hidden;
+    size_t bytes = (size_t)n * d * sizeof(float);
+    work->beside = grown(work->beside, &work->beside_size, MAX_ROWS * (size_t)d * sizeof(float));
+    memcpy(work->beside, p, bytes);
+    memcpy(p, carried, bytes);
+    for (int r = 0; stream->norm_in && r < n; r++)
+        mr_rms_norm(p + (size_t)r * d, stream->norm_in, d, stream->block_shape->eps);
+    return work->beside;
+}
+
 // ids [n]: rows of the stream. Of the last `fresh` the target model runs a row, too: x is
 // [fresh + n, d], its rows first, n + fresh <= MAX_ROWS. carried [n, d] or NULL. On return x holds
 // the stream's outputs after the target rows' residuals at the exit layer; of a stream with merged
@@ -96,6 +110,8 @@ static void draft_level(Workspace *work, const Stream *stream, const Surrounding
         own.capacity = around->block_capacity;
         level.block = (LayerCall){
             stream->block_shape, stream->block, around->block_cache, NULL, own, p, 0, 1, 0};
+        if (stream->block->norm_beside)
+            level.block.beside = put_aside(work, stream, carried, n, p);
     }
     if (around->head)
         level.head =
@@ -354,7 +370,7 @@ int draft_tree(Workspace *work, SpeculativeStep *step, int length, int refresh, 
                            .capacity = step->capacity,
                            .block_capacity = step->block_capacity,
                            .head = step->draft_head,
-                           .head_norm = step->norm,
+                           .head_norm = step->draft_norm,
                            .logits = carry + (size_t)(nodes + 1) * d,
                            .head_eps = stream->shape->eps};
     Tree tree;

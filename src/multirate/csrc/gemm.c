@@ -144,13 +144,8 @@ void low_rank_out(Workspace *work, const LowRank *site, float *y, int stride, co
 static void read_product(Workspace *work, const Product *p, int id, const element **from) {
     int in = p->linear->inputs;
     element *normed = room_for_normed(&work->own[id], in);
-    for (int n = 0; n < p->count; n++) {
-        if (p->norm)
-            rms_norm(p->x + (size_t)n * in, p->norm, in, p->eps, normed + (size_t)n * in);
-        else
-            for (int i = 0; i < in; i += 16)
-                store_elements(normed + (size_t)n * in + i, load(p->x + (size_t)n * in + i));
-    }
+    for (int n = 0; n < p->count; n++)
+        read_row(p->x + (size_t)n * in, p->norm, in, p->eps, normed + (size_t)n * in);
     row_pointers(normed, in, NULL, p->count, from);
 }
 

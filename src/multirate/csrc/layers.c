@@ -46,7 +46,8 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
     const Shape *s = call->shape;
     int d = s->hidden, count = call->rows.count, dim = s->head_dim, heads = s->heads * dim;
     int width = (s->heads + 2 * s->kv_heads) * dim;
-    element *normed = room_for_normed(mine, d);
+    int wide = call->beside ? 2 * d : d;
+    element *normed = room_for_normed(mine, wide);
     int fast[MAX_ROWS], fast_count = 0; // the rows with adapters
     if (call->adapters && call->rows.adapted)
         for (int n = 0; n < count; n++)
@@ -58,12 +59,15 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
         const Layer *layer = &call->layers[l];
         const Adapter *adapter = fast_count ? call->adapters[l] : NULL;
         // Norms are recomputed by every thread: cheaper than a barrier for a few rows.
-        for (int n = 0; n < count; n++)
-            rms_norm(call->x + (size_t)n * d, layer->norm_attention, d, s->eps,
-                     normed + (size_t)n * d);
+        for (int n = 0; n < count; n++) {
+            element *to = normed + (size_t)n * wide;
+            if (call->beside)
+                read_row(call->beside + (size_t)n * d, layer->norm_beside, d, s->eps, to);
+            read_row(call->x + (size_t)n * d, layer->norm_attention, d, s->eps, to + wide - d);
+        }
         if (adapter && adapter->q.rank)
             low_rank_in(work, &adapter->q, normed, d, fast, fast_count, id, threads);
-        row_pointers(normed, d, NULL, count, from);
+        row_pointers(normed, wide, NULL, count, from);
         Output qkv = {.y = work->qkv, .stride = width};
         if (count <= TILE_ROWS * 3)
             fetch_slots(s, &call->caches[l], &call->rows, id, threads);

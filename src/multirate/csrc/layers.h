@@ -14,6 +14,7 @@ typedef struct {
     int start, stop;
     int key_rows; // the first rows (or all) only leave their keys and values in layer `start`,
                   // which is then the only one
+    const float *beside; // [rows, hidden] what attention reads beside x; NULL: nothing
 } LayerCall;
 
 void run_layers(Workspace *work, void *context, int id, int threads);

@@ -17,6 +17,15 @@ void rms_norm(const float *x, const float *weight, int d, float eps, element *ou
         store_elements(out + i, load(x + i) * scale * load(weight + i));
 }
 
+void read_row(const float *x, const float *weight, int d, float eps, element *out) {
+    if (weight) {
+        rms_norm(x, weight, d, eps, out);
+        return;
+    }
+    for (int i = 0; i < d; i += 16)
+        store_elements(out + i, load(x + i));
+}
+
 // The same in place, for any d.
 void mr_rms_norm(float *x, const float *weight, int d, float eps) {
     float total = 0.0f;

@@ -6,6 +6,9 @@
 // RMSNorm of x [d], as the next product reads it.
 void rms_norm(const float *x, const float *weight, int d, float eps, element *out);
 
+// The same; weight NULL: x as it is.
+void read_row(const float *x, const float *weight, int d, float eps, element *out);
+
 // 1 / RMS of x [d].
 float inverse_rms(const float *x, int d, float eps);
 #endif

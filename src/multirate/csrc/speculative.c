@@ -124,15 +124,39 @@ void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *pat
                 step->sequence, from, to, count);
 }
 
+// Layers from `start` up to the last tap on the rows of step->hidden, what enters the taps noted.
+// Returns the layer that comes next.
+static int run_taps(Workspace *work, const SpeculativeStep *step, const Rows *rows, int start) {
+    const Stream *stream = step->stream;
+    int d = stream->shape->hidden, taps = stream->tap_count;
+    for (int i = 0; i < taps; start = stream->taps[i++]) {
+        mr_layers(work, stream->shape, stream->layers, step->caches, NULL, rows, step->hidden,
+                  start, stream->taps[i]);
+        for (int n = 0; n < rows->count; n++)
+            memcpy(step->features + ((size_t)n * taps + i) * d, step->hidden + (size_t)n * d,
+                   (size_t)d * sizeof(float));
+    }
+    return start;
+}
+
+// What is carried of the rows takes the place of h_L.
+static void carry_features(Workspace *work, const SpeculativeStep *step, int count) {
+    if (step->stream->tap_count)
+        mr_linear(work, &step->stream->features, step->features, NULL, 0.0f, count, step->hidden,
+                  0);
+}
+
 void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
                           const DraftLimits *limits) {
     const Shape *shape = step->stream->shape;
     RowTable table;
     int start, nodes = draft(work, step, length, first, count, limits, &table, &start);
     Rows rows = rows_of(&table, 0, nodes + 1, step->capacity);
+    start = run_taps(work, step, &rows, start);
     mr_layers(work, shape, step->stream->layers, step->caches, NULL, &rows, step->hidden, start,
               step->layers);
     mr_linear(work, step->head, step->hidden, step->norm, shape->eps, nodes + 1, step->scratch, 0);
+    carry_features(work, step, nodes + 1);
 }
 
 int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
@@ -150,9 +174,11 @@ int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int 
         int64_t target[MAX_NODES + 1];
         int start, nodes = draft(work, step, length, first, count, limits, &table, &start);
         Rows rows = rows_of(&table, 0, nodes + 1, step->capacity);
+        start = run_taps(work, step, &rows, start);
         mr_argmax_pass(work, step->stream->shape, step->stream->layers, step->caches, &rows, NULL,
                        NULL, step->hidden, start, step->layers, step->head, step->norm, NULL,
                        step->scratch, target);
+        carry_features(work, step, nodes + 1);
         emitted = accepted_path(step->tokens, step->parents, nodes, step->trusted, target, path);
         for (int i = 0; i < emitted; i++)
             tokens[i] = i + 1 < emitted ? step->tokens[path[i + 1] - 1] : target[path[i]];

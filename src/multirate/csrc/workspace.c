@@ -68,7 +68,7 @@ void mr_workspace_close(Workspace *work) {
     if (!work)
         return;
     void *shared[] = {work->qkv,        work->low,    work->neurons, work->heads,
-                      work->activation, work->low_in, work->uses};
+                      work->activation, work->low_in, work->uses,    work->beside};
     for (size_t i = 0; i < sizeof shared / sizeof *shared; i++)
         free(shared[i]);
     for (int id = 0; id < MAX_THREADS; id++) {

@@ -26,10 +26,11 @@ struct Workspace {
     atomic_uint barrier_phase;
     _Alignas(64) int threads;
     // Shared by the threads of a call; grown on demand, never shrunk.
-    float *qkv, *low, *neurons;
+    float *qkv, *low, *neurons, *beside;
     element *heads, *activation, *low_in;
     int32_t *uses;
     size_t qkv_size, low_size, neurons_size, heads_size, activation_size, low_in_size, uses_size;
+    size_t beside_size;
     ThreadScratch own[MAX_THREADS];
 };
 

@@ -132,7 +132,7 @@ class Session:
             counts = [len(part_rows) for part_rows, _, _ in batch]
             x = self.decoder.embed(torch.tensor(ids, device=info.device), rows.pos)
             x, found = self.decoder.layers_with_taps(x, rows, 0, info.num_layers, self.cache, taps)
-            for layer, states in (*found.items(), (info.num_layers, x)):
+            for layer, states in {**found, info.num_layers: x}.items():
                 for (_, _, out), part in zip(batch, states.split(counts), strict=True):
                     out[layer].append(part)
             for part_rows, _, _ in batch:

@@ -36,8 +36,8 @@ class SpeculativeStep(Step):
     is timed: `adapt` does nothing.
 
     Where the drafter can run a whole step of one sequence at once (`Drafter.fused_step`), it does:
-    the same tokens, sooner. A drafter that asks for taps or top tokens is never asked for
-    one, nor is one whose steps are watched.
+    the same tokens, sooner. A drafter that asks for top tokens is never asked for one, nor is one
+    whose steps are watched.
 
     watch: told of every step what became of the draft; None: nobody is.
     """
@@ -57,7 +57,7 @@ class SpeculativeStep(Step):
         self._controller: DraftLengthController | None = None
         self._adapts = False
         self._matched: dict[int, int] = {}  # of the step under way, by sequence
-        self._may_fuse = self.acceptance.lossless and not drafter.taps and not drafter.top
+        self._may_fuse = self.acceptance.lossless and not drafter.top
 
     def begin(self, session: Session, resumed: bool) -> None:
         if self._controller is not None:

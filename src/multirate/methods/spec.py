@@ -15,6 +15,7 @@ import pkgutil
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -37,6 +38,20 @@ _SHARED_FOLDER = "common"
 
 
 @dataclass(frozen=True)
+class Published:
+    """A layout in which a method's accelerators are published elsewhere.
+
+    found(folder): whether the folder holds one. read(folder, base, input embeddings [V, d]): its
+    config, and the tensors of the method's modules. write(folder, modules, what accelerator.json
+    says of the base). All raise UserError naming file and field.
+    """
+
+    found: Callable[[Path], bool]
+    read: Callable[[Path, BaseShape, Tensor], tuple[MethodConfig, dict[str, Tensor]]]
+    write: Callable[[Path, Any, dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
 class Training:
     """How a method's accelerator is made, trained and loaded.
 
@@ -44,7 +59,8 @@ class Training:
     defaults for a base; None: `config.for_base`. build(config, base): the modules, an instance of
     `module`. objective(teacher, modules, step_decay): what is minimised, an `Objective`
     (methods/common/objective.py). start(teacher, modules, batches of (ids, mask, known)): sets in
-    the modules what does not begin at random or at zero.
+    the modules what does not begin at random or at zero. published: another layout that is read and
+    written, too.
     """
 
     config: type[MethodConfig]
@@ -52,6 +68,7 @@ class Training:
     objective: Callable[..., Objective]
     configure: Callable[..., MethodConfig] | None = None
     start: Callable[[Teacher, Any, Iterable[tuple[Tensor, Tensor, Any]]], None] | None = None
+    published: Published | None = None
 
     def config_for(self, base: BaseShape, **options: Any) -> Any:
         """The config for a base model. UserError for options that cannot be used."""

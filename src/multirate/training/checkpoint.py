@@ -17,10 +17,11 @@ from safetensors.torch import load, save
 from torch import nn
 
 from multirate.errors import UserError
+from multirate.hub import PUBLISHED
 from multirate.io import write_atomically
 from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.shape import BaseShape
-from multirate.methods.spec import find_training
+from multirate.methods.spec import Published, Training, find_training, trainable
 from multirate.training.custom_generate_loader import write_custom_generate
 from multirate.training.description import FORMAT, read_description
 from multirate.training.fingerprint import fingerprint
@@ -108,6 +109,18 @@ class Accelerator:
             directory / DESCRIPTION, (json.dumps(description, indent=2) + "\n").encode()
         )
 
+    def export(self, directory: str | Path) -> None:
+        """Write it in the layout in which others of its method are published. UserError where
+        there is none.
+        """
+        published = find_training(self.method).published
+        if published is None:
+            raise UserError(
+                f"method {self.method} has no published layout; accepted is an accelerator of "
+                f"{' or '.join(name for name, _ in _layouts())}"
+            )
+        published.write(Path(directory), self.module, self.base)
+
     @staticmethod
     def from_pretrained(
         source: str | Path, model: Any, dtype: torch.dtype | None = None
@@ -122,6 +135,8 @@ class Accelerator:
         """
         directory = _folder(source, model)
         path = directory / DESCRIPTION
+        if not path.exists() and (directory / PUBLISHED).exists():
+            return _published(directory, model, dtype)
         description = read_description(path, _read(path))
         base = BaseShape.of(model.config)
         try:
@@ -130,13 +145,7 @@ class Accelerator:
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
         other_weights = _check_base(directory, description["base"], model)
-        try:
-            with torch.device(
-                "meta"
-            ):  # the shapes that the config means, without any memory for them
-                module = training.build(config, base)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
+        module = _empty(training, config, base, path)
         weights = _read(directory / WEIGHTS)
         if hashlib.sha256(weights).hexdigest() != description["weights_sha256"]:
             raise UserError(
@@ -150,9 +159,7 @@ class Accelerator:
                 f"{directory / WEIGHTS} is not a readable safetensors file ({error})."
             ) from None
         _check_tensors(directory / WEIGHTS, tensors, module, base)
-        module.load_state_dict({name: t.clone() for name, t in tensors.items()}, assign=True)
-        first = next(iter(model.parameters()))
-        module.to(device=first.device, dtype=dtype or first.dtype).eval().requires_grad_(False)
+        _fill(module, tensors, model, dtype)
         return Accelerator(
             description["method"],
             config,
@@ -165,6 +172,47 @@ class Accelerator:
             description["weights_sha256"],
             read_fingerprints(directory, description),
         )
+
+
+def _layouts() -> list[tuple[str, Published]]:
+    """The methods with a layout of their own elsewhere."""
+    found = ((name, find_training(name).published) for name in trainable())
+    return [(name, published) for name, published in found if published is not None]
+
+
+def _published(directory: Path, model: Any, dtype: torch.dtype | None) -> Accelerator:
+    """A checkpoint in a layout of others, whose base it does not describe: what fits is taken."""
+    base, path = BaseShape.of(model.config), directory / PUBLISHED
+    method, layout = next((one for one in _layouts() if one[1].found(directory)), (None, None))
+    if method is None or layout is None:
+        raise UserError(
+            f"{directory} is not an accelerator: it has no {DESCRIPTION}, and {PUBLISHED} has no "
+            f"field 'speculators_model_type' of {' or '.join(name for name, _ in _layouts())}"
+        )
+    config, tensors = layout.read(directory, base, model.get_input_embeddings().weight)
+    module = _empty(find_training(method), config, base, path)
+    _check_tensors(directory, tensors, module, base)
+    _fill(module, tensors, model, dtype)
+    return Accelerator(method, config, module, describe_base(model), folder=directory)
+
+
+def _empty(training: Training, config: MethodConfig, base: BaseShape, path: Path) -> nn.Module:
+    """Modules of the shapes that the config means, without any memory for them."""
+    try:
+        with torch.device("meta"):
+            module: nn.Module = training.build(config, base)
+            return module
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _fill(
+    module: nn.Module, tensors: dict[str, torch.Tensor], model: Any, dtype: torch.dtype | None
+) -> None:
+    """Puts the tensors into the module, beside the model."""
+    module.load_state_dict({name: t.clone() for name, t in tensors.items()}, assign=True)
+    first = next(iter(model.parameters()))
+    module.to(device=first.device, dtype=dtype or first.dtype).eval().requires_grad_(False)
 
 
 def _check_tensors(

@@ -164,10 +164,21 @@ class _Target:
 class _ChunkedKL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, students: Tensor, teacher: Tensor | TopTokens, head: Head, tokens: Tensor | None
+        ctx: Any,
+        students: Tensor,
+        teacher: Tensor | TopTokens,
+        head: Head,
+        tokens: Tensor | None,
+        own: Tensor | None,
     ) -> tuple[Tensor, ...]:
         count, rows, _ = students.shape
-        draft_head = head if tokens is None else head.subset(tokens)
+        if own is not None:
+            draft_head = Head(own, sharpness=head.sharpness)
+        else:
+            draft_head = head if tokens is None else head.subset(tokens)
+        grad_own = None
+        if own is not None and own.requires_grad:
+            grad_own = torch.zeros(count, *own.shape, device=own.device)
         columns = None
         if tokens is not None and isinstance(teacher, TopTokens):
             columns = torch.full((len(head.weight),), -1, device=tokens.device)
@@ -203,6 +214,11 @@ class _ChunkedKL(torch.autograd.Function):
                 overlap[k] += common
                 if grad is not None:
                     grad[k, part] = draft_head.pull_back(difference, z)
+                if grad_own is not None:
+                    grad_own[k].addmm_(
+                        difference.T, students[k, part].float(), alpha=draft_head.sharpness
+                    )
+        ctx.grad_own = None if grad_own is None else grad_own.div_(max(rows, 1))
         if grad is not None:
             ctx.save_for_backward(grad.div_(max(rows, 1)))
             ctx.dtype = students.dtype
@@ -210,22 +226,28 @@ class _ChunkedKL(torch.autograd.Function):
         return kl / max(rows, 1), agree, confidence, overlap / max(rows, 1)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return (grad * upstream[:, None, None]).to(ctx.dtype), None, None, None
+        own = None if ctx.grad_own is None else torch.tensordot(upstream, ctx.grad_own, 1)
+        return (grad * upstream[:, None, None]).to(ctx.dtype), None, None, None, own
 
 
 def distil(
-    students: Tensor, teacher: Tensor | TopTokens, head: Head, tokens: Tensor | None = None
+    students: Tensor,
+    teacher: Tensor | TopTokens,
+    head: Head,
+    tokens: Tensor | None = None,
+    own: Tensor | None = None,
 ) -> Distilled:
     """KL(head(teacher) ‖ head(student)) of K students at once.
 
     students [K, N, d] and teacher [N, d] are already through the final norm; ``tokens`` [n]
     restricts the students' head (the teacher is renormalised over them; agreement is still with the
     full model's argmax). A teacher given by its N rows' likeliest tokens is renormalised over
-    these: rows without any that the students can say teach nothing.
+    these: rows without any that the students can say teach nothing. own: the weights [n, d] of a
+    head of the students' own over ``tokens``, which are trained with them; None: the model's.
     """
-    kl, agree, confidence, overlap = _ChunkedKL.apply(students, teacher, head, tokens)
+    kl, agree, confidence, overlap = _ChunkedKL.apply(students, teacher, head, tokens, own)
     return Distilled(kl, agree, confidence, overlap)
 
 

@@ -2,9 +2,9 @@
 Python, greedily and at a temperature. With top-k, top-p or min-p in two, between which the sampler
 chooses the tokens.
 
-The state between two steps is what the kernel leaves: the tokens it emitted and h_L of the accepted
-path, which are the tokens to refresh (all but the last one, which enters next) and their carried
-residuals.
+The state between two steps is what the kernel leaves: the tokens it emitted and h_L (or what the
+stream reads instead) of the accepted path, which are the tokens to refresh (all but the last one,
+which enters next) and their carried residuals.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from multirate.model.rows import Rows
 @dataclass(frozen=True)
 class DraftHead:
     """What a stream's output is read with. ``token_map``: address of each output's id, int64
-    [vocab]; None: itself.
+    [vocab]; None: itself. ``norm``: address of the norm before it, [hidden]; None: the model's.
     """
 
     linear: abi.CData
     vocab: int
     token_map: int | None = None
+    norm: int | None = None
 
     @staticmethod
     def of(decoder: NativeDecoder, owner: Owner, tokens: Tensor | None = None) -> DraftHead:
@@ -97,6 +98,10 @@ class FusedSteps:
         self._pending_ids: list[int] = []
         self._pending_carried: list[Tensor] = []
         self._hidden = torch.empty(nodes + 1, d)
+        self._features = torch.empty(nodes + 1, stream.tap_count, d)
+        self._carries = any(
+            linear.weight for linear in (stream.carry, stream.fuse_carried, stream.features)
+        )
         heads = (
             limits.width * head.linear.outputs if head else 0,
             (nodes + 1) * decoder.head.outputs,
@@ -120,6 +125,7 @@ class FusedSteps:
             stream=stream,
             draft_head=head.linear if head else None,
             head=decoder.head,
+            draft_norm=(head and head.norm) or decoder.norm_address,
             norm=decoder.norm_address,
             token_map=head.token_map if head else None,
             ids=abi.longs(self._ids),
@@ -128,6 +134,7 @@ class FusedSteps:
             parents=abi.ints(self._parents),
             confidence=abi.doubles(self._confidence),
             hidden=self._hidden.data_ptr(),
+            features=self._features.data_ptr(),
             scratch=self._scratch.data_ptr(),
             draft_vocab=head.vocab if head else 0,
             layers=decoder.info.num_layers,
@@ -291,7 +298,7 @@ class FusedSteps:
     def _set_aside(self) -> None:
         """The tokens that would have entered the stream wait for its next draft."""
         self._pending_ids += self._ids[: self._entered].tolist()
-        if self._step.stream.carry.weight:
+        if self._carries:
             self._pending_carried.append(self._carried[: self._entered].clone())
 
     def _catch_up(self, length: int) -> None:

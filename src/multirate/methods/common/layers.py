@@ -62,14 +62,26 @@ def visible_slots(prefix: np.ndarray, tree: np.ndarray, slots: int) -> np.ndarra
 
 
 class OwnAttention(nn.Module):
-    """Grouped-query rotary attention that keeps its own keys and values (not the base's)."""
+    """Grouped-query rotary attention that keeps its own keys and values (not the base's).
 
-    def __init__(self, size: int, heads: int, kv_heads: int, head_dim: int, theta: float) -> None:
+    inputs: width of what it reads; None: of what it writes, `size`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        theta: float,
+        inputs: int | None = None,
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim, self.theta = heads, kv_heads, head_dim, theta
-        self.q = nn.Linear(size, heads * head_dim, bias=False)
-        self.k = nn.Linear(size, kv_heads * head_dim, bias=False)
-        self.v = nn.Linear(size, kv_heads * head_dim, bias=False)
+        inputs = size if inputs is None else inputs
+        self.q = nn.Linear(inputs, heads * head_dim, bias=False)
+        self.k = nn.Linear(inputs, kv_heads * head_dim, bias=False)
+        self.v = nn.Linear(inputs, kv_heads * head_dim, bias=False)
         self.o = nn.Linear(heads * head_dim, size, bias=False)
 
     def project(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,8 +95,8 @@ class OwnAttention(nn.Module):
         return rotate(q, pos, self.theta), rotate(k, pos, self.theta), v
 
     def forward(self, x: Tensor, earlier: Sequence[KeysValues] = ()) -> tuple[Tensor, KeysValues]:
-        """Training pass of draft step s = len(earlier) + 1 over x [B, T, d] → ([B, T, d], this
-        step's K/V).
+        """Training pass of draft step s = len(earlier) + 1 over x [B, T, inputs] → ([B, T, d],
+        this step's K/V).
 
         Step 1 is plain causal attention. A row of step s at position t was reached by drafting s
         tokens from a root at t − s + 1: it sees step 1's K/V at positions ≤ t − s + 1 and step j's
@@ -136,8 +148,8 @@ class OwnAttention(nn.Module):
         )
 
     def rows(self, x: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        """Decode form, x [N, d] → [N, d]: K/V go to ``rows.slot`` (≥ 0) of the one-layer ``cache``
-        before any row attends; row n then sees the slots its prefix and tree name.
+        """Decode form, x [N, inputs] → [N, d]: K/V go to ``rows.slot`` (≥ 0) of the one-layer
+        ``cache`` before any row attends; row n then sees the slots its prefix and tree name.
         """
         cache.note_positions(rows)
         keys, values = cache.keys[0], cache.values[0]  # [B, H_kv, capacity, D]

@@ -18,17 +18,17 @@ class LeastSquares:
     """The matrix that best tells `outputs` numbers from `inputs` of them."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
-        self._squares = torch.zeros(inputs, inputs)
+        self.squares = torch.zeros(inputs, inputs)
         self._products = torch.zeros(inputs, outputs)
 
     def add(self, read: Tensor, wanted: Tensor) -> None:
         """Rows [n, inputs], and what they are to give [n, outputs]."""
-        self._squares += (read.T @ read).cpu()
+        self.squares += (read.T @ read).cpu()
         self._products += (read.T @ wanted).cpu()
 
     def solution(self) -> Tensor:
         """The matrix [inputs, outputs] with read @ matrix ≈ wanted."""
-        squares = self._squares.clone()
+        squares = self.squares.clone()
         squares.diagonal().add_(RIDGE * squares.diagonal().mean().clamp(min=1e-6))
         return torch.linalg.solve(squares, self._products)
 

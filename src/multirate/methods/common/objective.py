@@ -95,6 +95,11 @@ class Objective(nn.Module):
         raise NotImplementedError
 
 
+def shift(x: Tensor) -> Tensor:
+    """x [B, T, d] → the same one position later, zeros at t = 0."""
+    return F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
 def balanced_bce(logits: Tensor, agree: Tensor) -> Tensor:
     """Class-balanced binary cross-entropy: both classes weigh one half whatever their counts. [N],
     bool [N] → [].

@@ -4,7 +4,7 @@ in one call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -13,20 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from multirate.methods.common.config import DraftWeights
+from multirate.methods.common.draft_runner import NativeDraftRunner
 from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
 from multirate.methods.m2r2.runner import StreamRunner
-from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.adapters import AdapterPack
-from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.own_layer import OwnLayer, tiles
 from multirate.model.native.packing import Owner, draft_layout, interleave_gate_up
-from multirate.model.noise import Noise
-from multirate.model.rows import Rows
 
 
-class NativeStreamRunner(StreamRunner):
+class NativeStreamRunner(NativeDraftRunner, StreamRunner):
     """Same contract as StreamRunner, with packed copies of the stream's weights. Residuals are
     fp32.
 
@@ -79,7 +76,7 @@ class NativeStreamRunner(StreamRunner):
             self.packed.merged = self._merged
             self.keys_only = True
         if self._block is not None:
-            self._own_layer = OwnLayer(
+            self.own_layer = OwnLayer(
                 decoder,
                 owner,
                 pack_block(owner, self._block),
@@ -90,44 +87,8 @@ class NativeStreamRunner(StreamRunner):
                 theta=config.rope_theta,
                 eps=config.norm_eps,
             )
-            self.packed.block_shape = self._own_layer.shape
-            self.packed.block = self._own_layer.layer
-
-    def begin(self, cache: KVCache) -> None:
-        assert isinstance(cache, NativeKVCache)
-        self.native_cache = cache
-        self._slow_cache = cache
-        self.own_cache = self.own_cache_for(cache)
-
-    def own_cache_for(self, cache: NativeKVCache) -> NativeKVCache | None:
-        """An empty cache for the block, as large as ``cache``; None without a block."""
-        return (
-            None if self._block is None else self._own_layer.new_cache(cache.batch, cache.capacity)
-        )
-
-    def step(
-        self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
-    ) -> tuple[Tensor, Tensor]:
-        n, cache, own = len(ids), self.native_cache, self.own_cache
-        for store in (cache, own):
-            if store is not None:
-                store.make_room(rows)
-        tokens = np.array(ids, dtype=np.int64)
-        x = torch.empty(n + fresh, self._d)
-        carried = None if carried is None else carried.float().contiguous()
-        self._library.mr_stream_step(
-            self.decoder.workspace.address,
-            self.packed,
-            cache.address,
-            abi.NULL if own is None else own.address,
-            0 if own is None else own.capacity,
-            abi.rows_of(rows, cache.capacity),
-            fresh,
-            abi.longs(tokens),
-            abi.at(None if carried is None else carried.data_ptr()),
-            abi.at(x.data_ptr()),
-        )
-        return x[:fresh], x[fresh:]
+            self.packed.block_shape = self.own_layer.shape
+            self.packed.block = self.own_layer.layer
 
     @cached_property
     def arla(self) -> abi.CData:
@@ -155,26 +116,6 @@ class NativeStreamRunner(StreamRunner):
         )
         found: list[float] = scores.tolist()
         return found
-
-    def top(
-        self,
-        p: Tensor,
-        count: int,
-        sharpness: float = 1.0,
-        noise: Sequence[Noise] | None = None,
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        ids, probs = self.decoder.top(
-            self.head.linear,
-            self.head.vocab,
-            p,
-            min(count, self.head.vocab),
-            sharpness,
-            noise,
-            self.head.token_map,
-        )
-        if self._token_list is None:
-            return ids, probs
-        return [[self._token_list[i] for i in row] for row in ids], probs
 
 
 def _packed_fusion(owner: Owner, fusions: nn.ModuleDict, gate: int) -> dict[str, Any]:

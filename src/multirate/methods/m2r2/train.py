@@ -14,20 +14,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from multirate.methods.common.distillation import Distilled, distil
 from multirate.methods.common.layers import KeysValues
 from multirate.methods.common.least_squares import LeastSquares, direction
-from multirate.methods.common.objective import Objective, Report, Term, balanced_bce
+from multirate.methods.common.objective import Objective, Report, Term, balanced_bce, shift
 from multirate.methods.common.teacher import Known, SlowPass, Teacher
 from multirate.methods.m2r2.modules import AcceleratedStream
-
-
-def shift(x: Tensor) -> Tensor:
-    """x [B, T, d] → the same one position later, zeros at t = 0."""
-    return F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
 class M2R2Objective(Objective):

@@ -1,4 +1,4 @@
-"""The draft tree of one sequence while it grows from the accelerated stream, best-first within each
+"""The draft tree of one sequence while it grows from a trained stream, best-first within each
 level. [ours]
 
 A node's *path probability* is the stream's own estimate that verification arrives there: the

@@ -1,0 +1,173 @@
+"""One drafting step of a trained stream, as the drafter (stream_drafter.py) asks for it, whatever
+the stream is.
+
+`NativeDraftRunner` is what all streams share that the kernel runs: the same step in one call, and
+all that a fused step needs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.methods.common.fused_steps import DraftHead
+from multirate.model.kv_cache import KVCache
+from multirate.model.native import NativeDecoder, abi, library
+from multirate.model.native.cache import NativeKVCache
+from multirate.model.native.own_layer import OwnLayer
+from multirate.model.noise import Noise, with_noise
+from multirate.model.rows import Rows
+
+
+class DraftRunner(ABC):
+    """Runs a stream beside a decoder. Owns the keys and values of the stream's own layer.
+
+    keys_only: the slow rows of `step` leave at most the keys and values that drafts read; before
+    they are verified they run through the first layers once more. taps: layers whose entering
+    residuals `carried` reads.
+    """
+
+    keys_only: bool = False
+    taps: tuple[int, ...] = ()
+
+    _slow_cache: KVCache | None = None
+
+    @abstractmethod
+    def begin(self, cache: KVCache) -> None:
+        """A new generation over the slow residual's `cache`."""
+
+    def serves(self, cache: KVCache) -> bool:
+        """Whether the own layer's K/V are those of `cache`: no other generation, and no trial step,
+        has begun since.
+        """
+        return cache is self._slow_cache
+
+    @property
+    def _cache(self) -> KVCache:
+        assert self._slow_cache is not None, "begin was not called"
+        return self._slow_cache
+
+    def carried(self, hidden: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
+        """What is carried of tokens: of their h_L [n, d], unless the stream reads `taps`."""
+        return hidden
+
+    @abstractmethod
+    def step(
+        self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
+    ) -> tuple[Tensor, Tensor]:
+        """The stream's rows of tokens ids [N] at `rows` (slots as the slow residual's), carried
+        residuals [N, d].
+
+        The last `fresh` rows are new to the slow residual as well: it runs beside them and writes
+        its K/V. Rows before them refresh the own layer's K/V of tokens that are committed already.
+        → (slow residuals of the fresh rows where verification begins [fresh, d], unless keys_only;
+        the stream's outputs p [N, d])
+        """
+
+    def slow(self, ids: list[int], rows: Rows) -> Tensor:
+        """The slow residual alone up to where verification begins → [N, d]; not where keys_only."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def logits(self, p: Tensor) -> Tensor:
+        """float32 [n, V]; tokens outside a reduced draft vocabulary get −inf."""
+
+    def agreement(self, p: Tensor) -> list[float]:
+        """The trained estimate, for each row of p [n, d], that its argmax is the full model's."""
+        raise NotImplementedError
+
+    def top(
+        self,
+        p: Tensor,
+        count: int,
+        sharpness: float = 1.0,
+        noise: Sequence[Noise] | None = None,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The `count` likeliest tokens of each row and their probabilities under softmax(sharpness
+        · logits). noise[i]: added to the logits of row i.
+        """
+        logits = self.logits(p)
+        if noise is not None:
+            logits = with_noise(logits, noise)
+        logits = sharpness * logits
+        best, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
+        return ids.tolist(), torch.exp(best - logits.logsumexp(-1, keepdim=True)).tolist()
+
+
+class NativeDraftRunner(DraftRunner):
+    """A stream that the kernel runs, from packed copies of its weights. Residuals are fp32.
+
+    packed: the stream; head: what its outputs are read with; own_layer: its own, None without.
+    Subclasses set them before the first step.
+    """
+
+    decoder: NativeDecoder
+    packed: abi.CData
+    head: DraftHead
+    own_layer: OwnLayer | None = None
+    _token_list: list[int] | None = None  # of a reduced head's outputs
+
+    @property
+    def arla(self) -> abi.CData | None:
+        """What `agreement` computes, as the kernel does."""
+        return None
+
+    def begin(self, cache: KVCache) -> None:
+        assert isinstance(cache, NativeKVCache)
+        self._slow_cache = self.native_cache = cache
+        self.own_cache = self.own_cache_for(cache)
+
+    def own_cache_for(self, cache: NativeKVCache) -> NativeKVCache | None:
+        """An empty cache for the own layer, as large as ``cache``; None without one."""
+        own = self.own_layer
+        return None if own is None else own.new_cache(cache.batch, cache.capacity)
+
+    def step(
+        self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
+    ) -> tuple[Tensor, Tensor]:
+        n, cache, own = len(ids), self.native_cache, self.own_cache
+        for store in (cache, own):
+            if store is not None:
+                store.make_room(rows)
+        tokens = np.array(ids, dtype=np.int64)
+        x = torch.empty(n + fresh, self.decoder.info.hidden_size)
+        carried = None if carried is None else carried.float().contiguous()
+        library.kernel().mr_stream_step(
+            self.decoder.workspace.address,
+            self.packed,
+            cache.address,
+            abi.NULL if own is None else own.address,
+            0 if own is None else own.capacity,
+            abi.rows_of(rows, cache.capacity),
+            fresh,
+            abi.longs(tokens),
+            abi.at(None if carried is None else carried.data_ptr()),
+            abi.at(x.data_ptr()),
+        )
+        return x[:fresh], x[fresh:]
+
+    def top(
+        self,
+        p: Tensor,
+        count: int,
+        sharpness: float = 1.0,
+        noise: Sequence[Noise] | None = None,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        head = self.head
+        ids, probs = self.decoder.top(
+            head.linear,
+            head.vocab,
+            p,
+            min(count, head.vocab),
+            sharpness,
+            noise,
+            head.token_map,
+            head.norm,
+        )
+        if self._token_list is None:
+            return ids, probs
+        return [[self._token_list[i] for i in row] for row in ids], probs

@@ -1,0 +1,71 @@
+"""Sizes of a decoder layer that drafts from what is carried of the token before (EAGLE)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.shape import BaseShape
+
+LARGEST_DRAFT_VOCAB = 32000
+"""EAGLE-3's, of 128,256; smaller vocabularies keep the same share, a quarter."""
+
+
+@dataclass(frozen=True)
+class FeatureConfig(MethodConfig):
+    """A Llama-like layer of the base's width, with keys and values of its own."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    unroll_steps: int = 1
+    """Training steps through the layer's own drafts."""
+    draft_vocab: int | None = None
+    """Size of the draft head (the most frequent tokens of the training data); null: the whole
+    vocabulary.
+    """
+
+    def check(self) -> None:
+        self.require_count("heads", "kv_heads", "head_dim", "intermediate")
+        self.require(self.heads % self.kv_heads == 0, "kv_heads", "a divisor of heads")
+        self.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)")
+        self.require(1 <= self.unroll_steps <= 16, "unroll_steps", "1 to 16")
+        self.require(
+            self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2"
+        )
+        self.require(0 < self.norm_eps <= 1, "norm_eps", "above 0, at most 1")
+        self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")
+
+    def check_base(self, base: BaseShape) -> None:
+        """Refuse a config that does not fit ``base``."""
+        self.require(
+            self.draft_vocab is None or self.draft_vocab <= base.vocab_size,
+            "draft_vocab",
+            f"at most the base model's {base.vocab_size} tokens",
+        )
+
+    @classmethod
+    def defaults(cls, base: BaseShape) -> dict[str, Any]:
+        """The fields' values for a base: a layer of its sizes."""
+        reduced = base.vocab_size // 4 // 64 * 64
+        return {
+            "heads": base.num_heads,
+            "kv_heads": base.num_kv_heads,
+            "head_dim": base.head_dim,
+            # a multiple of 64 keeps packed kernels on whole tiles
+            "intermediate": max(64, round(base.intermediate_size / 64) * 64),
+            "norm_eps": base.norm_eps,
+            "rope_theta": base.rope_theta,
+            "draft_vocab": min(LARGEST_DRAFT_VOCAB, reduced) or None,
+        }
+
+    @classmethod
+    def for_base(cls, base: BaseShape, **options: Any) -> Self:
+        """The defaults for a base model, with ``options`` replacing them."""
+        config = cls.from_json(cls.defaults(base) | options)
+        config.check_base(base)
+        return config

@@ -1,0 +1,130 @@
+"""Drafting steps of a FeatureStream: on any decoder with its torch modules, on the native one in a
+kernel call.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multirate.methods.common.config import DraftWeights
+from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
+from multirate.methods.common.feature_stream import FeatureStream
+from multirate.methods.common.fused_steps import DraftHead
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.native import NativeDecoder, abi
+from multirate.model.native.own_layer import OwnLayer, tiles
+from multirate.model.native.packing import Owner, draft_layout, interleave_gate_up
+from multirate.model.rows import Rows
+
+
+class FeatureRunner(DraftRunner):
+    """The stream reads embeddings and carried features only: verification begins at layer 0."""
+
+    keys_only = True
+
+    def __init__(self, decoder: Decoder, stream: FeatureStream) -> None:
+        self.decoder = decoder
+        self.stream = stream.to(device=decoder.info.device, dtype=decoder.info.dtype).eval()
+        self.taps = stream.taps
+        self._own: KVCache | None = None
+
+    def begin(self, cache: KVCache) -> None:
+        self._slow_cache = cache
+        self._own = self.stream.new_cache(cache.batch, cache.capacity)
+
+    @torch.no_grad()
+    def carried(self, hidden: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
+        dtype = self.decoder.info.dtype
+        inner = {layer: states.to(dtype) for layer, states in taps.items()}
+        return self.stream.carried(hidden.to(dtype), inner).to(hidden.dtype)
+
+    @torch.no_grad()
+    def step(
+        self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
+    ) -> tuple[Tensor, Tensor]:
+        assert self._own is not None and carried is not None
+        h0 = self.decoder.embed(torch.tensor(ids, device=self.decoder.info.device), rows.pos)
+        dtype = self.decoder.info.dtype
+        p = self.stream.rows(h0.to(dtype), carried.to(dtype), rows, self._own)
+        return h0[len(ids) - fresh :], p.to(h0.dtype)
+
+    @torch.no_grad()
+    def logits(self, p: Tensor) -> Tensor:
+        return self.stream.logits(self.decoder, p)
+
+
+class NativeFeatureRunner(NativeDraftRunner, FeatureRunner):
+    """The same in the kernel, which has no torch in a step. weights: how what drafts is packed."""
+
+    decoder: NativeDecoder
+
+    @staticmethod
+    def supports(decoder: Decoder, stream: FeatureStream) -> bool:
+        """Whether the layer's shape tiles, and its norms' epsilon is the model's."""
+        c = stream.config
+        return (
+            isinstance(decoder, NativeDecoder)
+            and decoder.supports_fused
+            and c.norm_eps == decoder.eps
+            and tiles(decoder, c.heads, c.kv_heads, c.head_dim, c.intermediate)
+        )
+
+    def __init__(
+        self, decoder: NativeDecoder, stream: FeatureStream, weights: DraftWeights
+    ) -> None:
+        super().__init__(decoder, stream)
+        c, self._owner = stream.config, Owner(draft_layout(weights))
+        tokens = stream.draft_tokens
+        self._token_list = None if tokens is None else tokens.tolist()
+        owner, attention, mlp = self._owner, stream.attn, stream.mlp
+        layer = abi.new(
+            "Layer",
+            qkv=owner.linear(
+                torch.cat([attention.q.weight, attention.k.weight, attention.v.weight])
+            ),
+            o=owner.linear(attention.o.weight),
+            gate_up=owner.linear(interleave_gate_up(mlp.gate.weight, mlp.up.weight)),
+            down=owner.linear(mlp.down.weight),
+            norm_mlp=owner.floats(stream.mlp_norm.weight),
+            **self.layer_norms(owner),
+        )
+        self.own_layer = OwnLayer(
+            decoder,
+            owner,
+            layer,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            intermediate=c.intermediate,
+            theta=c.rope_theta,
+            eps=c.norm_eps,
+        )
+        self.head = self.draft_head(owner)
+        self.packed = abi.new(
+            "Stream",
+            shape=decoder.shape,
+            layers=decoder.packed_layers,
+            table=decoder.table.data_ptr(),
+            block_shape=self.own_layer.shape,
+            block=layer,
+            carry_eps=c.norm_eps,
+            **self.stream_fields(owner),
+        )
+
+    @abstractmethod
+    def layer_norms(self, owner: Owner) -> dict[str, Any]:
+        """The fields of Layer that say what attention reads, and through which norms."""
+
+    @abstractmethod
+    def draft_head(self, owner: Owner) -> DraftHead:
+        """What outputs are read with."""
+
+    @abstractmethod
+    def stream_fields(self, owner: Owner) -> dict[str, Any]:
+        """The other fields of Stream: how the layer's x comes about."""

@@ -1,0 +1,83 @@
+"""Settings of drafts that grow from a trained stream (stream_drafter.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from multirate.errors import UserError
+from multirate.methods.common.config import DraftWeights, MethodConfig
+from multirate.methods.common.lookup import LookupName
+from multirate.model.rows import MAX_TREE_BIT
+
+MAX_CANDIDATES = 17  # of a node: the kernel's arrays end there
+
+
+@dataclass(frozen=True)
+class StreamDecodeConfig(MethodConfig):
+    """How drafts grow.
+
+    depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified
+    at once.
+    sharpness: path probabilities multiply softmax(sharpness · logits) of the stream: the chance
+    that a token is the argmax of the full model is larger than the probability that a draw from its
+    distribution would be that token.
+    sampled_candidates: likeliest tokens below a node that may be verified when sampling; when
+    greedy, and at least, one more than the width.
+    draft_threshold, verify_threshold: least path probability (see draft_tree.py) of a node to draft
+    from, and of a leaf to verify; None: from measured costs, so that a node is added exactly when
+    it raises the expected tokens per second.
+    lookup: where the last tokens (this many at most, 0: never) occurred before in the text, a draft
+    may go on as the text did, without the stream (draft_tree.py). Instead of a number: ngram, the
+    default one, or sam, matches of any length by the text's suffix automaton. [ours]
+    drafts: which tokens are drafted when sampling. coupled: those that the stream gives with the
+    noise that the model's own logits will get (model/noise.py). likeliest: the stream's
+    likeliest, as when decoding greedily. drawn: drawn independently, in chains, and verified by
+    rejection sampling; without lookup, and the kernel does not fuse their steps. With the first two
+    the text of a seed is that of plain decoding. With a repetition penalty drafts are chains by the
+    whole pipeline, drawn or coupled. All were measured: docs/experiments.md. [ours]
+    weights: of what only drafts on the native kernel: int8 (half the memory read, other drafts, the
+    same text) or bf16. [ours]
+    """
+
+    depth: int = 8
+    width: int = 1
+    nodes: int = 11
+    sampled_candidates: int = 2
+    sharpness: float = 2.0
+    draft_threshold: float | None = None
+    verify_threshold: float | None = None
+    lookup: int | LookupName = 0
+    drafts: Literal["coupled", "likeliest", "drawn"] = "coupled"
+    weights: DraftWeights = "int8"
+
+    def check(self) -> None:
+        for name, low, high in self.ranges():
+            value = getattr(self, name)
+            if not isinstance(value, str) and not low <= value <= high:
+                raise UserError(
+                    f"{self.METHOD} setting {name}={value} is out of range; "
+                    f"accepted: {low} to {high}"
+                )
+        if not self.sharpness > 0:
+            raise UserError(
+                f"{self.METHOD} setting sharpness={self.sharpness} is out of range; "
+                "accepted: above 0"
+            )
+        for name in ("draft_threshold", "verify_threshold"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise UserError(
+                    f"{self.METHOD} setting {name}={value} is out of range; "
+                    "accepted: 0 to 1, or None"
+                )
+
+    def ranges(self) -> list[tuple[str, int, int]]:
+        """Whole numbers: their names, least and greatest values."""
+        return [
+            ("depth", 1, 32),
+            ("width", 1, 16),
+            ("nodes", 1, MAX_TREE_BIT),
+            ("lookup", 0, 64),
+            ("sampled_candidates", 1, MAX_CANDIDATES),
+        ]

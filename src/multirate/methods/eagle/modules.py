@@ -1,0 +1,47 @@
+"""EAGLE's drafter [Li et al. 2024]. One token at position t, e its embedding, f the model's final
+residual h_L at t − 1 (drafting: the layer's own output there):
+
+    x = W [e; RMSNorm(f)] + b
+    y = x + attn(x)                     (own keys and values, no norm before it)
+    p = y + mlp(RMSNorm(y));   draft = the model's final norm and head on p
+
+The paper's features are the model's final residuals after the final norm; here they are carried
+before it, as everywhere, and enter through a norm of the layer's own. [ours]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from multirate.methods.common.feature_stream import FeatureStream
+from multirate.methods.common.layers import RMSNorm
+from multirate.methods.common.reduced_head import draft_logits
+from multirate.methods.common.shape import BaseShape
+from multirate.methods.eagle.config import EagleConfig
+from multirate.model.decoder import Decoder
+
+
+class EagleLayer(FeatureStream):
+    """See the module's docstring."""
+
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig, base: BaseShape) -> None:
+        d = base.hidden_size
+        super().__init__(config, base, inputs=d)
+        self.carried_norm = RMSNorm(d, config.norm_eps)
+        self.fc = nn.Linear(2 * d, d)
+        nn.init.zeros_(self.fc.bias)
+
+    def carried(self, hidden: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
+        return hidden
+
+    def entering(self, embedded: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.fc(torch.cat([embedded, self.carried_norm(carried)], dim=-1))
+        return x, x
+
+    def logits(self, decoder: Decoder, p: Tensor) -> Tensor:
+        return draft_logits(decoder, self.draft_tokens, p)

@@ -1,0 +1,20 @@
+"""Registers EAGLE."""
+
+from __future__ import annotations
+
+from multirate.methods.eagle.config import EagleConfig, EagleDecodeConfig
+from multirate.methods.eagle.decode import EagleDrafter
+from multirate.methods.eagle.modules import EagleLayer
+from multirate.methods.eagle.train import EagleObjective, start_from_least_squares
+from multirate.methods.spec import MethodSpec, Training, register
+
+SPEC = register(
+    MethodSpec(
+        name="eagle",
+        title="EAGLE (arXiv 2401.15077), trees as EAGLE-2's",
+        summary="drafts with a trained layer that goes on from the model's last feature",
+        settings=EagleDecodeConfig,
+        drafter=lambda decoder, module, settings: EagleDrafter(decoder, module, settings),
+        training=Training(EagleConfig, EagleLayer, EagleObjective, start=start_from_least_squares),
+    )
+)

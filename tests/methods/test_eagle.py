@@ -207,7 +207,11 @@ def test_what_is_read_of_committed_tokens_is_true(
 
 
 @pytest.mark.parametrize(
-    "method, setting, drafts", [("eagle", "all", "drawn"), ("eagle3", "plain", "coupled")]
+    "method, setting, drafts",
+    [
+        ("eagle3", "plain", "coupled"),
+        pytest.param("eagle", "all", "drawn", marks=pytest.mark.slow),
+    ],
 )
 def test_sampling_keeps_the_distribution(method: str, setting: str, drafts: str) -> None:
     model, decoder = tiny(5, vocab=VOCAB)

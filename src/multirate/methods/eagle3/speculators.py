@@ -114,7 +114,7 @@ def _config(path: Path, given: dict[str, Any], base: BaseShape) -> Eagle3Config:
             refuse(inner + name, layer[name], json.dumps(usual))
     heads = field(layer, "num_attention_heads", inner)
     rope = layer.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
+    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         refuse(inner + "rope_parameters", rope, "rope_type default")
     vocab = field(given, "draft_vocab_size")
     taps = given.get("eagle_aux_hidden_state_layer_ids")
@@ -126,7 +126,7 @@ def _config(path: Path, given: dict[str, Any], base: BaseShape) -> Eagle3Config:
                 "head_dim": layer.get("head_dim") or base.hidden_size // heads,
                 "intermediate": field(layer, "intermediate_size", inner),
                 "norm_eps": layer.get("rms_norm_eps", 1e-6),
-                "rope_theta": float(rope.get("rope_theta") or layer.get("rope_theta", 10000.0)),
+                "rope_theta": rope.get("rope_theta") or layer.get("rope_theta", 10000.0),
                 "draft_vocab": None if vocab == base.vocab_size else vocab,
                 "taps": taps or (2, base.num_layers // 2, base.num_layers - 3),
                 "norm_before_residual": given.get("norm_before_residual", False),
@@ -153,10 +153,10 @@ def _draft_tokens(
     added to a row's number.
     """
     offsets = _tensor(path, tensors, "d2t").to(torch.int64)
-    ids = offsets + torch.arange(len(offsets))
+    ids = offsets.flatten() + torch.arange(offsets.numel())
     chosen, order = ids.sort()
     if (
-        ids.shape != (count,)
+        offsets.shape != (count,)
         or (chosen.diff() <= 0).any()
         or int(chosen[0]) < 0
         or int(chosen[-1]) >= vocab
@@ -165,7 +165,7 @@ def _draft_tokens(
             f"{path}: tensor 'd2t' must lead from {count} rows to different ids below {vocab}."
         )
     marked = tensors.get("t2d")
-    if marked is not None and not torch.equal(marked.nonzero()[:, 0], chosen):
+    if marked is not None and not torch.equal(marked.flatten().nonzero()[:, 0], chosen):
         raise UserError(f"{path}: tensor 't2d' marks other ids than those that 'd2t' leads to.")
     return chosen, order
 

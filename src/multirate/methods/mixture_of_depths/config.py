@@ -21,7 +21,7 @@ class MixtureOfDepthsConfig(MethodConfig):
     METHOD: ClassVar[str] = "mixture_of_depths"
 
     blocks: tuple[int, ...]
-    capacity: float = 0.5
+    capacity: float = 0.75
 
     def check(self) -> None:
         rising = all(a < b for a, b in pairwise(self.blocks))
@@ -39,8 +39,11 @@ class MixtureOfDepthsConfig(MethodConfig):
 
     @staticmethod
     def for_base(base: BaseShape, **options: Any) -> MixtureOfDepthsConfig:
-        """Every other block from the second on, as in the paper."""
-        values = {"blocks": list(range(1, base.num_layers, 2))} | options
+        """Every other block, as in the paper, but for the first tenth: without these a frozen base
+        says nothing.
+        """
+        first = max(1, base.num_layers // 10)
+        values = {"blocks": list(range(first, base.num_layers, 2))} | options
         config = MixtureOfDepthsConfig.from_json(values)
         config.check_base(base)
         return config

@@ -14,8 +14,8 @@ from multirate.decoding.step import Hole, Step
 from multirate.methods.mixture_of_depths.config import MixtureOfDepthsDecodeConfig
 from multirate.methods.mixture_of_depths.modules import EPS, Routers, refuse_windows
 from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
-from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.packing import Owner
 from multirate.model.rows import Rows
 
@@ -155,7 +155,7 @@ class _Packed:
             by[block].slots = abi.at(slots[which].ctypes.data)
         self._by = abi.array("PassBy", by)
 
-    def __call__(self, x: Tensor, rows: Rows, cache: NativeKVCache) -> tuple[Tensor, list[int]]:
+    def __call__(self, x: Tensor, rows: Rows, cache: KVCache) -> tuple[Tensor, list[int]]:
         return self._decoder.passing_layers(x, rows, cache, self._by, self._limit, EPS)
 
 

@@ -285,7 +285,7 @@ class NativeDecoder(Decoder):
         )
 
     def passing_layers(
-        self, x: Tensor, rows: Rows, cache: NativeKVCache, by: abi.CData, limit: float, eps: float
+        self, x: Tensor, rows: Rows, cache: Any, by: abi.CData, limit: float, eps: float
     ) -> tuple[Tensor, list[int]]:
         """All layers on one row of each sequence, x [n, d], but those that a row passes by → ([n,
         d], how many layers each row has run). by: `PassBy` of every layer, whose counts of slots it

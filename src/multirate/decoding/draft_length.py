@@ -38,6 +38,7 @@ _RAGGED = 0.12  # tokens of a sequence and step, times the root of the logarithm
 # sequences a batch has (as the largest of so many sums grows): what drafts must bring to pay. The
 # sequences of a batch that accept more end sooner, and the others' steps cost as much without them
 _TRIED_PLAIN = 2  # steps of so many sequences without own drafts, to compare with, first of all
+_LEAST_STREAM = 0.7  # of the pace of steps without own drafts, that of those with them at least
 _DEAREST_LEVEL = 5.0  # what a level may be timed to take beyond the costs, in times of them
 _SLOWEST = 0.3, 6.0  # timed over expected seconds, at least and at most
 
@@ -355,6 +356,7 @@ class _Paces:
         pace = self._seconds + self._strength * self._guess
         pace = (pace / (self._expected + self._strength)).clip(*_SLOWEST)
         self.plain, self.stream = pace.tolist()
+        self.stream = max(self.stream, _LEAST_STREAM * self.plain)
         self.level = self.plain
         if drafting is not None:
             self._drafting = _PACE_MEMORY * self._drafting + drafting

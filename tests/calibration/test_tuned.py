@@ -1,0 +1,52 @@
+"""Tuned settings on disk: beside the accelerator or in the cache, one of a kind, checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from multirate.calibration import tuned
+from multirate.calibration.tuned import FILE, Tuned
+from multirate.errors import UserError
+from multirate.hub import reference_accelerators
+
+ONE = Tuned("sam", {"tokens": 7}, "base", "weights", "here", "2026-01-01", "12 of x", 5.0)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_found_again_for_the_same_machine_and_weights(tmp_path: Path) -> None:
+    path = tuned.place(tmp_path, "sam", "base")
+    assert path == tmp_path / FILE
+    tuned.store(path, ONE)
+    tuned.store(path, replace(ONE, machine="there"))
+    tuned.store(path, replace(ONE, settings={"tokens": 9}))
+    assert len(tuned.read(path)) == 2
+    found = tuned.find(tmp_path, "sam", "base", "weights", "here")
+    assert found is not None and found.settings == {"tokens": 9}
+    assert tuned.find(tmp_path, "sam", "base", "others", "here") is None
+
+
+def test_in_the_cache_where_the_folder_is_not_the_users(cache: Path) -> None:
+    own = next(iter(reference_accelerators("tiny").values()))
+    for folder in (None, own):
+        path = tuned.place(folder, "sam", "base")
+        assert cache in path.parents
+    tuned.store(path, ONE)
+    assert tuned.find(own, "sam", "base", "weights", "here") == ONE
+    assert tuned.find(None, "sam", "base", "weights", "here") == ONE
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"format": 1, "tuned": [{"method": 3}]}', '{"format": 9}']
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(UserError, match=FILE):
+        tuned.read(tmp_path / FILE)

@@ -63,7 +63,7 @@ class MixtureOfDepthsStep(Step):
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
         for b in seqs:
-            self._slots[:, b] = session.cache.lengths[b]
+            self._slots[:, b] = self._lengths[b] = session.cache.lengths[b]
 
     def holes(self, seq: int) -> list[Hole]:
         length = self._lengths.get(seq, 0)

@@ -28,8 +28,8 @@ POINTS = 6
 class Best:
     """The fastest setting of a method whose kept quality is at least `quality`.
 
-    method: without settings. setting: the row's whole name. kept: Row.quality. speedup: as the
-    row's.
+    method: without settings. setting: the row's whole name. kept: Row.quality. speedup, lossless:
+    as the row's.
     """
 
     method: str
@@ -37,6 +37,7 @@ class Best:
     setting: str
     kept: float
     speedup: float
+    lossless: bool
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, JSON-ready."""
@@ -92,7 +93,7 @@ def frontier(rows: Sequence[Row], qualities: Sequence[float] = QUALITIES) -> lis
                 if kept is None or kept < quality or row.speedup is None:
                     continue
                 if best is None or row.speedup > best.speedup:
-                    best = Best(method, quality, row.method, kept, row.speedup)
+                    best = Best(method, quality, row.method, kept, row.speedup, row.lossless)
             if best is not None:
                 found.append(best)
     return found
@@ -119,5 +120,5 @@ def table(bests: Sequence[Best], measure: str = "tokens that are the full model'
 
 
 def _cell(best: Best) -> str:
-    setting = best.setting.partition(":")[2] or "lossless"
+    setting = best.setting.partition(":")[2] or ("lossless" if best.lossless else "its defaults")
     return f"{best.speedup:.2f}x\n{100 * best.kept:.1f}% kept\n{setting}"

@@ -35,7 +35,7 @@ PAGES = [
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)")
 NAMED_FILE = re.compile(r"`([\w./-]+\.(?:py|c|h|sh|md|json))`")
 FOLDERS = ("", "src/multirate", "src/multirate/csrc", "src/multirate/model", "docs")
-WRITTEN = ("out.json", "calibration.json", "results.json", "report.html")
+WRITTEN = ("out.json", "calibration.json", "tuned.json", "results.json", "report.html")
 """Files that a reader's own commands write."""
 
 

@@ -188,8 +188,11 @@ def test_turns_are_as_if_read_from_the_start(
 
 
 def own_store(drafter: Drafter, length: int) -> list[torch.Tensor]:
-    """The first `length` slots of the drafter's own keys and values."""
+    """The first `length` slots of the drafter's own keys and values, once it has read what it puts
+    off until it drafts.
+    """
     if isinstance(drafter, KangarooDrafter):
+        drafter._read_prompts([0])
         cache = drafter._own
     else:
         assert isinstance(drafter, StreamDrafter)

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from multirate.bench import tune as bench_tune
+from multirate.calibration import tuned
 from multirate.cli.main import app
 
 
@@ -17,7 +18,8 @@ def run(*arguments: str) -> Result:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path))
+    # this module's alone: an empty cache of everything would have the kernel compiled anew
+    monkeypatch.setattr(tuned, "cache_folder", lambda: tmp_path / "multirate")
     return tmp_path
 
 
@@ -34,11 +36,11 @@ def test_what_was_tuned_is_used_and_said(cache: Path, monkeypatch: pytest.Monkey
     assert max(map(len, done.stdout.splitlines()[:-1])) <= 80
     assert list((cache / "multirate" / "tuned").iterdir())
     asked = ("generate", "tiny", "--method", "prompt_lookup", "-p", "hi", "-n", "3")
-    tuned = run(*asked)
-    assert tuned.exit_code == 0 and "note: prompt_lookup:tokens=4: tuned" in tuned.stderr
+    said = run(*asked)
+    assert said.exit_code == 0 and "note: prompt_lookup:tokens=4: tuned" in said.stderr
     plain = run(*asked, "--no-tuned")
     assert "tuned" not in plain.stderr
-    assert tuned.stdout == plain.stdout
+    assert said.stdout == plain.stdout
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,16 @@ class NativeFeatureRunner(NativeDraftRunner, FeatureRunner):
             and tiles(decoder, c.heads, c.kv_heads, c.head_dim, c.intermediate)
         )
 
+    @classmethod
+    def where_supported(
+        cls, decoder: Decoder, stream: FeatureStream, weights: DraftWeights
+    ) -> FeatureRunner:
+        """This runner on a decoder that it supports, else the one for any decoder."""
+        if not cls.supports(decoder, stream):
+            return FeatureRunner(decoder, stream)
+        assert isinstance(decoder, NativeDecoder)
+        return cls(decoder, stream, weights)
+
     def __init__(
         self, decoder: NativeDecoder, stream: FeatureStream, weights: DraftWeights
     ) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from multirate.methods.common.feature_runner import FeatureRunner, NativeFeatureRunner
+from multirate.methods.common.feature_runner import NativeFeatureRunner
 from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.common.stream_drafter import StreamDrafter
 from multirate.methods.eagle.config import EagleDecodeConfig
 from multirate.methods.eagle.modules import EagleLayer
 from multirate.model.decoder import Decoder
-from multirate.model.native import NativeDecoder
 from multirate.model.native.packing import Owner
 
 
@@ -41,10 +40,5 @@ class EagleDrafter(StreamDrafter):
         self, decoder: Decoder, layer: EagleLayer, config: EagleDecodeConfig | None = None
     ) -> None:
         config = config or EagleDecodeConfig()
-        runner: FeatureRunner
-        if NativeFeatureRunner.supports(decoder, layer):
-            assert isinstance(decoder, NativeDecoder)
-            runner = NativeEagleRunner(decoder, layer, config.weights)
-        else:
-            runner = FeatureRunner(decoder, layer)
+        runner = NativeEagleRunner.where_supported(decoder, layer, config.weights)
         super().__init__(decoder, runner, config)

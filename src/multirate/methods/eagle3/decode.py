@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multirate.methods.common.feature_runner import FeatureRunner, NativeFeatureRunner
+from multirate.methods.common.feature_runner import NativeFeatureRunner
 from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.common.stream_drafter import StreamDrafter
 from multirate.methods.eagle3.config import Eagle3DecodeConfig
 from multirate.methods.eagle3.modules import Eagle3Layer
 from multirate.model.decoder import Decoder
-from multirate.model.native import NativeDecoder, abi, library
+from multirate.model.native import abi, library
 from multirate.model.native.packing import Owner
 
 
@@ -75,10 +75,5 @@ class Eagle3Drafter(StreamDrafter):
         self, decoder: Decoder, layer: Eagle3Layer, config: Eagle3DecodeConfig | None = None
     ) -> None:
         config = config or Eagle3DecodeConfig()
-        runner: FeatureRunner
-        if NativeFeatureRunner.supports(decoder, layer):
-            assert isinstance(decoder, NativeDecoder)
-            runner = NativeEagle3Runner(decoder, layer, config.weights)
-        else:
-            runner = FeatureRunner(decoder, layer)
+        runner = NativeEagle3Runner.where_supported(decoder, layer, config.weights)
         super().__init__(decoder, runner, config)

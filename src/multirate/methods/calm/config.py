@@ -66,9 +66,7 @@ class CalmConfig(CalmDecodeConfig):
 
     def check(self) -> None:
         super().check()
-        self.require(
-            self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2"
-        )
+        self.require_draft_vocab()
 
     @property
     def score(self) -> Confidence:

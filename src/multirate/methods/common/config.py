@@ -108,6 +108,15 @@ class MethodConfig:
                 f"at least {least}, at most {MAX_COUNT}",
             )
 
+    def require_draft_vocab(self, most: int | None = None) -> None:
+        """draft_vocab is null or a size: at least 2, or at most `most` where that is given."""
+        size: int | None = getattr(self, "draft_vocab")  # noqa: B009 - of those that have one
+        if most is None:
+            self.require(size is None or size >= 2, "draft_vocab", "null or at least 2")
+        else:
+            accepted = f"at most the base model's {most} tokens"
+            self.require(size is None or size <= most, "draft_vocab", accepted)
+
     def require_share(self, *names: str) -> None:
         """Thresholds of probabilities: null, or from 0 to 1."""
         for name in names:

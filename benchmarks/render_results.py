@@ -180,6 +180,33 @@ def suites_section() -> list[str]:
         f"{machine(first)}, {str(first['date'])[:10]}. At a temperature every method draws the "
         "same text for a seed.",
         table(("suite", "prompts", *(f"`{name}`" for name in methods), "identical"), lines),
+        *categories_table([run for run in runs if "temperature" not in run]),
+    ]
+
+
+def categories_table(runs: list[dict[str, Any]]) -> list[str]:
+    """The suites' kinds of prompts: a line each, the speedups of the same methods."""
+    runs = [run for run in runs if run["rows"][0].get("categories")]
+    methods = list(dict.fromkeys(row["method"] for run in runs for row in run["rows"]))[1:]
+    lines = []
+    for run in runs:
+        plain, *others = (row["categories"] for row in run["rows"])
+        rates = dict(zip((row["method"] for row in run["rows"][1:]), others, strict=True))
+        for kind, rate in plain.items():
+            speedups = {name: rates[name][kind] / rate for name in methods if name in rates}
+            best = max(speedups.values())
+            cells = [
+                ("**{:.2f}x**" if speedups[name] == best else "{:.2f}x").format(speedups[name])
+                if name in speedups
+                else "–"
+                for name in methods
+            ]
+            lines.append((run["suite"], kind.replace("_", " "), *cells))
+    if not lines:
+        return []
+    return [
+        "By kind of prompt, prompts' passes apart; the fastest in bold:",
+        table(("suite", "kind", *(f"`{name}`" for name in methods)), lines),
     ]
 
 

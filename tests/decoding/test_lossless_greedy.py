@@ -40,7 +40,7 @@ def test_plain_decoding_is_generate(seed: int) -> None:
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 3),
     kind=st.sampled_from(KINDS),

@@ -52,8 +52,8 @@ def test_a_killed_training_goes_on_to_the_same_weights(
 ) -> None:
     assert run(model_dir, data, tmp_path / "whole", 0) == 0
     out = tmp_path / "parts"
-    # within its second checkpoint, its third after that, and the last file but one of the result
-    for write in (2, 3, 6):
+    # within its second checkpoint, and the last file but one of the result
+    for write in (2, 8):
         assert run(model_dir, data, out, write) == -signal.SIGKILL
         assert not (out / "accelerator.json").exists()
     assert run(model_dir, data, out, 0) == 0

@@ -220,7 +220,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
         ["generate", "tiny", "-p", "hi", "-a", "someone/some-accelerator"],
     )
     # one after the other in a process of their own, which is what takes the time
-    script = "import sys; from multirate.cli.main import run\nfor words in {}:\n".format(commands)
+    script = f"import sys; from multirate.cli.main import run\nfor words in {commands}:\n"
     script += " sys.argv = ['multirate', *words]\n try: run()\n except SystemExit as end:\n"
     script += "  print(f'exit code {end.code}', file=sys.stderr)"
     done = subprocess.run(

@@ -15,6 +15,7 @@ SPEC = register(
         summary="drafts with trained heads on the last layer, one for each token ahead",
         settings=MedusaDecodeConfig,
         drafter=lambda decoder, module, settings: MedusaDrafter(decoder, module, settings),
+        acceptance=lambda settings: settings.rule,
         training=Training(MedusaConfig, MedusaHeads, MedusaObjective),
     )
 )

@@ -1,0 +1,41 @@
+"""What drafters share whose heads read the final residual of the last verified row (Medusa,
+Hydra).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.decoding.drafter import Drafter
+from multirate.decoding.sampler import Sampler
+from multirate.methods.common.acceptance_config import AcceptanceConfig
+from multirate.model.decoder import Decoder
+from multirate.model.noise import with_noise
+
+
+class HeadsDrafter(Drafter):
+    """row: [1, d] a residual as the decoder has them, whose dtype the heads take: the native kernel
+    keeps residuals in fp32.
+
+    When sampling, drafts are the tokens that the heads give with the noise of the model's own
+    logits (model/noise.py); under typical acceptance, as in the paper, their likeliest.
+    """
+
+    def __init__(self, decoder: Decoder, config: AcceptanceConfig) -> None:
+        start = torch.zeros(1, dtype=torch.int64, device=decoder.info.device)
+        self.decoder, self.row = decoder, decoder.embed(start, np.zeros(1, np.int32))
+        self._coupled = config.acceptance == "exact"
+
+    def ranked(
+        self, logits: Tensor, count: int, sampler: Sampler, places: Sequence[tuple[int, int]]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The `count` tokens to draft from each row of logits [n, V] and their probabilities, best
+        first. places: of each row its sequence, and how many drafted tokens are before that token.
+        """
+        if self._coupled and not sampler.greedy:
+            logits = with_noise(logits, [sampler.noise(b, ahead) for b, ahead in places])
+        return self.decoder.likeliest(logits, min(count, self.decoder.info.vocab_size))

@@ -18,16 +18,19 @@ from multirate.decoding.loop import generate
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
+from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.common.teacher import Teacher
 from multirate.methods.hydra.config import HydraConfig, HydraDecodeConfig
 from multirate.methods.hydra.decode import HydraDrafter
 from multirate.methods.hydra.modules import HydraHeads
+from multirate.methods.hydra.runner import HydraRunner, NativeHydraRunner
 from multirate.methods.hydra.train import HydraObjective
 from multirate.methods.spec import find
+from multirate.model.rows import Rows
 
 from . import heads as every
-from .tiny import base, ids
+from .tiny import base, disturb, ids
 
 EVERY_NODE = {"draft_threshold": 0.0, "verify_threshold": 0.0}
 
@@ -44,10 +47,10 @@ def said(teacher: Teacher, heads: HydraHeads, tokens: Sequence[int], known: int)
     text = torch.tensor([tokens])
     slow = teacher.slow(text, 0)
     final = slow.final if heads.prefix is None else heads.prefix(slow.final)
-    z = teacher.norm(final)[:, len(tokens) - known - 1]
+    z = heads.read_norm(final)[:, len(tokens) - known - 1]
     for place in range(len(tokens) - known, len(tokens)):
         z = heads.joined(z, slow.residual[0][:, place])
-    return teacher.head.logits(heads.student(known, z))[0].log_softmax(-1)
+    return teacher.head.logits(teacher.norm(heads.student(known, z)))[0].log_softmax(-1)
 
 
 def test_an_untrained_head_repeats_the_base() -> None:
@@ -57,7 +60,7 @@ def test_an_untrained_head_repeats_the_base() -> None:
     normed = teacher.slow(torch.tensor([tokens]), 0).normed
     for k in (1, 4):
         repeated = teacher.head.logits(normed[0, 8 - k : 9 - k])[0].log_softmax(-1)
-        torch.testing.assert_close(said(teacher, heads, tokens, k), repeated)
+        torch.testing.assert_close(said(teacher, heads, tokens, k), repeated, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -117,7 +120,7 @@ def test_drafts_are_what_the_heads_say_of_each_path() -> None:
 
     step.watch = watch
     generate(decoder, step, every.PROMPTS, stop=StopSettings(12), on_tokens=emitted)
-    assert deepest == 4 and compared > 60
+    assert deepest >= 3 and compared > 60
 
 
 def test_a_threshold_leaves_unlikely_paths_out() -> None:
@@ -126,6 +129,9 @@ def test_a_threshold_leaves_unlikely_paths_out() -> None:
     assert every.check_greedy(few, 1, 1.0).drafted == 0
     chain = drafter_for(model, decoder, width=1, nodes=2, depth=2)
     assert every.check_greedy(chain, 1, 1.0).drafted > 0
+    all_tokens = drafter_for(model, decoder, width=12, nodes=13, depth=1)
+    stats = every.check_greedy(all_tokens, 1, 1.0)
+    assert stats.accepted == stats.sequence_steps - 1 == 11  # the last step has room for one token
 
 
 @pytest.mark.parametrize(
@@ -136,7 +142,7 @@ def test_a_threshold_leaves_unlikely_paths_out() -> None:
 def test_text_is_the_models_own(options: dict[str, Any], batch: int, penalty: float) -> None:
     """Greedy and sampled, whatever random heads draft."""
     drafter = drafter_for(*tiny(), options)
-    assert every.check_greedy(drafter, batch, penalty).accepted > 0
+    assert every.check_greedy(drafter, batch, penalty).drafted > 0
     warm = SamplingSettings(1.0, repetition_penalty=penalty, seed=3)
     assert every.check_sampled(drafter, batch, warm).drafted > 0
 
@@ -153,6 +159,34 @@ def test_trained_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_on_the_native_decoder() -> None:
     every.check_native("hydra")
+
+
+@pytest.mark.parametrize(("weights", "error"), [("bf16", 0.03), ("int8", 0.1)])
+def test_packed_heads_are_the_heads(weights: DraftWeights, error: float) -> None:
+    from .test_kangaroo import native_base
+
+    decoder, shape = native_base()
+    heads = HydraHeads(HydraConfig.for_base(shape, layers=2, draft_vocab=40), shape)
+    disturb(heads, 0.05)
+    heads.requires_grad_(False)
+    packed = NativeHydraRunner.where_supported(decoder, heads, weights)
+    plain = HydraRunner(decoder, heads)
+    assert isinstance(packed, NativeHydraRunner)
+    hidden, embedded = torch.randn(11, 128), torch.randn(2, 11, 128)
+    found = []
+    for runner in (packed, plain):
+        cache = runner.new_cache(1, 16)
+        parts = [(0, 6), (6, 7), (7, 11)]
+        read = [runner.prefixed(hidden[a:b], Rows.causal(0, a, b - a), cache) for a, b in parts]
+        z = heads.read_norm(torch.cat(read))
+        for tokens in embedded:
+            z = heads.joined(z, tokens)
+        y = runner.student(2, z)
+        found.append((y, runner.top(y, 5)))
+    (ours, (tokens, probs)), (theirs, (_, wanted)) = found
+    torch.testing.assert_close(ours, theirs, atol=error, rtol=0.02)
+    torch.testing.assert_close(torch.tensor(probs), torch.tensor(wanted), atol=error, rtol=0.02)
+    assert max(map(max, tokens)) < 40
 
 
 def test_refusals() -> None:

@@ -42,16 +42,14 @@ class ExitHead:
             self._owner = Owner(draft_layout(weights))
             self._reduced = DraftHead.of(decoder, self._owner, tokens)
 
-    def logits(self, hidden: Tensor, normed: bool = False) -> Tensor:
-        """Residuals [n, d] → float32 [n, tokens of this head]. normed: they have passed the final
-        norm already.
-        """
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Residuals [n, d] → float32 [n, tokens of this head]."""
         if self._reduced is not None:
             assert isinstance(self._decoder, NativeDecoder)
             head = self._reduced
-            norm = None if normed else self._decoder.norm_address
-            return self._decoder.product(head.linear, hidden, norm)[:, : head.vocab]
-        every = self._decoder.unembed(hidden) if normed else self._decoder.logits(hidden)
+            every = self._decoder.product(head.linear, hidden, self._decoder.norm_address)
+            return every[:, : head.vocab]
+        every = self._decoder.logits(hidden)
         return every if self._tokens is None else every[:, self._tokens]
 
     def widened(self, logits: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from multirate.decoding.drafter import Drafter
 from multirate.decoding.sampler import Sampler
 from multirate.methods.common.acceptance_config import AcceptanceConfig
 from multirate.model.decoder import Decoder
-from multirate.model.noise import with_noise
+from multirate.model.noise import Noise, with_noise
 
 
 class HeadsDrafter(Drafter):
@@ -30,12 +30,21 @@ class HeadsDrafter(Drafter):
         self.decoder, self.row = decoder, decoder.embed(start, np.zeros(1, np.int32))
         self._coupled = config.acceptance == "exact"
 
-    def ranked(
-        self, logits: Tensor, count: int, sampler: Sampler, places: Sequence[tuple[int, int]]
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """The `count` tokens to draft from each row of logits [n, V] and their probabilities, best
-        first. places: of each row its sequence, and how many drafted tokens are before that token.
+    def noise(self, sampler: Sampler, places: Sequence[tuple[int, int]]) -> list[Noise] | None:
+        """What is added to the heads' logits; None: nothing. places: of each token to draft its
+        sequence, and how many drafted tokens are before it.
         """
-        if self._coupled and not sampler.greedy:
-            logits = with_noise(logits, [sampler.noise(b, ahead) for b, ahead in places])
-        return self.decoder.likeliest(logits, min(count, self.decoder.info.vocab_size))
+        if sampler.greedy or not self._coupled:
+            return None
+        return [sampler.noise(b, ahead) for b, ahead in places]
+
+
+def likeliest(
+    decoder: Decoder, logits: Tensor, count: int, noise: Sequence[Noise] | None = None
+) -> tuple[list[list[int]], list[list[float]]]:
+    """The `count` likeliest tokens of each row of logits [n, V] and their probabilities, best
+    first. noise[i]: added to row i.
+    """
+    if noise is not None:
+        logits = with_noise(logits, noise)
+    return decoder.likeliest(logits, min(count, decoder.info.vocab_size))

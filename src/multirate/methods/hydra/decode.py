@@ -14,12 +14,13 @@ from torch import Tensor
 from multirate.decoding.drafter import Draft, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.methods.common.draft_tree import DraftTree
-from multirate.methods.common.exit_head import ExitHead
 from multirate.methods.common.heads_drafter import HeadsDrafter
 from multirate.methods.hydra.config import HydraDecodeConfig
 from multirate.methods.hydra.modules import HydraHeads
+from multirate.methods.hydra.runner import NativeHydraRunner
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
+from multirate.model.noise import Noise
 from multirate.model.rows import Rows
 
 _ROWS = 1024  # of one call of the prefix layer; bounds the memory of its attention
@@ -45,9 +46,9 @@ class HydraDrafter(HeadsDrafter):
     def __init__(self, decoder: Decoder, heads: HydraHeads, config: HydraDecodeConfig) -> None:
         super().__init__(decoder, config)
         self.heads, self.config = heads.to(self.row.dtype), config
+        self._runner = NativeHydraRunner.where_supported(decoder, self.heads, config.weights)
         self.depth = min(config.depth or heads.config.heads, heads.config.heads)
         self.max_nodes = config.nodes
-        self._head = ExitHead(decoder, heads.draft_tokens, config.weights)
         self._draft_threshold = np.full(config.nodes, config.draft_threshold)
         self._verify_threshold = np.full(config.nodes, config.verify_threshold)
         self._cache: KVCache | None = None
@@ -57,7 +58,7 @@ class HydraDrafter(HeadsDrafter):
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         self._cache, self._verified = cache, {}
         if self.heads.prefix is not None:
-            self._own = self.heads.prefix.attn.new_cache(cache.batch, cache.capacity)
+            self._own = self._runner.new_cache(cache.batch, cache.capacity)
 
     def usable(self, cache: KVCache, length: int) -> int:
         if self.heads.prefix is None:
@@ -102,7 +103,7 @@ class HydraDrafter(HeadsDrafter):
     def trial_step(self) -> Callable[[], object]:
         """The first head on one row."""
         z = torch.cat([self.row, self.row], dim=-1)
-        return lambda: self.decoder.likeliest(self._logits(1, z), self.config.width + 1)
+        return lambda: self._top(1, z)
 
     @torch.no_grad()
     def draft(
@@ -120,9 +121,9 @@ class HydraDrafter(HeadsDrafter):
         z = torch.cat([self._read(seqs[i]) for i, _ in nodes])
         tokens = [last_tokens[i] for i, _ in nodes]
         for k in range(1, self.depth + 1):
-            z = self._joined(z, tokens, [(seqs[i], k - 1) for i, _ in nodes])
             places = [(seqs[i], k - 1) for i, _ in nodes]
-            ids, probs = self.ranked(self._logits(k, z), self.config.width + 1, sampler, places)
+            z = self._joined(z, tokens, places)
+            ids, probs = self._top(k, z, self.noise(sampler, places))
             row_of = {node: row for row, node in enumerate(nodes)}
             nodes = self._grow(trees, nodes, ids, probs)
             if not nodes:
@@ -172,19 +173,22 @@ class HydraDrafter(HeadsDrafter):
         return self.heads.joined(z, self.decoder.embed(ids, positions))
 
     def _read(self, seq: int) -> Tensor:
-        """What the heads read of the sequence's last verified token: [1, d], normed."""
-        known, layer = self._verified[seq], self.heads.prefix
+        """What the heads read of the sequence's last verified token: x [1, d]."""
+        known = self._verified[seq]
         hidden = known.waiting[0] if len(known.waiting) == 1 else torch.cat(known.waiting)
-        if layer is None:
-            return self.decoder.norm(hidden)
+        if self.heads.prefix is None:
+            return self.heads.read_norm(hidden)
         assert self._own is not None
         for part in hidden.split(_ROWS):
             rows = Rows.causal(seq, known.count, len(part))
-            out = layer.rows(part, rows, self._own)
+            out = self._runner.prefixed(part, rows, self._own)
             known.count += len(part)
         known.waiting = []
-        return self.decoder.norm(out[-1:])
+        return self.heads.read_norm(out[-1:])
 
-    def _logits(self, k: int, z: Tensor) -> Tensor:
-        """What head k says: [n, (k + 1) · d] → float32 [n, V], −inf outside a reduced head."""
-        return self._head.widened(self._head.logits(self.heads.student(k, z), normed=True))
+    @torch.no_grad()
+    def _top(
+        self, k: int, z: Tensor, noise: Sequence[Noise] | None = None
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The candidates by head k of each row of z [n, (k + 1) · d]: tokens and probabilities."""
+        return self._runner.top(self._runner.student(k, z), self.config.width + 1, noise)

@@ -12,7 +12,7 @@ from torch import Tensor
 from multirate.decoding.drafter import Draft, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
-from multirate.methods.common.heads_drafter import HeadsDrafter
+from multirate.methods.common.heads_drafter import HeadsDrafter, likeliest
 from multirate.methods.medusa.config import MedusaDecodeConfig, nodes_of
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.model.decoder import Decoder
@@ -63,7 +63,8 @@ class MedusaDrafter(HeadsDrafter):
             return [Draft([], []) for _ in seqs]
         logits = self._logits(torch.cat([self._last[b] for b in seqs]))
         places = [(b, ahead) for ahead in range(len(self.widths)) for b in seqs]
-        best, _ = self.ranked(logits, max(self.widths), sampler, places)
+        noise = self.noise(sampler, places)
+        best, _ = likeliest(self.decoder, logits, max(self.widths), noise)
         return [self._tree(best[i :: len(seqs)]) for i in range(len(seqs))]
 
     def accept(self, seq: int, verified: Verified) -> None:

@@ -17,5 +17,6 @@ SPEC = register(
         drafter=lambda decoder, module, settings: MedusaDrafter(decoder, module, settings),
         acceptance=lambda settings: settings.rule,
         training=Training(MedusaConfig, MedusaHeads, MedusaObjective),
+        tunable={"widths": (None, (2,), (2, 1), (4, 2))},
     )
 )

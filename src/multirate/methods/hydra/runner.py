@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.common.heads_drafter import likeliest
 from multirate.methods.common.packed_layer import packed_layer
 from multirate.methods.common.reduced_head import draft_logits
-from multirate.methods.hydra.modules import HydraHead, HydraHeads
+from multirate.methods.hydra.modules import HydraHeads
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
@@ -121,7 +122,7 @@ class NativeHydraRunner(HydraRunner):
         return ids, probs
 
 
-def _packed(head: HydraHead, owner: Owner) -> list[abi.CData]:
-    """Its layers in order; the two maps that read z are one."""
+def _packed(head: Any, owner: Owner) -> list[abi.CData]:
+    """The layers of a HydraHead in order; the two maps that read z are one."""
     both = torch.cat([head.residual.weight, head.first.weight])
     return [owner.linear(both), *(owner.linear(layer.weight) for layer in head.later)]

@@ -349,7 +349,9 @@ class Engine:
                 decoding = None
         used = PLAIN if decoding is None else (method or self.default)
         if decoding is not None:
-            self._say_lossy(used, chosen=method is not None)
+            self._say_lossy(
+                used, decoding.step, sampling or SamplingSettings(), chosen=method is not None
+            )
         step: Step = PlainStep() if decoding is None else decoding.step
         kept = (
             self._prefix_caches.pop(used, PrefixCache())
@@ -520,11 +522,13 @@ class Engine:
         mode = dynamic_mode(self._spec(name))
         return mode.settings(None if accelerator is None else accelerator.module, None)
 
-    def _say_lossy(self, name: str, chosen: bool) -> None:
-        """Of a lossy method, with no quality asked for, says so: in `notice` where it was chosen,
-        and else aloud.
+    def _say_lossy(self, name: str, step: Step, sampling: SamplingSettings, chosen: bool) -> None:
+        """Of a lossy method, or lossy settings, with no quality asked for, says so: in `notice`
+        where it was chosen, and else aloud.
         """
-        if self._spec(name).lossless or "quality" in spec.parse_variant(name)[1]:
+        lossless = step.lossless or (sampling.greedy and step.lossless_when_greedy)
+        lossless = lossless and self._spec(name).lossless
+        if lossless or "quality" in spec.parse_variant(name)[1]:
             return
         fact = f"{name} is lossy: its text may not be the model's own"
         if chosen:

@@ -34,6 +34,9 @@ from multirate.methods.common.stream_drafter import StreamDrafter
 from multirate.methods.eagle3.config import Eagle3Config, Eagle3DecodeConfig
 from multirate.methods.eagle3.decode import Eagle3Drafter
 from multirate.methods.eagle3.modules import Eagle3Layer
+from multirate.methods.hydra.config import HydraConfig, HydraDecodeConfig
+from multirate.methods.hydra.decode import HydraDrafter
+from multirate.methods.hydra.modules import HydraHeads
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.kangaroo.decode import KangarooDecodeConfig, KangarooDrafter
 from multirate.methods.kangaroo.modules import KangarooAdapter
@@ -60,7 +63,16 @@ LLAMA = tf.LlamaConfig(
     bos_token_id=1,
     eos_token_id=2,
 )
-DRAFTERS = ("layerskip", "prompt_lookup", "sam", "kangaroo", "m2r2", "m2r2-carry", "eagle3")
+DRAFTERS = (
+    "layerskip",
+    "prompt_lookup",
+    "sam",
+    "kangaroo",
+    "m2r2",
+    "m2r2-carry",
+    "eagle3",
+    "hydra",
+)
 
 
 def scaled(module: Any, spread: float) -> Any:
@@ -109,6 +121,13 @@ def drafter_of(name: str, decoder: Decoder) -> Drafter:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
         tree = Eagle3DecodeConfig(4, 2, 9, draft_threshold=0.0, verify_threshold=0.0)
         return Eagle3Drafter(decoder, layer, tree)
+    if name == "hydra":
+        heads = HydraHeads(HydraConfig.for_base(shape, layers=2), shape)
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        every = HydraDecodeConfig(nodes=9, draft_threshold=0.0, verify_threshold=0.0)
+        return HydraDrafter(decoder, heads, every)
     options = {"exit_layer": 2, "tokens": 3} if name == "layerskip" else None
     drafter = find(name).make_drafter(decoder, None, options)
     assert drafter is not None

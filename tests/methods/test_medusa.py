@@ -1,8 +1,10 @@
-"""Medusa: heads are trained for the rows that drafting reads them at; drafting loses nothing."""
+"""Medusa: heads are trained for the rows that drafting reads them at; drafting loses nothing but
+what typical acceptance is asked to.
+"""
 
 from __future__ import annotations
 
-import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,14 @@ import pytest
 import torch
 from decoding.helpers import reference, tiny
 from decoding.test_lossless_sampling import ALARM, SETTINGS, VOCAB, analytic, p_value, sampled
-from training.tiny import tokenizer, write_data, write_model
-from transformers import AutoModelForCausalLM
 
-import multirate
-from multirate.decoding.invariants import check_invariants
+from multirate import errors
+from multirate.bench.method_runs import method_run
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
+from multirate.engine import Engine, attach
 from multirate.errors import UserError
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.common.teacher import Teacher
@@ -28,19 +29,21 @@ from multirate.methods.medusa.modules import MedusaHeads
 from multirate.methods.medusa.train import MedusaObjective
 from multirate.methods.spec import find
 from multirate.model.load import load_decoder
-from multirate.training.loop import train
-from multirate.training.settings import TrainSettings
+from multirate.training.checkpoint import Accelerator
 
-from .tiny import base, disturb, ids
+from . import heads as every
+from .tiny import base, ids
 
-PROMPTS = [[3, 7, 1, 9, 3, 7, 1], [5], [2, 2, 8, 4, 2, 2, 8, 4, 2]]
+PROMPTS = every.PROMPTS
 
 
 def heads_for(model: Any, **options: Any) -> MedusaHeads:
-    shape = BaseShape.of(model.config)
-    heads = MedusaHeads(MedusaConfig.for_base(shape, **options), shape)
-    disturb(heads, 0.1)
-    return heads.requires_grad_(False)
+    made: MedusaHeads = every.heads_for("medusa", Teacher(model), **options)
+    return made
+
+
+def drafter_for(model: Any, decoder: Any, widths: tuple[int, ...] = (3, 2, 1)) -> MedusaDrafter:
+    return MedusaDrafter(decoder, heads_for(model), MedusaDecodeConfig(widths=widths))
 
 
 def test_an_untrained_head_repeats_the_base() -> None:
@@ -73,36 +76,20 @@ def test_the_loss_compares_head_k_with_the_model_k_rows_later() -> None:
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 def test_text_shorter_than_the_heads_reach_has_no_loss(length: int) -> None:
     teacher = Teacher(base())
-    heads = heads_for(teacher.parts.model).requires_grad_(True)
-    mask = torch.ones(1, length, dtype=torch.bool)
-    loss, report = MedusaObjective(teacher, heads)(ids(1, length), mask)
-    loss.backward()
-    assert report.result.agree.shape == (3, max(0, length - 3))
-    assert (float(loss.detach()) == 0) == (length <= 3)
+    every.check_short_text("medusa", heads_for(teacher.parts.model), teacher, length)
 
 
-@pytest.mark.parametrize("widths", [[1], [3, 2, 1], [9, 5], [63]])
+@pytest.mark.parametrize("widths", [(1,), (3, 2, 1), (9, 5), (63,)])
 @pytest.mark.parametrize(("batch", "penalty"), [(1, 1.0), (3, 1.4)])
-def test_greedy_is_generate(widths: list[int], batch: int, penalty: float) -> None:
-    model, decoder = tiny()
-    drafter = MedusaDrafter(decoder, heads_for(model), MedusaDecodeConfig(widths=tuple(widths)))
-    out = generate(
-        decoder,
-        SpeculativeStep(drafter),
-        PROMPTS[:batch],
-        SamplingSettings(repetition_penalty=penalty),
-        StopSettings(max_new_tokens=24),
-        after_step=check_invariants,
-    )
-    for prompt, sequence in zip(PROMPTS, out.sequences, strict=False):
-        assert sequence == reference(model, prompt, 24, repetition_penalty=penalty)
-    assert out.stats.accepted > 0 or widths == [1]
+def test_greedy_is_generate(widths: tuple[int, ...], batch: int, penalty: float) -> None:
+    stats = every.check_greedy(drafter_for(*tiny(), widths), batch, penalty)
+    assert stats.accepted > 0 or widths == (1,)
 
 
 def test_an_end_inside_a_draft_ends_the_text() -> None:
     model, decoder = tiny()
     text = [*PROMPTS[0], *reference(model, PROMPTS[0], 40)]
-    made = MedusaDrafter(decoder, heads_for(model), MedusaDecodeConfig(widths=(9, 5)))
+    made = drafter_for(model, decoder, (9, 5))
     inside = 0
     for begin in range(20, 40, 2):
         first, end = text[begin], text[begin + 1]  # the end is the first token that is drafted
@@ -117,64 +104,59 @@ def test_an_end_inside_a_draft_ends_the_text() -> None:
 
 @pytest.mark.parametrize("setting", ["plain", "top_p", "all"])
 def test_sampling_keeps_the_distribution(setting: str) -> None:
-    model, decoder = tiny(5, vocab=VOCAB)
-    drafter = MedusaDrafter(decoder, heads_for(model), MedusaDecodeConfig(widths=(3, 2)))
+    drafter = drafter_for(*tiny(5, vocab=VOCAB), (3, 2))
     assert p_value(sampled(SETTINGS[setting], drafter), analytic(SETTINGS[setting], 5)) > ALARM
 
 
-def test_trained_saved_and_loaded(tmp_path: Path) -> None:
-    """The loss falls, the first head's held-out agreement rises, and the loaded heads draft the
-    same text.
-    """
-    data = write_data(tmp_path / "chat.jsonl")
-    folder = write_model(tmp_path / "model", data, steps=100)
-    results = {}
-    for steps in (1, 150):
-        settings = TrainSettings(
-            steps=steps,
-            lr=0.1,
-            tokens_per_batch=512,
-            max_length=64,
-            warmup_steps=1,
-            precision="fp32",
-        )
-        options = {"heads": 2, "widths": [2, 1]}
-        done = train(folder, [data], tmp_path / str(steps), "medusa", settings, options)
-        results[steps] = done.results["terms"]
-        assert "early_exit" not in done.results
-    for before, after in zip(results[1], results[150], strict=True):
-        assert after["kl"] < 0.8 * before["kl"]
-    assert results[150][0]["agreement"] > results[1][0]["agreement"] + 0.05
-    saved = json.loads((tmp_path / "150" / "accelerator.json").read_text())
-    assert saved["config"] == {"heads": 2, "widths": [2, 1]}
-    assert find("medusa").title in (tmp_path / "150" / "README.md").read_text()
+def test_a_seeds_text_is_plain_decodings() -> None:
+    every.check_sampled(drafter_for(*tiny()), 3, SamplingSettings(1.0, seed=3))
 
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    engine = multirate.attach(model, tmp_path / "150")
-    stop = engine.stopping(24)
-    question = json.loads(data.read_text().splitlines()[0])["instruction"]
-    text = f"<|user|>{question}<|end|>\n<|assistant|>"
-    prompt = tokenizer()(text, add_special_tokens=False)["input_ids"]
-    out = engine.generate([prompt], stop=stop, method="medusa", speculate="always")
-    assert out.sequences == [reference(model, prompt, 24)]
-    assert out.stats.accepted > 0
+
+def test_trained_saved_and_loaded(tmp_path: Path) -> None:
+    every.check_training("medusa", {"heads": 2, "widths": [2, 1]}, tmp_path)
 
 
 def test_on_the_native_decoder() -> None:
-    """In bf16 the text is the plain loop's own, bit for bit."""
-    from .test_kangaroo import native_base
+    every.check_native("medusa")
 
-    decoder, shape = native_base()
-    heads = MedusaHeads(MedusaConfig(), shape)
-    disturb(heads, 0.02)
-    drafter = MedusaDrafter(decoder, heads.bfloat16(), MedusaDecodeConfig())
-    stop = StopSettings(max_new_tokens=20)
-    from multirate.decoding.plain import PlainStep
 
-    plain = generate(decoder, PlainStep(), [[3, 4, 5], [9]], stop=stop)
-    out = generate(decoder, SpeculativeStep(drafter), [[3, 4, 5], [9]], stop=stop)
-    assert out.sequences == plain.sequences
-    assert drafter.costs(decoder).costs.draft_step > 0
+def engine_with_heads() -> tuple[Any, Engine]:
+    model, _ = tiny()
+    heads = heads_for(model)
+    engine = attach(model, backend="hf")
+    engine.add(Accelerator("medusa", heads.config, heads, {}))
+    return model, engine
+
+
+def test_typical_acceptance_is_lossy_and_said_to_be() -> None:
+    """It accepts more than exact acceptance, and the row of a benchmark is marked."""
+    _, engine = engine_with_heads()
+    stop, warm = engine.stopping(40), SamplingSettings(1.0, seed=2)
+    accepted = {}
+    for name in ("medusa", "medusa:acceptance=typical:epsilon=0.05:delta=0.1"):
+        out = engine.generate(PROMPTS, warm, stop, method=name, speculate="always")
+        accepted[name] = out.stats.accepted
+        lossy = name != "medusa"
+        said = f"{name} is lossy: its text may not be the model's own"
+        assert engine.notice == (said if lossy else None)
+        assert method_run(engine, name, 8).lossless == engine.lossless(name) == (not lossy)
+    exact, typical = accepted.values()
+    assert typical > exact
+
+
+def test_greedy_typical_acceptance_is_exact_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_said", set())
+    model, engine = engine_with_heads()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            name = "medusa:acceptance=typical"
+            out = engine.generate(PROMPTS, stop=engine.stopping(20), method=name)
+            assert out.sequences == [reference(model, prompt, 20) for prompt in PROMPTS]
+            assert engine.notice is None
+    assert [str(one.message) for one in seen if one.category is errors.Notice] == [
+        "at temperature 0 typical acceptance is exact: the text is the model's own"
+    ]
 
 
 def test_refusals() -> None:
@@ -188,7 +170,15 @@ def test_refusals() -> None:
     ):
         with pytest.raises(UserError, match=message):
             MedusaConfig.for_base(BaseShape.of(model.config), **options)
+    for settings, message in (
+        ({"acceptance": "loose"}, "'acceptance' is 'loose'; accepted: 'exact', 'typical'"),
+        ({"acceptance": "typical", "epsilon": 1.0}, "'epsilon' is 1.0; accepted: .*below 1"),
+        ({"acceptance": "typical", "delta": 0}, "'delta' is 0; accepted: .*above 0"),
+        ({"delta": 0.2}, "'delta' is 0.2; accepted: null, or acceptance=typical"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find("medusa").make_step(decoder, heads_for(model), settings)
     with pytest.raises(UserError, match=r"widths are \[1, 1, 1, 1\]; .* heads for 3 depths"):
-        MedusaDrafter(decoder, heads_for(model), MedusaDecodeConfig(widths=(1, 1, 1, 1)))
+        drafter_for(model, decoder, (1, 1, 1, 1))
     with pytest.raises(UserError, match="needs an accelerator trained with --method medusa"):
         find("medusa").make_drafter(decoder)

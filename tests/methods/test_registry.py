@@ -84,7 +84,7 @@ def test_an_installed_package_is_enough(
     decodes_as_the_model()
 
 
-@pytest.mark.parametrize("name", ["medusa", "token_recycling"])
+@pytest.mark.parametrize("name", ["medusa", "hydra", "token_recycling"])
 def test_no_other_module_names_the_method(name: str) -> None:
     folder = SOURCE / "methods" / name
     assert folder.is_dir()

@@ -18,6 +18,7 @@ from torch import Tensor
 from multirate.decoding.drafter import Draft
 from multirate.decoding.logits import draw
 from multirate.decoding.sampler import Sampler
+from multirate.errors import say_once
 
 Verdict = tuple[list[int], int]
 """The accepted path, node 0 first, and the bonus token: the target's own after the last of them."""
@@ -28,10 +29,14 @@ class Acceptance(Protocol):
 
     lossless: whether the output is the target's. A lossless rule has no choice when decoding is a
         bare argmax; the step then applies `accept_greedy` without asking.
+    lossless_when_greedy: whether it is when decoding greedily.
     """
 
     @property
     def lossless(self) -> bool: ...
+
+    @property
+    def lossless_when_greedy(self) -> bool: ...
 
     def __call__(
         self, sampler: Sampler, seqs: Sequence[int], drafts: Sequence[Draft], logits: Tensor
@@ -47,7 +52,7 @@ class Exact:
     sampling where a draft was drawn from `probs`.
     """
 
-    lossless = True
+    lossless = lossless_when_greedy = True
 
     def __call__(
         self, sampler: Sampler, seqs: Sequence[int], drafts: Sequence[Draft], logits: Tensor
@@ -86,12 +91,13 @@ class Typical:
     whose tokens are all kept is accepted, and after it the target chooses the bonus token.
 
     Lossy when sampling: text is plausible, not distributed as the target's. When greedy, p is
-    one-hot and this is exact acceptance. epsilon, delta: above 0, below 1.
+    one-hot and this is exact acceptance, which is said once. epsilon, delta: above 0, below 1.
     """
 
     epsilon: float = 0.09
     delta: float = 0.3
     lossless = False
+    lossless_when_greedy = True
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "delta"):
@@ -103,6 +109,8 @@ class Typical:
     def __call__(
         self, sampler: Sampler, seqs: Sequence[int], drafts: Sequence[Draft], logits: Tensor
     ) -> list[Verdict]:
+        if sampler.greedy:
+            say_once("at temperature 0 typical acceptance is exact: the text is the model's own")
         counts, row_seqs, paths = _row_contexts(sampler, seqs, drafts)
         probs = sampler.distribution(logits, row_seqs, paths)
         entropy = torch.special.entr(probs).sum(-1)

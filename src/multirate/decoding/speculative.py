@@ -59,6 +59,10 @@ class SpeculativeStep(Step):
         self._matched: dict[int, int] = {}  # of the step under way, by sequence
         self._may_fuse = self.acceptance.lossless and not drafter.top
 
+    @property
+    def lossless_when_greedy(self) -> bool:
+        return self.drafter.lossless and self.acceptance.lossless_when_greedy
+
     def begin(self, session: Session, resumed: bool) -> None:
         if self._controller is not None:
             self._controller.pause()

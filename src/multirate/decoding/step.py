@@ -44,6 +44,11 @@ class Step(ABC):
     lossless: bool = True
     repeats_text: bool = True
 
+    @property
+    def lossless_when_greedy(self) -> bool:
+        """Whether the greedy text is the base model's, even if sampled text is not."""
+        return self.lossless
+
     def begin(self, session: Session, resumed: bool) -> None:  # noqa: B027 - optional
         """A generation begins; forget the one before, which may have been interrupted.
 

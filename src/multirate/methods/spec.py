@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from multirate.decoding.acceptance import Acceptance
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.step import Step
@@ -135,7 +136,9 @@ class MethodSpec:
     decoding. drafter(decoder, module, settings): None means plain decoding; `module` is None for
     methods without training. step(decoder, module, settings): the step that decodes, where it is
     not always a SpeculativeStep over the drafter: a DynamicDepthStep over the method's depth
-    policy, say. dynamic: its dynamic mode, if it has one; lossy, whatever `lossless` says.
+    policy, say. acceptance(settings): which drafted tokens that SpeculativeStep keeps; None: those
+    that leave the output the base model's own. dynamic: its dynamic mode, if it has one; lossy,
+    whatever `lossless` says.
     tracer(decoder, module): lays its second residual stream open, where it has one.
     second_model(settings): the name of a model that the method runs beside the base model, None
     where none is named; drafter and step then get it, a SecondModel, as their module.
@@ -149,6 +152,7 @@ class MethodSpec:
     summary: str
     drafter: Callable[[Decoder, Any, Any], Drafter | None] | None = None
     step: Callable[[Decoder, Any, Any], Step] | None = None
+    acceptance: Callable[[Any], Acceptance] | None = None
     settings: type[MethodConfig] | None = None
     training: Training | None = None
     dynamic: DynamicMode | None = None
@@ -192,8 +196,12 @@ class MethodSpec:
         """
         if self.step is not None:
             return self.step(decoder, self._module(accelerator), self.read_settings(settings))
+        settings = self.read_settings(settings)
         drafter = self.make_drafter(decoder, accelerator, settings)
-        return None if drafter is None else SpeculativeStep(drafter)
+        if drafter is None:
+            return None
+        rule = None if self.acceptance is None else self.acceptance(settings)
+        return SpeculativeStep(drafter, rule)
 
     def make_drafter(
         self, decoder: Decoder, accelerator: Any = None, settings: Any = None

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.reduced_head import default_draft_vocab
 from multirate.methods.common.shape import BaseShape
-
-LARGEST_DRAFT_VOCAB = 32000
-"""EAGLE-3's, of 128,256; smaller vocabularies keep the same share, a quarter."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class FeatureConfig(MethodConfig):
     @classmethod
     def defaults(cls, base: BaseShape) -> dict[str, Any]:
         """The fields' values for a base: a layer of its sizes."""
-        reduced = base.vocab_size // 4 // 64 * 64
         return {
             "heads": base.num_heads,
             "kv_heads": base.num_kv_heads,
@@ -54,7 +51,7 @@ class FeatureConfig(MethodConfig):
             "intermediate": max(64, round(base.intermediate_size / 64) * 64),
             "norm_eps": base.norm_eps,
             "rope_theta": base.rope_theta,
-            "draft_vocab": min(LARGEST_DRAFT_VOCAB, reduced) or None,
+            "draft_vocab": default_draft_vocab(base.vocab_size),
         }
 
     @classmethod

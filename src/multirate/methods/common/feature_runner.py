@@ -15,11 +15,12 @@ from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.feature_stream import FeatureStream
 from multirate.methods.common.fused_steps import DraftHead
+from multirate.methods.common.packed_layer import packed_layer
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
-from multirate.model.native.own_layer import OwnLayer, tiles
-from multirate.model.native.packing import Owner, draft_layout, interleave_gate_up
+from multirate.model.native.own_layer import tiles
+from multirate.model.native.packing import Owner, draft_layout
 from multirate.model.rows import Rows
 
 
@@ -92,29 +93,9 @@ class NativeFeatureRunner(NativeDraftRunner, FeatureRunner):
         c, self._owner = stream.config, Owner(draft_layout(weights))
         tokens = stream.draft_tokens
         self._token_list = None if tokens is None else tokens.tolist()
-        owner, attention, mlp = self._owner, stream.attn, stream.mlp
-        layer = abi.new(
-            "Layer",
-            qkv=owner.linear(
-                torch.cat([attention.q.weight, attention.k.weight, attention.v.weight])
-            ),
-            o=owner.linear(attention.o.weight),
-            gate_up=owner.linear(interleave_gate_up(mlp.gate.weight, mlp.up.weight)),
-            down=owner.linear(mlp.down.weight),
-            norm_mlp=owner.floats(stream.mlp_norm.weight),
-            **self.layer_norms(owner),
-        )
-        self.own_layer = OwnLayer(
-            decoder,
-            owner,
-            layer,
-            heads=c.heads,
-            kv_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            intermediate=c.intermediate,
-            theta=c.rope_theta,
-            eps=c.norm_eps,
-        )
+        owner = self._owner
+        norms = {"norm_mlp": owner.floats(stream.mlp_norm.weight), **self.layer_norms(owner)}
+        self.own_layer = packed_layer(decoder, owner, stream.attn, stream.mlp, c.norm_eps, norms)
         self.head = self.draft_head(owner)
         self.packed = abi.new(
             "Stream",
@@ -122,7 +103,7 @@ class NativeFeatureRunner(NativeDraftRunner, FeatureRunner):
             layers=decoder.packed_layers,
             table=decoder.table.data_ptr(),
             block_shape=self.own_layer.shape,
-            block=layer,
+            block=self.own_layer.layer,
             carry_eps=c.norm_eps,
             **self.stream_fields(owner),
         )

@@ -40,6 +40,13 @@ class RMSNorm(nn.Module):
         return self.weight * scaled.to(x.dtype)
 
 
+def zero_linear(inputs: int, outputs: int) -> nn.Linear:
+    """A linear map without bias that starts at zero."""
+    linear = nn.Linear(inputs, outputs, bias=False)
+    nn.init.zeros_(linear.weight)
+    return linear
+
+
 def rotate(x: Tensor, pos: Tensor, theta: float) -> Tensor:
     """Rotary embedding, half-rotation form. x [..., H, T, D] with pos [T] or [B, 1, T] → same
     shape.

@@ -11,6 +11,14 @@ from torch import Tensor
 
 from multirate.model.decoder import Decoder
 
+_LARGEST = 32000
+"""EAGLE-3's, of 128,256; smaller vocabularies keep the same share, a quarter."""
+
+
+def default_draft_vocab(vocab_size: int) -> int | None:
+    """The size of a draft head that the user did not choose; None: the whole vocabulary."""
+    return min(_LARGEST, vocab_size // 4 // 64 * 64) or None
+
 
 def first_tokens(count: int | None) -> Tensor | None:
     """The buffer `draft_tokens` of modules whose config has `draft_vocab` = count, before training

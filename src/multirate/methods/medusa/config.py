@@ -7,6 +7,7 @@ from math import prod
 from typing import Any, ClassVar
 
 from multirate.decoding.drafter import MAX_TREE_NODES
+from multirate.methods.common.acceptance_config import AcceptanceConfig
 from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.shape import BaseShape
 
@@ -41,12 +42,13 @@ class MedusaConfig(MethodConfig):
 
 
 @dataclass(frozen=True)
-class MedusaDecodeConfig(MethodConfig):
-    """widths: overrides the accelerator's own; null keeps them."""
+class MedusaDecodeConfig(AcceptanceConfig):
+    """widths: overrides the accelerator's own; null keeps them. The others: AcceptanceConfig."""
 
     widths: tuple[int, ...] | None = None
 
     def check(self) -> None:
+        super().check()
         if self.widths is not None:
             fits = min(self.widths, default=0) >= 1 and nodes_of(self.widths) <= MAX_TREE_NODES
             self.require(fits, "widths", _ACCEPTED)

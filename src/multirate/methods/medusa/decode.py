@@ -6,29 +6,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.decoding.drafter import Draft, Drafter, Verified
+from multirate.decoding.drafter import Draft, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
+from multirate.methods.common.heads_drafter import HeadsDrafter, likeliest
 from multirate.methods.medusa.config import MedusaDecodeConfig, nodes_of
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(HeadsDrafter):
     """Depth k of the tree holds head k's `widths[k - 1]` best tokens below every node of depth k -
     1.
     """
 
     def __init__(self, decoder: Decoder, heads: MedusaHeads, config: MedusaDecodeConfig) -> None:
-        # the decoder's residuals decide the dtype: the native kernel keeps them in fp32
-        start = torch.zeros(1, dtype=torch.int64, device=decoder.info.device)
-        self._row = decoder.embed(start, np.zeros(1, np.int32))
-        self.decoder, self.heads = decoder, heads.to(self._row.dtype)
+        super().__init__(decoder, config)
+        self.heads = heads.to(self.row.dtype)
         self.widths = config.widths or heads.config.widths
         if len(self.widths) > heads.config.heads:
             raise UserError(
@@ -63,7 +61,10 @@ class MedusaDrafter(Drafter):
     ) -> list[Draft]:
         if not max(limits):
             return [Draft([], []) for _ in seqs]
-        best = self._best(torch.cat([self._last[b] for b in seqs]))  # head after head
+        logits = self._logits(torch.cat([self._last[b] for b in seqs]))
+        places = [(b, ahead) for ahead in range(len(self.widths)) for b in seqs]
+        noise = self.noise(sampler, places)
+        best, _ = likeliest(self.decoder, logits, max(self.widths), noise)
         return [self._tree(best[i :: len(seqs)]) for i in range(len(seqs))]
 
     def accept(self, seq: int, verified: Verified) -> None:
@@ -71,16 +72,13 @@ class MedusaDrafter(Drafter):
 
     def trial_step(self) -> Callable[[], object]:
         """All heads at once: dearer than one more depth, as it is paid whole from the first."""
-        return lambda: self._best(self._row)
+        return lambda: self.decoder.likeliest(self._logits(self.row), 1)
 
     @torch.no_grad()
-    def _best(self, hidden: Tensor) -> list[list[int]]:
-        """h_L [n, d] → the likeliest tokens after each row by each head, head after head: [K ·
-        n][k].
-        """
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """h_L [n, d] → what each head says of each row, head after head: [K · n, V]."""
         students = self.heads(self.decoder.norm(hidden), len(self.widths)).flatten(0, 1)
-        count = min(max(self.widths), self.decoder.info.vocab_size)
-        return self.decoder.top_tokens(self.decoder.unembed(students), count)
+        return self.decoder.unembed(students)
 
     def _tree(self, best: Sequence[Sequence[int]]) -> Draft:
         tokens: list[int] = []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from multirate.methods.common.layers import zero_linear
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.medusa.config import MedusaConfig
 
@@ -22,14 +23,13 @@ class MedusaHeads(nn.Module):
         super().__init__()
         self.config = config
         size = base.hidden_size
-        self.heads = nn.ModuleList(_silent(size) for _ in range(config.heads))
+        self.heads = nn.ModuleList(zero_linear(size, size) for _ in range(config.heads))
+
+    def student(self, k: int, x: Tensor) -> Tensor:
+        """x [..., d], normed → what head k, from 1, says: [..., d], normed."""
+        return x + F.silu(self.heads[k - 1](x))
 
     def forward(self, x: Tensor, count: int | None = None) -> Tensor:
         """x [..., d], normed → [K, ..., d], normed; of the first `count` heads (None: all)."""
-        return torch.stack([x + F.silu(head(x)) for head in self.heads[:count]])
-
-
-def _silent(size: int) -> nn.Linear:
-    linear = nn.Linear(size, size, bias=False)
-    nn.init.zeros_(linear.weight)
-    return linear
+        heads = range(1, (count or self.config.heads) + 1)
+        return torch.stack([self.student(k, x) for k in heads])

@@ -15,6 +15,8 @@ SPEC = register(
         summary="drafts with trained heads on the last layer, one for each token ahead",
         settings=MedusaDecodeConfig,
         drafter=lambda decoder, module, settings: MedusaDrafter(decoder, module, settings),
+        acceptance=lambda settings: settings.rule,
         training=Training(MedusaConfig, MedusaHeads, MedusaObjective),
+        tunable={"widths": (None, (2,), (2, 1), (4, 2))},
     )
 )

@@ -1,0 +1,68 @@
+"""The objective of heads that read the final residual (Medusa, Hydra): head k's distribution at a
+row against the full model's, k rows later.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from multirate.methods.common.distillation import distil
+from multirate.methods.common.objective import Objective, Report, Term
+from multirate.methods.common.teacher import Known, SlowPass, Teacher
+
+RowsBefore = Callable[[Tensor, int], Tensor]
+"""(states [B, T, d], k) → the states k rows before each row t that is taught, [N, d]."""
+
+
+class HeadsObjective(Objective):
+    """KL to the full model, head k's weighted by `step_decay` to the power k - 1.
+
+    The papers' losses are other ones; this is that of the other methods here.
+    """
+
+    has_early_exit = False  # the heads read the last layer
+
+    def __init__(self, teacher: Teacher, count: int, step_decay: float) -> None:
+        super().__init__()
+        self.count, self.step_decay = count, step_decay
+        self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
+
+    @abstractmethod
+    def students(self, teacher: Teacher, slow: SlowPass, before: RowsBefore) -> list[Tensor]:
+        """Of heads 1, 2, … what is said of the token after each taught row: [N, d] each, normed.
+        Head k reads the row k before it, and of later rows at most their tokens.
+        """
+
+    @property
+    def draft_tokens(self) -> Tensor | None:
+        """int64 [n], the tokens of a reduced draft head; None: all."""
+        return None
+
+    @property
+    def terms(self) -> list[Term]:
+        depth = self._teacher[0].shape.num_layers
+        return [Term(depth, k, self.step_decay ** (k - 1)) for k in range(1, self.count + 1)]
+
+    def forward(
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
+    ) -> tuple[Tensor, Report]:
+        """See Objective. Rows count whose next K + 1 tokens are all response tokens, as when
+        drafting.
+        """
+        teacher, count = self._teacher[0], self.count
+        slow = teacher.slow(ids, shared=0, known=known)
+        # what the teacher says at row t head k must say at row t - k
+        length = max(ids.shape[1] - count, 0)
+        earlier = [slice(count - k, count - k + length) for k in range(count + 1)]
+        taught = torch.stack([mask[:, rows] for rows in earlier]).all(0)
+        students = self.students(teacher, slow, lambda states, k: states[:, earlier[k]][taught])
+        rows = torch.zeros_like(mask)
+        rows[:, count:] = taught
+        result = distil(torch.stack(students), slow.target(rows), teacher.head, self.draft_tokens)
+        weights = torch.tensor([term.weight for term in self.terms], device=result.kl.device)
+        loss = (weights * result.kl).sum()
+        return loss, Report(self.terms, result, float(loss.detach()))

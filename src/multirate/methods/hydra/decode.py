@@ -1,0 +1,194 @@
+"""Hydra as a drafter: a tree grows level by level, head k reading the path of each of its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.decoding.drafter import Draft, Verified
+from multirate.decoding.sampler import Sampler
+from multirate.methods.common.draft_tree import DraftTree
+from multirate.methods.common.heads_drafter import HeadsDrafter
+from multirate.methods.hydra.config import HydraDecodeConfig
+from multirate.methods.hydra.modules import HydraHeads
+from multirate.methods.hydra.runner import NativeHydraRunner
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.noise import Noise
+from multirate.model.rows import Rows
+
+_ROWS = 1024  # of one call of the prefix layer; bounds the memory of its attention
+
+
+@dataclass
+class _Verified:
+    """What is known of a sequence's verified tokens. count: how many the prefix layer has read;
+    waiting: h_L [n, d] of those after them. Without that layer `waiting` is the last one alone.
+    """
+
+    count: int = 0
+    waiting: list[Tensor] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return self.count + sum(len(part) for part in self.waiting)
+
+
+class HydraDrafter(HeadsDrafter):
+    """Verified tokens are read by the prefix layer when the next draft is made."""
+
+    def __init__(self, decoder: Decoder, heads: HydraHeads, config: HydraDecodeConfig) -> None:
+        super().__init__(decoder, config)
+        self.heads, self.config = heads.to(self.row.dtype), config
+        self._runner = NativeHydraRunner.where_supported(decoder, self.heads, config.weights)
+        self.depth = min(config.depth or heads.config.heads, heads.config.heads)
+        self.max_nodes = config.nodes
+        self._draft_threshold = np.full(config.nodes, config.draft_threshold)
+        self._verify_threshold = np.full(config.nodes, config.verify_threshold)
+        self._cache: KVCache | None = None
+        self._own: KVCache | None = None
+        self._verified: dict[int, _Verified] = {}
+
+    def begin(self, cache: KVCache, sampler: Sampler) -> None:
+        self._cache, self._verified = cache, {}
+        if self.heads.prefix is not None:
+            self._own = self._runner.new_cache(cache.batch, cache.capacity)
+
+    def usable(self, cache: KVCache, length: int) -> int:
+        if self.heads.prefix is None:
+            return length  # the row that is read again brings all it needs
+        known = self._verified.get(0)
+        return min(length, known.total) if known and cache is self._cache else 0
+
+    def resume(self, cache: KVCache, sampler: Sampler) -> None:
+        """Goes on with what the prefix layer has read, and is still to read, of the kept tokens."""
+        known, kept = self._verified.get(0), cache.lengths[0]
+        self._cache, self._verified = cache, {}
+        if self.heads.prefix is not None and known is not None:
+            count = min(known.count, kept)
+            waiting = torch.cat([self.row[:0], *known.waiting])[: kept - count]
+            self._verified[0] = _Verified(count, [waiting])
+
+    def prefill(
+        self,
+        seqs: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        hidden_final: Sequence[Tensor],
+        taps: Sequence[Mapping[int, Tensor]],
+    ) -> None:
+        for b, hidden in zip(seqs, hidden_final, strict=True):
+            self._add(b, hidden)
+
+    def accept(self, seq: int, verified: Verified) -> None:
+        self._add(seq, verified.accepted)
+
+    def _add(self, seq: int, hidden: Tensor) -> None:
+        known = self._verified.setdefault(seq, _Verified())
+        if self.heads.prefix is None:
+            known.waiting = [hidden[-1:]]
+        else:
+            known.waiting.append(hidden)
+
+    def behind(self, seqs: Sequence[int]) -> int:
+        if self.heads.prefix is None:
+            return 0
+        return sum(len(part) for b in seqs for part in self._verified[b].waiting)
+
+    def trial_step(self) -> Callable[[], object]:
+        """The first head on one row."""
+        z = torch.cat([self.row, self.row], dim=-1)
+        return lambda: self._top(1, z)
+
+    @torch.no_grad()
+    def draft(
+        self,
+        seqs: Sequence[int],
+        last_tokens: Sequence[int],
+        limits: Sequence[int],
+        sampler: Sampler,
+    ) -> list[Draft]:
+        """One pass of head k over the nodes of depth k - 1 of all sequences."""
+        if not max(limits):
+            return [Draft([], []) for _ in seqs]
+        trees = [DraftTree(min(self.depth, limit)) for limit in limits]
+        nodes = [(i, 0) for i, limit in enumerate(limits) if limit]
+        z = torch.cat([self._read(seqs[i]) for i, _ in nodes])
+        tokens = [last_tokens[i] for i, _ in nodes]
+        for k in range(1, self.depth + 1):
+            places = [(seqs[i], k - 1) for i, _ in nodes]
+            z = self._joined(z, tokens, places)
+            ids, probs = self._top(k, z, self.noise(sampler, places))
+            row_of = {node: row for row, node in enumerate(nodes)}
+            nodes = self._grow(trees, nodes, ids, probs)
+            if not nodes:
+                break
+            z = z[[row_of[i, trees[i].parents[node - 1]] for i, node in nodes]]
+            tokens = [trees[i].tokens[node - 1] for i, node in nodes]
+        for tree in trees:
+            tree.finish(self._verify_threshold)
+        return [Draft(tree.tokens, tree.parents) for tree in trees]
+
+    def _grow(
+        self,
+        trees: Sequence[DraftTree],
+        nodes: Sequence[tuple[int, int]],
+        ids: Sequence[Sequence[int]],
+        probs: Sequence[Sequence[float]],
+    ) -> list[tuple[int, int]]:
+        """The nodes to draft from next below `nodes`, (tree, node) tree after tree, for which ids
+        and probs have the candidates.
+        """
+        chosen, at = [], 0
+        for i, group in groupby(nodes, key=itemgetter(0)):
+            frontier = [node for _, node in group]
+            part = slice(at, at + len(frontier))
+            at = part.stop
+            grown = trees[i].grow(
+                frontier,
+                ids[part],
+                probs[part],
+                self.config.width,
+                self._draft_threshold,
+                self._verify_threshold,
+            )
+            chosen += [(i, node) for node in grown]
+        return chosen
+
+    def _joined(
+        self, z: Tensor, tokens: Sequence[int], places: Sequence[tuple[int, int]]
+    ) -> Tensor:
+        """z [n, k · d] with the embeddings of the next tokens; places: of each its sequence, and
+        its depth.
+        """
+        assert self._cache is not None
+        lengths = self._cache.lengths
+        positions = np.array([lengths[b] + depth for b, depth in places], np.int32)
+        ids = torch.tensor(tokens, device=self.decoder.info.device)
+        return self.heads.joined(z, self.decoder.embed(ids, positions))
+
+    def _read(self, seq: int) -> Tensor:
+        """What the heads read of the sequence's last verified token: x [1, d]."""
+        known = self._verified[seq]
+        hidden = known.waiting[0] if len(known.waiting) == 1 else torch.cat(known.waiting)
+        if self.heads.prefix is None:
+            return self.heads.read_norm(hidden)
+        assert self._own is not None
+        for part in hidden.split(_ROWS):
+            rows = Rows.causal(seq, known.count, len(part))
+            out = self._runner.prefixed(part, rows, self._own)
+            known.count += len(part)
+        known.waiting = []
+        return self.heads.read_norm(out[-1:])
+
+    @torch.no_grad()
+    def _top(
+        self, k: int, z: Tensor, noise: Sequence[Noise] | None = None
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The candidates by head k of each row of z [n, (k + 1) · d]: tokens and probabilities."""
+        return self._runner.top(self._runner.student(k, z), self.config.width + 1, noise)

@@ -1,0 +1,104 @@
+"""Hydra's heads [Ankner et al. 2024]. Head k reads h, and the embeddings e_1 … e_k of the tokens
+drafted so far, the model's own next token first:
+
+    z = [x; RMSNorm(e_1); …; RMSNorm(e_k)],   x = RMSNorm(h)
+    y = x + R_k z + SiLU(W_k,1 z)
+    y ← y + SiLU(W_k,l y)                 (further layers of the MLP)
+
+read by the base's frozen final norm and LM head. Without prefix h is the base's final residual;
+with it (Hydra++) that passes a decoder layer with its own keys and values first. The norms make
+all parts of z equally large. [ours] R and W start at zero, and so does what the prefix layer adds:
+an untrained head repeats the base's next token, up to the epsilon of a second norm.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multirate.methods.common.layers import OwnAttention, RMSNorm, SwiGLU, zero_linear
+from multirate.methods.common.reduced_head import first_tokens
+from multirate.methods.common.shape import BaseShape
+from multirate.methods.hydra.config import HydraConfig
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import Rows
+
+
+class HydraHead(nn.Module):
+    """The head that knows `tokens` tokens."""
+
+    def __init__(self, size: int, tokens: int, layers: int) -> None:
+        super().__init__()
+        inputs = (tokens + 1) * size
+        self.size = size
+        self.residual = zero_linear(inputs, size)
+        self.first = zero_linear(inputs, size)
+        self.later = nn.ModuleList(zero_linear(size, size) for _ in range(layers - 1))
+
+    def forward(self, z: Tensor) -> Tensor:
+        """z [..., (tokens + 1) · d] → y [..., d]."""
+        y = z[..., : self.size] + self.residual(z) + F.silu(self.first(z))
+        for layer in self.later:
+            y = y + F.silu(layer(y))
+        return y
+
+
+class PrefixLayer(nn.Module):
+    """A Llama-like decoder layer of the base's sizes over the final residuals of verified
+    tokens.
+    """
+
+    def __init__(self, base: BaseShape) -> None:
+        super().__init__()
+        d = base.hidden_size
+        self.attn_norm, self.mlp_norm = RMSNorm(d, base.norm_eps), RMSNorm(d, base.norm_eps)
+        self.attn = OwnAttention(
+            d, base.num_heads, base.num_kv_heads, base.head_dim, base.rope_theta
+        )
+        self.mlp = SwiGLU(d, base.intermediate_size)
+        nn.init.zeros_(self.attn.o.weight)
+        nn.init.zeros_(self.mlp.down.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Training: [B, T, d] → [B, T, d], causal."""
+        mixed: Tensor = self.attn(self.attn_norm(x))[0]
+        return self._finished(x + mixed)
+
+    def rows(self, x: Tensor, rows: Rows, cache: KVCache) -> Tensor:
+        """Decoding: [N, d] → [N, d]; K/V of every row are written at ``rows.slot``."""
+        return self._finished(x + self.attn.rows(self.attn_norm(x), rows, cache))
+
+    def _finished(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class HydraHeads(nn.Module):
+    """See the module's docstring."""
+
+    draft_tokens: Tensor | None
+    """[draft_vocab] int64 ids of the reduced draft head's rows, increasing; None: the full head."""
+
+    def __init__(self, config: HydraConfig, base: BaseShape) -> None:
+        super().__init__()
+        self.config = config
+        size = base.hidden_size
+        self.read_norm = RMSNorm(size, base.norm_eps)
+        self.embed_norm = RMSNorm(size, base.norm_eps)
+        self.prefix = PrefixLayer(base) if config.prefix else None
+        self.heads = nn.ModuleList(
+            HydraHead(size, k, config.layers) for k in range(1, config.heads + 1)
+        )
+        self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
+
+    def joined(self, z: Tensor, embedded: Tensor) -> Tensor:
+        """z [n, k · d] of head k - 1 (of the first head: x) and the next tokens' embeddings [n, d]
+        → z of head k.
+        """
+        return torch.cat([z, self.embed_norm(embedded)], dim=-1)
+
+    def student(self, k: int, z: Tensor) -> Tensor:
+        """What head k, from 1, says: z [n, (k + 1) · d] → y [n, d]."""
+        said: Tensor = self.heads[k - 1](z)
+        return said

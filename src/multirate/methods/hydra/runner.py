@@ -1,0 +1,128 @@
+"""Hydra's heads beside a decoder: with their torch modules on any, packed on the native one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multirate.methods.common.config import DraftWeights
+from multirate.methods.common.fused_steps import DraftHead
+from multirate.methods.common.heads_drafter import likeliest
+from multirate.methods.common.packed_layer import packed_layer
+from multirate.methods.common.reduced_head import draft_logits
+from multirate.methods.hydra.modules import HydraHeads
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.native import NativeDecoder, abi
+from multirate.model.native.cache import NativeKVCache
+from multirate.model.native.own_layer import OwnLayer, tiles
+from multirate.model.native.packing import Owner, draft_layout
+from multirate.model.noise import Noise
+from multirate.model.rows import Rows
+
+
+class HydraRunner:
+    """What drafting needs of the heads."""
+
+    def __init__(self, decoder: Decoder, heads: HydraHeads) -> None:
+        self.decoder, self.heads = decoder, heads
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for `prefixed`."""
+        assert self.heads.prefix is not None
+        return self.heads.prefix.attn.new_cache(batch, capacity)
+
+    def prefixed(self, hidden: Tensor, rows: Rows, cache: KVCache) -> Tensor:
+        """The prefix layer: h_L [n, d] → [n, d]; writes K/V at ``rows.slot``."""
+        assert self.heads.prefix is not None
+        return self.heads.prefix.rows(hidden, rows, cache)
+
+    def student(self, k: int, z: Tensor) -> Tensor:
+        """See HydraHeads."""
+        return self.heads.student(k, z)
+
+    def top(
+        self, y: Tensor, count: int, noise: Sequence[Noise] | None = None
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The `count` likeliest tokens by each row of y [n, d] and their probabilities, best first.
+        noise[i]: added to the logits of row i.
+        """
+        logits = draft_logits(self.decoder, self.heads.draft_tokens, y)
+        return likeliest(self.decoder, logits, count, noise)
+
+
+class NativeHydraRunner(HydraRunner):
+    """The same with packed copies of all weights. weights: how they are packed."""
+
+    decoder: NativeDecoder
+    _prefix: OwnLayer | None = None
+
+    @staticmethod
+    def where_supported(decoder: Decoder, heads: HydraHeads, weights: DraftWeights) -> HydraRunner:
+        """This runner on a decoder that it supports, else the one for any decoder."""
+        layer = heads.prefix
+        if not isinstance(decoder, NativeDecoder) or not decoder.supports_fused:
+            return HydraRunner(decoder, heads)
+        if layer is not None:
+            attn, inner = layer.attn, layer.mlp.gate.out_features
+            if not tiles(decoder, attn.heads, attn.kv_heads, attn.head_dim, inner):
+                return HydraRunner(decoder, heads)
+        return NativeHydraRunner(decoder, heads, weights)
+
+    def __init__(self, decoder: NativeDecoder, heads: HydraHeads, weights: DraftWeights) -> None:
+        super().__init__(decoder, heads)
+        owner = self._owner = Owner(draft_layout(weights))
+        self._head = DraftHead.of(decoder, owner, heads.draft_tokens)
+        tokens = heads.draft_tokens
+        self._token_list = None if tokens is None else tokens.tolist()
+        self._layers = [_packed(head, owner) for head in heads.heads]
+        if (layer := heads.prefix) is not None:
+            norms = {
+                "norm_attention": owner.floats(layer.attn_norm.weight),
+                "norm_mlp": owner.floats(layer.mlp_norm.weight),
+            }
+            eps = layer.attn_norm.eps
+            self._prefix = packed_layer(decoder, owner, layer.attn, layer.mlp, eps, norms)
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        assert self._prefix is not None
+        return self._prefix.new_cache(batch, capacity)
+
+    def prefixed(self, hidden: Tensor, rows: Rows, cache: KVCache) -> Tensor:
+        assert self._prefix is not None and isinstance(cache, NativeKVCache)
+        return self._prefix.rows(hidden, rows, cache)
+
+    def student(self, k: int, z: Tensor) -> Tensor:
+        first, *later = self._layers[k - 1]
+        d = self.decoder.info.hidden_size
+        both = self.decoder.product(first, z, None)
+        y = z[:, :d] + both[:, :d] + F.silu(both[:, d : 2 * d])
+        for layer in later:
+            y = y + F.silu(self.decoder.product(layer, y, None)[:, :d])
+        return y
+
+    def top(
+        self, y: Tensor, count: int, noise: Sequence[Noise] | None = None
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        head = self._head
+        ids, probs = self.decoder.top(
+            head.linear,
+            head.vocab,
+            y,
+            min(count, head.vocab),
+            noise=noise,
+            token_map=head.token_map,
+        )
+        if self._token_list is not None:
+            ids = [[self._token_list[i] for i in row] for row in ids]
+        return ids, probs
+
+
+def _packed(head: Any, owner: Owner) -> list[abi.CData]:
+    """The layers of a HydraHead in order; the two maps that read z are one."""
+    both = torch.cat([head.residual.weight, head.first.weight])
+    return [owner.linear(both), *(owner.linear(layer.weight) for layer in head.later)]

@@ -60,6 +60,35 @@ def test_of_equal_logits_the_lowest_id_comes_first() -> None:
     assert ids.tolist() == [[90, 40, 77, 101, 0]]
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("vocab", [5, 63, 64, 133, 4096])
+def test_best_is_top_without_probabilities(vocab: int, threads: int) -> None:
+    """Of random rows, of rising and falling ones, of equal ones, and of those with infinities."""
+    logits = torch.full((8, -(-vocab // 64) * 64), 1e9)
+    logits[:, :vocab] = randn(8, vocab, seed=vocab)
+    logits[1, :vocab] = torch.arange(vocab)
+    logits[2, :vocab] = -torch.arange(vocab).float()
+    logits[3, :vocab] = 3.0
+    logits[4, :vocab] = (torch.arange(vocab) % 3).float()
+    logits[5, :vocab] = -torch.inf
+    logits[5, vocab // 2] = -5.0
+    logits[6, :vocab:2] = torch.inf
+    logits[7, 1:vocab:2] = torch.nan
+    workspace = library.Workspace(threads)
+    for k in (1, 5, min(vocab, 64)):
+        ids = np.full((9, k), 77, np.int64)
+        library.kernel().mr_best(
+            workspace.address, pointer(logits), 8, vocab, logits.shape[1], k, abi.longs(ids)
+        )
+        assert ids[:8].tolist() == top(logits, vocab, k)[0].tolist()
+        assert (ids[8] == 77).all()
+        stable = (-logits[:7, :vocab]).sort(dim=-1, stable=True)[1][
+            :, :k
+        ]  # of equals the lowest id
+        finite = [row for row in range(7) if row != 5 or k == 1]
+        assert ids[finite].tolist() == stable[finite].tolist()
+
+
 def shape_of(hidden: int, vocab: int) -> abi.CData:
     return abi.new("Shape", hidden=hidden, vocab=vocab, eps=1e-5)
 

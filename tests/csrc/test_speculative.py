@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from multirate.decoding.acceptance import accept_greedy
+from multirate.decoding.drafter import Draft
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
@@ -316,6 +318,97 @@ def test_a_step_at_a_temperature_emits_what_plain_decoding_draws(
         accepted += len(done.tokens) - 1
     assert sampler.tokens[0][len(prompt) :][:40] == expected
     assert accepted > 0
+
+
+def random_draft(rng: np.random.Generator, nodes: int, text: list[int]) -> Draft:
+    """A tree whose nodes are often the text's own next tokens, siblings often equal."""
+    tokens, parents, depths = [], [], [0]
+    for node in range(1, nodes + 1):
+        parent = int(rng.integers(max(node - 4, 0), node))
+        depth = depths[parent]
+        right = depth < len(text) and rng.random() < 0.6
+        tokens.append(text[depth] if right else int(rng.integers(VOCAB)))
+        parents.append(parent)
+        depths.append(depth + 1)
+    return Draft(tokens, parents)
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 5, 13, 63])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("start_layer", [0, 2])
+def test_a_given_draft_is_verified_as_by_its_parts(
+    nodes: int, temperature: float, start_layer: int
+) -> None:
+    """Any tree, chains among them: path, tokens, h_L, the likeliest tokens of every node, and K/V
+    of what is accepted.
+    """
+    decoder, prompt = make_decoder(), [5, 6, 7, 8] * 4
+    settings, count = SamplingSettings(temperature, seed=9), decoder.info.num_layers
+    if temperature:
+        text = drawn(decoder, prompt, 12, Sampler(settings, [prompt]))
+    else:
+        text = plain(decoder, prompt, 12)
+    token, length, rng = text[0], len(prompt), np.random.default_rng(nodes)
+    sampler, longest = Sampler(settings, [[*prompt, token]]), 0
+    noises = [sampler.noise(0, ahead) for ahead in range(64)] if temperature else None
+    for number in range(8):
+        draft = random_draft(rng, nodes, text[1:])
+        if not number:
+            draft = Draft.chain((text[1:] + [3] * nodes)[:nodes])
+        ids, rows = [token, *draft.tokens], draft.rows(0, length)
+        reference, cache = start(decoder, prompt)[0], start(decoder, prompt)[0]
+        entering = decoder.embed(torch.tensor(ids), rows.pos)
+        for one in (reference, cache)[: 2 if start_layer else 1]:
+            below = decoder.layers(entering, rows, 0, start_layer, one)
+        hidden = decoder.layers(below, rows, start_layer, count, reference)
+        logits = decoder.logits(hidden)
+        noise = None if noises is None else [noises[depth] for depth in draft.depths]
+        chosen = (
+            logits.argmax(-1).tolist() if noise is None else decoder.noisy_argmax(logits, noise)
+        )
+        path, bonus = accept_greedy(draft, chosen)
+        reference.keep(0, [length + node for node in path])
+        given = below.clone()
+        done = decoder.verify_draft(
+            cache,
+            0,
+            ids,
+            draft.parents,
+            noises and noises[0],
+            5,
+            given if start_layer else None,
+            start_layer,
+        )
+        assert done is not None
+        assert torch.equal(given, below)
+        assert done.path == path
+        assert done.tokens == [*(draft.tokens[node - 1] for node in path[1:]), bonus]
+        assert torch.equal(done.hidden, hidden)
+        assert done.best == decoder.top_tokens(logits, 5)
+        cache.commit(0, len(path))
+        assert cache.lengths == reference.lengths
+        for layer in range(count):
+            pairs = zip(cache.standard(layer), reference.standard(layer), strict=True)
+            for ours, theirs in pairs:
+                assert torch.equal(ours[:, :, : cache.lengths[0]], theirs[:, :, : cache.lengths[0]])
+        longest = max(longest, len(path))
+    assert longest > min(nodes, 11)
+
+
+def test_logits_that_are_not_finite_end_the_verification_of_a_given_draft() -> None:
+    decoder, prompt = make_decoder(), [5, 6, 7]
+    cache, token = start(decoder, prompt)
+    noise = Sampler(SamplingSettings(1.0, seed=0), [[*prompt, token]]).noise(0)
+    decoder.table[token] = torch.nan
+    with pytest.raises(UserError, match="not finite"):
+        decoder.verify_draft(cache, 0, [token, 3], [0], noise)
+    assert cache.lengths == [len(prompt)]
+
+
+def test_a_draft_of_more_nodes_than_a_tree_has_is_not_verified_at_once() -> None:
+    decoder, prompt = make_decoder(), [5, 6, 7]
+    cache, token = start(decoder, prompt)
+    assert decoder.verify_draft(cache, 0, [token] * 65, list(range(64))) is None
 
 
 def test_logits_that_are_not_finite_end_a_step_at_a_temperature() -> None:

@@ -1,21 +1,46 @@
 """A step in one piece against the same step in parts: drafts, tokens, statistics and committed
-K/V.
+K/V. So are steps whose drafts are made in Python and verified in one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from multirate.decoding.drafter import Drafter
+from multirate.decoding.drafter import Drafter, Verified
+from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
+from multirate.decoding.session import Session
 from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
-from multirate.model.decoder import Decoder
+from multirate.model.decoder import Decoder, VerifiedDraft
+
+
+@contextmanager
+def verified_in_parts(decoder: Decoder, parts: bool = True) -> Iterator[list[VerifiedDraft]]:
+    """Drafts are verified layer by layer and accepted in Python, as other decoders do. parts:
+    False: in one call; → what it found.
+    """
+    found: list[VerifiedDraft] = []
+    whole = decoder.verify_draft
+
+    def verify(*args: Any) -> VerifiedDraft | None:
+        done = None if parts else whole(*args)
+        if done is not None:
+            found.append(done)
+        return done
+
+    decoder.verify_draft = verify  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        del decoder.verify_draft  # type: ignore[method-assign]
 
 
 def assert_fused_steps_are_steps_in_parts(
@@ -61,14 +86,15 @@ def assert_fused_steps_are_steps_in_parts(
             ]
 
         drafter.fused_step, drafter.draft = one, parts  # type: ignore[method-assign]
-        output = generate(
-            decoder,
-            SpeculativeStep(drafter),
-            [prompt],
-            sampling,
-            StopSettings(max_new_tokens=new_tokens),
-            after_step=after,
-        )
+        with verified_in_parts(decoder):
+            output = generate(
+                decoder,
+                SpeculativeStep(drafter),
+                [prompt],
+                sampling,
+                StopSettings(max_new_tokens=new_tokens),
+                after_step=after,
+            )
         s = output.stats
         counts = (
             s.drafted,
@@ -87,3 +113,63 @@ def assert_fused_steps_are_steps_in_parts(
         assert outcomes[0][0] == plain.sequences
     for one_store, other in zip(*stores, strict=True):
         assert torch.equal(one_store, other)
+
+
+def assert_drafts_are_verified_whole_as_in_parts(
+    decoder: Decoder,
+    make: Callable[[], Drafter],
+    prompts: list[list[int]],
+    new_tokens: int = 14,
+    sampling: SamplingSettings | None = None,
+) -> int:
+    """``make`` gives a fresh drafter that drafts in Python, the same every time. Drafts, texts,
+    statistics, and what the drafter is told are the same whether a draft is verified in one call
+    of this decoder or in parts, in all generations of one drafter; K/V are a fresh prefill's. The
+    text is plain decoding's. → accepted tokens.
+    """
+    stop, outcomes, accepted = StopSettings(max_new_tokens=new_tokens), [], 0
+
+    def at_the_end(session: Session, step: Step) -> None:
+        if not session.active:
+            check_invariants(session, step)
+
+    for parts in (False, True):
+        drafter, seen, told = make(), list[Any](), list[Any]()
+        draft, accept = drafter.draft, drafter.accept
+
+        def drafting(*args: Any, draft: Any = draft, seen: list[Any] = seen) -> Any:
+            made = draft(*args)
+            seen.extend((d.tokens, d.parents) for d in made)
+            return made
+
+        def accepting(
+            seq: int, verified: Verified, accept: Any = accept, told: list[Any] = told
+        ) -> None:
+            told.append((verified.path, verified.top, verified.hidden.clone()))
+            accept(seq, verified)
+
+        drafter.draft, drafter.accept = drafting, accepting  # type: ignore[method-assign]
+        texts, counts = [], []
+        for prompt in prompts:
+            with verified_in_parts(decoder, parts) as whole:
+                output = generate(
+                    decoder,
+                    SpeculativeStep(drafter),
+                    [prompt],
+                    sampling,
+                    stop,
+                    after_step=at_the_end,
+                )
+            s = output.stats
+            assert len(whole) == (0 if parts else s.sequence_steps)
+            texts += output.sequences
+            counts.append((s.drafted, s.drafted_levels, s.accepted, s.sequence_steps))
+            accepted += s.accepted
+        hidden = [told_hidden for *_, told_hidden in told]
+        outcomes.append((texts, counts, seen, [others for *others, _ in told], hidden))
+    (*whole_run, whole_hidden), (*parts_run, parts_hidden) = outcomes
+    assert whole_run == parts_run
+    assert all(map(torch.equal, whole_hidden, parts_hidden))
+    for prompt, text in zip(prompts, whole_run[0], strict=True):
+        assert [text] == generate(decoder, PlainStep(), [prompt], sampling, stop).sequences
+    return accepted

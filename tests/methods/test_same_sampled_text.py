@@ -19,6 +19,9 @@ _ALWAYS = ":draft_threshold=0.05:verify_threshold=0.02"  # as no clock is to dec
 METHODS = [
     "prompt_lookup",
     "sam",
+    "token_recycling",
+    "lookahead",
+    "layerskip:confidence=0.1",
     f"m2r2{_ALWAYS}",
     f"m2r2-carry{_ALWAYS}",
     f"m2r2-carry:lookup=sam{_ALWAYS}",
@@ -64,7 +67,9 @@ def backend(request: pytest.FixtureRequest) -> str:
 def test_a_seeds_text_is_plain_decodings(
     backend: str, method: str, sampling: SamplingSettings
 ) -> None:
-    """Alone, where the native backend fuses steps, and in a batch, where it does not."""
+    """Alone, where the native backend fuses steps or verifies drafts in one call, and in a batch,
+    where it does not.
+    """
     engine, prompts = engine_of(backend)
     stop = StopSettings(max_new_tokens=16)
     texts = plain_texts(backend, sampling)

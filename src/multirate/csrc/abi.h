@@ -208,7 +208,8 @@ typedef struct {
     const float *draft_norm, *norm; // [hidden] before each
     const int64_t *token_map;       // [draft_vocab] the id of each output of draft_head, or NULL
     int64_t *ids;       // [nodes + 1] in: tokens to refresh, then the last token; out: the emitted
-    float *carried;     // [nodes + 1, hidden] in: of each of ids; out: of the accepted path
+    float *carried;     // [nodes + 1, hidden] in: of each of ids; out: of the accepted path. NULL:
+                        // nothing is carried
     int64_t *tokens;    // [nodes] the draft
     int32_t *parents;   // [nodes]
     double *confidence; // [nodes] out: what the stream gave each node, before calibration; -1: not
@@ -366,7 +367,10 @@ void mr_embed(const bf16 *table, const int64_t *ids, int count, int d, float sca
 // id), and their probabilities under softmax(sharpness · logits).
 void mr_top(const float *logits, int count, int vocab, int stride, int k, float sharpness,
             int64_t *ids, float *probabilities);
-// The same of head · RMSNorm(x) + noise[row] of the outputs' tokens token_map [vocab] (NULL: the
+// These ids alone, the rows shared out among the threads.
+void mr_best(Workspace *work, const float *logits, int count, int vocab, int stride, int k,
+             int64_t *ids);
+// mr_top of head · RMSNorm(x) + noise[row] of the outputs' tokens token_map [vocab] (NULL: the
 // first ones); noise NULL: none. logits: scratch [count, head->outputs].
 void mr_head_top(Workspace *work, const Linear *head, const float *norm, float eps, const float *x,
                  int count, int vocab, const Noise *noise, const int64_t *token_map, int k,
@@ -425,6 +429,14 @@ void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, in
                           const DraftLimits *limits);
 void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *path,
                            const int64_t *tokens, int count);
+// The step of a draft that its caller has made: step->tokens and parents hold `nodes` of them,
+// step->ids the last token alone. start 0: they are embedded; else step->hidden holds the residuals
+// of all of them as they enter that layer, and the layers below have their keys and values. best
+// [nodes + 1, k] out: the likeliest tokens after the last token and each node, as mr_best has them,
+// without noise. path [nodes + 1] out: the accepted nodes from node 0 on. step->hidden then holds
+// h_L of all nodes. Returns as mr_speculative_step.
+int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int nodes, int start, int k,
+                    int64_t *best, int32_t *path);
 
 // moe/experts.c
 void mr_route(Workspace *work, const Linear *router, const float *norm, float eps, const float *x,

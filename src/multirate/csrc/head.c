@@ -1,6 +1,7 @@
 // From tokens to residuals and back: embeddings, the likeliest tokens, a whole pass to the argmax.
 #include "noise.h"
 #include "simd.h"
+#include "threads.h"
 
 void mr_embed(const bf16 *table, const int64_t *ids, int count, int d, float scale, float *x) {
     for (int n = 0; n < count; n++)
@@ -8,39 +9,45 @@ void mr_embed(const bf16 *table, const int64_t *ids, int count, int d, float sca
             x[(size_t)n * d + i] = from_bf16(table[(size_t)ids[n] * d + i]) * scale;
 }
 
+// The k best of row [vocab], best first (ties: the lower id). Returns how many there are that are
+// more than -inf; the other ids are 0.
+static int best_of(const float *row, int vocab, int k, int64_t *ids) {
+    int found = 0;
+    float least = -INFINITY; // what a token has to exceed
+    for (int begin = 0; begin < vocab; begin += PIECE) {
+        int end = begin + PIECE < vocab ? begin + PIECE : vocab;
+        if (end == begin + PIECE) {
+            iv better = {0};
+            for (int i = begin; i < end; i += LANES)
+                better |= load_v(row + i) > all(least);
+            if (!any_of(better))
+                continue;
+        }
+        for (int i = begin; i < end; i++) {
+            if (!(row[i] > least))
+                continue;
+            int j = found < k ? found++ : k - 1;
+            for (; j > 0 && row[i] > row[ids[j - 1]]; j--)
+                ids[j] = ids[j - 1];
+            ids[j] = i;
+            if (found == k)
+                least = row[ids[k - 1]];
+        }
+    }
+    for (int j = found; j < k; j++)
+        ids[j] = 0;
+    return found;
+}
+
 void mr_top(const float *logits, int count, int vocab, int stride, int k, float sharpness,
             int64_t *ids, float *probabilities) {
     for (int n = 0; n < count; n++) {
         const float *row = logits + (size_t)n * stride;
         int64_t *id = ids + (size_t)n * k;
-        float *best = probabilities + (size_t)n * k;
-        for (int j = 0; j < k; j++) {
-            best[j] = -INFINITY;
-            id[j] = 0;
-        }
-        for (int i0 = 0; i0 < vocab; i0 += 16) {
-            if (i0 + 16 <= vocab) { // skip blocks with nothing better than the k-th best
-                i16 better = load(row + i0) > splat(best[k - 1]);
-                int any = 0;
-                for (int i = 0; i < 16; i++)
-                    any |= better[i];
-                if (!any)
-                    continue;
-            }
-            for (int i = i0; i < i0 + 16 && i < vocab; i++) {
-                if (!(row[i] > best[k - 1]))
-                    continue;
-                int j = k - 1;
-                for (; j > 0 && row[i] > best[j - 1]; j--) {
-                    best[j] = best[j - 1];
-                    id[j] = id[j - 1];
-                }
-                best[j] = row[i];
-                id[j] = i;
-            }
-        }
+        float *of = probabilities + (size_t)n * k;
+        int found = best_of(row, vocab, k, id);
         fv sum = all(0.0f);
-        float top = best[0];
+        float top = found ? row[id[0]] : -INFINITY;
         int i = 0;
         for (; i + LANES <= vocab; i += LANES)
             sum += exp_vector((load_v(row + i) - all(top)) * all(sharpness));
@@ -48,8 +55,28 @@ void mr_top(const float *logits, int count, int vocab, int stride, int k, float 
         for (; i < vocab; i++)
             total += expf(sharpness * (row[i] - top));
         for (int j = 0; j < k; j++)
-            best[j] = expf(sharpness * (best[j] - top)) / total;
+            of[j] = expf(sharpness * ((j < found ? row[id[j]] : -INFINITY) - top)) / total;
     }
+}
+
+typedef struct {
+    const float *logits;
+    int64_t *ids;
+    int count, vocab, stride, k;
+} BestCall;
+
+static void run_best(Workspace *work, void *context, int id, int threads) {
+    const BestCall *call = context;
+    (void)work;
+    for (int n = id; n < call->count; n += threads)
+        best_of(call->logits + (size_t)n * call->stride, call->vocab, call->k,
+                call->ids + (size_t)n * call->k);
+}
+
+void mr_best(Workspace *work, const float *logits, int count, int vocab, int stride, int k,
+             int64_t *ids) {
+    BestCall call = {logits, ids, count, vocab, stride, k};
+    run_parallel(work, run_best, &call);
 }
 
 void mr_argmax_pass(Workspace *work, const Shape *shape, const Layer *layers,

@@ -110,14 +110,6 @@ void mr_noise(const Noise *noise, const int64_t *ids, int count, float *to) {
     add_noise(noise, ids, count, to, 1, count);
 }
 
-INLINE int any_of(iv lanes) {
-    typedef int64_t pairs __attribute__((vector_size(4 * LANES)));
-    int64_t any = 0;
-    for (int i = 0; i < LANES / 2; i++)
-        any |= ((pairs)lanes)[i];
-    return any != 0;
-}
-
 // The argmax of row + noise so far.
 typedef struct {
     float sum;
@@ -132,8 +124,6 @@ static void consider(Best *best, Place place, fv logits, int begin) {
         if (sums[i] > best->sum)
             *best = (Best){sums[i], begin + i};
 }
-
-#define PIECE 64 // tokens that are passed over together
 
 // The argmax of row + noise; ties: the lowest id. -1: it is not a finite number, or one of the
 // logits is none. Only where a bound of the noise lets a token win are numbers looked up.

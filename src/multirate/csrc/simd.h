@@ -134,6 +134,16 @@ INLINE float max_v(fv v) {
 #endif
 }
 
+INLINE int any_of(iv lanes) {
+    typedef int64_t pairs __attribute__((vector_size(4 * LANES)));
+    int64_t any = 0;
+    for (int i = 0; i < LANES / 2; i++)
+        any |= ((pairs)lanes)[i];
+    return any != 0;
+}
+
+#define PIECE 64 // tokens that are passed over together where none can be of use
+
 INLINE float largest_of(const float *x, int count) {
     f16 highest = splat(-INFINITY);
     int i = 0;

@@ -3,41 +3,51 @@
 // chooses the tokens between two.
 #include "draft.h"
 #include "noise.h"
+#include "simd.h"
 
-// Down from the last token as long as the target model's own token is a child, or a child is
-// trusted (decoding/acceptance.py, accept_greedy). Fills path, which begins with node 0, and
-// returns its length. A child comes after its parent; the first of equal children counts.
-static int accepted_path(const int64_t *tokens, const int32_t *parents, int nodes, int64_t trusted,
-                         const int64_t *target, int32_t *path) {
-    int length = 1;
-    path[0] = 0;
-    for (int node = 1; node <= nodes; node++) {
-        int last = path[length - 1];
-        int good = trusted >> (node - 1) & 1 || tokens[node - 1] == target[last];
-        if (parents[node - 1] == last && good)
-            path[length++] = node;
-    }
-    return length;
+// The target model's token after a node `ahead` levels below the last token, by its row of logits
+// in step->scratch; -1: it is drawn, and the logits are not finite.
+static int64_t target_token(const SpeculativeStep *step, int node, int ahead) {
+    int vocab = step->stream->shape->vocab, stride = step->head->outputs;
+    const float *logits = step->scratch + (size_t)node * stride;
+    if (!step->noise)
+        return argmax_of(logits, vocab);
+    Noise noise = noise_ahead(step->noise, ahead);
+    int64_t token;
+    mr_noisy_argmax(logits, 1, vocab, stride, &noise, &token);
+    return token;
 }
 
-// The same where tokens are drawn: of the nodes that are reached alone, from their rows of logits
-// in step->scratch. Fills tokens [length], too; -1: the logits are not finite.
-static int drawn_path(const SpeculativeStep *step, int nodes, int64_t *tokens, int32_t *path) {
-    int length = 0, vocab = step->stream->shape->vocab, stride = step->head->outputs, next = 0;
-    do {
-        Noise noise = noise_ahead(step->noise, length);
-        path[length] = next;
-        mr_noisy_argmax(step->scratch + (size_t)next * stride, 1, vocab, stride, &noise,
-                        &tokens[length]);
-        if (tokens[length] < 0)
-            return -1;
-        int node = next + 1;
-        while (node <= nodes &&
-               (step->parents[node - 1] != next || step->tokens[node - 1] != tokens[length]))
-            node++;
-        next = node;
-        length++;
-    } while (next <= nodes);
+// The first child of a node with this token, or, token -1, its trusted child; drafted + 1: none.
+static int child_of(const SpeculativeStep *step, int node, int64_t token) {
+    int child = node + 1;
+    for (; child <= step->drafted; child++) {
+        int is_it = token < 0 ? step->trusted >> (child - 1) & 1 : step->tokens[child - 1] == token;
+        if (step->parents[child - 1] == node && is_it)
+            break;
+    }
+    return child;
+}
+
+// Down from the last token as long as the target model's own token is a child, or a child is
+// trusted (decoding/acceptance.py, Descent): only rows that are reached are read. Fills path, which
+// begins with node 0, and what is emitted after each of its nodes; returns their number, or -1 as
+// target_token. A child comes after its parent.
+static int accepted_path(const SpeculativeStep *step, int64_t *tokens, int32_t *path) {
+    int length = 0;
+    for (int node = 0; node <= step->drafted; length++) {
+        path[length] = node;
+        int child = child_of(step, node, -1);
+        if (child <= step->drafted) {
+            tokens[length] = step->tokens[child - 1];
+        } else {
+            tokens[length] = target_token(step, node, length);
+            if (tokens[length] < 0)
+                return -1;
+            child = child_of(step, node, tokens[length]);
+        }
+        node = child;
+    }
     return length;
 }
 
@@ -82,9 +92,9 @@ static int verification_rows(const SpeculativeStep *step, int length, int nodes,
     return levels;
 }
 
-// Drafts into `step` and fills the rows that verify it, which enter layer *start.
+// Drafts into `step` and fills the rows that verify it. Returns the layer that these enter.
 static int draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
-                 const DraftLimits *limits, RowTable *table, int *start) {
+                 const DraftLimits *limits, RowTable *table) {
     const Stream *stream = step->stream;
     Text *text = &step->text;
     text->drafted = text->continued = text->matched = 0;
@@ -96,8 +106,7 @@ static int draft(Workspace *work, SpeculativeStep *step, int length, int first, 
                        : draft_from_text(step, limits, step->ids[first + count - 1]);
     step->drafted = nodes;
     step->levels = verification_rows(step, length, nodes, table);
-    *start = drafts ? entering_layer(stream) : 0;
-    return nodes;
+    return drafts ? entering_layer(stream) : 0;
 }
 
 void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *path,
@@ -116,8 +125,9 @@ void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *pat
             text->tokens[text->count++] = (int32_t)tokens[i];
         step->accepted_drafted += node > 0 && node <= text->drafted;
         step->accepted_continued += node > text->drafted && node <= text->drafted + text->continued;
-        memcpy(step->carried + (size_t)i * d, step->hidden + (size_t)node * d,
-               (size_t)d * sizeof(float));
+        if (step->carried)
+            memcpy(step->carried + (size_t)i * d, step->hidden + (size_t)node * d,
+                   (size_t)d * sizeof(float));
     }
     if (path[count - 1] != count - 1)
         mr_move(step->caches, step->layers, shape->kv_heads, shape->head_dim, step->capacity,
@@ -146,43 +156,58 @@ static void carry_features(Workspace *work, const SpeculativeStep *step, int cou
                   0);
 }
 
-void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
-                          const DraftLimits *limits) {
+// The target model on the rows that verify step->drafted nodes, from layer `start` on: its logits
+// after each node are left in step->scratch, and what is carried of the nodes in step->hidden.
+static void run_target(Workspace *work, const SpeculativeStep *step, const RowTable *table,
+                       int start) {
     const Shape *shape = step->stream->shape;
-    RowTable table;
-    int start, nodes = draft(work, step, length, first, count, limits, &table, &start);
-    Rows rows = rows_of(&table, 0, nodes + 1, step->capacity);
+    int count = step->drafted + 1;
+    Rows rows = rows_of(table, 0, count, step->capacity);
     start = run_taps(work, step, &rows, start);
     mr_layers(work, shape, step->stream->layers, step->caches, NULL, &rows, step->hidden, start,
               step->layers);
-    mr_linear(work, step->head, step->hidden, step->norm, shape->eps, nodes + 1, step->scratch, 0);
-    carry_features(work, step, nodes + 1);
+    mr_linear(work, step->head, step->hidden, step->norm, shape->eps, count, step->scratch, 0);
+    carry_features(work, step, count);
+}
+
+// What the logits of run_target emit; the accepted path, from node 0 on, goes to path. Returns how
+// many tokens, or -1 where they are drawn and the logits are not finite.
+static int emit(SpeculativeStep *step, int length, int32_t *path) {
+    int64_t tokens[MAX_NODES + 1];
+    int count = accepted_path(step, tokens, path);
+    if (count > 0)
+        mr_speculative_accept(step, length, path, tokens, count);
+    return count;
+}
+
+void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
+                          const DraftLimits *limits) {
+    RowTable table;
+    int start = draft(work, step, length, first, count, limits, &table);
+    run_target(work, step, &table, start);
 }
 
 int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
                         const DraftLimits *limits) {
     int32_t path[MAX_NODES + 1];
-    int64_t tokens[MAX_NODES + 1];
-    int emitted;
-    if (step->noise) {
-        mr_speculative_draft(work, step, length, first, count, limits);
-        emitted = drawn_path(step, step->drafted, tokens, path);
-        if (emitted < 0)
-            return -1;
-    } else {
-        RowTable table;
-        int64_t target[MAX_NODES + 1];
-        int start, nodes = draft(work, step, length, first, count, limits, &table, &start);
-        Rows rows = rows_of(&table, 0, nodes + 1, step->capacity);
-        start = run_taps(work, step, &rows, start);
-        mr_argmax_pass(work, step->stream->shape, step->stream->layers, step->caches, &rows, NULL,
-                       NULL, step->hidden, start, step->layers, step->head, step->norm, NULL,
-                       step->scratch, target);
-        carry_features(work, step, nodes + 1);
-        emitted = accepted_path(step->tokens, step->parents, nodes, step->trusted, target, path);
-        for (int i = 0; i < emitted; i++)
-            tokens[i] = i + 1 < emitted ? step->tokens[path[i + 1] - 1] : target[path[i]];
+    mr_speculative_draft(work, step, length, first, count, limits);
+    return emit(step, length, path);
+}
+
+int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int nodes, int start, int k,
+                    int64_t *best, int32_t *path) {
+    const Stream *stream = step->stream;
+    int d = stream->shape->hidden;
+    RowTable table;
+    step->drafted = nodes;
+    step->trusted = 0;
+    step->levels = verification_rows(step, length, nodes, &table);
+    if (!start) {
+        mr_embed(stream->table, step->ids, 1, d, 1.0f, step->hidden);
+        mr_embed(stream->table, step->tokens, nodes, d, 1.0f, step->hidden + d);
     }
-    mr_speculative_accept(step, length, path, tokens, emitted);
-    return emitted;
+    run_target(work, step, &table, start);
+    if (k)
+        mr_best(work, step->scratch, nodes + 1, stream->shape->vocab, step->head->outputs, k, best);
+    return emit(step, length, path);
 }

@@ -13,6 +13,7 @@ from multirate.decoding.acceptance import Acceptance, Exact, Verdict, accept_gre
 from multirate.decoding.costs import CostModel
 from multirate.decoding.draft_length import DraftLengthController
 from multirate.decoding.drafter import Draft, Drafter, Verified
+from multirate.decoding.sampler import Sampler
 from multirate.decoding.session import Session
 from multirate.decoding.step import Step
 from multirate.model.decoder import Decoder
@@ -37,7 +38,8 @@ class SpeculativeStep(Step):
 
     Where the drafter can run a whole step of one sequence at once (`Drafter.fused_step`), it does:
     the same tokens, sooner. A drafter that asks for top tokens is never asked for one, nor is one
-    whose steps are watched.
+    whose steps are watched. Other drafts of one sequence are verified in one call where the decoder
+    can (`Decoder.verify_draft`).
 
     watch: told of every step what became of the draft; None: nobody is.
     """
@@ -133,7 +135,9 @@ class SpeculativeStep(Step):
             draft.cut(limit, self.drafter.max_nodes)
             for draft, limit in zip(drafts, limits, strict=True)
         ]
-        for b, draft, verified, bonus in self._verify(session, seqs, last_tokens, drafts):
+        whole = self._verify_whole(session, seqs, last_tokens, drafts)
+        found = self._verify(session, seqs, last_tokens, drafts) if whole is None else [whole]
+        for b, draft, verified, bonus in found:
             path = verified.path
             kept = session.emit(b, [*(draft.tokens[node - 1] for node in path[1:]), bonus])
             self._count_exits(session, kept, sum(n in draft.trusted for n in path[1 : kept + 1]))
@@ -144,8 +148,11 @@ class SpeculativeStep(Step):
                 self.watch(b, draft, [*path[1:], 0][:kept])
             # the last token emitted is not in the cache yet: it enters with the next step
             verified.path = path[:kept]
-            length = cache.lengths[b]
-            cache.keep(b, [length + node for node in verified.path])
+            if whole is None:
+                length = cache.lengths[b]
+                cache.keep(b, [length + node for node in verified.path])
+            else:
+                cache.commit(b, kept)
             if stops.reasons[b] is None:
                 self.drafter.accept(b, verified)
 
@@ -173,6 +180,38 @@ class SpeculativeStep(Step):
         )
         return True
 
+    def _simple(self, sampler: Sampler, drafts: Sequence[Draft]) -> bool:
+        """Whether the argmax of each row, with the noise of its place, is all that acceptance
+        takes: lossless leaves no choice, unless what follows a row depends on more than the row.
+        """
+        undrawn = sampler.bare and all(draft.probs is None for draft in drafts)
+        return self.acceptance.lossless and (sampler.plain or undrawn)
+
+    def _verify_whole(
+        self, session: Session, seqs: list[int], last_tokens: list[int], drafts: list[Draft]
+    ) -> tuple[int, Draft, Verified, int] | None:
+        """The only active sequence's draft, verified in one call, its K/V in place; as `_verify`.
+        None: that is not possible, and nothing has been done.
+        """
+        drafter, sampler, draft = self.drafter, session.sampler, drafts[0]
+        if len(seqs) > 1 or drafter.taps or draft.trusted or not self._simple(sampler, drafts):
+            return None
+        draft.check()
+        seq = seqs[0]
+        done = session.decoder.verify_draft(
+            session.cache,
+            seq,
+            [last_tokens[0], *draft.tokens],
+            draft.parents,
+            None if sampler.plain else sampler.noise(seq),
+            drafter.top,
+            draft.hidden,
+            drafter.start,
+        )
+        if done is None:
+            return None
+        return seq, draft, Verified(done.path, done.hidden, top=done.best), done.tokens[-1]
+
     def _verify(
         self, session: Session, seqs: list[int], last_tokens: list[int], drafts: list[Draft]
     ) -> list[tuple[int, Draft, Verified, int]]:
@@ -185,10 +224,7 @@ class SpeculativeStep(Step):
         lengths = session.cache.lengths
         parts = [draft.rows(b, lengths[b]) for b, draft in zip(seqs, drafts, strict=True)]
         rows = Rows.concat(parts)
-        # lossless leaves no choice: the argmax of each row, with the noise of its place, is all it
-        # takes, unless what follows a row depends on more than the row
-        simple = sampler.plain or (sampler.bare and all(draft.probs is None for draft in drafts))
-        simple = simple and self.acceptance.lossless and not drafter.top
+        simple = self._simple(sampler, drafts) and not drafter.top
         x: Tensor | None = None
         ids: list[int] | None = None
         taps: Mapping[int, Tensor] = {}

@@ -56,6 +56,21 @@ class DecoderInfo:
     tied_head: bool = False
 
 
+@dataclass(frozen=True)
+class VerifiedDraft:
+    """What one call found of a draft of n nodes (`Decoder.verify_draft`).
+
+    path: the accepted nodes, 0 (the last token) first; tokens: what is emitted after each of them.
+    hidden: [n+1, d], the final residual h_L of every node. best: [n+1][top], the likeliest tokens
+    after every node, by its logits without noise; None: not asked for.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    hidden: Tensor
+    best: list[list[int]] | None
+
+
 class Decoder(ABC):
     """A decoder-only language model as the loops see it. All methods run without gradients."""
 
@@ -164,6 +179,30 @@ class Decoder(ABC):
         logits = self.logits(hidden)
         chosen = argmax_rows(logits) if noise is None else self.noisy_argmax(logits, noise)
         return hidden, chosen
+
+    def verify_draft(
+        self,
+        cache: KVCache,
+        seq: int,
+        ids: Sequence[int],
+        parents: Sequence[int],
+        noise: Noise | None = None,
+        top: int = 0,
+        x: Tensor | None = None,
+        start: int = 0,
+    ) -> VerifiedDraft | None:
+        """A draft of sequence ``seq``, verified in one call where that is possible; None: it is
+        not, and nothing has been done.
+
+        ids [n+1]: the last token, which is not in the cache yet, and the nodes; parents [n] as a
+        draft's. x: their residuals [n+1, d] entering layer ``start``, the layers below have run;
+        None: they are embedded. noise: of the token after the last one; None: tokens are the
+        argmax. top: so many likeliest tokens after each node are told. Every accepted node is its
+        parent's first child with the token that the model takes there. The K/V of the accepted
+        nodes end up in the slots after the committed ones, uncommitted. Raises UserError as
+        ``noisy_argmax``.
+        """
+        return None
 
     def noisy_argmax(self, logits: Tensor, noise: Sequence[Noise]) -> list[int]:
         """``noise.noisy_argmax``, by whatever is fastest here."""

@@ -71,20 +71,24 @@ class TokenRecyclingDrafter(Drafter):
         wins.
         """
         assert verified.top is not None
-        rows = [*range(len(verified.top)), *verified.path]
-        for row in rows:
-            self._successors[self._drafted[seq][row]] = verified.top[row]
+        drafted, top = self._drafted[seq], verified.top
+        self._successors.update(zip(drafted, top, strict=False))  # the draft may have been cut
+        self._successors.update((drafted[row], top[row]) for row in verified.path)
 
     def _expand(self, seq: int, last_token: int) -> Draft:
         tokens, parents = [last_token], []
-        numbers = {0: 0}  # node of the static tree → node of the draft
-        for place, (parent, rank) in enumerate(self.tree, start=1):
-            above = numbers.get(parent)
-            successors = [] if above is None else self._successors.get(tokens[above], [])
-            if above is not None and rank < len(successors):
-                numbers[place] = len(tokens)
+        numbers = [
+            0
+        ]  # of each node of the static tree its number in the draft; -1: it is not there
+        for parent, rank in self.tree:
+            above = numbers[parent]
+            successors = self._successors.get(tokens[above], ()) if above >= 0 else ()
+            if rank < len(successors):
+                numbers.append(len(tokens))
                 tokens.append(successors[rank])
                 parents.append(above)
+            else:
+                numbers.append(-1)
         self._drafted[seq] = tokens
         return Draft(tokens[1:], parents)
 

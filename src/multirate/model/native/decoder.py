@@ -17,12 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from multirate.errors import Notice, UserError
-from multirate.model.decoder import Decoder, DecoderInfo, LayerAdapter, NotPlain
+from multirate.model.decoder import (
+    Decoder,
+    DecoderInfo,
+    LayerAdapter,
+    NotPlain,
+    VerifiedDraft,
+)
 from multirate.model.hf.inspect import find_parts
 from multirate.model.kv_cache import LayerKV
 from multirate.model.native import abi, library
 from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
+from multirate.model.native.draft_verification import MAX_NODES, DraftVerification
 from multirate.model.native.packing import Owner, interleave_gate_up
 from multirate.model.native.plain import unknown_part
 from multirate.model.noise import NOT_FINITE, Noise
@@ -146,6 +153,7 @@ class NativeDecoder(Decoder):
         self._table, self._norm = abi.at(self.table.data_ptr()), abi.at(self.norm_address)
         self._logits = torch.empty(0)
         self._spare: NativeKVCache | None = None
+        self._verification: DraftVerification | None = None
         self._adapted: list[tuple[int, LayerAdapter]] = []
 
     def _shape(self, intermediate: int, tables: tuple[int | None, int | None, int]) -> abi.CData:
@@ -362,6 +370,31 @@ class NativeDecoder(Decoder):
         )
         return x, _finite(tokens)
 
+    def verify_draft(
+        self,
+        cache: Any,
+        seq: int,
+        ids: Sequence[int],
+        parents: Sequence[int],
+        noise: Noise | None = None,
+        top: int = 0,
+        x: Tensor | None = None,
+        start: int = 0,
+    ) -> VerifiedDraft | None:
+        if not self.supports_fused or len(parents) > MAX_NODES:
+            return None
+        if self._verification is None:
+            stream = abi.new(
+                "Stream",
+                shape=self.shape,
+                layers=self.packed_layers,
+                table=self.table.data_ptr(),
+            )
+            self._verification = DraftVerification(
+                self._work, stream, self.info.num_layers, self.head, self.norm_address
+            )
+        return self._verification.run(cache, seq, ids, parents, noise, top, x, start)
+
     def noisy_argmax(self, logits: Tensor, noise: Sequence[Noise]) -> list[int]:
         if logits.dtype != torch.float32 or logits.stride(1) != 1:
             return super().noisy_argmax(logits, noise)
@@ -465,6 +498,23 @@ class NativeDecoder(Decoder):
             abi.floats(probs),
         )
         return ids.tolist(), probs.tolist()
+
+    def top_tokens(self, logits: Tensor, count: int) -> list[list[int]]:
+        n, vocab = logits.shape
+        if not n or logits.dtype != torch.float32 or logits.stride(1) != 1:
+            return super().top_tokens(logits, count)
+        ids = np.empty((n, count), np.int64)
+        self._library.mr_best(
+            self._work,
+            abi.at(logits.data_ptr()),
+            n,
+            vocab,
+            logits.stride(0),
+            count,
+            abi.longs(ids),
+        )
+        best: list[list[int]] = ids.tolist()
+        return best
 
     def packed_adapters(self, adapters: Mapping[int, LayerAdapter] | None) -> abi.CData | None:
         """The adapters in the kernel's form, packed on first use and again when other modules are

@@ -25,11 +25,11 @@ class HydraObjective(HeadsObjective):
     def students(self, teacher: Teacher, slow: SlowPass, before: RowsBefore) -> list[Tensor]:
         heads, embedded = self.heads, slow.residual[0].float()
         final = slow.final.float()
-        read = heads.read_norm(final if heads.prefix is None else heads.prefix(final))
+        read = teacher.norm(final if heads.prefix is None else heads.prefix(final))
         said = []
         for k in range(1, self.count + 1):
             z = before(read, k)
             for back in range(k - 1, -1, -1):  # the tokens up to the taught row's own
                 z = heads.joined(z, before(embedded, back))
-            said.append(teacher.norm(heads.student(k, z)))
+            said.append(heads.student(k, z))
         return said

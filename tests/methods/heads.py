@@ -77,34 +77,34 @@ def check_sampled(drafter: Drafter, batch: int, sampling: SamplingSettings) -> D
     return out.stats
 
 
-def check_training(method: str, options: dict[str, Any], folder: Path) -> None:
+def check_training(method: str, options: dict[str, Any], folder: Path, steps: int) -> None:
     """The loss falls, agreement rises well above what one token in the alphabet gives by chance,
     and the loaded heads draft the same text.
     """
     data = write_data(folder / "chat.jsonl")
     base = write_model(folder / "model", data, steps=100)
     results = {}
-    for steps in (1, 150):
+    for count in (1, steps):
         settings = TrainSettings(
-            steps=steps,
+            steps=count,
             lr=0.1,
             tokens_per_batch=512,
             max_length=64,
             warmup_steps=1,
             precision="fp32",
         )
-        done = train(base, [data], folder / str(steps), method, settings, options)
-        results[steps] = done.results["terms"]
+        done = train(base, [data], folder / str(count), method, settings, options)
+        results[count] = done.results["terms"]
         assert "early_exit" not in done.results
-    for before, after in zip(results[1], results[150], strict=True):
+    for before, after in zip(results[1], results[steps], strict=True):
         assert after["kl"] < 0.8 * before["kl"]
-    assert results[150][0]["agreement"] > max(0.2, results[1][0]["agreement"] + 0.05)
-    saved = json.loads((folder / "150" / "accelerator.json").read_text())
+    assert results[steps][0]["agreement"] > max(0.2, results[1][0]["agreement"] + 0.05)
+    saved = json.loads((folder / str(steps) / "accelerator.json").read_text())
     assert saved["config"].items() >= options.items()
-    assert find(method).title in (folder / "150" / "README.md").read_text()
+    assert find(method).title in (folder / str(steps) / "README.md").read_text()
 
     model = AutoModelForCausalLM.from_pretrained(base).eval()
-    engine = multirate.attach(model, folder / "150")
+    engine = multirate.attach(model, folder / str(steps))
     question = json.loads(data.read_text().splitlines()[0])["instruction"]
     text = f"<|user|>{question}<|end|>\n<|assistant|>"
     prompt = tokenizer()(text, add_special_tokens=False)["input_ids"]

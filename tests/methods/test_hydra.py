@@ -25,7 +25,7 @@ from multirate.methods.hydra.config import HydraConfig, HydraDecodeConfig
 from multirate.methods.hydra.decode import HydraDrafter
 from multirate.methods.hydra.modules import HydraHeads
 from multirate.methods.hydra.runner import HydraRunner, NativeHydraRunner
-from multirate.methods.hydra.train import HydraObjective
+from multirate.methods.hydra.train import HydraObjective, start_from_least_squares
 from multirate.methods.spec import find
 from multirate.model.rows import Rows
 
@@ -83,6 +83,23 @@ def test_the_loss_gives_each_head_the_texts_tokens(prefix: bool) -> None:
         wanted.append(torch.stack(kl).mean())
     torch.testing.assert_close(loss, wanted[0] + 0.5 * wanted[1], atol=1e-4, rtol=1e-4)
     assert report.result.agree.shape == (2, 8)
+
+
+def test_training_starts_from_least_squares() -> None:
+    """Already nearer to the model, on other rows than those it was fitted to."""
+    teacher = Teacher(base())
+    heads = HydraHeads(HydraConfig.for_base(teacher.shape, heads=2), teacher.shape)
+    objective = HydraObjective(teacher, heads)
+
+    def kl() -> Tensor:
+        tokens = ids(4, 60, seed=90)
+        result = objective(tokens, torch.ones_like(tokens, dtype=torch.bool))[1].result
+        return result.kl.detach()
+
+    before, batches = kl(), [ids(8, 120, seed) for seed in range(8)]
+    known = [(tokens, torch.ones_like(tokens, dtype=torch.bool), None) for tokens in batches]
+    start_from_least_squares(teacher, heads, known)
+    assert (kl() < 0.8 * before).all()
 
 
 def test_text_shorter_than_the_heads_reach_has_no_loss() -> None:
@@ -154,7 +171,7 @@ def test_sampling_keeps_the_distribution() -> None:
 
 
 def test_trained_saved_and_loaded(tmp_path: Path) -> None:
-    every.check_training("hydra", {"heads": 2, "layers": 2, "draft_vocab": 128}, tmp_path)
+    every.check_training("hydra", {"heads": 2, "layers": 2, "draft_vocab": 128}, tmp_path, 60)
 
 
 def test_on_the_native_decoder() -> None:

@@ -8,7 +8,7 @@ drafted so far, the model's own next token first:
 read by the base's frozen LM head. x is the base's final residual after its final norm; with the
 prefix (Hydra++) that residual passes a decoder layer with its own keys and values first. The norm
 of embeddings makes them as large as x. [ours] R and W start at zero, and so does what the prefix
-layer adds: an untrained head repeats the base's next token.
+layer adds: an untrained head repeats the base's next token. Training starts R otherwise (train.py).
 """
 
 from __future__ import annotations

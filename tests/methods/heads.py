@@ -114,18 +114,20 @@ def check_training(method: str, options: dict[str, Any], folder: Path, steps: in
     assert out.stats.accepted > 0
 
 
-def check_native(method: str) -> None:
-    """On the native decoder in bf16 the text is the plain loop's own, bit for bit."""
+def check_native(method: str, settings: dict[str, Any] | None = None) -> None:
+    """On the native decoder in bf16 the text is the plain loop's own, greedy and sampled."""
     from .test_kangaroo import native_base
 
     decoder, shape = native_base()
     training = find_training(method)
     heads = training.build(training.config_for(shape), shape)
     disturb(heads, 0.02)
-    drafter = find(method).make_drafter(decoder, heads.bfloat16())
+    drafter = find(method).make_drafter(decoder, heads.bfloat16(), settings)
     assert drafter is not None
     stop = StopSettings(max_new_tokens=20)
-    plain = generate(decoder, PlainStep(), [[3, 4, 5], [9]], stop=stop)
-    out = generate(decoder, SpeculativeStep(drafter), [[3, 4, 5], [9]], stop=stop)
-    assert out.sequences == plain.sequences
+    for sampling in (SamplingSettings(), SamplingSettings(1.0, seed=3)):
+        plain = generate(decoder, PlainStep(), [[3, 4, 5], [9]], sampling, stop)
+        out = generate(decoder, SpeculativeStep(drafter), [[3, 4, 5], [9]], sampling, stop)
+        assert out.sequences == plain.sequences
+        assert out.stats.drafted > 0
     assert drafter.costs(decoder).costs.draft_step > 0

@@ -175,7 +175,7 @@ def test_trained_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_on_the_native_decoder() -> None:
-    every.check_native("hydra")
+    every.check_native("hydra", EVERY_NODE)
 
 
 @pytest.mark.parametrize(("weights", "error"), [("bf16", 0.03), ("int8", 0.1)])

@@ -82,7 +82,7 @@ def check_training(method: str, options: dict[str, Any], folder: Path, steps: in
     and the loaded heads draft the same text.
     """
     data = write_data(folder / "chat.jsonl")
-    base = write_model(folder / "model", data, steps=100)
+    base = write_model(folder / "model", data, steps=60)
     results = {}
     for count in (1, steps):
         settings = TrainSettings(

@@ -152,10 +152,13 @@ def test_a_threshold_leaves_unlikely_paths_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"prefix": False, "layers": 1}, {"heads": 2, "draft_vocab": 7}],
+    ("options", "batch", "penalty"),
+    [
+        ({}, 1, 1.0),
+        ({"heads": 2, "layers": 2}, 3, 1.4),
+        ({"heads": 3, "layers": 1, "prefix": False, "draft_vocab": 7}, 3, 1.0),
+    ],
 )
-@pytest.mark.parametrize(("batch", "penalty"), [(1, 1.0), (3, 1.4)])
 def test_text_is_the_models_own(options: dict[str, Any], batch: int, penalty: float) -> None:
     """Greedy and sampled, whatever random heads draft."""
     drafter = drafter_for(*tiny(), options)

@@ -77,34 +77,34 @@ def check_sampled(drafter: Drafter, batch: int, sampling: SamplingSettings) -> D
     return out.stats
 
 
-def check_training(method: str, options: dict[str, Any], folder: Path) -> None:
+def check_training(method: str, options: dict[str, Any], folder: Path, steps: int) -> None:
     """The loss falls, agreement rises well above what one token in the alphabet gives by chance,
     and the loaded heads draft the same text.
     """
     data = write_data(folder / "chat.jsonl")
-    base = write_model(folder / "model", data, steps=100)
+    base = write_model(folder / "model", data, steps=60)
     results = {}
-    for steps in (1, 150):
+    for count in (1, steps):
         settings = TrainSettings(
-            steps=steps,
+            steps=count,
             lr=0.1,
             tokens_per_batch=512,
             max_length=64,
             warmup_steps=1,
             precision="fp32",
         )
-        done = train(base, [data], folder / str(steps), method, settings, options)
-        results[steps] = done.results["terms"]
+        done = train(base, [data], folder / str(count), method, settings, options)
+        results[count] = done.results["terms"]
         assert "early_exit" not in done.results
-    for before, after in zip(results[1], results[150], strict=True):
+    for before, after in zip(results[1], results[steps], strict=True):
         assert after["kl"] < 0.8 * before["kl"]
-    assert results[150][0]["agreement"] > max(0.2, results[1][0]["agreement"] + 0.05)
-    saved = json.loads((folder / "150" / "accelerator.json").read_text())
+    assert results[steps][0]["agreement"] > max(0.2, results[1][0]["agreement"] + 0.05)
+    saved = json.loads((folder / str(steps) / "accelerator.json").read_text())
     assert saved["config"].items() >= options.items()
-    assert find(method).title in (folder / "150" / "README.md").read_text()
+    assert find(method).title in (folder / str(steps) / "README.md").read_text()
 
     model = AutoModelForCausalLM.from_pretrained(base).eval()
-    engine = multirate.attach(model, folder / "150")
+    engine = multirate.attach(model, folder / str(steps))
     question = json.loads(data.read_text().splitlines()[0])["instruction"]
     text = f"<|user|>{question}<|end|>\n<|assistant|>"
     prompt = tokenizer()(text, add_special_tokens=False)["input_ids"]
@@ -114,18 +114,20 @@ def check_training(method: str, options: dict[str, Any], folder: Path) -> None:
     assert out.stats.accepted > 0
 
 
-def check_native(method: str) -> None:
-    """On the native decoder in bf16 the text is the plain loop's own, bit for bit."""
+def check_native(method: str, settings: dict[str, Any] | None = None) -> None:
+    """On the native decoder in bf16 the text is the plain loop's own, greedy and sampled."""
     from .test_kangaroo import native_base
 
     decoder, shape = native_base()
     training = find_training(method)
     heads = training.build(training.config_for(shape), shape)
     disturb(heads, 0.02)
-    drafter = find(method).make_drafter(decoder, heads.bfloat16())
+    drafter = find(method).make_drafter(decoder, heads.bfloat16(), settings)
     assert drafter is not None
     stop = StopSettings(max_new_tokens=20)
-    plain = generate(decoder, PlainStep(), [[3, 4, 5], [9]], stop=stop)
-    out = generate(decoder, SpeculativeStep(drafter), [[3, 4, 5], [9]], stop=stop)
-    assert out.sequences == plain.sequences
+    for sampling in (SamplingSettings(), SamplingSettings(1.0, seed=3)):
+        plain = generate(decoder, PlainStep(), [[3, 4, 5], [9]], sampling, stop)
+        out = generate(decoder, SpeculativeStep(drafter), [[3, 4, 5], [9]], sampling, stop)
+        assert out.sequences == plain.sequences
+        assert out.stats.drafted > 0
     assert drafter.costs(decoder).costs.draft_step > 0

@@ -25,7 +25,7 @@ from multirate.methods.hydra.config import HydraConfig, HydraDecodeConfig
 from multirate.methods.hydra.decode import HydraDrafter
 from multirate.methods.hydra.modules import HydraHeads
 from multirate.methods.hydra.runner import HydraRunner, NativeHydraRunner
-from multirate.methods.hydra.train import HydraObjective
+from multirate.methods.hydra.train import HydraObjective, start_from_least_squares
 from multirate.methods.spec import find
 from multirate.model.rows import Rows
 
@@ -47,10 +47,10 @@ def said(teacher: Teacher, heads: HydraHeads, tokens: Sequence[int], known: int)
     text = torch.tensor([tokens])
     slow = teacher.slow(text, 0)
     final = slow.final if heads.prefix is None else heads.prefix(slow.final)
-    z = heads.read_norm(final)[:, len(tokens) - known - 1]
+    z = teacher.norm(final)[:, len(tokens) - known - 1]
     for place in range(len(tokens) - known, len(tokens)):
         z = heads.joined(z, slow.residual[0][:, place])
-    return teacher.head.logits(teacher.norm(heads.student(known, z)))[0].log_softmax(-1)
+    return teacher.head.logits(heads.student(known, z))[0].log_softmax(-1)
 
 
 def test_an_untrained_head_repeats_the_base() -> None:
@@ -60,7 +60,7 @@ def test_an_untrained_head_repeats_the_base() -> None:
     normed = teacher.slow(torch.tensor([tokens]), 0).normed
     for k in (1, 4):
         repeated = teacher.head.logits(normed[0, 8 - k : 9 - k])[0].log_softmax(-1)
-        torch.testing.assert_close(said(teacher, heads, tokens, k), repeated, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(said(teacher, heads, tokens, k), repeated)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -83,6 +83,23 @@ def test_the_loss_gives_each_head_the_texts_tokens(prefix: bool) -> None:
         wanted.append(torch.stack(kl).mean())
     torch.testing.assert_close(loss, wanted[0] + 0.5 * wanted[1], atol=1e-4, rtol=1e-4)
     assert report.result.agree.shape == (2, 8)
+
+
+def test_training_starts_from_least_squares() -> None:
+    """Already nearer to the model, on other rows than those it was fitted to."""
+    teacher = Teacher(base())
+    heads = HydraHeads(HydraConfig.for_base(teacher.shape, heads=2), teacher.shape)
+    objective = HydraObjective(teacher, heads)
+
+    def kl() -> Tensor:
+        tokens = ids(4, 60, seed=90)
+        result = objective(tokens, torch.ones_like(tokens, dtype=torch.bool))[1].result
+        return result.kl.detach()
+
+    before, batches = kl(), [ids(8, 120, seed) for seed in range(8)]
+    known = [(tokens, torch.ones_like(tokens, dtype=torch.bool), None) for tokens in batches]
+    start_from_least_squares(teacher, heads, known)
+    assert (kl() < 0.8 * before).all()
 
 
 def test_text_shorter_than_the_heads_reach_has_no_loss() -> None:
@@ -135,10 +152,13 @@ def test_a_threshold_leaves_unlikely_paths_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"prefix": False, "layers": 1}, {"heads": 2, "draft_vocab": 7}],
+    ("options", "batch", "penalty"),
+    [
+        ({}, 1, 1.0),
+        ({"heads": 2, "layers": 2}, 3, 1.4),
+        ({"heads": 3, "layers": 1, "prefix": False, "draft_vocab": 7}, 3, 1.0),
+    ],
 )
-@pytest.mark.parametrize(("batch", "penalty"), [(1, 1.0), (3, 1.4)])
 def test_text_is_the_models_own(options: dict[str, Any], batch: int, penalty: float) -> None:
     """Greedy and sampled, whatever random heads draft."""
     drafter = drafter_for(*tiny(), options)
@@ -154,11 +174,11 @@ def test_sampling_keeps_the_distribution() -> None:
 
 
 def test_trained_saved_and_loaded(tmp_path: Path) -> None:
-    every.check_training("hydra", {"heads": 2, "layers": 2, "draft_vocab": 128}, tmp_path)
+    every.check_training("hydra", {"heads": 2, "layers": 2, "draft_vocab": 128}, tmp_path, 60)
 
 
 def test_on_the_native_decoder() -> None:
-    every.check_native("hydra")
+    every.check_native("hydra", EVERY_NODE)
 
 
 @pytest.mark.parametrize(("weights", "error"), [("bf16", 0.03), ("int8", 0.1)])
@@ -178,7 +198,7 @@ def test_packed_heads_are_the_heads(weights: DraftWeights, error: float) -> None
         cache = runner.new_cache(1, 16)
         parts = [(0, 6), (6, 7), (7, 11)]
         read = [runner.prefixed(hidden[a:b], Rows.causal(0, a, b - a), cache) for a, b in parts]
-        z = heads.read_norm(torch.cat(read))
+        z = decoder.norm(torch.cat(read))
         for tokens in embedded:
             z = heads.joined(z, tokens)
         y = runner.student(2, z)

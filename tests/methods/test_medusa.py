@@ -113,7 +113,7 @@ def test_a_seeds_text_is_plain_decodings() -> None:
 
 
 def test_trained_saved_and_loaded(tmp_path: Path) -> None:
-    every.check_training("medusa", {"heads": 2, "widths": [2, 1]}, tmp_path)
+    every.check_training("medusa", {"heads": 2, "widths": [2, 1]}, tmp_path, 150)
 
 
 def test_on_the_native_decoder() -> None:

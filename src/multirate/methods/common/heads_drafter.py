@@ -13,7 +13,9 @@ from torch import Tensor
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.sampler import Sampler
 from multirate.methods.common.acceptance_config import AcceptanceConfig
+from multirate.methods.common.reduced_head import limited_to
 from multirate.model.decoder import Decoder
+from multirate.model.native import NativeDecoder
 from multirate.model.noise import Noise, with_noise
 
 
@@ -40,11 +42,18 @@ class HeadsDrafter(Drafter):
 
 
 def likeliest(
-    decoder: Decoder, logits: Tensor, count: int, noise: Sequence[Noise] | None = None
+    decoder: Decoder,
+    students: Tensor,
+    count: int,
+    noise: Sequence[Noise] | None = None,
+    tokens: Tensor | None = None,
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """The `count` likeliest tokens of each row of logits [n, V] and their probabilities, best
-    first. noise[i]: added to row i.
+    """The `count` likeliest tokens by each of the students [n, d], normed, and their probabilities,
+    best first. noise[i]: added to the logits of row i. tokens: of a reduced head; None: all.
     """
-    if noise is not None:
-        logits = with_noise(logits, noise)
-    return decoder.likeliest(logits, min(count, decoder.info.vocab_size))
+    count = min(count, decoder.info.vocab_size)
+    if isinstance(decoder, NativeDecoder) and tokens is None:
+        vocab = decoder.info.vocab_size
+        return decoder.top(decoder.head, vocab, students, count, noise=noise, normed=True)
+    logits = limited_to(tokens, decoder.unembed(students))
+    return decoder.likeliest(logits if noise is None else with_noise(logits, noise), count)

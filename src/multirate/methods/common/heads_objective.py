@@ -18,6 +18,18 @@ RowsBefore = Callable[[Tensor, int], Tensor]
 """(states [B, T, d], k) → the states k rows before each row t that is taught, [N, d]."""
 
 
+def taught_rows(mask: Tensor, count: int) -> tuple[Tensor, RowsBefore]:
+    """The rows t that teach `count` heads (bool [B, T]): those that head k reads, t - k, for all k,
+    and t itself have response tokens next (mask bool [B, T]), as when drafting.
+    """
+    length = max(mask.shape[1] - count, 0)
+    earlier = [slice(count - k, count - k + length) for k in range(count + 1)]
+    taught = torch.stack([mask[:, rows] for rows in earlier]).all(0)
+    rows = torch.zeros_like(mask)
+    rows[:, count:] = taught
+    return rows, lambda states, k: states[:, earlier[k]][taught]
+
+
 class HeadsObjective(Objective):
     """KL to the full model, head k's weighted by `step_decay` to the power k - 1.
 
@@ -50,18 +62,12 @@ class HeadsObjective(Objective):
     def forward(
         self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[Tensor, Report]:
-        """See Objective. Rows count whose next K + 1 tokens are all response tokens, as when
-        drafting.
-        """
-        teacher, count = self._teacher[0], self.count
+        """See Objective. Rows count whose next K + 1 tokens are all response tokens."""
+        teacher = self._teacher[0]
         slow = teacher.slow(ids, shared=0, known=known)
         # what the teacher says at row t head k must say at row t - k
-        length = max(ids.shape[1] - count, 0)
-        earlier = [slice(count - k, count - k + length) for k in range(count + 1)]
-        taught = torch.stack([mask[:, rows] for rows in earlier]).all(0)
-        students = self.students(teacher, slow, lambda states, k: states[:, earlier[k]][taught])
-        rows = torch.zeros_like(mask)
-        rows[:, count:] = taught
+        rows, before = taught_rows(mask, self.count)
+        students = self.students(teacher, slow, before)
         result = distil(torch.stack(students), slow.target(rows), teacher.head, self.draft_tokens)
         weights = torch.tensor([term.weight for term in self.terms], device=result.kl.device)
         loss = (weights * result.kl).sum()

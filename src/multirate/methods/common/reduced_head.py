@@ -31,7 +31,11 @@ def draft_logits(decoder: Decoder, draft_tokens: Tensor | None, p: Tensor) -> Te
     """What residuals p [n, d] say when a draft is read from them: float32 [n, V], −inf outside a
     reduced draft head's draft_tokens.
     """
-    full = decoder.logits(p)
+    return limited_to(draft_tokens, decoder.logits(p))
+
+
+def limited_to(draft_tokens: Tensor | None, full: Tensor) -> Tensor:
+    """Logits [n, V] with −inf outside a reduced draft head's draft_tokens; None: as they are."""
     if draft_tokens is None:
         return full
     limited = torch.full_like(full, -torch.inf)

@@ -177,14 +177,14 @@ class HydraDrafter(HeadsDrafter):
         known = self._verified[seq]
         hidden = known.waiting[0] if len(known.waiting) == 1 else torch.cat(known.waiting)
         if self.heads.prefix is None:
-            return self.heads.read_norm(hidden)
+            return self.decoder.norm(hidden)
         assert self._own is not None
         for part in hidden.split(_ROWS):
             rows = Rows.causal(seq, known.count, len(part))
             out = self._runner.prefixed(part, rows, self._own)
             known.count += len(part)
         known.waiting = []
-        return self.heads.read_norm(out[-1:])
+        return self.decoder.norm(out[-1:])
 
     @torch.no_grad()
     def _top(

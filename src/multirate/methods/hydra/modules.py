@@ -1,14 +1,14 @@
-"""Hydra's heads [Ankner et al. 2024]. Head k reads h, and the embeddings e_1 … e_k of the tokens
+"""Hydra's heads [Ankner et al. 2024]. Head k reads x, and the embeddings e_1 … e_k of the tokens
 drafted so far, the model's own next token first:
 
-    z = [x; RMSNorm(e_1); …; RMSNorm(e_k)],   x = RMSNorm(h)
+    z = [x; RMSNorm(e_1); …; RMSNorm(e_k)]
     y = x + R_k z + SiLU(W_k,1 z)
     y ← y + SiLU(W_k,l y)                 (further layers of the MLP)
 
-read by the base's frozen final norm and LM head. Without prefix h is the base's final residual;
-with it (Hydra++) that passes a decoder layer with its own keys and values first. The norms make
-all parts of z equally large. [ours] R and W start at zero, and so does what the prefix layer adds:
-an untrained head repeats the base's next token, up to the epsilon of a second norm.
+read by the base's frozen LM head. x is the base's final residual after its final norm; with the
+prefix (Hydra++) that residual passes a decoder layer with its own keys and values first. The norm
+of embeddings makes them as large as x. [ours] R and W start at zero, and so does what the prefix
+layer adds: an untrained head repeats the base's next token. Training starts R otherwise (train.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HydraHead(nn.Module):
         self.later = nn.ModuleList(zero_linear(size, size) for _ in range(layers - 1))
 
     def forward(self, z: Tensor) -> Tensor:
-        """z [..., (tokens + 1) · d] → y [..., d]."""
+        """z [..., (tokens + 1) · d] → y [..., d], normed."""
         y = z[..., : self.size] + self.residual(z) + F.silu(self.first(z))
         for layer in self.later:
             y = y + F.silu(layer(y))
@@ -84,7 +84,6 @@ class HydraHeads(nn.Module):
         super().__init__()
         self.config = config
         size = base.hidden_size
-        self.read_norm = RMSNorm(size, base.norm_eps)
         self.embed_norm = RMSNorm(size, base.norm_eps)
         self.prefix = PrefixLayer(base) if config.prefix else None
         self.heads = nn.ModuleList(
@@ -99,6 +98,6 @@ class HydraHeads(nn.Module):
         return torch.cat([z, self.embed_norm(embedded)], dim=-1)
 
     def student(self, k: int, z: Tensor) -> Tensor:
-        """What head k, from 1, says: z [n, (k + 1) · d] → y [n, d]."""
+        """What head k, from 1, says: z [n, (k + 1) · d] → y [n, d], normed."""
         said: Tensor = self.heads[k - 1](z)
         return said

@@ -13,7 +13,6 @@ from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.common.heads_drafter import likeliest
 from multirate.methods.common.packed_layer import packed_layer
-from multirate.methods.common.reduced_head import draft_logits
 from multirate.methods.hydra.modules import HydraHeads
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
@@ -51,8 +50,7 @@ class HydraRunner:
         """The `count` likeliest tokens by each row of y [n, d] and their probabilities, best first.
         noise[i]: added to the logits of row i.
         """
-        logits = draft_logits(self.decoder, self.heads.draft_tokens, y)
-        return likeliest(self.decoder, logits, count, noise)
+        return likeliest(self.decoder, y, count, noise, self.heads.draft_tokens)
 
 
 class NativeHydraRunner(HydraRunner):
@@ -116,6 +114,7 @@ class NativeHydraRunner(HydraRunner):
             min(count, head.vocab),
             noise=noise,
             token_map=head.token_map,
+            normed=True,
         )
         if self._token_list is not None:
             ids = [[self._token_list[i] for i in row] for row in ids]

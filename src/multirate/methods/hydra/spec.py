@@ -5,7 +5,7 @@ from __future__ import annotations
 from multirate.methods.hydra.config import HydraConfig, HydraDecodeConfig
 from multirate.methods.hydra.decode import HydraDrafter
 from multirate.methods.hydra.modules import HydraHeads
-from multirate.methods.hydra.train import HydraObjective
+from multirate.methods.hydra.train import HydraObjective, start_from_least_squares
 from multirate.methods.spec import MethodSpec, Training, register
 
 SPEC = register(
@@ -16,7 +16,7 @@ SPEC = register(
         settings=HydraDecodeConfig,
         drafter=lambda decoder, module, settings: HydraDrafter(decoder, module, settings),
         acceptance=lambda settings: settings.rule,
-        training=Training(HydraConfig, HydraHeads, HydraObjective),
+        training=Training(HydraConfig, HydraHeads, HydraObjective, start=start_from_least_squares),
         tunable={"nodes": (7, 11, 16), "width": (1, 2), "draft_threshold": (0.15, 0.3)},
     )
 )

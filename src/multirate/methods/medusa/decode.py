@@ -61,10 +61,10 @@ class MedusaDrafter(HeadsDrafter):
     ) -> list[Draft]:
         if not max(limits):
             return [Draft([], []) for _ in seqs]
-        logits = self._logits(torch.cat([self._last[b] for b in seqs]))
+        students = self._students(torch.cat([self._last[b] for b in seqs]))
         places = [(b, ahead) for ahead in range(len(self.widths)) for b in seqs]
         noise = self.noise(sampler, places)
-        best, _ = likeliest(self.decoder, logits, max(self.widths), noise)
+        best, _ = likeliest(self.decoder, students, max(self.widths), noise)
         return [self._tree(best[i :: len(seqs)]) for i in range(len(seqs))]
 
     def accept(self, seq: int, verified: Verified) -> None:
@@ -72,13 +72,12 @@ class MedusaDrafter(HeadsDrafter):
 
     def trial_step(self) -> Callable[[], object]:
         """All heads at once: dearer than one more depth, as it is paid whole from the first."""
-        return lambda: self.decoder.likeliest(self._logits(self.row), 1)
+        return lambda: likeliest(self.decoder, self._students(self.row), max(self.widths))
 
     @torch.no_grad()
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """h_L [n, d] → what each head says of each row, head after head: [K · n, V]."""
-        students = self.heads(self.decoder.norm(hidden), len(self.widths)).flatten(0, 1)
-        return self.decoder.unembed(students)
+    def _students(self, hidden: Tensor) -> Tensor:
+        """h_L [n, d] → what each head says of each row, head after head: [K · n, d], normed."""
+        return self.heads(self.decoder.norm(hidden), len(self.widths)).flatten(0, 1)
 
     def _tree(self, best: Sequence[Sequence[int]]) -> Draft:
         tokens: list[int] = []

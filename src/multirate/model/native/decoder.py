@@ -454,11 +454,13 @@ class NativeDecoder(Decoder):
         noise: Sequence[Noise] | None = None,
         token_map: int | None = None,
         norm: int | None = None,
+        normed: bool = False,
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The ``count`` likeliest of ``head``'s ``vocab`` outputs for each row of x [n, d], best
         first, and their probabilities under softmax(sharpness · logits). noise[i]: added to the
         logits of row i, that of the outputs' tokens, int64 [vocab] at the address token_map (None:
-        the first ones). norm: the address of the norm before the head (None: the model's).
+        the first ones). norm: the address of the norm before the head (None: the model's). normed:
+        x has passed its norm already.
         """
         added = None if noise is None else abi.noise_of(noise)
         x, n = x.contiguous(), len(x)
@@ -467,7 +469,7 @@ class NativeDecoder(Decoder):
         self._library.mr_head_top(
             self._work,
             head,
-            abi.at(norm) if norm else self._norm,
+            abi.NULL if normed else abi.at(norm) if norm else self._norm,
             self.eps,
             abi.at(x.data_ptr()),
             n,

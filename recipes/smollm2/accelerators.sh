@@ -10,13 +10,16 @@
 # at most 2,048 tokens.
 #
 # The m2r2-carry in the package saw 3,120 questions of the sets first (550 steps, 8,192 draft
-# tokens), then 627 more and 1,000 of its own (520 steps, --start-from the first, 12,288 draft
-# tokens): its card has the commands.
+# tokens), then 627 more and 2,000 of its own (1,820 steps, --start-from the first, 12,288 draft
+# tokens), then long texts, too (350 steps): its card has the last command.
 set -euo pipefail
 DATA=$1 OUT=$2 MODEL=${MODEL:-smollm2}
 mkdir -p "$OUT"
 [ -f "$OUT/questions.jsonl" ] || python "$(dirname "$0")/questions.py" --data "$DATA" --out "$OUT/questions.jsonl"
 head -n "${ANSWERS:-3747}" "$OUT/questions.jsonl" > "$OUT/asked.jsonl"
+[ -f "$OUT/long.jsonl" ] || \
+    python "$(dirname "$0")/long_questions.py" --data "$DATA" --out "$OUT/long.jsonl" --count "${LONG:-500}"
+multirate answers "$MODEL" --data "$OUT/long.jsonl" --out "$OUT/train_long.jsonl" --max-new-tokens 160 --batch 16
 multirate answers "$MODEL" --data "$OUT/asked.jsonl" --out "$OUT/own.jsonl" --max-new-tokens 224 --batch 32
 multirate answers "$MODEL" --questions "${OWN:-1100}" --seed 7 --out "$OUT/self.jsonl" --max-new-tokens 256 --batch 40
 head -n -100 "$OUT/self.jsonl" > "$OUT/train_self.jsonl"
@@ -31,6 +34,7 @@ for method in ${METHODS:-m2r2-carry kangaroo m2r2}; do
     [ "$method" = kangaroo ] && options=(--lr 0.03 --warmup-steps 20 --option draft_vocab=12288)
     [ -f "$OUT/$method/accelerator.json" ] && [ ! -f "$OUT/$method/training_state.pt" ] && continue
     multirate train "$MODEL" --data "$OUT/own.jsonl" --data "$OUT/train_self.jsonl" \
+        --data "$OUT/train_long.jsonl" --max-length 1024 \
         --heldout-files "$OUT/heldout.jsonl" --out "$OUT/$method" --method "$method" \
         --teacher-states "$OUT/states" --steps "${STEPS:-1070}" --tokens-per-batch 2048 "${options[@]}"
 done

@@ -137,3 +137,18 @@ def test_an_unusable_folder_is_one_sentence(tmp_path: Path, model_dir: Path, dat
     samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
     with pytest.raises(UserError, match=r"teacher states of .* GB cannot be kept in"):
         TeacherStates(tmp_path / "file", samples, 48, "base")
+
+
+def test_progress_in_a_log_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(teacher_states.time, "monotonic", lambda: now)
+    report = teacher_states.report_to_terminal(seconds=20)
+    for now, done in ((5.0, 10), (25.0, 30), (30.0, 35), (60.0, 60), (90.0, 100)):  # noqa: B007
+        report(done, 100)
+    assert capsys.readouterr().err.splitlines() == [
+        "the base reads the samples: 30 of 100, 1 min left",
+        "the base reads the samples: 60 of 100, 1 min left",
+        "the base reads the samples: 100 of 100",
+    ]

@@ -416,7 +416,7 @@ class _Run:
             self.base["fingerprint"],
         )
         if not states.complete:
-            states.compute(load_decoder(model), report_to_terminal)
+            states.compute(load_decoder(model), report_to_terminal())
         return states
 
     def _on_device(self, batch: Batch) -> tuple[Tensor, Tensor, Known | None]:

@@ -215,8 +215,24 @@ def _key(sample: Sample) -> str:
     return hashlib.sha256(sample.ids.astype(np.int32).tobytes()).hexdigest()[:32]
 
 
-def report_to_terminal(done: int, of: int) -> None:
-    """One line, rewritten."""
-    if sys.stderr.isatty() or done == of or done % 2048 < 8:
-        sys.stderr.write(f"\rteacher states: {done} of {of} samples" + ("\n" if done == of else ""))
+def report_to_terminal(seconds: float = 20.0) -> Callable[[int, int], None]:
+    """A line that is rewritten; in a log file one every so many seconds, with the rate."""
+    begun = said = time.monotonic()
+    first: int | None = None
+
+    def report(done: int, of: int) -> None:
+        nonlocal said, first
+        if first is None:
+            first = done
+        now, terminal = time.monotonic(), sys.stderr.isatty()
+        if not terminal and done < of and now - said < seconds:
+            return
+        said = now
+        rate = (done - first) / max(now - begun, 1e-9)
+        left = f", {(of - done) / rate / 60:.0f} min left" if rate and done < of else ""
+        line = f"the base reads the samples: {done} of {of}{left}"
+        end = "\n" if done == of or not terminal else ""
+        sys.stderr.write(f"\r{line:<70}{end}" if terminal else f"{line}{end}")
         sys.stderr.flush()
+
+    return report

@@ -15,7 +15,7 @@ DATA=$1 OUT=$2 MODEL=${3:-smollm2} HERE=$(dirname "$0")
 multirate answers "$OUT/model" --data "$OUT/accelerators.jsonl" --limit "${ANSWERS:-2700}" \
     --out "$OUT/own.jsonl" --max-new-tokens 96 --batch 40
 folders=()
-for method in ${METHODS:-m2r2-carry lite deed free calm-classifier}; do
+for method in ${METHODS:-m2r2-carry lite deed free calm-classifier specee}; do
     options=(--lr 0.001 --warmup-steps 10)
     [ "$method" = calm-classifier ] || options+=(--option draft_vocab=8192)
     folders+=(-a "$method=$OUT/$method")

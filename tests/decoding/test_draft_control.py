@@ -4,6 +4,8 @@ drafts and the text's continuations, and back again where drafts become good.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -128,6 +130,18 @@ def test_a_text_that_drafts_suit_is_drafted_for_whatever_the_last_one_was(
             text.step()
         share.append(text.streamed / 60)
     assert np.mean(share) > 0.3
+
+
+@pytest.mark.parametrize("times", [3, 10])
+def test_drafts_whose_costs_were_measured_too_high_are_found_out(times: int) -> None:
+    """Something else ran while they were measured. They are tried, and their steps are timed."""
+    text = Text(0.8, 0.0, share=0.0)
+    costs = replace(COSTS, draft_step=times * COSTS.draft_step)
+    text.controller = DraftLengthController(costs, NODES, text.rates, clock=lambda: text.now)
+    text.speed(600)
+    before = text.streamed
+    text.speed(400)
+    assert text.streamed - before > 300
 
 
 def test_an_untrained_accelerators_card_is_believed_too() -> None:

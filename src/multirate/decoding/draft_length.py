@@ -38,7 +38,8 @@ _RAGGED = 0.12  # tokens of a sequence and step, times the root of the logarithm
 # sequences a batch has (as the largest of so many sums grows): what drafts must bring to pay. The
 # sequences of a batch that accept more end sooner, and the others' steps cost as much without them
 _TRIED_PLAIN = 2  # steps of so many sequences without own drafts, to compare with, first of all
-_LEAST_STREAM = 0.7  # of the pace of steps without own drafts, that of those with them at least
+_LEAST_STREAM = 0.4, 0.7  # of the pace of steps without own drafts, that of those with them at
+# least: of one sequence, as its costs may have been measured while something else ran, and of more
 _DEAREST_LEVEL = 5.0  # what a level may be timed to take beyond the costs, in times of them
 _SLOWEST = 0.3, 6.0  # timed over expected seconds, at least and at most
 
@@ -148,6 +149,7 @@ class DraftLengthController:
         self._seconds, self._tokens = costs.plain_step / 2, 1.0
         self._last: float | None = None
         self._credit = 0.0  # seconds that may go into trying what is not worth it
+        self._most_credit = _MOST_CREDIT * costs.plain_step
         self._unsuited = 0  # texts in a row that own drafts did not suit
         self._worth_it: bool | None = None  # whether they were worth it when last asked
         self._paces: dict[int, _Paces] = {}  # by the sequences of a step
@@ -246,7 +248,8 @@ class DraftLengthController:
             chosen = True
         elif not chosen:
             loss = max(text - stream, 0.0) * self._per_token + refresh
-            if loss <= self._credit:
+            # a loss beyond all credit is a guess that may be wrong: a try, and the debt is paid off
+            if loss <= self._credit or self._credit >= self._most_credit:
                 chosen = True
                 self._credit -= loss
         self._step.plan = Plan(True) if chosen else Plan(False, tuple(lengths))
@@ -307,7 +310,7 @@ class DraftLengthController:
         self._seconds = _MEMORY * (self._seconds + seconds)
         self._tokens *= _MEMORY
         self._pace.observe(seconds, expected, drafting if step.plan.stream else None)
-        self._credit = min(self._credit + _EXPLORED * seconds, _MOST_CREDIT * costs.plain_step)
+        self._credit = min(self._credit + _EXPLORED * seconds, self._most_credit)
 
     def _row_prices(self, sequences: int) -> tuple[np.ndarray, list[float]]:
         """Seconds of the n-th node of a sequence's draft where each of `sequences` has as many, and
@@ -356,7 +359,7 @@ class _Paces:
         pace = self._seconds + self._strength * self._guess
         pace = (pace / (self._expected + self._strength)).clip(*_SLOWEST)
         self.plain, self.stream = pace.tolist()
-        self.stream = max(self.stream, _LEAST_STREAM * self.plain)
+        self.stream = max(self.stream, _LEAST_STREAM[self._levels] * self.plain)
         self.level = self.plain
         if drafting is not None:
             self._drafting = _PACE_MEMORY * self._drafting + drafting

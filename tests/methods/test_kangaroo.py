@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from multirate.decoding import draft_length
 from multirate.decoding.costs import CostModel
 from multirate.decoding.draft_length import StepCosts
-from multirate.decoding.drafter import Draft
+from multirate.decoding.drafter import Draft, FusedStep
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -330,13 +330,30 @@ def test_training_starts_where_each_channel_tells_the_final_direction_best() -> 
 def test_a_step_that_adapts_leaves_a_useless_adapter_alone(
     monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]
 ) -> None:
-    """One sequence in one kernel call, two in parts; every step takes as long as a plain one."""
-    monkeypatch.setattr(draft_length, "now", itertools.count().__next__)
+    """One sequence in one kernel call, two in parts; steps take what their costs say."""
+    steps, spent = itertools.count(), [0.0]
+    monkeypatch.setattr(draft_length, "now", lambda: next(steps) + spent[0])
     decoder, shape = native_base()
     adapter = KangarooAdapter(KangarooConfig.for_base(shape), shape)
     disturb(adapter)
     drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.0))
-    drafter._costs = CostModel(StepCosts(1.0, {1: 1.0, 16: 2.0}, 0.1, 0.05))
+    costs = StepCosts(1.0, {1: 1.0, 16: 2.0}, 0.1, 0.05)
+    drafter._costs = CostModel(costs)
+    draft, fused = drafter.draft, drafter.fused_step
+
+    def drafting(seqs: list[int], *others: Any) -> list[Draft]:
+        made = draft(seqs, *others)
+        longest = max(len(one.tokens) for one in made)
+        spent[0] += costs.step_seconds(longest, len(seqs)) - 1
+        return made
+
+    def whole(*arguments: Any) -> FusedStep | None:
+        done = fused(*arguments)
+        spent[0] += costs.step_seconds(done.drafted) - 1 if done else 0
+        return done
+
+    monkeypatch.setattr(drafter, "draft", drafting)
+    monkeypatch.setattr(drafter, "fused_step", whole)
     stop, step = StopSettings(max_new_tokens=100), SpeculativeStep(drafter)
     plain = generate(decoder, PlainStep(), prompts, stop=stop)
     drafted = []

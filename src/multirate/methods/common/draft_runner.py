@@ -109,7 +109,6 @@ class NativeDraftRunner(DraftRunner):
     packed: abi.CData
     head: DraftHead
     own_layer: OwnLayer | None = None
-    _token_list: list[int] | None = None  # of a reduced head's outputs
 
     @property
     def arla(self) -> abi.CData | None:
@@ -157,17 +156,4 @@ class NativeDraftRunner(DraftRunner):
         sharpness: float = 1.0,
         noise: Sequence[Noise] | None = None,
     ) -> tuple[list[list[int]], list[list[float]]]:
-        head = self.head
-        ids, probs = self.decoder.top(
-            head.linear,
-            head.vocab,
-            p,
-            min(count, head.vocab),
-            sharpness,
-            noise,
-            head.token_map,
-            head.norm,
-        )
-        if self._token_list is None:
-            return ids, probs
-        return [[self._token_list[i] for i in row] for row in ids], probs
+        return self.head.top(self.decoder, p, count, sharpness, noise)

@@ -18,7 +18,7 @@ from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.common.packed_layer import packed_layer
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
-from multirate.model.native import NativeDecoder, abi
+from multirate.model.native import NativeDecoder
 from multirate.model.native.own_layer import tiles
 from multirate.model.native.packing import Owner, draft_layout
 from multirate.model.rows import Rows
@@ -91,17 +91,11 @@ class NativeFeatureRunner(NativeDraftRunner, FeatureRunner):
     ) -> None:
         super().__init__(decoder, stream)
         c, self._owner = stream.config, Owner(draft_layout(weights))
-        tokens = stream.draft_tokens
-        self._token_list = None if tokens is None else tokens.tolist()
         owner = self._owner
         norms = {"norm_mlp": owner.floats(stream.mlp_norm.weight), **self.layer_norms(owner)}
         self.own_layer = packed_layer(decoder, owner, stream.attn, stream.mlp, c.norm_eps, norms)
         self.head = self.draft_head(owner)
-        self.packed = abi.new(
-            "Stream",
-            shape=decoder.shape,
-            layers=decoder.packed_layers,
-            table=decoder.table.data_ptr(),
+        self.packed = decoder.stream(
             block_shape=self.own_layer.shape,
             block=self.own_layer.layer,
             carry_eps=c.norm_eps,

@@ -26,7 +26,7 @@ from multirate.errors import UserError
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.packing import Owner, exact_layout
-from multirate.model.noise import NOT_FINITE
+from multirate.model.noise import NOT_FINITE, Noise
 from multirate.model.rows import Rows
 
 
@@ -34,12 +34,41 @@ from multirate.model.rows import Rows
 class DraftHead:
     """What a stream's output is read with. ``token_map``: address of each output's id, int64
     [vocab]; None: itself. ``norm``: address of the norm before it, [hidden]; None: the model's.
+    ``tokens``: the ids themselves, [vocab], where there is a map.
     """
 
     linear: abi.CData
     vocab: int
     token_map: int | None = None
     norm: int | None = None
+    tokens: Sequence[int] | None = None
+
+    def top(
+        self,
+        decoder: NativeDecoder,
+        x: Tensor,
+        count: int,
+        sharpness: float = 1.0,
+        noise: Sequence[Noise] | None = None,
+        normed: bool = False,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The `count` likeliest tokens by each row of x [n, d], best first, and their probabilities
+        among this head's; as `NativeDecoder.top`.
+        """
+        ids, probs = decoder.top(
+            self.linear,
+            self.vocab,
+            x,
+            min(count, self.vocab),
+            sharpness,
+            noise,
+            self.token_map,
+            self.norm,
+            normed,
+        )
+        if self.tokens is None:
+            return ids, probs
+        return [[self.tokens[i] for i in row] for row in ids], probs
 
     @staticmethod
     def of(decoder: NativeDecoder, owner: Owner, tokens: Tensor | None = None) -> DraftHead:
@@ -54,7 +83,7 @@ class DraftHead:
         if tokens is None:
             return DraftHead(linear, decoder.info.vocab_size)
         ids = tokens.cpu().to(torch.int64).contiguous()
-        return DraftHead(linear, len(ids), owner.address(ids))
+        return DraftHead(linear, len(ids), owner.address(ids), tokens=ids.tolist())
 
 
 class FusedSteps:

@@ -43,12 +43,7 @@ class TextDrafter(Drafter):
             and decoder.supports_fused
             and FusedSteps.can_draft(tokens)
         ):
-            self._stream = abi.new(
-                "Stream",
-                shape=decoder.shape,
-                layers=decoder.packed_layers,
-                table=decoder.table.data_ptr(),
-            )
+            self._stream = decoder.stream()
             ngram = abi.new("NgramLimits", longest=lookup.longest)
             limits = abi.new("DraftLimits", nodes=tokens, ngram=ngram)
             self._fused = FusedSteps(

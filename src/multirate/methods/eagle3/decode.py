@@ -38,6 +38,7 @@ class NativeEagle3Runner(NativeFeatureRunner):
             len(self.stream.head.weight),
             owner.address(ids),
             owner.floats(self.stream.norm.weight),
+            None if ids is None else ids.tolist(),
         )
 
     def stream_fields(self, owner: Owner) -> dict[str, Any]:

@@ -75,8 +75,6 @@ class NativeHydraRunner(HydraRunner):
         super().__init__(decoder, heads)
         owner = self._owner = Owner(draft_layout(weights))
         self._head = DraftHead.of(decoder, owner, heads.draft_tokens)
-        tokens = heads.draft_tokens
-        self._token_list = None if tokens is None else tokens.tolist()
         self._layers = [_packed(head, owner) for head in heads.heads]
         if (layer := heads.prefix) is not None:
             norms = {
@@ -106,19 +104,7 @@ class NativeHydraRunner(HydraRunner):
     def top(
         self, y: Tensor, count: int, noise: Sequence[Noise] | None = None
     ) -> tuple[list[list[int]], list[list[float]]]:
-        head = self._head
-        ids, probs = self.decoder.top(
-            head.linear,
-            head.vocab,
-            y,
-            min(count, head.vocab),
-            noise=noise,
-            token_map=head.token_map,
-            normed=True,
-        )
-        if self._token_list is not None:
-            ids = [[self._token_list[i] for i in row] for row in ids]
-        return ids, probs
+        return self._head.top(self.decoder, y, count, noise=noise, normed=True)
 
 
 def _packed(head: Any, owner: Owner) -> list[abi.CData]:

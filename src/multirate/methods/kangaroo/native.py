@@ -65,11 +65,7 @@ class NativeKangarooAdapter:
         the exit.
         """
         decoder = self._decoder
-        stream = abi.new(
-            "Stream",
-            shape=decoder.shape,
-            layers=decoder.packed_layers,
-            table=decoder.table.data_ptr(),
+        stream = decoder.stream(
             block_shape=self._layer.shape,
             block=self._layer.layer,
             norm_out=self._owner.floats(self._norm_out.weight),

@@ -53,18 +53,12 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
         self._owner = owner = Owner(draft_layout(weights))
         self._d = decoder.info.hidden_size
         config, carry = stream.config, stream.carry
-        chosen = stream.draft_tokens
-        self._token_list = None if chosen is None else chosen.tolist()
-        self.head = DraftHead.of(decoder, owner, chosen)
+        self.head = DraftHead.of(decoder, owner, stream.draft_tokens)
         self._adapters = (
             AdapterPack(self.adapters, decoder.info.num_layers) if self.adapters else None
         )
-        self.packed = abi.new(
-            "Stream",
-            shape=decoder.shape,
-            layers=decoder.packed_layers,
+        self.packed = decoder.stream(
             adapters=None if self._adapters is None else self._adapters.address,
-            table=decoder.table.data_ptr(),
             carry=abi.new("Linear") if carry is None else owner.linear(carry.proj.weight),
             carry_norm=None if carry is None else owner.floats(carry.norm.weight),
             **_packed_fusion(owner, stream.fusions, gate),

@@ -370,6 +370,16 @@ class NativeDecoder(Decoder):
         )
         return x, _finite(tokens)
 
+    def stream(self, **fields: Any) -> abi.CData:
+        """A Stream over this model's layers and embedding; fields: those of what drafts."""
+        return abi.new(
+            "Stream",
+            shape=self.shape,
+            layers=self.packed_layers,
+            table=self.table.data_ptr(),
+            **fields,
+        )
+
     def verify_draft(
         self,
         cache: Any,
@@ -384,14 +394,8 @@ class NativeDecoder(Decoder):
         if not self.supports_fused or len(parents) > MAX_NODES:
             return None
         if self._verification is None:
-            stream = abi.new(
-                "Stream",
-                shape=self.shape,
-                layers=self.packed_layers,
-                table=self.table.data_ptr(),
-            )
             self._verification = DraftVerification(
-                self._work, stream, self.info.num_layers, self.head, self.norm_address
+                self._work, self.stream(), self.info.num_layers, self.head, self.norm_address
             )
         return self._verification.run(cache, seq, ids, parents, noise, top, x, start)
 

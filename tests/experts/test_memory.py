@@ -5,10 +5,9 @@ model.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 from bench import tiny_model
@@ -67,21 +66,7 @@ def test_peak_memory(backend: str, layout: str, tmp_path: Path) -> None:
             library.kernel()
         except library.NativeUnavailable as reason:
             pytest.skip(str(reason))
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            SCRIPT,
-            str(tmp_path),
-            str(tmp_path / "store"),
-            str(budget),
-            backend,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = fresh_process.run(SCRIPT, str(tmp_path), str(tmp_path / "store"), str(budget), backend)
     assert done.returncode == 0, done.stderr[-2000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["tokens"]

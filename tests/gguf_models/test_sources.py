@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh_process import FreshProcess
 
 from gguf_models import tiny_files
 from multirate.errors import Notice, UserError
@@ -163,18 +162,10 @@ def test_processes_that_convert_at_once(cache: Path, wheel: Path, tmp_path: Path
         "from multirate.hub import load_model\n"
         "print(float(load_model('tiny').model.lm_head.weight.float().abs().sum()))\n"
     )
-    paths = os.pathsep.join([str(wheel.parent.parent), *filter(None, sys.path)])
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    outputs = [process.communicate()[0] for process in running]
-    assert all(process.returncode == 0 for process in running)
+    running = [FreshProcess(code) for _ in range(2)]
+    finished = [process.finish() for process in running]
+    assert all(process.returncode == 0 for process in finished), finished
+    outputs = [process.stdout for process in finished]
     assert len(set(outputs)) == 1 and float(outputs[0]) > 0
     assert sorted(p.name for p in cache.iterdir()) == ["tiny", "tiny.lock"]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -37,13 +36,8 @@ print(train(model, [data], out, settings=settings, options={"rank": 8, "arla_dim
 def run(model: Path, data: Path, out: Path, dies_at_write: int) -> int:
     """The exit status of a training that is killed as its n-th file is to appear (0: never)."""
     arguments = [str(model), str(data), str(out), str(dies_at_write)]
-    return subprocess.run(
-        [sys.executable, "-c", KILLED, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        timeout=600,
-        check=False,
-    ).returncode
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return fresh_process.run(KILLED, *arguments, env=environment, timeout=600).returncode
 
 
 @pytest.mark.slow

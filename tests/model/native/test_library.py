@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fresh_process import FreshProcess, run
 
-import multirate
 from multirate.errors import UserError
 from multirate.model.native import library
 
@@ -33,30 +31,21 @@ def kernel() -> str:
     return "own"
 
 
-def begin(cache: Path, **environment: str) -> subprocess.Popen[str]:
-    source = str(Path(multirate.__file__).parents[1])
+def begin(cache: Path, **environment: str) -> FreshProcess:
     settings = {
         **os.environ,
-        "PYTHONPATH": source,
         "MULTIRATE_CACHE": str(cache),
         "OMP_NUM_THREADS": "1",
+        "MULTIRATE_KERNEL_FLAGS": "-O0",
     }
-    settings["MULTIRATE_KERNEL_FLAGS"] = "-O0"
-    return subprocess.Popen(
-        [sys.executable, "-c", START],
-        env={**settings, **environment},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    return FreshProcess(START, env={**settings, **environment})
 
 
 def start(cache: Path, **environment: str) -> tuple[list[str], list[str]]:
     """The decoders that a process takes, twice, and the lines that it says to its user."""
-    process = begin(cache, **environment)
-    out, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    return out.split(), [line for line in said.splitlines() if "Notice" in line]
+    done = begin(cache, **environment).finish()
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split(), [line for line in done.stderr.splitlines() if "Notice" in line]
 
 
 def built(cache: Path) -> list[Path]:
@@ -124,35 +113,18 @@ def test_a_cache_folder_that_cannot_be_used(tmp_path: Path, obstacle: str) -> No
 def test_processes_that_build_at_once(tmp_path: Path) -> None:
     processes = [begin(tmp_path) for _ in range(3)]
     for process in processes:
-        out, said = process.communicate(timeout=120)
-        assert (process.returncode, out.split()) == (0, NATIVE), said
+        done = process.finish()
+        assert (done.returncode, done.stdout.split()) == (0, NATIVE), done.stderr
     assert len(built(tmp_path)) == 1
     assert all(path.suffix == ".so" for path in (tmp_path / "multirate").iterdir())
 
 
 @pytest.mark.slow
 def test_the_command_line_says_it_on_one_line(tmp_path: Path) -> None:
-    source = str(Path(multirate.__file__).parents[1])
-    settings = {**os.environ, "PYTHONPATH": source, "MULTIRATE_CACHE": str(tmp_path), **NO_COMPILER}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "multirate.cli.main",
-            "generate",
-            "-p",
-            "A",
-            "-n",
-            "2",
-            "--speculate",
-            "never",
-        ],
-        env=settings,
-        text=True,
-        capture_output=True,
-        timeout=120,
-        check=True,
-    )
+    code = "import sys; from multirate.cli.main import run; sys.exit(run())"
+    words = ["generate", "-p", "A", "-n", "2", "--speculate", "never"]
+    done = run(code, *words, env={**os.environ, "MULTIRATE_CACHE": str(tmp_path), **NO_COMPILER})
+    assert done.returncode == 0, done.stderr
     assert [line[:40] for line in done.stderr.splitlines()] == [
         "note: the native kernel is not used: no "
     ]

@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +142,14 @@ def _measured(campaign: Campaign, engine: Any, prompts: list[Prompt], names: lis
         runs, unavailable = [], {}
         for name in names:
             try:
-                runs.append(method_run(engine, name, new, batch))
+                runs.append(method_run(engine, name, new))
             except Unavailable as error:
                 unavailable[name] = str(error)
         wait = torch.cuda.synchronize if campaign.device.startswith("cuda") else None
-        measured = measure(runs, prompts, repeats=1 if campaign.tiny else 3, synchronize=wait)
+        copies = [replace(p, id=f"{p.id}.{i}") for p in prompts for i in range(batch)]
+        repeats = 1 if campaign.tiny else 3
+        measured = measure(runs, copies, repeats=repeats, batch=batch, synchronize=wait)
         found = [row.as_dict() for row in summarise(measured, Judge(engine.model))]
-        for row in found:
-            row["all_tokens_per_second"] = batch * row["tokens_per_second"]
         rows[str(batch)] = {"rows": found, "unavailable": unavailable}
     return rows
 

@@ -161,6 +161,7 @@ def suites_section() -> list[str]:
         rows = {row["method"]: row for row in run["rows"]}
         drawn = f", temperature {run['temperature']:g}" if "temperature" in run else ""
         task = f", {run['task']}" if run.get("task") else ""
+        batch = f", batch {run['batch']}" if run.get("batch", 1) > 1 else ""
         same = sum(row["identical"] for row in run["rows"])
         wanted = run["prompts"] * len(run["rows"])
         cells = [
@@ -170,7 +171,12 @@ def suites_section() -> list[str]:
             for name in methods
         ]
         lines.append(
-            (f"{run['suite']}{task}{drawn}", str(run["prompts"]), *cells, f"{same} of {wanted}")
+            (
+                f"{run['suite']}{task}{drawn}{batch}",
+                str(run["prompts"]),
+                *cells,
+                f"{same} of {wanted}",
+            )
         )
     first = runs[0]
     return [
@@ -180,7 +186,9 @@ def suites_section() -> list[str]:
         f"{machine(first)}, {str(first['date'])[:10]}. At a temperature every method draws the "
         "same text for a seed.",
         table(("suite", "prompts", *(f"`{name}`" for name in methods), "identical"), lines),
-        *categories_table([run for run in runs if "temperature" not in run]),
+        *categories_table(
+            [run for run in runs if "temperature" not in run and run.get("batch", 1) == 1]
+        ),
     ]
 
 

@@ -17,6 +17,7 @@ from multirate.bench.runner import (
     Sample,
     Scoring,
     baseline,
+    batches,
     measure,
     summarise,
 )
@@ -218,6 +219,32 @@ def test_only_a_conversations_later_turns_may_know_what_came_before() -> None:
         [MethodRun("a", run, forget=lambda: calls.append("forget"))], prompts, repeats=2, warmup=1
     )
     assert calls == ["forget", "1"] + 2 * ["forget", "1", "2", "forget", "3"]
+
+
+def test_a_batch_has_the_same_turn_of_several_conversations() -> None:
+    names = ["a#1", "a#2", "b#1", "b#2", "c", "d#1", "d#2", "e"]
+    prompts = [Prompt(name, [1], follows=name.endswith("#2")) for name in names]
+    groups = [[prompt.id for prompt in group] for group in batches(prompts, 2)]
+    assert groups == [["a#1", "b#1"], ["a#2", "b#2"], ["c", "d#1"], ["d#2"], ["e"]]
+    assert [group for group in batches(prompts, 1)] == [[prompt] for prompt in prompts]
+
+
+def test_a_batch_is_answered_at_once_and_its_time_shared(model: torch.nn.Module) -> None:
+    calls: list[int] = []
+
+    def run_batch(prompts: list[list[int]]) -> list[Answer]:
+        calls.append(len(prompts))
+        return [Answer([1, 2], stepped=5, steps=3), *(Answer([1]) for _ in prompts[1:])]
+
+    together = MethodRun("autoregressive", lambda p: run_batch([p])[0], run_batch=run_batch)
+    alone = MethodRun("alone", lambda p: Answer([1, 2] if p == [3] else [1]))
+    prompts = [Prompt(str(n), [n]) for n in (3, 4, 3)]
+    runs = measure([together, alone], prompts, repeats=1, warmup=1, batch=2)
+    assert calls == [2, 2, 1]
+    first, second, _ = (taken["autoregressive"] for taken in runs.samples[0])
+    assert first.seconds == second.seconds > 0
+    row, _ = summarise(runs, Judge(model))
+    assert row.tokens == 5 and row.steps == 6 and row.identical == 3
 
 
 @pytest.mark.parametrize(

@@ -383,6 +383,22 @@ def test_bench_reports_and_writes(model: str, data: str, tmp_path: Path) -> None
     assert read["rows"][1]["tokens_per_step"] == 1
 
 
+def test_bench_in_batches(model: str, data: str, tmp_path: Path) -> None:
+    words = ["bench", model, "--data", data, "-n", "6", "--repeats", "1", "--dtype", "float32"]
+    methods = ["--methods", "generate,autoregressive,prompt_lookup"]
+    rows = []
+    for batch in ("1", "2"):
+        out = tmp_path / f"{batch}.json"
+        done = run(*words, *methods, "--batch", batch, "--json", str(out))
+        assert done.exit_code == 0 and f"batch {batch}, greedy" in done.stdout, done.output
+        read = json.loads(out.read_text())
+        assert read["batch"] == int(batch)
+        rows.append([(r["method"], r["tokens"], r["identical"], r["steps"]) for r in read["rows"]])
+    assert rows[0] == rows[1]
+    refused(run(*words, "--batch", "0"), "--batch is 0")
+    refused(run(*words, "--batch", "2", "--rivals", "assisted"), "leave out --batch 2")
+
+
 def test_a_rival_that_is_not_there_costs_its_row_only(
     model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

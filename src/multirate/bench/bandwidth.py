@@ -39,11 +39,11 @@ def bytes_per_step(model: Any) -> int | None:
     return total if tied else total - embedding.numel() * embedding.element_size()
 
 
-def share_of(read: float, weights: int | None, rows: Sequence[Row]) -> float | None:
-    """Of `read` bytes per second, the share that our plain loop's passes (prefills apart) read;
-    None where either is unknown.
+def share_of(read: float, weights: int | None, rows: Sequence[Row], batch: int = 1) -> float | None:
+    """Of `read` bytes per second, the share that our plain loop's passes (prefills apart, each for
+    `batch` tokens) read; None where either is unknown.
     """
     plain = next((row for row in rows if row.method == PLAIN), None)
     if plain is None or weights is None or plain.decode_tokens_per_second is None:
         return None
-    return plain.decode_tokens_per_second * weights / read
+    return plain.decode_tokens_per_second / batch * weights / read

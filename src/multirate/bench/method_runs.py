@@ -20,12 +20,10 @@ def method_run(
     engine: Engine,
     name: str,
     max_new_tokens: int,
-    batch: int = 1,
     sampling: SamplingSettings | None = None,
 ) -> MethodRun:
     """A run of `generate`, `generate-static` or a method of the engine.
 
-    batch: each prompt is answered so many times at once; the answer's tokens are the first one's.
     sampling: default greedy. With a temperature and a seed a method's text is that of plain
     decoding, token for token, or the method cannot be compared.
 
@@ -37,9 +35,9 @@ def method_run(
     if not sampling.greedy and name in (GENERATE, GENERATE_STATIC):
         raise Unavailable(f"{name} draws other random numbers, so its text cannot be compared")
     if name == GENERATE:
-        return transformers_run(engine.model, eos, max_new_tokens, batch=batch)
+        return transformers_run(engine.model, eos, max_new_tokens)
     if name == GENERATE_STATIC:
-        return static_run(engine.model, eos, max_new_tokens, batch)
+        return static_run(engine.model, eos, max_new_tokens)
     stop = engine.stopping(max_new_tokens)
     if not sampling.greedy and not engine.repeats_text(name):
         raise Unavailable(
@@ -47,11 +45,11 @@ def method_run(
             "compared"
         )
 
-    def run(prompt: list[int]) -> Answer:
-        output = engine.generate([prompt] * batch, sampling, stop, method=name, speculate="auto")
-        seen = output.stats
-        return Answer(
-            output.sequences[0],
+    def run_batch(prompts: list[list[int]]) -> list[Answer]:
+        output = engine.generate(prompts, sampling, stop, method=name, speculate="auto")
+        seen, (first, *others) = output.stats, output.sequences
+        whole = Answer(
+            first,
             stepped=seen.tokens - seen.first_tokens,
             steps=seen.sequence_steps,
             drafted=seen.drafted_levels,
@@ -60,11 +58,19 @@ def method_run(
             accepted_at=seen.accepted_at,
             prefill_seconds=seen.prefill_seconds,
         )
+        return [whole, *(Answer(tokens, prefill_seconds=0.0) for tokens in others)]
 
     lossless = engine.lossless(name)
     promise = engine.promise_of(name)
     note = None if promise is None else promise.sentence()
-    return MethodRun(name, run, lossless, engine.forget, note=note)
+    return MethodRun(
+        name,
+        lambda prompt: run_batch([prompt])[0],
+        lossless,
+        engine.forget,
+        note=note,
+        run_batch=run_batch,
+    )
 
 
 def transformers_run(
@@ -72,34 +78,46 @@ def transformers_run(
     eos_token_ids: tuple[int, ...],
     max_new_tokens: int,
     name: str = GENERATE,
-    batch: int = 1,
     **settings: Any,
 ) -> MethodRun:
-    """transformers' own greedy decoding, with further `settings` of its GenerationConfig."""
+    """transformers' own greedy decoding, with further `settings` of its GenerationConfig. In a
+    batch, shorter prompts are padded on their left.
+    """
+    padding = eos_token_ids[0] if eos_token_ids else 0
     config = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
         eos_token_id=list(eos_token_ids) or None,
-        pad_token_id=eos_token_ids[0] if eos_token_ids else 0,
+        pad_token_id=padding,
         # Some models' own settings penalise repetition; every method decodes the bare model.
         repetition_penalty=1.0,
         **settings,
     )
 
-    def run(prompt: list[int]) -> Answer:
-        ids = torch.tensor([prompt] * batch, device=model.device)
+    def run_batch(prompts: list[list[int]]) -> list[Answer]:
+        longest = max(map(len, prompts))
+        before = [longest - len(prompt) for prompt in prompts]
+        rows = zip(before, prompts, strict=True)
+        ids = torch.tensor([[padding] * count + prompt for count, prompt in rows])
+        mask = torch.tensor([[0] * count + [1] * (longest - count) for count in before])
         out = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=config,
         )
-        tokens = out[0, len(prompt) :].tolist()
-        return Answer(tokens, stepped=len(tokens) - 1, steps=len(tokens) - 1)
+        answers = [_up_to_end(new, eos_token_ids) for new in out[:, longest:].tolist()]
+        return [Answer(a, stepped=len(a) - 1, steps=len(a) - 1) for a in answers]
 
-    return MethodRun(name, run)
+    return MethodRun(name, lambda prompt: run_batch([prompt])[0], run_batch=run_batch)
 
 
-def static_run(
-    model: Any, eos_token_ids: tuple[int, ...], max_new_tokens: int, batch: int = 1
-) -> MethodRun:
+def _up_to_end(tokens: list[int], eos_token_ids: tuple[int, ...]) -> list[int]:
+    """An answer without the padding after its end; the end belongs to it."""
+    ends = (place for place, token in enumerate(tokens, start=1) if token in eos_token_ids)
+    return tokens[: next(ends, len(tokens))]
+
+
+def static_run(model: Any, eos_token_ids: tuple[int, ...], max_new_tokens: int) -> MethodRun:
     """`generate` as fast as transformers can make it: a static cache and a compiled forward pass.
 
     Compiled here, before anything is timed. Raises Unavailable, with the reason, where that fails.
@@ -111,7 +129,6 @@ def static_run(
         eos_token_ids,
         max_new_tokens,
         GENERATE_STATIC,
-        batch,
         cache_implementation="static",
         disable_compile=True,  # it would compile by itself on a GPU only
     )

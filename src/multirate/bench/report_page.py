@@ -66,7 +66,10 @@ def title(content: Mapping[str, Any]) -> str:
     drawn = content.get("temperature")
     how = "greedy" if drawn is None else f"temperature {drawn:g}"
     task = f" ({content['task']})" if content.get("task") else ""
-    return f"{content['model']} on {content['suite']}{task}, {content['dtype']}, batch 1, {how}"
+    batch = content.get("batch", 1)
+    return (
+        f"{content['model']} on {content['suite']}{task}, {content['dtype']}, batch {batch}, {how}"
+    )
 
 
 HEADS = (

@@ -49,6 +49,8 @@ class MethodRun:
     """A method under test: `run(prompt ids) -> Answer`. Lossy ones need not give the reference's
     tokens.
 
+    run_batch: answers several prompts at once; figures of the whole batch stand in the first
+    answer. None: the method takes one at a time.
     forget: called, untimed, before a prompt that does not go on from the one before: no method may
     know it already.
     run_for: of another engine, whose text goes its own way: run_for(prompt ids, count) answers with
@@ -62,11 +64,18 @@ class MethodRun:
     forget: Callable[[], None] = lambda: None
     run_for: Callable[[list[int], int], Answer] | None = None
     note: str | None = None
+    run_batch: Callable[[list[list[int]]], list[Answer]] | None = None
+
+    def answers(self, prompts: list[list[int]]) -> list[Answer]:
+        """Of one prompt, or of a batch."""
+        if len(prompts) == 1 or self.run_batch is None:
+            return [self.run(prompt) for prompt in prompts]
+        return self.run_batch(prompts)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed answer."""
+    """One answer and the time that it took: of a batch, each answer has an equal share."""
 
     answer: Answer
     seconds: float
@@ -162,6 +171,7 @@ def measure(
     *,
     repeats: int = 3,
     warmup: int = 1,
+    batch: int = 1,
     synchronize: Callable[[], None] | None = None,
     on_answer: Callable[[str], None] | None = None,
 ) -> Measurements:
@@ -169,47 +179,69 @@ def measure(
     count.
 
     All methods answer a prompt before the next one comes, and their order rotates, so that a
-    machine that slows down or warms up slows all of them alike. A conversation's later turns may
-    use what a method kept of the earlier ones; every other prompt is new to it. Ctrl-C ends the run
-    with what is complete.
+    machine that slows down or warms up slows all of them alike. batch: prompts that are answered at
+    once (`batches`). A conversation's later turns may use what a method kept of the earlier ones;
+    every other prompt is new to it. Ctrl-C ends the run with what is complete.
     """
+    groups = batches(prompts, batch)
     result = Measurements(
         [c.name for c in method_runs],
-        list(prompts),
+        [prompt for group in groups for prompt in group],
         notes={c.name: c.note for c in method_runs if c.note is not None},
     )
     wait = synchronize or (lambda: None)
     gc.collect()
     gc.freeze()  # a full collection among a model's many objects takes longer than some answers
     try:
-        for prompt in prompts[:warmup]:
-            _forget(method_runs, prompt)
+        for group in groups[:warmup]:
+            _forget(method_runs, group)
             for method_run in method_runs:
-                method_run.run(prompt.tokens)
+                method_run.answers([prompt.tokens for prompt in group])
                 if on_answer is not None:
                     on_answer(method_run.name)
         for repeat in range(repeats):
             result.samples.append([])
-            for index, prompt in enumerate(prompts):
-                taken: dict[str, Sample] = {}
-                _forget(method_runs, prompt)
+            for index, group in enumerate(groups):
+                taken: list[dict[str, Sample]] = [{} for _ in group]
+                _forget(method_runs, group)
                 for method_run in _order(method_runs, repeat + index):
                     wait()
                     start = perf_counter()
                     if method_run.run_for is None:
-                        answer = method_run.run(prompt.tokens)
+                        answers = method_run.answers([prompt.tokens for prompt in group])
                     else:
-                        count = len(taken[PLAIN].answer.tokens)
-                        answer = method_run.run_for(prompt.tokens, count)
+                        answers = [
+                            method_run.run_for(prompt.tokens, len(own[PLAIN].answer.tokens))
+                            for prompt, own in zip(group, taken, strict=True)
+                        ]
                     wait()
-                    taken[method_run.name] = Sample(answer, perf_counter() - start)
+                    share = (perf_counter() - start) / len(group)
+                    for own, answer in zip(taken, answers, strict=True):
+                        own[method_run.name] = Sample(answer, share)
                     if on_answer is not None:
                         on_answer(method_run.name)
-                result.samples[repeat].append(taken)
+                result.samples[repeat].extend(taken)
     except KeyboardInterrupt:
         result.interrupted = True
     finally:
         gc.unfreeze()
+    return result
+
+
+def batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+    """Prompts that are answered at once: of `size` conversations the first turns, then those that
+    follow, and so on with the next conversations.
+    """
+    conversations: list[list[Prompt]] = []
+    for prompt in prompts:
+        if prompt.follows and conversations:
+            conversations[-1].append(prompt)
+        else:
+            conversations.append([prompt])
+    result: list[list[Prompt]] = []
+    for first in range(0, len(conversations), size):
+        turns = zip_longest(*conversations[first : first + size])
+        result.extend([prompt for prompt in turn if prompt is not None] for turn in turns)
     return result
 
 
@@ -220,8 +252,8 @@ def _order(method_runs: Sequence[MethodRun], turn: int) -> list[MethodRun]:
     return sorted(rotated, key=lambda method_run: method_run.run_for is not None)
 
 
-def _forget(method_runs: Sequence[MethodRun], prompt: Prompt) -> None:
-    if not prompt.follows:
+def _forget(method_runs: Sequence[MethodRun], group: Sequence[Prompt]) -> None:
+    if not all(prompt.follows for prompt in group):
         for method_run in method_runs:
             method_run.forget()
 

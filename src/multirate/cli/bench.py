@@ -90,6 +90,9 @@ def command(
     seed: Annotated[int, typer.Option(min=0, help="Of the draws, with --temperature.")] = 0,
     repeats: Annotated[int, typer.Option(help="Measured passes over all prompts.")] = 3,
     warmup: Annotated[int, typer.Option(help="Prompts answered before measuring.")] = 1,
+    batch: Annotated[
+        int, typer.Option(help="Prompts that are answered at once; 1 is one after the other.")
+    ] = 1,
     truncate: Annotated[
         bool,
         typer.Option(
@@ -150,6 +153,7 @@ def command(
         ("--repeats", repeats, 1),
         ("--warmup", warmup, 0),
         ("--max-new-tokens", max_new_tokens, 1),
+        ("--batch", batch, 1),
     ):
         if value < least:
             raise UserError(f"{name} is {value}: at least {least} is needed")
@@ -161,6 +165,8 @@ def command(
     sampling = SamplingSettings(temperature, seed=None if temperature == 0 else seed)
     if rivals and not sampling.greedy:
         raise UserError("--rivals are measured greedily: leave out --temperature")
+    if rivals and batch > 1:
+        raise UserError(f"--rivals answer one prompt at a time: leave out --batch {batch}")
     tasks = task_suite(suite, data, limit, task) if is_task(suite) else None
     questions = tasks.questions if tasks else load_suite(suite, data, limit, task)
 
@@ -180,6 +186,10 @@ def command(
     if points is not None and DYNAMIC not in chosen:
         raise UserError(f"--points {points} needs --methods {DYNAMIC}")
     if experts is not None or bench_experts.EXPERTS in chosen:
+        if batch > 1:
+            raise UserError(
+                f"--batch {batch}: with experts from disk one prompt is answered at a time"
+            )
         same, interrupted = bench_experts.command(
             model,
             questions,
@@ -247,8 +257,9 @@ def command(
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         warmup=warmup,
+        batch=batch,
         truncate=truncate,
-        title=f"{suite}, {loaded.name}, {dtype}, batch 1, "
+        title=f"{suite}, {loaded.name}, {dtype}, batch {batch}, "
         + ("greedy" if sampling.greedy else f"temperature {temperature:g}, seed {seed}"),
         settings={
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -318,6 +329,7 @@ def run(
     max_new_tokens: int,
     repeats: int,
     warmup: int,
+    batch: int = 1,
     truncate: bool,
     title: str,
     settings: dict[str, Any],
@@ -340,7 +352,7 @@ def run(
     from multirate.bench.predicted import predictions, trained
     from multirate.bench.rivals import Contest
     from multirate.bench.rivals import prepare as prepare_rivals
-    from multirate.bench.runner import MethodRun, Unavailable, measure, summarise
+    from multirate.bench.runner import MethodRun, Unavailable, batches, measure, summarise
     from multirate.bench.seen_prompts import seen_prompts, warnings_of
     from multirate.calibration.measure import full_model_on
 
@@ -359,6 +371,7 @@ def run(
                 raise
             unavailable.append({"method": name, "reason": str(error)})
     prompts = prepared(engine, questions, max_new_tokens, truncate)
+    groups = len(batches(prompts.prompts, batch))
     device = engine.decoder.info.device
     with ExitStack() as stack:
         positions = max(len(prompt.tokens) for prompt in prompts.prompts) + max_new_tokens
@@ -378,13 +391,14 @@ def run(
         unavailable += missing
         for one in unavailable:
             options.note(f"note: no row for {one['method']}: {one['reason']}")
-        count = repeats * len(prompts.prompts) + min(warmup, len(prompts.prompts))
+        count = repeats * groups + min(warmup, groups)
         with Bar("measuring", count * len(method_runs)) as bar:
             measurements = measure(
                 method_runs,
                 prompts.prompts,
                 repeats=repeats,
                 warmup=warmup,
+                batch=batch,
                 synchronize=(lambda: torch.cuda.synchronize(device))
                 if device.type == "cuda"
                 else None,
@@ -398,7 +412,7 @@ def run(
         None if tasks is None else scoring(tasks, engine.tokenizer),
     )
     read = bandwidth.read_bandwidth(device)
-    share = bandwidth.share_of(read, bandwidth.bytes_per_step(engine.model), rows)
+    share = bandwidth.share_of(read, bandwidth.bytes_per_step(engine.model), rows, batch)
     usable = measurements.usable()
     console = options.console()
     if rows:
@@ -421,6 +435,7 @@ def run(
         **settings,
         prompts=len(usable[0]) if usable else 0,
         max_new_tokens=max_new_tokens,
+        batch=batch,
         repeats=len(usable),
         warmup=warmup,
         skipped=prompts.skipped,
@@ -429,7 +444,7 @@ def run(
         unavailable=unavailable,
         tuned=engine.tuned_settings,
         trained_on_questions=seen,
-        predicted=predictions(engine, rows),
+        predicted=predictions(engine, rows) if batch == 1 else {},
         accelerators={
             name: about
             for name, accelerator in engine.accelerators.items()

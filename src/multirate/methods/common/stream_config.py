@@ -10,6 +10,8 @@ from multirate.methods.common.config import DraftWeights, MethodConfig
 from multirate.methods.common.lookup import LookupName
 from multirate.model.rows import MAX_TREE_BIT
 
+TUNABLE = {"nodes": (7, 11, 16), "depth": (4, 8), "width": (1, 2)}
+"""For ``MethodSpec.tunable``: the settings that shape a tree."""
 MAX_CANDIDATES = 17  # of a node: the kernel's arrays end there
 
 

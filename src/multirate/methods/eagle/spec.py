@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multirate.methods.common.stream_config import TUNABLE
 from multirate.methods.eagle.config import EagleConfig, EagleDecodeConfig
 from multirate.methods.eagle.decode import EagleDrafter
 from multirate.methods.eagle.modules import EagleLayer
@@ -14,6 +15,7 @@ SPEC = register(
         title="EAGLE (arXiv 2401.15077), trees as EAGLE-2's",
         summary="drafts with a trained layer that goes on from the model's last feature",
         settings=EagleDecodeConfig,
+        tunable={**TUNABLE, "lookup": (0, "sam")},
         drafter=lambda decoder, module, settings: EagleDrafter(decoder, module, settings),
         training=Training(EagleConfig, EagleLayer, EagleObjective, start=start_from_least_squares),
     )

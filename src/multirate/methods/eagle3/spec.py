@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multirate.methods.common.stream_config import TUNABLE
 from multirate.methods.eagle3 import speculators
 from multirate.methods.eagle3.config import Eagle3Config, Eagle3DecodeConfig
 from multirate.methods.eagle3.decode import Eagle3Drafter
@@ -15,6 +16,7 @@ SPEC = register(
         title="EAGLE-3 (arXiv 2503.01840)",
         summary="drafts with a trained layer over residuals of three depths, and its own head",
         settings=Eagle3DecodeConfig,
+        tunable={**TUNABLE, "lookup": (0, "sam")},
         drafter=lambda decoder, module, settings: Eagle3Drafter(decoder, module, settings),
         training=Training(
             Eagle3Config,

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+CAMPAIGN = """
+import os, runpy, sys
+os.chdir(sys.argv.pop(1))
+runpy.run_path("benchmarks/gpu_campaign.py", run_name="__main__")
+"""
+
+
 def campaign(out: Path, *arguments: str) -> tuple[int, dict]:
-    command = [sys.executable, "benchmarks/gpu_campaign.py", "--tiny", "--device", "cpu"]
-    done = subprocess.run(
-        [*command, "--out", str(out), *arguments], cwd=ROOT, check=False, capture_output=True
-    )
+    words = ["--tiny", "--device", "cpu", "--out", str(out), *arguments]
+    done = fresh_process.run(CAMPAIGN, str(ROOT), *words, timeout=600)
     return done.returncode, json.loads((out / "campaign.json").read_text())
 
 

@@ -27,7 +27,7 @@ def campaign(out: Path, *arguments: str) -> tuple[int, dict]:
 # the other methods' training is the same part with another name
 PARTS = (
     *("correctness", "decoding", "answers", "training m2r2-carry"),
-    *("decoding 1b", "decoding 7b", "experts"),
+    *("decoding 1b", "experts"),
 )
 
 

@@ -172,7 +172,7 @@ def counts(output: GenerationOutput) -> tuple[int, ...]:
 @pytest.mark.parametrize("backend", ["hf", "native"])
 @pytest.mark.parametrize("name", [PLAIN, *DRAFTERS])
 @settings(
-    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(seed=st.integers(0, 999))
 def test_turns_are_as_if_read_from_the_start(
@@ -228,7 +228,7 @@ def own_store(drafter: Drafter, length: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("backend", ["hf", "native"])
 @pytest.mark.parametrize("name", ["kangaroo", "m2r2-carry", "eagle3"])
 @settings(
-    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(seed=st.integers(0, 999))
 def test_what_a_drafter_says_it_kept_is_what_it_would_compute(

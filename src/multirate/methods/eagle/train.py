@@ -6,18 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from multirate.methods.common.distillation import distil
+from multirate.methods.common.feature_loss import feature_distances, uniform_noise
 from multirate.methods.common.feature_objective import FeatureObjective
 from multirate.methods.common.least_squares import LeastSquares, direction
 from multirate.methods.common.objective import Report, shift
 from multirate.methods.common.teacher import Known, Teacher
 from multirate.methods.eagle.modules import EagleLayer
-
-_NOISE_TOKENS = 512
-"""Samples of so many tokens get the config's noise, shorter ones more."""
 
 
 class EagleObjective(FeatureObjective):
@@ -37,26 +34,14 @@ class EagleObjective(FeatureObjective):
         slow = teacher.slow(ids, shared=0, known=known)
         carried = shift(slow.final.float())
         if layer.training:
-            carried = carried + _noise(ids, carried, layer.config.noise)
+            carried = carried + uniform_noise(ids, carried, layer.config.noise)
         outputs = layer.unrolled(slow.residual[0].float(), carried)
         normed = torch.stack([teacher.norm(x[mask]) for x in outputs])
         result = distil(normed, slow.target(mask), teacher.head, layer.draft_tokens)
         feature = slow.normed[mask].float()
-        distances = torch.stack([F.smooth_l1_loss(x.float(), feature) for x in normed])
-        if not mask.any():
-            distances = torch.zeros_like(result.kl)
+        distances = feature_distances(normed, feature)
         loss = self.mean(distances + layer.config.kl_weight * result.kl)
         return loss, Report(self.terms, result, float(loss.detach()))
-
-
-def _noise(ids: Tensor, carried: Tensor, width: float) -> Tensor:
-    """Uniform numbers [B, T, d] in units of each row's size, the same for a batch whenever it
-    comes, so that a resumed run ends with the same weights.
-    """
-    generator = torch.Generator().manual_seed(int(ids.sum()))
-    uniform = torch.rand(carried.shape, generator=generator).to(carried.device) - 0.5
-    size = carried.square().mean(-1, keepdim=True).sqrt()
-    return uniform * size * (width * _NOISE_TOKENS / ids.shape[1])
 
 
 @torch.no_grad()

@@ -63,6 +63,14 @@ class M2R2Config(MethodConfig):
     """
     unroll_steps: int = 1
     """Training steps through the stream's own drafts [ours, as HASS and EAGLE-3]; needs carry."""
+    feature_weight: float = 0.0
+    """In training, of SmoothL1 between normed stream and normed h_L beside the KL [ours, EAGLE's
+    loss, where it is 10].
+    """
+    noise: float = 0.0
+    """In training, of the true carried residuals: uniform, of this width times 512 / tokens of the
+    sample [ours, as EAGLE: 0.2].
+    """
     draft_vocab: int | None = None
     """Size of the reduced draft head (the most frequent tokens of the training data) [ours]; null:
     the full head.
@@ -85,6 +93,8 @@ class M2R2Config(MethodConfig):
             "unroll_steps",
             "1 when carry is false (without it every step is the first)",
         )
+        self.require(0 <= self.feature_weight <= 1000, "feature_weight", "0 to 1000")
+        self.require(0 <= self.noise <= 10, "noise", "0 to 10")
         self.require_draft_vocab()
         self.require(0 < self.norm_eps <= 1, "norm_eps", "above 0, at most 1")
         self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")

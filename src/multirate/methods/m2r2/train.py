@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from multirate.methods.common.distillation import Distilled, distil
+from multirate.methods.common.feature_loss import feature_distances, uniform_noise
 from multirate.methods.common.layers import KeysValues
 from multirate.methods.common.least_squares import LeastSquares, direction
 from multirate.methods.common.objective import Objective, Report, Term, balanced_bce, shift
@@ -48,12 +49,16 @@ class M2R2Objective(Objective):
         gates = self.stream.config.gates
         return self._teacher[0].slow(ids, shared=gates[-1], gates=gates, known=known)
 
-    def first_step(self, slow: SlowPass) -> tuple[list[Tensor], KeysValues | None]:
-        """Draft step 1, true carried residual: the stream at every gate [B, T, d], and the first
-        block's K/V.
+    def first_step(
+        self, slow: SlowPass, noise: Tensor | None = None
+    ) -> tuple[list[Tensor], KeysValues | None]:
+        """Draft step 1, true carried residual (noise [B, T, d] is added): the stream at every gate
+        [B, T, d], and the first block's K/V.
         """
         config, stream = self.stream.config, self.stream
         carried = shift(slow.final.float())
+        if noise is not None:
+            carried = carried + noise
         x = stream.start(slow.residual[0].float(), carried)
         outputs: list[Tensor] = []
         keys_values: KeysValues | None = None
@@ -100,7 +105,10 @@ class M2R2Objective(Objective):
         token; known: see ``Teacher.slow``.
         """
         slow = self.slow(ids, known)
-        outputs, kv = self.first_step(slow)
+        width, noise = self.stream.config.noise, None
+        if width and self.stream.training:
+            noise = uniform_noise(ids, shift(slow.final.float()), width)
+        outputs, kv = self.first_step(slow, noise)
         earlier = [] if kv is None else [kv]
         own = outputs[0]
         for _ in range(1, self.stream.config.unroll_steps):
@@ -115,7 +123,11 @@ class M2R2Objective(Objective):
         normed = torch.stack([teacher.norm(x[mask]) for x in outputs])  # [K, N, d]
         result = distil(normed, slow.target(mask), teacher.head, stream.draft_tokens)
         weight = torch.tensor([t.weight for t in self.terms], device=result.kl.device)
-        loss = (weight * result.kl).sum() / weight.sum()
+        losses = result.kl
+        if stream.config.feature_weight:
+            distances = feature_distances(normed, slow.normed[mask].float())
+            losses = losses + stream.config.feature_weight * distances
+        loss = (weight * losses).sum() / weight.sum()
         report = Report(self.terms, result, float(loss.detach()))
         if stream.arla is not None and normed.shape[1]:
             logits = self.arla_logits(normed.detach().float())

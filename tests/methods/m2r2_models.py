@@ -48,6 +48,11 @@ def model_of(config, dtype=torch.float32):
     return model.to(dtype)
 
 
+def taps_of(preset, gate):
+    """Of a stream of LLAMA that reads as many inner residuals as it can."""
+    return tuple(range(gate + 1, LLAMA.num_hidden_layers)) if preset == "m2r2-carry" else ()
+
+
 def stream_of(config, preset, seed=0, scale=0.05, **options):
     torch.manual_seed(seed)
     base = BaseShape.of(config)

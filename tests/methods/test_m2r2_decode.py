@@ -40,7 +40,7 @@ from multirate.model.native import NativeDecoder
 from multirate.model.rows import Rows
 
 from .fused_steps import assert_fused_steps_are_steps_in_parts
-from .m2r2_models import LLAMA, OTHERS, PROMPTS, model_of, stream_of
+from .m2r2_models import LLAMA, OTHERS, PROMPTS, model_of, stream_of, taps_of
 
 EAGER_TREE = M2R2DecodeConfig(
     depth=5, width=3, nodes=20, draft_threshold=0.0, verify_threshold=0.0
@@ -77,6 +77,7 @@ def decoders():
     trust=st.sampled_from(["confidence", "arla"]),
     lookup=st.sampled_from([0, 1, 3, 5, "sam"]),
     fuse=st.booleans(),
+    tapped=st.booleans(),
 )
 def test_greedy_is_the_base_token_for_token(
     decoders,
@@ -92,11 +93,17 @@ def test_greedy_is_the_base_token_for_token(
     trust,
     lookup,
     fuse,
+    tapped,
 ):
     if backend not in decoders:
         pytest.skip("no native kernel here")
     decoder = decoders[backend]
-    stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced, fuse=fuse)
+    options = {
+        "draft_vocab": reduced,
+        "fuse": fuse,
+        "taps": taps_of(preset, gate) if tapped else (),
+    }
+    stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, **options)
     drafter = M2R2Drafter(
         decoder,
         stream,
@@ -311,6 +318,7 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate, weights, error):
     sampling=st.sampled_from(SAMPLINGS),
     drafts=st.sampled_from(["coupled", "likeliest"]),
     fuse=st.booleans(),
+    tapped=st.booleans(),
     sampled_candidates=st.integers(1, 4),
 )
 def test_a_round_in_one_kernel_call_is_the_round_in_parts(
@@ -328,6 +336,7 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     sampling,
     drafts,
     fuse,
+    tapped,
     sampled_candidates,
 ):
     """Same drafts, same tokens step by step (plain decoding's), and the same committed keys and
@@ -336,7 +345,12 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     if "native" not in decoders:
         pytest.skip("no native kernel here")
     decoder = decoders["native"]
-    stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, draft_vocab=reduced, fuse=fuse)
+    options = {
+        "draft_vocab": reduced,
+        "fuse": fuse,
+        "taps": taps_of(preset, gate) if tapped else (),
+    }
+    stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, **options)
     config = M2R2DecodeConfig(
         depth,
         width,

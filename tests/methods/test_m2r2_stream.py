@@ -67,6 +67,7 @@ def test_reinitialised_gates_do_not_depend_on_earlier_adapters() -> None:
     [
         {},
         {"gates": [2], "block": False},
+        {"gates": [1], "taps": [2, 3]},
         {
             "gates": [2],
             "block_heads": 6,
@@ -97,7 +98,9 @@ def test_training_steps_compute_what_drafting_computes(options: dict[str, object
     decoder = load_decoder(teacher.parts.model, "hf")
     cache = decoder.new_cache(1, length)
     every = Rows.causal(0, 0, length)
-    final = decoder.layers(decoder.embed(tokens[0], every.pos), every, 0, 4, cache)
+    x = decoder.embed(tokens[0], every.pos)
+    final, inner = decoder.layers_with_taps(x, every, 0, 4, cache, stream.config.taps)
+    final = stream.carried(final, inner)
     block = stream.block(gate)
     own_cache = block.new_cache(1, length) if block is not None else None
 

@@ -199,8 +199,19 @@ def test_a_run_goes_on_from_a_trained_accelerator(
     assert set(chosen_anew["draft_tokens"].tolist()) < set(began["draft_tokens"].tolist())
     assert torch.equal(chosen_anew["carry.proj.weight"], began["carry.proj.weight"])
 
+    # inner residuals may be read from now on: their matrix starts at zero
+    tapped = tmp_path / "tapped"
+    train(model_dir, [data], tapped, "m2r2-carry", still, {"taps": [2, 3]})
+    with_taps = weights(tapped)
+    assert all(torch.equal(began[name], with_taps[name]) for name in began)
+    assert with_taps.keys() - began.keys() == {"features.proj.weight", "features.sizes"}
+    assert with_taps["features.proj.weight"].abs().max() < 1e-9
+    assert len(with_taps["features.sizes"].unique()) > 1
+
     for options, method, word in (
         ({"rank": 4}, "m2r2-carry", "adapters.0.*leave out options"),
+        ({"taps": [1]}, "m2r2-carry", "'taps' is .*above the last gate"),
+        ({"taps": [9]}, "m2r2-carry", "'taps' is .*layers below the base model's 4"),
         ({}, "kangaroo", "--method m2r2-carry"),
     ):
         with pytest.raises(UserError, match=word):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from multirate.errors import UserError
 from multirate.methods.common.teacher import Teacher
+from multirate.model.hf.parts import ModelParts
 from multirate.model.load import load_decoder
 from multirate.training import teacher_states
 from multirate.training.data import load_samples
@@ -47,14 +49,44 @@ def test_states_are_the_teachers_for_every_sample(
         assert torch.equal(found.top.tokens[0, :length, 0], tokens[:, 0])
 
 
-@pytest.mark.parametrize("method", ["m2r2-carry", "m2r2", "kangaroo"])
+def test_inner_residuals_are_added_to_what_is_kept(
+    tmp_path: Path, model_dir: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    decoder = load_decoder(model)
+    samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
+    TeacherStates(tmp_path, samples[:20], 48, "base").compute(decoder)
+    for taps in ((2,), (1, 3), (), (1, 2, 3)):  # each run adds what it misses
+        states = TeacherStates(tmp_path, samples, 48, "base", taps=taps)
+        assert states.complete is (taps in ((), (1, 2, 3)))
+        states.compute(decoder)
+        teacher = Teacher(model)
+        for i in (0, 30, len(samples) - 1):
+            ids = torch.from_numpy(samples[i].ids).long()[None]
+            known = states.batch([i], ids.shape[1])
+            wanted = teacher.slow(ids, shared=0, gates=taps)
+            assert tuple(known.residual) == taps
+            with monkeypatch.context() as patch:
+                patch.setattr(ModelParts, "run_layer", lambda *_: pytest.fail("it ran"))
+                found = teacher.slow(ids, shared=0, gates=taps, known=known)
+            for tap in taps:
+                assert torch.allclose(
+                    found.residual[tap], wanted.residual[tap], rtol=2**-7, atol=2e-3
+                )
+    (tmp_path / "residual_2.bf16").write_bytes(b"")
+    with pytest.raises(UserError, match="damaged"):
+        TeacherStates(tmp_path, samples, 48, "base")
+
+
+@pytest.mark.parametrize("method", ["m2r2-carry", "m2r2", "kangaroo", "eagle3"])
 def test_training_with_them_is_training_without(
     tmp_path: Path, model_dir: Path, data: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(teacher_states, "TOP", 2048)  # more than the vocabulary has
-    options = (
-        {} if method == "kangaroo" else {**OPTIONS, "gates": [1, 3] if method == "m2r2" else [1]}
-    )
+    options: dict[str, Any] = {
+        "m2r2-carry": {**OPTIONS, "gates": [1], "taps": [2, 3]},
+        "m2r2": {**OPTIONS, "gates": [1, 3]},
+    }.get(method, {})
     online = train(model_dir, [data], tmp_path / "a", method, settings(), options)
     kept = train(
         model_dir,

@@ -127,9 +127,10 @@ typedef struct {
     float carry_eps;
     int32_t exit_layer; // layers [0, exit_layer) draft; verification goes on from there
     int32_t taps[MAX_TAPS], tap_count; // what is carried of a verified token is not h_L, but …
-    Linear features;      // … this of the residuals entering these layers, side by side
-    const float *norm_in; // [hidden] of the carried residual where it is the block's x (the
-                          // block's attention reads the embedding beside it); NULL: as it is
+    Linear features;        // … this of the residuals entering these layers, side by side
+    int32_t features_added; // … or it is added to h_L
+    const float *norm_in;   // [hidden] of the carried residual where it is the block's x (the
+                            // block's attention reads the embedding beside it); NULL: as it is
 } Stream;
 
 // Drafts looked up in the text (ngram.c).

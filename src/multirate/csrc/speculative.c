@@ -149,11 +149,11 @@ static int run_taps(Workspace *work, const SpeculativeStep *step, const Rows *ro
     return start;
 }
 
-// What is carried of the rows takes the place of h_L.
+// What is carried of the rows takes the place of h_L, or is added to it.
 static void carry_features(Workspace *work, const SpeculativeStep *step, int count) {
     if (step->stream->tap_count)
         mr_linear(work, &step->stream->features, step->features, NULL, 0.0f, count, step->hidden,
-                  0);
+                  step->stream->features_added);
 }
 
 // The target model on the rows that verify step->drafted nodes, from layer `start` on: its logits

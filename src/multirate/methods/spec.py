@@ -52,6 +52,9 @@ class Published:
     write: Callable[[Path, Any, dict[str, Any]], None]
 
 
+Start = Callable[[Teacher, Any, Iterable[tuple[Tensor, Tensor, Any]]], None]
+
+
 @dataclass(frozen=True)
 class Training:
     """How a method's accelerator is made, trained and loaded.
@@ -60,15 +63,17 @@ class Training:
     defaults for a base; None: `config.for_base`. build(config, base): the modules, an instance of
     `module`. objective(teacher, modules, step_decay): what is minimised, an `Objective`
     (methods/common/objective.py). start(teacher, modules, batches of (ids, mask, known)): sets in
-    the modules what does not begin at random or at zero. published: another layout that is read and
-    written, too.
+    the modules what does not begin at random or at zero. added: parts of the modules that a run may
+    add to an accelerator it goes on from, as they begin by changing nothing, each with what sets
+    the rest of it, called as ``start``. published: another layout that is read and written, too.
     """
 
     config: type[MethodConfig]
     module: type[nn.Module]
     objective: Callable[..., Objective]
     configure: Callable[..., MethodConfig] | None = None
-    start: Callable[[Teacher, Any, Iterable[tuple[Tensor, Tensor, Any]]], None] | None = None
+    start: Start | None = None
+    added: Mapping[str, Start] = field(default_factory=dict)
     published: Published | None = None
 
     def config_for(self, base: BaseShape, **options: Any) -> Any:

@@ -168,7 +168,7 @@ class _Run:
         if self.before is None:
             self._initialise(trained)
         else:
-            self._continue(self.before, "draft_vocab" in options)
+            self._continue(trained, self.before, "draft_vocab" in options)
         self.objective: Any = trained.objective(self.teacher, self.stream, settings.step_decay)
         self.optimizers = optimizers(self.stream, settings)
         self.provenance = self._provenance(data_files)
@@ -209,7 +209,7 @@ class _Run:
             )
         return before
 
-    def _continue(self, before: Accelerator, other_tokens: bool) -> None:
+    def _continue(self, trained: Training, before: Accelerator, other_tokens: bool) -> None:
         """The weights of `before`, in modules that may be of another config. other_tokens: the
         reduced draft head (the base's own weights) is chosen anew, from this run's data.
         """
@@ -218,6 +218,8 @@ class _Run:
             self._choose_draft_tokens()
             given.pop("draft_tokens", None)
             wanted.pop("draft_tokens", None)
+        added = {name.split(".")[0] for name in wanted.keys() - given.keys()} & trained.added.keys()
+        wanted = {name: x for name, x in wanted.items() if name.split(".")[0] not in added}
         for name in sorted(given.keys() | wanted.keys()):
             shapes = [tuple(each[name].shape) if name in each else None for each in (given, wanted)]
             if shapes[0] != shapes[1]:
@@ -226,8 +228,10 @@ class _Run:
                     f"accelerator in {self.settings.start_from} has {shapes[0] or 'none'}; leave "
                     "out options that change shapes"
                 )
-        self.stream.load_state_dict(given, strict=not other_tokens)
+        self.stream.load_state_dict(given, strict=not (other_tokens or added))
         self.stream.to(device=self.launcher.device, dtype=torch.float32)
+        for part in sorted(added):
+            trained.added[part](self.teacher, self.stream, self._starting_batches())
 
     def _choose_draft_tokens(self) -> None:
         """A reduced draft head takes the tokens that responses use most."""
@@ -246,10 +250,13 @@ class _Run:
         self._choose_draft_tokens()
         self.stream.to(device=self.launcher.device, dtype=torch.float32)
         if trained.start is not None:
-            plan = BatchPlan(self.samples, self.settings.tokens_per_batch, self.settings.seed)
-            most = STARTING_BATCHES if self.states is None else STARTING_BATCHES_OF_STATES
-            some = islice(plan.batches(), min(most, len(plan.epoch(0))))
-            trained.start(self.teacher, self.stream, map(self._on_device, some))
+            trained.start(self.teacher, self.stream, self._starting_batches())
+
+    def _starting_batches(self) -> Iterator[tuple[Tensor, Tensor, Known | None]]:
+        """Those that weights are fitted to before the first step."""
+        plan = BatchPlan(self.samples, self.settings.tokens_per_batch, self.settings.seed)
+        most = STARTING_BATCHES if self.states is None else STARTING_BATCHES_OF_STATES
+        return map(self._on_device, islice(plan.batches(), min(most, len(plan.epoch(0)))))
 
     def _provenance(self, files: Sequence[str | Path]) -> dict[str, Any]:
         digest = hashlib.sha256()
@@ -414,6 +421,7 @@ class _Run:
             [*self.samples, *self.heldout],
             self.teacher.shape.hidden_size,
             self.base["fingerprint"],
+            taps=getattr(self.config, "taps", ()),  # of methods that read inner residuals
         )
         if not states.complete:
             states.compute(load_decoder(model), report_to_terminal())

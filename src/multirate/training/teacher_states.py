@@ -3,11 +3,13 @@
 By default the teacher runs in every step. Where the same samples are seen several times, or several
 accelerators are trained on them, that repeats most of the work: with a folder of states a step runs
 only the layers below the last gate, and no product with the whole vocabulary. Kept are, for every
-token, the final residual h_L (2 · hidden_size bytes) and the `TOP` likeliest next tokens with their
-log-probabilities (6 bytes each).
+token, the final residual h_L (2 · hidden_size bytes), the `TOP` likeliest next tokens with their
+log-probabilities (6 bytes each), and, for methods that read them, the residuals entering inner
+layers, the taps (2 · hidden_size bytes each).
 
 States are kept by sample: other data, or another split of it, uses those that are there and adds
-its own at the end. An interrupted computation is continued.
+its own at the end, and so does a method that reads other taps. An interrupted computation is
+continued.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +35,78 @@ from multirate.training.data import Sample
 
 INDEX = "teacher_states.json"
 FINAL, TOKENS, LOG_PROBS = "final_residuals.bf16", "top_tokens.int32", "top_log_probs.fp16"
+TAP = "residual_{}.bf16"
 TOP = 32
 ROWS_PER_CALL = 1024
 SAVE_SECONDS = 20.0
 
 
+class _Store:
+    """Files whose rows are tokens, those of a sample one after the other. place: sample's key → row
+    of its first token; columns: file name → (numpy type, numbers a token).
+    """
+
+    def __init__(self, columns: Mapping[str, tuple[Any, int]]) -> None:
+        self.columns = dict(columns)
+        self.rows, self.place = 0, dict[str, int]()
+        self._maps: dict[str, np.memmap] = {}
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(np.dtype(kind).itemsize * width for kind, width in self.columns.values())
+
+    def read(self, folder: Path, saved: Mapping[str, Any]) -> None:
+        """The index's entry; ValueError where it does not fit the files."""
+        self.rows = int(saved["rows"])
+        self.place = {str(key): int(row) for key, row in saved["samples"].items()}
+        short = any(
+            (folder / name).stat().st_size < self.rows * width * np.dtype(kind).itemsize
+            for name, (kind, width) in self.columns.items()
+        )
+        if short or any(not 0 <= row < max(self.rows, 1) for row in self.place.values()):
+            raise ValueError("rows are missing")
+
+    def entry(self) -> dict[str, Any]:
+        """For the index, once the rows are on disk."""
+        for file in self._maps.values():
+            file.flush()
+        return {"rows": self.rows, "samples": self.place}
+
+    def open(self, folder: Path, more: int) -> None:
+        """Maps the files, grown to hold as many more rows."""
+        total = self.rows + more
+        for name, (kind, width) in self.columns.items():
+            path = folder / name
+            path.touch()
+            size = total * width * np.dtype(kind).itemsize
+            if path.stat().st_size < size:
+                with path.open("r+b") as file:
+                    file.truncate(size)
+            if total:
+                self._maps[name] = np.memmap(path, kind, "r+", shape=(total, width))
+
+    def write(self, name: str, row: int, values: np.ndarray) -> None:
+        """values [n, at most the file's width]."""
+        self._maps[name][row : row + len(values), : values.shape[1]] = values
+
+    def read_rows(self, name: str, key: str, count: int) -> np.ndarray:
+        """[count, width], of a sample."""
+        row = self.place[key]
+        return np.array(self._maps[name][row : row + count])
+
+
+def _bits(x: torch.Tensor) -> np.ndarray:
+    return x.to(torch.bfloat16).view(torch.uint16).cpu().numpy()
+
+
+def _from_bits(bits: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(bits).view(torch.bfloat16).float()
+
+
 class TeacherStates:
-    """h_L and the likeliest tokens of every sample, on disk. ``batch`` reads them; samples with
-    equal ids share their rows. top: likeliest tokens kept of each; default TOP.
+    """h_L, the likeliest tokens, and what enters the layers `taps`, of every sample, on disk.
+    ``batch`` reads them; samples with equal ids share their rows. top: likeliest tokens kept of
+    each; default TOP.
     """
 
     def __init__(
@@ -50,78 +116,75 @@ class TeacherStates:
         hidden_size: int,
         fingerprint: str,
         top: int | None = None,
+        taps: Sequence[int] = (),
     ) -> None:
-        self.folder = folder
-        top = top or TOP
-        self._columns: dict[str, tuple[Any, int]] = {
-            FINAL: (np.uint16, hidden_size),
-            TOKENS: (np.int32, top),
-            LOG_PROBS: (np.float16, top),
-        }
-        self._identity = {"base": fingerprint, "hidden_size": hidden_size, "top": top}
+        self.folder, self.taps, self._top = folder, tuple(sorted(taps)), top or TOP
+        self._width = hidden_size
+        self._identity = {"base": fingerprint, "hidden_size": hidden_size, "top": self._top}
+        self._said = _Store(
+            {
+                FINAL: (np.uint16, hidden_size),
+                TOKENS: (np.int32, self._top),
+                LOG_PROBS: (np.float16, self._top),
+            }
+        )
+        self._tapped = {tap: self._tap_store(tap) for tap in self.taps}
         self._keys = [_key(sample) for sample in samples]
         self._lengths = [len(sample.ids) for sample in samples]
-        self._place = self._read_index()  # key → row of the first token
-        missing = {
-            key: sample
-            for key, sample in zip(self._keys, samples, strict=True)
-            if key not in self._place
-        }
-        self._missing = list(missing.items())
+        self._read_index()
+        distinct = dict(zip(self._keys, samples, strict=True))
+        self._missing = [
+            (key, sample)
+            for key, sample in distinct.items()
+            if any(key not in store.place for store in self._stores)
+        ]
         self._open()
+
+    def _tap_store(self, tap: int) -> _Store:
+        return _Store({TAP.format(tap): (np.uint16, self._width)})
+
+    @property
+    def _stores(self) -> list[_Store]:
+        """Those that this run reads."""
+        return [self._said, *(self._tapped[tap] for tap in self.taps)]
+
+    def _rows_missing(self, store: _Store) -> int:
+        return sum(len(sample.ids) for key, sample in self._missing if key not in store.place)
 
     @property
     def bytes(self) -> int:
-        """Size of the files, with what is still missing."""
-        per_row = sum(np.dtype(kind).itemsize * width for kind, width in self._columns.values())
-        return per_row * (self._rows + sum(len(sample.ids) for _, sample in self._missing))
+        """Size of the files that are read, with what is still missing."""
+        return sum(
+            store.row_bytes * (store.rows + self._rows_missing(store)) for store in self._stores
+        )
 
-    def _read_index(self) -> dict[str, int]:
-        """Samples that are on disk; UserError when the folder belongs to another base."""
+    def _read_index(self) -> None:
+        """What is on disk; UserError when the folder belongs to another base."""
         path = self.folder / INDEX
-        self._rows = 0
         if not path.exists():
-            return {}
+            return
         try:
             saved = parse_json(path.read_bytes(), path)
-            identity, rows = saved["identity"], int(saved["rows"])
-            place = {str(key): int(row) for key, row in saved["samples"].items()}
-            short = any(
-                (self.folder / name).stat().st_size < rows * width * np.dtype(kind).itemsize
-                for name, (kind, width) in self._columns.items()
-            )
+            if saved["identity"] == self._identity:
+                self._said.read(self.folder, saved)
+                for tap, entry in saved.get("taps", {}).items():  # other runs' as well
+                    store = self._tapped.setdefault(int(tap), self._tap_store(int(tap)))
+                    store.read(self.folder, entry)
+                return
         except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError):
-            raise self._damaged() from None
-        if identity != self._identity:
             raise UserError(
-                f"{self.folder} holds the states of another base model; choose another "
-                "--teacher-states folder or delete it"
-            )
-        if short or any(not 0 <= row < max(rows, 1) for row in place.values()):
-            raise self._damaged()
-        self._rows = rows
-        return place
-
-    def _damaged(self) -> UserError:
-        return UserError(
-            f"{self.folder / INDEX} is damaged; delete the folder {self.folder} to start over"
+                f"{self.folder / INDEX} is damaged; delete the folder {self.folder} to start over"
+            ) from None
+        raise UserError(
+            f"{self.folder} holds the states of another base model; choose another "
+            "--teacher-states folder or delete it"
         )
 
     def _open(self) -> None:
-        """Maps the files, grown to hold what is missing."""
-        total = self._rows + sum(len(sample.ids) for _, sample in self._missing)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._maps = {}
-            for name, (kind, width) in self._columns.items():
-                path = self.folder / name
-                path.touch()
-                size = total * width * np.dtype(kind).itemsize
-                if path.stat().st_size < size:
-                    with path.open("r+b") as file:
-                        file.truncate(size)
-                if total:
-                    self._maps[name] = np.memmap(path, kind, "r+", shape=(total, width))
+            for store in self._stores:
+                store.open(self.folder, self._rows_missing(store))
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             size = f"{self.bytes / 1e9:.1f} GB"
@@ -130,9 +193,8 @@ class TeacherStates:
             ) from None
 
     def _save_index(self) -> None:
-        for file in self._maps.values():
-            file.flush()
-        content = {"identity": self._identity, "rows": self._rows, "samples": self._place}
+        taps = {str(tap): store.entry() for tap, store in self._tapped.items()}
+        content = {"identity": self._identity, **self._said.entry(), "taps": taps}
         write_atomically(self.folder / INDEX, json.dumps(content).encode())
 
     @property
@@ -170,44 +232,66 @@ class TeacherStates:
         ids = torch.from_numpy(np.concatenate([s.ids for s in samples]).astype(np.int64)).to(
             decoder.info.device
         )
+        taps = [
+            tap for tap in self.taps if any(key not in self._tapped[tap].place for key, _ in part)
+        ]
+        ends = any(key not in self._said.place for key, _ in part)
+        last = decoder.info.num_layers if ends else max(taps)
         x = decoder.embed(ids, rows.pos)
-        hidden = decoder.layers(x, rows, 0, decoder.info.num_layers, cache)
-        end = self._rows + len(hidden)
-        self._maps[FINAL][self._rows : end] = (
-            hidden.to(torch.bfloat16).view(torch.uint16).cpu().numpy()
-        )
-        for begin in range(0, len(hidden), ROWS_PER_CALL // 8):
-            logits = decoder.logits(hidden[begin : begin + ROWS_PER_CALL // 8])
+        hidden, inner = decoder.layers_with_taps(x, rows, 0, last, cache, taps)
+        for tap, residual in inner.items():
+            self._keep(self._tapped[tap], part, {TAP.format(tap): _bits(residual)})
+        if not ends:
+            return
+        likeliest, log_probs = [], []
+        for some in hidden.split(ROWS_PER_CALL // 8):
+            logits = decoder.logits(some)
             best, tokens = logits.topk(min(self._top, logits.shape[-1]), dim=-1)
-            best = best - logits.logsumexp(-1, keepdim=True)
-            at = slice(self._rows + begin, self._rows + begin + len(logits))
-            self._maps[TOKENS][at, : tokens.shape[-1]] = tokens.cpu().numpy()
-            self._maps[LOG_PROBS][at] = -np.inf  # a vocabulary may have fewer tokens
-            self._maps[LOG_PROBS][at, : best.shape[-1]] = best.float().cpu().numpy()
-        for key, sample in part:
-            self._place[key] = self._rows
-            self._rows += len(sample.ids)
+            likeliest.append(tokens)
+            log_probs.append((best - logits.logsumexp(-1, keepdim=True)).float())
+        kept = np.full((len(hidden), self._top), -np.inf, np.float16)  # of a small vocabulary
+        said = torch.cat(log_probs).cpu().numpy()
+        kept[:, : said.shape[1]] = said
+        values = {FINAL: _bits(hidden), TOKENS: torch.cat(likeliest).cpu().numpy()}
+        self._keep(self._said, part, values | {LOG_PROBS: kept})
 
-    @property
-    def _top(self) -> int:
-        return self._columns[TOKENS][1]
+    @staticmethod
+    def _keep(
+        store: _Store, part: Sequence[tuple[str, Sample]], values: Mapping[str, np.ndarray]
+    ) -> None:
+        """The values' rows are those of the samples `part`, one after the other; new ones are
+        kept.
+        """
+        begin = 0
+        for key, sample in part:
+            end = begin + len(sample.ids)
+            if key not in store.place:
+                for name, rows in values.items():
+                    store.write(name, store.rows, rows[begin:end])
+                store.place[key] = store.rows
+                store.rows += end - begin
+            begin = end
 
     def batch(self, indices: Sequence[int], length: int) -> Known:
         """What is known of the samples ``indices``: [B, length, …], zeros after a sample's end."""
-        final, tokens, log_probs = (
-            torch.zeros(len(indices), length, width, dtype=dtype)
-            for (_, width), dtype in zip(
-                self._columns.values(), (torch.float32, torch.int64, torch.float32), strict=True
-            )
-        )
+
+        def empty(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(len(indices), length, width, dtype=dtype)
+
+        final, log_probs = empty(self._width), empty(self._top)
+        tokens = empty(self._top, torch.int64)
+        residual = {tap: empty(self._width) for tap in self.taps}
         for b, i in enumerate(indices):
-            first, count = self._place[self._keys[i]], self._lengths[i]
-            at = slice(first, first + count)
-            bits = torch.from_numpy(np.array(self._maps[FINAL][at]))
-            final[b, :count] = bits.view(torch.bfloat16).float()
-            tokens[b, :count] = torch.from_numpy(np.array(self._maps[TOKENS][at], np.int64))
-            log_probs[b, :count] = torch.from_numpy(np.array(self._maps[LOG_PROBS][at], np.float32))
-        return Known(final, TopTokens(tokens, log_probs))
+            key, count = self._keys[i], self._lengths[i]
+            final[b, :count] = _from_bits(self._said.read_rows(FINAL, key, count))
+            tokens[b, :count] = torch.from_numpy(self._said.read_rows(TOKENS, key, count)).long()
+            log_probs[b, :count] = torch.from_numpy(
+                self._said.read_rows(LOG_PROBS, key, count)
+            ).float()
+            for tap, rows in residual.items():
+                found = self._tapped[tap].read_rows(TAP.format(tap), key, count)
+                rows[b, :count] = _from_bits(found)
+        return Known(final, TopTokens(tokens, log_probs), residual)
 
 
 def _key(sample: Sample) -> str:

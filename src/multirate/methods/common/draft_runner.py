@@ -52,7 +52,7 @@ class DraftRunner(ABC):
         return self._slow_cache
 
     def carried(self, hidden: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
-        """What is carried of tokens: of their h_L [n, d], unless the stream reads `taps`."""
+        """What is carried of tokens: their h_L [n, d], unless the stream reads `taps`, too."""
         return hidden
 
     @abstractmethod

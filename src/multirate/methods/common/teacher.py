@@ -28,15 +28,19 @@ class Known:
     """h_L [B, T, d], before the final norm"""
     top: TopTokens
     """the likeliest next tokens, [B, T, k]"""
+    residual: dict[int, Tensor] = field(default_factory=dict)
+    """layer index i → h_i [B, T, d] entering layer i, for some layers"""
 
     def __getitem__(self, samples: slice) -> Known:
         """Of some samples."""
-        return Known(self.final[samples], self.top[samples])
+        inner = {layer: x[samples] for layer, x in self.residual.items()}
+        return Known(self.final[samples], self.top[samples], inner)
 
     def to(self, device: torch.device) -> Known:
         """The same on another device."""
         top = TopTokens(self.top.tokens.to(device), self.top.log_probs.to(device))
-        return Known(self.final.to(device), top)
+        inner = {layer: x.to(device) for layer, x in self.residual.items()}
+        return Known(self.final.to(device), top, inner)
 
 
 @dataclass
@@ -98,6 +102,10 @@ class Teacher:
         what is ``known`` only the layers these need are run.
         """
         parts = self.parts
+        inner = (
+            {} if known is None else {g: known.residual[g] for g in gates if g in known.residual}
+        )
+        gates = tuple(gate for gate in gates if gate not in inner)
         depth = len(parts.layers) if known is None else max((shared, *gates))
         position_ids = parts.position_ids(ids)
         recorder = RecordingKV()
@@ -114,6 +122,7 @@ class Teacher:
                 )
         if depth in gates:
             kept[depth] = x
+        kept |= {layer: states.to(x.dtype) for layer, states in inner.items()}
         if known is not None:
             x = known.final.to(x.dtype)
         return SlowPass(

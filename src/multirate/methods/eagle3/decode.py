@@ -10,11 +10,11 @@ from torch import Tensor
 
 from multirate.methods.common.feature_runner import NativeFeatureRunner
 from multirate.methods.common.fused_steps import DraftHead
+from multirate.methods.common.packed_taps import PackedTaps
 from multirate.methods.common.stream_drafter import StreamDrafter
 from multirate.methods.eagle3.config import Eagle3DecodeConfig
 from multirate.methods.eagle3.modules import Eagle3Layer
 from multirate.model.decoder import Decoder
-from multirate.model.native import abi, library
 from multirate.model.native.packing import Owner
 
 
@@ -42,31 +42,15 @@ class NativeEagle3Runner(NativeFeatureRunner):
         )
 
     def stream_fields(self, owner: Owner) -> dict[str, Any]:
-        # residuals of single channels are far above the others: 16 bits, once a step
-        self._exact = Owner()
-        self._features = self._exact.linear(self.stream.features())
+        self._packed_taps = PackedTaps(self.decoder, self.taps, self.stream.features(), added=False)
         before = self.stream.config.norm_before_residual
         return {
-            "taps": list(self.taps),
-            "tap_count": len(self.taps),
-            "features": self._features,
+            **self._packed_taps.fields(),
             "norm_in": owner.floats(self.stream.carried_norm.weight) if before else None,
         }
 
     def carried(self, hidden: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
-        x = torch.cat([taps[layer] for layer in self.taps], dim=-1).float().contiguous()
-        y = torch.empty(len(x), self.decoder.info.hidden_size)
-        library.kernel().mr_linear(
-            self.decoder.workspace.address,
-            self._features,
-            abi.at(x.data_ptr()),
-            abi.NULL,
-            0.0,
-            len(x),
-            abi.at(y.data_ptr()),
-            0,
-        )
-        return y
+        return self._packed_taps.carried(hidden, taps)
 
 
 class Eagle3Drafter(StreamDrafter):

@@ -13,6 +13,7 @@ from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.shape import BaseShape
 
 PRESETS = ("m2r2", "m2r2-carry")
+MOST_TAPS = 4  # the kernel's MAX_TAPS
 
 
 def default_paper_gates(num_layers: int) -> tuple[int, ...]:
@@ -44,6 +45,10 @@ class M2R2Config(MethodConfig):
     """
     carry: bool = False
     """Add a projection of the previous token's final residual to the stream's start [ours]."""
+    taps: tuple[int, ...] = ()
+    """Inner layers whose entering residuals add to what is carried of a verified token, by one
+    matrix that starts at zero [ours, as EAGLE-3]; needs carry.
+    """
     fuse: bool = False
     """At each gate, mix the stream and the carried residual, if there is one, by one matrix, which
     training starts from least squares [ours].
@@ -95,6 +100,12 @@ class M2R2Config(MethodConfig):
         )
         self.require(0 <= self.feature_weight <= 1000, "feature_weight", "0 to 1000")
         self.require(0 <= self.noise <= 10, "noise", "0 to 10")
+        above = all(a < b for a, b in pairwise((g[-1], *self.taps)))
+        self.require(
+            len(self.taps) <= MOST_TAPS and above and (self.carry or not self.taps),
+            "taps",
+            f"at most {MOST_TAPS} increasing layers above the last gate, none without carry",
+        )
         self.require_draft_vocab()
         self.require(0 < self.norm_eps <= 1, "norm_eps", "above 0, at most 1")
         self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")
@@ -117,6 +128,11 @@ class M2R2Config(MethodConfig):
             self.gates[-1] < base.num_layers,
             "gates",
             f"layer counts below the base model's {base.num_layers} layers",
+        )
+        self.require(
+            all(tap < base.num_layers for tap in self.taps),
+            "taps",
+            f"layers below the base model's {base.num_layers}",
         )
         self.require_draft_vocab(base.vocab_size)
         if base.is_moe:

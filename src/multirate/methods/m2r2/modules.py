@@ -2,7 +2,8 @@
 at the gate → the base's head.
 
 One token at position t, gate G, h_i the slow residual entering layer i, c the carried residual (h_L
-of position t − 1 when verified, the stream's own output at t − 1 while drafting, zeros at t = 0):
+of position t − 1 when verified, the stream's own output at t − 1 while drafting, zeros at t = 0;
+with taps i, j, …, h_L + W_t [h_i; h_j; …] / s when verified):
 
     p_0     = h_0 + W_c RMSNorm(c)                          (carry; else p_0 = h_0)
     p_{i+1} = layer_i(p_i) with q, o, … + low-rank deltas, over the slow K/V of layer i
@@ -18,6 +19,8 @@ fusion from least squares (train.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +90,34 @@ class CarryProjection(nn.Module):
 
     def forward(self, carried: Tensor) -> Tensor:
         return self.proj(self.norm(carried))
+
+
+class TapFeatures(nn.Module):
+    """W [h_i; h_j; …] / s: what the residuals entering the taps add to h_L, [..., taps · d] →
+    [..., d]. W starts at zero; s are the sizes of their channels, set where training starts
+    (train.py): some are hundreds of times the others.
+    """
+
+    sizes: Tensor
+
+    def __init__(self, taps: tuple[int, ...], size: int) -> None:
+        super().__init__()
+        self.taps = taps
+        self.register_buffer("sizes", torch.ones(len(taps) * size))
+        self.proj = nn.Linear(len(taps) * size, size, bias=False)
+        nn.init.zeros_(self.proj.weight)
+
+    def read(self, inner: Mapping[int, Tensor]) -> Tensor:
+        """The taps' residuals [..., d] side by side."""
+        return torch.cat([inner[layer] for layer in self.taps], dim=-1)
+
+    def forward(self, inner: Mapping[int, Tensor]) -> Tensor:
+        out: Tensor = self.proj(self.read(inner) / self.sizes)
+        return out
+
+    def weight(self) -> Tensor:
+        """W with the sizes in it, [d, taps · d]."""
+        return self.proj.weight / self.sizes
 
 
 class GateFusion(nn.Module):
@@ -167,6 +198,7 @@ class AcceleratedStream(nn.Module):
     """
 
     carry: CarryProjection | None
+    features: TapFeatures | None
     arla: ARLA | None
     draft_tokens: Tensor | None
     """[draft_vocab] int64 ids of the reduced draft head's rows, increasing; None: the full head."""
@@ -176,6 +208,7 @@ class AcceleratedStream(nn.Module):
         config.check_base(base)
         self.config, self.base = config, base
         self.carry = CarryProjection(base.hidden_size, config.norm_eps) if config.carry else None
+        self.features = TapFeatures(config.taps, base.hidden_size) if config.taps else None
         adapted = config.attention_adapter or config.mlp_adapter != "none"
         self.adapters = nn.ModuleDict(
             {str(i): LayerAdapter(config, base) for i in range(config.gates[-1])} if adapted else {}
@@ -197,6 +230,10 @@ class AcceleratedStream(nn.Module):
             ARLA(base.hidden_size, config.arla_dim, len(config.gates)) if config.arla_dim else None
         )
         self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
+
+    def carried(self, hidden: Tensor, inner: Mapping[int, Tensor]) -> Tensor:
+        """What is carried of verified tokens: of their h_L [..., d] and what enters the taps."""
+        return hidden if self.features is None else hidden + self.features(inner)
 
     def start(self, embedded: Tensor, carried: Tensor | None) -> Tensor:
         """p_0 from h_0 [..., d] and the carried residual [..., d] (ignored without carry; None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.draft_runner import NativeDraftRunner
 from multirate.methods.common.fused_steps import DraftHead
+from multirate.methods.common.packed_taps import PackedTaps
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.model.native import NativeDecoder, abi, library
@@ -54,6 +55,12 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
         self._d = decoder.info.hidden_size
         config, carry = stream.config, stream.carry
         self.head = DraftHead.of(decoder, owner, stream.draft_tokens)
+        features = stream.features
+        self._packed_taps = (
+            None
+            if features is None
+            else PackedTaps(decoder, features.taps, features.weight(), added=True)
+        )
         self._adapters = (
             AdapterPack(self.adapters, decoder.info.num_layers) if self.adapters else None
         )
@@ -62,6 +69,7 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
             carry=abi.new("Linear") if carry is None else owner.linear(carry.proj.weight),
             carry_norm=None if carry is None else owner.floats(carry.norm.weight),
             **_packed_fusion(owner, stream.fusions, gate),
+            **({} if self._packed_taps is None else self._packed_taps.fields()),
             carry_eps=config.norm_eps,
             exit_layer=gate,
         )
@@ -83,6 +91,9 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
             )
             self.packed.block_shape = self.own_layer.shape
             self.packed.block = self.own_layer.layer
+
+    def carried(self, hidden: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
+        return hidden if self._packed_taps is None else self._packed_taps.carried(hidden, taps)
 
     @cached_property
     def arla(self) -> abi.CData:

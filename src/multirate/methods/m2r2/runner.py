@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +29,7 @@ class StreamRunner(DraftRunner):
         self.decoder, self.gate = decoder, gate
         self.stream = stream.to(device=decoder.info.device, dtype=decoder.info.dtype).eval()
         self.adapters = {i: a for i, a in stream.layer_adapters().items() if i < gate} or None
+        self.taps = stream.config.taps
         self._block = stream.block(gate)
         self._arla = None if stream.arla is None else copy.deepcopy(stream.arla).float()
         self._block_cache: KVCache | None = None
@@ -41,6 +43,14 @@ class StreamRunner(DraftRunner):
         self._block_cache = (
             None if self._block is None else self._block.new_cache(cache.batch, cache.capacity)
         )
+
+    @torch.no_grad()
+    def carried(self, hidden: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
+        if not self.taps:
+            return hidden
+        dtype = self.decoder.info.dtype
+        inner = {layer: states.to(dtype) for layer, states in taps.items()}
+        return self.stream.carried(hidden.to(dtype), inner).to(hidden.dtype)
 
     def step(
         self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int

@@ -36,10 +36,10 @@ class M2R2Tracer(StreamTracer):
         self.gates = stream.config.gates
         self._cache: KVCache | None = None
         self._block_caches: dict[int, KVCache] = {}
-        self._final: Tensor | None = None  # h_L of the token before
+        self._last: Tensor | None = None  # what is carried of the token before
 
     def begin(self, cache: KVCache) -> None:
-        self._cache, self._final, self._block_caches = cache, None, {}
+        self._cache, self._last, self._block_caches = cache, None, {}
         for gate in self.gates:
             block = self._stream.block(gate)
             if block is not None:
@@ -49,10 +49,11 @@ class M2R2Tracer(StreamTracer):
     def trace(self, ids: Sequence[int], start: int, residuals: Sequence[Tensor]) -> list[Interval]:
         assert self._cache is not None, "begin was not called"
         stream, dtype = self._stream, self._decoder.info.dtype
-        final = residuals[-1]
-        before = torch.zeros_like(final[:1]) if self._final is None else self._final
-        carried = torch.cat([before, final[:-1]]).to(dtype)
-        self._final = final[-1:].clone()
+        inner = {tap: residuals[tap].to(dtype) for tap in stream.config.taps}
+        own = stream.carried(residuals[-1].to(dtype), inner)
+        before = torch.zeros_like(own[:1]) if self._last is None else self._last
+        carried = torch.cat([before, own[:-1]])
+        self._last = own[-1:].clone()
         slots = range(start, start + len(ids))
         reading, causal = Rows.accelerated_at(0, slots), Rows.causal(0, start, len(ids))
         p = stream.start(residuals[0].to(dtype), carried).to(residuals[0].dtype)

@@ -11,6 +11,7 @@ tokens ahead sees (``OwnAttention.forward``): what happens at decode time.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from multirate.methods.common.least_squares import LeastSquares, direction
 from multirate.methods.common.objective import Objective, Report, Term, balanced_bce, shift
 from multirate.methods.common.teacher import Known, SlowPass, Teacher
 from multirate.methods.m2r2.modules import AcceleratedStream
+
+TAP_BATCHES = 8
+"""What the sizes of the taps' channels are measured on."""
 
 
 class M2R2Objective(Objective):
@@ -46,8 +50,9 @@ class M2R2Objective(Objective):
 
     def slow(self, ids: Tensor, known: Known | None = None) -> SlowPass:
         """The teacher's pass with all that the stream reads."""
-        gates = self.stream.config.gates
-        return self._teacher[0].slow(ids, shared=gates[-1], gates=gates, known=known)
+        config = self.stream.config
+        read = config.gates + config.taps
+        return self._teacher[0].slow(ids, shared=config.gates[-1], gates=read, known=known)
 
     def first_step(
         self, slow: SlowPass, noise: Tensor | None = None
@@ -56,7 +61,8 @@ class M2R2Objective(Objective):
         [B, T, d], and the first block's K/V.
         """
         config, stream = self.stream.config, self.stream
-        carried = shift(slow.final.float())
+        inner = {tap: slow.residual[tap].float() for tap in config.taps}
+        carried = shift(stream.carried(slow.final.float(), inner))
         if noise is not None:
             carried = carried + noise
         x = stream.start(slow.residual[0].float(), carried)
@@ -168,6 +174,24 @@ class M2R2Objective(Objective):
 
 
 @torch.no_grad()
+def start_taps(
+    teacher: Teacher, stream: AcceleratedStream, batches: Iterable[tuple[Tensor, Tensor, Any]]
+) -> None:
+    """The sizes of the taps' channels: root mean squares over response rows, in units of h_L's
+    median channel, so that a step of any size in W counts as much as one elsewhere.
+    """
+    features = stream.features
+    assert features is not None
+    inner, final = [], []
+    for ids, mask, known in islice(batches, TAP_BATCHES):
+        slow = teacher.slow(ids, shared=0, gates=features.taps, known=known)
+        inner.append(features.read(slow.residual)[mask].float())
+        final.append(slow.final[mask].float())
+    sizes, unit = (torch.cat(x).square().mean(0).sqrt() for x in (inner, final))
+    features.sizes.copy_((sizes / unit.median()).clamp(min=1e-6))
+
+
+@torch.no_grad()
 def start_from_least_squares(
     teacher: Teacher, stream: AcceleratedStream, batches: Iterable[tuple[Tensor, Tensor, Any]]
 ) -> None:
@@ -177,6 +201,11 @@ def start_from_least_squares(
     The block's output starts at zero, so this is where the loss of the first step comes from: near
     4 nats on a vocabulary of 49,152 instead of 13.
     """
+    batches = iter(batches)
+    if stream.features is not None:
+        first = list(islice(batches, TAP_BATCHES))
+        start_taps(teacher, stream, first)
+        batches = chain(first, batches)
     if not stream.fusions:
         return
     gates, d = stream.config.gates, teacher.shape.hidden_size

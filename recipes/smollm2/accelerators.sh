@@ -24,12 +24,13 @@ multirate answers "$MODEL" --data "$OUT/asked.jsonl" --out "$OUT/own.jsonl" --ma
 multirate answers "$MODEL" --questions "${OWN:-1100}" --seed 7 --out "$OUT/self.jsonl" --max-new-tokens 256 --batch 40
 head -n -100 "$OUT/self.jsonl" > "$OUT/train_self.jsonl"
 tail -n 100 "$OUT/self.jsonl" > "$OUT/heldout.jsonl"
-for method in ${METHODS:-m2r2-carry kangaroo m2r2}; do
+for method in ${METHODS:-m2r2-carry eagle kangaroo m2r2}; do
     options=(--lr 0.001 --warmup-steps 20)
     [ "$method" = m2r2-carry ] && options+=(--option draft_vocab=12288 --option unroll_steps=2)
     # one gate, shallower than the paper's L/4: deeper ones cost more than they add, in training, too
     # (dynamic mode with several gates: --option "gates=[4,10,20]")
     [ "$method" = m2r2 ] && options+=(--option draft_vocab=12288 --option fuse=true --option "gates=[4]")
+    [ "$method" = eagle ] && options=(--lr 0.002 --warmup-steps 20)
     # it starts from little: the higher rate
     [ "$method" = kangaroo ] && options=(--lr 0.03 --warmup-steps 20 --option draft_vocab=12288)
     [ -f "$OUT/$method/accelerator.json" ] && [ ! -f "$OUT/$method/training_state.pt" ] && continue

@@ -187,9 +187,7 @@ def suites_section() -> list[str]:
         f"{machine(first)}. At a temperature every method draws the same text for a seed. Lines "
         "without `eagle` were measured before it was trained, with 350 steps fewer of "
         "`m2r2-carry`.",
-        table(
-            ("suite", "prompts", *(f"`{name}`" for name in methods), "identical", "date"), lines
-        ),
+        table(("suite", "prompts", *(f"`{name}`" for name in methods), "identical", "date"), lines),
         *categories_table(
             [run for run in runs if "temperature" not in run and run.get("batch", 1) == 1]
         ),

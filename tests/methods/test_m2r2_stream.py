@@ -131,6 +131,28 @@ def test_training_steps_compute_what_drafting_computes(options: dict[str, object
     )  # the steps do differ
 
 
+def test_features_and_noise_count_where_they_are_asked_for() -> None:
+    """SmoothL1 beside the KL, by its weight; noise in training alone, the same for a batch whenever
+    it comes.
+    """
+    tokens = ids(2, 11)
+    mask = torch.ones(tokens.shape, dtype=torch.bool)
+    losses = {}
+    for weight, noise in ((0.0, 0.0), (1.0, 0.0), (10.0, 0.0), (10.0, 0.2)):
+        _, stream, objective = build(
+            "llama", "m2r2-carry", rank=4, arla_dim=0, feature_weight=weight, noise=noise
+        )
+        disturb(stream)
+        noisy, again = (objective.train()(tokens, mask)[1].loss for _ in range(2))
+        losses[weight, noise] = objective.eval()(tokens, mask)[1].loss
+        assert noisy == again
+        assert (noisy != losses[weight, noise]) is (noise > 0)
+    alone = losses[0.0, 0.0]
+    assert losses[10.0, 0.2] == losses[10.0, 0.0]
+    assert losses[10.0, 0.0] - alone == pytest.approx(10 * (losses[1.0, 0.0] - alone), rel=1e-3)
+    assert losses[1.0, 0.0] > alone
+
+
 def test_block_rows_see_only_their_tree_path() -> None:
     _, stream, _ = build("llama", "m2r2-carry", rank=4)
     disturb(stream)

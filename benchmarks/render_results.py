@@ -225,10 +225,7 @@ def suites_section() -> list[str]:
 
 def published_section() -> list[str]:
     """Every lossless method's speedup on Spec-Bench, here and in the literature."""
-    path = RESULTS / "suite_spec_bench.json"
-    if not path.exists():
-        return []
-    rows = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
+    rows = {row["method"]: row for row in load("suite_spec_bench.json")["rows"]}
     lines = [
         (
             f"`{name}`",

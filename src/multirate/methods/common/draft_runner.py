@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from multirate.methods.common.fused_steps import DraftHead
+from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
@@ -24,13 +26,15 @@ from multirate.model.rows import Rows
 
 
 class DraftRunner(ABC):
-    """Runs a stream beside a decoder. Owns the keys and values of the stream's own layer.
+    """Runs `stream` beside `decoder`. Owns the keys and values of the stream's own layer.
 
     keys_only: the slow rows of `step` leave at most the keys and values that drafts read; before
     they are verified they run through the first layers once more. taps: layers whose entering
     residuals `carried` reads.
     """
 
+    decoder: Decoder
+    stream: Any
     keys_only: bool = False
     taps: tuple[int, ...] = ()
 
@@ -51,9 +55,17 @@ class DraftRunner(ABC):
         assert self._slow_cache is not None, "begin was not called"
         return self._slow_cache
 
+    @torch.no_grad()
     def carried(self, hidden: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
-        """What is carried of tokens: their h_L [n, d], unless the stream reads `taps`, too."""
-        return hidden
+        """What is carried of tokens: their h_L [n, d], or, where the stream reads `taps`, what it
+        makes of both.
+        """
+        if not self.taps:
+            return hidden
+        dtype = self.decoder.info.dtype
+        inner = {layer: states.to(dtype) for layer, states in taps.items()}
+        found: Tensor = self.stream.carried(hidden.to(dtype), inner)
+        return found.to(hidden.dtype)
 
     @abstractmethod
     def step(

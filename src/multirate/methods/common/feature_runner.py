@@ -5,7 +5,6 @@ kernel call.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,12 +37,6 @@ class FeatureRunner(DraftRunner):
     def begin(self, cache: KVCache) -> None:
         self._slow_cache = cache
         self._own = self.stream.new_cache(cache.batch, cache.capacity)
-
-    @torch.no_grad()
-    def carried(self, hidden: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
-        dtype = self.decoder.info.dtype
-        inner = {layer: states.to(dtype) for layer, states in taps.items()}
-        return self.stream.carried(hidden.to(dtype), inner).to(hidden.dtype)
 
     @torch.no_grad()
     def step(

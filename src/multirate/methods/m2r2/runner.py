@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -43,14 +42,6 @@ class StreamRunner(DraftRunner):
         self._block_cache = (
             None if self._block is None else self._block.new_cache(cache.batch, cache.capacity)
         )
-
-    @torch.no_grad()
-    def carried(self, hidden: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
-        if not self.taps:
-            return hidden
-        dtype = self.decoder.info.dtype
-        inner = {layer: states.to(dtype) for layer, states in taps.items()}
-        return self.stream.carried(hidden.to(dtype), inner).to(hidden.dtype)
 
     def step(
         self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int

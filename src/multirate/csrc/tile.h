@@ -12,7 +12,9 @@
 #define INTEGER_PRODUCTS 0
 #endif
 
-#if INTEGER_PRODUCTS && !HAVE_DPBF16
+// Integers are preferred to bf16 products where a processor has both: they are as fast on some and
+// four times as fast on others (docs/kernel.md). MULTIRATE_BF16_PRODUCTS: the other way round.
+#if INTEGER_PRODUCTS && !(HAVE_DPBF16 && defined(MULTIRATE_BF16_PRODUCTS))
 #define FIXED_POINT 1  // linear layers are int16, attention and experts are bf16
 typedef float element; // of the rows of a product
 #else

@@ -31,8 +31,8 @@ class TrainSettings(MethodConfig):
     step_decay: float = 0.8
     """Loss weight of draft step s is step_decay^(s − 1)."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """auto: bf16 where the hardware multiplies it, fp32 elsewhere (the base's weights stay what
-    they are).
+    """auto: bf16 where it is multiplied faster (precision.py), fp32 elsewhere (the base's weights
+    stay what they are).
     """
     seed: int = 0
     heldout_files: tuple[str, ...] = ()

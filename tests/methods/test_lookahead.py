@@ -31,12 +31,13 @@ def simulate(steps: int, prompt: list[int], **settings: Any) -> list[Draft]:
         draft = drafter.draft([0], [last], [9], sampler)[0]
         draft.check()
         drafts.append(draft)
-        says = [(token + 1) % 10 for token in [last, *draft.tokens]]
+        nodes = [last, *draft.tokens]
+        says = [(token + 1) % 10 for token in nodes]
         path = [0]
         while (child := draft.child(path[-1], says[path[-1]])) is not None:
             path.append(child)
         sampler.tokens[0] += [says[node] for node in path]
-        drafter.accept(0, Verified(path, torch.zeros(0), top=[[token] for token in says]))
+        drafter.accept(0, Verified(path, nodes, torch.zeros(0), top=[[token] for token in says]))
     return drafts
 
 

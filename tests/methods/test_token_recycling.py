@@ -6,14 +6,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from decoding.helpers import reference, tiny
 from decoding.test_lossless_sampling import ALARM, SETTINGS, VOCAB, analytic, p_value, sampled
 
+from multirate.decoding.drafter import Verified
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
+from multirate.decoding.sampler import Sampler
 from multirate.decoding.session import Session
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.step import Step
@@ -21,7 +24,11 @@ from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods.spec import find
 from multirate.methods.token_recycling.config import TokenRecyclingConfig
-from multirate.methods.token_recycling.decode import TokenRecyclingDrafter, static_tree
+from multirate.methods.token_recycling.decode import (
+    RankRates,
+    TokenRecyclingDrafter,
+    static_tree,
+)
 
 PROMPTS = [[3, 7, 1, 9, 3, 7, 1], [5], [2, 2, 8, 4, 2, 2, 8, 4, 2]]
 
@@ -82,6 +89,14 @@ def test_the_matrix_holds_what_the_target_said() -> None:
     """
     model, decoder = tiny()
     made = drafter(decoder, k=3)
+    told: list[int] = []  # of the last draft
+    hears = made.accept
+
+    def accept(seq: int, verified: Verified) -> None:
+        told[:] = verified.tokens
+        hears(seq, verified)
+
+    made.accept = accept  # type: ignore[method-assign]
     done = [0]  # rows whose entries have been looked at
     rejected = 0
 
@@ -95,7 +110,7 @@ def test_the_matrix_holds_what_the_target_said() -> None:
         newest = dict(zip(tokens[done[-1] : -1], best[done[-1] : -1], strict=True))
         assert newest.items() <= made._successors.items()
         done.append(len(tokens) - 1)
-        rejected += len(set(made._drafted[0]) & made._successors.keys() - newest.keys())
+        rejected += len(set(told) & made._successors.keys() - newest.keys())
 
     stop = StopSettings(max_new_tokens=20)
     generate(decoder, SpeculativeStep(made), PROMPTS[:1], stop=stop, after_step=check)
@@ -108,13 +123,62 @@ def test_the_tree_grows_where_successors_are_likely() -> None:
     assert static_tree([3, 2], 1) == [(0, 0), (1, 0)]  # no more children than successors
 
 
+def test_a_grown_tree_has_the_nodes_whose_chance_is_worth_their_row() -> None:
+    """Against all nodes of a full tree, sorted by chance."""
+    _, decoder = tiny()
+    made = drafter(decoder, k=3, nodes=9)
+    made.rates.of = np.array([0.5, 0.25, 0.125])
+    made._successors = {1: [2, 3, 4], 2: [1, 3, 5], 3: [1, 6], 4: [2]}
+    chances = {(1,): 1.0}
+    for _ in range(6):
+        for path, chance in list(chances.items()):
+            for rank, token in enumerate(made._successors.get(path[-1], ())):
+                chances[(*path, token)] = chance * made.rates.of[rank]
+    for worth in ([0.06] * 9, np.linspace(0.1, 0.3, 9), [0.6] * 9, [0.0] * 9):
+        made.worth = np.array(worth)
+        draft = made.draft([0], [1], [8], Sampler(SamplingSettings(), [[1]]))[0]
+        draft.check()
+        expected = sorted((chance for path, chance in chances.items() if path[1:]), reverse=True)
+        count = next((i for i, c in enumerate(expected[:9]) if c < made.worth[i]), 9)
+        paths = [(1, *path) for path in draft.path_tokens()[1:]]
+        assert [chances[path] for path in paths] == expected[:count]
+        assert len(set(paths)) == count
+    assert draft.tokens, "the last threshold lets all nodes in"
+
+
+def test_rates_are_how_often_each_rank_was_right() -> None:
+    rates = RankRates(4)
+    for i in range(4000):
+        rates.observe([5, 6, 7, 8], [5, 6, 5, 9][i % 4])
+    assert rates.of == pytest.approx([0.5, 0.25, 0.0, 0.0], abs=0.01)
+    assert (np.diff(rates.of) <= 0).all()
+
+
+def test_an_adaptive_step_says_what_rows_are_worth_and_the_text_stays() -> None:
+    model, decoder = tiny()
+    made = drafter(decoder)
+    step = SpeculativeStep(made)
+    step.adapt(decoder, True)
+    for prompt in PROMPTS:
+        out = generate(decoder, step, [prompt], stop=StopSettings(max_new_tokens=24))
+        assert out.sequences == [reference(model, prompt, 24)]
+    assert made.worth is not None and len(made.worth) == made.max_nodes
+    assert (np.diff(made.worth) >= 0).all()
+    step.adapt(decoder, False)
+    assert made.worth is None
+
+
 def test_settings_refuse() -> None:
     for settings, message in (
         ({"k": 0}, "'k' is 0; accepted: a whole number from 1 to 64"),
         ({"tree": []}, "'tree' is .*at least 1, 63 in all"),
         ({"tree": [40, 30]}, "63 in all"),
         ({"tree": 4}, "'tree' is 4"),
-        ({"width": 4}, "no setting 'width'; accepted: k, tree"),
+        ({"nodes": 0}, "'nodes' is 0; accepted: from 1 to 63"),
+        (
+            {"width": 4},
+            "no setting 'width'; accepted: lookup, lookup_least, lookup_tokens, k, tree",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             find("token_recycling").read_settings(settings)

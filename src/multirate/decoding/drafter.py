@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 from torch import Tensor
 
 from multirate.decoding.costs import CostModel, measure_costs
@@ -154,6 +155,7 @@ class Verified:
     """What the target model said of a draft of n nodes.
 
     path: the accepted nodes, 0 (the last token) first.
+    tokens: [n+1], of nodes 0..n.
     hidden: [n+1, d], the final residual h_L of every node, rejected ones included.
     taps: for each layer of `Drafter.taps` the residual entering it, [n+1, d].
     top: [n+1][k], the target's k likeliest tokens after each node (by its own logits, before any
@@ -161,6 +163,7 @@ class Verified:
     """
 
     path: list[int]
+    tokens: list[int]
     hidden: Tensor
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     top: list[list[int]] | None = None
@@ -209,6 +212,9 @@ class Drafter(ABC):
         bring; empty: unknown.
     longest: the longest match that `matched` tells; 0: it tells none.
     rests: whether one that adapts may leave a step without a draft; `SpeculativeStep.adapt` says.
+    worth: [max_nodes], the least chance of being accepted with which the n-th node of the next
+        draft pays, not falling; None: unknown. Told before `draft` to one that does not adapt
+        itself.
     refused: of one that trusts tokens by a score, the highest of this generation that was too low,
         −inf where none was: with a threshold above it, the text is the same. None: unknown.
     """
@@ -223,6 +229,7 @@ class Drafter(ABC):
     expected: Sequence[float] = ()
     longest: int = 0
     rests: bool = True
+    worth: np.ndarray | None = None
     refused: float | None = None
 
     _costs: CostModel | None = None

@@ -94,7 +94,7 @@ class SpeculativeStep(Step):
     def adapt(self, decoder: Decoder, on: bool) -> bool:
         if not self.lossless:
             return False
-        self.drafter.rests = on
+        self.drafter.rests, self.drafter.worth = on, None
         self._adapts = on and not self.drafter.adapts
         if self._adapts and self._controller is None:
             costs = self.drafter.costs(decoder).costs
@@ -113,7 +113,7 @@ class SpeculativeStep(Step):
         seqs = session.active
         limits = [session.stops.remaining(b) - 1 for b in seqs]
         if self._adapts and self._controller is not None:
-            self._controller.thresholds(len(seqs))
+            self.drafter.worth = self._controller.thresholds(len(seqs))[1]
             behind = self.drafter.behind(seqs)
             matched = self.drafter.matched(seqs)
             self._matched = dict(zip(seqs, matched, strict=True))
@@ -197,11 +197,11 @@ class SpeculativeStep(Step):
         if len(seqs) > 1 or drafter.taps or draft.trusted or not self._simple(sampler, drafts):
             return None
         draft.check()
-        seq = seqs[0]
+        seq, tokens = seqs[0], [last_tokens[0], *draft.tokens]
         done = session.decoder.verify_draft(
             session.cache,
             seq,
-            [last_tokens[0], *draft.tokens],
+            tokens,
             draft.parents,
             None if sampler.plain else sampler.noise(seq),
             drafter.top,
@@ -210,7 +210,8 @@ class SpeculativeStep(Step):
         )
         if done is None:
             return None
-        return seq, draft, Verified(done.path, done.hidden, top=done.best), done.tokens[-1]
+        verified = Verified(done.path, tokens, done.hidden, top=done.best)
+        return seq, draft, verified, done.tokens[-1]
 
     def _verify(
         self, session: Session, seqs: list[int], last_tokens: list[int], drafts: list[Draft]
@@ -259,10 +260,13 @@ class SpeculativeStep(Step):
                 best = decoder.top_tokens(logits, drafter.top)
             verdicts = self.acceptance(sampler, seqs, drafts, logits)
         found, begin = [], 0
-        for b, draft, (path, bonus), count in zip(seqs, drafts, verdicts, counts, strict=True):
+        for b, last, draft, (path, bonus), count in zip(
+            seqs, last_tokens, drafts, verdicts, counts, strict=True
+        ):
             part = slice(begin, begin + count)
             verified = Verified(
                 path,
+                [last, *draft.tokens],
                 hidden[part],
                 {layer: states[part] for layer, states in taps.items()},
                 None if best is None else best[part],

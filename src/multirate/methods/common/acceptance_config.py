@@ -20,6 +20,7 @@ class AcceptanceConfig(MethodConfig):
     delta: float | None = None
 
     def check(self) -> None:
+        super().check()
         for name in ("epsilon", "delta"):
             value = getattr(self, name)
             typical = self.acceptance == "typical"

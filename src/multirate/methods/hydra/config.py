@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from multirate.decoding.drafter import MAX_TREE_NODES
 from multirate.methods.common.acceptance_config import AcceptanceConfig
 from multirate.methods.common.config import DraftWeights, MethodConfig
+from multirate.methods.common.joined_drafter import JoinedConfig
 from multirate.methods.common.reduced_head import default_draft_vocab
 from multirate.methods.common.shape import BaseShape
 
@@ -45,13 +46,13 @@ class HydraConfig(MethodConfig):
 
 
 @dataclass(frozen=True)
-class HydraDecodeConfig(AcceptanceConfig):
+class HydraDecodeConfig(AcceptanceConfig, JoinedConfig):
     """How the tree grows, level by level, from the heads' likeliest tokens.
 
     nodes: of the tree at most. width: nodes drafted from per level. depth: levels at most; null: as
     many as there are heads. draft_threshold, verify_threshold: least path probability (see
     draft_tree.py) of a node that is drafted from, and of any other. weights: of a reduced draft
-    head on the native kernel. The others: AcceptanceConfig.
+    head on the native kernel. The others: AcceptanceConfig, JoinedConfig.
     """
 
     nodes: int = 11

@@ -14,7 +14,9 @@ SPEC = register(
         title="Hydra++ (arXiv 2402.05109)",
         summary="drafts with trained heads that know the tokens drafted before theirs",
         settings=HydraDecodeConfig,
-        drafter=lambda decoder, module, settings: HydraDrafter(decoder, module, settings),
+        drafter=lambda decoder, module, settings: settings.joined(
+            HydraDrafter(decoder, module, settings)
+        ),
         acceptance=lambda settings: settings.rule,
         training=Training(HydraConfig, HydraHeads, HydraObjective, start=start_from_least_squares),
         tunable={"nodes": (7, 11, 16), "width": (1, 2), "draft_threshold": (0.15, 0.3)},

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from multirate.decoding.drafter import MAX_TREE_NODES
 from multirate.methods.common.acceptance_config import AcceptanceConfig
 from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.joined_drafter import JoinedConfig
 from multirate.methods.common.shape import BaseShape
 
 _ACCEPTED = f"a list of at most `heads` whole numbers of at least 1, at most {MAX_TREE_NODES} nodes"
@@ -42,8 +43,10 @@ class MedusaConfig(MethodConfig):
 
 
 @dataclass(frozen=True)
-class MedusaDecodeConfig(AcceptanceConfig):
-    """widths: overrides the accelerator's own; null keeps them. The others: AcceptanceConfig."""
+class MedusaDecodeConfig(AcceptanceConfig, JoinedConfig):
+    """widths: overrides the accelerator's own; null keeps them. The others: AcceptanceConfig,
+    JoinedConfig.
+    """
 
     widths: tuple[int, ...] | None = None
 

@@ -14,7 +14,9 @@ SPEC = register(
         title="Medusa-1 (arXiv 2401.10774)",
         summary="drafts with trained heads on the last layer, one for each token ahead",
         settings=MedusaDecodeConfig,
-        drafter=lambda decoder, module, settings: MedusaDrafter(decoder, module, settings),
+        drafter=lambda decoder, module, settings: settings.joined(
+            MedusaDrafter(decoder, module, settings)
+        ),
         acceptance=lambda settings: settings.rule,
         training=Training(MedusaConfig, MedusaHeads, MedusaObjective),
         tunable={"widths": (None, (2,), (2, 1), (4, 2))},

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from torch import Tensor
 
 from multirate.decoding.drafter import Draft, Drafter, Verified
 from multirate.decoding.sampler import Sampler
-from multirate.methods.token_recycling.config import TokenRecyclingConfig
+from multirate.methods.token_recycling.config import STATIC_TREE, TokenRecyclingConfig
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 
 _PROMPT_ROWS = 64  # whose logits [rows, V] exist at once
+_MEMORY = 0.995  # of rates, by token: about the last two hundred
+_FIRST_RATE, _FALLING, _GUESSED = 0.35, 0.5, 20.0
 
 
 class TokenRecyclingDrafter(Drafter):
-    """A static tree over the `k` likeliest successors last seen after each token.
+    """A tree over the `k` likeliest successors last seen after each token.
 
     Every row that the target computes, rejected ones included, renews the entry of its token. All
     sequences of a batch share the matrix; a generation begins with an empty one.
@@ -25,21 +29,23 @@ class TokenRecyclingDrafter(Drafter):
     def __init__(self, decoder: Decoder, config: TokenRecyclingConfig) -> None:
         self.decoder = decoder
         self.top = min(config.k, decoder.info.vocab_size)
-        self.tree = static_tree(config.tree, self.top)
-        self.max_nodes = len(self.tree)
+        self.tree = static_tree(config.tree or STATIC_TREE, self.top)
+        self._grown_nodes = 0 if config.tree else config.nodes  # of a draft, at most
+        self.max_nodes = max(len(self.tree), self._grown_nodes)
         self._successors: dict[int, list[int]] = {}
-        self._drafted: dict[
-            int, list[int]
-        ] = {}  # the tokens of each sequence's last draft, the last token first
+        self.rates = RankRates(self.top)
+        self._sampler: Sampler | None = None
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         self._successors = {}
+        self._sampler = sampler
 
     def usable(self, cache: KVCache, length: int) -> int:
         return length  # whatever the matrix holds, the text stays the target's
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
         """Goes on with the matrix of the generation before."""
+        self._sampler = sampler
 
     def prefill(
         self,
@@ -64,18 +70,51 @@ class TokenRecyclingDrafter(Drafter):
         sampler: Sampler,
     ) -> list[Draft]:
         """See Drafter. Where a token was never seen, the tree has no nodes below it."""
-        return [self._expand(b, token) for b, token in zip(seqs, last_tokens, strict=True)]
+        if self._grown_nodes and self.worth is not None:
+            worth = self.worth[: self._grown_nodes]
+            return [
+                self._grow(token, worth) if limit else Draft([], [])
+                for token, limit in zip(last_tokens, limits, strict=True)
+            ]
+        return [self._expand(token) for token in last_tokens]
 
     def accept(self, seq: int, verified: Verified) -> None:
         """Every row renews its token's successors; where a token has several, an accepted row
         wins.
         """
-        assert verified.top is not None
-        drafted, top = self._drafted[seq], verified.top
-        self._successors.update(zip(drafted, top, strict=False))  # the draft may have been cut
-        self._successors.update((drafted[row], top[row]) for row in verified.path)
+        assert verified.top is not None and self._sampler is not None
+        tokens, top = verified.tokens, verified.top
+        emitted = [*(tokens[row] for row in verified.path[1:]), self._sampler.tokens[seq][-1]]
+        for row, token in zip(verified.path, emitted, strict=True):
+            if tokens[row] in self._successors:
+                self.rates.observe(self._successors[tokens[row]], token)
+        self._successors.update(zip(tokens, top, strict=True))
+        self._successors.update((tokens[row], top[row]) for row in verified.path)
 
-    def _expand(self, seq: int, last_token: int) -> Draft:
+    def _grow(self, last_token: int, worth: np.ndarray) -> Draft:
+        """The likeliest nodes, as long as the next one is worth its row: the chance of each is the
+        product of its path's ranks' rates.
+        """
+        tokens: list[int] = []
+        parents: list[int] = []
+        found = [(-1.0, 0, -1, last_token)]  # (−chance, order of finding, parent, token)
+        count = 0
+        while found:
+            chance, _, parent, token = heapq.heappop(found)
+            if parent >= 0:
+                if len(tokens) == len(worth) or -chance < worth[len(tokens)]:
+                    break
+                tokens.append(token)
+                parents.append(parent)
+            for rank, successor in enumerate(self._successors.get(token, ())):
+                below = chance * self.rates.of[rank]
+                if -below < worth[0]:
+                    break
+                count += 1
+                heapq.heappush(found, (below, count, len(tokens), successor))
+        return Draft(tokens, parents)
+
+    def _expand(self, last_token: int) -> Draft:
         tokens, parents = [last_token], []
         numbers = [
             0
@@ -89,8 +128,27 @@ class TokenRecyclingDrafter(Drafter):
                 parents.append(above)
             else:
                 numbers.append(-1)
-        self._drafted[seq] = tokens
         return Draft(tokens[1:], parents)
+
+
+class RankRates:
+    """How often the token after another was its successor of each rank, lately: `of` [k], not
+    rising, so that a likelier successor never comes after a less likely one.
+    """
+
+    def __init__(self, k: int) -> None:
+        # a first guess, which counts as _GUESSED tokens
+        self._right = _GUESSED * _FIRST_RATE * _FALLING ** np.arange(k)
+        self._asked = _GUESSED
+        self.of = self._right / self._asked
+
+    def observe(self, successors: Sequence[int], token: int) -> None:
+        """`token` came after one with these successors."""
+        self._right *= _MEMORY
+        self._asked = _MEMORY * self._asked + 1
+        if token in successors:
+            self._right[successors.index(token)] += 1
+        self.of = np.minimum.accumulate(self._right / self._asked)
 
 
 def static_tree(widths: Sequence[int], k: int) -> list[tuple[int, int]]:

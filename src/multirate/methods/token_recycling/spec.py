@@ -12,7 +12,9 @@ SPEC = register(
         title="token recycling (arXiv 2408.08696, no training)",
         summary="drafts what the model itself held likely after the same tokens before",
         settings=TokenRecyclingConfig,
-        tunable={"tree": ((4, 4, 3, 2), (2, 2), (3, 2, 1), (6, 5, 4, 3, 2))},
-        drafter=lambda decoder, module, settings: TokenRecyclingDrafter(decoder, settings),
+        tunable={"nodes": (11, 16, 24), "k": (4, 8, 16)},
+        drafter=lambda decoder, module, settings: settings.joined(
+            TokenRecyclingDrafter(decoder, settings)
+        ),
     )
 )

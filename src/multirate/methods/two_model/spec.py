@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from multirate.decoding.drafter import Drafter
 from multirate.errors import UserError
 from multirate.methods.spec import MethodSpec, SecondModel, register
 from multirate.methods.two_model.config import TwoModelConfig
@@ -14,14 +15,14 @@ from multirate.model.decoder import Decoder
 _NAME = "two_model"
 
 
-def _drafter(decoder: Decoder, second: Any, settings: TwoModelConfig) -> TwoModelDrafter:
+def _drafter(decoder: Decoder, second: Any, settings: TwoModelConfig) -> Drafter:
     if not isinstance(second, SecondModel):
         raise UserError(
             f"method {_NAME} needs a model that drafts: accepted is {_NAME}:draft=MODEL, a folder, "
             "GGUF file or hub id with the base model's tokenizer"
         )
     check_same(second.tokenizer, second.base_tokenizer, second.name)
-    return TwoModelDrafter(decoder, second.decoder, settings)
+    return settings.joined(TwoModelDrafter(decoder, second.decoder, settings))
 
 
 SPEC = register(

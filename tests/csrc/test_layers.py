@@ -37,9 +37,10 @@ class Case:
     norms: bool = False
     adapted: bool = False
     rank: int = 8
+    threads: int = 2
 
     def __post_init__(self) -> None:
-        self.owner, self.workspace = Owner(), library.Workspace(2)
+        self.owner, self.workspace = Owner(), library.Workspace(self.threads)
         self.layers = [self._weights(100 * i) for i in range(2)]
         angle = torch.arange(CAPACITY)[:, None] * 10000.0 ** -(
             torch.arange(self.dim // 2) / (self.dim // 2)
@@ -167,6 +168,7 @@ CASES = {
     "window": dict(heads=4, kv_heads=2, dim=32, window=20),
     "norms of heads": dict(heads=4, kv_heads=4, dim=48, norms=True),
     "one key head": dict(heads=2, kv_heads=1, dim=128),
+    "more threads than key heads": dict(heads=6, kv_heads=3, dim=32, threads=4),
 }
 
 
@@ -176,6 +178,22 @@ def test_a_prompt_then_a_tree_then_a_chain(name: str) -> None:
     case.assert_same(randn(70, HIDDEN), Rows.causal(0, 0, 70))  # more rows than a pass
     case.assert_same(randn(9, HIDDEN, seed=1), Rows.draft_tree(0, 70, [0, 0, 1, 1, 2, 3, 6, 4]))
     case.assert_same(randn(1, HIDDEN, seed=2), Rows.causal(0, 70, 1))
+
+
+@pytest.mark.parametrize("threads", [2, 3, 4, 7])
+def test_threads_share_the_queries_and_change_no_bit(threads: int) -> None:
+    shape = dict(heads=6, kv_heads=3, dim=32, norms=True, window=20)
+    one, shared = (
+        Case(**shape, threads=n)  # type: ignore[arg-type]
+        for n in (1, threads)
+    )
+    tree = Rows.concat([Rows.draft_tree(0, 70, [0, 0, 1, 1, 2, 3]), Rows.causal(1, 0, 2)])
+    for x, rows in (
+        (randn(70, HIDDEN), Rows.causal(0, 0, 70)),
+        (randn(9, HIDDEN, seed=1), tree),
+        (randn(1, HIDDEN, seed=2), Rows.causal(0, 70, 1)),
+    ):
+        assert torch.equal(one.run(x, rows), shared.run(x, rows))
 
 
 def test_sequences_share_a_pass() -> None:

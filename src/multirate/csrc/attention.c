@@ -288,67 +288,92 @@ void fetch_slots(const Shape *s, const LayerCache *cache, const Rows *rows, int 
         }
 }
 
-void attention_of_heads(Workspace *work, const Shape *s, const Layer *layer,
-                        const LayerCache *cache, const Rows *rows, int key_rows, int id,
-                        int threads) {
-    AttentionScratch *scratch = attention_scratch(&work->own[id], rows->capacity);
-    int dim = s->head_dim, group = s->heads / s->kv_heads,
-        width = (s->heads + 2 * s->kv_heads) * dim;
-    size_t per_head = (size_t)rows->capacity * dim;
-    for (int h = first_head(s, id, threads); h < first_head(s, id + 1, threads); h++) {
+// Norms, rotates and writes the keys and values of the thread's K/V heads.
+static void write_keys_and_values(Workspace *work, const Shape *s, const Layer *layer,
+                                  const LayerCache *cache, const Rows *rows, int id, int threads) {
+    int dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim;
+    for (int h = first_head(s, id, threads); h < first_head(s, id + 1, threads); h++)
         for (int n = 0; n < rows->count; n++) {
-            float *row = work->qkv + (size_t)n * width;
-            const float *cos = s->cos + (size_t)rows->pos[n] * (dim / 2),
-                        *sin = s->sin + (size_t)rows->pos[n] * (dim / 2);
-            for (int q = h * group; q < (h + 1) * group && n >= key_rows; q++) {
-                if (layer->q_norm)
-                    mr_rms_norm(row + q * dim, layer->q_norm, dim, s->eps);
-                mr_rotate(row + q * dim, cos, sin, dim);
-            }
             if (rows->slot[n] < 0)
                 continue; // it reads what others have left
-            float *k = row + (s->heads + h) * dim, *v = row + (s->heads + s->kv_heads + h) * dim;
+            float *row = work->qkv + (size_t)n * width, *k = row + (s->heads + h) * dim,
+                  *v = row + (s->heads + s->kv_heads + h) * dim;
             if (layer->k_norm)
                 mr_rms_norm(k, layer->k_norm, dim, s->eps);
-            mr_rotate(k, cos, sin, dim);
-            size_t at = ((size_t)rows->seq[n] * s->kv_heads + h) * per_head;
+            mr_rotate(k, s->cos + (size_t)rows->pos[n] * (dim / 2),
+                      s->sin + (size_t)rows->pos[n] * (dim / 2), dim);
+            size_t at = ((size_t)rows->seq[n] * s->kv_heads + h) * rows->capacity * dim;
             write_k(cache->k + at, rows->slot[n], dim, k);
             write_v(cache->v + at, rows->slot[n], dim, v);
         }
-        int total = rows->count * group; // query i: row i / group, head i % group of this K/V head
-        for (int i = key_rows * group, take; i < total; i += take) {
-            int seq = rows->seq[i / group], same = i;
-            while (same < total && rows->seq[same / group] == seq)
-                same++;
-            take = tile_share(same - i);
-            size_t at = ((size_t)seq * s->kv_heads + h) * per_head;
-            const bf16 *k = cache->k + at, *v = cache->v + at;
-            Query tile_of[TILE_ROWS];
-            int gathered = -1; // the row whose path was gathered last
-            for (int j = 0; j < take; j++) {
-                int n = (i + j) / group, q = h * group + (i + j) % group;
-                Query *one = &tile_of[j];
-                if (n == gathered) {
-                    *one = tile_of[j - 1];
-                } else {
-                    PathCopy *path = &scratch->paths[j];
-                    one->visible =
-                        gather_path(path, k, v, dim, rows->prefix[n], (uint64_t)rows->tree[n]);
-                    one->path = path;
-                    one->low = layer->window && rows->pos[n] - layer->window + 1 > 0
-                                   ? rows->pos[n] - layer->window + 1
-                                   : 0;
-                    gathered = n;
-                }
-                element *query = scratch->queries + j * MAX_HEAD_DIM;
-                const float *from = work->qkv + (size_t)n * width + q * dim;
-                for (int d = 0; d < dim; d += 16)
-                    store_elements(query + d, load(from + d) * splat(s->attention_scale));
-                one->query = query;
-                one->out = work->heads + ((size_t)n * s->heads + q) * dim;
+}
+
+// Attention of queries [begin, end) of K/V head h. Query i: row i / group, head i % group of this
+// K/V head.
+static void attend_queries(Workspace *work, const Shape *s, const Layer *layer,
+                           const LayerCache *cache, const Rows *rows, int h, int begin, int end,
+                           AttentionScratch *scratch) {
+    int dim = s->head_dim, group = s->heads / s->kv_heads,
+        width = (s->heads + 2 * s->kv_heads) * dim;
+    for (int i = begin, take; i < end; i += take) {
+        int seq = rows->seq[i / group], same = i;
+        while (same < end && rows->seq[same / group] == seq)
+            same++;
+        take = tile_share(same - i);
+        size_t at = ((size_t)seq * s->kv_heads + h) * rows->capacity * dim;
+        const bf16 *k = cache->k + at, *v = cache->v + at;
+        Query tile_of[TILE_ROWS];
+        int gathered = -1; // the row whose path was gathered last
+        for (int j = 0; j < take; j++) {
+            int n = (i + j) / group, q = h * group + (i + j) % group;
+            Query *one = &tile_of[j];
+            if (n == gathered) {
+                *one = tile_of[j - 1];
+            } else {
+                PathCopy *path = &scratch->paths[j];
+                one->visible =
+                    gather_path(path, k, v, dim, rows->prefix[n], (uint64_t)rows->tree[n]);
+                one->path = path;
+                one->low = layer->window && rows->pos[n] - layer->window + 1 > 0
+                               ? rows->pos[n] - layer->window + 1
+                               : 0;
+                gathered = n;
             }
-            attend(tile_of, take, k, v, dim, scratch);
+            element *query = scratch->queries + j * MAX_HEAD_DIM;
+            float *from = work->qkv + (size_t)n * width + q * dim;
+            if (layer->q_norm)
+                mr_rms_norm(from, layer->q_norm, dim, s->eps);
+            mr_rotate(from, s->cos + (size_t)rows->pos[n] * (dim / 2),
+                      s->sin + (size_t)rows->pos[n] * (dim / 2), dim);
+            for (int d = 0; d < dim; d += 16)
+                store_elements(query + d, load(from + d) * splat(s->attention_scale));
+            one->query = query;
+            one->out = work->heads + ((size_t)n * s->heads + q) * dim;
         }
+        attend(tile_of, take, k, v, dim, scratch);
+    }
+}
+
+void attention_of_heads(Workspace *work, const Shape *s, const Layer *layer,
+                        const LayerCache *cache, const Rows *rows, int key_rows, int id,
+                        int threads) {
+    write_keys_and_values(work, s, layer, cache, rows, id, threads);
+    if (key_rows == rows->count)
+        return;
+    int before = key_rows * (s->heads / s->kv_heads),
+        queries = rows->count * (s->heads / s->kv_heads) - before; // of a K/V head
+    // All K/V heads' queries one after the other: where the heads themselves cannot be shared out
+    // evenly, they are, and a thread may need keys that another one writes.
+    long all_queries = (long)queries * s->kv_heads, begin = all_queries * id / threads,
+         end = all_queries * (id + 1) / threads;
+    if (s->kv_heads % threads)
+        barrier(work, threads);
+    AttentionScratch *scratch = attention_scratch(&work->own[id], rows->capacity);
+    while (begin < end) {
+        int h = (int)(begin / queries), first = (int)(begin % queries),
+            last = end - begin < queries - first ? first + (int)(end - begin) : queries;
+        attend_queries(work, s, layer, cache, rows, h, before + first, before + last, scratch);
+        begin += last - first;
     }
 }
 

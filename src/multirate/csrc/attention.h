@@ -4,14 +4,14 @@
 #define MULTIRATE_ATTENTION_H
 #include "workspace.h"
 
-// The K/V heads that thread `id` attends with, and queries grouped with them, are
-// [first_head(id), first_head(id + 1)).
+// The K/V heads whose keys and values thread `id` writes are [first_head(id), first_head(id + 1)).
+// Where the threads divide the heads, it attends with the queries of the same ones.
 static inline int first_head(const Shape *s, int id, int threads) {
     return s->kv_heads * id / threads;
 }
 
 // From work->qkv [rows, heads + 2 kv_heads, head_dim] to work->heads [rows, heads, head_dim], for
-// the thread's own heads. The first `key_rows` rows only leave their keys and values.
+// the thread's share of the queries. The first `key_rows` rows only leave their keys and values.
 void attention_of_heads(Workspace *work, const Shape *s, const Layer *layer,
                         const LayerCache *cache, const Rows *rows, int key_rows, int id,
                         int threads);

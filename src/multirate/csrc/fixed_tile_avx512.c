@@ -75,7 +75,7 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
 #define JOIN(n) a##n = _mm512_add_epi32(a##n, b##n);
 #define KEEP(n) _mm512_storeu_ps(to + (long)n * stride, _mm512_cvtepi32_ps(a##n));
 #define FETCH(k)                                                                                   \
-    _mm_prefetch(((k) < ahead.own ? ahead.here : ahead.next) + (k) * ahead.stride, _MM_HINT_T0);
+    _mm_prefetch(((k) < ahead.own ? ahead.here : ahead.next) + (k) * ahead.stride, _MM_HINT_T1);
 
 #define LINE(k) _mm512_load_si512((const char *)weight + (k) * 64)
 #define NARROW_LINE(k)                                                                             \

@@ -50,7 +50,7 @@ def command(
         typer.Option(
             help="Comma-separated (default: generate, autoregressive, and every accelerator); "
             "settings may follow a name: m2r2-carry:lookup=0; all: also every lossless method that "
-            "needs no training; dynamic: quality against speed of every accelerator with a dynamic "
+            "needs no training, and drafters joined to the text (lookup=sam); dynamic: quality against speed of every accelerator with a dynamic "
             "mode.",
             show_default=False,
         ),
@@ -213,7 +213,12 @@ def command(
     from multirate.bench.runner import BASELINES
     from multirate.engine import attach
     from multirate.hub import reference_accelerators
-    from multirate.methods.spec import PLAIN, dynamic_methods, untrained_drafters
+    from multirate.methods.spec import (
+        PLAIN,
+        dynamic_methods,
+        joined_variant,
+        untrained_drafters,
+    )
 
     loaded = options.load(model, dtype, device)
     engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
@@ -236,7 +241,9 @@ def command(
     options.add_accelerators(engine, accelerator or [], wanted, own)
     names = wanted if methods else [*BASELINES, *engine.accelerators]
     if optional:
-        names = list(dict.fromkeys([*names, *engine.accelerators]))
+        drafting = [*optional, *engine.accelerators]
+        joined = (joined_variant(name, engine.spec_of(name)) for name in drafting)
+        names = list(dict.fromkeys([*names, *engine.accelerators, *filter(None, joined)]))
     if dials:
         names = list(
             dict.fromkeys(

@@ -282,6 +282,15 @@ def untrained_drafters() -> list[str]:
     ]
 
 
+def joined_variant(name: str, spec: MethodSpec) -> str | None:
+    """The method's name with the setting that joins its drafts to the text's suffix automaton
+    (`lookup=sam`); None: it has none, or cannot draft without a second model.
+    """
+    if spec.settings is None or spec.second_model or "lookup" not in spec.settings.names():
+        return None
+    return write_variant(name, {"lookup": "sam"})
+
+
 def find_training(name: str) -> Training:
     """How the method called `name` is trained. UserError for one that is unknown or not trained."""
     spec = all_specs().get(name)

@@ -50,8 +50,8 @@ def command(
         typer.Option(
             help="Comma-separated (default: generate, autoregressive, and every accelerator); "
             "settings may follow a name: m2r2-carry:lookup=0; all: also every lossless method that "
-            "needs no training, and drafters joined to the text (lookup=sam); dynamic: quality against speed of every accelerator with a dynamic "
-            "mode.",
+            "needs no training, and drafters joined to the text (lookup=sam); dynamic: quality "
+            "against speed of every accelerator with a dynamic mode.",
             show_default=False,
         ),
     ] = None,

@@ -38,6 +38,7 @@ PUBLISHED = {
     "eagle": "2.10x; with the trees of EAGLE-2 2.36x",
     "eagle3": "3.02x (13B; its paper has 5.58x)",
     "token_recycling": "2.22x",
+    "token_recycling:lookup=sam": "–",
     "hydra": "2.07x",
     "medusa": "1.71x",
     "kangaroo": "up to 1.68x (its paper)",
@@ -204,6 +205,7 @@ def suites_section() -> list[str]:
                 str(run["prompts"]),
                 *cells,
                 f"{same} of {wanted}",
+                machine(run),
                 str(run["date"])[:10],
             )
         )
@@ -211,11 +213,20 @@ def suites_section() -> list[str]:
     return [
         "### Other suites, and sampling",
         "Speedup over our plain loop, tokens per step in brackets; at most "
-        f"{first['max_new_tokens']} new tokens, one pass, {first['threads']} threads of an "
-        f"{machine(first)}. At a temperature every method draws the same text for a seed. Lines "
+        f"{first['max_new_tokens']} new tokens, one pass, {first['threads']} threads. At a temperature every method draws the same text for a seed. Lines "
         "without `eagle` were measured before it was trained, with 350 steps fewer of "
         "`m2r2-carry`.",
-        table(("suite", "prompts", *(f"`{name}`" for name in methods), "identical", "date"), lines),
+        table(
+            (
+                "suite",
+                "prompts",
+                *(f"`{name}`" for name in methods),
+                "identical",
+                "processor",
+                "date",
+            ),
+            lines,
+        ),
         *categories_table(
             [run for run in runs if "temperature" not in run and run.get("batch", 1) == 1]
         ),
@@ -225,7 +236,8 @@ def suites_section() -> list[str]:
 
 def published_section() -> list[str]:
     """Every lossless method's speedup on Spec-Bench, here and in the literature."""
-    rows = {row["method"]: row for row in load("suite_spec_bench.json")["rows"]}
+    bench = load("suite_spec_bench.json")
+    rows = {row["method"]: row for row in bench["rows"]}
     lines = [
         (
             f"`{name}`",
@@ -238,7 +250,7 @@ def published_section() -> list[str]:
     ]
     return [
         "### Here and there",
-        f"Spec-Bench's questions: {TITLES[REAL]} on the machine above (tokens per step in "
+        f"Spec-Bench's questions: {TITLES[REAL]} on an {machine(bench)} (tokens per step in "
         "brackets; –: not measured, or no accelerator of it for this model yet), and what is "
         "published, of Spec-Bench's own table for Vicuna-7B on an A100 where nothing else is said.",
         table(("method", "here", "published"), lines),

@@ -213,9 +213,9 @@ def suites_section() -> list[str]:
     return [
         "### Other suites, and sampling",
         "Speedup over our plain loop, tokens per step in brackets; at most "
-        f"{first['max_new_tokens']} new tokens, one pass, {first['threads']} threads. At a temperature every method draws the same text for a seed. Lines "
-        "without `eagle` were measured before it was trained, with 350 steps fewer of "
-        "`m2r2-carry`.",
+        f"{first['max_new_tokens']} new tokens, one pass, {first['threads']} threads. At a "
+        "temperature every method draws the same text for a seed. Lines without `eagle` were "
+        "measured before it was trained, with 350 steps fewer of `m2r2-carry`.",
         table(
             (
                 "suite",

@@ -196,6 +196,22 @@ def test_threads_share_the_queries_and_change_no_bit(threads: int) -> None:
         assert torch.equal(one.run(x, rows), shared.run(x, rows))
 
 
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_threads_share_outputs_beside_adapters_and_change_no_bit(threads: int) -> None:
+    shape = dict(heads=6, kv_heads=3, dim=32, adapted=True)
+    one, shared = (
+        Case(**shape, threads=n)  # type: ignore[arg-type]
+        for n in (1, threads)
+    )
+    prompt = Rows.causal(0, 0, 11)
+    rows = Rows.concat([Rows.causal(0, 11, 4), Rows.accelerated_at(0, np.arange(11, 15))])
+    x = randn(8, HIDDEN, seed=1)
+    for _ in range(20):  # where two threads wrote one output, this would happen now and then
+        for case in (one, shared):
+            case.run(randn(11, HIDDEN), prompt)
+        assert torch.equal(one.run(x, rows), shared.run(x, rows))
+
+
 def test_sequences_share_a_pass() -> None:
     case = Case(heads=4, kv_heads=2, dim=32)
     case.assert_same(randn(33, HIDDEN), Rows.concat([Rows.causal(0, 0, 30), Rows.causal(1, 0, 3)]))

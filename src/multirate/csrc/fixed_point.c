@@ -1,6 +1,6 @@
-// Linear layers in fixed point: 16-bit rows and weights on processors that multiply no bf16, where
-// the two bytes of a weight do twice the arithmetic of fp32; and 8-bit weights for drafts, which
-// need not be exact, on every processor that multiplies int16.
+// Linear layers in fixed point, on every processor that multiplies int16: 16-bit rows and weights,
+// where the two bytes of a weight do twice the arithmetic of fp32; and 8-bit weights for drafts,
+// which need not be exact.
 //
 // Weights have one scale per output, rows one per row, chosen so that no sum can leave int32
 // (Cauchy-Schwarz: |w·x| ≤ ‖w‖ ‖x‖ < 2³¹). The sums are exact, so a row's bits do not depend on the
@@ -179,35 +179,36 @@ void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, i
 
 // Where the rows take several tiles, each fetches a share of the next group's weights: otherwise
 // memory would idle from the second tile on.
-void product_fixed(const Linear *linear, int group, const Operand *x, int tile,
+void product_fixed(const Linear *linear, int first_of, int last_of, const Operand *x, int tile,
                    const uint32_t *after, f16 (*acc)[4]) {
     int narrow = linear->format == WEIGHTS_INT8, first = x->begin[tile],
-        rows = x->begin[tile + 1] - first, lanes = x->lanes[tile];
+        rows = x->begin[tile + 1] - first, lanes = x->lanes[tile], begin = first_of % GROUP_COLUMNS,
+        end = begin + last_of - first_of;
     long pairs = linear->inputs / 2, line = narrow ? 32 : 64, column = pairs * line,
          distance = AHEAD_LINES(lanes) * 64 / line;
     if (distance > pairs)
         distance = pairs;
-    const char *weight = (const char *)group_of(linear, group);
-    for (int m = 0; m < 4; m++, weight += column) {
-        const char *next = m < 3 ? weight + column : (const char *)after;
+    const char *weight = (const char *)column_of(linear, first_of);
+    for (int m = begin; m < end; m++, weight += column) {
+        const char *next = m + 1 < end ? weight + column : (const char *)after;
         Ahead ahead = {weight + distance * line, next - (pairs - distance) * line, pairs - distance,
                        line};
         if (x->tiles > 1) {
             long stride = (line + x->tiles - 1) / x->tiles;
-            ahead = (Ahead){(const char *)after + m * column + tile * pairs * stride, NULL, pairs,
-                            stride};
+            ahead = (Ahead){(const char *)after + (m - begin) * column + tile * pairs * stride,
+                            NULL, pairs, stride};
         }
         fixed_tile(weight, narrow, x->arranged[tile], lanes, (int)pairs, &ahead,
                    (float *)&acc[0][m], 64);
     }
-    const float *unit = linear->scale + group * 64;
+    const float *unit = linear->scale + (first_of - begin) * 16;
     for (int r = 0, fine = rows; r < rows; r++) {
         float scale = x->scale[first + r], fine_scale = x->fine_scale[first + r];
-        for (int m = 0; m < 4; m++)
+        for (int m = begin; m < end; m++)
             acc[r][m] = acc[r][m] * (load(unit + m * 16) * splat(scale));
         if (fine_scale == 0.0f)
             continue;
-        for (int m = 0; m < 4; m++)
+        for (int m = begin; m < end; m++)
             acc[r][m] += acc[fine][m] * (load(unit + m * 16) * splat(fine_scale));
         fine++;
     }

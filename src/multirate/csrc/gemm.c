@@ -45,16 +45,17 @@ void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const elem
     out->begin[out->tiles] = rows;
 }
 
-// acc[r] = the 64 outputs of `group` for row r of a tile, without bias. after: the group that the
-// thread reads next.
-static void product(const Linear *linear, int group, const Operand *x, int part,
+// acc[r][m] = the outputs of columns [first, last) of one group, m counted in it, for row r of a
+// tile, without bias. after: the column that the thread reads next.
+static void product(const Linear *linear, int first_of, int last_of, const Operand *x, int part,
                     const uint32_t *after, f16 (*acc)[4]) {
 #if INTEGER_PRODUCTS
     if (integer_weights(linear)) {
-        product_fixed(linear, group, x, part, after, acc);
+        product_fixed(linear, first_of, last_of, x, part, after, acc);
         return;
     }
 #endif
+    (void)last_of;
     int pairs = linear->inputs / 2, parts = x->tiles, first = x->begin[part],
         rows = x->begin[part + 1] - first,
         lines = parts == 1  ? 0
@@ -63,51 +64,58 @@ static void product(const Linear *linear, int group, const Operand *x, int part,
     if (lines && part >= 4 / lines)
         lines = 0; // the tiles before have fetched it all
     memset(acc, 0, (size_t)rows * sizeof *acc);
-    tile(group_of(linear, group), 64, x->rows + first, rows, pairs, 4,
+    tile(column_of(linear, first_of), 64, x->rows + first, rows, pairs, 4,
          (const char *)(after + (size_t)part * pairs * 16 * lines), lines, acc);
 }
 
-void matmul_groups(const Linear *linear, const Operand *x, const int *target, int mode, Output out,
-                   int begin, int end, const uint32_t *then) {
-    for (int g = begin; g < end; g++) {
-        const uint32_t *after = g + 1 < end ? group_of(linear, g + 1)
-                                : then      ? then
-                                            : group_of(linear, g);
+void matmul_columns(const Linear *linear, const Operand *x, const int *target, int mode, Output out,
+                    int begin, int end, const uint32_t *then) {
+    for (int c = begin, stop; c < end; c = stop) {
+        int g = c / GROUP_COLUMNS, from = c - g * GROUP_COLUMNS, to = GROUP_COLUMNS;
+        stop = c - from + to;
+        if (stop > end) {
+            to -= stop - end;
+            stop = end;
+        }
+        const uint32_t *after = stop < end ? column_of(linear, stop)
+                                : then     ? then
+                                           : column_of(linear, c);
         // the later tiles find the group's weights in the core's own cache
         for (int part = 0; part < x->tiles; part++) {
             f16 acc[PRODUCT_ROWS][4];
             int first = x->begin[part], rows = x->begin[part + 1] - first;
-            product(linear, g, x, part, after, acc);
+            product(linear, c, stop, x, part, after, acc);
             for (int r = 0; r < rows; r++) {
                 size_t row = target ? target[first + r] : first + r;
                 if (linear->bias)
-                    for (int m = 0; m < 4; m++)
+                    for (int m = from; m < to; m++)
                         acc[r][m] += load(linear->bias + g * 64 + m * 16);
                 if (mode == SILU_GATE) {
-                    element *to = out.activation + row * out.stride + g * 32;
+                    element *to_row = out.activation + row * out.stride + g * 32;
                     const float *gate = (const float *)acc[r], *up = gate + 32;
                     for (int i = 0; i < 32; i += LANES)
-                        store_element_v(to + i, silu_vector(load_v(gate + i)) * load_v(up + i));
+                        store_element_v(to_row + i, silu_vector(load_v(gate + i)) * load_v(up + i));
                     continue;
                 }
-                float *to = out.y + row * out.stride + g * 64;
-                for (int m = 0; m < 4; m++)
-                    store(to + m * 16, mode == ADD ? load(to + m * 16) + acc[r][m] : acc[r][m]);
+                float *y = out.y + row * out.stride + g * 64;
+                for (int m = from; m < to; m++)
+                    store(y + m * 16, mode == ADD ? load(y + m * 16) + acc[r][m] : acc[r][m]);
             }
         }
     }
 }
 
 void matmul(Workspace *work, const Linear *linear, const element *const *x, int rows,
-            const int *target, int mode, Output out, const Linear *then, int thread, int threads) {
-    int begin = first_group(linear, thread, threads),
-        end = first_group(linear, thread + 1, threads);
+            const int *target, int mode, int whole, Output out, const Linear *then, int thread,
+            int threads) {
+    int begin = first_column(linear, whole, thread, threads),
+        end = first_column(linear, whole, thread + 1, threads);
     if (begin == end)
         return;
     Operand operands;
     prepare(&operands, &work->own[thread], linear, x, rows);
-    matmul_groups(linear, &operands, target, mode, out, begin, end,
-                  then ? group_of(then, first_group(then, thread, threads)) : NULL);
+    matmul_columns(linear, &operands, target, mode, out, begin, end,
+                   then ? column_of(then, first_column(then, 0, thread, threads)) : NULL);
 }
 
 const element **row_pointers(const element *base, int stride, const int *index, int count,
@@ -121,7 +129,7 @@ void low_rank_in(Workspace *work, const LowRank *site, const element *base, int 
                  const int *index, int count, int id, int threads) {
     const element *from[MAX_ROWS];
     int width = site->a.outputs;
-    matmul(work, &site->a, row_pointers(base, stride, index, count, from), count, NULL, STORE,
+    matmul(work, &site->a, row_pointers(base, stride, index, count, from), count, NULL, STORE, 0,
            (Output){.y = work->low, .stride = width}, NULL, id, threads);
     barrier(work, threads);
     for (int i = id * LANES; i < count * width; i += LANES * threads) {
@@ -137,7 +145,7 @@ void low_rank_out(Workspace *work, const LowRank *site, float *y, int stride, co
                   int count, int id, int threads) {
     const element *from[MAX_ROWS];
     matmul(work, &site->b, row_pointers(work->low_in, site->a.outputs, NULL, count, from), count,
-           index, ADD, (Output){.y = y, .stride = stride}, NULL, id, threads);
+           index, ADD, 1, (Output){.y = y, .stride = stride}, NULL, id, threads);
 }
 
 // The thread's own copy of a product's rows, normed where it says so.
@@ -151,7 +159,7 @@ static void read_product(Workspace *work, const Product *p, int id, const elemen
 
 static void multiply_product(Workspace *work, const Product *p, const element **from, int id,
                              int threads) {
-    matmul(work, p->linear, from, p->count, NULL, p->mode,
+    matmul(work, p->linear, from, p->count, NULL, p->mode, 0,
            (Output){.y = p->y, .stride = p->linear->outputs}, NULL, id, threads);
 }
 

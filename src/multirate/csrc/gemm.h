@@ -4,15 +4,20 @@
 #include "fixed_tile.h"
 #include "threads.h"
 
-// Packed outputs [64 · group, 64 · (group + 1)).
-static inline const uint32_t *group_of(const Linear *linear, int group) {
+// What threads share out: 16 outputs are a column, 64 a group. Integer weights lie column by
+// column; those of bf16 group by group, so that their shares are whole groups.
+#define GROUP_COLUMNS 4
+
+// Packed outputs from 16 · column on; of bf16 weights, whole groups.
+static inline const uint32_t *column_of(const Linear *linear, int column) {
     return linear->weight +
-           (size_t)group * linear->inputs * (linear->format == WEIGHTS_INT8 ? 16 : 32);
+           (size_t)column * linear->inputs * (linear->format == WEIGHTS_INT8 ? 4 : 8);
 }
 
-// The first group that thread `thread` of `threads` computes.
-static inline int first_group(const Linear *linear, int thread, int threads) {
-    return linear->outputs / 64 * thread / threads;
+// The first column that thread `thread` of `threads` computes. whole: groups are not parted.
+static inline int first_column(const Linear *linear, int whole, int thread, int threads) {
+    int unit = whole || linear->format == WEIGHTS_BF16 ? GROUP_COLUMNS : 1;
+    return (int)((long)linear->outputs / 16 / unit * thread / threads) * unit;
 }
 
 // How many of `left` rows the next tile takes: even parts, 8 rows as 4 + 4.
@@ -48,11 +53,12 @@ void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const elem
 #if INTEGER_PRODUCTS
 // fixed_point.c: the same for integer weights with `in` inputs, and a tile's product.
 void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, int rows, int in);
-void product_fixed(const Linear *linear, int group, const Operand *x, int tile,
+// Of columns [first, last) of one group; acc[.][m] is the group's m-th.
+void product_fixed(const Linear *linear, int first, int last, const Operand *x, int tile,
                    const uint32_t *after, f16 (*acc)[4]);
 #endif
 
-enum { STORE, ADD, SILU_GATE }; // what happens to the 64 outputs of a group
+enum { STORE, ADD, SILU_GATE }; // what happens to the outputs; SILU_GATE: of whole groups
 
 typedef struct {
     float *y;            // STORE, ADD: [rows, stride]
@@ -60,16 +66,19 @@ typedef struct {
     int stride;
 } Output;
 
-// Groups [begin, end) of the outputs. Row r of the result goes to output row `target[r]` (or r
+// Columns [begin, end) of the outputs. Row r of the result goes to output row `target[r]` (or r
 // itself when target is NULL). `then`: the weights that come next, or NULL; they travel while
 // these ones' last are multiplied.
-void matmul_groups(const Linear *linear, const Operand *x, const int *target, int mode, Output out,
-                   int begin, int end, const uint32_t *then);
+void matmul_columns(const Linear *linear, const Operand *x, const int *target, int mode, Output out,
+                    int begin, int end, const uint32_t *then);
 
 // Thread `thread` of `threads` computes its share. x[n]: rows of length linear->inputs. `then`: the
-// product that comes next, shared out the same way, or NULL.
+// product that comes next, or NULL. whole: groups are not parted, for products that another one's
+// share has to match, whatever the formats of both: where each thread goes on with its own outputs;
+// and for SILU_GATE.
 void matmul(Workspace *work, const Linear *linear, const element *const *x, int rows,
-            const int *target, int mode, Output out, const Linear *then, int thread, int threads);
+            const int *target, int mode, int whole, Output out, const Linear *then, int thread,
+            int threads);
 
 // to[n] = row index[n] (or n, when NULL) of `base`. Returns `to`.
 const element **row_pointers(const element *base, int stride, const int *index, int count,
@@ -79,7 +88,7 @@ const element **row_pointers(const element *base, int stride, const int *index, 
 // rows. Ends in a barrier.
 void low_rank_in(Workspace *work, const LowRank *site, const element *base, int stride,
                  const int *index, int count, int id, int threads);
-// Second half: y[index[n]] += B low_in[n]; every thread writes the outputs it owns.
+// Second half: y[index[n]] += B low_in[n]; every thread adds to the whole groups that it owns.
 void low_rank_out(Workspace *work, const LowRank *site, float *y, int stride, const int *index,
                   int count, int id, int threads);
 

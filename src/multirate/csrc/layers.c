@@ -17,15 +17,15 @@ static void qkv_of_heads(Workspace *work, const Shape *s, const Layer *layer,
                          const element *const *x, int rows, Output out, int id, int threads) {
     Operand operands;
     prepare(&operands, &work->own[id], &layer->qkv, x, rows);
-    int per_head = s->head_dim / 64, group = s->heads / s->kv_heads,
+    int per_head = s->head_dim / 16, group = s->heads / s->kv_heads,
         first = first_head(s, id, threads), last = first_head(s, id + 1, threads);
     int starts[3] = {first * group, s->heads + first, s->heads + s->kv_heads + first};
     int ends[3] = {last * group, s->heads + last, s->heads + s->kv_heads + last};
     for (int part = 0; part < 3; part++)
-        matmul_groups(&layer->qkv, &operands, NULL, STORE, out, starts[part] * per_head,
-                      ends[part] * per_head,
-                      part < 2 ? group_of(&layer->qkv, starts[part + 1] * per_head)
-                               : group_of(&layer->o, first_group(&layer->o, id, threads)));
+        matmul_columns(&layer->qkv, &operands, NULL, STORE, out, starts[part] * per_head,
+                       ends[part] * per_head,
+                       part < 2 ? column_of(&layer->qkv, starts[part + 1] * per_head)
+                                : column_of(&layer->o, first_column(&layer->o, 0, id, threads)));
 }
 
 // Nothing but keys and values is asked for: the outputs behind the queries', shared out among the
@@ -35,8 +35,9 @@ static void keys_and_values(Workspace *work, const Shape *s, const Layer *layer,
     Operand operands;
     prepare(&operands, &work->own[id], &layer->qkv, x, rows);
     int begin = s->heads * s->head_dim / 64, groups = layer->qkv.outputs / 64 - begin;
-    matmul_groups(&layer->qkv, &operands, NULL, STORE, out, begin + groups * id / threads,
-                  begin + groups * (id + 1) / threads, NULL);
+    matmul_columns(&layer->qkv, &operands, NULL, STORE, out,
+                   (begin + groups * id / threads) * GROUP_COLUMNS,
+                   (begin + groups * (id + 1) / threads) * GROUP_COLUMNS, NULL);
     barrier(work, threads);
 }
 
@@ -58,6 +59,7 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
     for (int l = call->start; l < call->stop; l++) {
         const Layer *layer = &call->layers[l];
         const Adapter *adapter = fast_count ? call->adapters[l] : NULL;
+        int whole = adapter != NULL; // what adapters add goes to the thread's own outputs
         // Norms are recomputed by every thread: cheaper than a barrier for a few rows.
         for (int n = 0; n < count; n++) {
             element *to = normed + (size_t)n * wide;
@@ -76,7 +78,7 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
         } else if (heads_are_groups(s, threads) && !(adapter && adapter->q.rank)) {
             qkv_of_heads(work, s, layer, from, count, qkv, id, threads);
         } else {
-            matmul(work, &layer->qkv, from, count, NULL, STORE, qkv, &layer->o, id, threads);
+            matmul(work, &layer->qkv, from, count, NULL, STORE, 0, qkv, &layer->o, id, threads);
             barrier(work, threads);
             if (adapter && adapter->q.rank) {
                 low_rank_out(work, &adapter->q, work->qkv, width, fast, fast_count, id, threads);
@@ -94,8 +96,8 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
         if (adapter && adapter->o.rank)
             low_rank_in(work, &adapter->o, attended, heads, fast, fast_count, id, threads);
         matmul(work, &layer->o, row_pointers(attended, heads, NULL, count, from), count, NULL, ADD,
-               (Output){.y = x, .stride = d}, layer->gate_up.weight ? &layer->gate_up : NULL, id,
-               threads);
+               whole, (Output){.y = x, .stride = d}, layer->gate_up.weight ? &layer->gate_up : NULL,
+               id, threads);
         if (adapter && adapter->o.rank)
             low_rank_out(work, &adapter->o, x, d, fast, fast_count, id, threads);
         barrier(work, threads);
@@ -112,8 +114,9 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
             row_pointers(work->low_in, adapter->gate_up.a.outputs, NULL, fast_count, low);
             Output raw = {.y = work->qkv, .stride = 2 * inner};
             matmul(work, &layer->gate_up, row_pointers(normed, d, NULL, count, from), count, NULL,
-                   STORE, raw, &layer->down, id, threads);
-            matmul(work, &adapter->gate_up.b, low, fast_count, fast, ADD, raw, NULL, id, threads);
+                   STORE, whole, raw, &layer->down, id, threads);
+            matmul(work, &adapter->gate_up.b, low, fast_count, fast, ADD, whole, raw, NULL, id,
+                   threads);
             int groups = 2 * inner / 64, first = groups * id / threads,
                 last = groups * (id + 1) / threads;
             for (int n = 0; n < count; n++)
@@ -125,7 +128,7 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
                     }
         } else {
             matmul(work, &layer->gate_up, row_pointers(normed, d, NULL, count, from), count, NULL,
-                   SILU_GATE, (Output){.activation = work->activation, .stride = inner},
+                   SILU_GATE, 1, (Output){.activation = work->activation, .stride = inner},
                    &layer->down, id, threads);
         }
         barrier(work, threads);
@@ -135,8 +138,8 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
         if (adapter && adapter->mlp.rank && !adapter->down.rank)
             low_rank_in(work, &adapter->mlp, normed, d, fast, fast_count, id, threads);
         matmul(work, &layer->down, row_pointers(work->activation, inner, NULL, count, from), count,
-               NULL, ADD, (Output){.y = x, .stride = d}, l + 1 < call->stop ? &layer[1].qkv : NULL,
-               id, threads);
+               NULL, ADD, whole, (Output){.y = x, .stride = d},
+               l + 1 < call->stop ? &layer[1].qkv : NULL, id, threads);
         if (adapter && adapter->down.rank)
             low_rank_out(work, &adapter->down, x, d, fast, fast_count, id, threads);
         else if (adapter && adapter->mlp.rank)

@@ -81,7 +81,7 @@ static void run_experts(Workspace *work, void *context, int id, int threads) {
         const Portion *one = portions + p;
         Output out = {.activation = work->activation + (size_t)one->begin * inner, .stride = inner};
         const Linear *then = p < last ? &portions[p + 1].expert->gate_up : &portions->expert->down;
-        matmul(work, &one->expert->gate_up, from + one->begin, one->count, NULL, SILU_GATE, out,
+        matmul(work, &one->expert->gate_up, from + one->begin, one->count, NULL, SILU_GATE, 1, out,
                then, id, threads);
     }
     barrier(work, threads);
@@ -89,7 +89,7 @@ static void run_experts(Workspace *work, void *context, int id, int threads) {
         const Portion *one = portions + p;
         row_pointers(work->activation + (size_t)one->begin * inner, inner, NULL, one->count, from);
         const Linear *then = p < last ? &portions[p + 1].expert->down : NULL;
-        matmul(work, &one->expert->down, from, one->count, call->places + one->begin, STORE,
+        matmul(work, &one->expert->down, from, one->count, call->places + one->begin, STORE, 1,
                (Output){.y = call->parts, .stride = d}, then, id, threads);
     }
 }

@@ -184,15 +184,15 @@ def suites_section() -> list[str]:
     runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("suite_*.json"))]
     if not runs:
         return []
-    methods = list(dict.fromkeys(row["method"] for run in runs for row in run["rows"]))
+    methods = _methods_of(runs)
     lines = []
     for run in runs:
-        rows = {row["method"]: row for row in run["rows"]}
+        rows = {row["method"]: row for row in run["rows"] if row["method"] in methods}
         drawn = f", temperature {run['temperature']:g}" if "temperature" in run else ""
         task = f", {run['task']}" if run.get("task") else ""
         batch = f", batch {run['batch']}" if run.get("batch", 1) > 1 else ""
-        same = sum(row["identical"] for row in run["rows"])
-        wanted = run["prompts"] * len(run["rows"])
+        same = sum(row["identical"] for row in rows.values())
+        wanted = run["prompts"] * len(rows)
         cells = [
             f"{rows[name]['speedup']:.2f}x ({rows[name]['tokens_per_step']:.2f})"
             if name in rows and rows[name]["speedup"] is not None
@@ -210,10 +210,11 @@ def suites_section() -> list[str]:
             )
         )
     first = runs[0]
+    longest = sorted({str(run["max_new_tokens"]) for run in runs}, key=int)
     return [
         "### Other suites, and sampling",
         "Speedup over our plain loop, tokens per step in brackets; at most "
-        f"{first['max_new_tokens']} new tokens, one pass, {first['threads']} threads. At a "
+        f"{' or '.join(longest)} new tokens, one pass, {first['threads']} threads. At a "
         "temperature every method draws the same text for a seed. Lines without `eagle` were "
         "measured before it was trained, with 350 steps fewer of `m2r2-carry`.",
         table(
@@ -232,6 +233,12 @@ def suites_section() -> list[str]:
         ),
         *published_section(),
     ]
+
+
+def _methods_of(runs: list[dict[str, Any]]) -> list[str]:
+    """Our rows of all runs, the plain one first."""
+    names = dict.fromkeys(row["method"] for run in runs for row in run["rows"])
+    return [name for name in names if name not in ROWS]
 
 
 def published_section() -> list[str]:
@@ -261,12 +268,11 @@ def published_section() -> list[str]:
 def categories_table(runs: list[dict[str, Any]]) -> list[str]:
     """The suites' kinds of prompts: a line each, the speedups of the same methods."""
     runs = [run for run in runs if run["rows"][0].get("categories")]
-    methods = list(dict.fromkeys(row["method"] for run in runs for row in run["rows"]))[1:]
+    methods = _methods_of(runs)[1:]
     lines = []
     for run in runs:
-        plain, *others = (row["categories"] for row in run["rows"])
-        rates = dict(zip((row["method"] for row in run["rows"][1:]), others, strict=True))
-        for kind, rate in plain.items():
+        rates = {row["method"]: row["categories"] for row in run["rows"]}
+        for kind, rate in rates["autoregressive"].items():
             speedups = {name: rates[name][kind] / rate for name in methods if name in rates}
             best = max(speedups.values())
             cells = [

@@ -15,7 +15,7 @@ from typing import Any
 import expert_tables  # beside this file
 from result_files import RESULTS, load, machine, table
 
-from multirate.methods.spec import find
+from multirate.methods.spec import PLAIN, find
 from multirate.named_models import NAMED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -272,7 +272,7 @@ def categories_table(runs: list[dict[str, Any]]) -> list[str]:
     lines = []
     for run in runs:
         rates = {row["method"]: row["categories"] for row in run["rows"]}
-        for kind, rate in rates["autoregressive"].items():
+        for kind, rate in rates[PLAIN].items():
             speedups = {name: rates[name][kind] / rate for name in methods if name in rates}
             best = max(speedups.values())
             cells = [

@@ -71,12 +71,9 @@ static void product(const Linear *linear, int first_of, int last_of, const Opera
 void matmul_columns(const Linear *linear, const Operand *x, const int *target, int mode, Output out,
                     int begin, int end, const uint32_t *then) {
     for (int c = begin, stop; c < end; c = stop) {
-        int g = c / GROUP_COLUMNS, from = c - g * GROUP_COLUMNS, to = GROUP_COLUMNS;
-        stop = c - from + to;
-        if (stop > end) {
-            to -= stop - end;
-            stop = end;
-        }
+        int g = c / GROUP_COLUMNS, from = c % GROUP_COLUMNS, left = from + end - c,
+            to = left < GROUP_COLUMNS ? left : GROUP_COLUMNS;
+        stop = c + to - from;
         const uint32_t *after = stop < end ? column_of(linear, stop)
                                 : then     ? then
                                            : column_of(linear, c);

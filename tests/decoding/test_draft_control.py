@@ -19,7 +19,7 @@ NODES = 8
 class Text:
     """A machine and a text on which own drafts of `levels` levels are accepted at `own` per token
     and continuations, which `share` of the steps have, at `text`. expected: what a card says of
-    own drafts.
+    own drafts. knows_drafts: whether the machine tells what a draft took by itself.
     """
 
     def __init__(
@@ -29,8 +29,10 @@ class Text:
         share: float = 0.5,
         seed: int = 0,
         expected: tuple[float, ...] = (),
+        knows_drafts: bool = False,
     ) -> None:
         self.own, self.text, self.share, self.levels = own, text, share, 3
+        self.knows_drafts = knows_drafts
         self.now = 0.0
         self.rates = ContinuationRates(4)
         self.controller = DraftLengthController(
@@ -52,9 +54,10 @@ class Text:
             stream, length = force == "stream", NODES if force == "text" and matched else 0
         held = self._accepted(self.text, NODES) if matched else 0
         levels = self.levels if stream else 0
+        drafting = COSTS.draft_fixed + levels * COSTS.draft_step if stream else 0.0
+        self.now += drafting
         if stream:
             accepted, length = self._accepted(self.own, levels), levels
-            self.now += COSTS.draft_fixed + levels * COSTS.draft_step
         else:
             accepted = min(held, length)
         self.now += COSTS.verify_seconds(1 + length)
@@ -62,7 +65,8 @@ class Text:
         if matched:
             said = [0] * held + [1] * (NODES - held)
             self.rates.observe_text([0] * NODES, matched, said[: accepted + 1])
-        self.controller.emitted(1 + accepted, levels, length, matched)
+        told = drafting if self.knows_drafts else None
+        self.controller.emitted(1 + accepted, levels, length, matched, told)
         return 1 + accepted
 
     def speed(self, steps: int, force: str | None = None) -> float:
@@ -142,6 +146,22 @@ def test_drafts_whose_costs_were_measured_too_high_are_found_out(times: int) -> 
     before = text.streamed
     text.speed(400)
     assert text.streamed - before > 300
+
+
+@pytest.mark.parametrize("times", [0.2, 1.0, 3.0, 10.0])
+def test_the_price_of_a_level_is_what_drafts_are_timed_to_take(times: float) -> None:
+    """Whatever was measured before. A step is timed whole, a draft by itself."""
+    text = Text(0.7, 0.0, share=0.0, knows_drafts=True)
+    text.speed(400, "stream")
+    right, _ = text.controller.thresholds()
+    text = Text(0.7, 0.0, share=0.0, knows_drafts=True)
+    costs = replace(
+        COSTS, draft_step=times * COSTS.draft_step, draft_fixed=times * COSTS.draft_fixed
+    )
+    text.controller = DraftLengthController(costs, NODES, text.rates, clock=lambda: text.now)
+    text.speed(400, "stream")
+    timed, _ = text.controller.thresholds()
+    np.testing.assert_allclose(timed, right, rtol=0.15)
 
 
 def test_an_untrained_accelerators_card_is_believed_too() -> None:

@@ -222,6 +222,7 @@ typedef struct {
     int64_t trusted;         // out: bit n - 1: node n is emitted whatever the target model says
     double refused;          // in, out: the highest score so far that was too low for trust
     int32_t drafted, levels; // out: nodes and levels of the draft
+    double draft_seconds;    // out: what making it took
     int32_t accepted_drafted, accepted_continued; // out: of text.drafted and text.continued
     int64_t best;            // out: the stream's best token after the last one; -1: it did not run
     double best_probability; // out: its confidence, before calibration

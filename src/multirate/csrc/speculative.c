@@ -5,6 +5,8 @@
 #include "noise.h"
 #include "simd.h"
 
+#include <time.h>
+
 // The target model's token after a node `ahead` levels below the last token, by its row of logits
 // in step->scratch; -1: it is drawn, and the logits are not finite.
 static int64_t target_token(const SpeculativeStep *step, int node, int ahead) {
@@ -92,11 +94,18 @@ static int verification_rows(const SpeculativeStep *step, int length, int nodes,
     return levels;
 }
 
+static double seconds_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
 // Drafts into `step` and fills the rows that verify it. Returns the layer that these enter.
 static int draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
                  const DraftLimits *limits, RowTable *table) {
     const Stream *stream = step->stream;
     Text *text = &step->text;
+    double begin = seconds_now();
     text->drafted = text->continued = text->matched = 0;
     int drafts = step->draft_head && limits->stream;
     step->best = -1;
@@ -106,6 +115,7 @@ static int draft(Workspace *work, SpeculativeStep *step, int length, int first, 
                        : draft_from_text(step, limits, step->ids[first + count - 1]);
     step->drafted = nodes;
     step->levels = verification_rows(step, length, nodes, table);
+    step->draft_seconds = seconds_now() - begin;
     return drafts ? entering_layer(stream) : 0;
 }
 

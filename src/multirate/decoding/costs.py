@@ -4,7 +4,7 @@ pays. [ours]
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -124,7 +124,7 @@ def measure_costs(
     repeats: int = 30,
 ) -> CostModel:
     """Times a plain step, verifications of 1..16 rows of layers [start, L) with head, and a draft
-    step; medians.
+    step; the least times.
 
     draft_step: drafts one token for one sequence; None: layers [0, start) and the head on one row
     (self-speculation), or nothing for start = 0. Takes about `budget_seconds` (at least one repeat
@@ -174,12 +174,14 @@ def measure_costs(
             if info.device.type == "cuda":
                 torch.cuda.synchronize(info.device)
             taken[name].append(time.perf_counter() - begin)
-    # the first call of a shape may pay for its set-up
-    medians = {
-        name: statistics.median(times[1:] or times) for name, times in taken.items() if times
-    }
-    plain, draft_seconds = medians["plain"], medians.get("draft", 0.0)
-    verify = {count: medians[count] for count in _MEASURE_ORDER if count in medians}
+    # the least: setting a shape up and whatever else the machine does can only add
+    least = {name: min(times) for name, times in taken.items() if times}
+    plain, draft_seconds = least["plain"], least.get("draft", 0.0)
+    verify, cheapest = {}, math.inf
+    for count in sorted(VERIFY_ROWS, reverse=True):
+        if count in least:  # fewer rows do not cost more
+            cheapest = min(cheapest, least[count])
+            verify[count] = cheapest
     # the last drafted token has to pass the layers below `start` as well: one more draft step per
     # speculative step
     fixed = draft_seconds if start else 0.0

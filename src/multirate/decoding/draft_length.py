@@ -40,6 +40,8 @@ _RAGGED = 0.12  # tokens of a sequence and step, times the root of the logarithm
 _TRIED_PLAIN = 2  # steps of so many sequences without own drafts, to compare with, first of all
 _LEAST_STREAM = 0.4, 0.7  # of the pace of steps without own drafts, that of those with them at
 # least: of one sequence, as its costs may have been measured while something else ran, and of more
+_DRAFTS, _DRAFT_RANGE = 2.0, 20.0  # drafts whose time is known that the costs of drafting count
+# as, and how far from these they may be timed
 _DEAREST_LEVEL = 5.0  # what a level may be timed to take beyond the costs, in times of them
 _SLOWEST = 0.3, 6.0  # timed over expected seconds, at least and at most
 
@@ -154,6 +156,9 @@ class DraftLengthController:
         self._worth_it: bool | None = None  # whether they were worth it when last asked
         self._paces: dict[int, _Paces] = {}  # by the sequences of a step
         self._pace = self._paces_of(1)
+        self._timed_drafts = self._expected_drafts = _DRAFTS * (
+            costs.draft_fixed + costs.draft_step
+        )  # seconds, lately: as timed, without what slows all of a step, and as costs say
         self._step = _StepUnderWay(Plan(True), 1)
         self._priced_at: tuple[int, float, float] = (0, 1.0, 1.0)
         self._thresholds: tuple[np.ndarray, np.ndarray] | None = None
@@ -173,11 +178,20 @@ class DraftLengthController:
         credit = _FIRST_CREDIT / max(self._unsuited, 1)
         self._credit = max(self._credit, credit * self.costs.plain_step)
 
-    def emitted(self, tokens: int, levels: int = 0, nodes: int = 0, matched: int = 0) -> None:
-        """A sequence's step emitted so many tokens after a draft of so many levels and nodes. The
-        text's longest match was of `matched` tokens.
+    def emitted(
+        self,
+        tokens: int,
+        levels: int = 0,
+        nodes: int = 0,
+        matched: int = 0,
+        draft_seconds: float | None = None,
+    ) -> None:
+        """A sequence's step emitted so many tokens after a draft of so many levels and nodes, which
+        took `draft_seconds` to make (None: unknown). The text's longest match was of `matched`
+        tokens.
         """
         step = self._step
+        step.draft_seconds = draft_seconds
         self._tokens += tokens
         step.levels = max(step.levels, levels)
         step.nodes.append(nodes)
@@ -199,6 +213,7 @@ class DraftLengthController:
         self._step = _StepUnderWay(Plan(True), sequences)
         self._per_token = self._seconds / max(self._tokens, 1e-3)
         row, level = self._pace.plain / self._per_token, self._pace.level / self._per_token
+        level *= self._draft_pace
         of, row_then, level_then = self._priced_at
         change = max(abs(row / row_then - 1), abs(level / level_then - 1))
         if self._thresholds is None or of != sequences or change > _CHANGE:
@@ -269,10 +284,27 @@ class DraftLengthController:
             whole = min(int(nodes), self.nodes - 1)
             rows += cumulated[whole] + (nodes - whole) * (cumulated[whole + 1] - cumulated[whole])
         plain = self._plain(len(matched))
-        drafting = self.costs.draft_fixed + max(levels, 1.0) * self.costs.draft_step
+        drafting = self._draft_pace * self._drafting(levels)
         own = self._pace.stream * (plain + rows + drafting)
         seconds = own - self._pace.plain * plain
         return tokens - self._lost(len(matched)) - seconds / self._per_token
+
+    def _drafting(self, levels: float) -> float:
+        """Seconds of own drafts of so many levels, by the costs."""
+        return self.costs.draft_fixed + max(levels, 1.0) * self.costs.draft_step
+
+    @property
+    def _draft_pace(self) -> float:
+        """What own drafts are timed to take, over what the costs say."""
+        if not self._expected_drafts:
+            return 1.0
+        return min(max(self._timed_drafts / self._expected_drafts, 1 / _DRAFT_RANGE), _DRAFT_RANGE)
+
+    def _observe_draft(self, seconds: float, said: float) -> None:
+        """A draft took so many seconds where the costs say `said`."""
+        seconds = min(seconds, 3 * self._draft_pace * said)  # an interruption is not the draft's
+        self._timed_drafts = _PACE_MEMORY * self._timed_drafts + seconds
+        self._expected_drafts = _PACE_MEMORY * self._expected_drafts + said
 
     def _lost(self, sequences: int) -> float:
         """Tokens of what drafts of a batch bring that do not make it end sooner."""
@@ -295,14 +327,16 @@ class DraftLengthController:
 
     def _took(self, seconds: float) -> None:
         """The step under way has ended."""
-        step, costs = self._step, self.costs
+        step = self._step
         cumulated = self._row_prices(step.sequences)[1]
         expected = self._plain(step.sequences)
         expected += sum(cumulated[min(nodes, self.nodes)] for nodes in step.nodes)
         drafting = 0.0
         if step.plan.stream:
-            drafting = costs.draft_fixed + max(step.levels, 1) * costs.draft_step
-            drafting += step.refreshed * self._refresh_row
+            said = self._drafting(step.levels) + step.refreshed * self._refresh_row
+            if step.draft_seconds is not None and self._timed:
+                self._observe_draft(step.draft_seconds / self._pace.plain, said)
+            drafting = self._draft_pace * said
         expected += drafting
         usual = (self._pace.stream if step.plan.stream else self._pace.plain) * expected
         # an interruption is not the step's
@@ -332,6 +366,7 @@ class _StepUnderWay:
     levels: int = 0
     nodes: list[int] = field(default_factory=list)
     refreshed: int = 0
+    draft_seconds: float | None = None
 
 
 class _Paces:

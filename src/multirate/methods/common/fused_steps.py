@@ -271,7 +271,10 @@ class FusedSteps:
             raise UserError(NOT_FINITE)
         self._entered = emitted
         tokens = self._ids[:emitted].tolist()
-        return FusedStep(tokens, self._step.drafted, self._step.levels, self._unverified(tokens))
+        step = self._step
+        return FusedStep(
+            tokens, step.drafted, step.levels, self._unverified(tokens), step.draft_seconds
+        )
 
     def _unverified(self, emitted: Sequence[int]) -> frozenset[int]:
         """The places of the emitted tokens that were trusted."""
@@ -391,10 +394,10 @@ class FusedSteps:
         repeats: int = 40,
         budget_seconds: float = 0.2,
     ) -> CostModel:
-        """``plain`` with the draft's costs as they are inside a fused step: the difference between
-        steps of many levels and of one (a level alone misses that draft and verification push each
-        other out of the caches). Uses caches of its own, the stream's made by ``own``; not during a
-        generation. At least two repeats, however long they take.
+        """``plain`` with the draft's costs as they are inside a fused step, of many levels and of
+        one (a level alone misses that draft and verification push each other out of the caches).
+        Uses caches of its own, the stream's made by ``own``; not during a generation. At least two
+        repeats, however long they take.
         """
         most, length = min(self._nodes, 6), 40
         cache = self._decoder.new_cache(1, length + self._nodes + 1)
@@ -408,18 +411,16 @@ class FusedSteps:
             for depth in taken:
                 self.enter(0, [0])
                 self._limits.nodes = depth
-                begin = time.perf_counter()
                 self.run(depth)
-                taken[depth].append(time.perf_counter() - begin)
+                taken[depth].append(self._step.draft_seconds)
         self._limits.nodes = self._nodes
         # the least: drafts that look dearer than they are may never be tried, and so never timed;
         # ones that look cheaper are, and the controller learns what they take
         one, many = (min(taken[depth][1:]) for depth in (1, most))
-        costs = plain.costs
-        rows = costs.verify_seconds(most + 1) - costs.verify_seconds(2)
-        level = max(many - one - rows, 0.0) / max(most - 1, 1)
-        fixed = max(one - level - costs.verify_seconds(2), 0.0)
-        return replace(plain, costs=replace(costs, draft_step=level, draft_fixed=fixed))
+        level = max(many - one, 0.0) / max(most - 1, 1)
+        fixed = max(one - level, 0.0)
+        costs = replace(plain.costs, draft_step=level, draft_fixed=fixed)
+        return replace(plain, costs=costs)
 
     def origin(self) -> tuple[Origin, int, int]:
         """Where the last step's draft came from, and how much of either kind was accepted."""

@@ -344,10 +344,17 @@ class StreamDrafter(Drafter):
         waiting.last = carried[-1]
 
     def _learn(
-        self, seq: int, emitted: Sequence[int], tree: DraftTree, path: Sequence[int], nodes: int
+        self,
+        seq: int,
+        emitted: Sequence[int],
+        tree: DraftTree,
+        path: Sequence[int],
+        nodes: int,
+        draft_seconds: float | None = None,
     ) -> None:
         """What came true of a step's draft. tree: with the nodes that the stream or the text gave,
-        where these are known; path: the accepted ones; nodes: how many there were.
+        where these are known; path: the accepted ones; nodes: how many there were. draft_seconds:
+        what making it took; None: unknown.
         """
         match, streamed = self._matches.get(seq, _NO_MATCH), seq in self._streamed
         known = self._estimates(seq)
@@ -357,7 +364,7 @@ class StreamDrafter(Drafter):
         if known.controller is None:
             return
         levels = max(tree.depth[: tree.drafted + 1]) + 1 if streamed else 0
-        known.controller.emitted(len(emitted), levels, nodes, match.matched)
+        known.controller.emitted(len(emitted), levels, nodes, match.matched, draft_seconds)
         best = tree.best
         if match.matched:
             known.continuations.observe_text(
@@ -455,7 +462,7 @@ class StreamDrafter(Drafter):
             depth.append(depth[parent] + 1)
             if parent == path[-1] and token == done.tokens[len(path) - 1]:
                 path.append(node)
-        self._learn(seq, done.tokens, tree, path, done.drafted)
+        self._learn(seq, done.tokens, tree, path, done.drafted, done.draft_seconds)
 
     def _note_refreshed(self, seq: int) -> None:
         """A step begins: it refreshes all of the sequence's committed tokens that were not yet."""

@@ -26,9 +26,11 @@ from multirate.methods.common.teacher import Teacher
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.kangaroo.decode import KangarooDecodeConfig, KangarooDrafter
 from multirate.methods.kangaroo.modules import KangarooAdapter
+from multirate.methods.kangaroo.runner import KangarooRunner, NativeKangarooRunner, make_runner
 from multirate.methods.kangaroo.train import KangarooObjective, start_from_least_squares
 from multirate.model.load import load_decoder
 from multirate.model.native import NativeDecoder
+from multirate.model.rows import Rows
 
 from .fused_steps import assert_fused_steps_are_steps_in_parts
 from .tiny import base, disturb, ids
@@ -61,8 +63,6 @@ def test_rows_equal_the_training_pass() -> None:
     teacher, adapter = build()
     disturb(adapter)
     x = teacher.parts.trace(ids(1, 9)).hidden[2]
-    from multirate.model.rows import Rows
-
     with torch.no_grad():
         cache = adapter.new_cache(1, 2)
         got = torch.cat(
@@ -100,27 +100,22 @@ def test_greedy_equals_plain_decoding_and_the_adapter_cache_has_no_holes(thresho
     )
     prompts = [ids(1, n, seed=n)[0].tolist() for n in (3, 7, 5)]
     stop = StopSettings(max_new_tokens=23)
-    accepted = 0
 
     def check(session: Session, step: Step) -> None:
-        """Every adapter slot in place holds what one pass over the true tokens gives."""
-        nonlocal accepted
-        assert drafter._own is not None
-        for b, filled in drafter._filled.items():
-            length = drafter._cache.lengths[b]  # type: ignore[union-attr]
-            filled = min(filled, length)
-            missing = drafter._missing.get(b)
-            assert missing is None or filled + len(missing) == length
-            accepted += missing is not None
-            tokens = torch.tensor([session.sampler.tokens[b][:length]])
-            hidden = teacher.parts.trace(tokens).hidden[2]
+        """What drafts read of committed tokens is what one pass over the true tokens gives; all but
+        what waits for the next draft.
+        """
+        own = drafter.runner._own
+        assert own is not None
+        for b in session.active:
+            text, waiting = session.sampler.tokens[b], drafter._waiting.get(b)
+            length = session.cache.lengths[b] - (len(waiting.ids) if waiting else 0)
+            hidden = teacher.parts.trace(torch.tensor([text[:length]])).hidden[2]
             _, k, v = adapter.attn.project(adapter.norm(hidden), torch.arange(length))
-            torch.testing.assert_close(
-                drafter._own.keys[0][b, :, :filled], k[0, :, :filled], atol=1e-4, rtol=1e-3
-            )
-            torch.testing.assert_close(
-                drafter._own.values[0][b, :, :filled], v[0, :, :filled], atol=1e-4, rtol=1e-3
-            )
+            for held, true in ((own.keys[0], k), (own.values[0], v)):
+                torch.testing.assert_close(
+                    held[b, :, :length], true[0, :, :length], atol=1e-4, rtol=1e-3
+                )
 
     got = generate(decoder, SpeculativeStep(drafter), prompts, stop=stop, after_step=check)
     plain = generate(decoder, PlainStep(), prompts, stop=stop)
@@ -132,10 +127,8 @@ def test_greedy_equals_plain_decoding_and_the_adapter_cache_has_no_holes(thresho
         )  # every draft stops after its first token
 
 
-def test_full_acceptance_is_back_filled() -> None:
-    """With deeper layers silenced the exit equals the model, so whole drafts are accepted:
-    back-filling must work.
-    """
+def test_whole_drafts_are_accepted_where_the_exit_is_the_model() -> None:
+    """With deeper layers silenced."""
     model = base()
     with torch.no_grad():
         for layer in model.model.layers[2:]:
@@ -145,15 +138,12 @@ def test_full_acceptance_is_back_filled() -> None:
     adapter = KangarooAdapter(KangarooConfig.for_base(teacher.shape, exit_layer=2), teacher.shape)
     decoder = load_decoder(model, "hf")
     drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.0, max_draft=3))
-    seen: list[bool] = []
     out = generate(
         decoder,
         SpeculativeStep(drafter),
         [ids(1, 4)[0].tolist()],
         stop=StopSettings(max_new_tokens=25),
-        after_step=lambda session, step: seen.append(bool(drafter._missing)),
     )
-    assert any(seen)
     assert out.stats.tokens_per_step > 3.5
     assert (
         out.sequences
@@ -206,34 +196,36 @@ def test_runs_on_the_native_decoder_in_bf16() -> None:
 
 
 @pytest.mark.parametrize("packed, error", [("bf16", 0.03), ("int8", 0.1)])
-def test_the_native_adapter_is_the_adapter(packed: DraftWeights, error: float) -> None:
-    from multirate.methods.kangaroo.native import NativeKangarooAdapter
-    from multirate.model.rows import Rows
-
+def test_the_native_runner_is_the_runner(packed: DraftWeights, error: float) -> None:
     decoder, shape = native_base()
     adapter = KangarooAdapter(KangarooConfig.for_base(shape, match_parameters=100_000), shape)
     disturb(adapter)
-    assert NativeKangarooAdapter.supports(decoder, adapter)
-    native = NativeKangarooAdapter(decoder, adapter, packed)
-    x = torch.randn(11, 128)
-    ours, theirs = native.new_cache(1, 4), adapter.new_cache(1, 16)
-    got, wanted = [], []
-    with torch.no_grad():
-        for begin, end in ((0, 6), (6, 7), (7, 11)):
-            rows = Rows.causal(0, begin, end - begin)
-            got.append(native.rows(x[begin:end], rows, ours))
-            wanted.append(adapter.rows(x[begin:end], rows, theirs))
-        torch.testing.assert_close(torch.cat(got), torch.cat(wanted), atol=error, rtol=0.02)
-        logits = decoder.logits(torch.cat(got))
-    tokens, sure = native.top(torch.cat(got))
+    native, plain = make_runner(decoder, adapter, packed), KangarooRunner(decoder, adapter)
+    assert isinstance(native, NativeKangarooRunner)
+    tokens = ids(1, 11)[0].tolist()
+    exits, outputs = [], []
+    for runner in (plain, native):
+        runner.begin(decoder.new_cache(1, 16))
+        runner.slow(tokens[:6], Rows.causal(0, 0, 6))  # committed; the adapter has not read them
+        made = [
+            runner.step(tokens[begin:end], Rows.causal(0, begin, end - begin), None, fresh)
+            for begin, end, fresh in ((0, 6, 0), (6, 7, 1), (7, 11, 4))
+        ]
+        exits.append(torch.cat([h for h, _ in made]))
+        outputs.append(torch.cat([p for _, p in made]))
+    torch.testing.assert_close(exits[1], exits[0], atol=0.03, rtol=0.02)
+    torch.testing.assert_close(outputs[1], outputs[0], atol=error, rtol=0.02)
+    logits = decoder.logits(outputs[1])
+    best, sure = native.top(outputs[1], 1)
+    drafted, confidence = [row[0] for row in best], [row[0] for row in sure]
     probs = logits.softmax(-1)
     if packed == "bf16":
-        assert tokens == logits.argmax(-1).tolist()
+        assert drafted == logits.argmax(-1).tolist()
     # an int8 head may prefer another token that the exact one thinks nearly as likely
-    likeliest, chosen = probs.amax(-1), probs[range(len(tokens)), tokens]
+    likeliest, chosen = probs.amax(-1), probs[range(len(drafted)), drafted]
     allowed = {"bf16": 1e-4, "int8": 0.05}[packed]
     assert chosen.tolist() == pytest.approx(likeliest.tolist(), rel=allowed)
-    assert sure == pytest.approx(chosen.tolist(), rel=allowed)
+    assert confidence == pytest.approx(chosen.tolist(), rel=allowed)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 0.6, 1.0])
@@ -278,7 +270,7 @@ def test_a_reduced_head_drafts_its_tokens_only(
     drafted: set[int] = set()
 
     def look(session: Session, step: Step) -> None:
-        if drafter._fused is not None and drafter._entered is not None:
+        if drafter._fused is not None and drafter._fused_seq is not None:
             drafted.update(drafter._fused.draft()[0])
 
     prompts = [[3, 4, 5]] if backend == "native" else [[3, 4, 5], [6]]

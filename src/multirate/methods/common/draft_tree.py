@@ -41,7 +41,8 @@ class DraftTree:
 
     depth_limit: levels of the stream's own nodes, without trusted ones. deepest: the depth of any
     node, at least depth_limit. nodes: so many, and the trusted ones on top; None: as many as there
-    are thresholds, which is the limit in any case. drafted: nodes the stream drafted from.
+    are thresholds, which is the limit in any case. min_probability: a node of which the stream is
+    less sure is not drafted from. drafted: nodes the stream drafted from.
     continued: nodes after these that are a continuation's; matched: what it was matched by.
     calibrated: from the stream's confidence in a token to the rate that is believed; None: they are
     the same. confidence: the stream's in every node, −1 for a continuation's. best: the stream's
@@ -64,6 +65,7 @@ class DraftTree:
     confidence: list[float] = field(default_factory=list)
     best: tuple[int, float] | None = None
     nodes: int | None = None
+    min_probability: float = 0.0
     trusted: set[int] = field(default_factory=set)
     _leaves: list[_Candidate] = field(default_factory=list)
 
@@ -140,6 +142,7 @@ class DraftTree:
                 and self.levels[one.parent] + (not one.trusted) < self.depth_limit
                 and self.depth[one.parent] + 1 < self.deepest
                 and one.path_probability >= draft_threshold[len(self.tokens)]
+                and one.confidence >= self.min_probability
             ):
                 chosen.append(self._add_candidate(one))
             else:

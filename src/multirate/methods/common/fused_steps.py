@@ -212,7 +212,8 @@ class FusedSteps:
             self._carried[0] = carried[-1]
         if self._refresh and len(ids) > 1:
             self._pending_ids = list(ids[:-1])
-            self._pending_carried = [] if carried is None else [carried[:-1].clone()]
+            if carried is not None and self._carries:
+                self._pending_carried = [carried[:-1].clone()]
 
     def run(
         self,

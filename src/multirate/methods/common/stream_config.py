@@ -12,6 +12,7 @@ from multirate.model.rows import MAX_TREE_BIT
 
 TUNABLE = {"nodes": (7, 11, 16), "depth": (4, 8), "width": (1, 2)}
 """For ``MethodSpec.tunable``: the settings that shape a tree."""
+MAX_DEPTH = 32
 MAX_CANDIDATES = 17  # of a node: the kernel's arrays end there
 
 
@@ -77,7 +78,7 @@ class StreamDecodeConfig(MethodConfig):
     def ranges(self) -> list[tuple[str, int, int]]:
         """Whole numbers: their names, least and greatest values."""
         return [
-            ("depth", 1, 32),
+            ("depth", 1, MAX_DEPTH),
             ("width", 1, 16),
             ("nodes", 1, MAX_TREE_BIT),
             ("lookup", 0, 64),

@@ -42,7 +42,8 @@ class _Waiting:
     """
 
     ids: list[int]
-    carried: list[Tensor]  # [len(ids), d] in pieces: what is carried of the token before each
+    carried: list[Tensor]  # [len(ids), d] in pieces: what is carried of the token before each;
+    # empty after fused steps of a stream that reads none
     last: Tensor  # [d]: what is carried of the last committed token
 
     def add(self, ids: Sequence[int], carried: Tensor) -> None:
@@ -52,7 +53,8 @@ class _Waiting:
     def keep(self, count: int) -> None:
         """Only the first `count` tokens."""
         self.ids = self.ids[:count]
-        self.carried = [torch.cat(self.carried)[:count].clone()] if self.ids else []
+        known = self.ids and self.carried
+        self.carried = [torch.cat(self.carried)[:count].clone()] if known else []
 
 
 @dataclass
@@ -108,7 +110,8 @@ class StreamDrafter(Drafter):
 
     start: layers of the model that the stream's runner runs of the drafted rows. refresh: whether
     the stream has K/V of its own. carry: whether it reads a carried residual. judged_by_arla:
-    whether drafts grow by the runner's `agreement` instead of the confidence.
+    whether drafts grow by the runner's `agreement` instead of the confidence. min_probability: a
+    node whose own is lower is not drafted from.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class StreamDrafter(Drafter):
         carry: bool = True,
         trusting: Trusting | None = None,
         judged_by_arla: bool = False,
+        min_probability: float = 0.0,
     ) -> None:
         self.decoder, self.runner, self.config = decoder, runner, config
         self.start, self.taps = start, runner.taps
@@ -136,6 +140,7 @@ class StreamDrafter(Drafter):
         self._prices = config.draft_threshold is None or config.verify_threshold is None
         self.adapts = self.lossless and self._prices
         self._refresh, self._carry, self._judged_by_arla = refresh, carry, judged_by_arla
+        self._min_probability = min_probability
         self._cache: KVCache | None = None
         self._samples = False  # whether the generation under way is not greedy
         self._waiting: dict[int, _Waiting] = {}
@@ -166,6 +171,7 @@ class StreamDrafter(Drafter):
                 width=config.width,
                 top=self._candidates,
                 sharpness=config.sharpness,
+                min_probability=min_probability,
                 trust=trust,
                 ngram=abi.new("NgramLimits", longest=self._lookup.longest),
             )
@@ -297,9 +303,7 @@ class StreamDrafter(Drafter):
         hidden_final: Sequence[Tensor],
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
-        """Prompts are read by the block when the stream drafts first (at once, where nothing
-        decides whether it does).
-        """
+        """Prompts are read by the block when the stream drafts first."""
         for seq, prompt, final, inner in zip(seqs, prompts, hidden_final, taps, strict=True):
             hidden = self.runner.carried(final, inner)
             waiting = self._waiting.setdefault(seq, _Waiting([], [], hidden[-1]))
@@ -314,12 +318,13 @@ class StreamDrafter(Drafter):
                 carried = torch.cat([torch.zeros_like(hidden[:1]), carried])
             if self._refresh and first < len(prompt):
                 waiting.add(prompt[first:], carried)
-                if not self.adapts:
-                    rows = Rows.causal(seq, len(prompt) - len(waiting.ids), len(waiting.ids))
-                    self.runner.step(waiting.ids, rows, torch.cat(waiting.carried), fresh=0)
-                    waiting.keep(0)
             if seq == 0:
                 self._refreshed = len(prompt) - len(waiting.ids)
+
+    def behind(self, seqs: Sequence[int]) -> int:
+        if self._fused is not None and self._fused_seq is not None:
+            return self._fused.behind
+        return sum(len(self._waiting[seq].ids) for seq in seqs)
 
     def accept(self, seq: int, verified: Verified) -> None:
         path = verified.path
@@ -393,7 +398,10 @@ class StreamDrafter(Drafter):
         self._price(known, len(seqs))
         self._streamed |= set(seqs)
         if known.controller is None:
-            return Plan(True)
+            if any(limits):
+                return Plan(True)
+            self._streamed -= set(seqs)
+            return Plan(False, (0,) * len(seqs))
         nodes = self.config.nodes
         most = [min(nodes, limit) for limit in limits]
         found = []
@@ -465,10 +473,12 @@ class StreamDrafter(Drafter):
         self._learn(seq, done.tokens, tree, path, done.drafted, done.draft_seconds)
 
     def _note_refreshed(self, seq: int) -> None:
-        """A step begins: it refreshes all of the sequence's committed tokens that were not yet."""
+        """A step begins: it refreshes all of the sequence's committed tokens that were not yet, and
+        the last one enters with its true carried residual.
+        """
         assert self._cache is not None
         if seq == 0:
-            self._refreshed = self._cache.lengths[0]
+            self._refreshed = self._cache.lengths[0] + 1
 
     def _price(self, known: _Estimates, sequences: int) -> None:
         """Thresholds of the next step, from the costs where the settings leave them open."""
@@ -522,6 +532,7 @@ class StreamDrafter(Drafter):
                 min(self.max_nodes, wanted),
                 calibrated=self._estimates(seq).calibration,
                 nodes=self.config.nodes,
+                min_probability=self._min_probability,
             )
             for seq, wanted in zip(seqs, limits, strict=True)
         ]
@@ -549,7 +560,7 @@ class StreamDrafter(Drafter):
 
     def _from_text(self, seq: int, count: int) -> Draft:
         """The text's continuation by itself; the step runs the layers below the gate."""
-        match = self._matches[seq]
+        match = self._matches.get(seq, _NO_MATCH)
         tree = DraftTree(0)
         tree.continue_with(match.continuation[:count], match.matched)
         self._trees[seq] = tree
@@ -750,8 +761,11 @@ class StreamDrafter(Drafter):
                 or len(tree.tokens) >= tree.budget(self.max_nodes)
                 or (
                     node
-                    and tree.path_probability[node]
-                    < self._estimates(seqs[i]).draft_threshold[node - 1]
+                    and (
+                        tree.path_probability[node]
+                        < self._estimates(seqs[i]).draft_threshold[node - 1]
+                        or tree.confidence[node - 1] < tree.min_probability
+                    )
                 )
             ):
                 frontier[i] = []

@@ -14,7 +14,11 @@ SPEC = register(
         title="Kangaroo (arXiv 2404.18911)",
         summary="drafts with the first layers and a trained attention adapter",
         settings=KangarooDecodeConfig,
-        tunable={"threshold": (None, 0.4, 0.6, 0.8), "max_draft": (None, 3, 8)},
+        tunable={
+            "threshold": (None, 0.4, 0.6, 0.8),
+            "max_draft": (None, 3, 8),
+            "lookup": (0, "sam"),
+        },
         drafter=lambda decoder, module, settings: KangarooDrafter(decoder, module, settings),
         training=Training(
             KangarooConfig, KangarooAdapter, KangarooObjective, start=start_from_least_squares

@@ -1,0 +1,126 @@
+"""One drafting step of Kangaroo: the target model's first layers, then the adapter.
+
+`KangarooRunner` runs it on any decoder with the adapter's torch module, `NativeKangarooRunner` in a
+kernel call, so that the rival is not slowed by another implementation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.methods.common.config import DraftWeights
+from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
+from multirate.methods.common.fused_steps import DraftHead
+from multirate.methods.common.reduced_head import draft_logits
+from multirate.methods.kangaroo.modules import KangarooAdapter
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.native import NativeDecoder, abi
+from multirate.model.native.own_layer import OwnLayer, tiles
+from multirate.model.native.packing import Owner, draft_layout
+from multirate.model.rows import Rows
+
+
+class KangarooRunner(DraftRunner):
+    """Reads no carried residual: the stream is the slow residual itself, with the adapter at the
+    exit.
+    """
+
+    stream: KangarooAdapter
+
+    def __init__(self, decoder: Decoder, adapter: KangarooAdapter) -> None:
+        # the decoder's residuals decide the dtype: the native kernel keeps them in fp32 whatever
+        # the weights are
+        probe = decoder.embed(
+            torch.zeros(1, dtype=torch.int64, device=decoder.info.device), np.zeros(1, np.int32)
+        )
+        self.decoder = decoder
+        self.stream = adapter.to(device=decoder.info.device, dtype=probe.dtype)
+        self._exit = adapter.config.exit_layer
+        self._own: KVCache | None = None
+
+    def begin(self, cache: KVCache) -> None:
+        self._slow_cache = cache
+        self._own = self.stream.new_cache(cache.batch, cache.capacity)
+
+    @torch.no_grad()
+    def step(
+        self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
+    ) -> tuple[Tensor, Tensor]:
+        assert self._own is not None
+        committed = len(ids) - fresh  # their K/V are written already
+        slot = rows.slot.copy()
+        slot[:committed] = -1
+        x = self.slow(ids, Rows(rows.seq, slot, rows.pos, rows.prefix, rows.tree))
+        return x[committed:], self.stream.rows(x, rows, self._own)
+
+    def slow(self, ids: list[int], rows: Rows) -> Tensor:
+        """Layers below the exit → h_E [N, d]."""
+        x = self.decoder.embed(torch.tensor(ids, device=self.decoder.info.device), rows.pos)
+        return self.decoder.layers(x, rows, 0, self._exit, self._cache)
+
+    def logits(self, p: Tensor) -> Tensor:
+        return draft_logits(self.decoder, self.stream.draft_tokens, p)
+
+
+class NativeKangarooRunner(NativeDraftRunner, KangarooRunner):
+    """The same with packed copies of the adapter's weights and of the head that drafts are read
+    with. weights: how these are packed.
+    """
+
+    decoder: NativeDecoder
+
+    @staticmethod
+    def supports(decoder: Decoder, adapter: KangarooAdapter) -> bool:
+        """Whether the adapter's heads tile."""
+        c = adapter.config
+        return (
+            isinstance(decoder, NativeDecoder)
+            and decoder.supports_fused
+            and tiles(decoder, c.heads, c.kv_heads, c.head_dim)
+        )
+
+    def __init__(
+        self, decoder: NativeDecoder, adapter: KangarooAdapter, weights: DraftWeights
+    ) -> None:
+        super().__init__(decoder, adapter)
+        c, attention, owner = adapter.config, adapter.attn, Owner(draft_layout(weights))
+        self._owner = owner
+        layer = abi.new(
+            "Layer",
+            qkv=owner.linear(
+                torch.cat([attention.q.weight, attention.k.weight, attention.v.weight])
+            ),
+            o=owner.linear(attention.o.weight),
+            norm_attention=owner.floats(adapter.norm.weight),
+        )
+        self.own_layer = OwnLayer(
+            decoder,
+            owner,
+            layer,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            intermediate=0,
+            theta=c.rope_theta,
+            eps=c.norm_eps,
+        )
+        self.head = DraftHead.of(decoder, owner, adapter.draft_tokens)
+        self.packed = decoder.stream(
+            block_shape=self.own_layer.shape,
+            block=self.own_layer.layer,
+            norm_out=owner.floats(adapter.norm_out.weight),
+            exit_layer=c.exit_layer,
+        )
+
+
+def make_runner(
+    decoder: Decoder, adapter: KangarooAdapter, weights: DraftWeights
+) -> KangarooRunner:
+    """The fastest runner for `decoder`. weights: of what drafts on the native kernel."""
+    if NativeKangarooRunner.supports(decoder, adapter):
+        assert isinstance(decoder, NativeDecoder)
+        return NativeKangarooRunner(decoder, adapter, weights)
+    return KangarooRunner(decoder, adapter)

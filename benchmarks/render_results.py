@@ -379,6 +379,36 @@ def batches_section() -> list[str]:
     ]
 
 
+def promises_section() -> list[str]:
+    """Whether what `calibrate` promised was kept on fresh draws of prompts."""
+    path = RESULTS / f"promises_{REAL}.json"
+    if not path.exists():
+        return []
+    run = load(path.name)
+    lines = [
+        (
+            row["data"],
+            f"{100 * row['quality']:g}%",
+            f"{row['draws_kept']} of {row['draws']}, {row['size']} prompts each",
+            f"{100 * row['mean']:.1f}%",
+            f"{100 * min(row['kept']):.1f}%",
+        )
+        for row in run["rows"]
+    ]
+    return [
+        "### Promises on fresh prompts",
+        "The promises that `calibrate` stored beside the shipped `m2r2-carry` "
+        f"({run['rows'][0]['confidence']:.0%} sure), on prompts that were not calibrated on: "
+        "questions that the model asked itself, as those of the calibration, and Spec-Bench's. "
+        "*Kept*: the share of an answer's tokens that the full model would have said after the "
+        "same text.",
+        table(("prompts", "promised", "draws that kept it", "kept", "in the worst draw"), lines),
+        "Reproduce with `multirate answers smollm2 --questions 1600 --seed 23 --out self.jsonl; "
+        "python benchmarks/promises.py smollm2 --data self.jsonl --data spec_bench=question.jsonl "
+        f"--size {run['rows'][0]['size']}`.",
+    ]
+
+
 def judges_section() -> list[str]:
     """Who knows what a gate's token is worth."""
     path = RESULTS / f"exit_judges_{REAL}.json"
@@ -444,6 +474,7 @@ def page() -> str:
         *suites_section(),
         *dynamic_section(),
         *tasks_section(),
+        *promises_section(),
         *batches_section(),
         *judges_section(),
         *loop_section(),

@@ -100,6 +100,20 @@ def test_drafts_come_back_when_they_become_good() -> None:
 CARD = (0.5, 0.45)
 
 
+def test_texts_that_drafts_do_not_suit_say_little_of_the_next() -> None:
+    """As translations say little of mathematics in a benchmark of both."""
+    share = []
+    for seed in range(20):
+        text = Text(0.6, 0.0, share=0.0, seed=seed, expected=CARD)
+        for own in (0.6, 0.6, 0.6, 0.1, 0.1, 0.1, 0.1, 0.6):
+            text.controller.pause()
+            text.own, text.streamed = own, 0
+            for _ in range(60):
+                text.step()
+        share.append(text.streamed / 60)
+    assert np.mean(share) > 0.5
+
+
 @pytest.mark.parametrize("own", [0.0, 0.2, 0.45, 0.6])
 def test_answers_after_one_another_cost_little_whatever_the_card_says(own: float) -> None:
     """Each answer is a chance that drafts suit it: tried at its begin, and soon left alone."""
@@ -162,6 +176,19 @@ def test_the_price_of_a_level_is_what_drafts_are_timed_to_take(times: float) -> 
     text.speed(400, "stream")
     timed, _ = text.controller.thresholds()
     np.testing.assert_allclose(timed, right, rtol=0.15)
+
+
+def test_a_prompt_that_is_read_late_does_not_make_levels_look_cheap() -> None:
+    """It is read before the time of the draft begins."""
+    text = Text(0.7, 0.0, share=0.0, knows_drafts=True)
+    text.speed(200, "stream")
+    before, _ = text.controller.thresholds()
+    text.controller.choose([(0, 0)], behind=1000)
+    drafting = COSTS.draft_fixed + 3 * COSTS.draft_step
+    text.now += COSTS.verify_seconds(4) + drafting
+    text.controller.emitted(2, 3, 3, 0, drafting)
+    after, _ = text.controller.thresholds()
+    np.testing.assert_allclose(after, before, rtol=0.1)
 
 
 def test_an_untrained_accelerators_card_is_believed_too() -> None:

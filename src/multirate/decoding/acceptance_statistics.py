@@ -21,6 +21,8 @@ _AGAINST = 0.3  # of a continuation whose first token is not the stream's
 _FADE_STEPS, _FADE = 16, 0.72
 CONFIDENCE_BINS = 10  # csrc/abi.h has it, too
 _STEP_MEMORY, _DRAFT_STRENGTH = 0.95, 3.0  # of DraftedSteps: about the last twenty steps
+_USUAL_MEMORY = 0.995  # of the steps of all texts: about the last two hundred
+_KEPT_OF_LAST_TEXT = 0.5  # of what is known by length of match
 _ENOUGH_LEVELS = 64  # drafted levels after which what was observed outweighs a first guess
 
 
@@ -176,12 +178,14 @@ class DraftedSteps:
     the levels and nodes that were paid for them.
 
     accepted: the first guess of the tokens that a step's draft adds. weight: the steps that this
-    counts as.
+    counts as. A new text's first guess is what drafts brought in the texts before, not in the last
+    one alone: a few that drafts do not suit say little of the next.
     """
 
     def __init__(self, longest: int, accepted: float, weight: float) -> None:
         # weight, accepted, levels, nodes
         self._all = weight * np.array([1.0, accepted, 1.0, max(accepted, 1.0)])
+        self._usual, self._weight = self._all.copy(), weight
         self._by_match = np.zeros((longest + 1, 4))
 
     def means(self, matched: int) -> tuple[float, float, float]:
@@ -193,10 +197,16 @@ class DraftedSteps:
         _, accepted, levels, nodes = means.tolist()
         return accepted, levels, nodes
 
+    def begin_text(self) -> None:
+        """Another text begins."""
+        self._all = self._weight / self._usual[0] * self._usual
+        self._by_match *= _KEPT_OF_LAST_TEXT
+
     def observe(self, matched: int, accepted: int, levels: int, nodes: int) -> None:
         """A step had these."""
         seen = np.array([1.0, accepted, levels, nodes])
         self._all = _STEP_MEMORY * self._all + seen
+        self._usual = _USUAL_MEMORY * self._usual + seen
         self._by_match[matched] = _STEP_MEMORY * self._by_match[matched] + seen
 
 

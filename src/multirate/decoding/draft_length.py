@@ -40,8 +40,8 @@ _RAGGED = 0.12  # tokens of a sequence and step, times the root of the logarithm
 _TRIED_PLAIN = 2  # steps of so many sequences without own drafts, to compare with, first of all
 _LEAST_STREAM = 0.4, 0.7  # of the pace of steps without own drafts, that of those with them at
 # least: of one sequence, as its costs may have been measured while something else ran, and of more
-_DRAFTS, _DRAFT_RANGE = 2.0, 20.0  # drafts whose time is known that the costs of drafting count
-# as, and how far from these they may be timed
+_DRAFTS = 2.0  # timed drafts that the costs of drafting count as
+_DRAFT_RANGE = 20.0  # how many times less or more than the costs drafts may be timed to take
 _DEAREST_LEVEL = 5.0  # what a level may be timed to take beyond the costs, in times of them
 _SLOWEST = 0.3, 6.0  # timed over expected seconds, at least and at most
 
@@ -156,9 +156,8 @@ class DraftLengthController:
         self._worth_it: bool | None = None  # whether they were worth it when last asked
         self._paces: dict[int, _Paces] = {}  # by the sequences of a step
         self._pace = self._paces_of(1)
-        self._timed_drafts = self._expected_drafts = _DRAFTS * (
-            costs.draft_fixed + costs.draft_step
-        )  # seconds, lately: as timed, without what slows all of a step, and as costs say
+        # seconds of own drafts, lately: as timed, less what slows all of a step, and by the costs
+        self._timed_drafts = self._expected_drafts = _DRAFTS * self._drafting(1)
         self._step = _StepUnderWay(Plan(True), 1)
         self._priced_at: tuple[int, float, float] = (0, 1.0, 1.0)
         self._thresholds: tuple[np.ndarray, np.ndarray] | None = None
@@ -172,6 +171,7 @@ class DraftLengthController:
     def pause(self) -> None:
         """Another generation begins: the time until its first step is not a step's."""
         self._last = None
+        self._drafted.begin_text()
         if self._worth_it is not None:
             self._unsuited = 0 if self._worth_it else self._unsuited + 1
             self._worth_it = None
@@ -334,7 +334,9 @@ class DraftLengthController:
         drafting = 0.0
         if step.plan.stream:
             said = self._drafting(step.levels) + step.refreshed * self._refresh_row
-            if step.draft_seconds is not None and self._timed:
+            # what the stream has put off for longer is read before the draft's time begins
+            alone = step.refreshed <= self.nodes
+            if step.draft_seconds is not None and self._timed and alone:
                 self._observe_draft(step.draft_seconds / self._pace.plain, said)
             drafting = self._draft_pace * said
         expected += drafting

@@ -194,7 +194,7 @@ class FusedStep:
     drafted: int
     levels: int
     trusted: frozenset[int] = frozenset()
-    draft_seconds: float = 0.0
+    draft_seconds: float = field(default=0.0, compare=False)
 
 
 class Drafter(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -16,20 +17,22 @@ def packed_layer(
     decoder: NativeDecoder,
     owner: Owner,
     attention: OwnAttention,
-    mlp: SwiGLU,
+    mlp: SwiGLU | None,
     eps: float,
     norms: Mapping[str, int | None],
 ) -> OwnLayer:
-    """x + attention, + mlp. norms: the addresses of the fields of Layer that say what is read
-    through which norms, all of epsilon `eps`.
+    """x + attention, + mlp, if there is one. norms: the addresses of the fields of Layer that say
+    what is read through which norms, all of epsilon `eps`.
     """
+    fields: dict[str, Any] = dict(norms)
+    if mlp is not None:
+        fields["gate_up"] = owner.linear(interleave_gate_up(mlp.gate.weight, mlp.up.weight))
+        fields["down"] = owner.linear(mlp.down.weight)
     layer = abi.new(
         "Layer",
         qkv=owner.linear(torch.cat([attention.q.weight, attention.k.weight, attention.v.weight])),
         o=owner.linear(attention.o.weight),
-        gate_up=owner.linear(interleave_gate_up(mlp.gate.weight, mlp.up.weight)),
-        down=owner.linear(mlp.down.weight),
-        **norms,
+        **fields,
     )
     return OwnLayer(
         decoder,
@@ -38,7 +41,7 @@ def packed_layer(
         heads=attention.heads,
         kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
-        intermediate=mlp.gate.out_features,
+        intermediate=0 if mlp is None else mlp.gate.out_features,
         theta=attention.theta,
         eps=eps,
     )

@@ -6,6 +6,8 @@ kernel call, so that the rival is not slowed by another implementation.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,12 +15,13 @@ from torch import Tensor
 from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.fused_steps import DraftHead
+from multirate.methods.common.packed_layer import packed_layer
 from multirate.methods.common.reduced_head import draft_logits
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
-from multirate.model.native import NativeDecoder, abi
-from multirate.model.native.own_layer import OwnLayer, tiles
+from multirate.model.native import NativeDecoder
+from multirate.model.native.own_layer import tiles
 from multirate.model.native.packing import Owner, draft_layout
 from multirate.model.rows import Rows
 
@@ -53,7 +56,7 @@ class KangarooRunner(DraftRunner):
         committed = len(ids) - fresh  # their K/V are written already
         slot = rows.slot.copy()
         slot[:committed] = -1
-        x = self.slow(ids, Rows(rows.seq, slot, rows.pos, rows.prefix, rows.tree))
+        x = self.slow(ids, replace(rows, slot=slot))
         return x[committed:], self.stream.rows(x, rows, self._own)
 
     def slow(self, ids: list[int], rows: Rows) -> Tensor:
@@ -86,27 +89,10 @@ class NativeKangarooRunner(NativeDraftRunner, KangarooRunner):
         self, decoder: NativeDecoder, adapter: KangarooAdapter, weights: DraftWeights
     ) -> None:
         super().__init__(decoder, adapter)
-        c, attention, owner = adapter.config, adapter.attn, Owner(draft_layout(weights))
+        c, owner = adapter.config, Owner(draft_layout(weights))
         self._owner = owner
-        layer = abi.new(
-            "Layer",
-            qkv=owner.linear(
-                torch.cat([attention.q.weight, attention.k.weight, attention.v.weight])
-            ),
-            o=owner.linear(attention.o.weight),
-            norm_attention=owner.floats(adapter.norm.weight),
-        )
-        self.own_layer = OwnLayer(
-            decoder,
-            owner,
-            layer,
-            heads=c.heads,
-            kv_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            intermediate=0,
-            theta=c.rope_theta,
-            eps=c.norm_eps,
-        )
+        norms = {"norm_attention": owner.floats(adapter.norm.weight)}
+        self.own_layer = packed_layer(decoder, owner, adapter.attn, None, c.norm_eps, norms)
         self.head = DraftHead.of(decoder, owner, adapter.draft_tokens)
         self.packed = decoder.stream(
             block_shape=self.own_layer.shape,

@@ -19,6 +19,7 @@ from multirate.methods.common.shape import BaseShape
 from multirate.methods.common.teacher import Teacher
 from multirate.methods.spec import find
 from multirate.methods.specee.config import SpecEEConfig, SpecEEDecodeConfig
+from multirate.methods.specee.exits import Predictors
 from multirate.methods.specee.modules import SpecEE, features, read_of
 from multirate.methods.specee.train import SpecEEObjective, start_from_least_squares
 from multirate.model.hf.decoder import HFDecoder
@@ -52,6 +53,20 @@ def test_features_are_logits_their_softmax_and_its_change() -> None:
     assert read.tolist() == [[*(logits / 16)[0].tolist(), *here[0].tolist(), 0, 0, 0, 0]]
     later, now = features(logits.flip(-1), here)
     torch.testing.assert_close(later[:, 8:], now - here)
+
+
+@torch.no_grad()
+def test_decoding_judges_as_training_did() -> None:
+    module = module_of(BaseShape.of(LLAMA), exits=[1, 3])
+    predictors = Predictors(module)
+    before, known = None, None
+    for exit in (1, 3, 1, 3):
+        logits = 20 * torch.randn(1, 4)
+        read, before = features(logits, before)
+        wanted = module.judge(module.exits.index(exit), read).sigmoid().item()
+        trust, known = predictors.trust(exit, logits[0].numpy(), known)
+        assert trust == pytest.approx(wanted, abs=1e-5)
+        assert 0.01 < wanted < 0.99
 
 
 def test_a_token_leaves_as_a_candidate_that_the_head_says_there() -> None:

@@ -121,7 +121,9 @@ class DynamicDepthStep(Step):
                 part = self._joined(b, None, waiting[-1].depth)
                 assert part is not None
                 stop = waiting[-1].depth if waiting else layers
-                hidden = _run(session, {b: part}, part.depth, stop)[0][b].hidden
+                alone = {b: part}
+                rows = _rows_of(alone, False)
+                hidden = _run(session, alone, rows, part.depth, stop)[0][b].hidden
                 if stop < layers:
                     waiting.append(_Pending(part.first, hidden, stop))
 
@@ -143,9 +145,13 @@ class DynamicDepthStep(Step):
         if only is None and exits:
             beside = policy.start_accelerated(0, x, seqs, None)
         at = 0
+        rows: Rows | None = None
         for stop in sorted({*exits, *waiting, layers}):
-            going = {b: self._joined(b, part, at) or part for b, part in going.items()}
-            going, beside = _run(session, going, at, stop, beside, policy.adapters)
+            if at in waiting:
+                going = {b: self._joined(b, part, at) or part for b, part in going.items()}
+                rows = None
+            rows = _rows_of(going, beside is not None) if rows is None else rows
+            going, beside = _run(session, going, rows, at, stop, beside, policy.adapters)
             at = stop
             if stop not in exits and stop < layers:
                 continue
@@ -167,9 +173,10 @@ class DynamicDepthStep(Step):
                     if stay and stop < exits[-1]
                     else None
                 )
+                rows = None
             if not out:
                 continue
-            left = [here[i] for i in out]
+            left, rows = [here[i] for i in out], None
             if logits is not None:
                 logits = logits[out]
             elif stop < layers:
@@ -270,40 +277,44 @@ def _enter(session: Session, seqs: list[int]) -> tuple[Tensor, Rows]:
     return decoder.embed(ids, rows.pos), rows
 
 
+def _rows_of(going: dict[int, _Pending], accelerated: bool) -> Rows:
+    """The rows of all sequences' parts, and after them an accelerated one of each last token."""
+    parts = [Rows.causal(b, part.first, len(part.hidden)) for b, part in going.items()]
+    if accelerated:
+        parts += [Rows.accelerated_at(b, part.last - 1) for b, part in going.items()]
+    return Rows.concat(parts)
+
+
 def _run(
     session: Session,
     going: dict[int, _Pending],
+    rows: Rows,
     start: int,
     stop: int,
     beside: Tensor | None = None,
     adapters: Mapping[int, LayerAdapter] | None = None,
 ) -> tuple[dict[int, _Pending], Tensor | None]:
-    """Layers [start, stop) on the rows of all sequences in one call, and on an accelerated row of
-    each one's last token, entering with beside [n, d].
+    """Layers [start, stop) on all sequences' parts in one call, and on an accelerated row of each
+    one's last token, entering with beside [n, d]. rows: those of `_rows_of`.
     """
     if start == stop:
         return going, beside
-    parts = [Rows.causal(b, part.first, len(part.hidden)) for b, part in going.items()]
     hidden = [part.hidden for part in going.values()]
     if beside is not None:
-        parts += [Rows.accelerated_at(b, part.last - 1) for b, part in going.items()]
         hidden.append(beside)
     x = session.decoder.layers(
-        torch.cat(hidden),
-        Rows.concat(parts),
+        hidden[0] if len(hidden) == 1 else torch.cat(hidden),
+        rows,
         start,
         stop,
         session.cache,
         None if beside is None else adapters,
     )
-    *own, rest = x.split(
-        [*(len(part.hidden) for part in going.values()), 0 if beside is None else len(beside)]
-    )
-    ran = {
-        b: _Pending(part.first, after, stop)
-        for (b, part), after in zip(going.items(), own, strict=True)
-    }
-    return ran, None if beside is None else rest
+    at, ran = 0, {}
+    for b, part in going.items():
+        ran[b] = _Pending(part.first, x[at : at + len(part.hidden)], stop)
+        at += len(part.hidden)
+    return ran, None if beside is None else x[at:]
 
 
 def _check(ranges: Sequence[LayerRange], decoder: Decoder) -> None:

@@ -98,6 +98,10 @@ class Head:
         bias = None if self.bias is None else self.bias[tokens]
         return replace(self, weight=self.weight[tokens], bias=bias)
 
+    def in_float32(self) -> Head:
+        """The head with a weight in float32."""
+        return replace(self, weight=self.weight.float())
+
 
 @dataclass
 class Distilled:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from multirate.methods.common.distillation import Head
 from multirate.methods.common.exit_head import ExitHead
 from multirate.methods.common.teacher import head_of
 from multirate.methods.specee.config import SpecEEDecodeConfig
-from multirate.methods.specee.modules import CANDIDATES, SpecEE, features, read_of
+from multirate.methods.specee.modules import CANDIDATES, LOGIT_UNIT, SpecEE, read_of
 from multirate.model.decoder import Decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native import NativeDecoder
@@ -31,16 +31,16 @@ NEIGHBOURS = 2
 @dataclass
 class _Sequence:
     """What is known of one: the residual [d] that its last token left with, its last exits; of the
-    token in the pass: the candidates' places in the head [4] and their ids [4], the exits to look
-    at, their probabilities [4] where they were looked at last.
+    token in the pass: the candidates' places in the head [4] and the model's LM head over them, the
+    exits to look at, their probabilities [4] where they were looked at last.
     """
 
     before: Tensor
     last_exits: deque[int] = field(default_factory=lambda: deque(maxlen=LAST_EXITS))
     places: list[int] = field(default_factory=list)
-    candidates: Tensor | None = None
+    candidates: Head | None = None
     hot: frozenset[int] = frozenset()
-    probabilities: Tensor | None = None
+    probabilities: np.ndarray | None = None
 
 
 class SpecEEExits(DepthPolicy):
@@ -53,8 +53,7 @@ class SpecEEExits(DepthPolicy):
         self._head = ExitHead(decoder, module.draft_tokens, settings.weights)
         self._rows = _head_rows(decoder)
         self._propose = _proposer(decoder, module)
-        # as exact as it was trained: a few thousand products
-        self._module = copy.deepcopy(module).to(decoder.info.device, torch.float32)
+        self._predictors = Predictors(module)
         self._every = frozenset(module.exits)
         self._hot = frozenset(module.hot(settings.hot))
         self._sequences: dict[int, _Sequence] = {}
@@ -84,7 +83,8 @@ class SpecEEExits(DepthPolicy):
         places = decoder.top_tokens(self._head.logits(said), CANDIDATES)
         candidates = self._head.tokens(torch.tensor(places, device=decoder.info.device))
         for one, row, tokens in zip(known, places, candidates, strict=True):
-            one.places, one.candidates, one.probabilities = row, tokens, None
+            one.places, one.probabilities = row, None
+            one.candidates = self._rows.subset(tokens).in_float32()
             near = {e + i for e in one.last_exits for i in range(-NEIGHBOURS, NEIGHBOURS + 1)}
             one.hot = self._hot | (near & self._every)
         self.exits = tuple(sorted(frozenset().union(*(one.hot for one in known))))
@@ -107,11 +107,41 @@ class SpecEEExits(DepthPolicy):
     def _passes(self, exit: int, hidden: Tensor, one: _Sequence) -> bool:
         """Whether the predictor trusts the exit of hidden [1, d]."""
         assert one.candidates is not None and self._threshold is not None
-        module = self._module
-        logits = self._rows.logits_of(self._decoder.norm(hidden), one.candidates[None])
-        read, one.probabilities = features(logits, one.probabilities)
-        judged = module.judge(module.exits.index(exit), read)
-        return float(judged.sigmoid()) >= self._threshold
+        logits = one.candidates.logits(self._decoder.norm(hidden).float())[0]
+        trust, one.probabilities = self._predictors.trust(
+            exit, logits.cpu().numpy(), one.probabilities
+        )
+        return trust >= self._threshold
+
+
+class Predictors:
+    """The predictors in numpy, in float32 as they were trained: of a few thousand products each,
+    torch's own overhead would be most of the time, at every exit that is looked at.
+    """
+
+    def __init__(self, module: SpecEE) -> None:
+        def array(parameter: Tensor) -> np.ndarray:
+            return parameter.detach().float().cpu().numpy()
+
+        self._place = {exit: which for which, exit in enumerate(module.exits)}
+        self._weight, self._bias = array(module.weight), array(module.bias)
+        self._out, self._out_bias = array(module.out), array(module.out_bias)
+
+    def trust(
+        self, exit: int, logits: np.ndarray, before: np.ndarray | None
+    ) -> tuple[float, np.ndarray]:
+        """The candidates' logits [4] at an exit and their probabilities where they were looked at
+        before → the predicted probability, and their probabilities here: `features` and
+        `SpecEE.judge`.
+        """
+        here = np.exp(logits - logits.max())
+        here /= here.sum()
+        change = np.zeros_like(here) if before is None else here - before
+        read = np.concatenate([logits / LOGIT_UNIT, here, change])
+        which = self._place[exit]
+        inner = np.maximum(self._weight[which] @ read + self._bias[which], 0)
+        score = float(inner @ self._out[which] + self._out_bias[which])
+        return 1 / (1 + math.exp(-score)) if score > -500 else 0.0, here
 
 
 def _head_rows(decoder: Decoder) -> Head:

@@ -1,11 +1,13 @@
-"""Tunes the upper layers of a model on questions and answers, and writes the tuned model.
+"""Tunes the upper layers of a model, or all of it, on questions and answers, and writes the tuned
+model.
 
     python recipes/tasks/tune.py --model FOLDER --data runs/tasks/tuning.jsonl \
         --out runs/tasks/model
 
 AdamW; the loss is cross-entropy of the answers' tokens and the one that ends them. Embeddings, head
 and the layers below `--first-layer` stay as they are, which takes a third less time on a processor
-than LoRA in all layers. Resumable: the state is written every `--checkpoint-steps`.
+than LoRA in all layers; with `--whole` everything is trained. Resumable: the state is written every
+`--checkpoint-steps`.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ def rate(step: int, steps: int, peak: float, warmup: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, action="append", required=True, help="repeatable")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--tokens-per-batch", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--first-layer", type=int, help="default: half of the layers")
+    parser.add_argument("--whole", action="store_true", help="embeddings, head and norms, too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--checkpoint-steps", type=int, default=25)
@@ -63,9 +66,10 @@ def main() -> None:
     layers = model.model.layers
     first = len(layers) // 2 if arguments.first_layer is None else arguments.first_layer
     model.requires_grad_(False)
-    parameters = [p.requires_grad_() for layer in layers[first:] for p in layer.parameters()]
+    tuned = [model] if arguments.whole else layers[first:]
+    parameters = [p.requires_grad_() for part in tuned for p in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=arguments.lr, weight_decay=0.0)
-    samples = load_samples([arguments.data], tokenizer, MOST_TOKENS)
+    samples = load_samples(arguments.data, tokenizer, MOST_TOKENS)
     plan = BatchPlan(samples, arguments.tokens_per_batch, arguments.seed)
     arguments.out.mkdir(parents=True, exist_ok=True)
     state_file = arguments.out / STATE

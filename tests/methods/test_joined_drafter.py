@@ -46,7 +46,7 @@ def heads(method: str) -> Callable[..., Drafter]:
 
 def two_model(**settings: Any) -> Drafter:
     config = TwoModelConfig(**settings)
-    return config.joined(TwoModelDrafter(tiny()[1], tiny(3)[1], config))
+    return config.joined(TwoModelDrafter(tiny()[1], tiny(3)[1], config), tiny()[1])
 
 
 DRAFTERS = {
@@ -94,7 +94,7 @@ def test_the_text_drafts_where_its_match_is_long_enough_and_the_drafter_hears_of
     _, decoder = tiny()
     inner = Counting()
     config = JoinedConfig(lookup="sam", lookup_least=3, lookup_tokens=4)
-    drafter = JoinedDrafter(inner, config)
+    drafter = JoinedDrafter(inner, config, decoder)
     step, copied = SpeculativeStep(drafter), []
     step.watch = lambda seq, draft, path: copied.append((len(draft.tokens), draft.copied))
     told: list[int] = []
@@ -124,7 +124,7 @@ def test_a_drafter_from_within_the_model_is_not_joined_this_way() -> None:
         start = 1
 
     with pytest.raises(ValueError, match="Inside cannot leave a draft to the text"):
-        JoinedDrafter(Inside(), JoinedConfig(lookup="sam"))
+        JoinedDrafter(Inside(), JoinedConfig(lookup="sam"), tiny()[1])
 
 
 def test_settings_refuse() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from multirate.decoding.costs import CostModel
 from multirate.decoding.draft_length import DraftLengthController, Plan, StepCosts
+from multirate.decoding.given_texts import GivenTexts
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
@@ -61,6 +62,15 @@ def decoders():
     return made
 
 
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A file of given texts: random ones, in which pairs and triples of tokens repeat."""
+    path = tmp_path_factory.mktemp("texts") / "texts.safetensors"
+    tokens = np.random.default_rng(0).integers(0, LLAMA.vocab_size, 20_000)
+    GivenTexts.of([tokens.tolist()], LLAMA.vocab_size).save(path)
+    return str(path)
+
+
 @pytest.mark.parametrize("backend", ["hf", "native"])
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -76,11 +86,13 @@ def decoders():
     reduced=st.sampled_from([None, 20]),
     trust=st.sampled_from(["confidence", "arla"]),
     lookup=st.sampled_from([0, 1, 3, 5, "sam"]),
+    given_texts=st.booleans(),
     fuse=st.booleans(),
     tapped=st.booleans(),
 )
 def test_greedy_is_the_base_token_for_token(
     decoders,
+    texts,
     backend,
     seed,
     preset,
@@ -92,6 +104,7 @@ def test_greedy_is_the_base_token_for_token(
     reduced,
     trust,
     lookup,
+    given_texts,
     fuse,
     tapped,
 ):
@@ -115,6 +128,7 @@ def test_greedy_is_the_base_token_for_token(
             verify_threshold=verify_threshold,
             trust=trust,
             lookup=lookup,
+            texts=texts if lookup and given_texts else None,
         ),
     )
     stop = StopSettings(max_new_tokens=24)
@@ -314,6 +328,7 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate, weights, error):
     verify_threshold=st.sampled_from([0.0, 0.02, 0.1]),
     reduced=st.sampled_from([None, 20]),
     lookup=st.sampled_from([0, 1, 4, "sam"]),
+    given_texts=st.booleans(),
     weights=st.sampled_from(["bf16", "int8"]),
     sampling=st.sampled_from(SAMPLINGS),
     drafts=st.sampled_from(["coupled", "likeliest"]),
@@ -323,6 +338,7 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate, weights, error):
 )
 def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     decoders,
+    texts,
     seed,
     preset,
     gate,
@@ -332,6 +348,7 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     verify_threshold,
     reduced,
     lookup,
+    given_texts,
     weights,
     sampling,
     drafts,
@@ -358,6 +375,7 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
         draft_threshold=verify_threshold,
         verify_threshold=verify_threshold,
         lookup=lookup,
+        texts=texts if lookup and given_texts else None,
         weights=weights,
         drafts=drafts,
         sampled_candidates=sampled_candidates,
@@ -388,14 +406,17 @@ def adaptive(decoder, stream, **settings):
 @pytest.mark.parametrize("lookup", [0, 3, "sam"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_steps_that_choose_their_draft_are_the_same_in_one_call_and_in_parts(
-    decoders, untimed, preset, lookup, seed
+    decoders, untimed, texts, preset, lookup, seed
 ):
     if "native" not in decoders:
         pytest.skip("no native kernel here")
     decoder = decoders["native"]
     stream = stream_of(LLAMA, preset, seed, gates=(1 + seed,), rank=8)
     assert_fused_steps_are_steps_in_parts(
-        decoder, lambda: adaptive(decoder, stream, lookup=lookup), [7, 8, 9] * 5, 60
+        decoder,
+        lambda: adaptive(decoder, stream, lookup=lookup, texts=texts if lookup and seed else None),
+        [7, 8, 9] * 5,
+        60,
     )
 
 

@@ -18,6 +18,7 @@ from multirate.cli import (
     info,
     inspect,
     pack,
+    texts,
     train,
     tune,
 )
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate.command)
 app.command("answers")(answers.command)
+app.command("texts")(texts.command)
 app.command("train")(train.command)
 app.command("calibrate")(calibrate.command)
 app.command("tune")(tune.command)

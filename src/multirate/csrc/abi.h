@@ -135,11 +135,12 @@ typedef struct {
 
 // Drafts looked up in the text (ngram.c).
 typedef struct {
-    int32_t longest;              // the longest match that is told; 0: no look-up
-    const double *first_accepted; // [longest + 1] by matched length: the chance that the first
-                                  // token is accepted, given that the draft's best is the same …
-    const double *first_against;  // [longest + 1] … or another one
-    const double *next_accepted;  // [longest + 1] that each next one is
+    int32_t longest;              // the longest match in the text that is told; 0: no look-up
+    const double *first_accepted; // [longest + 1, and GIVEN_LONGEST more with given texts] by
+                                  // matched length as it is told: the chance that the first token
+                                  // is accepted, given that the draft's best is the same …
+    const double *first_against;  // … or another one
+    const double *next_accepted;  // that each next one is
     double draft_accepted;        // that the next level of the stream's own draft is
 } NgramLimits;
 
@@ -189,15 +190,26 @@ typedef struct {
     int32_t last;                 // the state of the whole text
 } Automaton;
 
+#define GIVEN_LEAST 2 // tokens of a match in given texts; decoding/given_texts.py has both, too
+#define GIVEN_LONGEST 12
+
+// Other texts that drafts are copied from (given.c).
+typedef struct {
+    const int32_t *tokens; // [count] one text after another
+    const int32_t *order;  // [count] their places, sorted by the tokens that begin there
+    int32_t count;
+} GivenTexts;
+
 // The text that drafts look themselves up in, and where the nodes of the last draft came from.
 typedef struct {
     int32_t *tokens; // [count + nodes + 1 at least] all so far; drafts are written after it
     int32_t count;
-    Automaton *automaton; // finds matches of any length; it takes the text in when it is asked.
-                          // NULL: the text is searched for n-grams
-    int32_t drafted;      // out: nodes that the stream drafted from
-    int32_t continued;    // out: nodes of its continuation, numbered after these
-    int32_t matched;      // out: the length of its match; 0: there was none
+    Automaton *automaton;    // finds matches of any length; it takes the text in when it is asked.
+                             // NULL: the text is searched for n-grams
+    const GivenTexts *given; // looked up, too; or NULL
+    int32_t drafted;         // out: nodes that the stream drafted from
+    int32_t continued;       // out: nodes of its continuation, numbered after these
+    int32_t matched;         // out: the length of its match; 0: there was none
 } Text;
 
 // A speculative step of one sequence (speculative.c), and the memory it works in. The next step
@@ -398,7 +410,8 @@ void mr_noisy_argmax(const float *logits, int count, int vocab, int stride, cons
 int mr_ngram(const int32_t *text, int known, int count, int longest, int most, int64_t *to);
 // The longest end of the text and the `drafted` tokens written after it that ended before the
 // text's last token, by text->automaton or mr_ngram; `longest` and `to` as there. A match of more
-// tokens is told as one of `longest`.
+// tokens is told as one of `longest`. Where text->given has a longer one, what follows there; it is
+// told as one of `longest` more tokens than it has.
 int mr_look_up(const Text *text, int drafted, int longest, int most, int64_t *to);
 
 // automaton.c: the memory of an automaton for a text of `room` tokens, in int32, and beginning anew

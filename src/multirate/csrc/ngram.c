@@ -3,6 +3,7 @@
 // tests hold the two forms together.
 #include "ngram.h"
 #include "automaton.h"
+#include "given.h"
 
 // What followed place `at` of a text of `count` tokens, going round at its end.
 static void copy_following(const int32_t *text, int count, int at, int most, int64_t *to) {
@@ -30,10 +31,9 @@ int mr_ngram(const int32_t *text, int known, int count, int longest, int most, i
     return matched;
 }
 
-int mr_look_up(const Text *text, int drafted, int longest, int most, int64_t *to) {
+// As mr_look_up, in the text alone.
+static int look_up_own(const Text *text, int drafted, int longest, int most, int64_t *to) {
     int end, count = text->count + drafted;
-    if (!longest)
-        return 0;
     if (!text->automaton)
         return mr_ngram(text->tokens, text->count - 1, count, longest, most, to);
     automaton_grow(text->automaton, text->tokens, text->count);
@@ -41,6 +41,20 @@ int mr_look_up(const Text *text, int drafted, int longest, int most, int64_t *to
     if (matched)
         copy_following(text->tokens, count, end, most, to);
     return matched < longest ? matched : longest;
+}
+
+int mr_look_up(const Text *text, int drafted, int longest, int most, int64_t *to) {
+    int place, count = text->count + drafted;
+    if (!longest)
+        return 0;
+    int matched = look_up_own(text, drafted, longest, most, to);
+    if (!text->given || matched == longest)
+        return matched;
+    int length = given_match(text->given, text->tokens + count, count, &place);
+    if (length <= matched)
+        return matched;
+    copy_given(text->given, place, most, to);
+    return longest + length;
 }
 
 // Either draft is worth the sum over its nodes of path probability less threshold.

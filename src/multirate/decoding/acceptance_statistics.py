@@ -92,21 +92,26 @@ class ContinuationRates:
     """How far to follow what the text said before (ngram.py), by what came true of such
     continuations lately.
 
-    All by matched length, [longest + 1]: first_accepted, the chance that a continuation's first
+    longest: of a match in the text itself. told: of any; longer ones than `longest` are matches in
+    other texts, which are told as so many tokens more (given_texts.py); None: there are none.
+
+    All by matched length, [told + 1]: first_accepted, the chance that a continuation's first
     token is the model's when the stream's best is the same; first_against, when it is another;
     first_alone, when no stream is asked; next_accepted, that each next one is.
     draft_accepted: that the stream's own next level is.
     """
 
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-        # first guesses: 0.6 after one matched token, 0.8 after two, 0.9 after four
+    def __init__(self, longest: int, told: int | None = None) -> None:
+        self.longest = longest if told is None else told
+        # first guesses: 0.6 after one matched token, 0.8 after two, 0.9 after four; other texts
+        # say less: 0.5 after two, 0.75 after four
         self._guess = [1 - 0.4 / max(n, 1) for n in range(longest + 1)]
+        self._guess += [1 - 1 / n for n in range(1, self.longest - longest + 1)]
         self._guess_alone = [0.8 * guess for guess in self._guess]
         self._alone = [DecayedRate(_TEXT_MEMORY) for _ in self._guess]
         self._against = [DecayedRate() for _ in self._guess]
         self.first_alone = np.array(self._guess_alone)
-        self.first_against = np.full(longest + 1, _AGAINST)
+        self.first_against = np.full(len(self._guess), _AGAINST)
         self._first = [DecayedRate() for _ in self._guess]
         self._next = [DecayedRate(_TEXT_MEMORY) for _ in self._guess]
         self._draft = DecayedRate(tries=STRENGTH, hits=STRENGTH * _DRAFT_ACCEPTED)

@@ -21,6 +21,7 @@ from multirate.decoding.acceptance import Descent
 from multirate.decoding.acceptance_statistics import Calibration, ContinuationRates, Origin
 from multirate.decoding.costs import CostModel
 from multirate.decoding.drafter import MAX_TREE_NODES, Draft, FusedStep
+from multirate.decoding.given_texts import GivenTexts
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.model.native import NativeDecoder, abi, library
@@ -94,7 +95,7 @@ class FusedSteps:
     nothing else. refresh: whether accepted tokens run through it again (it has own K/V). limits:
     nodes, width, top, sharpness, least and the lookup's rates are kept; ``run`` sets the others.
     automaton: the text is looked up in its suffix automaton, for matches of any length; else its
-    n-grams are. Owns all buffers of a step.
+    n-grams are. given: other texts that are looked up beside it. Owns all buffers of a step.
     """
 
     @staticmethod
@@ -112,6 +113,7 @@ class FusedSteps:
         limits: abi.CData,
         refresh: bool,
         automaton: bool = False,
+        given: GivenTexts | None = None,
     ) -> None:
         nodes, d = limits.nodes, decoder.info.hidden_size
         if limits.trust:
@@ -169,6 +171,17 @@ class FusedSteps:
         )
         if self._automaton is not None:
             self._step.text.automaton = self._automaton
+        if given is not None:
+            self._given = (
+                given,
+                abi.new(
+                    "GivenTexts",
+                    tokens=abi.ints(given.tokens),
+                    order=abi.ints(given.order),
+                    count=len(given.tokens),
+                ),
+            )
+            self._step.text.given = self._given[1]
 
     def begin(
         self,

@@ -8,7 +8,7 @@ the two in one tree instead (stream_drafter.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from multirate.decoding.drafter import Draft, Drafter, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
 from multirate.methods.common.config import MethodConfig
-from multirate.methods.common.lookup import Lookup, LookupName
+from multirate.methods.common.lookup import Lookup, LookupName, check_texts
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 
@@ -25,20 +25,24 @@ from multirate.model.kv_cache import KVCache
 @dataclass(frozen=True)
 class JoinedConfig(MethodConfig):
     """lookup: by what the end of the text is looked up; null: it is not. lookup_least: the shortest
-    match that is drafted from. lookup_tokens: of such a draft, at most.
+    match that is drafted from. lookup_tokens: of such a draft, at most. texts: a file of other
+    texts (`multirate texts`) in which it is looked up, too; a model's name: those that the package
+    has of it.
     """
 
     lookup: LookupName | None = None
+    texts: str | None = None
     lookup_least: int = 4
     lookup_tokens: int = 10
 
     def check(self) -> None:
         super().check()
         self.require_count("lookup_least", "lookup_tokens")
+        check_texts(self, self.texts, self.lookup is not None)
 
-    def joined(self, drafter: Drafter) -> Drafter:
-        """The drafter that these settings ask for."""
-        return drafter if self.lookup is None else JoinedDrafter(drafter, self)
+    def joined(self, drafter: Drafter, decoder: Decoder) -> Drafter:
+        """The drafter that these settings ask for, of drafts that `decoder` verifies."""
+        return drafter if self.lookup is None else JoinedDrafter(drafter, self, decoder)
 
 
 class JoinedDrafter(Drafter):
@@ -48,15 +52,15 @@ class JoinedDrafter(Drafter):
     keeps what it needs of them.
     """
 
-    def __init__(self, drafter: Drafter, config: JoinedConfig) -> None:
+    def __init__(self, drafter: Drafter, config: JoinedConfig, decoder: Decoder) -> None:
         assert config.lookup is not None
         if drafter.start or drafter.taps or drafter.adapts:
             raise ValueError(f"{type(drafter).__name__} cannot leave a draft to the text")
         self.drafter, self._least = drafter, config.lookup_least
-        found = Lookup.of(config.lookup)
+        found = Lookup.of(config.lookup, config.texts, decoder)
         # a match need not be told longer than it decides
-        self._lookup = Lookup(max(found.longest, self._least), found.automaton)
-        self.longest, self._tokens = self._lookup.longest, config.lookup_tokens
+        self._lookup = replace(found, longest=max(found.longest, self._least))
+        self.longest, self._tokens = self._lookup.told, config.lookup_tokens
         self.max_nodes = max(drafter.max_nodes, config.lookup_tokens)
         self.top = drafter.top
         self.lossless, self.repeats_text = drafter.lossless, drafter.repeats_text
@@ -103,7 +107,7 @@ class JoinedDrafter(Drafter):
             if not most:
                 continue
             tokens, matched = self._texts[b].look_up(sampler.tokens[b], most)
-            if matched >= self._least:
+            if self._lookup.length(matched) >= self._least:
                 drafts[b] = Draft.chain(tokens)
                 drafts[b].copied = range(1, len(tokens) + 1)
         asked = [i for i, b in enumerate(seqs) if b not in drafts]
@@ -125,7 +129,7 @@ class JoinedDrafter(Drafter):
         """See Drafter; what the drafter itself brings is counted as a match of length 0."""
         assert self._sampler is not None
         told = [self._texts[b].look_up(self._sampler.tokens[b], 1)[1] for b in seqs]
-        return [length if length >= self._least else 0 for length in told]
+        return [n if self._lookup.length(n) >= self._least else 0 for n in told]
 
     def accept(self, seq: int, verified: Verified) -> None:
         self.drafter.accept(seq, verified)

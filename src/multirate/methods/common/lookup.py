@@ -1,13 +1,18 @@
-"""Which continuations of the text a method drafts, and by what they are found."""
+"""What a method drafts of the text, or of other texts, and by what it is found."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from multirate.decoding.given_texts import LONGEST as GIVEN_LONGEST
+from multirate.decoding.given_texts import GivenTexts, WithGivenTexts, given_texts
 from multirate.decoding.ngram import TextIndex
 from multirate.decoding.suffix_automaton import SuffixAutomaton
 from multirate.decoding.text_source import TextSource
+from multirate.errors import UserError
+from multirate.methods.common.config import MethodConfig
+from multirate.model.decoder import Decoder
 
 LookupName = Literal["ngram", "sam"]
 """By n-grams of a few tokens, or by a suffix automaton, for matches of any length."""
@@ -16,20 +21,48 @@ _LONGEST = {"ngram": 4, "sam": 8}
 
 @dataclass(frozen=True)
 class Lookup:
-    """How the text is looked up. longest: the longest match that is told, 0: it is not looked up;
-    automaton: longer ones are found, too, and told as this long.
+    """How the text is looked up. longest: the longest match in it that is told, 0: it is not looked
+    up; automaton: longer ones are found, too, and told as this long. given: other texts that are
+    looked up beside it.
     """
 
     longest: int
     automaton: bool = False
+    given: GivenTexts | None = None
 
     @staticmethod
-    def of(setting: int | LookupName) -> Lookup:
-        """What a setting means: a number is the longest n-gram."""
+    def of(setting: int | LookupName, texts: str | None, decoder: Decoder) -> Lookup:
+        """What settings mean for a decoder's model: a number is the longest n-gram; texts: a file
+        of given ones. UserError for texts of another vocabulary.
+        """
+        given = None if texts is None else given_texts(texts)
+        vocabulary = decoder.info.vocab_size
+        if given is not None and given.vocabulary > vocabulary:
+            raise UserError(
+                f"texts={texts} are of a vocabulary of {given.vocabulary} tokens, this model's has "
+                f"{vocabulary}: write them with `multirate texts` and this model"
+            )
         if isinstance(setting, int):
-            return Lookup(setting)
-        return Lookup(_LONGEST[setting], automaton=setting == "sam")
+            return Lookup(setting, given=given)
+        return Lookup(_LONGEST[setting], setting == "sam", given)
+
+    @property
+    def told(self) -> int:
+        """The largest number that a match is told as: see WithGivenTexts."""
+        return self.longest if self.given is None else self.longest + GIVEN_LONGEST
+
+    def length(self, told: int) -> int:
+        """How many tokens a match has that is told as this."""
+        return told if told <= self.longest else told - self.longest
 
     def source(self) -> TextSource:
         """For a new text."""
-        return SuffixAutomaton(self.longest) if self.automaton else TextIndex(self.longest)
+        own = SuffixAutomaton(self.longest) if self.automaton else TextIndex(self.longest)
+        return own if self.given is None else WithGivenTexts(own, self.given)
+
+
+def check_texts(config: MethodConfig, texts: str | None, looked_up: bool) -> None:
+    """UserError for given texts without a look-up."""
+    config.require(
+        texts is None or looked_up, "texts", "none without lookup: lookup=sam looks texts up"
+    )

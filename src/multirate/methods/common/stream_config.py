@@ -7,7 +7,7 @@ from typing import Literal
 
 from multirate.errors import UserError
 from multirate.methods.common.config import DraftWeights, MethodConfig
-from multirate.methods.common.lookup import LookupName
+from multirate.methods.common.lookup import LookupName, check_texts
 from multirate.model.rows import MAX_TREE_BIT
 
 TUNABLE = {"nodes": (7, 11, 16), "depth": (4, 8), "width": (1, 2)}
@@ -33,6 +33,8 @@ class StreamDecodeConfig(MethodConfig):
     lookup: where the last tokens (this many at most, 0: never) occurred before in the text, a draft
     may go on as the text did, without the stream (draft_tree.py). Instead of a number: ngram, the
     default one, or sam, matches of any length by the text's suffix automaton. [ours]
+    texts: a file of other texts (`multirate texts`) in which the last tokens are looked up, too; a
+    model's name: those that the package has of it. [ours, as REST]
     drafts: which tokens are drafted when sampling. coupled: those that the stream gives with the
     noise that the model's own logits will get (model/noise.py). likeliest: the stream's
     likeliest, as when decoding greedily. drawn: drawn independently, in chains, and verified by
@@ -51,6 +53,7 @@ class StreamDecodeConfig(MethodConfig):
     draft_threshold: float | None = None
     verify_threshold: float | None = None
     lookup: int | LookupName = 0
+    texts: str | None = None
     drafts: Literal["coupled", "likeliest", "drawn"] = "coupled"
     weights: DraftWeights = "int8"
 
@@ -67,6 +70,7 @@ class StreamDecodeConfig(MethodConfig):
                 f"{self.METHOD} setting sharpness={self.sharpness} is out of range; "
                 "accepted: above 0"
             )
+        check_texts(self, self.texts, bool(self.lookup))
         for name in ("draft_threshold", "verify_threshold"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:

@@ -129,7 +129,7 @@ class StreamDrafter(Drafter):
     ) -> None:
         self.decoder, self.runner, self.config = decoder, runner, config
         self.start, self.taps = start, runner.taps
-        self._lookup = Lookup.of(config.lookup)
+        self._lookup = Lookup.of(config.lookup, config.texts, decoder)
         self._trusting = trusting
         self.lossless = trusting is None
         self.max_nodes = config.nodes
@@ -182,6 +182,7 @@ class StreamDrafter(Drafter):
                 limits,
                 refresh=refresh,
                 automaton=self._lookup.automaton,
+                given=self._lookup.given,
             )
             self._fused.learn_from(self._shared.continuations)
 
@@ -193,7 +194,7 @@ class StreamDrafter(Drafter):
                 (self.config.verify_threshold, _FIXED_VERIFY_THRESHOLD),
             )
         )
-        rates = ContinuationRates(self._lookup.longest)
+        rates = ContinuationRates(self._lookup.longest, self._lookup.told)
         made = _Estimates(rates, draft_threshold, verify_threshold)
         if not self.lossless and self._prices:
             made.controller = DraftLengthController(

@@ -33,7 +33,7 @@ class TextDrafter(Drafter):
         length: Callable[[int], int] | None = None,
     ) -> None:
         self.max_nodes = tokens
-        self.longest = lookup.longest
+        self.longest = lookup.told
         self._lookup, self._length = lookup, length
         self._texts: list[TextSource] = []
         self._fused: FusedSteps | None = None
@@ -47,7 +47,13 @@ class TextDrafter(Drafter):
             ngram = abi.new("NgramLimits", longest=lookup.longest)
             limits = abi.new("DraftLimits", nodes=tokens, ngram=ngram)
             self._fused = FusedSteps(
-                decoder, self._stream, None, limits, refresh=False, automaton=lookup.automaton
+                decoder,
+                self._stream,
+                None,
+                limits,
+                refresh=False,
+                automaton=lookup.automaton,
+                given=lookup.given,
             )
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
@@ -98,4 +104,6 @@ class TextDrafter(Drafter):
         return self._fused.run(most)
 
     def _wanted(self, matched: int) -> int:
-        return self.max_nodes if self._length is None else self._length(matched)
+        if self._length is None:
+            return self.max_nodes
+        return self._length(self._lookup.length(matched))

@@ -11,12 +11,14 @@ from multirate.methods.common.config import MethodConfig
 @dataclass(frozen=True)
 class SAMConfig(MethodConfig):
     """tokens: longest draft. least: shortest match that is drafted from. per_match: tokens drafted
-    for each matched one.
+    for each matched one. texts: a file of other texts (`multirate texts`) in which the end of the
+    text is looked up, too; a model's name: those that the package has of it.
     """
 
     tokens: int = 10
     least: int = 1
     per_match: float = 4.0
+    texts: str | None = None
 
     def check(self) -> None:
         self.require_count("tokens", "least")

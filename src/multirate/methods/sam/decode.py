@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from multirate.methods.common.lookup import Lookup
 from multirate.methods.common.text_drafter import TextDrafter
 from multirate.methods.sam.config import SAMConfig
@@ -14,5 +16,7 @@ class SAMDrafter(TextDrafter):
     """
 
     def __init__(self, decoder: Decoder, config: SAMConfig) -> None:
-        lookup = Lookup(config.longest, automaton=True)
+        lookup = Lookup.of("sam", config.texts, decoder)
+        if lookup.given is None:
+            lookup = replace(lookup, longest=config.longest)  # no more need be told
         super().__init__(decoder, lookup, config.tokens, config.length)

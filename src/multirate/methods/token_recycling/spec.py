@@ -14,7 +14,7 @@ SPEC = register(
         settings=TokenRecyclingConfig,
         tunable={"nodes": (11, 16, 24), "k": (4, 8, 16)},
         drafter=lambda decoder, module, settings: settings.joined(
-            TokenRecyclingDrafter(decoder, settings)
+            TokenRecyclingDrafter(decoder, settings), decoder
         ),
     )
 )

@@ -22,7 +22,7 @@ def _drafter(decoder: Decoder, second: Any, settings: TwoModelConfig) -> Drafter
             "GGUF file or hub id with the base model's tokenizer"
         )
     check_same(second.tokenizer, second.base_tokenizer, second.name)
-    return settings.joined(TwoModelDrafter(decoder, second.decoder, settings))
+    return settings.joined(TwoModelDrafter(decoder, second.decoder, settings), decoder)
 
 
 SPEC = register(

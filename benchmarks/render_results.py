@@ -47,6 +47,7 @@ PUBLISHED = {
     "lookahead": "1.34x",
     "layerskip": "1.80x (Llama-3.2-1B whose training was made for it)",
     "sam": "–",
+    "sam:texts=smollm2": "1.62x to 2.36x (REST's own paper, 7B, code and text)",
     "m2r2": "up to 2.8x (its abstract, MT-Bench)",
     "m2r2-carry:lookup=0": "ours",
     "m2r2-carry": "ours",
@@ -265,6 +266,47 @@ def published_section() -> list[str]:
     ]
 
 
+def equal_training_section() -> list[str]:
+    """Trained methods with the same data and steps, from nothing."""
+    path = RESULTS / "equal_training.json"
+    if not path.exists():
+        return []
+    bench = load(path.name)
+    rows = {row["method"]: row for row in bench["rows"]}
+
+    def cell(name: str) -> str:
+        row = rows.get(name)
+        return "–" if row is None else f"{row['speedup']:.2f}x ({row['tokens_per_step']:.2f})"
+
+    lines = []
+    for name, about in bench["accelerators"].items():
+        own = f"{name}:lookup=0" if f"{name}:lookup=0" in rows else name
+        lines.append(
+            (
+                f"`{name}`",
+                f"{about['parameters'] / 1e6:.1f}M",
+                f"{about['minutes']:.0f}",
+                " / ".join(f"{share:.3f}" for share in about["agreement"]),
+                cell(own),
+                cell(f"{name}:lookup=sam"),
+            )
+        )
+    tokens = max(about["tokens"] for about in bench["accelerators"].values())
+    return [
+        "### Equal training",
+        "Every trained method from nothing on the same answers, the same steps: "
+        f"{tokens / 1e6:.2f}M tokens of the model's own answers to 2,730 questions, 300 steps, one "
+        f"core. {bench['prompts']} MT-Bench prompts, {machine(bench)}, "
+        f"{bench['date'][:10]}; tokens "
+        "per step in brackets. *Held out*: the share of drafted tokens that are the model's, by "
+        "draft step, on answers to 60 other questions.",
+        table(
+            ("method", "parameters", "minutes", "held out", "alone", "joined (`lookup=sam`)"), lines
+        ),
+        "Reproduce with `bash recipes/smollm2/equal_training.sh DATA runs/equal`.",
+    ]
+
+
 def categories_table(runs: list[dict[str, Any]]) -> list[str]:
     """The suites' kinds of prompts: a line each, the speedups of the same methods."""
     runs = [run for run in runs if run["rows"][0].get("categories")]
@@ -472,6 +514,7 @@ def page() -> str:
         method_table(REAL, bench),
         f"Trained: {training(REAL)}. {reproduce(REAL, bench)}",
         *suites_section(),
+        *equal_training_section(),
         *dynamic_section(),
         *tasks_section(),
         *promises_section(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from multirate.bench.runner import Row
 from multirate.decoding.draft_length import StepCosts
@@ -38,16 +39,19 @@ def seconds_of(costs: StepCosts, depth: float) -> float:
     return low + (depth - below) * (high - low)
 
 
-def trained(accelerator: Accelerator) -> dict[str, float] | None:
-    """Parameters, and the tokens and minutes of all its training runs; None where its card says
+def trained(accelerator: Accelerator) -> dict[str, Any] | None:
+    """Parameters, the tokens and minutes of all its training runs, and on held-out text the share
+    of the model's own tokens among its first gate's, by draft step; None where its card says
     nothing of them.
     """
     last = accelerator.training
     runs = [*last.get("before", []), last]
     if not all("tokens" in run and "seconds" in run for run in runs):
         return None
+    terms = accelerator.results.get("terms", [])
     return {
         "parameters": accelerator.parameters(),
         "tokens": sum(run["tokens"] for run in runs),
         "minutes": sum(run["seconds"] for run in runs) / 60,
+        "agreement": [term["agreement"] for term in terms if term["gate"] == terms[0]["gate"]],
     }

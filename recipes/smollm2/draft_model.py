@@ -1,6 +1,6 @@
 """Writes the start of a small draft model for `two_model`: a Llama with the tokenizer of MODEL.
 
-    python recipes/smollm2/draft_model.py --model FOLDER --out runs/draft/start
+    python recipes/smollm2/draft_model.py --model smollm2 --out runs/draft/start
     python recipes/tasks/tune.py --model runs/draft/start --whole --lr 0.002 --steps 1500 \
         --data runs/smollm2/own.jsonl --data runs/smollm2/train_self.jsonl --out runs/draft/model
     multirate generate MODEL --method two_model:draft=runs/draft/model -p "Why is the sky blue?"
@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from multirate.hub import load_model
 
 HEAD_DIM = 32
 
@@ -41,7 +43,8 @@ def main() -> None:
         parser.error(f"--width {width}; accepted: a multiple of {HEAD_DIM}")
     torch.manual_seed(arguments.seed)
 
-    base: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    loaded = load_model(arguments.model, device="cpu")
+    base: Any = loaded.model
     config = LlamaConfig(
         vocab_size=base.config.vocab_size,
         hidden_size=width,
@@ -57,11 +60,11 @@ def main() -> None:
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
-        embeddings = main_directions(base.get_input_embeddings().weight, width)
+        embeddings = main_directions(base.get_input_embeddings().weight.float(), width)
         # as large as Llama's own begin
         model.get_input_embeddings().weight.copy_(embeddings * (0.02 / embeddings.std()))
     model.save_pretrained(arguments.out)
-    AutoTokenizer.from_pretrained(arguments.model).save_pretrained(arguments.out)
+    loaded.tokenizer.save_pretrained(arguments.out)
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{arguments.out}: {count / 1e6:.1f}M parameters, {arguments.layers} layers of {width}")
 

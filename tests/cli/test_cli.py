@@ -110,6 +110,31 @@ def test_a_second_model_drafts_where_it_has_the_same_tokenizer(model: str, tmp_p
     )
 
 
+def test_drafts_are_copied_from_given_texts(model: str, tmp_path: Path) -> None:
+    """The text stays the model's, in fewer steps where the texts say what it says."""
+    data, texts = tmp_path / "own.jsonl", tmp_path / "texts.safetensors"
+    answer = plain_answer(40)
+    data.write_text(json.dumps({"instruction": "hi", "output": answer}) + "\n")
+    options = ("--data", str(data), "--out", str(texts))
+    refused(run("texts", model, "--data", str(tmp_path / "none"), "--out", str(texts)), "none")
+    refused(run("texts", model, "--data", str(data), "--out", "/no/such/texts"), "/no/such")
+    assert not texts.exists()
+    written = run("texts", model, *options)
+    assert written.exit_code == 0 and written.stdout.startswith("1 texts of "), written.output
+    result = run("texts", model, *options, "--tokens", "5")
+    assert result.stdout.startswith("1 texts of 5 tokens in ")
+    run("texts", model, *options)
+    ask = ("generate", model, "-p", "hi", "-n", "40", "--stats", "--method")
+    for method in ("sam", "token_recycling:lookup=sam"):
+        made = run(*ask, f"{method}:texts={texts}")
+        assert made.exit_code == 0, made.output
+        assert made.stdout.strip() == answer.strip()
+    refused(run(*ask, "sam:texts=none"), "texts=none: there is no such file")
+    refused(run(*ask, f"token_recycling:texts={texts}"), "'texts'", "lookup=sam")
+    texts.write_bytes(b"x" * 50)
+    refused(run(*ask, f"sam:texts={texts}"), f"cannot read the texts in {texts}")
+
+
 def test_generate_reads_files_and_stdin_and_prints_statistics(model: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("hi", encoding="utf-8")

@@ -18,7 +18,6 @@ from multirate.decoding.given_texts import (
     SORTED_BY,
     GivenTexts,
     WithGivenTexts,
-    given_texts,
 )
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.loop import generate
@@ -139,7 +138,6 @@ def test_texts_that_say_what_the_model_will_say_are_drafted_and_others_do_no_har
             stop=StopSettings(max_new_tokens=24),
             after_step=check_invariants,
         )
-        given_texts.cache_clear()
         for prompt, sequence in zip(prompts, out.sequences, strict=True):
             assert sequence == reference(model, prompt, 24)
         steps.append(out.stats.sequence_steps)

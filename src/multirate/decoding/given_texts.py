@@ -135,22 +135,28 @@ class WithGivenTexts(TextSource):
         return (found, self._own.longest + length) if length > matched else (continuation, matched)
 
 
-@lru_cache(maxsize=4)
 def given_texts(name: str) -> GivenTexts:
     """Those of a file, or of a named model that the package has texts for. UserError where there
     are none.
     """
-    known = named(name)
+    known, path = named(name), Path(name)
     if known is not None and known.accelerators is not None:
         path = known.accelerators / "texts.safetensors"
-        if path.exists():
-            return GivenTexts.load(path)
-    if not Path(name).is_file():
+    try:
+        about = path.stat()
+    except OSError:
         raise UserError(
             f"texts={name}: there is no such file; accepted: one that `multirate texts` wrote, or "
             "the name of a model that the package has texts of: smollm2"
-        )
-    return GivenTexts.load(name)
+        ) from None
+    return _loaded(path, about.st_mtime_ns, about.st_size)
+
+
+@lru_cache(maxsize=4)
+def _loaded(path: Path, changed: int, size: int) -> GivenTexts:
+    """A file as it was at a time: several methods of a run share it."""
+    del changed, size
+    return GivenTexts.load(path)
 
 
 def _sorted_places(tokens: NDArray[np.int32]) -> NDArray[np.int32]:

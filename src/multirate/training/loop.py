@@ -53,7 +53,7 @@ from multirate.training.teacher_states import TeacherStates, report_to_terminal
 STARTING_BATCHES = 16
 """Of the training data, for methods that start from what the base does with them …"""
 STARTING_BATCHES_OF_STATES = 256
-"""… and where the base need not run for it."""
+"""… and where the base need not run for it, or not further than its first layers."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,9 @@ class _Run:
     def _starting_batches(self) -> Iterator[tuple[Tensor, Tensor, Known | None]]:
         """Those that weights are fitted to before the first step."""
         plan = BatchPlan(self.samples, self.settings.tokens_per_batch, self.settings.seed)
-        most = STARTING_BATCHES if self.states is None else STARTING_BATCHES_OF_STATES
+        deepest = max(getattr(self.config, "gates", ()), default=0)
+        cheap = self.states is not None and deepest <= self.teacher.shape.num_layers // 4
+        most = STARTING_BATCHES_OF_STATES if cheap else STARTING_BATCHES
         return map(self._on_device, islice(plan.batches(), min(most, len(plan.epoch(0)))))
 
     def _provenance(self, files: Sequence[str | Path]) -> dict[str, Any]:

@@ -452,20 +452,28 @@ def promises_section() -> list[str]:
 
 
 def judges_section() -> list[str]:
-    """Who knows what a gate's token is worth."""
-    path = RESULTS / f"exit_judges_{REAL}.json"
-    if not path.exists():
-        return []
-    run = load(path.name)
-    parts = [
+    """Who knows what a gate's token is worth, at one gate and at several."""
+    return [
         "## Who knows whether a token may leave",
-        f"`{run['accelerator']}` on {TITLES[REAL]}, {run['texts']} answers of the model to "
-        "questions that no accelerator was trained on: ARLA is fitted anew on half of them, every "
-        "judge is scored on the other half. *May leave*: the largest share of tokens, the surest "
-        "first, so that so many of all tokens are the full model's. *accelerated*: the accelerated "
-        "stream at the gate; *plain*: the model's own residual at the same layer, read by the same "
-        "head.",
+        "Answers of the model to questions that no accelerator was trained on: ARLA is fitted anew "
+        "on half of them, every judge is scored on the other half. *May leave*: the largest share "
+        "of tokens, the surest first, so that so many of all tokens are the full model's. "
+        "*accelerated*: the accelerated stream at the gate; *plain*: the model's own residual at "
+        "the same layer, read by the same head.",
+        *judges_of(f"exit_judges_{REAL}.json", ""),
+        *judges_of(
+            "exit_judges_three_gates.json",
+            " with three gates (`--option gates=[7,15,22] --option fuse=true`, 60 steps)",
+        ),
     ]
+
+
+def judges_of(name: str, about_it: str) -> list[str]:
+    """The judges of one accelerator."""
+    if not (RESULTS / name).exists():
+        return []
+    run = load(name)
+    parts = [f"`{run['accelerator']}` on {TITLES[REAL]}{about_it}, {run['texts']} answers:"]
     for gate, streams in run["gates"].items():
         for stream, about in streams.items():
             heads = (

@@ -192,6 +192,7 @@ typedef struct {
 
 #define GIVEN_LEAST 2 // tokens of a match in given texts; decoding/given_texts.py has both, too
 #define GIVEN_LONGEST 12
+#define OWN_LEAST 2 // a match of so many tokens in the text itself goes before any in given ones
 
 // Other texts that drafts are copied from (given.c).
 typedef struct {
@@ -410,8 +411,8 @@ void mr_noisy_argmax(const float *logits, int count, int vocab, int stride, cons
 int mr_ngram(const int32_t *text, int known, int count, int longest, int most, int64_t *to);
 // The longest end of the text and the `drafted` tokens written after it that ended before the
 // text's last token, by text->automaton or mr_ngram; `longest` and `to` as there. A match of more
-// tokens is told as one of `longest`. Where text->given has a longer one, what follows there; it is
-// told as one of `longest` more tokens than it has.
+// tokens is told as one of `longest`. Of less than OWN_LEAST tokens, and where text->given has a
+// longer one: what follows there, told as a match of `longest` more tokens than it has.
 int mr_look_up(const Text *text, int drafted, int longest, int most, int64_t *to);
 
 // automaton.c: the memory of an automaton for a text of `room` tokens, in int32, and beginning anew

@@ -48,7 +48,7 @@ int mr_look_up(const Text *text, int drafted, int longest, int most, int64_t *to
     if (!longest)
         return 0;
     int matched = look_up_own(text, drafted, longest, most, to);
-    if (!text->given || matched == longest)
+    if (!text->given || matched >= OWN_LEAST || matched == longest)
         return matched;
     int length = given_match(text->given, text->tokens + count, count, &place);
     if (length <= matched)

@@ -18,6 +18,7 @@ STRENGTH = 4.0  # tries that a first guess counts as
 _DRAFT_ACCEPTED = 0.8
 _TEXT_MEMORY, _TEXT_STRENGTH = 0.99, 2.0  # of continuations, told after every step
 _AGAINST = 0.3  # of a continuation whose first token is not the stream's
+_AGAINST_OF_OTHERS = 0.05  # of one in other texts
 _FADE_STEPS, _FADE = 16, 0.72
 CONFIDENCE_BINS = 10  # csrc/abi.h has it, too
 _STEP_MEMORY, _DRAFT_STRENGTH = 0.95, 3.0  # of DraftedSteps: about the last twenty steps
@@ -104,14 +105,16 @@ class ContinuationRates:
     def __init__(self, longest: int, told: int | None = None) -> None:
         self.longest = longest if told is None else told
         # first guesses: 0.6 after one matched token, 0.8 after two, 0.9 after four; other texts
-        # say less: 0.5 after two, 0.75 after four
+        # say less: 0.28 after two, 0.52 after eight
+        others = range(1, self.longest - longest + 1)
         self._guess = [1 - 0.4 / max(n, 1) for n in range(longest + 1)]
-        self._guess += [1 - 1 / n for n in range(1, self.longest - longest + 1)]
+        self._guess += [0.2 + 0.04 * n for n in others]
+        self._guess_against = [_AGAINST] * (longest + 1) + [_AGAINST_OF_OTHERS for _ in others]
         self._guess_alone = [0.8 * guess for guess in self._guess]
         self._alone = [DecayedRate(_TEXT_MEMORY) for _ in self._guess]
         self._against = [DecayedRate() for _ in self._guess]
         self.first_alone = np.array(self._guess_alone)
-        self.first_against = np.full(len(self._guess), _AGAINST)
+        self.first_against = np.array(self._guess_against)
         self._first = [DecayedRate() for _ in self._guess]
         self._next = [DecayedRate(_TEXT_MEMORY) for _ in self._guess]
         self._draft = DecayedRate(tries=STRENGTH, hits=STRENGTH * _DRAFT_ACCEPTED)
@@ -164,7 +167,7 @@ class ContinuationRates:
         )
         if best is not None and best != continuation[0]:
             self._against[matched].observe(1, min(held, 1))
-            self.first_against[matched] = self._against[matched].rate(_AGAINST)
+            self.first_against[matched] = self._against[matched].rate(self._guess_against[matched])
         if held:
             tried = min(held + 1, len(emitted), len(continuation)) - 1
             self._next[matched].observe(tried, held - 1)

@@ -107,9 +107,9 @@ class JoinedDrafter(Drafter):
             if not most:
                 continue
             tokens, matched = self._texts[b].look_up(sampler.tokens[b], most)
-            if self._lookup.length(matched) >= self._least:
-                drafts[b] = Draft.chain(tokens)
-                drafts[b].copied = range(1, len(tokens) + 1)
+            if self._drafts(matched):
+                drafts[b] = Draft.chain(tokens[: self._lookup.in_given(matched) or None])
+                drafts[b].copied = range(1, len(drafts[b].tokens) + 1)
         asked = [i for i, b in enumerate(seqs) if b not in drafts]
         if asked:
             self.drafter.worth = self.worth
@@ -129,10 +129,17 @@ class JoinedDrafter(Drafter):
         """See Drafter; what the drafter itself brings is counted as a match of length 0."""
         assert self._sampler is not None
         told = [self._texts[b].look_up(self._sampler.tokens[b], 1)[1] for b in seqs]
-        return [n if self._lookup.length(n) >= self._least else 0 for n in told]
+        return [n if self._drafts(n) else 0 for n in told]
 
     def accept(self, seq: int, verified: Verified) -> None:
         self.drafter.accept(seq, verified)
+
+    def _drafts(self, matched: int) -> bool:
+        """Whether a match that is told as this is drafted from; one in other texts has to be twice
+        as long.
+        """
+        there = self._lookup.in_given(matched)
+        return there >= 2 * self._least if there else matched >= self._least
 
     def _follow(self, sampler: Sampler) -> None:
         self._sampler = sampler

@@ -51,9 +51,11 @@ class Lookup:
         """The largest number that a match is told as: see WithGivenTexts."""
         return self.longest if self.given is None else self.longest + GIVEN_LONGEST
 
-    def length(self, told: int) -> int:
-        """How many tokens a match has that is told as this."""
-        return told if told <= self.longest else told - self.longest
+    def in_given(self, told: int) -> int:
+        """How many tokens a match in given texts has that is told as this; 0: it is the text's
+        own.
+        """
+        return max(told - self.longest, 0)
 
     def source(self) -> TextSource:
         """For a new text."""

@@ -106,4 +106,6 @@ class TextDrafter(Drafter):
     def _wanted(self, matched: int) -> int:
         if self._length is None:
             return self.max_nodes
-        return self._length(self._lookup.length(matched))
+        # no more tokens of other texts than were matched: longer drafts cost more than they brought
+        there = self._lookup.in_given(matched)
+        return min(there, self.max_nodes) if there else self._length(matched)

@@ -190,8 +190,8 @@ typedef struct {
     int32_t last;                 // the state of the whole text
 } Automaton;
 
-#define GIVEN_LEAST                                                                                \
-    2 // tokens of a match in given texts; decoding/given_texts.py has all three, too
+// Of matches in given texts, in tokens; decoding/given_texts.py has all three, too.
+#define GIVEN_LEAST 2
 #define GIVEN_LONGEST 12
 #define OWN_LEAST 2 // a match of so many tokens in the text itself goes before any in given ones
 

@@ -31,9 +31,9 @@ class JoinedConfig(MethodConfig):
     """
 
     lookup: LookupName | None = None
-    texts: str | None = None
     lookup_least: int = 4
     lookup_tokens: int = 10
+    texts: str | None = None
 
     def check(self) -> None:
         super().check()

@@ -54,13 +54,13 @@ def measure(
     """A row per promise of the accelerator, all on the same prompts of `data`."""
     given, name = engine.accelerators[accelerator], Path(data.rpartition("=")[2]).name
     assert given.folder is not None
+    prompts = prompts_of(engine, data, 1024)[: draws * size]
+    if len(prompts) < draws * size:
+        raise UserError(
+            f"{name} has {len(prompts)} prompts; {draws} draws of {size} need {draws * size}"
+        )
     rows = []
     for promise in promises.read(given.folder):
-        prompts = prompts_of(engine, data, 1024)[: draws * size]
-        if len(prompts) < draws * size:
-            raise UserError(
-                f"{name} has {len(prompts)} prompts; {draws} draws of {size} need {draws * size}"
-            )
         step = find(given.method).make_step(engine.decoder, given, dict(promise.settings))
         stop = engine.stopping(promise.max_new_tokens)
         losses: list[float] = []

@@ -296,10 +296,9 @@ def equal_training_section() -> list[str]:
         "### Equal training",
         "Every trained method from nothing on the same answers, the same steps: "
         f"{tokens / 1e6:.2f}M tokens of the model's own answers to 2,730 questions, 300 steps, one "
-        f"core. {bench['prompts']} MT-Bench prompts, {machine(bench)}, "
-        f"{bench['date'][:10]}; tokens "
-        "per step in brackets. *Held out*: the share of drafted tokens that are the model's, by "
-        "draft step, on answers to 60 other questions.",
+        f"core. {bench['prompts']} MT-Bench prompts, {machine(bench)}, {bench['date'][:10]}; "
+        "tokens per step in brackets. *Held out*: the share of drafted tokens that are the "
+        "model's, by draft step, on answers to 60 other questions.",
         table(
             ("method", "parameters", "minutes", "held out", "alone", "joined (`lookup=sam`)"), lines
         ),
@@ -460,16 +459,22 @@ def judges_section() -> list[str]:
         "of tokens, the surest first, so that so many of all tokens are the full model's. "
         "*accelerated*: the accelerated stream at the gate; *plain*: the model's own residual at "
         "the same layer, read by the same head.",
-        *judges_of(f"exit_judges_{REAL}.json", ""),
+        *judges_of(
+            f"exit_judges_{REAL}.json",
+            "",
+            "multirate answers smollm2 --questions 100 --seed 9 --out answers.jsonl",
+        ),
         *judges_of(
             "exit_judges_three_gates.json",
-            " with three gates (`--option gates=[7,15,22] --option fuse=true`, 60 steps)",
+            " with three gates (`--option gates=[7,15,22] --option fuse=true`, 60 steps of the "
+            "data of recipes/smollm2/equal_training.sh)",
+            "cp runs/equal/heldout.jsonl answers.jsonl",
         ),
     ]
 
 
-def judges_of(name: str, about_it: str) -> list[str]:
-    """The judges of one accelerator."""
+def judges_of(name: str, about_it: str, answers: str) -> list[str]:
+    """The judges of one accelerator. answers: the command that makes answers.jsonl."""
     if not (RESULTS / name).exists():
         return []
     run = load(name)
@@ -491,7 +496,7 @@ def judges_of(name: str, about_it: str) -> list[str]:
             )
             parts.append(table(heads, lines))
     parts.append(
-        "Reproduce with `multirate answers smollm2 --questions 100 --seed 9 --out answers.jsonl; "
+        f"Reproduce with `{answers}; "
         f"python benchmarks/exit_judges.py smollm2 -a {run['accelerator']} --data answers.jsonl`."
     )
     return parts

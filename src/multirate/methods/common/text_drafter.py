@@ -108,4 +108,4 @@ class TextDrafter(Drafter):
             return self.max_nodes
         # no more tokens of other texts than were matched: longer drafts cost more than they brought
         there = self._lookup.in_given(matched)
-        return min(there, self.max_nodes) if there else self._length(matched)
+        return min(there, self._length(there)) if there else self._length(matched)

@@ -107,7 +107,7 @@ class SpecEEExits(DepthPolicy):
     def _passes(self, exit: int, hidden: Tensor, one: _Sequence) -> bool:
         """Whether the predictor trusts the exit of hidden [1, d]."""
         assert one.candidates is not None and self._threshold is not None
-        logits = one.candidates.logits(self._decoder.norm(hidden).float())[0]
+        logits = one.candidates.logits(self._decoder.norm(hidden))[0]
         trust, one.probabilities = self._predictors.trust(
             exit, logits.cpu().numpy(), one.probabilities
         )

@@ -34,6 +34,7 @@ _FIRST_CREDIT = 1.0  # and that a text begins with: it may suit drafts better th
 # then grow with the logarithm of the number of texts)
 _HORIZON = 128  # tokens over which catching up is paid off
 _PACE_MEMORY, _PACE_STEPS = 0.95, 4.0  # of timed steps, and how many the costs count as
+_USUAL_MEMORY, _USUAL_STEPS = 0.99, 20.0  # of the ratio of both kinds' paces
 _RAGGED = 0.12  # tokens of a sequence and step, times the root of the logarithm of how many
 # sequences a batch has (as the largest of so many sums grows): what drafts must bring to pay. The
 # sequences of a batch that accept more end sooner, and the others' steps cost as much without them
@@ -41,6 +42,11 @@ _TRIED_PLAIN = 2  # steps of so many sequences without own drafts, to compare wi
 _LEAST_STREAM = 0.4, 0.7  # of the pace of steps without own drafts, that of those with them at
 # least: of one sequence, as its costs may have been measured while something else ran, and of more
 _DRAFTS = 2.0  # timed drafts that the costs of drafting count as
+_RESTED = 3  # steps without own drafts after which the next with them says little of what they
+# take: it catches up, and what it reads has left the caches
+_SWITCHING = 0.1  # tokens that own drafts may be thought to lose before they rest: coming back from
+# a rest costs as much
+_CATCHING_UP_MEMORY, _CAUGHT_UP = 0.8, 2.0  # of such steps, and how many the first guess counts as
 _DRAFT_RANGE = 20.0  # how many times less or more than the costs drafts may be timed to take
 _DEAREST_LEVEL = 5.0  # what a level may be timed to take beyond the costs, in times of them
 _SLOWEST = 0.3, 6.0  # timed over expected seconds, at least and at most
@@ -114,7 +120,8 @@ class DraftLengthController:
     A method's own drafts, the text's continuation and no draft are compared by what they add to a
     plain step: the tokens that such drafts brought lately (acceptance_statistics.py) less their
     seconds at the present seconds per token. Own drafts that are not worth it are still tried now
-    and then, for a share `_EXPLORED` of the time, so that they can come back.
+    and then, for a share `_EXPLORED` of the time, so that they can come back: in two steps, as the
+    first after a rest takes longer than any that follows.
 
     costs: measured pieces of a step. nodes: of a draft, at most. rates: of the text's
     continuations; None: there are none. expected: acceptance of own drafts by depth as measured
@@ -146,7 +153,12 @@ class DraftLengthController:
         self._prices: dict[int, tuple[np.ndarray, list[float]]] = {}
         # a refreshed row runs through the pieces of a level, without reading weights again
         many = costs.verify_seconds(16) - costs.verify_seconds(8)
-        self._refresh_row = max(many, 0.0) / 8 * min(costs.draft_step / costs.plain_step, 1.0)
+        row = max(many, 0.0) / 8 * min(costs.draft_step / costs.plain_step, 1.0)
+        # rows caught up on after a rest, and their seconds
+        self._caught_up = _CAUGHT_UP * nodes
+        self._catching_up = row * self._caught_up
+        self._rested = _RESTED  # steps without own drafts, last of all
+        self._look_again = False  # at own drafts, as the last were the first after a rest
         # before the first steps: as if speculation halved the time of a token
         self._seconds, self._tokens = costs.plain_step / 2, 1.0
         self._last: float | None = None
@@ -171,6 +183,7 @@ class DraftLengthController:
     def pause(self) -> None:
         """Another generation begins: the time until its first step is not a step's."""
         self._last = None
+        self._rested, self._look_again = _RESTED, False
         self._drafted.begin_text()
         if self._worth_it is not None:
             self._unsuited = 0 if self._worth_it else self._unsuited + 1
@@ -253,7 +266,8 @@ class DraftLengthController:
             lengths, text = [0] * len(matches), 0.0
         stream = self._own_gain([matched for matched, _ in matches])
         refresh = behind * self._refresh_row
-        chosen = stream - refresh / self._per_token / max(1, min(remaining, _HORIZON)) >= text
+        enough = text - (_SWITCHING if self._timed and self._rested == 0 else 0.0)
+        chosen = stream - refresh / self._per_token / max(1, min(remaining, _HORIZON)) >= enough
         self._worth_it = chosen
         # costs are of one sequence: of more, plain steps are timed first, to compare with
         unknown = rests and self._timed and len(matches) > 1
@@ -263,8 +277,9 @@ class DraftLengthController:
             chosen = True
         elif not chosen:
             loss = max(text - stream, 0.0) * self._per_token + refresh
+            again = self._look_again and not any(lengths)
             # a loss beyond all credit is a guess that may be wrong: a try, and the debt is paid off
-            if loss <= self._credit or self._credit >= self._most_credit:
+            if again or loss <= self._credit or self._credit >= self._most_credit:
                 chosen = True
                 self._credit -= loss
         self._step.plan = Plan(True) if chosen else Plan(False, tuple(lengths))
@@ -306,6 +321,17 @@ class DraftLengthController:
         self._timed_drafts = _PACE_MEMORY * self._timed_drafts + seconds
         self._expected_drafts = _PACE_MEMORY * self._expected_drafts + said
 
+    @property
+    def _refresh_row(self) -> float:
+        """Seconds of a row that own drafts catch up on."""
+        return self._catching_up / self._caught_up
+
+    def _observe_catching_up(self, seconds: float, rows: int) -> None:
+        """Catching up on so many rows took so long."""
+        seconds = min(max(seconds, 0.0), 3 * rows * self._refresh_row + self.costs.plain_step)
+        self._catching_up = _CATCHING_UP_MEMORY * self._catching_up + seconds
+        self._caught_up = _CATCHING_UP_MEMORY * self._caught_up + rows
+
     def _lost(self, sequences: int) -> float:
         """Tokens of what drafts of a batch bring that do not make it end sooner."""
         return _RAGGED * sequences * math.sqrt(math.log(sequences))
@@ -331,21 +357,32 @@ class DraftLengthController:
         cumulated = self._row_prices(step.sequences)[1]
         expected = self._plain(step.sequences)
         expected += sum(cumulated[min(nodes, self.nodes)] for nodes in step.nodes)
-        drafting = 0.0
+        drafting = refresh = 0.0
+        after_rest = False
         if step.plan.stream:
-            said = self._drafting(step.levels) + step.refreshed * self._refresh_row
-            # what the stream has put off for longer is read before the draft's time begins
-            alone = step.refreshed <= self.nodes
-            if step.draft_seconds is not None and self._timed and alone:
-                self._observe_draft(step.draft_seconds / self._pace.plain, said)
-            drafting = self._draft_pace * said
+            long = self._rested >= _RESTED or step.refreshed > self.nodes
+            after_rest = self._timed and long
+            refresh = step.refreshed * self._refresh_row
+            # what was put off for long is read before the draft's time begins
+            said = self._drafting(step.levels) + (0.0 if long else refresh)
+            if step.draft_seconds is not None and self._timed:
+                own = step.draft_seconds / self._pace.plain
+                if not after_rest or own < self._draft_pace * said:
+                    self._observe_draft(own, said)
+            drafting = self._draft_pace * (self._drafting(step.levels) + refresh)
         expected += drafting
         usual = (self._pace.stream if step.plan.stream else self._pace.plain) * expected
         # an interruption is not the step's
         seconds = min(seconds, 3 * usual) if self._timed else expected
         self._seconds = _MEMORY * (self._seconds + seconds)
         self._tokens *= _MEMORY
-        self._pace.observe(seconds, expected, drafting if step.plan.stream else None)
+        if not after_rest:
+            self._pace.observe(seconds, expected, drafting if step.plan.stream else None)
+        elif step.refreshed > self.nodes:
+            beyond = seconds / self._pace.stream - (expected - self._draft_pace * refresh)
+            self._observe_catching_up(beyond, step.refreshed)
+        self._look_again = after_rest
+        self._rested = 0 if step.plan.stream else self._rested + 1
         self._credit = min(self._credit + _EXPLORED * seconds, self._most_credit)
 
     def _row_prices(self, sequences: int) -> tuple[np.ndarray, list[float]]:
@@ -375,13 +412,17 @@ class _Paces:
     """What steps of so many sequences are timed to take, over what the costs say: `plain`, those
     without own drafts; `stream`, those with; `level`, the drafting of these.
 
+    A machine's speed changes while steps are of one kind only. What was timed of the other kind
+    therefore fades as these go on, towards what they take times the usual ratio of both.
+
     guess: the first guess of all of them; strength: expected seconds that it counts as.
     """
 
     def __init__(self, guess: tuple[float, float], strength: float, levels: bool) -> None:
         self._strength, self._levels = strength, levels
-        self._guess = np.array(guess)
+        self._guess = np.array(guess, np.float64)
         self._seconds, self._expected = np.zeros(2), np.zeros(2)
+        self._usual = _USUAL_STEPS * strength / _PACE_STEPS * np.array([[1.0, 1.0], guess])
         self._drafting = 0.0  # of the expected seconds of steps with own drafts
         self.plain, self.stream = guess
         self.level = self.plain
@@ -391,18 +432,27 @@ class _Paces:
         """A step was expected to take so many, of them `drafting` for own drafts, if it had any."""
         kind = int(drafting is not None)
         self.plain_steps += not kind
-        self._expected[kind] = _PACE_MEMORY * self._expected[kind] + expected
-        self._seconds[kind] = _PACE_MEMORY * self._seconds[kind] + seconds
-        pace = self._seconds + self._strength * self._guess
-        pace = (pace / (self._expected + self._strength)).clip(*_SLOWEST)
-        self.plain, self.stream = pace.tolist()
+        self._expected *= _PACE_MEMORY
+        self._seconds *= _PACE_MEMORY
+        self._expected[kind] += expected
+        self._seconds[kind] += seconds
+        self._usual[:, kind] = _USUAL_MEMORY * self._usual[:, kind] + (expected, seconds)
+        ratio = self._usual[1] / self._usual[0]
+        ratio /= ratio[kind]
+        # towards what this kind takes now, times the ratio
+        self._guess += (1 - _PACE_MEMORY) * (self._timed()[kind] * ratio - self._guess)
+        self.plain, self.stream = self._timed().clip(*_SLOWEST).tolist()
         self.stream = max(self.stream, _LEAST_STREAM[self._levels] * self.plain)
         self.level = self.plain
-        if drafting is not None:
-            self._drafting = _PACE_MEMORY * self._drafting + drafting
+        self._drafting = _PACE_MEMORY * self._drafting + (drafting or 0.0)
         if self._levels and self._drafting:
-            beyond = (self.stream - self.plain) * self._expected[1] / self._drafting
+            beyond = (self.stream - self.plain) * float(self._expected[1]) / self._drafting
             self.level = self.plain + min(max(beyond, 0.0), _DEAREST_LEVEL * self.plain)
+
+    def _timed(self) -> np.ndarray:
+        """Of steps without and with own drafts, [2], as timed lately and guessed."""
+        seconds = self._seconds + self._strength * self._guess
+        return np.asarray(seconds / (self._expected + self._strength))
 
 
 def convex_slopes(seconds: Sequence[float]) -> np.ndarray:

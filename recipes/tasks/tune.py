@@ -8,6 +8,13 @@ AdamW; the loss is cross-entropy of the answers' tokens and the one that ends th
 and the layers below `--first-layer` stay as they are, which takes a third less time on a processor
 than LoRA in all layers; with `--whole` everything is trained. Resumable: the state is written every
 `--checkpoint-steps`.
+
+With `--exits` it is LayerSkip's tuning (arXiv 2404.16710): the head reads the residual at one of
+these exits, too, in turn, and layers are left out at random, the deeper the more often
+(`--dropout`):
+
+    python recipes/tasks/tune.py --model smollm2 --data runs/equal/own.jsonl --first-layer 0 \
+        --steps 300 --exits 7 --out runs/layerskip/model
 """
 
 from __future__ import annotations
@@ -20,8 +27,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from multirate.hub import load_model
 from multirate.training.data import Batch, BatchPlan, load_samples
 
 STATE = "tuning_state.pt"
@@ -29,11 +36,41 @@ MOST_TOKENS = 768
 """Of a sample; the rest is cut off."""
 
 
-def answer_loss(model: Any, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy of the answers' tokens; the head sees only the rows that predict one."""
-    hidden = model.model(input_ids=batch.ids).last_hidden_state
-    following = torch.roll(batch.ids, -1, 1)
-    return F.cross_entropy(model.lm_head(hidden[batch.mask]), following[batch.mask])
+def answer_loss(model: Any, batch: Batch, exit_layer: int | None = None) -> torch.Tensor:
+    """Mean cross-entropy of the answers' tokens; the head sees only the rows that predict one. With
+    an exit, the mean of that at the end and that after `exit_layer` layers.
+    """
+    taken = model.model(input_ids=batch.ids, output_hidden_states=exit_layer is not None)
+    following = torch.roll(batch.ids, -1, 1)[batch.mask]
+    read = [taken.last_hidden_state[batch.mask]]
+    if exit_layer is not None:
+        read.append(model.model.norm(taken.hidden_states[exit_layer][batch.mask]))
+    losses = [F.cross_entropy(model.lm_head(hidden), following) for hidden in read]
+    return torch.stack(losses).mean()
+
+
+def drop_layers(layers: Any, most: float) -> None:
+    """From now on each layer is left out of a step at random: the first never, the last with
+    probability `most`, between them p = most · (2^(l / (L − 1)) − 1) (LayerSkip's layer dropout, of
+    a batch at once).
+    """
+
+    def hook_of(probability: float) -> Any:
+        def passed_by(_: Any, entering: Any, leaving: Any) -> Any:
+            return entering[0] if torch.rand(()) < probability else leaving
+
+        return passed_by
+
+    for index, layer in enumerate(layers):
+        layer.register_forward_hook(hook_of(most * (2 ** (index / (len(layers) - 1)) - 1)))
+
+
+def exits_of(text: str) -> list[int]:
+    """ "4,7" → [4, 7]."""
+    exits = [int(part) for part in text.split(",")]
+    if min(exits) < 1:
+        raise argparse.ArgumentTypeError("layer counts from 1 on, as 4,7")
+    return exits
 
 
 def rate(step: int, steps: int, peak: float, warmup: int) -> float:
@@ -54,6 +91,10 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--first-layer", type=int, help="default: half of the layers")
     parser.add_argument("--whole", action="store_true", help="embeddings, head and norms, too")
+    parser.add_argument("--exits", type=exits_of, help="LayerSkip: after so many layers, as 4,7")
+    parser.add_argument(
+        "--dropout", type=float, default=0.1, help="of the last layer; with --exits"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--checkpoint-steps", type=int, default=25)
@@ -61,8 +102,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
 
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    loaded = load_model(arguments.model, "float32", "cpu")
+    tokenizer, model = loaded.tokenizer, loaded.model
     layers = model.model.layers
     first = len(layers) // 2 if arguments.first_layer is None else arguments.first_layer
     model.requires_grad_(False)
@@ -81,13 +122,18 @@ def main() -> None:
         optimizer.load_state_dict(state["optimizer"])
         step = int(state["step"])
     model.train()
+    if arguments.exits:
+        if max(arguments.exits) >= len(layers):
+            parser.error(f"--exits {max(arguments.exits)}; accepted: below {len(layers)}")
+        drop_layers(layers, arguments.dropout)
     started, seen = time.monotonic(), 0
     for batch in plan.batches(start=step):
         if step >= arguments.steps:
             break
         for group in optimizer.param_groups:
             group["lr"] = rate(step, arguments.steps, arguments.lr, arguments.steps // 20 + 1)
-        loss = answer_loss(model, batch)
+        exits = arguments.exits
+        loss = answer_loss(model, batch, exits[step % len(exits)] if exits else None)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -347,6 +347,35 @@ def frontier_table(bests: list[dict[str, Any]]) -> str:
     return table(("method", *(f"{quality:.0%}" for quality in qualities)), lines)
 
 
+def layerskip_section() -> list[str]:
+    """LayerSkip on a base that was tuned for it."""
+    path = RESULTS / "layerskip_base.json"
+    if not path.exists():
+        return []
+    run = load(path.name)
+    lines = [
+        (
+            f"`{row['method']}`",
+            "–" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+            f"{row['tokens_per_step']:.2f}",
+            "–" if row["acceptance"] is None else f"{100 * row['acceptance']:.0f}%",
+        )
+        for row in run["rows"]
+    ]
+    return [
+        "### LayerSkip on a base tuned for it",
+        "SmolLM2-135M-Instruct after 50 steps of LayerSkip's tuning for an exit after 7 of its 30 "
+        "layers, 0.1M tokens of its own answers: a model of its own, whose text is not "
+        f"SmolLM2's. {setting(REAL, run)}",
+        table(("method", "speedup", "tokens per step", "accepted"), lines),
+        "Reproduce with `python recipes/tasks/tune.py --model smollm2 --data runs/equal/own.jsonl "
+        "--data runs/equal/train_self.jsonl --first-layer 0 --exits 7 --steps 50 --threads 1 --out "
+        "runs/layerskip/model` and `multirate bench runs/layerskip/model --suite mt_bench --data "
+        "question.jsonl --limit 4 -n 96 --repeats 1 --methods autoregressive,layerskip,"
+        "layerskip:adaptive=true`.",
+    ]
+
+
 def dynamic_section() -> list[str]:
     """Quality against speed, from the one run that measured it."""
     path = RESULTS / f"dynamic_{REAL}.json"
@@ -364,6 +393,7 @@ def dynamic_section() -> list[str]:
                 f"{row['tokens_per_step']:.2f}",
                 f"{100 * kept:.1f}%" if kept is not None else "–",
                 f"{row['perplexity']:.2f}" if row.get("perplexity") else "–",
+                f"{100 * row['repeats']:.0f}%",
             )
         )
     trained = [
@@ -375,14 +405,19 @@ def dynamic_section() -> list[str]:
         setting(REAL, run),
         "Lossy, but for the rows without a threshold. *Kept*: the share of an answer's tokens that "
         "are what the full model says after the same text, the mean over the prompts. The fastest "
-        "setting of each method that keeps so much (in brackets: what it kept):",
+        "setting of each method that keeps so much (in brackets: what it kept) and whose answers "
+        "do not run into loops, which the full model would go on with, too:",
         frontier_table(run["frontier"]),
         f"Trained: {', '.join(trained)}. Those of 0.1M and 0.2M tokens saw the same answers in the "
         "same 100 steps of 2,048 tokens at most, one core each; `m2r2-carry-equal` is `m2r2-carry` "
         "of that budget.",
         "Reproduce with `bash recipes/smollm2/dynamic_rivals.sh DATA runs/dynamic`. All settings "
-        "(*perplexity*: of the answers, under the full model):",
-        table(("method", "tokens/s", "speedup", "tokens per step", "kept", "perplexity"), lines),
+        "(*perplexity*: of the answers, under the full model; *repeats*: the share of the answers' "
+        "tokens that only repeat what stands right before, for the third time or more):",
+        table(
+            ("method", "tokens/s", "speedup", "tokens per step", "kept", "perplexity", "repeats"),
+            lines,
+        ),
     ]
 
 
@@ -539,6 +574,7 @@ def page() -> str:
         f"Trained: {training(REAL)}. {reproduce(REAL, bench)}",
         *suites_section(),
         *equal_training_section(),
+        *layerskip_section(),
         *dynamic_section(),
         *tasks_section(),
         *promises_section(),

@@ -32,4 +32,4 @@ for method in ${METHODS:-lite deed calm-classifier specee free mixture_of_depths
         --tokens-per-batch 2048 --warmup-steps 10 --threads 1 "${options[@]}"
 done
 multirate bench "$MODEL" "${folders[@]}" --no-tuned --suite mt_bench --data "$QUESTIONS" --limit 3 \
-    -n 96 --repeats 1 --methods dynamic --json "$OUT/dynamic.json"
+    -n 96 --points 4 --repeats 1 --methods dynamic --json "$OUT/dynamic.json"

@@ -50,6 +50,16 @@ def test_the_best_of_each_method_at_each_quality() -> None:
     assert not frontier.frontier([row("three:dial=[0.5]", 9.0, 0.5)])
 
 
+def test_answers_that_loop_do_not_count_unless_a_task_scores_them() -> None:
+    rows = [row("autoregressive", 1.0), row("one:dial=[0.5]", 2.5, 0.97)]
+    rows[0].repeats, rows[1].repeats = 0.02, 0.06
+    assert len(frontier.frontier(rows, [0.95])) == 2
+    rows[1].repeats = 0.5
+    assert [best.method for best in frontier.frontier(rows, [0.95])] == ["autoregressive"]
+    rows[0].score_kept, rows[1].score_kept = 1.0, 0.99
+    assert len(frontier.frontier(rows, [0.95])) == 2
+
+
 def test_on_a_task_quality_is_the_share_of_its_score() -> None:
     rows = [row("autoregressive", 1.0), row("one:dial=[0.5]", 2.5, 0.4)]
     rows[0].score_kept, rows[1].score_kept = 1.0, 0.991

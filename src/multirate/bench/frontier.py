@@ -2,7 +2,8 @@
 
 A dynamic mode is measured at several settings of its one dial in the same run (`settings_of`), the
 lossless method beside them; the quality is the one that a run measured (`Row.quality`), not the one
-that was promised.
+that was promised. Settings whose answers run into loops do not count: the full model would go on
+with a loop, too, so that they look good.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from multirate.methods import spec
 from multirate.methods.spec import PLAIN, DynamicMode
 
 QUALITIES = (0.99, 0.95, 0.9)
+REPEATED = 0.05
+"""Of the answers' tokens, more than of plain decoding's, that may only repeat what stands right
+before (`Row.repeats`)."""
 POINTS = 6
 """Thresholds measured of each method, spread over its path, unless told otherwise."""
 
@@ -80,8 +84,10 @@ def _along(name: str, mode: DynamicMode, module: Any, points: int) -> list[str]:
 
 def frontier(rows: Sequence[Row], qualities: Sequence[float] = QUALITIES) -> list[Best]:
     """For each method, in the rows' order, its best at each quality that it reaches. Rows without a
-    speedup (wrong answers) and lossy ones whose quality was not measured do not count.
+    speedup (wrong answers) and lossy ones whose quality was not measured do not count, nor do those
+    whose answers loop (`REPEATED`), unless their quality is a task's score, which sees it.
     """
+    most = REPEATED + next((row.repeats for row in rows if row.method == PLAIN), 0.0)
     methods = dict.fromkeys(row.method.partition(":")[0] for row in rows)
     found = []
     for method in methods:
@@ -91,6 +97,8 @@ def frontier(rows: Sequence[Row], qualities: Sequence[float] = QUALITIES) -> lis
             for row in own:
                 kept = row.quality
                 if kept is None or kept < quality or row.speedup is None:
+                    continue
+                if not row.lossless and row.score_kept is None and row.repeats > most:
                     continue
                 if best is None or row.speedup > best.speedup:
                     best = Best(method, quality, row.method, kept, row.speedup, row.lossless)

@@ -64,6 +64,8 @@ def identity(row: Row) -> str:
             parts.append(f"{100 * row.kept:.2f}% kept")
         if row.perplexity is not None:
             parts.append(f"perplexity {row.perplexity:.2f}")
+        if row.repeats >= 0.005:
+            parts.append(f"{100 * row.repeats:.0f}% repeats")
         if row.score_kept is not None:
             parts.append(f"{100 * row.score_kept:.1f}% of score")
         return "\n".join(parts)

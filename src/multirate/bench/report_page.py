@@ -109,7 +109,9 @@ def _answers(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
         kept = row.get("kept")
         if kept is None:
             return "lossy"
-        return f"lossy, {100 * kept:.1f}% of tokens kept, perplexity {row['perplexity']:.2f}"
+        said = f"lossy, {100 * kept:.1f}% of tokens kept, perplexity {row['perplexity']:.2f}"
+        repeats = row.get("repeats", 0.0)
+        return said if repeats < 0.005 else f"{said}, {100 * repeats:.0f}% only repeat"
     parts = [f"{row['identical']} of {content['prompts']} identical"]
     parts += [f"{row['near_ties']} near-ties"] if row["near_ties"] else []
     parts += [f"{row['diverged']} WRONG"] if row["diverged"] else []

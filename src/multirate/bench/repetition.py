@@ -1,0 +1,34 @@
+"""How much of an answer only repeats what stands right before it. [ours]
+
+A model that says "and, and, and" agrees with the full model, which would go on so after the same
+text, and its drafts are always right: quality and speed of such an answer say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+LONGEST_PERIOD = 16
+COPIES = 3
+"""Of the same tokens side by side, from which on they are a loop: a list's or a table's two alike
+lines are none."""
+
+
+def looping(tokens: Sequence[int]) -> int:
+    """How many of the tokens belong to the third or a later copy of what stands right before."""
+    x = np.asarray(tokens)
+    found = np.zeros(len(x), bool)
+    for period in range(1, min(LONGEST_PERIOD, len(x) // COPIES) + 1):
+        same, run = x[period:] == x[:-period], 0
+        for place, equal in enumerate(same.tolist(), start=period):
+            run = run + 1 if equal else 0
+            if run > (COPIES - 2) * period:
+                found[place] = True
+    return int(found.sum())
+
+
+def share_looping(answers: Sequence[Sequence[int]]) -> float:
+    """Of all the answers' tokens; 0 where there are none."""
+    return sum(map(looping, answers)) / max(1, sum(map(len, answers)))

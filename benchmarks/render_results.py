@@ -408,7 +408,7 @@ def dynamic_section() -> list[str]:
         "setting of each method that keeps so much (in brackets: what it kept) and whose answers "
         "do not run into loops, which the full model would go on with, too:",
         frontier_table(run["frontier"]),
-        f"Trained: {', '.join(trained)}. Those of 0.1M and 0.2M tokens saw the same answers in the "
+        f"Trained: {', '.join(trained)}. Those of 0.2M tokens saw the same answers in the "
         "same 100 steps of 2,048 tokens at most, one core each; `m2r2-carry-equal` is `m2r2-carry` "
         "of that budget.",
         "Reproduce with `bash recipes/smollm2/dynamic_rivals.sh DATA runs/dynamic`. All settings "

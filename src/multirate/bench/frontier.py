@@ -113,6 +113,9 @@ def table(bests: Sequence[Best], measure: str = "tokens that are the full model'
     result = Table(
         title=f"Fastest at a share of full quality ({measure})",
         title_justify="left",
+        caption=f"Not counted: settings of whose answers' tokens over {REPEATED:.0%} more than of "
+        "plain decoding's only repeat what stands right before, unless a task scores them.",
+        caption_justify="left",
         pad_edge=False,
     )
     result.add_column("method", overflow="fold", max_width=14)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-
-FILE = Path(__file__).resolve().parent.parent / "benchmarks" / "exit_judges.py"
+from script_file import load_script
 
 
 @pytest.fixture(scope="module")
 def judges() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("exit_judges", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/exit_judges.py")
 
 
 def test_the_surest_leave_first_as_long_as_enough_is_kept(judges: ModuleType) -> None:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from script_file import load_script
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multirate.training.data import Batch
 
-FILE = Path(__file__).resolve().parent.parent / "recipes" / "tasks" / "tune.py"
-
 
 @pytest.fixture(scope="module")
 def tune() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tune", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("recipes/tasks/tune.py")
 
 
 @pytest.fixture

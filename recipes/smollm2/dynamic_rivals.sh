@@ -9,27 +9,21 @@
 # command goes on.
 set -euo pipefail
 DATA=$1 OUT=$2 MODEL=${MODEL:-smollm2} QUESTIONS=${QUESTIONS:-question.jsonl}
-EQUAL=${EQUAL:-runs/equal}
-[ -f "$EQUAL/heldout.jsonl" ] || bash "$(dirname "$0")/equal_training.sh" "$DATA" "$EQUAL"
+EQUAL=${EQUAL:-runs/equal} HERE=$(dirname "$0")
+. "$HERE/train_equally.sh"
+[ -f "$EQUAL/heldout.jsonl" ] || bash "$HERE/equal_training.sh" "$DATA" "$EQUAL"
 mkdir -p "$OUT"
 folders=()
 for method in ${METHODS:-lite deed calm-classifier specee free mixture_of_depths m2r2-carry}; do
     case $method in
         calm-classifier | mixture_of_depths) options=(--lr 0.001) ;;
-        m2r2-carry)
-            options=(--lr 0.002 --option draft_vocab=12288 --option unroll_steps=3)
-            options+=(--option "taps=[8,15,22]" --option feature_weight=10 --option noise=0.2)
-            ;;
+        m2r2-carry) options=("${M2R2_CARRY[@]}") ;;
         *) options=(--lr 0.001 --option draft_vocab=12288) ;;
     esac
     name=$method
     [ "$method" = m2r2-carry ] && name=m2r2-carry-equal
     folders+=(-a "$name=$OUT/$method")
-    [ -f "$OUT/$method/accelerator.json" ] && [ ! -f "$OUT/$method/training_state.pt" ] && continue
-    multirate train "$MODEL" --data "$EQUAL/train_self.jsonl" --data "$EQUAL/own.jsonl" \
-        --data "$EQUAL/long.jsonl" --max-length 1024 --heldout-files "$EQUAL/heldout.jsonl" \
-        --out "$OUT/$method" --method "$method" --teacher-states "$EQUAL/states" --steps 100 \
-        --tokens-per-batch 2048 --warmup-steps 10 --threads 1 "${options[@]}"
+    train_equally "$method" "$OUT/$method" 100 10 "${options[@]}"
 done
 multirate bench "$MODEL" "${folders[@]}" --no-tuned --suite mt_bench --data "$QUESTIONS" --limit 3 \
     -n 96 --points 4 --repeats 1 --methods dynamic --json "$OUT/dynamic.json"

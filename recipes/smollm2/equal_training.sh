@@ -10,7 +10,8 @@
 # method's paper adds.
 set -euo pipefail
 DATA=$1 OUT=$2 MODEL=${MODEL:-smollm2} QUESTIONS=${QUESTIONS:-question.jsonl}
-HERE=$(dirname "$0")
+HERE=$(dirname "$0") EQUAL=$OUT
+. "$HERE/train_equally.sh"
 mkdir -p "$OUT"
 [ -f "$OUT/questions.jsonl" ] || python "$HERE/questions.py" --data "$DATA" --out "$OUT/questions.jsonl"
 head -n 1000 "$OUT/questions.jsonl" > "$OUT/asked.jsonl"
@@ -27,18 +28,11 @@ for method in ${METHODS:-kangaroo medusa hydra eagle eagle3 m2r2-carry}; do
     case $method in
         kangaroo) options=(--lr 0.03 --option draft_vocab=12288) ;;
         medusa) options=(--lr 0.01) ;;
-        m2r2-carry)
-            options=(--lr 0.002 --option draft_vocab=12288 --option unroll_steps=3)
-            options+=(--option "taps=[8,15,22]" --option feature_weight=10 --option noise=0.2)
-            ;;
+        m2r2-carry) options=("${M2R2_CARRY[@]}") ;;
         *) options=(--lr 0.002 --option draft_vocab=12288) ;;
     esac
     folders+=(-a "$method=$OUT/$method")
-    [ -f "$OUT/$method/accelerator.json" ] && [ ! -f "$OUT/$method/training_state.pt" ] && continue
-    multirate train "$MODEL" --data "$OUT/train_self.jsonl" --data "$OUT/own.jsonl" \
-        --data "$OUT/long.jsonl" --max-length 1024 --heldout-files "$OUT/heldout.jsonl" \
-        --out "$OUT/$method" --method "$method" --teacher-states "$OUT/states" --steps 300 \
-        --tokens-per-batch 2048 --warmup-steps 20 --threads 1 "${options[@]}"
+    train_equally "$method" "$OUT/$method" 300 20 "${options[@]}"
 done
 multirate bench "$MODEL" "${folders[@]}" --no-tuned --suite mt_bench --data "$QUESTIONS" --limit 8 \
     -n 128 --repeats 1 --json "$OUT/equal_training.json" --methods \

@@ -360,16 +360,15 @@ class DraftLengthController:
         drafting = refresh = 0.0
         after_rest = False
         if step.plan.stream:
-            long = self._rested >= _RESTED or step.refreshed > self.nodes
-            after_rest = self._timed and long
-            refresh = step.refreshed * self._refresh_row
-            # what was put off for long is read before the draft's time begins
-            said = self._drafting(step.levels) + (0.0 if long else refresh)
+            after_rest = self._timed and (self._rested >= _RESTED or step.refreshed > self.nodes)
+            own, refresh = self._drafting(step.levels), step.refreshed * self._refresh_row
             if step.draft_seconds is not None and self._timed:
-                own = step.draft_seconds / self._pace.plain
-                if not after_rest or own < self._draft_pace * said:
-                    self._observe_draft(own, said)
-            drafting = self._draft_pace * (self._drafting(step.levels) + refresh)
+                seconds_of_draft = step.draft_seconds / self._pace.plain
+                # what was put off for long is read before the draft's time begins
+                said = own if after_rest else own + refresh
+                if not after_rest or seconds_of_draft < self._draft_pace * said:
+                    self._observe_draft(seconds_of_draft, said)
+            drafting = self._draft_pace * (own + refresh)
         expected += drafting
         usual = (self._pace.stream if step.plan.stream else self._pace.plain) * expected
         # an interruption is not the step's
@@ -440,8 +439,8 @@ class _Paces:
         ratio = self._usual[1] / self._usual[0]
         ratio /= ratio[kind]
         # towards what this kind takes now, times the ratio
-        self._guess += (1 - _PACE_MEMORY) * (self._timed()[kind] * ratio - self._guess)
-        self.plain, self.stream = self._timed().clip(*_SLOWEST).tolist()
+        self._guess += (1 - _PACE_MEMORY) * (self._estimates()[kind] * ratio - self._guess)
+        self.plain, self.stream = self._estimates().clip(*_SLOWEST).tolist()
         self.stream = max(self.stream, _LEAST_STREAM[self._levels] * self.plain)
         self.level = self.plain
         self._drafting = _PACE_MEMORY * self._drafting + (drafting or 0.0)
@@ -449,7 +448,7 @@ class _Paces:
             beyond = (self.stream - self.plain) * float(self._expected[1]) / self._drafting
             self.level = self.plain + min(max(beyond, 0.0), _DEAREST_LEVEL * self.plain)
 
-    def _timed(self) -> np.ndarray:
+    def _estimates(self) -> np.ndarray:
         """Of steps without and with own drafts, [2], as timed lately and guessed."""
         seconds = self._seconds + self._strength * self._guess
         return np.asarray(seconds / (self._expected + self._strength))

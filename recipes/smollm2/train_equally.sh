@@ -1,0 +1,20 @@
+# Sourced by equal_training.sh and dynamic_rivals.sh: one training of an equal budget on the answers
+# and states in EQUAL.
+#
+#   train_equally METHOD FOLDER STEPS WARMUP OPTIONS...
+#
+# A finished one is left as it is, an interrupted one goes on.
+
+# what m2r2-carry is trained with in both
+M2R2_CARRY=(--lr 0.002 --option draft_vocab=12288 --option unroll_steps=3)
+M2R2_CARRY+=(--option "taps=[8,15,22]" --option feature_weight=10 --option noise=0.2)
+
+train_equally() {
+    local method=$1 folder=$2 steps=$3 warmup=$4
+    shift 4
+    [ -f "$folder/accelerator.json" ] && [ ! -f "$folder/training_state.pt" ] && return
+    multirate train "$MODEL" --data "$EQUAL/train_self.jsonl" --data "$EQUAL/own.jsonl" \
+        --data "$EQUAL/long.jsonl" --max-length 1024 --heldout-files "$EQUAL/heldout.jsonl" \
+        --out "$folder" --method "$method" --teacher-states "$EQUAL/states" --steps "$steps" \
+        --tokens-per-batch 2048 --warmup-steps "$warmup" --threads 1 "$@"
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from multirate.calibration import calibrate as calibration
 from multirate.calibration import measure
 from multirate.calibration.calibrate import calibrate, check_promise
 from multirate.calibration.measure import Measured, answers, full_model_on, read_prompts
-from multirate.calibration.promise import store
+from multirate.calibration.promise import Promise, store
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
@@ -176,6 +177,39 @@ def test_a_promise_is_made_stored_and_kept(model: Any, tmp_path: Path, method: s
         ),
     )
     assert called[0, 4:].tolist() == out.sequences[0]
+
+
+def test_a_threshold_whose_answers_loop_is_not_promised(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = multirate.attach(model, accelerator(model, tmp_path / "acc"), backend="hf")
+    path = find("m2r2-carry").dynamic.path  # type: ignore[union-attr]
+
+    def promised(looping: dict[float, int]) -> Promise:
+        """looping: by threshold, of the tokens of each answer."""
+
+        def some_loop(*args: Any, threshold: float | None = None, **more: Any) -> Any:
+            threshold = args[5] if threshold is None else threshold
+            for one in answers(*args, **more):
+                yield replace(one, looping=looping.get(threshold, 0))
+
+        monkeypatch.setattr(calibration, "answers", some_loop)
+        return calibrate(
+            engine.decoder,
+            engine.accelerators["m2r2-carry"],
+            PROMPTS,
+            fingerprint(model),
+            quality=0.7,
+            stop=STOP,
+        )
+
+    free = promised({})
+    assert not free.looped and len(free.tried) > 3
+    made = promised({path[2]: 3})
+    assert made.looped and made.tried == free.tried[:3]
+    assert made.settings["exit_thresholds"] == [path[1]]
+    # where the model's own answers loop as much, it is not the threshold's doing
+    assert promised(dict.fromkeys(path, 3)) == free
 
 
 def test_fewer_thresholds_are_spread_over_the_path(model: Any, tmp_path: Path) -> None:

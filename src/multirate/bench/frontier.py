@@ -15,15 +15,13 @@ from typing import Any
 from rich.table import Table
 
 from multirate.bench.runner import Row
+from multirate.calibration.repetition import MOST_LOOPING
 from multirate.engine import Engine
 from multirate.errors import UserError
 from multirate.methods import spec
 from multirate.methods.spec import PLAIN, DynamicMode
 
 QUALITIES = (0.99, 0.95, 0.9)
-REPEATED = 0.05
-"""Of the answers' tokens, more than of plain decoding's, that may only repeat what stands right
-before (`Row.repeats`)."""
 POINTS = 6
 """Thresholds measured of each method, spread over its path, unless told otherwise."""
 
@@ -85,9 +83,9 @@ def _along(name: str, mode: DynamicMode, module: Any, points: int) -> list[str]:
 def frontier(rows: Sequence[Row], qualities: Sequence[float] = QUALITIES) -> list[Best]:
     """For each method, in the rows' order, its best at each quality that it reaches. Rows without a
     speedup (wrong answers) and lossy ones whose quality was not measured do not count, nor do those
-    whose answers loop (`REPEATED`), unless their quality is a task's score, which sees it.
+    whose answers loop (`MOST_LOOPING`), unless their quality is a task's score, which sees it.
     """
-    most = REPEATED + next((row.repeats for row in rows if row.method == PLAIN), 0.0)
+    most = MOST_LOOPING + next((row.repeats for row in rows if row.method == PLAIN), 0.0)
     methods = dict.fromkeys(row.method.partition(":")[0] for row in rows)
     found = []
     for method in methods:
@@ -113,8 +111,8 @@ def table(bests: Sequence[Best], measure: str = "tokens that are the full model'
     result = Table(
         title=f"Fastest at a share of full quality ({measure})",
         title_justify="left",
-        caption=f"Not counted: settings of whose answers' tokens over {REPEATED:.0%} more than of "
-        "plain decoding's only repeat what stands right before, unless a task scores them.",
+        caption=f"Not counted: settings of whose answers' tokens over {MOST_LOOPING:.0%} more than "
+        "of plain decoding's only repeat what stands right before, unless a task scores them.",
         caption_justify="left",
         pad_edge=False,
     )

@@ -14,8 +14,8 @@ from typing import Any
 
 from multirate.bench.divergence import Divergence, Judge
 from multirate.bench.prompts import Prompt
-from multirate.bench.repetition import share_looping
 from multirate.calibration.measure import Verdict
+from multirate.calibration.repetition import share_in_loops
 from multirate.methods.spec import PLAIN
 
 BASELINES = ("generate", PLAIN)
@@ -110,8 +110,8 @@ class Row:
     lossy one, is its quality: the share of its answers' tokens that are what the full model says
     after the same text, the mean over the prompts; `perplexity`, of PLAIN and lossy ones, is that
     of the answers under the full model; `repeats`, the share of the answers' tokens that only
-    repeat what stands right before (repetition.py). `scores`, of a suite that is a task, are its
-    answers' scores, and `score_kept` the share of PLAIN's that they keep.
+    repeat what stands right before (calibration/repetition.py). `scores`, of a suite that is a
+    task, are its answers' scores, and `score_kept` the share of PLAIN's that they keep.
     `decode_tokens_per_second` is without the prefills, None where they are not told apart;
     `prefill_seconds` is what these took in the repeat of `seconds`, and `steps` the target passes
     of that repeat. `tried_at` and `accepted_at` count drafted tokens by their place in a draft,
@@ -395,7 +395,7 @@ def _row(
         tried_at=_summed(answer.tried_at for answer in answers),
         accepted_at=_summed(answer.accepted_at for answer in answers),
         categories=_rates_of_categories(name, repeats[middle], prompts),
-        repeats=share_looping([taken[name].answer.tokens for taken in repeats[0]]),
+        repeats=share_in_loops([taken[name].answer.tokens for taken in repeats[0]]),
     )
 
 

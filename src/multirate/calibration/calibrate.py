@@ -8,6 +8,7 @@ from typing import Any
 from multirate.calibration import risk
 from multirate.calibration.measure import Measured, answers
 from multirate.calibration.promise import Promise, check_quality
+from multirate.calibration.repetition import MOST_LOOPING
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods.spec import DynamicMode, MethodSpec, dynamic_methods, find
@@ -70,8 +71,9 @@ def calibrate(
     as earlier calls with the same arguments but quality and confidence left them; they are not
     decoded again, and the new ones are added. tries: how many thresholds of the method's path,
     spread evenly; None: all.
-    Raises UserError for an accelerator that cannot leave early and for data too small for the
-    promise.
+    A threshold whose answers run into loops is not promised, whatever they keep: the full model
+    would go on with a loop, too. Raises UserError for an accelerator that cannot leave early and
+    for data too small for the promise.
     """
     method = find(accelerator.method)
     mode = dynamic_mode(method)
@@ -96,7 +98,16 @@ def calibrate(
                 progress(threshold, len(seen), len(prompts))
             yield one.loss
 
-    tested = risk.try_in_order(mode.along(tries), losses, len(prompts), 1 - quality, confidence)
+    path = mode.along(tries)
+    looped: list[float] = []
+
+    def sound(threshold: float) -> bool:
+        """Its answers do not loop more than those of the most cautious one."""
+        if _looping(measured[threshold]) > MOST_LOOPING + _looping(measured[path[0]]):
+            looped.append(threshold)
+        return not looped
+
+    tested = risk.try_in_order(path, losses, len(prompts), 1 - quality, confidence, sound)
     held = [one for one in tested if one.holds]
     best = held[-1] if held else None
     seen = measured[best.threshold] if best is not None else []
@@ -118,4 +129,10 @@ def calibrate(
         leaves_early=best is not None,
         data=tuple(data),
         tried=tuple((one.threshold, one.mean) for one in tested),
+        looped=bool(looped),
     )
+
+
+def _looping(answered: Sequence[Measured]) -> float:
+    """The share of the answers' tokens that are in loops."""
+    return sum(one.looping for one in answered) / max(1, sum(one.tokens for one in answered))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from multirate.calibration.repetition import in_loops
 from multirate.decoding.loop import generate
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
@@ -25,12 +26,14 @@ from multirate.training.data import prompt_of, read_conversations, render_prompt
 @dataclass(frozen=True)
 class Measured:
     """One answer: its tokens, and how many are not the full model's after the same text. refused:
-    with any threshold above this and up to its own it is the same; None: unknown.
+    with any threshold above this and up to its own it is the same; None: unknown. looping: tokens
+    that only repeat what stands right before (repetition.py).
     """
 
     tokens: int
     differing: int
     refused: float | None = field(default=None, compare=False)
+    looping: int = field(default=0, compare=False)
 
     @property
     def loss(self) -> float:
@@ -127,4 +130,5 @@ def answers(
         output = generate(decoder, step, part, stop=stop)
         for prompt, tokens in zip(part, output.sequences, strict=True):
             verdict = full_model_on(decoder, prompt, tokens)
-            yield Measured(len(tokens), verdict.differing, output.stats.refused)
+            looping = int(in_loops(tokens).sum())
+            yield Measured(len(tokens), verdict.differing, output.stats.refused, looping)

@@ -27,7 +27,8 @@ class Promise:
     accelerator: the fingerprint of the base's weights, and the checksum of the accelerator's.
     samples: prompts; tokens, differing: of their answers, greedy and of at most `max_new_tokens`;
     loss: their mean share of differing tokens; p_value: of a larger risk than promised. tried: the
-    thresholds tested, and the mean loss of each.
+    thresholds tested, and the mean loss of each. looped: the last of them keeps the quality, and
+    was not promised because its answers run into loops.
     """
 
     quality: float
@@ -45,6 +46,7 @@ class Promise:
     leaves_early: bool = True
     data: tuple[str, ...] = ()
     tried: tuple[tuple[float, float], ...] = field(default=(), repr=False)
+    looped: bool = False
 
     def sentence(self, sampled: bool = False) -> str:
         """What is promised, for the user. sampled: the text is drawn, and not greedy."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,20 @@ def try_in_order(
     samples: int,
     risk: float,
     confidence: float,
+    acceptable: Callable[[float], bool] = lambda threshold: True,
 ) -> list[Tested]:
     """The tests of the path's thresholds, from the most cautious on, up to the first that does not
     hold. The boldest threshold that may be promised is the last that holds.
+
+    acceptable: of a threshold that would hold, whether it is wanted all the same. Ending sooner
+    leaves what was promised before as sure as it was.
     """
     tested: list[Tested] = []
     for threshold in path:
-        tested.append(try_threshold(threshold, losses(threshold), samples, risk, confidence))
-        if not tested[-1].holds:
+        one = try_threshold(threshold, losses(threshold), samples, risk, confidence)
+        if one.holds and not acceptable(threshold):
+            one = replace(one, holds=False)
+        tested.append(one)
+        if not one.holds:
             break
     return tested

@@ -134,5 +134,10 @@ def command(
             path = promises.store(given.folder, made)
             for tried, loss in made.tried:
                 options.note(f"threshold {tried:.4f}: {100 * loss:.2f}% of the tokens differed")
+            if made.looped:
+                options.note(
+                    "the last of them is not promised, as its answers run into loops, which the "
+                    "full model would go on with, too"
+                )
             typer.echo(made.sentence())
     typer.echo(f"{path}")

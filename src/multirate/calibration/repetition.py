@@ -10,14 +10,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+MOST_LOOPING = 0.05
+"""Of lossy answers' tokens, more than of the model's own answers', that may be in loops: where more
+are, quality says nothing."""
 LONGEST_PERIOD = 16
 COPIES = 3
 """Of the same tokens side by side, from which on they are a loop: a list's or a table's two alike
 lines are none."""
 
 
-def looping(tokens: Sequence[int]) -> int:
-    """How many of the tokens belong to the third or a later copy of what stands right before."""
+def in_loops(tokens: Sequence[int]) -> np.ndarray:
+    """bool [n]: the tokens that belong to the third or a later copy of what stands right before."""
     x = np.asarray(tokens)
     found = np.zeros(len(x), bool)
     for period in range(1, min(LONGEST_PERIOD, len(x) // COPIES) + 1):
@@ -26,9 +29,9 @@ def looping(tokens: Sequence[int]) -> int:
             run = run + 1 if equal else 0
             if run > (COPIES - 2) * period:
                 found[place] = True
-    return int(found.sum())
+    return found
 
 
-def share_looping(answers: Sequence[Sequence[int]]) -> float:
+def share_in_loops(answers: Sequence[Sequence[int]]) -> float:
     """Of all the answers' tokens; 0 where there are none."""
-    return sum(map(looping, answers)) / max(1, sum(map(len, answers)))
+    return sum(int(in_loops(one).sum()) for one in answers) / max(1, sum(map(len, answers)))

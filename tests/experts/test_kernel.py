@@ -112,17 +112,18 @@ def test_the_same_experts_stay_and_leave(mixture: Any, slots: int | None, evicti
 )
 def test_the_same_experts_are_named(mixture: Any, predictor: str, eviction: str) -> None:
     """What was named ahead of time among what was missing, timely or not, is nearly the same: reads
-    differ in speed.
+    differ in speed. In little memory, so that there are enough of them to compare shares.
     """
     kernel, python = (
-        counts(mixture, 9, one, predictor, eviction=eviction, prefetch_threshold=0.0, depth=1)
+        counts(mixture, 5, one, predictor, eviction=eviction, prefetch_threshold=0.0, depth=1)
         for one in (True, False)
     )
-    assert kernel.uses == python.uses and (kernel.issued > 0 or predictor == "popularity")
+    assert kernel.uses == python.uses
     if predictor == "popularity":
         return  # few reads, and of experts used equally often each takes its own
-    assert kernel.recall == pytest.approx(python.recall, abs=0.12)
-    assert kernel.precision == pytest.approx(python.precision, abs=0.12)
+    assert kernel.issued - kernel.cancelled > 40
+    assert kernel.recall == pytest.approx(python.recall, abs=0.1)
+    assert kernel.precision == pytest.approx(python.precision, abs=0.1)
 
 
 def test_an_oracle_is_never_wrong(mixture: Any) -> None:

@@ -16,7 +16,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDeco
 from multirate.errors import UserError
 from multirate.integration.caller import argument_of_generate
 from multirate.integration.engines import engine_of
-from multirate.integration.settings import Request, Unsupported, read_request
+from multirate.integration.settings import CACHE_NAMES, Request, Unsupported, read_request
 
 if TYPE_CHECKING:
     from multirate.engine import Engine
@@ -236,7 +236,7 @@ class _OwnLoop:
         config = copy.copy(self._config)
         config.return_dict_in_generate = False
         config._mask_length = ids.shape[1]
-        changes = {"attention_mask": mask, "position_ids": positions, "past_key_values": None}
+        changes = {"attention_mask": mask, "position_ids": positions, **dict.fromkeys(CACHE_NAMES)}
         given = {name: value for name, value in changes.items() if name in self._arguments}
         processors = LogitsProcessorList(
             [_of_row(processor, row) for processor in self._processor or []]

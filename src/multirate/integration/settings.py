@@ -16,13 +16,16 @@ from transformers.generation.configuration_utils import GenerationMode
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.stopping import StopSettings
 
+CACHE_NAMES = ("cache", "past_key_values")
+"""What `generate` calls the key/value cache: from transformers 5.24 on, and before."""
+
 # Arguments that describe the same generation to the model's own loop; what they hold is read
 # elsewhere or is no matter.
 _KNOWN_ARGUMENTS = {
     "attention_mask",
     "position_ids",
     "cache_position",
-    "past_key_values",
+    *CACHE_NAMES,
     "use_cache",
     "logits_to_keep",
     "synced_gpus",
@@ -75,11 +78,12 @@ def read_request(
             raise Unsupported(f"the argument {name}")
     if arguments.get("synced_gpus"):
         raise Unsupported("synced_gpus")
-    cache = arguments.get("past_key_values")
-    if cache is not None and (
-        cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)
-    ):
-        raise Unsupported("filling your own past_key_values")
+    for name in CACHE_NAMES:
+        cache = arguments.get(name)
+        if cache is not None and (
+            cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)
+        ):
+            raise Unsupported(f"filling your own {name}")
     mask = _mask(input_ids, arguments.get("attention_mask"), arguments.get("position_ids"))
     prompts = [row[keep].tolist() for row, keep in zip(input_ids.cpu(), mask, strict=True)]
     if not all(prompts):

@@ -29,7 +29,7 @@ _LAYER_ARGUMENTS = {
     "position_embeddings",
     "use_cache",
 }
-_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "layer_past")
 _OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense")
 _UP_NAMES = ("up_proj", "c_fc", "fc1", "dense_h_to_4h")
 _DOWN_NAMES = ("down_proj", "c_proj", "fc2", "dense_4h_to_h")

@@ -30,6 +30,27 @@ def dequantised(integers: Tensor, units: Tensor) -> Tensor:
     return integers.double() * units.double()[:, None]
 
 
+def dequantised_by_block(integers: Tensor, units: Tensor) -> Tensor:
+    """What integer weights [out, in] with units [out, blocks] of 32 inputs each stand for."""
+    each = units.double().repeat_interleave(32, dim=1)[:, : integers.shape[1]]
+    return integers.double() * each
+
+
+def rounded_by_block(x: Tensor, blocks: int, terms: int) -> Tensor:
+    """x [N, in] as the sum of `terms` terms of 127 steps either way, for each 32 inputs."""
+    whole = torch.zeros(len(x), blocks * 32)
+    whole[:, : x.shape[1]] = x
+    rest = whole.view(len(x), blocks, 32)
+    kept = torch.zeros_like(rest, dtype=torch.float64)
+    for _ in range(terms):
+        largest = rest.abs().amax(dim=2, keepdim=True)
+        unit = torch.full_like(largest, 127) / largest  # torch's 127 / x is another number
+        steps = (rest * torch.where(largest > 0, unit, 0)).round()
+        kept += steps.double() * (largest / 127).double()
+        rest = (whole.view_as(rest).double() - kept).float()
+    return kept.view(len(x), -1)[:, : x.shape[1]]
+
+
 def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return x @ a.T @ b.T
 

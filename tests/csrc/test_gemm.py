@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from multirate.model.native import library
-from multirate.model.native.packing import BF16, INT8, WEIGHT_NORM, fixed_point
+from multirate.model.native.packing import (
+    BF16,
+    INT8,
+    W8A8,
+    W8A16,
+    WEIGHT_NORM,
+    bytes_by_block,
+    fixed_point,
+)
 
 from . import reference
 from .harness import bf16_values, linear, randn
@@ -136,3 +144,64 @@ def test_int8_weights(rows: int) -> None:
     assert torch.equal(linear(weight, x[:1], layout=INT8), found[:1])
     close = x.double() @ weight.double().T
     assert (found - close).norm() < 0.02 * close.norm()
+
+
+def byte_products() -> None:
+    if not library.kernel().mr_byte_products():
+        pytest.skip("this variant multiplies no bytes")
+
+
+@pytest.mark.parametrize("layout", [W8A8, W8A16])
+@pytest.mark.parametrize("inputs", [32, 64, 576, 1568])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 12, 13, 25, 61])
+def test_eight_bit_rows_and_weights(rows: int, inputs: int, layout: int) -> None:
+    byte_products()
+    weight, x = bf16_values(130, inputs), bf16_values(rows, inputs, seed=rows)
+    x[0, 3] = 400.0  # no other block loses by an outlier
+    integers, units = bytes_by_block(weight)
+    terms = 2 if layout == W8A16 else 1
+    kept = reference.rounded_by_block(x, units.shape[1], terms)
+    exact = kept @ reference.dequantised_by_block(integers, units).T
+    found = linear(weight, x, layout=layout)
+    assert ((found - exact).norm(dim=1) < 1e-4 * exact.norm(dim=1)).all()
+    close = x.double() @ weight.double().T
+    assert (found - close)[1:].norm() <= 0.015 * close[1:].norm()
+
+
+@pytest.mark.parametrize("layout", [W8A8, W8A16])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_an_eight_bit_rows_bits_do_not_depend_on_its_company(threads: int, layout: int) -> None:
+    byte_products()
+    weight, x = bf16_values(320, 256), randn(71, 256, seed=5)
+    together = linear(weight, x, threads=threads, layout=layout)
+    for count in (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 24, 25):
+        assert torch.equal(linear(weight, x[:count], layout=layout), together[:count])
+    assert torch.equal(linear(weight, x[60:], layout=layout), together[60:])
+
+
+@pytest.mark.parametrize("layout", [W8A8, W8A16])
+def test_eight_bits_of_zeros_extremes_and_what_is_not_finite(layout: int) -> None:
+    byte_products()
+    weight, x = bf16_values(64, 64), randn(5, 64, seed=3)
+    weight[3] = 0
+    x[1] = 0
+    x[2, 40] = torch.nan
+    x[3, 7] = torch.inf
+    x[4] *= 1e12
+    y = linear(weight, x, layout=layout)
+    assert not y[1].any() and not y[[0, 1, 4], 3].any()
+    assert not torch.isfinite(y[2]).any() and not torch.isfinite(y[3]).any()
+    close = x[4].double() @ weight.double().T
+    assert (y[4] - close).norm() <= 0.015 * close.norm()
+
+
+def test_eight_bit_layers_have_bias_and_norm_too() -> None:
+    byte_products()
+    weight, x, norm = bf16_values(130, 256), randn(7, 256, seed=1), randn(256, seed=2)
+    bias, before = randn(130, seed=3), randn(7, 130, seed=4)
+    plain = linear(weight, x, layout=W8A8)
+    assert torch.allclose(linear(weight, x, bias, layout=W8A8), plain + bias, atol=1e-5)
+    assert torch.allclose(linear(weight, x, into=before, layout=W8A8), plain + before, atol=1e-5)
+    normed = reference.rms_norm(x.double(), norm.double(), 1e-5).float()
+    found = linear(weight, x, norm=norm, layout=W8A8)
+    assert (found - linear(weight, normed, layout=W8A8)).norm() <= 0.01 * found.norm()

@@ -5,11 +5,13 @@ base's own text where none does.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from multirate import errors
 from multirate.decoding import draft_length
 from multirate.decoding.dynamic_depth import DynamicDepthStep
 from multirate.decoding.invariants import check_invariants
@@ -22,7 +24,7 @@ from multirate.decoding.session import Session
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
-from multirate.errors import UserError
+from multirate.errors import Notice, UserError
 from multirate.hub import load_model, reference_accelerators
 from multirate.methods.common.teacher import Teacher
 from multirate.methods.m2r2.decode import M2R2Drafter
@@ -35,6 +37,7 @@ from multirate.methods.m2r2.train import M2R2Objective
 from multirate.model.decoder import Decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native import NativeDecoder
+from multirate.model.native.decoder import narrow_weights
 from multirate.training.checkpoint import Accelerator
 
 from .fused_steps import assert_fused_steps_are_steps_in_parts
@@ -396,6 +399,126 @@ def test_kv_are_exact_after_every_fused_step(
         )
         early += out.stats.exits.get(1, 0)
     assert early > 0
+
+
+def with_margin(
+    decoder: Decoder, margin: float, prompts: list[list[int]] = PROMPTS[:1], **more: Any
+) -> GenerationOutput:
+    """Greedy answers of the lossless preset's settings, verified with 8-bit weights first."""
+    if not narrow_weights(decoder):
+        pytest.skip("this processor multiplies no bytes")
+    return run(decoder, carry(), prompts, margin=margin, lookup=3, **more)
+
+
+def plain_text(decoder: Decoder, prompts: list[list[int]], **more: Any) -> list[list[int]]:
+    return generate(decoder, PlainStep(), prompts, stop=STOP, **more).sequences
+
+
+@pytest.mark.parametrize("taps", [(), (2, 3)])
+def test_where_no_margin_is_enough_the_text_is_the_bases(
+    decoders: dict[str, Decoder], taps: tuple[int, ...]
+) -> None:
+    """Every row that is reached runs again, so K/V are those of a fresh prefill, too."""
+    decoder = of(decoders, "native")
+    if not narrow_weights(decoder):
+        pytest.skip("this processor multiplies no bytes")
+    for prompt in PROMPTS:
+        out = run(
+            decoder,
+            carry(taps=taps),
+            [prompt],
+            check=lambda session, step: check_invariants(session, step, atol=1e-3),
+            margin=1e9,
+            lookup=3,
+        )
+        assert out.sequences == plain_text(decoder, [prompt])
+
+
+def test_a_narrow_copy_that_knows_nothing_is_never_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its logits are all the same, so that any margin above 0 asks the model itself."""
+    decoder = NativeDecoder(model_of(LLAMA, torch.bfloat16))
+    if not narrow_weights(decoder):
+        pytest.skip("this processor multiplies no bytes")
+    copy = decoder.narrow()
+    assert copy is not None
+    nothing = copy.owner.linear(torch.zeros_like(decoder.head_weight))
+    monkeypatch.setattr(decoder, "_narrow", replace(copy, head=nothing))
+    expected = plain_text(decoder, PROMPTS[:1])
+    assert with_margin(decoder, 1e-6).sequences == expected
+    assert with_margin(decoder, 0.0).sequences != expected
+
+
+def test_a_narrow_copy_that_is_the_model_needs_no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = NativeDecoder(model_of(LLAMA, torch.bfloat16))
+    if not narrow_weights(decoder):
+        pytest.skip("this processor multiplies no bytes")
+    copy = decoder.narrow()
+    assert copy is not None
+    same = replace(copy, layers=decoder.packed_layers, head=decoder.head)
+    monkeypatch.setattr(decoder, "_narrow", same)
+    assert with_margin(decoder, 0.0).sequences == plain_text(decoder, PROMPTS[:1])
+
+
+def test_only_rows_in_doubt_run_again(decoders: dict[str, Decoder]) -> None:
+    decoder = of(decoders, "native")
+    if not narrow_weights(decoder):
+        pytest.skip("this processor multiplies no bytes")
+    again = {}
+    for margin in (0.0, 0.3, 1e9):
+        settings = M2R2DecodeConfig(margin=margin, lookup=3)
+        drafter, counts, emitted = M2R2Drafter(decoder, carry(), settings), [], []
+        assert not drafter.lossless and drafter.refused is None
+        fused = drafter.fused_step
+
+        def note(*given: Any) -> Any:
+            done = fused(*given)  # noqa: B023
+            counts.append(drafter._fused.again)  # type: ignore[union-attr]  # noqa: B023
+            emitted.append(len(done.tokens))  # noqa: B023
+            return done
+
+        drafter.fused_step = note  # type: ignore[method-assign]
+        generate(decoder, SpeculativeStep(drafter), [PROMPTS[0]], stop=STOP)
+        assert all(count >= tokens for count, tokens in zip(counts, emitted, strict=True)) or (
+            margin < 1e9
+        )
+        again[margin] = sum(counts)
+    assert 0 == again[0.0] < again[0.3] < again[1e9]
+
+
+def test_a_margin_decides_greedy_steps_of_one_sequence_only(decoders: dict[str, Decoder]) -> None:
+    """Batches, drawn tokens and penalties are the model's own, token for token."""
+    decoder = of(decoders, "native")
+    assert with_margin(decoder, 0.0, PROMPTS).sequences == plain_text(decoder, PROMPTS)
+    for sampling in (
+        SAMPLINGS["penalty"],
+        SAMPLINGS["sampled"],
+        SamplingSettings(temperature=0.8, seed=3),
+    ):
+        out = with_margin(decoder, 0.0, sampling=sampling)
+        assert out.sequences == plain_text(decoder, PROMPTS[:1], sampling=sampling)
+
+
+def test_a_text_with_a_margin_depends_on_no_text_before(decoders: dict[str, Decoder]) -> None:
+    decoder = of(decoders, "native")
+    first = with_margin(decoder, 0.05)
+    with_margin(decoder, 0.05, PROMPTS[1:2])
+    again = with_margin(decoder, 0.05)
+    assert first.sequences == again.sequences
+    assert first.stats.sequence_steps == again.stats.sequence_steps
+
+
+def test_a_margin_without_products_of_bytes_is_said_and_lossless(
+    decoders: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_said", set(), raising=False)
+    decoder = decoders["hf"]
+    with pytest.warns(Notice, match="margin=0.5.*all drafts are verified with the model's own"):
+        drafter = M2R2Drafter(decoder, carry(), M2R2DecodeConfig(margin=0.5))
+    assert drafter.lossless
+    with pytest.raises(UserError, match=r"margin=-1 is out of range; accepted: 0 or above"):
+        M2R2DecodeConfig(margin=-1)
 
 
 def test_trusted_tokens_come_on_top_of_the_limits(decoders: dict[str, Decoder]) -> None:

@@ -60,6 +60,7 @@ def calibrate(
     settings: Mapping[str, Any] | None = None,
     measured: dict[float, list[Measured]] | None = None,
     tries: int | None = None,
+    dial: str | None = None,
 ) -> Promise:
     """Answers the prompts at one threshold after another, from the most cautious to the boldest,
     and promises the last that keeps the quality.
@@ -70,13 +71,16 @@ def calibrate(
     the promise is to hold for (exit_score, kv). measured: by threshold, the first prompts' answers
     as earlier calls with the same arguments but quality and confidence left them; they are not
     decoded again, and the new ones are added. tries: how many thresholds of the method's path,
-    spread evenly; None: all.
+    spread evenly; None: all. dial: the name of the one that is turned (DynamicMode.dial). One that
+    changes only single sequences is measured with these, whatever the batch.
     A threshold whose answers run into loops is not promised, whatever they keep: the full model
     would go on with a loop, too. Raises UserError for an accelerator that cannot leave early and
     for data too small for the promise.
     """
     method = find(accelerator.method)
-    mode = dynamic_mode(method)
+    mode = dynamic_mode(method).dial(decoder, accelerator.module, dial)
+    if mode.alone:
+        batch = 1
     check_promise(quality, confidence, len(prompts), ", ".join(data))
     stop = stop or StopSettings()
     measured = {} if measured is None else measured

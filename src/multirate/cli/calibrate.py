@@ -55,6 +55,15 @@ def command(
             show_default=False,
         ),
     ] = None,
+    dial: Annotated[
+        str | None,
+        typer.Option(
+            help="What is turned: score (how sure a gate must be), or margin (how near two tokens "
+            "must be for the model's own weights to decide, in place of 8-bit ones; then the "
+            "score). Default: margin where this machine can.",
+            show_default=False,
+        ),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -91,7 +100,7 @@ def command(
     loaded = options.load(model, dtype, device)
     engine = attach(loaded, backend=backend)
     given = engine.accelerators[engine.add(accelerator)]
-    mode = dynamic_mode(find(given.method))
+    mode = dynamic_mode(find(given.method)).dial(engine.decoder, given.module, dial)
     assert given.folder is not None
     check_writable(given.folder / promises.FILE)
     promises.read(given.folder)  # what cannot be added to is said before an hour's work
@@ -112,7 +121,7 @@ def command(
             nonlocal threshold
             if now != threshold:
                 threshold = now
-                options.note(f"threshold {now:.4f} on {total} prompts")
+                options.note(f"{mode.told(now)} on {total} prompts")
             bar.to(done, total)
 
         for one in qualities:  # the answers of one are the first answers of the next
@@ -130,10 +139,11 @@ def command(
                 settings,
                 measured,
                 tries,
+                dial,
             )
             path = promises.store(given.folder, made)
             for tried, loss in made.tried:
-                options.note(f"threshold {tried:.4f}: {100 * loss:.2f}% of the tokens differed")
+                options.note(f"{mode.told(tried)}: {100 * loss:.2f}% of the tokens differed")
             if made.looped:
                 options.note(
                     "the last of them is not promised, as its answers run into loops, which the "

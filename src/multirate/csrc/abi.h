@@ -26,12 +26,15 @@ typedef uint16_t bf16;
 #define WEIGHTS_BF16 0  // gemm.c draws their layout
 #define WEIGHTS_INT16 1 // fixed_point.c; where mr_integer_products() is 1
 #define WEIGHTS_INT8 2
+#define WEIGHTS_W8A8 3  // w8a8.c; where mr_byte_products() is 1
+#define WEIGHTS_W8A16 4 // the same weights, for rows of two times 8 bits
+#define W8_BLOCK 32     // inputs that share a scale there
 
 // A linear layer y = W x + bias. Outputs come in groups of 64.
 typedef struct {
     const uint32_t *weight;
     const float *bias;       // [outputs] or NULL
-    const float *scale;      // [outputs] of integer weights, else NULL
+    const float *scale;      // [outputs] of integer weights, else NULL; w8a8.c has others
     int32_t inputs, outputs; // outputs is padded to a multiple of 64 by the packer
     int32_t format;          // of the weights
 } Linear;
@@ -161,6 +164,17 @@ typedef struct {
     int32_t nodes;    // so many trusted nodes, at most, come on top of DraftLimits.nodes
 } Trust;
 
+// A copy of the model's weights in 8 bits, which verifies before they do (dynamic mode, lossy).
+typedef struct {
+    const Layer *layers;
+    const Linear *head;
+    float margin;    // a row that is reached, and whose two best logits are less than this apart,
+                     // runs again with the model's own weights
+    float *hidden;   // [nodes + 1, hidden], and …
+    float *features; // … [nodes + 1, taps, hidden], and …
+    float *logits;   // … [nodes + 1, head->outputs] of rows that run again
+} Narrow;
+
 // How far a draft tree grows. Thresholds are of path probability: the product of the draft's
 // probabilities from the last token down to a node, in which trusted tokens count as certain.
 // capacity: nodes + trust->nodes.
@@ -243,6 +257,8 @@ typedef struct {
     Text text;               // tokens NULL: none. Emitted tokens are added
     const Noise *noise;      // of the token after the last one: the target's tokens are drawn with
                              // it. NULL: they are the likeliest
+    const Narrow *narrow; // mr_speculative_step verifies with it where there is no noise; or NULL
+    int32_t again;        // out: rows that ran again after it
 } SpeculativeStep;
 
 // ---- mixtures of experts ------------------------------------------------------------------------
@@ -345,6 +361,7 @@ typedef struct {
 // What this build is.
 int mr_fixed_point(void);      // whether linear layers are best as WEIGHTS_INT16
 int mr_integer_products(void); // whether they may be WEIGHTS_INT16 or WEIGHTS_INT8
+int mr_byte_products(void);    // whether they may be WEIGHTS_W8A8 or WEIGHTS_W8A16
 
 // workspace.c, threads.c. Calls with different workspaces may run side by side.
 typedef struct Workspace Workspace;

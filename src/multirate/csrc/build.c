@@ -5,6 +5,10 @@ int mr_fixed_point(void) {
     return FIXED_POINT;
 }
 
+int mr_byte_products(void) {
+    return BYTE_PRODUCTS;
+}
+
 int mr_integer_products(void) {
     return INTEGER_PRODUCTS;
 }

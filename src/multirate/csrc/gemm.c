@@ -30,6 +30,12 @@ static inline int integer_weights(const Linear *linear) {
 
 void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const element *const *x,
              int rows) {
+#if BYTE_PRODUCTS
+    if (byte_weights(linear)) {
+        prepare_bytes(out, mine, x, rows, linear->inputs, linear->format == WEIGHTS_W8A16 ? 2 : 1);
+        return;
+    }
+#endif
 #if INTEGER_PRODUCTS
     if (integer_weights(linear)) {
         prepare_fixed(out, mine, x, rows, linear->inputs);
@@ -49,6 +55,12 @@ void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const elem
 // tile, without bias. after: the column that the thread reads next.
 static void product(const Linear *linear, int first_of, int last_of, const Operand *x, int part,
                     const uint32_t *after, f16 (*acc)[4]) {
+#if BYTE_PRODUCTS
+    if (byte_weights(linear)) {
+        product_bytes(linear, first_of, last_of, x, part, after, acc);
+        return;
+    }
+#endif
 #if INTEGER_PRODUCTS
     if (integer_weights(linear)) {
         product_fixed(linear, first_of, last_of, x, part, after, acc);

@@ -11,7 +11,8 @@
 // Packed outputs from 16 · column on; of bf16 weights, whole groups.
 static inline const uint32_t *column_of(const Linear *linear, int column) {
     return linear->weight +
-           (size_t)column * linear->inputs * (linear->format == WEIGHTS_INT8 ? 4 : 8);
+           (size_t)column * linear->inputs *
+               (linear->format == WEIGHTS_BF16 || linear->format == WEIGHTS_INT16 ? 8 : 4);
 }
 
 // The first column that thread `thread` of `threads` computes. whole: groups are not parted.
@@ -55,6 +56,18 @@ void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const elem
 void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, int rows, int in);
 // Of columns [first, last) of one group; acc[.][m] is the group's m-th.
 void product_fixed(const Linear *linear, int first, int last, const Operand *x, int tile,
+                   const uint32_t *after, f16 (*acc)[4]);
+#endif
+
+#if BYTE_PRODUCTS
+// w8a8.c: the same for weights and rows of 8 bits.
+static inline int byte_weights(const Linear *linear) {
+    return linear->format == WEIGHTS_W8A8 || linear->format == WEIGHTS_W8A16;
+}
+// terms: of 8 bits, 1 or 2, that a row is the sum of.
+void prepare_bytes(Operand *out, ThreadScratch *mine, const element *const *x, int rows, int in,
+                   int terms);
+void product_bytes(const Linear *linear, int first, int last, const Operand *x, int tile,
                    const uint32_t *after, f16 (*acc)[4]);
 #endif
 

@@ -7,6 +7,32 @@
 
 #include <time.h>
 
+// Who verifies: the model, or its narrow copy.
+typedef struct {
+    const Layer *layers;
+    const Linear *head;
+} Target;
+
+static Target own_weights(const SpeculativeStep *step) {
+    return (Target){step->stream->layers, step->head};
+}
+
+// What verification leaves of rows: [rows, hidden], [rows, taps, hidden], [rows, head->outputs].
+typedef struct {
+    float *hidden, *features, *logits;
+} Verified;
+
+// Rows that the narrow copy has verified: they may have to run again.
+typedef struct {
+    const RowTable *table;
+    int64_t last_token;
+    int64_t known; // bit n: row n has run with the model's own weights
+} Doubtful;
+
+static Verified all_rows(const SpeculativeStep *step) {
+    return (Verified){step->hidden, step->features, step->scratch};
+}
+
 // The target model's token after a node `ahead` levels below the last token, by its row of logits
 // in step->scratch; -1: it is drawn, and the logits are not finite.
 static int64_t target_token(const SpeculativeStep *step, int node, int ahead) {
@@ -31,11 +57,84 @@ static int child_of(const SpeculativeStep *step, int node, int64_t token) {
     return child;
 }
 
+// The most that any logit is above the second largest of a row: 0 where two are the same.
+static float margin_of(const float *logits, int vocab) {
+    int64_t best = argmax_of(logits, vocab);
+    fv second = all(-INFINITY);
+    int i = 0;
+    for (; i + LANES <= vocab; i += LANES) {
+        fv v = load_v(logits + i);
+        if (best >= i && best < i + LANES)
+            v[best - i] = -INFINITY;
+        iv larger = v > second;
+        second = (fv)(((iv)v & larger) | ((iv)second & ~larger));
+    }
+    float most = max_v(second);
+    for (; i < vocab; i++)
+        if (i != best && logits[i] > most)
+            most = logits[i];
+    return logits[best] - most;
+}
+
+// Whether the narrow copy's logits after a node are to be believed.
+static int sure_of(const SpeculativeStep *step, int node) {
+    int vocab = step->stream->shape->vocab;
+    const float *logits = step->scratch + (size_t)node * step->head->outputs;
+    return margin_of(logits, vocab) >= step->narrow->margin;
+}
+
+static void run_rows(Workspace *work, const SpeculativeStep *step, const Target *target,
+                     const Rows *rows, int start, Verified to);
+
+// Before a node's logits are read: where they are not sure, it and all such rows below it run again
+// with the model's own weights.
+static void make_sure(Workspace *work, SpeculativeStep *step, Doubtful *rows_seen, int node) {
+    const RowTable *table = rows_seen->table;
+    const Narrow *narrow = step->narrow;
+    const Shape *shape = step->stream->shape;
+    int stride = step->head->outputs, d = shape->hidden, taps = step->stream->tap_count;
+    if (rows_seen->known >> node & 1 || sure_of(step, node))
+        return;
+    RowTable again;
+    int nodes[MAX_NODES + 1], count = 0;
+    int64_t below = (int64_t)1 << node;
+    for (int n = node; n <= step->drafted; n++) {
+        if (n > node && below >> step->parents[n - 1] & 1)
+            below |= (int64_t)1 << n;
+        if (!(below >> n & 1) || rows_seen->known >> n & 1)
+            continue;
+        if (n > node && sure_of(step, n))
+            continue;
+        int64_t token = n ? step->tokens[n - 1] : rows_seen->last_token;
+        mr_embed(step->stream->table, &token, 1, d, 1.0f, narrow->hidden + (size_t)count * d);
+        set_row(&again, count, step->sequence, table->slot[n], table->pos[n], table->prefix[n],
+                table->tree[n]);
+        rows_seen->known |= (int64_t)1 << n;
+        nodes[count++] = n;
+    }
+    Rows rows = rows_of(&again, 0, count, step->capacity);
+    Target target = own_weights(step);
+    Verified to = {narrow->hidden, narrow->features, narrow->logits};
+    run_rows(work, step, &target, &rows, 0, to);
+    for (int i = 0; i < count; i++) {
+        size_t n = (size_t)nodes[i];
+        memcpy(step->scratch + n * stride, to.logits + (size_t)i * stride,
+               (size_t)stride * sizeof(float));
+        memcpy(step->hidden + n * d, to.hidden + (size_t)i * d, (size_t)d * sizeof(float));
+        if (taps)
+            memcpy(step->features + n * taps * d, to.features + (size_t)i * taps * d,
+                   (size_t)taps * d * sizeof(float));
+    }
+    step->again += count;
+}
+
 // Down from the last token as long as the target model's own token is a child, or a child is
 // trusted (decoding/acceptance.py, Descent): only rows that are reached are read. Fills path, which
 // begins with node 0, and what is emitted after each of its nodes; returns their number, or -1 as
-// target_token. A child comes after its parent.
-static int accepted_path(const SpeculativeStep *step, int64_t *tokens, int32_t *path) {
+// target_token. A child comes after its parent. doubtful: the rows, where step->narrow has
+// verified them; else NULL.
+static int accepted_path(Workspace *work, SpeculativeStep *step, Doubtful *doubtful,
+                         int64_t *tokens, int32_t *path) {
     int length = 0;
     for (int node = 0; node <= step->drafted; length++) {
         path[length] = node;
@@ -43,6 +142,8 @@ static int accepted_path(const SpeculativeStep *step, int64_t *tokens, int32_t *
         if (child <= step->drafted) {
             tokens[length] = step->tokens[child - 1];
         } else {
+            if (doubtful)
+                make_sure(work, step, doubtful, node);
             tokens[length] = target_token(step, node, length);
             if (tokens[length] < 0)
                 return -1;
@@ -144,47 +245,55 @@ void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *pat
                 step->sequence, from, to, count);
 }
 
-// Layers from `start` up to the last tap on the rows of step->hidden, what enters the taps noted.
-// Returns the layer that comes next.
-static int run_taps(Workspace *work, const SpeculativeStep *step, const Rows *rows, int start) {
+// Layers from `start` up to the last tap on rows, what enters the taps noted. Returns the layer
+// that comes next.
+static int run_taps(Workspace *work, const SpeculativeStep *step, const Target *target,
+                    const Rows *rows, int start, Verified to) {
     const Stream *stream = step->stream;
     int d = stream->shape->hidden, taps = stream->tap_count;
     for (int i = 0; i < taps; start = stream->taps[i++]) {
-        mr_layers(work, stream->shape, stream->layers, step->caches, NULL, rows, step->hidden,
-                  start, stream->taps[i]);
+        mr_layers(work, stream->shape, target->layers, step->caches, NULL, rows, to.hidden, start,
+                  stream->taps[i]);
         for (int n = 0; n < rows->count; n++)
-            memcpy(step->features + ((size_t)n * taps + i) * d, step->hidden + (size_t)n * d,
+            memcpy(to.features + ((size_t)n * taps + i) * d, to.hidden + (size_t)n * d,
                    (size_t)d * sizeof(float));
     }
     return start;
 }
 
 // What is carried of the rows takes the place of h_L, or is added to it.
-static void carry_features(Workspace *work, const SpeculativeStep *step, int count) {
+static void carry_features(Workspace *work, const SpeculativeStep *step, int count, Verified to) {
     if (step->stream->tap_count)
-        mr_linear(work, &step->stream->features, step->features, NULL, 0.0f, count, step->hidden,
+        mr_linear(work, &step->stream->features, to.features, NULL, 0.0f, count, to.hidden,
                   step->stream->features_added);
 }
 
-// The target model on the rows that verify step->drafted nodes, from layer `start` on: its logits
-// after each node are left in step->scratch, and what is carried of the nodes in step->hidden.
-static void run_target(Workspace *work, const SpeculativeStep *step, const RowTable *table,
-                       int start) {
+// to.hidden: residuals that enter layer `start` → what is carried of the rows; to.logits: what the
+// target says after each.
+static void run_rows(Workspace *work, const SpeculativeStep *step, const Target *target,
+                     const Rows *rows, int start, Verified to) {
     const Shape *shape = step->stream->shape;
-    int count = step->drafted + 1;
-    Rows rows = rows_of(table, 0, count, step->capacity);
-    start = run_taps(work, step, &rows, start);
-    mr_layers(work, shape, step->stream->layers, step->caches, NULL, &rows, step->hidden, start,
+    start = run_taps(work, step, target, rows, start, to);
+    mr_layers(work, shape, target->layers, step->caches, NULL, rows, to.hidden, start,
               step->layers);
-    mr_linear(work, step->head, step->hidden, step->norm, shape->eps, count, step->scratch, 0);
-    carry_features(work, step, count);
+    mr_linear(work, target->head, to.hidden, step->norm, shape->eps, rows->count, to.logits, 0);
+    carry_features(work, step, rows->count, to);
+}
+
+// The target on the rows that verify step->drafted nodes, from layer `start` on: its logits after
+// each node are left in step->scratch, and what is carried of the nodes in step->hidden.
+static void run_target(Workspace *work, const SpeculativeStep *step, const Target *target,
+                       const RowTable *table, int start) {
+    Rows rows = rows_of(table, 0, step->drafted + 1, step->capacity);
+    run_rows(work, step, target, &rows, start, all_rows(step));
 }
 
 // What the logits of run_target emit; the accepted path, from node 0 on, goes to path. Returns how
 // many tokens, or -1 where they are drawn and the logits are not finite.
-static int emit(SpeculativeStep *step, int length, int32_t *path) {
+static int emit(Workspace *work, SpeculativeStep *step, Doubtful *doubtful, int length,
+                int32_t *path) {
     int64_t tokens[MAX_NODES + 1];
-    int count = accepted_path(step, tokens, path);
+    int count = accepted_path(work, step, doubtful, tokens, path);
     if (count > 0)
         mr_speculative_accept(step, length, path, tokens, count);
     return count;
@@ -193,15 +302,22 @@ static int emit(SpeculativeStep *step, int length, int32_t *path) {
 void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
                           const DraftLimits *limits) {
     RowTable table;
+    Target target = own_weights(step);
     int start = draft(work, step, length, first, count, limits, &table);
-    run_target(work, step, &table, start);
+    run_target(work, step, &target, &table, start);
 }
 
 int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
                         const DraftLimits *limits) {
     int32_t path[MAX_NODES + 1];
-    mr_speculative_draft(work, step, length, first, count, limits);
-    return emit(step, length, path);
+    RowTable table;
+    int narrow = step->narrow && !step->noise;
+    Target target = narrow ? (Target){step->narrow->layers, step->narrow->head} : own_weights(step);
+    Doubtful doubtful = {&table, step->ids[first + count - 1], 0};
+    step->again = 0;
+    int start = draft(work, step, length, first, count, limits, &table);
+    run_target(work, step, &target, &table, start);
+    return emit(work, step, narrow ? &doubtful : NULL, length, path);
 }
 
 int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int nodes, int start, int k,
@@ -209,6 +325,7 @@ int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int node
     const Stream *stream = step->stream;
     int d = stream->shape->hidden;
     RowTable table;
+    Target target = own_weights(step);
     step->drafted = nodes;
     step->trusted = 0;
     step->levels = verification_rows(step, length, nodes, &table);
@@ -216,8 +333,8 @@ int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int node
         mr_embed(stream->table, step->ids, 1, d, 1.0f, step->hidden);
         mr_embed(stream->table, step->tokens, nodes, d, 1.0f, step->hidden + d);
     }
-    run_target(work, step, &table, start);
+    run_target(work, step, &target, &table, start);
     if (k)
         mr_best(work, step->scratch, nodes + 1, stream->shape->vocab, step->head->outputs, k, best);
-    return emit(step, length, path);
+    return emit(work, step, NULL, length, path);
 }

@@ -12,6 +12,13 @@
 #define INTEGER_PRODUCTS 0
 #endif
 
+// Whether a build has products of int8 with int8 (w8a8.c).
+#if INTEGER_PRODUCTS && defined(__AVX512VNNI__)
+#define BYTE_PRODUCTS 1
+#else
+#define BYTE_PRODUCTS 0
+#endif
+
 // Integers are preferred to bf16 products where a processor has both: they are as fast on some and
 // four times as fast on others (docs/kernel.md). MULTIRATE_BF16_PRODUCTS: the other way round.
 #if INTEGER_PRODUCTS && !(HAVE_DPBF16 && defined(MULTIRATE_BF16_PRODUCTS))

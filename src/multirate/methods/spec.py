@@ -103,12 +103,38 @@ class DynamicMode:
     None (of a method without training `module` is None). path: the thresholds that calibration
     tries, from the most cautious to the boldest. others: dials of the same method with another
     score, each over its own path, which a comparison of dynamic modes measures beside this one.
+    name: the dial's, for `multirate calibrate --dial`. usable(decoder, module): whether the dial
+    changes anything there. alone: whether it does so only for one sequence at a time. preferred:
+    calibration turns it, and not the first one, where it is usable. told(threshold): a point of its
+    path in words.
     """
 
     gates: Callable[[Any], tuple[int, ...]]
     settings: Callable[[Any, float | None], dict[str, Any]]
     path: tuple[float, ...]
     others: tuple[DynamicMode, ...] = ()
+    name: str = "score"
+    usable: Callable[[Decoder, Any], bool] = lambda decoder, module: True
+    alone: bool = False
+    preferred: bool = False
+    told: Callable[[float], str] = "threshold {:.4f}".format
+
+    def dials(self, decoder: Decoder, module: Any) -> list[DynamicMode]:
+        """Those that are of use on this decoder, with this accelerator's module."""
+        return [dial for dial in (self, *self.others) if dial.usable(decoder, module)]
+
+    def dial(self, decoder: Decoder, module: Any, name: str | None = None) -> DynamicMode:
+        """The one called `name`; None: the one to calibrate. UserError for one that is not usable
+        there.
+        """
+        found = self.dials(decoder, module)
+        if name is None:
+            return next((dial for dial in found if dial.preferred), found[0])
+        for dial in found:
+            if dial.name == name:
+                return dial
+        known = ", ".join(dict.fromkeys(dial.name for dial in found))
+        raise UserError(f"dial {name!r} cannot be used here; accepted: {known}")
 
     def along(self, count: int | None = None) -> tuple[float, ...]:
         """`count` thresholds of the path, spread evenly, both ends among them; None: all."""

@@ -95,7 +95,9 @@ class FusedSteps:
     nothing else. refresh: whether accepted tokens run through it again (it has own K/V). limits:
     nodes, width, top, sharpness, least and the lookup's rates are kept; ``run`` sets the others.
     automaton: the text is looked up in its suffix automaton, for matches of any length; else its
-    n-grams are. given: other texts that are looked up beside it. Owns all buffers of a step.
+    n-grams are. given: other texts that are looked up beside it. margin: greedy
+    steps are verified with 8-bit weights first (lossy), and rows whose two best logits are less
+    than this apart with the model's own; None: all with these. Owns all buffers of a step.
     """
 
     @staticmethod
@@ -114,6 +116,7 @@ class FusedSteps:
         refresh: bool,
         automaton: bool = False,
         given: GivenTexts | None = None,
+        margin: float | None = None,
     ) -> None:
         nodes, d = limits.nodes, decoder.info.hidden_size
         if limits.trust:
@@ -169,6 +172,8 @@ class FusedSteps:
             draft_vocab=head.vocab if head else 0,
             layers=decoder.info.num_layers,
         )
+        if margin is not None:
+            self._verify_narrowly(margin, nodes + 1, stream.tap_count)
         if self._automaton is not None:
             self._step.text.automaton = self._automaton
         if given is not None:
@@ -182,6 +187,30 @@ class FusedSteps:
                 ),
             )
             self._step.text.given = self._given[1]
+
+    def _verify_narrowly(self, margin: float, rows: int, taps: int) -> None:
+        weights = self._decoder.narrow()
+        assert weights is not None
+        d = self._decoder.info.hidden_size
+        buffers = torch.empty(rows, d), torch.empty(rows, taps, d)
+        logits = torch.empty(rows, self._decoder.head.outputs)
+        hidden, features = buffers
+        narrow = abi.new(
+            "Narrow",
+            layers=weights.layers,
+            head=weights.head,
+            margin=margin,
+            hidden=hidden.data_ptr(),
+            features=features.data_ptr(),
+            logits=logits.data_ptr(),
+        )
+        self._step.narrow = narrow
+        self._held = (*self._held, weights, buffers, logits, narrow)
+
+    @property
+    def again(self) -> int:
+        """How many rows of the last step ran again with the model's own weights."""
+        return int(self._step.again)
 
     def begin(
         self,

@@ -43,6 +43,10 @@ class StreamDecodeConfig(MethodConfig):
     whole pipeline, drawn or coupled. All were measured: docs/experiments.md. [ours]
     weights: of what only drafts on the native kernel: int8 (half the memory read, other drafts, the
     same text) or bf16. [ours]
+    margin: dynamic mode (lossy): drafts are verified with a copy of the model's weights in 8 bits,
+    and a token whose two likeliest candidates' logits are less than this apart is decided by the
+    model's own; None: all are. Greedy decoding of one sequence on the native kernel, where the
+    processor multiplies bytes; elsewhere all are verified with the model's own weights. [ours]
     """
 
     depth: int = 8
@@ -56,6 +60,7 @@ class StreamDecodeConfig(MethodConfig):
     texts: str | None = None
     drafts: Literal["coupled", "likeliest", "drawn"] = "coupled"
     weights: DraftWeights = "int8"
+    margin: float | None = None
 
     def check(self) -> None:
         for name, low, high in self.ranges():
@@ -71,6 +76,11 @@ class StreamDecodeConfig(MethodConfig):
                 "accepted: above 0"
             )
         check_texts(self, self.texts, bool(self.lookup))
+        if self.margin is not None and not self.margin >= 0:
+            raise UserError(
+                f"{self.METHOD} setting margin={self.margin} is out of range; accepted: 0 or above "
+                "(logits), or None"
+            )
         for name in ("draft_threshold", "verify_threshold"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:

@@ -24,6 +24,7 @@ from multirate.decoding.draft_length import DraftLengthController, Plan, StepCos
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
+from multirate.errors import say_once
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.draft_tree import DraftTree
 from multirate.methods.common.fused_steps import FusedSteps
@@ -32,6 +33,7 @@ from multirate.methods.common.stream_config import StreamDecodeConfig
 from multirate.model.decoder import Decoder, argmax_rows
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
+from multirate.model.native.decoder import narrow_weights
 from multirate.model.rows import Rows
 
 
@@ -88,6 +90,12 @@ _LOSSY_COSTS = StepCosts(
     verify={1: 0.97, 2: 0.99, 4: 1.03, 8: 1.13, 12: 1.28, 16: 1.56, 24: 2.1, 32: 2.9, 60: 5.2},
     draft_step=0.06,
 )
+# The same where drafts are verified with 8-bit weights, in plain steps with these.
+_NARROW_COSTS = StepCosts(
+    plain_step=1.0,
+    verify={1: 1.0, 2: 1.0, 4: 1.02, 6: 1.1, 8: 1.2, 10: 1.3, 12: 1.4, 16: 1.7, 24: 2.5, 60: 6.0},
+    draft_step=0.05,
+)
 # Where only one of the two thresholds is set.
 _MOST_NODES = 59  # of a draft with trusted tokens: one row of a pass is the last token's
 _FIXED_DRAFT_THRESHOLD, _FIXED_VERIFY_THRESHOLD = 0.3, 0.1
@@ -131,7 +139,19 @@ class StreamDrafter(Drafter):
         self.start, self.taps = start, runner.taps
         self._lookup = Lookup.of(config.lookup, config.texts, decoder)
         self._trusting = trusting
-        self.lossless = trusting is None
+        fuses = (
+            not judged_by_arla
+            and isinstance(decoder, NativeDecoder)
+            and isinstance(runner, NativeDraftRunner)
+        )
+        self._margin = config.margin if fuses and narrow_weights(decoder) else None
+        if config.margin is not None and self._margin is None:
+            say_once(
+                f"{config.METHOD} setting margin={config.margin}: 8-bit weights verify only on the "
+                "native kernel, where the processor multiplies bytes (AVX-512 with VNNI); here all "
+                "drafts are verified with the model's own"
+            )
+        self.lossless = trusting is None and self._margin is None
         self.max_nodes = config.nodes
         if trusting is not None:
             most = min(_MOST_NODES, config.nodes + trusting.nodes)
@@ -152,11 +172,7 @@ class StreamDrafter(Drafter):
         self._texts: dict[int, TextSource] = {}
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
         self._fused: FusedSteps | None = None
-        if (
-            not judged_by_arla
-            and isinstance(decoder, NativeDecoder)
-            and isinstance(runner, NativeDraftRunner)
-        ):
+        if fuses and isinstance(decoder, NativeDecoder) and isinstance(runner, NativeDraftRunner):
             trust = None
             if trusting is not None:
                 self._trust = trust = abi.new(
@@ -183,6 +199,7 @@ class StreamDrafter(Drafter):
                 refresh=refresh,
                 automaton=self._lookup.automaton,
                 given=self._lookup.given,
+                margin=self._margin,
             )
             self._fused.learn_from(self._shared.continuations)
 
@@ -198,7 +215,10 @@ class StreamDrafter(Drafter):
         made = _Estimates(rates, draft_threshold, verify_threshold)
         if not self.lossless and self._prices:
             made.controller = DraftLengthController(
-                _LOSSY_COSTS, self.max_nodes, rates, timed=False
+                _LOSSY_COSTS if self._margin is None else _NARROW_COSTS,
+                self.max_nodes,
+                rates,
+                timed=False,
             )
             made.calibration = Calibration()
         return made
@@ -266,7 +286,7 @@ class StreamDrafter(Drafter):
 
     @property
     def refused(self) -> float | None:  # type: ignore[override]
-        if self.lossless:
+        if self.lossless or self._margin is not None:
             return None
         fused = -np.inf if self._fused is None else self._fused.refused
         return max(self._refused, fused)
@@ -423,7 +443,7 @@ class StreamDrafter(Drafter):
     def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
         if self._fused is None or self._draws(self._sampler):
             return None
-        if not self.lossless and not self._sampler.plain:
+        if self._trusting is not None and not self._sampler.plain:
             return None  # drawn tokens: the kernel trusts none
         waiting = self._waiting.pop(seq, None)
         if waiting is not None:  # the sequence's first step here

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from multirate.model.native import abi, library
 from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.draft_verification import MAX_NODES, DraftVerification
-from multirate.model.native.packing import Owner, interleave_gate_up
+from multirate.model.native.packing import W8A8, W8A16, Owner, byte_products, interleave_gate_up
 from multirate.model.native.plain import unknown_part
 from multirate.model.noise import NOT_FINITE, Noise
 from multirate.model.rows import Rows
@@ -39,6 +40,27 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SPARE_BYTES = 64 << 20  # the largest K/V memory kept for the next generation
 LONGEST_TABLE = 1 << 20  # rotary tables are computed for this many positions at most
 TABLE_CHUNK = 16384  # positions computed at once
+
+
+@dataclass(frozen=True)
+class NarrowWeights:
+    """A model's layers and head in 8 bits (csrc/w8a8.c), for what need not be exact."""
+
+    layers: abi.CData
+    head: abi.CData
+    owner: Owner  # keeps them alive
+
+
+def narrow_weights(decoder: object) -> bool:
+    """Whether `decoder` can have NarrowWeights on this processor."""
+    return (
+        isinstance(decoder, NativeDecoder)
+        and decoder.supports_fused
+        and byte_products()
+        and decoder.info.hidden_size % 32 == 0
+        and decoder.shape.intermediate % 32 == 0
+        and decoder.heads * decoder.head_dim % 32 == 0
+    )
 
 
 class NativeDecoder(Decoder):
@@ -154,6 +176,7 @@ class NativeDecoder(Decoder):
         self._logits = torch.empty(0)
         self._spare: NativeKVCache | None = None
         self._verification: DraftVerification | None = None
+        self._narrow: NarrowWeights | None = None
         self._adapted: list[tuple[int, LayerAdapter]] = []
 
     def _shape(self, intermediate: int, tables: tuple[int | None, int | None, int]) -> abi.CData:
@@ -369,6 +392,19 @@ class NativeDecoder(Decoder):
             abi.longs(tokens),
         )
         return x, _finite(tokens)
+
+    def narrow(self) -> NarrowWeights | None:
+        """The model's weights in 8 bits, packed on first use (half as much memory again); None
+        where the processor does not multiply bytes, or a layer does not tile.
+        """
+        if self._narrow is None and narrow_weights(self):
+            owner = Owner(W8A8)
+            layers = [self.pack(i, owner) for i in range(len(self._layers))]
+            for layer in layers:  # what later rows read: queries, keys and values of finer rows
+                layer.qkv.format = W8A16
+            head = owner.linear(self.head_weight, self.head_bias)
+            self._narrow = NarrowWeights(abi.array("Layer", layers), head, owner)
+        return self._narrow
 
     def stream(self, **fields: Any) -> abi.CData:
         """A Stream over this model's layers and embedding; fields: those of what drafts."""

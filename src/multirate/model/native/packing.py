@@ -13,7 +13,10 @@ from torch import Tensor
 from multirate.model.native import abi, library
 
 GROUP = 64
-BF16, INT16, INT8 = (abi.constant(f"WEIGHTS_{name}") for name in ("BF16", "INT16", "INT8"))
+BF16, INT16, INT8, W8A8, W8A16 = (
+    abi.constant(f"WEIGHTS_{name}") for name in ("BF16", "INT16", "INT8", "W8A8", "W8A16")
+)
+W8_BLOCK: int = abi.constant("W8_BLOCK")
 
 
 def padded(count: int) -> int:
@@ -35,6 +38,21 @@ def fixed_point(weight: Tensor, integers: torch.dtype = torch.int16) -> tuple[Te
     return (weight * steps[:, None]).round().to(integers), 1 / steps
 
 
+def bytes_by_block(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] → integers from -127 to 127 as int16 [out, in], and bf16 units [out, blocks] of
+    each W8_BLOCK inputs with weight ≈ unit · integer (see w8a8.c).
+    """
+    outputs, inputs = weight.shape
+    blocks = -(-inputs // W8_BLOCK)
+    whole = torch.zeros(outputs, blocks * W8_BLOCK)
+    whole[:, :inputs] = weight
+    parts = whole.view(outputs, blocks, W8_BLOCK)
+    units = (parts.abs().amax(dim=2) / 127).to(torch.bfloat16)
+    steps = units.float().clamp(min=1e-30)[:, :, None]
+    integers = (parts / steps).round().clamp(-127, 127).to(torch.int16)
+    return integers.view(outputs, -1)[:, :inputs].contiguous(), units
+
+
 def exact_layout() -> int:
     """The layout of weights that the model's own results come from: 16 bits, as this processor
     multiplies them fastest.
@@ -48,6 +66,11 @@ def draft_layout(weights: str) -> int:
     """
     narrow = weights == "int8" and library.kernel().mr_integer_products()
     return INT8 if narrow else exact_layout()
+
+
+def byte_products() -> bool:
+    """Whether layers may be packed as W8A8 on this processor."""
+    return bool(library.kernel().mr_byte_products())
 
 
 SLAB = 32 << 20
@@ -129,6 +152,11 @@ class Owner:
         scale = None
         if layout == BF16:
             packed = full.to(torch.bfloat16).view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 2, 4)
+        elif layout in (W8A8, W8A16):
+            full, units = bytes_by_block(full)
+            full = (full + 128).to(torch.uint8)  # as the instruction takes them
+            packed = full.view(-1, 4, 16, inputs // 4, 4).permute(0, 1, 3, 2, 4)
+            scale = units.view(-1, 16, units.shape[1]).transpose(1, 2).contiguous()
         else:
             full, scale = fixed_point(full, torch.int8 if layout == INT8 else torch.int16)
             packed = full.view(-1, 4, 16, inputs // 2, 2).permute(0, 1, 3, 2, 4)

@@ -103,7 +103,7 @@ class DynamicMode:
     None (of a method without training `module` is None). path: the thresholds that calibration
     tries, from the most cautious to the boldest. others: dials of the same method with another
     score, each over its own path, which a comparison of dynamic modes measures beside this one.
-    name: the dial's, for `multirate calibrate --dial`. usable(decoder, module): whether the dial
+    label: the dial's name, for `multirate calibrate --dial`. usable(decoder, module): whether the dial
     changes anything there. alone: whether it does so only for one sequence at a time. preferred:
     calibration turns it, and not the first one, where it is usable. told(threshold): a point of its
     path in words.
@@ -113,7 +113,7 @@ class DynamicMode:
     settings: Callable[[Any, float | None], dict[str, Any]]
     path: tuple[float, ...]
     others: tuple[DynamicMode, ...] = ()
-    name: str = "score"
+    label: str = "score"
     usable: Callable[[Decoder, Any], bool] = lambda decoder, module: True
     alone: bool = False
     preferred: bool = False
@@ -131,9 +131,9 @@ class DynamicMode:
         if name is None:
             return next((dial for dial in found if dial.preferred), found[0])
         for dial in found:
-            if dial.name == name:
+            if dial.label == name:
                 return dial
-        known = ", ".join(dict.fromkeys(dial.name for dial in found))
+        known = ", ".join(dict.fromkeys(dial.label for dial in found))
         raise UserError(f"dial {name!r} cannot be used here; accepted: {known}")
 
     def along(self, count: int | None = None) -> tuple[float, ...]:

@@ -26,6 +26,7 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import Notice, UserError
 from multirate.hub import load_model, reference_accelerators
+from multirate.methods.common import fused_steps
 from multirate.methods.common.teacher import Teacher
 from multirate.methods.m2r2.decode import M2R2Drafter
 from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
@@ -38,6 +39,7 @@ from multirate.model.decoder import Decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native import NativeDecoder
 from multirate.model.native.decoder import narrow_weights
+from multirate.model.rows import Rows
 from multirate.training.checkpoint import Accelerator
 
 from .fused_steps import assert_fused_steps_are_steps_in_parts
@@ -485,6 +487,35 @@ def test_only_rows_in_doubt_run_again(decoders: dict[str, Decoder]) -> None:
         )
         again[margin] = sum(counts)
     assert 0 == again[0.0] < again[0.3] < again[1e9]
+
+
+def test_what_a_doubt_asks_the_model_makes_older_keys_and_values_exact(
+    decoders: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that the narrow copy alone has run go with the next ones in doubt: with room for all of
+    them, only those since the last doubt are not as a fresh prefill has them.
+    """
+    decoder = of(decoders, "native")
+    if not narrow_weights(decoder):
+        pytest.skip("this processor multiplies no bytes")
+    far: dict[int, int] = {}
+    for refresh in (0, 8):
+        monkeypatch.setattr(fused_steps, "REFRESH", refresh)
+        drafter = M2R2Drafter(decoder, carry(), M2R2DecodeConfig(margin=0.3, lookup=3))
+        stored: list[torch.Tensor] = []
+
+        def keep(session: Session, step: Step, stored: list[torch.Tensor] = stored) -> None:
+            length = session.cache.lengths[0]
+            stored[:] = [session.cache.standard(LAYERS - 1)[0][0, :, :length].clone()]
+            tokens = session.sampler.tokens[0][:length]
+            cache, rows = decoder.new_cache(1, length), Rows.causal(0, 0, length)
+            decoder.layers(decoder.embed(torch.tensor(tokens), rows.pos), rows, 0, LAYERS, cache)
+            stored.append(cache.standard(LAYERS - 1)[0][0, :, :length].clone())
+
+        generate(decoder, SpeculativeStep(drafter), [PROMPTS[0]], stop=STOP, after_step=keep)
+        ours, fresh = stored
+        far[refresh] = int(((ours - fresh).abs().amax(dim=(0, 2)) > 1e-4).sum())
+    assert far[8] < far[0]
 
 
 def test_a_margin_decides_greedy_steps_of_one_sequence_only(decoders: dict[str, Decoder]) -> None:

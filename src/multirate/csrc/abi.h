@@ -30,6 +30,8 @@ typedef uint16_t bf16;
 #define WEIGHTS_W8A16 4 // the same weights, for rows of two times 8 bits
 #define W8_BLOCK 32     // inputs that share a scale there
 
+#define NARROW_PENDING 8 // of struct Narrow
+
 // A linear layer y = W x + bias. Outputs come in groups of 64.
 typedef struct {
     const uint32_t *weight;
@@ -170,9 +172,16 @@ typedef struct {
     const Linear *head;
     float margin;    // a row that is reached, and whose two best logits are less than this apart,
                      // runs again with the model's own weights
-    float *hidden;   // [nodes + 1, hidden], and …
-    float *features; // … [nodes + 1, taps, hidden], and …
-    float *logits;   // … [nodes + 1, head->outputs] of rows that run again
+    int32_t refresh; // a pass of the model's own weights has so many rows where there are enough:
+                     // those that run again, and the newest of the text that have not (deferred
+                     // exact keys and values); at most NARROW_PENDING
+    float *hidden;   // [nodes + 1 + NARROW_PENDING, hidden], and …
+    float *features; // … [., taps, hidden], and …
+    float *logits;   // … [., head->outputs] of rows that run again
+    int64_t pending[NARROW_PENDING]; // tokens whose keys and values are the narrow copy's, the
+                                     // newest last …
+    int32_t slots[NARROW_PENDING];   // … and where they are
+    int32_t pending_count;
 } Narrow;
 
 // How far a draft tree grows. Thresholds are of path probability: the product of the draft's
@@ -257,8 +266,8 @@ typedef struct {
     Text text;               // tokens NULL: none. Emitted tokens are added
     const Noise *noise;      // of the token after the last one: the target's tokens are drawn with
                              // it. NULL: they are the likeliest
-    const Narrow *narrow; // mr_speculative_step verifies with it where there is no noise; or NULL
-    int32_t again;        // out: rows that ran again after it
+    Narrow *narrow; // mr_speculative_step verifies with it where there is no noise; or NULL
+    int32_t again;  // out: rows that ran again after it
 } SpeculativeStep;
 
 // ---- mixtures of experts ------------------------------------------------------------------------

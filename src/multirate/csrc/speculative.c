@@ -90,13 +90,13 @@ static void run_rows(Workspace *work, const SpeculativeStep *step, const Target 
 // with the model's own weights.
 static void make_sure(Workspace *work, SpeculativeStep *step, Doubtful *rows_seen, int node) {
     const RowTable *table = rows_seen->table;
-    const Narrow *narrow = step->narrow;
+    Narrow *narrow = step->narrow;
     const Shape *shape = step->stream->shape;
     int stride = step->head->outputs, d = shape->hidden, taps = step->stream->tap_count;
     if (rows_seen->known >> node & 1 || sure_of(step, node))
         return;
     RowTable again;
-    int nodes[MAX_NODES + 1], count = 0;
+    int nodes[MAX_NODES + 1], marked[MAX_NODES + 1], doubted = 0, count = 0;
     int64_t below = (int64_t)1 << node;
     for (int n = node; n <= step->drafted; n++) {
         if (n > node && below >> step->parents[n - 1] & 1)
@@ -105,6 +105,21 @@ static void make_sure(Workspace *work, SpeculativeStep *step, Doubtful *rows_see
             continue;
         if (n > node && sure_of(step, n))
             continue;
+        marked[doubted++] = n;
+    }
+    int room = narrow->refresh - doubted,
+        old = room < narrow->pending_count ? room : narrow->pending_count;
+    for (int i = narrow->pending_count - (old > 0 ? old : 0); i < narrow->pending_count; i++) {
+        int slot = narrow->slots[i];
+        mr_embed(step->stream->table, &narrow->pending[i], 1, d, 1.0f,
+                 narrow->hidden + (size_t)count * d);
+        set_row(&again, count, step->sequence, slot, slot, slot + 1, 0);
+        nodes[count++] = -1;
+    }
+    if (old > 0)
+        narrow->pending_count -= old;
+    for (int i = 0; i < doubted; i++) {
+        int n = marked[i];
         int64_t token = n ? step->tokens[n - 1] : rows_seen->last_token;
         mr_embed(step->stream->table, &token, 1, d, 1.0f, narrow->hidden + (size_t)count * d);
         set_row(&again, count, step->sequence, table->slot[n], table->pos[n], table->prefix[n],
@@ -117,6 +132,8 @@ static void make_sure(Workspace *work, SpeculativeStep *step, Doubtful *rows_see
     Verified to = {narrow->hidden, narrow->features, narrow->logits};
     run_rows(work, step, &target, &rows, 0, to);
     for (int i = 0; i < count; i++) {
+        if (nodes[i] < 0)
+            continue;
         size_t n = (size_t)nodes[i];
         memcpy(step->scratch + n * stride, to.logits + (size_t)i * stride,
                (size_t)stride * sizeof(float));
@@ -125,7 +142,7 @@ static void make_sure(Workspace *work, SpeculativeStep *step, Doubtful *rows_see
             memcpy(step->features + n * taps * d, to.features + (size_t)i * taps * d,
                    (size_t)taps * d * sizeof(float));
     }
-    step->again += count;
+    step->again += doubted;
 }
 
 // Down from the last token as long as the target model's own token is a child, or a child is
@@ -288,6 +305,24 @@ static void run_target(Workspace *work, const SpeculativeStep *step, const Targe
     run_rows(work, step, target, &rows, start, all_rows(step));
 }
 
+// The accepted rows that only the narrow copy has run wait for a pass of the model's own weights.
+static void note_pending(SpeculativeStep *step, const Doubtful *rows_seen, int length,
+                         const int32_t *path, const int64_t *tokens, int count) {
+    Narrow *narrow = step->narrow;
+    for (int i = 0; i < count; i++) {
+        if (rows_seen->known >> path[i] & 1)
+            continue;
+        if (narrow->pending_count == NARROW_PENDING) {
+            narrow->pending_count--;
+            memmove(narrow->pending, narrow->pending + 1,
+                    (NARROW_PENDING - 1) * sizeof *narrow->pending);
+            memmove(narrow->slots, narrow->slots + 1, (NARROW_PENDING - 1) * sizeof *narrow->slots);
+        }
+        narrow->pending[narrow->pending_count] = i ? tokens[i - 1] : rows_seen->last_token;
+        narrow->slots[narrow->pending_count++] = length + i;
+    }
+}
+
 // What the logits of run_target emit; the accepted path, from node 0 on, goes to path. Returns how
 // many tokens, or -1 where they are drawn and the logits are not finite.
 static int emit(Workspace *work, SpeculativeStep *step, Doubtful *doubtful, int length,
@@ -296,6 +331,8 @@ static int emit(Workspace *work, SpeculativeStep *step, Doubtful *doubtful, int 
     int count = accepted_path(work, step, doubtful, tokens, path);
     if (count > 0)
         mr_speculative_accept(step, length, path, tokens, count);
+    if (count > 0 && doubtful)
+        note_pending(step, doubtful, length, path, tokens, count);
     return count;
 }
 

@@ -103,10 +103,10 @@ class DynamicMode:
     None (of a method without training `module` is None). path: the thresholds that calibration
     tries, from the most cautious to the boldest. others: dials of the same method with another
     score, each over its own path, which a comparison of dynamic modes measures beside this one.
-    label: the dial's name, for `multirate calibrate --dial`. usable(decoder, module): whether the dial
-    changes anything there. alone: whether it does so only for one sequence at a time. preferred:
-    calibration turns it, and not the first one, where it is usable. told(threshold): a point of its
-    path in words.
+    label: the dial's name, for `multirate calibrate --dial`. usable(decoder, module): whether the
+    dial changes anything there. alone: whether it does so only for one sequence at a time.
+    preferred: calibration turns it, and not the first one, where it is usable. told(threshold): a
+    point of its path in words.
     """
 
     gates: Callable[[Any], tuple[int, ...]]

@@ -30,6 +30,10 @@ from multirate.model.native.packing import Owner, exact_layout
 from multirate.model.noise import NOT_FINITE, Noise
 from multirate.model.rows import Rows
 
+NARROW_PENDING: int = abi.constant("NARROW_PENDING")
+REFRESH = 4
+"""Rows of a pass that settles doubts, at least: it takes as long for one (docs/experiments.md)."""
+
 
 @dataclass(frozen=True)
 class DraftHead:
@@ -192,6 +196,7 @@ class FusedSteps:
         weights = self._decoder.narrow()
         assert weights is not None
         d = self._decoder.info.hidden_size
+        rows += NARROW_PENDING
         buffers = torch.empty(rows, d), torch.empty(rows, taps, d)
         logits = torch.empty(rows, self._decoder.head.outputs)
         hidden, features = buffers
@@ -200,11 +205,13 @@ class FusedSteps:
             layers=weights.layers,
             head=weights.head,
             margin=margin,
+            refresh=REFRESH,
             hidden=hidden.data_ptr(),
             features=features.data_ptr(),
             logits=logits.data_ptr(),
         )
         self._step.narrow = narrow
+        self._narrow = narrow
         self._held = (*self._held, weights, buffers, logits, narrow)
 
     @property
@@ -247,6 +254,8 @@ class FusedSteps:
         self._limits.ngram.longest = 0 if text is None else self._longest
         self._set_text([] if text is None else text)
         self._step.sequence = seq
+        if self._step.narrow:
+            self._step.narrow.pending_count = 0
         self._entered = 1
         self._ids[0] = ids[-1]
         self._pending_ids, self._pending_carried = [], []

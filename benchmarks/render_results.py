@@ -421,6 +421,51 @@ def dynamic_section() -> list[str]:
     ]
 
 
+def margin_section() -> list[str]:
+    """Drafts verified with 8-bit weights first, beside lossless rows of the same run."""
+    path = RESULTS / f"margin_{REAL}.json"
+    if not path.exists():
+        return []
+    run = load(path.name)
+    exact = next(row["speedup"] for row in run["rows"] if row["method"] == "m2r2-carry")
+    lines = []
+    for row in run["rows"]:
+        kept = 1.0 if row["lossless"] else row["kept"]
+        lines.append(
+            (
+                f"`{row['method']}`",
+                f"{row['tokens_per_second']:.0f}",
+                f"{row['speedup']:.2f}x",
+                f"{row['speedup'] / exact:.2f}x",
+                f"{row['tokens_per_step']:.2f}",
+                f"{100 * kept:.1f}%",
+                f"{100 * row['repeats']:.0f}%",
+            )
+        )
+    return [
+        "### Verified with 8-bit weights first",
+        setting(REAL, run),
+        "`margin`: drafts are verified with a copy of the weights in 8 bits, and a token whose two "
+        "likeliest candidates are nearer than this (in logits) is decided by the model's own "
+        "weights; 0: none is. *Over lossless*: over `m2r2-carry`'s own lossless drafts in this "
+        "run. *Kept* and *repeats* as above. EAGLE's drafts are verified in the same way, by the "
+        "same kernel.",
+        table(
+            (
+                "method",
+                "tokens/s",
+                "speedup",
+                "over lossless",
+                "tokens per step",
+                "kept",
+                "repeats",
+            ),
+            lines,
+        ),
+        reproduce(REAL, run),
+    ]
+
+
 def tasks_section() -> list[str]:
     """Dynamic modes on a tuned model, by the tasks' scores: the fastest setting at each quality."""
     runs = [load(path.name) for path in sorted(RESULTS.glob("task_*.json"))]
@@ -576,6 +621,7 @@ def page() -> str:
         *equal_training_section(),
         *layerskip_section(),
         *dynamic_section(),
+        *margin_section(),
         *tasks_section(),
         *promises_section(),
         *batches_section(),

@@ -57,7 +57,7 @@ static int child_of(const SpeculativeStep *step, int node, int64_t token) {
     return child;
 }
 
-// The most that any logit is above the second largest of a row: 0 where two are the same.
+// How far a row's best logit is above the second: 0 where two are the same.
 static float margin_of(const float *logits, int vocab) {
     int64_t best = argmax_of(logits, vocab);
     fv second = all(-INFINITY);
@@ -86,6 +86,19 @@ static int sure_of(const SpeculativeStep *step, int node) {
 static void run_rows(Workspace *work, const SpeculativeStep *step, const Target *target,
                      const Rows *rows, int start, Verified to);
 
+// The newest rows that wait for the model's own weights, `count` of them, into `to`.
+static void take_pending(const SpeculativeStep *step, int count, RowTable *to) {
+    Narrow *narrow = step->narrow;
+    int d = step->stream->shape->hidden;
+    narrow->pending_count -= count;
+    for (int i = 0; i < count; i++) {
+        int slot = narrow->slots[narrow->pending_count + i];
+        mr_embed(step->stream->table, &narrow->pending[narrow->pending_count + i], 1, d, 1.0f,
+                 narrow->hidden + (size_t)i * d);
+        set_row(to, i, step->sequence, slot, slot, slot + 1, 0);
+    }
+}
+
 // Before a node's logits are read: where they are not sure, it and all such rows below it run again
 // with the model's own weights.
 static void make_sure(Workspace *work, SpeculativeStep *step, Doubtful *rows_seen, int node) {
@@ -96,7 +109,7 @@ static void make_sure(Workspace *work, SpeculativeStep *step, Doubtful *rows_see
     if (rows_seen->known >> node & 1 || sure_of(step, node))
         return;
     RowTable again;
-    int nodes[MAX_NODES + 1], marked[MAX_NODES + 1], doubted = 0, count = 0;
+    int nodes[MAX_NODES + 1], doubted = 0;
     int64_t below = (int64_t)1 << node;
     for (int n = node; n <= step->drafted; n++) {
         if (n > node && below >> step->parents[n - 1] & 1)
@@ -105,41 +118,31 @@ static void make_sure(Workspace *work, SpeculativeStep *step, Doubtful *rows_see
             continue;
         if (n > node && sure_of(step, n))
             continue;
-        marked[doubted++] = n;
-    }
-    int room = narrow->refresh - doubted,
-        old = room < narrow->pending_count ? room : narrow->pending_count;
-    for (int i = narrow->pending_count - (old > 0 ? old : 0); i < narrow->pending_count; i++) {
-        int slot = narrow->slots[i];
-        mr_embed(step->stream->table, &narrow->pending[i], 1, d, 1.0f,
-                 narrow->hidden + (size_t)count * d);
-        set_row(&again, count, step->sequence, slot, slot, slot + 1, 0);
-        nodes[count++] = -1;
-    }
-    if (old > 0)
-        narrow->pending_count -= old;
-    for (int i = 0; i < doubted; i++) {
-        int n = marked[i];
-        int64_t token = n ? step->tokens[n - 1] : rows_seen->last_token;
-        mr_embed(step->stream->table, &token, 1, d, 1.0f, narrow->hidden + (size_t)count * d);
-        set_row(&again, count, step->sequence, table->slot[n], table->pos[n], table->prefix[n],
-                table->tree[n]);
         rows_seen->known |= (int64_t)1 << n;
-        nodes[count++] = n;
+        nodes[doubted++] = n;
     }
-    Rows rows = rows_of(&again, 0, count, step->capacity);
+    int old = narrow->refresh > doubted ? narrow->refresh - doubted : 0;
+    if (old > narrow->pending_count)
+        old = narrow->pending_count;
+    take_pending(step, old, &again);
+    for (int i = 0; i < doubted; i++) {
+        int n = nodes[i];
+        int64_t token = n ? step->tokens[n - 1] : rows_seen->last_token;
+        mr_embed(step->stream->table, &token, 1, d, 1.0f, narrow->hidden + (size_t)(old + i) * d);
+        set_row(&again, old + i, step->sequence, table->slot[n], table->pos[n], table->prefix[n],
+                table->tree[n]);
+    }
+    Rows rows = rows_of(&again, 0, old + doubted, step->capacity);
     Target target = own_weights(step);
     Verified to = {narrow->hidden, narrow->features, narrow->logits};
     run_rows(work, step, &target, &rows, 0, to);
-    for (int i = 0; i < count; i++) {
-        if (nodes[i] < 0)
-            continue;
-        size_t n = (size_t)nodes[i];
-        memcpy(step->scratch + n * stride, to.logits + (size_t)i * stride,
+    for (int i = 0; i < doubted; i++) {
+        size_t n = (size_t)nodes[i], row = (size_t)(old + i);
+        memcpy(step->scratch + n * stride, to.logits + row * stride,
                (size_t)stride * sizeof(float));
-        memcpy(step->hidden + n * d, to.hidden + (size_t)i * d, (size_t)d * sizeof(float));
+        memcpy(step->hidden + n * d, to.hidden + row * d, (size_t)d * sizeof(float));
         if (taps)
-            memcpy(step->features + n * taps * d, to.features + (size_t)i * taps * d,
+            memcpy(step->features + n * taps * d, to.features + row * taps * d,
                    (size_t)taps * d * sizeof(float));
     }
     step->again += doubted;

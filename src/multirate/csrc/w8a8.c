@@ -55,7 +55,10 @@ static float quantise_block(float *x, int in, int8_t *q, int32_t *begin) {
     __m512i total = _mm512_setzero_si512();
     for (int i = 0; i < in; i += 16) {
         __m512 v = _mm512_loadu_ps(x + i);
-        __m512i words = _mm512_cvtps_epi32(_mm512_mul_ps(v, unit));
+        __m512 steps = _mm512_mul_ps(v, unit);
+        // what is not a number would be the least integer, and sums of these leave int32
+        __mmask16 known = _mm512_cmp_ps_mask(steps, steps, _CMP_ORD_Q);
+        __m512i words = _mm512_maskz_cvtps_epi32(known, steps);
         _mm512_storeu_ps(x + i, _mm512_fnmadd_ps(_mm512_cvtepi32_ps(words), back, v));
         total = _mm512_add_epi32(total, words);
         _mm_storeu_si128((__m128i *)(q + i), _mm512_cvtsepi32_epi8(words));

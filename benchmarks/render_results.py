@@ -376,26 +376,27 @@ def layerskip_section() -> list[str]:
     ]
 
 
+def dynamic_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row's method, tokens/s, speedup, tokens per step, share kept, perplexity and repeats."""
+    kept = 1.0 if row["lossless"] else row["kept"]
+    return (
+        f"`{row['method']}`",
+        f"{row['tokens_per_second']:.0f}",
+        "–" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+        f"{row['tokens_per_step']:.2f}",
+        f"{100 * kept:.1f}%" if kept is not None else "–",
+        f"{row['perplexity']:.2f}" if row.get("perplexity") else "–",
+        f"{100 * row['repeats']:.0f}%",
+    )
+
+
 def dynamic_section() -> list[str]:
     """Quality against speed, from the one run that measured it."""
     path = RESULTS / f"dynamic_{REAL}.json"
     if not path.exists():
         return []
     run = load(path.name)
-    lines = []
-    for row in run["rows"]:
-        kept = 1.0 if row["lossless"] else row["kept"]
-        lines.append(
-            (
-                f"`{row['method']}`",
-                f"{row['tokens_per_second']:.0f}",
-                "–" if row["speedup"] is None else f"{row['speedup']:.2f}x",
-                f"{row['tokens_per_step']:.2f}",
-                f"{100 * kept:.1f}%" if kept is not None else "–",
-                f"{row['perplexity']:.2f}" if row.get("perplexity") else "–",
-                f"{100 * row['repeats']:.0f}%",
-            )
-        )
+    lines = [dynamic_cells(row) for row in run["rows"]]
     trained = [
         f"`{name}` {of['tokens'] / 1e6:.1f}M tokens in {of['minutes']:.0f} minutes"
         for name, of in run["accelerators"].items()
@@ -430,18 +431,8 @@ def margin_section() -> list[str]:
     exact = next(row["speedup"] for row in run["rows"] if row["method"] == "m2r2-carry")
     lines = []
     for row in run["rows"]:
-        kept = 1.0 if row["lossless"] else row["kept"]
-        lines.append(
-            (
-                f"`{row['method']}`",
-                f"{row['tokens_per_second']:.0f}",
-                f"{row['speedup']:.2f}x",
-                f"{row['speedup'] / exact:.2f}x",
-                f"{row['tokens_per_step']:.2f}",
-                f"{100 * kept:.1f}%",
-                f"{100 * row['repeats']:.0f}%",
-            )
-        )
+        *speeds, kept, _, repeats = dynamic_cells(row)
+        lines.append((*speeds, kept, repeats, f"{row['speedup'] / exact:.2f}x"))
     return [
         "### Verified with 8-bit weights first",
         setting(REAL, run),
@@ -455,10 +446,10 @@ def margin_section() -> list[str]:
                 "method",
                 "tokens/s",
                 "speedup",
-                "over lossless",
                 "tokens per step",
                 "kept",
                 "repeats",
+                "over lossless",
             ),
             lines,
         ),

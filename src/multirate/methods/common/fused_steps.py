@@ -211,7 +211,6 @@ class FusedSteps:
             logits=logits.data_ptr(),
         )
         self._step.narrow = narrow
-        self._narrow = narrow
         self._held = (*self._held, weights, buffers, logits, narrow)
 
     @property

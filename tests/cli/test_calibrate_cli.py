@@ -16,7 +16,7 @@ from multirate.training.checkpoint import Accelerator, describe_base
 
 from .test_cli import plain_answer, refused, run
 
-ENOUGH = 9  # prompts for a quality of 0.7
+ENOUGH = 10  # prompts for a quality of 0.7
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_from_calibration_to_a_promise_kept(model: str, data: str, tmp_path: Pat
 def test_what_calibrate_refuses(model: str, data: str, tmp_path: Path) -> None:
     folder = accelerator(model, tmp_path / "acc")
     given = ["calibrate", model, "-a", folder, "--data", data]
-    refused(run(*given), "9 different prompts", "needs at least 299")
+    refused(run(*given), "10 different prompts", "needs at least 324")
     for quality in ("0", "2", "nan"):
         refused(run(*given, "--quality", quality), "quality is")
     refused(run(*given, "--quality", "1"), "a quality of 1 is lossless")

@@ -1,19 +1,35 @@
 """The statistics of a promise: Learn-then-Test [Angelopoulos et al. 2021] with fixed-sequence
-testing.
+testing, each test by betting [Waudby-Smith and Ramdas 2023].
 
 A sample is a prompt, its loss in [0, 1]. For each threshold, from the most cautious to the boldest,
 the hypothesis "its expected loss is above the risk" is tested; the first that cannot be rejected at
 level 1 − confidence ends the sequence. The probability that the last rejected one was true is at
 most that level, however many were tested. Nothing is assumed of how loss and threshold hang
 together; prompts are assumed to be drawn independently from what the promise is to hold for.
+
+The test: whoever stakes a share of a capital of 1 on every loss being below the risk has, after n
+losses, the product of 1 + bet · (risk − loss). Where the expected loss is at least the risk, the
+expected capital is at most 1, so that it is above 1/p with a probability of at most p (Markov): p
+is one over the capital. Losses that vary little, as shares of an answer's tokens do, make a
+capital that a bound from their mean alone (Hoeffding, Bentkus) cannot see.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+_STAKES = np.array([1.0, 0.75, 0.5, 0.25])
+"""Bets as shares of the largest one, with which a loss of 1 takes everything."""
+_CAPITAL = np.array([0.7, 0.1, 0.1, 0.1])
+"""How the capital is shared among them. Losses that are small, but for chance, want the largest;
+the others are for losses that are often 1.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,55 +49,42 @@ class Tested:
         return sum(self.losses) / max(1, len(self.losses))
 
 
-def p_value(mean_loss: float, samples: int, risk: float) -> float:
-    """Hoeffding–Bentkus p-value of "the expected loss is above `risk`" [Bates et al. 2021].
-
-    mean_loss of `samples` independent losses in [0, 1]; risk in (0, 1).
+class Wager:
+    """The capital of a test of "the expected loss is at least `risk`", risk in (0, 1), as losses
+    in [0, 1] come in; their order does not matter.
     """
-    mean = min(mean_loss, risk)
-    divergence = (1 - mean) * math.log((1 - mean) / (1 - risk))
-    if mean > 0:
-        divergence += mean * math.log(mean / risk)
-    hoeffding = math.exp(-samples * divergence)
-    # a sum of rounded shares must not count as one more than it is
-    bentkus = math.e * binomial_cdf(math.ceil(samples * mean_loss - 1e-9), samples, risk)
-    return min(1.0, hoeffding, bentkus)
+
+    def __init__(self, risk: float) -> None:
+        self.risk = risk
+        self._bets = _STAKES / (1 - risk)
+        self._logs: NDArray[np.float64] = np.log(_CAPITAL)
+
+    def add(self, *losses: float) -> None:
+        """So many more losses."""
+        with np.errstate(divide="ignore"):  # everything may be lost
+            kept = np.log(np.maximum(0.0, 1 + np.outer(self.risk - np.array(losses), self._bets)))
+        self._logs += kept.sum(axis=0)
+
+    def p_value(self, without_loss: int = 0) -> float:
+        """One over the capital, at most 1; without_loss: as if so many more had no loss."""
+        logs = self._logs + without_loss * np.log1p(self._bets * self.risk)
+        return math.exp(min(0.0, -float(np.logaddexp.reduce(logs))))
 
 
-def binomial_cdf(successes: int, trials: int, chance: float) -> float:
-    """P(X <= successes) of X ~ Binomial(trials, chance), chance in (0, 1)."""
-    if successes >= trials:
-        return 1.0
-    logs = [
-        math.lgamma(trials + 1)
-        - math.lgamma(k + 1)
-        - math.lgamma(trials - k + 1)
-        + k * math.log(chance)
-        + (trials - k) * math.log1p(-chance)
-        for k in range(successes + 1)
-    ]
-    return min(1.0, math.fsum(map(math.exp, logs)))
+def p_value(losses: Iterable[float], risk: float) -> float:
+    """Of "the expected loss is at least `risk`", given independent losses in [0, 1]."""
+    wager = Wager(risk)
+    wager.add(*losses)
+    return wager.p_value()
 
 
 def samples_needed(risk: float, confidence: float) -> int:
     """How many samples without any loss it takes to reject at all: fewer can promise nothing."""
-    return math.ceil(math.log(1 - confidence) / math.log1p(-risk) - 1e-9)
-
-
-@functools.cache
-def most_loss(samples: int, risk: float, confidence: float) -> float:
-    """The largest mean loss of so many samples with which a threshold still holds; below 0 where
-    none does.
-    """
-    if p_value(0.0, samples, risk) > 1 - confidence:
-        return -1.0
-    low, high = 0.0, risk
-    for _ in range(50):  # the p-value does not fall with the loss
-        middle = (low + high) / 2
-        low, high = (
-            (middle, high) if p_value(middle, samples, risk) <= 1 - confidence else (low, middle)
-        )
-    return low
+    wager = Wager(risk)
+    least = math.floor(math.log(1 - confidence) / math.log1p(-risk))  # if all stake everything
+    return next(
+        n for n in itertools.count(max(1, least)) if _rejected(wager.p_value(n), confidence)
+    )
 
 
 def try_threshold(
@@ -91,16 +94,21 @@ def try_threshold(
     losses, of which there are `samples`, as long as the answer is open.
     """
     seen: list[float] = []
-    total, most = 0.0, samples * most_loss(samples, risk, confidence) + 1e-9
+    wager = Wager(risk)
     for loss in losses:
         seen.append(loss)
-        total += loss
-        if total > most:
+        wager.add(loss)
+        if not _rejected(wager.p_value(samples - len(seen)), confidence):
             break
-    if total > most or len(seen) < samples:
+    if len(seen) < samples:
         return Tested(threshold, tuple(seen), 1.0, False)
-    p = p_value(math.fsum(seen) / samples, samples, risk)
-    return Tested(threshold, tuple(seen), p, p <= 1 - confidence)
+    p = wager.p_value()
+    return Tested(threshold, tuple(seen), p, _rejected(p, confidence))
+
+
+def _rejected(p: float, confidence: float) -> bool:
+    # a product of rounded shares must not count as more than it is
+    return p <= (1 - confidence) * (1 + 1e-9)
 
 
 def try_in_order(

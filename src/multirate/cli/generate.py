@@ -159,6 +159,11 @@ def command(
         if seen.exits:
             left = ", ".join(f"{layers}: {n}" for layers, n in sorted(seen.exits.items()))
             options.note(f"tokens by the layers they took: {left}")
+        if seen.doubted:
+            options.note(
+                f"{seen.doubted} times 8-bit weights were not sure enough, and the model's own "
+                "decided"
+            )
         if engine.experts is not None and engine.experts.runtime is not None:
             options.note(options.expert_line(engine.experts.runtime))
 

@@ -187,13 +187,14 @@ class FusedStep:
     """A finished step of one sequence. tokens: those it emits, the bonus last. drafted:
     nodes of its draft;
     levels: their greatest depth. trusted: the places in `tokens` of those that were not verified.
-    draft_seconds: what making the draft took.
+    draft_seconds: what making the draft took. doubted: rows that 8-bit weights were not sure of.
     """
 
     tokens: list[int]
     drafted: int
     levels: int
     trusted: frozenset[int] = frozenset()
+    doubted: int = 0
     draft_seconds: float = field(default=0.0, compare=False)
 
 

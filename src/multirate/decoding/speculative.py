@@ -174,6 +174,7 @@ class SpeculativeStep(Step):
         self._count(seq, len(done.tokens), done.levels, done.drafted)
         kept = session.emit(seq, done.tokens)
         self._count_exits(session, kept, sum(place < kept for place in done.trusted))
+        session.stats.doubted += done.doubted
         session.cache.commit(seq, kept)
         session.stats.count_draft(
             done.drafted, done.levels, accepted=min(kept, len(done.tokens) - 1)

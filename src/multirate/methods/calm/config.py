@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from multirate.methods.common.config import DraftWeights, MethodConfig
+from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.exits import ExitsConfig, spaced_exits
+from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
 
 Confidence = Literal["softmax", "state", "classifier"]
@@ -20,7 +21,7 @@ def default_exits(num_layers: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class CalmDecodeConfig(MethodConfig):
+class CalmDecodeConfig(DepthDecodeConfig):
     """Settings of both presets.
 
     threshold: λ, the least confidence with which a token leaves; null: none does.

@@ -13,6 +13,7 @@ from multirate.methods.calm.config import (
 from multirate.methods.calm.exits import trained_exits, untrained_exits
 from multirate.methods.calm.modules import ExitClassifiers
 from multirate.methods.calm.train import CalmObjective
+from multirate.methods.common.model_weights import with_model_weights, with_narrow_dials
 from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
 
 REDUCED_HEAD = 16384
@@ -46,14 +47,18 @@ UNTRAINED = register(
         title="CALM (arXiv 2207.07061, no training)",
         summary="lets a token leave where its confidence passes a decaying threshold (lossy)",
         settings=CalmConfig,
-        step=lambda decoder, module, settings: DynamicDepthStep(
-            untrained_exits(decoder, settings), settings.kv
+        step=with_model_weights(
+            lambda decoder, module, settings: DynamicDepthStep(
+                untrained_exits(decoder, settings), settings.kv
+            )
         ),
-        dynamic=_dial(
-            _MARGINS,
-            _dial(_COSINES, confidence="state"),
-            confidence="softmax",
-            draft_vocab=REDUCED_HEAD,
+        dynamic=with_narrow_dials(
+            _dial(
+                _MARGINS,
+                _dial(_COSINES, confidence="state"),
+                confidence="softmax",
+                draft_vocab=REDUCED_HEAD,
+            )
         ),
         role="depth",
         lossless=False,
@@ -65,11 +70,13 @@ TRAINED = register(
         title="CALM with trained exit classifiers (arXiv 2207.07061; reconstructed)",
         summary="lets a token leave where a trained classifier trusts its exit (lossy)",
         settings=CalmClassifierDecodeConfig,
-        step=lambda decoder, module, settings: DynamicDepthStep(
-            trained_exits(decoder, module, settings), settings.kv
+        step=with_model_weights(
+            lambda decoder, module, settings: DynamicDepthStep(
+                trained_exits(decoder, module, settings), settings.kv
+            )
         ),
-        dynamic=_dial(
-            PROBABILITIES, _dial(_MARGINS, confidence="softmax"), confidence="classifier"
+        dynamic=with_narrow_dials(
+            _dial(PROBABILITIES, _dial(_MARGINS, confidence="softmax"), confidence="classifier")
         ),
         training=Training(CalmClassifierConfig, ExitClassifiers, CalmObjective),
         role="depth",

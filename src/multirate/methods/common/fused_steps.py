@@ -324,7 +324,12 @@ class FusedSteps:
         tokens = self._ids[:emitted].tolist()
         step = self._step
         return FusedStep(
-            tokens, step.drafted, step.levels, self._unverified(tokens), step.draft_seconds
+            tokens,
+            step.drafted,
+            step.levels,
+            self._unverified(tokens),
+            self.again,
+            step.draft_seconds,
         )
 
     def _unverified(self, emitted: Sequence[int]) -> frozenset[int]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from multirate.methods.common.config import DraftWeights, MethodConfig
+from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.exits import ExitsConfig, spaced_exits
+from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
 
 
@@ -33,7 +34,7 @@ class DeedConfig(ExitsConfig):
 
 
 @dataclass(frozen=True)
-class DeedDecodeConfig(MethodConfig):
+class DeedDecodeConfig(DepthDecodeConfig):
     """Settings.
 
     threshold: the least top-1 probability with which a token leaves; null: none does.

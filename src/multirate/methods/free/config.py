@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from multirate.methods.common.config import DraftWeights, MethodConfig
+from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.exits import ExitsConfig
+from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
 
 
@@ -38,7 +39,7 @@ class FreeConfig(ExitsConfig):
 
 
 @dataclass(frozen=True)
-class FreeDecodeConfig(MethodConfig):
+class FreeDecodeConfig(DepthDecodeConfig):
     """Settings.
 
     threshold: the least top-1 probability with which a token leaves, from 0 to 1; null: none does.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
 from multirate.methods.common.linear_exits import start_from_least_squares
+from multirate.methods.common.model_weights import with_model_weights, with_narrow_dials
 from multirate.methods.free.config import FreeConfig, FreeDecodeConfig
 from multirate.methods.free.exits import policy_of
 from multirate.methods.free.modules import ShallowExit
@@ -16,13 +17,17 @@ SPEC = register(
         title="FREE (arXiv 2310.05424; reconstructed beside a frozen base)",
         summary="lets a token leave at one shallow exit that is sure enough (lossy)",
         settings=FreeDecodeConfig,
-        step=lambda decoder, module, settings: DynamicDepthStep(
-            policy_of(decoder, module, settings), settings.kv
+        step=with_model_weights(
+            lambda decoder, module, settings: DynamicDepthStep(
+                policy_of(decoder, module, settings), settings.kv
+            )
         ),
-        dynamic=DynamicMode(
-            gates=lambda exits: exits.exits,
-            settings=lambda exits, threshold: {"threshold": threshold},
-            path=PROBABILITIES,
+        dynamic=with_narrow_dials(
+            DynamicMode(
+                gates=lambda exits: exits.exits,
+                settings=lambda exits, threshold: {"threshold": threshold},
+                path=PROBABILITIES,
+            )
         ),
         training=Training(FreeConfig, ShallowExit, FreeObjective, start=start_from_least_squares),
         role="depth",

@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from multirate.methods.common.config import DraftWeights, MethodConfig
+from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.exits import ExitsConfig, spaced_exits
+from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
 
 PAPER_THRESHOLDS = (0.95, 0.95, 0.9, 0.9, 0.8, 0.7)
@@ -56,7 +57,7 @@ class LiteConfig(ExitsConfig):
 
 
 @dataclass(frozen=True)
-class LiteDecodeConfig(MethodConfig):
+class LiteDecodeConfig(DepthDecodeConfig):
     """Settings.
 
     thresholds: one for each exit, null for never; null instead of the list: the accelerator's.

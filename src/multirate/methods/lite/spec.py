@@ -6,6 +6,7 @@ from typing import Any
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
 from multirate.methods.common.linear_exits import start_from_least_squares
+from multirate.methods.common.model_weights import with_model_weights, with_narrow_dials
 from multirate.methods.lite.config import LiteConfig, LiteDecodeConfig
 from multirate.methods.lite.exits import policy_of
 from multirate.methods.lite.modules import LiteExits
@@ -23,13 +24,17 @@ SPEC = register(
         title="LITE (arXiv 2310.18581; reconstructed beside a frozen base)",
         summary="lets a token leave at the first trained exit that is sure enough (lossy)",
         settings=LiteDecodeConfig,
-        step=lambda decoder, module, settings: DynamicDepthStep(
-            policy_of(decoder, module, settings), settings.kv
+        step=with_model_weights(
+            lambda decoder, module, settings: DynamicDepthStep(
+                policy_of(decoder, module, settings), settings.kv
+            )
         ),
-        dynamic=DynamicMode(
-            gates=lambda exits: exits.exits,
-            settings=_settings,
-            path=PROBABILITIES,
+        dynamic=with_narrow_dials(
+            DynamicMode(
+                gates=lambda exits: exits.exits,
+                settings=_settings,
+                path=PROBABILITIES,
+            )
         ),
         training=Training(LiteConfig, LiteExits, LiteObjective, start=start_from_least_squares),
         role="depth",

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
 
 
@@ -50,7 +51,7 @@ class MixtureOfDepthsConfig(MethodConfig):
 
 
 @dataclass(frozen=True)
-class MixtureOfDepthsDecodeConfig(MethodConfig):
+class MixtureOfDepthsDecodeConfig(DepthDecodeConfig):
     """Settings.
 
     threshold: a token passes a routed block by where the predictor's probability that the router

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multirate.methods.common.model_weights import with_model_weights, with_narrow_dials
 from multirate.methods.mixture_of_depths.config import (
     MixtureOfDepthsConfig,
     MixtureOfDepthsDecodeConfig,
@@ -17,11 +18,13 @@ SPEC = register(
         title="Mixture-of-Depths (arXiv 2404.02258; a retrofit of routers to a frozen base)",
         summary="lets every token pass by the blocks whose routers leave it out (lossy)",
         settings=MixtureOfDepthsDecodeConfig,
-        step=MixtureOfDepthsStep,
-        dynamic=DynamicMode(
-            gates=lambda routers: routers.config.blocks,
-            settings=lambda routers, threshold: {"threshold": threshold},
-            path=PROBABILITIES,
+        step=with_model_weights(MixtureOfDepthsStep),
+        dynamic=with_narrow_dials(
+            DynamicMode(
+                gates=lambda routers: routers.config.blocks,
+                settings=lambda routers, threshold: {"threshold": threshold},
+                path=PROBABILITIES,
+            )
         ),
         training=Training(
             MixtureOfDepthsConfig, Routers, RouterObjective, start=start_from_updates

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 
 from multirate.decoding.depth import LayerRange
-from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.model_weights import DepthDecodeConfig
 
 
 @dataclass(frozen=True)
-class SkipDecodeConfig(MethodConfig):
+class SkipDecodeConfig(DepthDecodeConfig):
     """Settings.
 
     max_share, min_share: share of the layers that the first new token runs, and that those from the

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
+from multirate.methods.common.model_weights import with_model_weights, with_narrow_dials
 from multirate.methods.skipdecode.config import SkipDecodeConfig
 from multirate.methods.skipdecode.schedule import PositionSchedule
 from multirate.methods.spec import DynamicMode, MethodSpec, register
@@ -20,13 +21,17 @@ SPEC = register(
         title="SkipDecode (arXiv 2307.02628, no training)",
         summary="runs fewer layers the further a text goes, all rows of a batch the same (lossy)",
         settings=SkipDecodeConfig,
-        step=lambda decoder, module, settings: DynamicDepthStep(
-            PositionSchedule(decoder.info.num_layers, settings), "none"
+        step=with_model_weights(
+            lambda decoder, module, settings: DynamicDepthStep(
+                PositionSchedule(decoder.info.num_layers, settings), "none"
+            )
         ),
-        dynamic=DynamicMode(
-            gates=lambda module: (),
-            settings=_settings,
-            path=(0.97, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5),
+        dynamic=with_narrow_dials(
+            DynamicMode(
+                gates=lambda module: (),
+                settings=_settings,
+                path=(0.97, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5),
+            )
         ),
         role="depth",
         lossless=False,

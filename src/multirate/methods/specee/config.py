@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from multirate.methods.common.config import DraftWeights, MethodConfig
+from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.exits import ExitsConfig
+from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
 
 
@@ -44,7 +45,7 @@ class SpecEEConfig(ExitsConfig):
 
 
 @dataclass(frozen=True)
-class SpecEEDecodeConfig(MethodConfig):
+class SpecEEDecodeConfig(DepthDecodeConfig):
     """Settings.
 
     threshold: the least predicted probability with which the full head is asked whether a token

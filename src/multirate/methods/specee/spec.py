@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
+from multirate.methods.common.model_weights import with_model_weights, with_narrow_dials
 from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
 from multirate.methods.specee.config import SpecEEConfig, SpecEEDecodeConfig
 from multirate.methods.specee.exits import SpecEEExits
@@ -15,13 +16,17 @@ SPEC = register(
         title="SpecEE (arXiv 2504.08850; reconstructed with a proposer of its own)",
         summary="lets a token leave where it is one of four proposed before the pass (lossy)",
         settings=SpecEEDecodeConfig,
-        step=lambda decoder, module, settings: DynamicDepthStep(
-            SpecEEExits(decoder, module, settings), settings.kv
+        step=with_model_weights(
+            lambda decoder, module, settings: DynamicDepthStep(
+                SpecEEExits(decoder, module, settings), settings.kv
+            )
         ),
-        dynamic=DynamicMode(
-            gates=lambda module: module.exits,
-            settings=lambda module, threshold: {"threshold": threshold},
-            path=PROBABILITIES,
+        dynamic=with_narrow_dials(
+            DynamicMode(
+                gates=lambda module: module.exits,
+                settings=lambda module, threshold: {"threshold": threshold},
+                path=PROBABILITIES,
+            )
         ),
         training=Training(SpecEEConfig, SpecEE, SpecEEObjective, start=start_from_least_squares),
         role="depth",

@@ -8,6 +8,7 @@ is exact, not nearly so.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -405,6 +406,16 @@ class NativeDecoder(Decoder):
             head = owner.linear(self.head_weight, self.head_bias)
             self._narrow = NarrowWeights(abi.array("Layer", layers), head, owner)
         return self._narrow
+
+    def in_8_bits(self) -> NativeDecoder:
+        """A decoder of this one's model and caches whose passes read the narrow weights, the head's
+        among them; where there are none, its own. Not to be used while this one runs.
+        """
+        weights, twin = self.narrow(), copy.copy(self)
+        twin._verification = twin._spare = None
+        if weights is not None:
+            twin.packed_layers, twin.head = weights.layers, weights.head
+        return twin
 
     def stream(self, **fields: Any) -> abi.CData:
         """A Stream over this model's layers and embedding; fields: those of what drafts."""

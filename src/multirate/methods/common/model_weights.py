@@ -1,0 +1,118 @@
+"""The model's weights in 8 bits for methods that verify nothing: half of what a pass reads, and
+more tokens that are not the full model's. [ours]
+
+Ours are verified with these weights (`margin` of StreamDecodeConfig); a comparison in which the
+others may not read them would be of kernels, not of methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from multirate.decoding.session import Session
+from multirate.decoding.step import Hole, Step
+from multirate.errors import say_once
+from multirate.methods.common.config import MethodConfig
+from multirate.methods.spec import DynamicMode
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.native.decoder import NativeDecoder, narrow_weights
+
+ModelWeights = Literal["own", "int8"]
+MakeStep = Callable[[Decoder, Any, Any], Step]
+
+
+@dataclass(frozen=True)
+class DepthDecodeConfig(MethodConfig):
+    """What the settings of methods that choose how many layers a token runs share.
+
+    model_weights: own, or int8: the model's weights in 8 bits for every pass but the prompt's, on
+    the native kernel, where the processor multiplies bytes; elsewhere its own. [ours]
+    """
+
+    model_weights: ModelWeights = "own"
+
+
+class NarrowStep(Step):
+    """Steps whose passes are another decoder's, `narrow`: the session's with weights in 8 bits.
+
+    step: made for `narrow`. Prompts are read by the session's own decoder; what tokens read of them
+    is exact, what they leave for later ones is not.
+    """
+
+    lossless = False
+
+    def __init__(self, step: Step, narrow: Decoder) -> None:
+        self.step, self._narrow = step, narrow
+        self.slots, self.taps = step.slots, step.taps
+        self.repeats_text = step.repeats_text
+
+    def begin(self, session: Session, resumed: bool) -> None:
+        self.step.begin(session, resumed)
+
+    def usable(self, cache: KVCache, length: int) -> int:
+        return self.step.usable(cache, length)
+
+    def prefilled(
+        self,
+        session: Session,
+        seqs: Sequence[int],
+        hidden: Sequence[Tensor],
+        taps: Sequence[Mapping[int, Tensor]],
+    ) -> None:
+        self.step.prefilled(session, seqs, hidden, taps)
+
+    def run(self, session: Session) -> None:
+        for b in session.active:
+            session.note_inexact(b, session.cache.lengths[b])
+        own, session.decoder = session.decoder, self._narrow
+        try:
+            self.step.run(session)
+        finally:
+            session.decoder = own
+
+    def holes(self, seq: int) -> list[Hole]:
+        return self.step.holes(seq)
+
+
+def with_model_weights(make: MakeStep) -> MakeStep:
+    """`make`, a method's step, with the weights that its settings (a DepthDecodeConfig) name. Says
+    once where 8-bit ones cannot be had.
+    """
+
+    def made(decoder: Decoder, module: Any, settings: DepthDecodeConfig) -> Step:
+        if settings.model_weights == "own":
+            return make(decoder, module, settings)
+        if not isinstance(decoder, NativeDecoder) or not narrow_weights(decoder):
+            say_once(
+                "model_weights=int8: 8-bit weights are read only by the native kernel, where the "
+                "processor multiplies bytes (AVX-512 with VNNI); here passes read the model's own"
+            )
+            return make(decoder, module, settings)
+        narrow = decoder.in_8_bits()
+        return NarrowStep(make(narrow, module, settings), narrow)
+
+    return made
+
+
+def with_narrow_dials(mode: DynamicMode) -> DynamicMode:
+    """A method's dynamic mode with each of its dials once more, over weights in 8 bits."""
+
+    def narrow(dial: DynamicMode) -> DynamicMode:
+        def settings(module: Any, threshold: float | None) -> dict[str, Any]:
+            return {**dial.settings(module, threshold), "model_weights": "int8"}
+
+        return replace(
+            dial,
+            settings=settings,
+            others=(),
+            label=f"{dial.label}-int8",
+            usable=lambda decoder, module: dial.usable(decoder, module) and narrow_weights(decoder),
+        )
+
+    dials = (mode, *mode.others)
+    return replace(mode, others=(*mode.others, *map(narrow, dials)))

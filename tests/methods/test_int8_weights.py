@@ -1,0 +1,165 @@
+"""Weights in 8 bits where nothing is verified: the method of its own, and the setting of those that
+leave layers out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from multirate.decoding.invariants import check_invariants
+from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.loop import generate
+from multirate.decoding.plain import PlainStep
+from multirate.decoding.stopping import StopSettings
+from multirate.errors import Notice, UserError
+from multirate.methods import spec
+from multirate.methods.common.model_weights import NarrowStep
+from multirate.model.hf.decoder import HFDecoder
+from multirate.model.native import NativeDecoder
+from multirate.model.native.decoder import narrow_weights
+
+from .m2r2_models import LLAMA, PROMPTS, model_of
+from .test_lossy_depth import METHODS, OFTEN, step_of
+
+STOP = StopSettings(max_new_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def shared() -> NativeDecoder:
+    model = model_of(LLAMA, torch.bfloat16)
+    if NativeDecoder.supports(model) is not None:
+        pytest.skip("no native kernel here")
+    decoder = NativeDecoder(model)
+    if not narrow_weights(decoder):
+        pytest.skip("this processor multiplies no bytes")
+    return decoder
+
+
+@pytest.fixture
+def decoder(shared: NativeDecoder, monkeypatch: pytest.MonkeyPatch) -> NativeDecoder:
+    """Whose narrow weights a test may replace."""
+    monkeypatch.setattr(shared, "_narrow", shared.narrow())
+    return shared
+
+
+def int8_step(decoder: Any, margin: float) -> Any:
+    return spec.find("int8_weights").make_step(decoder, None, {"margin": margin})
+
+
+def plain_text(decoder: Any, **more: Any) -> list[list[int]]:
+    return generate(decoder, PlainStep(), PROMPTS, stop=STOP, **more).sequences
+
+
+def test_where_no_margin_is_enough_the_text_is_the_bases(decoder: NativeDecoder) -> None:
+    """Every row runs again, so K/V are those of a fresh prefill, too; in a batch as alone."""
+    step = int8_step(decoder, 1e9)
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        out = generate(
+            decoder,
+            step,
+            prompts,
+            stop=STOP,
+            after_step=lambda session, step: check_invariants(session, step, atol=1e-3),
+        )
+        assert out.sequences == plain_text(decoder)[: len(prompts)]
+        assert out.stats.doubted == out.stats.tokens - len(prompts)
+
+
+def test_without_a_margin_nothing_is_asked_again(decoder: NativeDecoder) -> None:
+    copy = decoder.narrow()
+    assert copy is not None
+    step = int8_step(decoder, 0.0)
+    assert not step.lossless
+    out = generate(decoder, step, PROMPTS, stop=STOP)
+    assert out.stats.doubted == 0
+    # what decides is the copy: with one that knows nothing the text is another
+    nothing = copy.owner.linear(torch.zeros_like(decoder.head_weight))
+    decoder._narrow = replace(copy, head=nothing)
+    blind = generate(decoder, int8_step(decoder, 0.0), PROMPTS, stop=STOP)
+    assert blind.sequences != plain_text(decoder)
+    # and any margin asks the model itself
+    asked = generate(decoder, int8_step(decoder, 1e-6), PROMPTS, stop=STOP)
+    assert asked.sequences == plain_text(decoder)
+    decoder._narrow = replace(copy, layers=decoder.packed_layers, head=decoder.head)
+    same = generate(decoder, int8_step(decoder, 0.0), PROMPTS, stop=STOP)
+    assert same.sequences == plain_text(decoder)
+
+
+def test_sampled_text_is_plain_decodings(decoder: NativeDecoder) -> None:
+    sampling = SamplingSettings(0.9, seed=4)
+    out = generate(decoder, int8_step(decoder, 0.0), PROMPTS, sampling, STOP)
+    assert out.sequences == plain_text(decoder, sampling=sampling)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_that_leave_layers_out_read_the_copy(decoder: NativeDecoder, name: str) -> None:
+    copy = decoder.narrow()
+    assert copy is not None
+    own = generate(decoder, step_of(decoder, name, OFTEN[name]), PROMPTS, stop=STOP)
+    decoder._narrow = replace(copy, layers=decoder.packed_layers, head=decoder.head)
+    for weights in ("own", "int8"):
+        step = step_of(decoder, name, OFTEN[name], model_weights=weights)
+        assert isinstance(step, NarrowStep) == (weights == "int8")
+        out = generate(decoder, step, PROMPTS, stop=STOP)
+        assert out.sequences == own.sequences and out.stats.exits == own.stats.exits
+    nothing = copy.owner.linear(torch.zeros_like(decoder.head_weight))
+    decoder._narrow = replace(copy, head=nothing)
+    step = step_of(decoder, name, None, model_weights="int8")
+    assert generate(decoder, step, PROMPTS, stop=STOP).sequences != plain_text(decoder)
+    # the decoder itself, which others go on with, is as it was
+    assert generate(decoder, PlainStep(), PROMPTS, stop=STOP).sequences == plain_text(decoder)
+
+
+def test_keys_and_values_of_the_copy_are_not_kept_for_another_prompt(
+    decoder: NativeDecoder,
+) -> None:
+    exact: list[int] = []
+    for step in (
+        int8_step(decoder, 0.0),
+        step_of(decoder, "calm", 0.5, model_weights="int8"),
+    ):
+        exact.clear()
+        generate(
+            decoder,
+            step,
+            PROMPTS[:1],
+            stop=STOP,
+            after_step=lambda session, step: exact.append(session.exact_length(0)),
+        )
+        assert set(exact) == {len(PROMPTS[0])}
+
+
+def test_dials_over_the_copy_are_measured_where_there_is_one(decoder: NativeDecoder) -> None:
+    for name in ("calm", "skipdecode"):
+        mode = spec.find(name).dynamic
+        assert mode is not None
+        labels = [dial.label for dial in mode.dials(decoder, None)]
+        assert labels.count("score") == labels.count("score-int8") > 0
+        assert mode.dial(decoder, None).label == "score"
+        settings = mode.dial(decoder, None, "score-int8").settings(None, 0.9)
+        assert settings["model_weights"] == "int8"
+
+
+def test_without_products_of_bytes_it_is_said() -> None:
+    decoder = HFDecoder(model_of(LLAMA))
+    with pytest.warns(Notice, match="method int8_weights: .* here decoding is plain"):
+        step = int8_step(decoder, 0.0)
+    assert step.lossless
+    assert generate(decoder, step, PROMPTS, stop=STOP).sequences == plain_text(decoder)
+    with pytest.warns(Notice, match="model_weights=int8: .* here passes read the model's own"):
+        step = step_of(decoder, "calm", 0.5, model_weights="int8")
+    assert not isinstance(step, NarrowStep)
+    mode = spec.find("calm").dynamic
+    assert mode is not None and {d.label for d in mode.dials(decoder, None)} == {"score"}
+
+
+def test_what_is_refused() -> None:
+    for margin in (-1, float("nan"), "wide"):
+        with pytest.raises(UserError, match="margin"):
+            int8_step(None, margin)
+    with pytest.raises(UserError, match="'model_weights' is 'int4'; accepted: 'own', 'int8'"):
+        step_of(None, "skipdecode", 0.5, model_weights="int4")  # type: ignore[arg-type]

@@ -99,74 +99,89 @@ static float norm_of(const element *x, int in) {
     return sqrtf(total);
 }
 
-// What quantising has left of x, in units of its own: q. Returns the unit; 0: nothing.
-static float quantise_rest(const element *x, const int16_t *coarse, float scale, int in,
-                           element *rest, int16_t *q) {
-    for (int i = 0; i < in; i++)
-        rest[i] = element_of(element_value(x[i]) - coarse[i] * scale);
-    float norm = norm_of(rest, in);
-    if (!(norm > 1e-30f))
-        return 0.0f;
-    quantise(rest, ROW_NORM / norm, in, q);
-    return norm / ROW_NORM;
+// Takes the few elements that hold most of a row's norm out of it: those above a quarter of it.
+static void take_outliers(element *row, float unit, int in, Outliers *out) {
+    for (int i = 0; i < in && out->count < MOST_OUTLIERS; i++) {
+        float v = element_value(row[i]);
+        if (fabsf(v * unit) > ROW_NORM / 4) {
+            out->at[out->count] = i;
+            out->value[out->count++] = v;
+            row[i] = element_of(0.0f);
+        }
+    }
 }
 
-// Shares the rows, of which some have a finer one beside them, out among tiles of about equal size.
-static void share_out(Operand *out, int rows) {
-    int lanes = rows;
-    for (int n = 0; n < rows; n++)
-        lanes += out->fine_scale[n] != 0.0f;
-    int tiles = (lanes + FIXED_LANES - 1) / FIXED_LANES, share = (lanes + tiles - 1) / tiles;
+// q = row in steps of the returned scale, without its outliers.
+static float quantise_row(const element *row, int in, element *rest, int16_t *q, Outliers *out) {
+    out->count = 0;
+    for (;;) {
+        float norm = norm_of(row, in);
+        int usable = norm > 1e-30f && norm < 1e30f; // zero, or about to overflow in any precision
+        float unit = usable ? ROW_NORM / norm : 0.0f;
+        float small = quantise(row, unit, in, q);
+        if (!usable)
+            return norm * 0.0f; // an infinity or NaN stays visible
+        if (small > 0.25f * ROW_NORM * ROW_NORM || out->count == MOST_OUTLIERS)
+            return 1.0f / unit;
+        if (row != rest)
+            memcpy(rest, row, (size_t)in * sizeof *rest);
+        take_outliers(rest, unit, in, out);
+        row = rest;
+    }
+}
+
+// The thread's own fixed-point copy of the rows: a few percent of the product, and no barrier. A
+// row whose norm sits in a few outliers (more than 3/4 of it squared) would leave too few steps for
+// the others: these are multiplied in fp32, each with one line of every 16 outputs' weights.
+void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, int rows, int in) {
+    size_t all_rows = (size_t)rows * in;
+    // rows, and tiles of them, each filled up by at most 3
+    int16_t *copy = mine->fixed =
+        grown(mine->fixed, &mine->fixed_size,
+              (2 * all_rows + (size_t)(rows + 1) * 3 * in + 8) * sizeof *copy);
+    element *rest = mine->rest = grown(mine->rest, &mine->rest_size, (size_t)in * sizeof *rest);
+    Outliers *outliers = mine->outliers =
+        grown(mine->outliers, &mine->outliers_size, (size_t)rows * sizeof *outliers);
+    out->outliers = outliers;
+    int tiles = (rows + FIXED_LANES - 1) / FIXED_LANES, share = (rows + tiles - 1) / tiles;
+    int16_t *to = copy + all_rows;
     out->tiles = 0;
-    for (int n = 0; n < rows; out->tiles++) {
-        out->begin[out->tiles] = n;
-        for (int taken = 0; n < rows; n++) {
-            int wanted = out->fine_scale[n] != 0.0f ? 2 : 1;
-            if (taken && (taken + wanted > FIXED_LANES || taken >= share))
-                break;
-            taken += wanted;
+    for (int first = 0; first < rows; first += share) {
+        const int16_t *of_tile[FIXED_LANES];
+        int taken = rows - first < share ? rows - first : share;
+        for (int i = 0; i < taken; i++) {
+            int n = first + i;
+            int16_t *q = copy + (size_t)n * in;
+            out->scale[n] = quantise_row(x[n], in, rest, q, outliers + n);
+            of_tile[i] = q;
         }
+        fixed_arrange(of_tile, taken, in, to);
+        out->begin[out->tiles] = first;
+        out->lanes[out->tiles] = taken;
+        out->arranged[out->tiles++] = to;
+        to += (size_t)fixed_lanes(taken) * in;
     }
     out->begin[out->tiles] = rows;
 }
 
-// The thread's own fixed-point copy of the rows: a few percent of the product, and no barrier. A
-// row whose norm sits in a few outliers (more than 3/4 of it squared) leaves too few steps for the
-// others: what was rounded off is kept as a second, finer row.
-void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, int rows, int in) {
-    size_t all_rows = (size_t)rows * in;
-    // coarse rows, fine rows, and tiles of both, each filled up by at most 3
-    int16_t *copy = mine->fixed =
-        grown(mine->fixed, &mine->fixed_size,
-              (4 * all_rows + (size_t)(rows + 1) * 3 * in) * sizeof *copy);
-    element *rest = mine->rest = grown(mine->rest, &mine->rest_size, (size_t)in * sizeof *rest);
-    for (int n = 0; n < rows; n++) {
-        int16_t *q = copy + (size_t)n * in;
-        float norm = norm_of(x[n], in);
-        int usable = norm > 1e-30f && norm < 1e30f; // zero, or about to overflow in any precision
-        float unit = usable ? ROW_NORM / norm : 0.0f;
-        float small = quantise(x[n], unit, in, q);
-        out->scale[n] = usable ? 1.0f / unit : norm * 0.0f; // an infinity or NaN stays visible
-        out->fine_scale[n] = 0.0f;
-        if (usable && small <= 0.25f * ROW_NORM * ROW_NORM)
-            out->fine_scale[n] =
-                quantise_rest(x[n], q, out->scale[n], in, rest, copy + all_rows + (size_t)n * in);
+// Σ w · outlier of 16 outputs, in their weights' units.
+static f16 outlier_products(const Outliers *outliers, const char *weight, int narrow) {
+    f16 sum = splat(0.0f);
+    for (int i = 0; i < outliers->count; i++) {
+        int at = outliers->at[i];
+        i16 pairs;
+        if (narrow) {
+            int8_t bytes __attribute__((vector_size(32)));
+            typedef int16_t words __attribute__((vector_size(64)));
+            memcpy(&bytes, weight + (long)(at / 2) * 32, 32);
+            pairs = (i16) __builtin_convertvector(bytes, words);
+        } else {
+            memcpy(&pairs, weight + (long)(at / 2) * 64, 64);
+        }
+        i16 each = at % 2 ? pairs >> 16 : (pairs << 16) >> 16;
+        sum += __builtin_convertvector(each, f16) * splat(outliers->value[i]);
     }
-    share_out(out, rows);
-    int16_t *to = copy + 2 * all_rows;
-    for (int t = 0; t < out->tiles; t++) {
-        const int16_t *of_tile[FIXED_LANES];
-        int lanes = 0;
-        for (int n = out->begin[t]; n < out->begin[t + 1]; n++)
-            of_tile[lanes++] = copy + (size_t)n * in;
-        for (int n = out->begin[t]; n < out->begin[t + 1]; n++)
-            if (out->fine_scale[n] != 0.0f)
-                of_tile[lanes++] = copy + all_rows + (size_t)n * in;
-        fixed_arrange(of_tile, lanes, in, to);
-        out->arranged[t] = to;
-        out->lanes[t] = lanes;
-        to += (size_t)fixed_lanes(lanes) * in;
-    }
+    return sum;
 }
 
 // Lines of weights fetched ahead, by rows: the processor's own prefetching falls behind several
@@ -181,9 +196,8 @@ void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, i
 // memory would idle from the second tile on.
 void product_fixed(const Linear *linear, int first_of, int last_of, const Operand *x, int tile,
                    const uint32_t *after, f16 (*acc)[4]) {
-    int narrow = linear->format == WEIGHTS_INT8, first = x->begin[tile],
-        rows = x->begin[tile + 1] - first, lanes = x->lanes[tile], begin = first_of % GROUP_COLUMNS,
-        end = begin + last_of - first_of;
+    int narrow = linear->format == WEIGHTS_INT8, first = x->begin[tile], lanes = x->lanes[tile],
+        begin = first_of % GROUP_COLUMNS, end = begin + last_of - first_of;
     long pairs = linear->inputs / 2, line = narrow ? 32 : 64, column = pairs * line,
          distance = AHEAD_LINES(lanes) * 64 / line;
     if (distance > pairs)
@@ -200,17 +214,13 @@ void product_fixed(const Linear *linear, int first_of, int last_of, const Operan
         }
         fixed_tile(weight, narrow, x->arranged[tile], lanes, (int)pairs, &ahead,
                    (float *)&acc[0][m], 64);
-    }
-    const float *unit = linear->scale + (first_of - begin) * 16;
-    for (int r = 0, fine = rows; r < rows; r++) {
-        float scale = x->scale[first + r], fine_scale = x->fine_scale[first + r];
-        for (int m = begin; m < end; m++)
-            acc[r][m] = acc[r][m] * (load(unit + m * 16) * splat(scale));
-        if (fine_scale == 0.0f)
-            continue;
-        for (int m = begin; m < end; m++)
-            acc[r][m] += acc[fine][m] * (load(unit + m * 16) * splat(fine_scale));
-        fine++;
+        f16 unit = load(linear->scale + (first_of - begin + m) * 16);
+        for (int r = 0; r < lanes; r++) {
+            const Outliers *outliers = x->outliers + first + r;
+            acc[r][m] *= unit * splat(x->scale[first + r]);
+            if (outliers->count)
+                acc[r][m] += unit * outlier_products(outliers, weight, narrow);
+        }
     }
 }
 #endif

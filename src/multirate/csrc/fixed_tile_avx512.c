@@ -10,15 +10,19 @@
 #include "fixed_tile.h"
 #if INTEGER_PRODUCTS && defined(__AVX512F__)
 
-// Tiles of 1, 2, 3, 4, 8, 12, … 24 lanes. N_r(F) writes F(0) … F(r − 1).
-#define N_8(F) N_4(F) F(4) F(5) F(6) F(7)
-#define N_12(F) N_8(F) F(8) F(9) F(10) F(11)
+// Tiles of 1, 2, … 12, 16, 20 and 24 lanes. N_r(F) writes F(0) … F(r − 1).
+#define N_7(F) N_6(F) F(6)
+#define N_8(F) N_7(F) F(7)
+#define N_9(F) N_8(F) F(8)
+#define N_10(F) N_9(F) F(9)
+#define N_11(F) N_10(F) F(10)
+#define N_12(F) N_11(F) F(11)
 #define N_16(F) N_12(F) F(12) F(13) F(14) F(15)
 #define N_20(F) N_16(F) F(16) F(17) F(18) F(19)
 #define N_24(F) N_20(F) F(20) F(21) F(22) F(23)
 
 int fixed_lanes(int rows) {
-    return rows <= 4 ? rows : (rows + 3) / 4 * 4;
+    return rows <= 12 ? rows : (rows + 3) / 4 * 4;
 }
 
 // Four rows from [4][16 pairs] to [16 pairs][4], the pairs `lanes` words apart.
@@ -38,19 +42,21 @@ INLINE void arrange_four(const int32_t *const *rows, long k, int32_t *to, long l
 }
 
 void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
-    long lanes = fixed_lanes(count), pairs = in / 2, k = 0;
+    long lanes = fixed_lanes(count), pairs = in / 2;
     int32_t *words = (int32_t *)to;
-    for (int n = 0; n < lanes; n += 4) {
-        int left = count - n < 4 ? count - n : 4;
+    // the last four first: where there are fewer, what is written behind a pair's lanes is the next
+    // one's beginning, which the first four then write
+    for (int n = (count - 1) / 4 * 4; n >= 0; n -= 4) {
+        int left = count - n < 4 ? count - n : 4, wide = lanes - n < 4 ? (int)lanes - n : 4;
         const int32_t *from[4];
         for (int j = 0; j < 4; j++) // lanes beyond the last row repeat it, and are not read
             from[j] = (const int32_t *)rows[n + (j < left ? j : left - 1)];
-        k = 0;
+        long k = 0;
         if (lanes >= 4)
             for (; k + 16 <= pairs; k += 16)
                 arrange_four(from, k, words + k * lanes + n, lanes);
         for (; k < pairs; k++)
-            for (int j = 0; j < (lanes < 4 ? left : 4); j++)
+            for (int j = 0; j < wide; j++)
                 words[k * lanes + n + j] = from[j][k];
     }
 }
@@ -116,7 +122,13 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
     PASS_TWICE(NAME, 2, WEIGHTS)                                                                   \
     PASS_TWICE(NAME, 3, WEIGHTS)                                                                   \
     PASS_TWICE(NAME, 4, WEIGHTS)                                                                   \
+    PASS(NAME, 5, WEIGHTS)                                                                         \
+    PASS(NAME, 6, WEIGHTS)                                                                         \
+    PASS(NAME, 7, WEIGHTS)                                                                         \
     PASS(NAME, 8, WEIGHTS)                                                                         \
+    PASS(NAME, 9, WEIGHTS)                                                                         \
+    PASS(NAME, 10, WEIGHTS)                                                                        \
+    PASS(NAME, 11, WEIGHTS)                                                                        \
     PASS(NAME, 12, WEIGHTS)                                                                        \
     PASS(NAME, 16, WEIGHTS)                                                                        \
     PASS(NAME, 20, WEIGHTS)                                                                        \
@@ -126,8 +138,9 @@ PASSES(narrow, NARROW_LINE)
 
 typedef void (*Pass)(const void *, const int32_t *, long, Ahead, float *, long);
 #define OF_LANES(NAME)                                                                             \
-    {[1] = NAME##_1,   [2] = NAME##_2,   [3] = NAME##_3,   [4] = NAME##_4,  [8] = NAME##_8,        \
-     [12] = NAME##_12, [16] = NAME##_16, [20] = NAME##_20, [24] = NAME##_24}
+    {NULL,      NAME##_1,         NAME##_2,         NAME##_3,        NAME##_4,  NAME##_5,          \
+     NAME##_6,  NAME##_7,         NAME##_8,         NAME##_9,        NAME##_10, NAME##_11,         \
+     NAME##_12, [16] = NAME##_16, [20] = NAME##_20, [24] = NAME##_24}
 static const Pass passes[2][FIXED_LANES + 1] = {OF_LANES(wide), OF_LANES(narrow)};
 
 void fixed_tile(const void *weight, int narrow, const int16_t *rows, int count, int pairs,

@@ -40,11 +40,11 @@ typedef struct {
     int begin[MAX_ROWS + 1];
     const element *const *rows; // of bf16 weights
 #if INTEGER_PRODUCTS
-    // Of integer weights: each tile's rows and then, in the same order, the finer ones of those
-    // whose fine_scale is not zero, as fixed_arrange leaves them.
+    // Of integer weights: each tile's rows as fixed_arrange, or prepare_bytes, leaves them.
     const int16_t *arranged[MAX_ROWS];
-    int lanes[MAX_ROWS]; // rows and finer rows of each tile
-    float scale[MAX_ROWS], fine_scale[MAX_ROWS];
+    int lanes[MAX_ROWS]; // of each tile: what its rows take
+    float scale[MAX_ROWS];
+    const Outliers *outliers; // of the rows of WEIGHTS_INT16 and WEIGHTS_INT8
 #endif
 } Operand;
 

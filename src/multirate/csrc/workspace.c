@@ -77,6 +77,7 @@ void mr_workspace_close(Workspace *work) {
         free(mine->normed);
         free(mine->fixed);
         free(mine->rest);
+        free(mine->outliers);
     }
     free(work);
 }

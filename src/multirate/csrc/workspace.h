@@ -10,14 +10,23 @@
 
 typedef struct AttentionScratch AttentionScratch;
 
+#define MOST_OUTLIERS 32
+
+// Elements of a row that are not in its fixed-point copy.
+typedef struct {
+    int count, at[MOST_OUTLIERS];
+    float value[MOST_OUTLIERS];
+} Outliers;
+
 // One thread's own part. Fixed-point products (fixed_point.c) keep their copy of the rows in
-// `fixed` and `rest`.
+// `fixed`, what lacks its outliers in `rest` on the way.
 typedef struct {
     element *normed;
     AttentionScratch *attention;
     int16_t *fixed;
     element *rest;
-    size_t normed_size, fixed_size, rest_size;
+    Outliers *outliers;
+    size_t normed_size, fixed_size, rest_size, outliers_size;
 } ThreadScratch;
 
 struct Workspace {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -83,6 +84,8 @@ def calibrate(
         batch = 1
     check_promise(quality, confidence, len(prompts), ", ".join(data))
     stop = stop or StopSettings()
+    # looking ends where it is sure, which a sorted file must not make it too early
+    prompts = random.Random(0).sample(list(prompts), len(prompts))
     measured = {} if measured is None else measured
 
     def settings_at(threshold: float | None) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def calibrate(
     tested = risk.try_in_order(path, losses, len(prompts), 1 - quality, confidence, sound)
     held = [one for one in tested if one.holds]
     best = held[-1] if held else None
-    seen = measured[best.threshold] if best is not None else []
+    seen = measured[best.threshold][: len(best.losses)] if best is not None else []
     chosen = settings_at(None if best is None else best.threshold)
     return Promise(
         quality=quality,
@@ -124,7 +127,7 @@ def calibrate(
         settings=method.read_settings(chosen).to_json(),
         base=base,
         accelerator=accelerator.weights_sha256,
-        samples=len(prompts),
+        samples=len(prompts) if best is None else len(best.losses),
         max_new_tokens=stop.max_new_tokens or 0,
         tokens=sum(one.tokens for one in seen),
         differing=sum(one.differing for one in seen),

@@ -8,10 +8,11 @@ most that level, however many were tested. Nothing is assumed of how loss and th
 together; prompts are assumed to be drawn independently from what the promise is to hold for.
 
 The test: whoever stakes a share of a capital of 1 on every loss being below the risk has, after n
-losses, the product of 1 + bet · (risk − loss). Where the expected loss is at least the risk, the
-expected capital is at most 1, so that it is above 1/p with a probability of at most p (Markov): p
-is one over the capital. Losses that vary little, as shares of an answer's tokens do, make a
-capital that a bound from their mean alone (Hoeffding, Bentkus) cannot see.
+losses, the product of 1 + bet · (risk − loss). Where the expected loss is at least the risk, this
+cannot grow in expectation, so that it ever reaches 1/p with a probability of at most p (Ville): p
+is one over the most that the capital has been, and looking may end as soon as that is enough.
+Losses that vary little, as shares of an answer's tokens do, make a capital that a bound from their
+mean alone (Hoeffding, Bentkus) cannot see.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ the others are for losses that are often 1.
 
 @dataclass(frozen=True)
 class Tested:
-    """One threshold's test. losses: of the samples looked at, all of them where it held; looking
-    ends early when no losses of the rest could make it hold.
+    """One threshold's test. losses: of the samples looked at; looking ends as soon as the threshold
+    holds, or no losses of the rest could make it hold.
     """
 
     threshold: float
@@ -50,60 +51,61 @@ class Tested:
 
 
 class Wager:
-    """The capital of a test of "the expected loss is at least `risk`", risk in (0, 1), as losses
-    in [0, 1] come in; their order does not matter.
+    """The capital of a test of "the expected loss is at least `risk`", risk in (0, 1), as
+    independent losses in [0, 1] come in. p_value: one over the most it has been, at most 1.
     """
 
     def __init__(self, risk: float) -> None:
-        self.risk = risk
+        self.risk, self.p_value = risk, 1.0
         self._bets = _STAKES / (1 - risk)
         self._logs: NDArray[np.float64] = np.log(_CAPITAL)
 
-    def add(self, *losses: float) -> None:
-        """So many more losses."""
+    def add(self, loss: float) -> None:
+        """One more loss."""
+        kept = np.maximum(0.0, 1 + self._bets * (self.risk - loss))
         with np.errstate(divide="ignore"):  # everything may be lost
-            kept = np.log(np.maximum(0.0, 1 + np.outer(self.risk - np.array(losses), self._bets)))
-        self._logs += kept.sum(axis=0)
+            self._logs += np.log(kept)
+        self.p_value = min(self.p_value, _one_over(self._logs))
 
-    def p_value(self, without_loss: int = 0) -> float:
-        """One over the capital, at most 1; without_loss: as if so many more had no loss."""
-        logs = self._logs + without_loss * np.log1p(self._bets * self.risk)
-        return math.exp(min(0.0, -float(np.logaddexp.reduce(logs))))
+    def best(self, more: int) -> float:
+        """The p-value after so many more samples, if none of them has a loss."""
+        return min(self.p_value, _one_over(self._logs + more * np.log1p(self._bets * self.risk)))
+
+
+def _one_over(logs: NDArray[np.float64]) -> float:
+    return math.exp(min(700.0, -float(np.logaddexp.reduce(logs))))
 
 
 def p_value(losses: Iterable[float], risk: float) -> float:
     """Of "the expected loss is at least `risk`", given independent losses in [0, 1]."""
     wager = Wager(risk)
-    wager.add(*losses)
-    return wager.p_value()
+    for loss in losses:
+        wager.add(loss)
+    return wager.p_value
 
 
 def samples_needed(risk: float, confidence: float) -> int:
     """How many samples without any loss it takes to reject at all: fewer can promise nothing."""
     wager = Wager(risk)
     least = math.floor(math.log(1 - confidence) / math.log1p(-risk))  # if all stake everything
-    return next(
-        n for n in itertools.count(max(1, least)) if _rejected(wager.p_value(n), confidence)
-    )
+    return next(n for n in itertools.count(max(1, least)) if _rejected(wager.best(n), confidence))
 
 
 def try_threshold(
     threshold: float, losses: Iterable[float], samples: int, risk: float, confidence: float
 ) -> Tested:
     """Whether the expected loss at this threshold is at most `risk`, at this confidence; takes
-    losses, of which there are `samples`, as long as the answer is open.
+    losses, of which there are `samples` at most, as long as the answer is open.
     """
     seen: list[float] = []
     wager = Wager(risk)
     for loss in losses:
         seen.append(loss)
         wager.add(loss)
-        if not _rejected(wager.p_value(samples - len(seen)), confidence):
-            break
-    if len(seen) < samples:
-        return Tested(threshold, tuple(seen), 1.0, False)
-    p = wager.p_value()
-    return Tested(threshold, tuple(seen), p, _rejected(p, confidence))
+        holds = _rejected(wager.p_value, confidence)
+        if holds or not _rejected(wager.best(samples - len(seen)), confidence):
+            return Tested(threshold, tuple(seen), wager.p_value if holds else 1.0, holds)
+    return Tested(threshold, tuple(seen), 1.0, False)
 
 
 def _rejected(p: float, confidence: float) -> bool:

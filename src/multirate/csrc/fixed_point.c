@@ -185,12 +185,16 @@ static f16 outlier_products(const Outliers *outliers, const char *weight, int na
 }
 
 // Lines of weights fetched ahead, by rows: the processor's own prefetching falls behind several
-// rows' products, and with registers of 512 bits even behind one row's.
+// rows' products, and on Intel's with registers of 512 bits even behind one row's, which on AMD's
+// it keeps up with better alone. All measured (docs/experiments.md).
+static long ahead_lines(int lanes, int narrow) {
 #ifdef __AVX512F__
-#define AHEAD_LINES(lanes) 64L
+    return narrow || !__builtin_cpu_is("amd") ? 64 : lanes <= 5 ? 0 : 160;
 #else
-#define AHEAD_LINES(lanes) ((lanes) == 1 ? 0L : (lanes) <= 3 ? 12L : 64L)
+    (void)narrow;
+    return lanes == 1 ? 0 : lanes <= 3 ? 12 : 64;
 #endif
+}
 
 // Where the rows take several tiles, each fetches a share of the next group's weights: otherwise
 // memory would idle from the second tile on.
@@ -199,7 +203,7 @@ void product_fixed(const Linear *linear, int first_of, int last_of, const Operan
     int narrow = linear->format == WEIGHTS_INT8, first = x->begin[tile], lanes = x->lanes[tile],
         begin = first_of % GROUP_COLUMNS, end = begin + last_of - first_of;
     long pairs = linear->inputs / 2, line = narrow ? 32 : 64, column = pairs * line,
-         distance = AHEAD_LINES(lanes) * 64 / line;
+         distance = ahead_lines(lanes, narrow) * 64 / line;
     if (distance > pairs)
         distance = pairs;
     const char *weight = (const char *)column_of(linear, first_of);

@@ -199,13 +199,17 @@ static const Pass passes[BYTE_LANES + 1] = {
     pass_7, pass_8, pass_9, pass_10, pass_11, pass_12,
 };
 
-#define AHEAD_LINES 64L
+// As in fixed_point.c.
+static long ahead_lines(int lanes) {
+    return !__builtin_cpu_is("amd") ? 64 : lanes <= 2 ? 0 : 160;
+}
 
 void product_bytes(const Linear *linear, int first_of, int last_of, const Operand *x, int tile,
                    const uint32_t *after, f16 (*acc)[4]) {
     int lanes = x->lanes[tile], begin = first_of % GROUP_COLUMNS, end = begin + last_of - first_of;
-    long lines = linear->inputs / 4, column = lines * 64,
-         distance = AHEAD_LINES < lines ? AHEAD_LINES : lines;
+    long lines = linear->inputs / 4, column = lines * 64, distance = ahead_lines(lanes);
+    if (distance > lines)
+        distance = lines;
     const int32_t *words = (const int32_t *)x->arranged[tile], *beside = words + lines * lanes;
     const char *weight = (const char *)column_of(linear, first_of);
     long blocks = (linear->inputs + W8_BLOCK - 1) / W8_BLOCK;

@@ -286,6 +286,18 @@ def test_where_no_threshold_is_safe_no_token_leaves(
     assert out.sequences == plain.sequences and engine.promise == made
 
 
+def test_only_the_points_that_were_named_are_tried(model: Any, tmp_path: Path) -> None:
+    engine = multirate.attach(model, accelerator(model, tmp_path / "acc"), backend="hf")
+    given = engine.accelerators["m2r2-carry"]
+    made = calibrate(
+        engine.decoder, given, PROMPTS, "base", 0.7, stop=STOP, dial="score", points=(1.0, 0.9)
+    )
+    assert [point for point, _ in made.tried] == [1.0, 0.9][: len(made.tried)]
+    for points in ((), (0.5, 0.5), (0.1, 0.2), (float("nan"),)):
+        with pytest.raises(UserError, match=r"points are .*falling numbers"):
+            calibrate(engine.decoder, given, PROMPTS, "base", 0.7, points=points)
+
+
 def test_what_is_refused(model: Any, tmp_path: Path) -> None:
     for quality in (0, 1.5, float("nan")):
         with pytest.raises(UserError, match="quality is"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -47,6 +49,17 @@ def check_promise(quality: float, confidence: float, samples: int, where: str) -
         )
 
 
+def check_points(points: Sequence[float]) -> tuple[float, ...]:
+    """Points of a dial to try. UserError unless they fall: the most cautious comes first."""
+    falling = all(one > other for one, other in itertools.pairwise(points))
+    if not points or not falling or not all(map(math.isfinite, points)):
+        raise UserError(
+            f"points are {', '.join(f'{one:g}' for one in points) or 'none'}; accepted: falling "
+            "numbers, the most cautious first"
+        )
+    return tuple(points)
+
+
 def calibrate(
     decoder: Decoder,
     accelerator: Accelerator,
@@ -62,6 +75,7 @@ def calibrate(
     measured: dict[float, list[Measured]] | None = None,
     tries: int | None = None,
     dial: str | None = None,
+    points: Sequence[float] | None = None,
 ) -> Promise:
     """Answers the prompts at one threshold after another, from the most cautious to the boldest,
     and promises the last that keeps the quality.
@@ -72,8 +86,9 @@ def calibrate(
     the promise is to hold for (exit_score, kv). measured: by threshold, the first prompts' answers
     as earlier calls with the same arguments but quality and confidence left them; they are not
     decoded again, and the new ones are added. tries: how many thresholds of the method's path,
-    spread evenly; None: all. dial: the name of the one that is turned (DynamicMode.dial). One that
-    changes only single sequences is measured with these, whatever the batch.
+    spread evenly; None: all. points: tried in place of the path, from the most cautious on. dial:
+    the name of the one that is turned (DynamicMode.dial). One that changes only single sequences is
+    measured with these, whatever the batch.
     A threshold whose answers run into loops is not promised, whatever they keep: the full model
     would go on with a loop, too. Raises UserError for an accelerator that cannot leave early and
     for data too small for the promise.
@@ -105,7 +120,7 @@ def calibrate(
                 progress(threshold, len(seen), len(prompts))
             yield one.loss
 
-    path = mode.along(tries)
+    path = mode.along(tries) if points is None else check_points(points)
     looped: list[float] = []
 
     def sound(threshold: float) -> bool:

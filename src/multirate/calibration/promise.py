@@ -25,10 +25,10 @@ class Promise:
 
     gates, settings: of the accelerator, and of the method that keeps the promise. base,
     accelerator: the fingerprint of the base's weights, and the checksum of the accelerator's.
-    samples: prompts answered for it; tokens, differing: of their answers, greedy and of at most `max_new_tokens`;
-    loss: their mean share of differing tokens; p_value: of a larger risk than promised. tried: the
-    thresholds tested, and the mean loss of each. looped: the last of them keeps the quality, and
-    was not promised because its answers run into loops.
+    samples: prompts answered for it; tokens, differing: of their answers, greedy and of at most
+    `max_new_tokens`; loss: their mean share of differing tokens; p_value: of a larger risk than
+    promised. tried: the thresholds tested, and the mean loss of each. looped: the last of them
+    keeps the quality, and was not promised because its answers run into loops.
     """
 
     quality: float

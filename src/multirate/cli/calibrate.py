@@ -55,6 +55,14 @@ def command(
             show_default=False,
         ),
     ] = None,
+    point: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Only these settings of the dial, the most cautious first (repeatable): a margin, "
+            "a threshold, or below a margin of 0 the threshold minus 1.",
+            show_default=False,
+        ),
+    ] = None,
     dial: Annotated[
         str | None,
         typer.Option(
@@ -85,7 +93,12 @@ def command(
     options.set_threads(threads)
 
     from multirate.calibration import promise as promises
-    from multirate.calibration.calibrate import calibrate, check_promise, dynamic_mode
+    from multirate.calibration.calibrate import (
+        calibrate,
+        check_points,
+        check_promise,
+        dynamic_mode,
+    )
     from multirate.calibration.measure import Measured, read_prompts
     from multirate.cli.progress import Lines
     from multirate.engine import attach
@@ -96,6 +109,8 @@ def command(
     qualities = sorted(set(quality or [0.99]), reverse=True)
     for one in qualities:  # wrong values are said before anything loads
         check_promise(one, confidence, 1 << 60, "")
+    if point:
+        check_points(point)
     settings = parse_settings(option or [], "--option")
     loaded = options.load(model, dtype, device)
     engine = attach(loaded, backend=backend)
@@ -140,6 +155,7 @@ def command(
                 measured,
                 tries,
                 dial,
+                point or None,
             )
             path = promises.store(given.folder, made)
             for tried, loss in made.tried:

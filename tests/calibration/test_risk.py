@@ -122,6 +122,10 @@ def test_it_stops_looking_when_nothing_can_save_a_threshold() -> None:
     tested = try_threshold(0.5, losses(), 1000, 0.01, 0.95)  # type: ignore[arg-type]
     assert not tested.holds and tested.p_value == 1 and looked == len(tested.losses) < 20
     assert tested.mean == 1.0
+    most = next(k for k in range(1000) if p_value([1.0] * k + [0.0] * (1000 - k), 0.01) > 0.05)
+    assert looked == most
+    good = try_threshold(0.5, [1.0] * (most - 1) + [0.0] * (1001 - most), 1000, 0.01, 0.95)
+    assert good.holds
     good = try_threshold(0.5, iter([0.0] * 1000), 1000, 0.01, 0.95)
     assert good.holds and len(good.losses) == samples_needed(0.01, 0.95), "no more than it takes"
 

@@ -11,12 +11,6 @@
 #if INTEGER_PRODUCTS && defined(__AVX512F__)
 
 // Tiles of 1, 2, … 12, 16, 20 and 24 lanes. N_r(F) writes F(0) … F(r − 1).
-#define N_7(F) N_6(F) F(6)
-#define N_8(F) N_7(F) F(7)
-#define N_9(F) N_8(F) F(8)
-#define N_10(F) N_9(F) F(9)
-#define N_11(F) N_10(F) F(10)
-#define N_12(F) N_11(F) F(11)
 #define N_16(F) N_12(F) F(12) F(13) F(14) F(15)
 #define N_20(F) N_16(F) F(16) F(17) F(18) F(19)
 #define N_24(F) N_20(F) F(20) F(21) F(22) F(23)

@@ -42,6 +42,13 @@ typedef bf16 element;
 #define N_4(F) N_3(F) F(3)
 #define N_5(F) N_4(F) F(4)
 #define N_6(F) N_5(F) F(5)
+// Integer tiles have more.
+#define N_7(F) N_6(F) F(6)
+#define N_8(F) N_7(F) F(7)
+#define N_9(F) N_8(F) F(8)
+#define N_10(F) N_9(F) F(9)
+#define N_11(F) N_10(F) F(10)
+#define N_12(F) N_11(F) F(11)
 
 INLINE void store_elements(element *to, f16 v) {
 #if FIXED_POINT

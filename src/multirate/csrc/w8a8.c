@@ -112,13 +112,6 @@ void prepare_bytes(Operand *out, ThreadScratch *mine, const element *const *x, i
     out->begin[out->tiles] = rows;
 }
 
-#define N_7(F) N_6(F) F(6)
-#define N_8(F) N_7(F) F(7)
-#define N_9(F) N_8(F) F(8)
-#define N_10(F) N_9(F) F(9)
-#define N_11(F) N_10(F) F(10)
-#define N_12(F) N_11(F) F(11)
-
 #define DOT(sum, w, word)                                                                          \
     asm("vpdpbusd %[x]%{1to16%}, %[v], %[a]" : [a] "+v"(sum) : [v] "v"(w), [x] "m"(word));
 #define LINE(k) _mm512_load_si512(weight + (k) * 64)

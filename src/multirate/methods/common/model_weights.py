@@ -20,7 +20,7 @@ from multirate.methods.common.config import MethodConfig
 from multirate.methods.spec import DynamicMode
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
-from multirate.model.native.decoder import NativeDecoder, narrow_weights
+from multirate.model.native.decoder import narrow_weights
 
 ModelWeights = Literal["own", "int8"]
 MakeStep = Callable[[Decoder, Any, Any], Step]
@@ -87,7 +87,7 @@ def with_model_weights(make: MakeStep) -> MakeStep:
     def made(decoder: Decoder, module: Any, settings: DepthDecodeConfig) -> Step:
         if settings.model_weights == "own":
             return make(decoder, module, settings)
-        if not isinstance(decoder, NativeDecoder) or not narrow_weights(decoder):
+        if not narrow_weights(decoder):
             say_once(
                 "model_weights=int8: 8-bit weights are read only by the native kernel, where the "
                 "processor multiplies bytes (AVX-512 with VNNI); here passes read the model's own"

@@ -9,13 +9,11 @@ import torch
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.session import Session
 from multirate.errors import say_once
+from multirate.methods.common.fused_steps import REFRESH
 from multirate.methods.int8_weights.config import Int8WeightsConfig
 from multirate.model.decoder import Decoder
 from multirate.model.native.decoder import NativeDecoder, narrow_weights
 from multirate.model.rows import Rows
-
-REFRESH = 4
-"""Rows of a sequence in a pass of the model's own weights, at most: it takes as long for one."""
 
 
 class NarrowPlainStep(PlainStep):
@@ -30,7 +28,7 @@ class NarrowPlainStep(PlainStep):
 
     def __init__(self, decoder: Decoder, settings: Int8WeightsConfig) -> None:
         self._narrow: NativeDecoder | None = None
-        if isinstance(decoder, NativeDecoder) and narrow_weights(decoder):
+        if narrow_weights(decoder):
             self._narrow = decoder.in_8_bits()
         else:
             say_once(

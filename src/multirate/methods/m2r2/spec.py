@@ -16,7 +16,6 @@ from multirate.methods.m2r2.tracing import M2R2Tracer
 from multirate.methods.m2r2.train import M2R2Objective, start_from_least_squares, start_taps
 from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
 from multirate.model.decoder import Decoder
-from multirate.model.native import NativeDecoder
 from multirate.model.native.decoder import narrow_weights
 
 
@@ -51,7 +50,6 @@ def _has_margin(decoder: Decoder, stream: AcceleratedStream) -> bool:
     return (
         len(stream.config.gates) == 1
         and narrow_weights(decoder)
-        and isinstance(decoder, NativeDecoder)
         and NativeStreamRunner.supports(decoder, stream)
     )
 

@@ -12,7 +12,7 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ class NarrowWeights:
     owner: Owner  # keeps them alive
 
 
-def narrow_weights(decoder: object) -> bool:
+def narrow_weights(decoder: object) -> TypeGuard[NativeDecoder]:
     """Whether `decoder` can have NarrowWeights on this processor."""
     return (
         isinstance(decoder, NativeDecoder)

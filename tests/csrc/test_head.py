@@ -117,6 +117,7 @@ def test_a_pass_reads_the_head_and_takes_the_first_of_equals(vocab: int, noisy: 
         0,
         0,
         head,
+        abi.NULL,
         pointer(norm),
         abi.noise_of(noise) if noisy else abi.NULL,
         pointer(logits),

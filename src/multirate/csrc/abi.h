@@ -41,6 +41,14 @@ typedef struct {
     int32_t format;          // of the weights
 } Linear;
 
+// A copy of a head in 8 bits, by which screen.c finds its likeliest token without reading all of
+// it. w: the weights of an output as the head multiplies them; ŵ: the copy's.
+typedef struct {
+    Linear linear;      // WEIGHTS_W8A8, with the head's bias
+    const float *error; // [outputs] ‖w − ŵ‖, or more
+    const float *norm;  // [outputs] ‖ŵ‖, or more
+} Screen;
+
 // A low-rank update B(A x) beside a linear layer. rank 0: none.
 typedef struct {
     Linear a, b;
@@ -266,6 +274,7 @@ typedef struct {
     Text text;               // tokens NULL: none. Emitted tokens are added
     const Noise *noise;      // of the token after the last one: the target's tokens are drawn with
                              // it. NULL: they are the likeliest
+    const Screen *screen;    // of `head`, or NULL
     Narrow *narrow; // mr_speculative_step verifies with it where there is no noise; or NULL
     int32_t again;  // out: rows that ran again after it
 } SpeculativeStep;
@@ -423,7 +432,8 @@ void mr_head_top(Workspace *work, const Linear *head, const float *norm, float e
 void mr_argmax_pass(Workspace *work, const Shape *shape, const Layer *layers,
                     const LayerCache *caches, const Rows *rows, const bf16 *table,
                     const int64_t *ids, float *x, int start, int stop, const Linear *head,
-                    const float *norm, const Noise *noise, float *logits, int64_t *tokens);
+                    const Screen *screen, const float *norm, const Noise *noise, float *logits,
+                    int64_t *tokens);
 
 // noise.c: the numbers of tokens ids [count] (NULL: the first ones) → to [count].
 void mr_noise(const Noise *noise, const int64_t *ids, int count, float *to);
@@ -476,8 +486,8 @@ void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *pat
 // step->ids the last token alone. start 0: they are embedded; else step->hidden holds the residuals
 // of all of them as they enter that layer, and the layers below have their keys and values. best
 // [nodes + 1, k] out: the likeliest tokens after the last token and each node, as mr_best has them,
-// without noise. path [nodes + 1] out: the accepted nodes from node 0 on. step->hidden then holds
-// h_L of all nodes. Returns as mr_speculative_step.
+// without noise; with a screen, by its bounds. path [nodes + 1] out: the accepted nodes from node 0
+// on. step->hidden then holds h_L of all nodes. Returns as mr_speculative_step.
 int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int nodes, int start, int k,
                     int64_t *best, int32_t *path);
 

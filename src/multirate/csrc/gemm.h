@@ -44,7 +44,8 @@ typedef struct {
     const int16_t *arranged[MAX_ROWS];
     int lanes[MAX_ROWS]; // of each tile: what its rows take
     float scale[MAX_ROWS];
-    const Outliers *outliers; // of the rows of WEIGHTS_INT16 and WEIGHTS_INT8
+    const Outliers *outliers;    // of the rows of WEIGHTS_INT16 and WEIGHTS_INT8
+    float rounded_off[MAX_ROWS]; // of those of WEIGHTS_W8A8: the norm of what the copy lacks
 #endif
 } Operand;
 

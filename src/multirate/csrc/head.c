@@ -1,5 +1,6 @@
 // From tokens to residuals and back: embeddings, the likeliest tokens, a whole pass to the argmax.
 #include "noise.h"
+#include "screen.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -82,11 +83,19 @@ void mr_best(Workspace *work, const float *logits, int count, int vocab, int str
 void mr_argmax_pass(Workspace *work, const Shape *shape, const Layer *layers,
                     const LayerCache *caches, const Rows *rows, const bf16 *table,
                     const int64_t *ids, float *x, int start, int stop, const Linear *head,
-                    const float *norm, const Noise *noise, float *logits, int64_t *tokens) {
+                    const Screen *screen, const float *norm, const Noise *noise, float *logits,
+                    int64_t *tokens) {
     int count = rows->count, vocab = shape->vocab;
     if (ids)
         mr_embed(table, ids, count, shape->hidden, 1.0f, x);
     mr_layers(work, shape, layers, caches, NULL, rows, x, start, stop);
+    if (screen) {
+        screen_rows(work, head, screen, x, norm, shape->eps, count, vocab, logits);
+        for (int n = 0; n < count; n++)
+            tokens[n] = screened_token(work, head, screen, n, logits + (size_t)n * head->outputs,
+                                       vocab, noise ? &noise[n] : NULL);
+        return;
+    }
     mr_linear(work, head, x, norm, shape->eps, count, logits, 0);
     if (noise) {
         mr_noisy_argmax(logits, count, vocab, head->outputs, noise, tokens);

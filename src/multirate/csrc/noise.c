@@ -110,6 +110,38 @@ void mr_noise(const Noise *noise, const int64_t *ids, int count, float *to) {
     add_noise(noise, ids, count, to, 1, count);
 }
 
+int noisy_above(const Noise *noise, const float *row, int begin, int end, float least, int most,
+                int *tokens, float *sums) {
+    Place place = place_of(noise);
+    Bound bound = bound_of(noise->scale);
+    // what the bound and a sum may be off by
+    float below = least - 1e-6f * (fabsf(least) + 64.0f * noise->scale);
+    int found = 0;
+    for (; begin < end; begin += LANES) {
+        fv logits = all(-INFINITY);
+        if (begin + LANES <= end)
+            logits = load_v(row + begin);
+        else
+            for (int i = 0; begin + i < end; i++)
+                logits[i] = row[begin + i];
+        uv ids = tokens_from(begin);
+        if (!any_of(logits + at_least(bound, place, ids) >= all(below)))
+            continue;
+        float all_sums[LANES];
+        store_v(all_sums, logits + numbers_of(place, ids));
+        for (int i = 0; i < LANES; i++) {
+            if (!(all_sums[i] >= least) || begin + i >= end)
+                continue;
+            if (found < most) {
+                tokens[found] = begin + i;
+                sums[found] = all_sums[i];
+            }
+            found++;
+        }
+    }
+    return found;
+}
+
 // The argmax of row + noise so far.
 typedef struct {
     float sum;

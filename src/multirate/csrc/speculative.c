@@ -3,6 +3,7 @@
 // chooses the tokens between two.
 #include "draft.h"
 #include "noise.h"
+#include "screen.h"
 #include "simd.h"
 
 #include <time.h>
@@ -11,10 +12,17 @@
 typedef struct {
     const Layer *layers;
     const Linear *head;
+    const Screen
+        *screen; // logits that run_rows leaves are its upper bounds; NULL: they are the head's
 } Target;
 
 static Target own_weights(const SpeculativeStep *step) {
-    return (Target){step->stream->layers, step->head};
+    return (Target){step->stream->layers, step->head, NULL};
+}
+
+// The same where all that is asked of the logits is the next token.
+static Target own_tokens(const SpeculativeStep *step) {
+    return (Target){step->stream->layers, step->head, step->screen};
 }
 
 // What verification leaves of rows: [rows, hidden], [rows, taps, hidden], [rows, head->outputs].
@@ -35,12 +43,18 @@ static Verified all_rows(const SpeculativeStep *step) {
 
 // The target model's token after a node `ahead` levels below the last token, by its row of logits
 // in step->scratch; -1: it is drawn, and the logits are not finite.
-static int64_t target_token(const SpeculativeStep *step, int node, int ahead) {
+static int64_t target_token(Workspace *work, const SpeculativeStep *step, const Target *target,
+                            int node, int ahead) {
     int vocab = step->stream->shape->vocab, stride = step->head->outputs;
-    const float *logits = step->scratch + (size_t)node * stride;
+    float *logits = step->scratch + (size_t)node * stride;
+    Noise noise = {0};
+    if (step->noise)
+        noise = noise_ahead(step->noise, ahead);
+    if (target->screen)
+        return screened_token(work, target->head, target->screen, node, logits, vocab,
+                              step->noise ? &noise : NULL);
     if (!step->noise)
         return argmax_of(logits, vocab);
-    Noise noise = noise_ahead(step->noise, ahead);
     int64_t token;
     mr_noisy_argmax(logits, 1, vocab, stride, &noise, &token);
     return token;
@@ -153,8 +167,8 @@ static void make_sure(Workspace *work, SpeculativeStep *step, Doubtful *rows_see
 // begins with node 0, and what is emitted after each of its nodes; returns their number, or -1 as
 // target_token. A child comes after its parent. doubtful: the rows, where step->narrow has
 // verified them; else NULL.
-static int accepted_path(Workspace *work, SpeculativeStep *step, Doubtful *doubtful,
-                         int64_t *tokens, int32_t *path) {
+static int accepted_path(Workspace *work, SpeculativeStep *step, const Target *target,
+                         Doubtful *doubtful, int64_t *tokens, int32_t *path) {
     int length = 0;
     for (int node = 0; node <= step->drafted; length++) {
         path[length] = node;
@@ -164,7 +178,7 @@ static int accepted_path(Workspace *work, SpeculativeStep *step, Doubtful *doubt
         } else {
             if (doubtful)
                 make_sure(work, step, doubtful, node);
-            tokens[length] = target_token(step, node, length);
+            tokens[length] = target_token(work, step, target, node, length);
             if (tokens[length] < 0)
                 return -1;
             child = child_of(step, node, tokens[length]);
@@ -296,7 +310,11 @@ static void run_rows(Workspace *work, const SpeculativeStep *step, const Target 
     start = run_taps(work, step, target, rows, start, to);
     mr_layers(work, shape, target->layers, step->caches, NULL, rows, to.hidden, start,
               step->layers);
-    mr_linear(work, target->head, to.hidden, step->norm, shape->eps, rows->count, to.logits, 0);
+    if (target->screen)
+        screen_rows(work, target->head, target->screen, to.hidden, step->norm, shape->eps,
+                    rows->count, shape->vocab, to.logits);
+    else
+        mr_linear(work, target->head, to.hidden, step->norm, shape->eps, rows->count, to.logits, 0);
     carry_features(work, step, rows->count, to);
 }
 
@@ -328,10 +346,10 @@ static void note_pending(SpeculativeStep *step, const Doubtful *rows_seen, int l
 
 // What the logits of run_target emit; the accepted path, from node 0 on, goes to path. Returns how
 // many tokens, or -1 where they are drawn and the logits are not finite.
-static int emit(Workspace *work, SpeculativeStep *step, Doubtful *doubtful, int length,
-                int32_t *path) {
+static int emit(Workspace *work, SpeculativeStep *step, const Target *target, Doubtful *doubtful,
+                int length, int32_t *path) {
     int64_t tokens[MAX_NODES + 1];
-    int count = accepted_path(work, step, doubtful, tokens, path);
+    int count = accepted_path(work, step, target, doubtful, tokens, path);
     if (count > 0)
         mr_speculative_accept(step, length, path, tokens, count);
     if (count > 0 && doubtful)
@@ -352,12 +370,13 @@ int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int 
     int32_t path[MAX_NODES + 1];
     RowTable table;
     int narrow = step->narrow && !step->noise;
-    Target target = narrow ? (Target){step->narrow->layers, step->narrow->head} : own_weights(step);
+    Target target =
+        narrow ? (Target){step->narrow->layers, step->narrow->head, NULL} : own_tokens(step);
     Doubtful doubtful = {&table, step->ids[first + count - 1], 0};
     step->again = 0;
     int start = draft(work, step, length, first, count, limits, &table);
     run_target(work, step, &target, &table, start);
-    return emit(work, step, narrow ? &doubtful : NULL, length, path);
+    return emit(work, step, &target, narrow ? &doubtful : NULL, length, path);
 }
 
 int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int nodes, int start, int k,
@@ -365,7 +384,7 @@ int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int node
     const Stream *stream = step->stream;
     int d = stream->shape->hidden;
     RowTable table;
-    Target target = own_weights(step);
+    Target target = own_tokens(step);
     step->drafted = nodes;
     step->trusted = 0;
     step->levels = verification_rows(step, length, nodes, &table);
@@ -376,5 +395,5 @@ int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int node
     run_target(work, step, &target, &table, start);
     if (k)
         mr_best(work, step->scratch, nodes + 1, stream->shape->vocab, step->head->outputs, k, best);
-    return emit(work, step, NULL, length, path);
+    return emit(work, step, &target, NULL, length, path);
 }

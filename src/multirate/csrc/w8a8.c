@@ -89,6 +89,7 @@ void prepare_bytes(Operand *out, ThreadScratch *mine, const element *const *x, i
         for (int n = 0; n < taken; n++) {
             const element *row = x[first + n];
             int finite = finite_row(row, in);
+            __m512 lacking = _mm512_setzero_ps();
             for (int b = 0; b < blocks; b++) {
                 int begin = b * W8_BLOCK, left = in - begin < W8_BLOCK ? in - begin : W8_BLOCK;
                 float rest[W8_BLOCK];
@@ -102,7 +103,12 @@ void prepare_bytes(Operand *out, ThreadScratch *mine, const element *const *x, i
                     for (int k = 0; k < left / 4; k++)
                         to[(size_t)(begin / 4 + k) * lanes + lane] = words[k];
                 }
+                for (int i = 0; i < left; i += 16) {
+                    __m512 v = _mm512_loadu_ps(rest + i);
+                    lacking = _mm512_fmadd_ps(v, v, lacking);
+                }
             }
+            out->rounded_off[first + n] = sqrtf(_mm512_reduce_add_ps(lacking));
         }
         out->begin[out->tiles] = first;
         out->lanes[out->tiles] = lanes;

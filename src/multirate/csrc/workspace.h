@@ -18,6 +18,12 @@ typedef struct {
     float value[MOST_OUTLIERS];
 } Outliers;
 
+// How far a row's logits may be above those that Screen.linear gives: its factors of Screen.error
+// and Screen.norm.
+typedef struct {
+    float of_error, of_norm;
+} Reach;
+
 // One thread's own part. Fixed-point products (fixed_point.c) keep their copy of the rows in
 // `fixed`, what lacks its outliers in `rest` on the way.
 typedef struct {
@@ -37,9 +43,12 @@ struct Workspace {
     // Shared by the threads of a call; grown on demand, never shrunk.
     float *qkv, *low, *neurons, *beside;
     element *heads, *activation, *low_in;
+    element *screened; // of the last screen_rows: its rows …
+    Reach *reach;
+    float *highest; // … and the largest bounds
     int32_t *uses;
     size_t qkv_size, low_size, neurons_size, heads_size, activation_size, low_in_size, uses_size;
-    size_t beside_size;
+    size_t beside_size, screened_size, reach_size, highest_size;
     ThreadScratch own[MAX_THREADS];
 };
 

@@ -162,6 +162,7 @@ class FusedSteps:
             stream=stream,
             draft_head=head.linear if head else None,
             head=decoder.head,
+            screen=decoder.screen,
             draft_norm=(head and head.norm) or decoder.norm_address,
             norm=decoder.norm_address,
             token_map=head.token_map if head else None,

@@ -32,7 +32,14 @@ from multirate.model.native import abi, library
 from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.draft_verification import MAX_NODES, DraftVerification
-from multirate.model.native.packing import W8A8, W8A16, Owner, byte_products, interleave_gate_up
+from multirate.model.native.packing import (
+    W8A8,
+    W8A16,
+    Owner,
+    byte_products,
+    interleave_gate_up,
+    screened,
+)
 from multirate.model.native.plain import unknown_part
 from multirate.model.noise import NOT_FINITE, Noise
 from multirate.model.rows import Rows
@@ -168,6 +175,9 @@ class NativeDecoder(Decoder):
             getattr(parts.head, "bias", None),
         )
         self.head = self._owner.linear(self.head_weight, self.head_bias)
+        self.screen = (
+            self._owner.screen(self.head_weight, self.head_bias) if screened() else abi.NULL
+        )
         self.shape = self._shape(config.intermediate_size, self._rotary(parts, config))
         self._layers = list(parts.layers)
         self.packed_layers = abi.array(
@@ -387,6 +397,7 @@ class NativeDecoder(Decoder):
             start,
             self.info.num_layers,
             self.head,
+            self.screen,
             self._norm,
             added or abi.NULL,
             abi.at(self._logits.data_ptr()),
@@ -403,7 +414,12 @@ class NativeDecoder(Decoder):
             layers = [self.pack(i, owner) for i in range(len(self._layers))]
             for layer in layers:  # what later rows read: queries, keys and values of finer rows
                 layer.qkv.format = W8A16
-            head = owner.linear(self.head_weight, self.head_bias)
+            # the screen is the head in 8 bits, where there is one
+            head = (
+                abi.ffi.addressof(self.screen, "linear")
+                if self.screen
+                else owner.linear(self.head_weight, self.head_bias)
+            )
             self._narrow = NarrowWeights(abi.array("Layer", layers), head, owner)
         return self._narrow
 
@@ -415,6 +431,7 @@ class NativeDecoder(Decoder):
         twin._verification = twin._spare = None
         if weights is not None:
             twin.packed_layers, twin.head = weights.layers, weights.head
+            twin.screen = abi.NULL
         return twin
 
     def stream(self, **fields: Any) -> abi.CData:
@@ -442,7 +459,12 @@ class NativeDecoder(Decoder):
             return None
         if self._verification is None:
             self._verification = DraftVerification(
-                self._work, self.stream(), self.info.num_layers, self.head, self.norm_address
+                self._work,
+                self.stream(),
+                self.info.num_layers,
+                self.head,
+                self.screen,
+                self.norm_address,
             )
         return self._verification.run(cache, seq, ids, parents, noise, top, x, start)
 

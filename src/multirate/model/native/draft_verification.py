@@ -23,8 +23,9 @@ class DraftVerification:
     """`run` as `Decoder.verify_draft`, for drafts of at most MAX_NODES nodes. Owns all buffers of a
     step, whose memory is taken as far as drafts need it.
 
-    stream: what the kernel embeds with, and the layers it runs; `layers`, `head` and `norm`: how
-    many, and what reads the last one's output. They are their maker's to keep alive.
+    stream: what the kernel embeds with, and the layers it runs; `layers`, `head`, `screen` (or
+    NULL) and `norm`: how many, and what reads the last one's output. They are their maker's to keep
+    alive.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class DraftVerification:
         stream: abi.CData,
         layers: int,
         head: abi.CData,
+        screen: abi.CData,
         norm: int | None,
     ) -> None:
         self._library, self._workspace, self._stream = library.kernel(), workspace, stream
@@ -45,6 +47,7 @@ class DraftVerification:
             "SpeculativeStep",
             stream=stream,
             head=head,
+            screen=screen,
             norm=norm,
             ids=abi.longs(self._ids),
             tokens=abi.longs(self._tokens),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -71,6 +71,28 @@ def draft_layout(weights: str) -> int:
 def byte_products() -> bool:
     """Whether layers may be packed as W8A8 on this processor."""
     return bool(library.kernel().mr_byte_products())
+
+
+def screened() -> bool:
+    """Whether heads have a `Screen` on this processor."""
+    return byte_products() and exact_layout() == INT16
+
+
+def screening_norms(weight: Tensor, rows: int = 4096) -> tuple[Tensor, Tensor]:
+    """Of a head [out, in], as it is packed in 16 and in 8 bits, [out] each: the norm of what the
+    two differ by, and of the latter; both rounded up (see screen.c).
+    """
+    error, norm = torch.empty(len(weight)), torch.empty(len(weight))
+    for begin in range(0, len(weight), rows):
+        here = slice(begin, begin + rows)
+        part = weight[here].detach().float()
+        fixed, unit = fixed_point(part)
+        integers, units = bytes_by_block(part)
+        scale = units.float().repeat_interleave(W8_BLOCK, dim=1)[:, : part.shape[1]]
+        copied = integers.float() * scale
+        error[here] = (fixed.float() * unit[:, None] - copied).norm(dim=1)
+        norm[here] = copied.norm(dim=1)
+    return (error * 1.0001).nan_to_num(nan=torch.inf), (norm * 1.0001).nan_to_num(nan=torch.inf)
 
 
 SLAB = 32 << 20
@@ -173,6 +195,17 @@ class Owner:
             inputs=inputs,
             outputs=padded(outputs),
             format=layout,
+        )
+
+    def screen(self, weight: Tensor, bias: Tensor | None) -> abi.CData:
+        """A head's copy that screens its tokens."""
+        norms = torch.zeros(2, padded(len(weight)))
+        norms[:, : len(weight)] = torch.stack(screening_norms(weight))
+        return abi.new(
+            "Screen",
+            linear=replace(self, layout=W8A8).linear(weight, bias)[0],
+            error=self.address(norms[0]),
+            norm=self.address(norms[1]),
         )
 
     def low_rank(self, a: Tensor | None, b: Tensor | None, silu: bool = False) -> abi.CData:

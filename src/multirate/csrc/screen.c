@@ -1,0 +1,304 @@
+// The argmax of a head's logits without most of the head: a copy of it in 8 bits, half the bytes
+// and half the instructions, says of every token how large its logit can be at most. The logits
+// that this leaves in question, a few, are computed with the head's own weights, so the token is
+// the head's own.
+//
+// For an output with weights w, the copy's ŵ, a row x and its copy x̂ (Cauchy-Schwarz):
+//
+//   |w·x − ŵ·x̂| ≤ ‖w − ŵ‖ ‖x‖ + ‖ŵ‖ ‖x − x̂‖
+//
+// The norms of the weights are known beforehand, those of a row are computed with its copy. The
+// head itself rounds, too: its 16-bit rows (fixed_point.c) are off by ‖x‖ √inputs / 64000 at most.
+// SmolLM2-135M: two of its 49,152 tokens in question on average, 22 at most of 1,126 rows.
+#include "screen.h"
+
+#include "gemm.h"
+#include "noise.h"
+#include "norm.h"
+#include "simd.h"
+
+#if BYTE_PRODUCTS && FIXED_POINT
+
+#define CHUNK 512 // outputs whose bounds, and their maximum, are told while they are in the cache
+#define MOST_COLUMNS 64      // that are computed one by one; after these the whole row is
+#define MOST_CANDIDATES 1024 // that a token is drawn among; where there are more, the whole row is
+
+typedef struct {
+    const Linear *head;
+    const Screen *screen;
+    const float *x, *norm;
+    Reach *reach;           // out: [count]
+    element *rows;          // out: as the head reads them
+    float *upper, *highest; // [count, outputs], [count, chunks]
+    float eps;
+    int count, vocab;
+} ScreenCall;
+
+static int chunks_of(const Linear *head) {
+    return (head->outputs + CHUNK - 1) / CHUNK;
+}
+
+static Reach reach_of(const element *row, int in, float rounded_off) {
+    fv sum = all(0.0f);
+    for (int i = 0; i < in; i += LANES) {
+        fv v = load_v(row + i);
+        sum += v * v;
+    }
+    float norm = sqrtf(sum_v(sum));
+    // the head's rows in 16 bits, and every sum in fp32: an addition a block, and the outliers'
+    float rounding = sqrtf((float)in) / 64000.0f + (float)(in / W8_BLOCK + 64) * 2.4e-7f;
+    return (Reach){norm * (1.0f + rounding), rounded_off * (1.0f + 1e-5f) + norm * rounding};
+}
+
+// y[0 … outputs) of what the copy says: their upper bounds. Returns the largest of the first
+// `vocab`.
+static float raise(float *y, const float *error, const float *norm, int outputs, int vocab,
+                   Reach reach) {
+    fv highest = all(-INFINITY);
+    for (int i = 0; i < outputs; i += LANES) {
+        fv v = load_v(y + i), size = (fv)((iv)v & 0x7fffffff);
+        v += load_v(error + i) * all(reach.of_error) + load_v(norm + i) * all(reach.of_norm);
+        v += size * all(1e-6f);
+        store_v(y + i, v);
+        iv larger = v > highest;
+        highest = (fv)(((iv)v & larger) | ((iv)highest & ~larger));
+    }
+    return vocab < outputs ? y[argmax_of(y, vocab)] : max_v(highest);
+}
+
+static void run_screen(Workspace *work, void *context, int id, int threads) {
+    const ScreenCall *call = context;
+    const Linear *linear = &call->screen->linear;
+    const element *from[MAX_ROWS];
+    int in = linear->inputs, count = call->count, outputs = linear->outputs,
+        chunks = chunks_of(call->head);
+    element *normed = room_for_normed(&work->own[id], in);
+    for (int n = 0; n < count; n++)
+        read_row(call->x + (size_t)n * in, call->norm, in, call->eps, normed + (size_t)n * in);
+    if (id == 0)
+        memcpy(call->rows, normed, (size_t)count * in * sizeof *normed);
+    row_pointers(normed, in, NULL, count, from);
+    Operand operand;
+    prepare(&operand, &work->own[id], linear, from, count);
+    Reach reach[MAX_ROWS];
+    for (int n = 0; n < count; n++)
+        reach[n] = reach_of(from[n], in, operand.rounded_off[n]);
+    if (id == 0)
+        memcpy(call->reach, reach, (size_t)count * sizeof *reach);
+    int stop = (int)((long)chunks * (id + 1) / threads);
+    for (int c = (int)((long)chunks * id / threads); c < stop; c++) {
+        int begin = c * CHUNK, width = outputs - begin < CHUNK ? outputs - begin : CHUNK;
+        matmul_columns(linear, &operand, NULL, STORE, (Output){.y = call->upper, .stride = outputs},
+                       begin / 16, (begin + width) / 16,
+                       c + 1 < stop ? column_of(linear, (begin + CHUNK) / 16) : NULL);
+        for (int n = 0; n < count; n++)
+            call->highest[(size_t)n * chunks + c] =
+                raise(call->upper + (size_t)n * outputs + begin, call->screen->error + begin,
+                      call->screen->norm + begin, width, call->vocab - begin, reach[n]);
+    }
+}
+
+void screen_rows(Workspace *work, const Linear *head, const Screen *screen, const float *x,
+                 const float *norm, float eps, int count, int vocab, float *upper) {
+    int in = head->inputs, chunks = chunks_of(head);
+    work->screened =
+        grown(work->screened, &work->screened_size, (size_t)count * in * sizeof *work->screened);
+    work->reach = grown(work->reach, &work->reach_size, (size_t)count * sizeof *work->reach);
+    work->highest =
+        grown(work->highest, &work->highest_size, (size_t)count * chunks * sizeof *work->highest);
+    for (int n = 0; n < count; n += MAX_ROWS) {
+        int take = count - n < MAX_ROWS ? count - n : MAX_ROWS;
+        ScreenCall call = {head,
+                           screen,
+                           x + (size_t)n * in,
+                           norm,
+                           work->reach + n,
+                           work->screened + (size_t)n * in,
+                           upper + (size_t)n * head->outputs,
+                           work->highest + (size_t)n * chunks,
+                           eps,
+                           take,
+                           vocab};
+        run_parallel(work, run_screen, &call);
+    }
+}
+
+// The bounds of a row's logits, and what makes logits of them.
+typedef struct {
+    const Linear *head;
+    const Screen *screen;
+    float *upper, *highest;
+    Reach reach;
+    int vocab, chunks, count;
+    int known[MOST_COLUMNS]; // columns [count] whose bounds are the head's own logits
+    Operand row;
+} Bounds;
+
+// The token with the largest bound; -1: they are no numbers.
+static int highest_token(const Bounds *bounds) {
+    int chunk = argmax_of(bounds->highest, bounds->chunks), begin = chunk * CHUNK,
+        left = bounds->vocab - begin;
+    if (bounds->highest[chunk] == -INFINITY)
+        return -1;
+    return begin + argmax_of(bounds->upper + begin, left < CHUNK ? left : CHUNK);
+}
+
+static int settled(const Bounds *bounds, int token) {
+    for (int i = 0; i < bounds->count; i++)
+        if (bounds->known[i] == token / 16)
+            return 1;
+    return 0;
+}
+
+static void use_head(Bounds *bounds, int begin, int end) {
+    matmul_columns(bounds->head, &bounds->row, NULL, STORE, (Output){.y = bounds->upper}, begin,
+                   end, NULL);
+}
+
+// The head's own logits of a token's column take the place of their bounds. Returns 0 where there
+// are too many of such columns.
+static int settle(Bounds *bounds, int token) {
+    if (bounds->count == MOST_COLUMNS)
+        return 0;
+    int column = token / 16, chunk = token / CHUNK, begin = chunk * CHUNK,
+        left = bounds->vocab - begin;
+    bounds->known[bounds->count++] = column;
+    use_head(bounds, column, column + 1);
+    const float *of = bounds->upper + begin;
+    bounds->highest[chunk] = of[argmax_of(of, left < CHUNK ? left : CHUNK)];
+    return 1;
+}
+
+static int64_t likeliest(Bounds *bounds) {
+    for (;;) {
+        int token = highest_token(bounds);
+        if (token >= 0 && settled(bounds, token))
+            return token; // no other's bound is larger
+        if (token < 0 || !settle(bounds, token)) {
+            use_head(bounds, 0, bounds->head->outputs / 16);
+            return argmax_of(bounds->upper, bounds->vocab);
+        }
+    }
+}
+
+// Tokens that may have the largest sum of logit and noise, by the sums of bound and noise.
+typedef struct {
+    int count, token[MOST_CANDIDATES];
+    float sum[MOST_CANDIDATES];
+    float least; // what the largest sum is at least
+} Contest;
+
+// The sums of a column that has been settled.
+static void enter_again(Contest *contest, const Bounds *bounds, const Noise *noise, int column) {
+    for (int i = 0; i < contest->count; i++) {
+        int token = contest->token[i];
+        if (token / 16 != column)
+            continue;
+        int64_t id = token;
+        float number;
+        mr_noise(noise, &id, 1, &number);
+        contest->sum[i] = bounds->upper[token] + number;
+    }
+}
+
+// Adds those of [begin, end); the likely winners among them become exact at once, for what they say
+// keeps others out. Returns 0 where they are too many.
+static int enter(Contest *contest, Bounds *bounds, const Noise *noise, int begin, int end) {
+    int room = MOST_CANDIDATES - contest->count, first = contest->count;
+    int found = noisy_above(noise, bounds->upper, begin, end, contest->least, room,
+                            contest->token + first, contest->sum + first);
+    if (found > room)
+        return 0;
+    contest->count += found;
+    for (int i = first; i < contest->count; i++) {
+        int token = contest->token[i], known = settled(bounds, token);
+        float within = bounds->screen->error[token] * bounds->reach.of_error +
+                       bounds->screen->norm[token] * bounds->reach.of_norm;
+        if (!known && contest->sum[i] - within > contest->least) {
+            if (!settle(bounds, token))
+                return 0;
+            enter_again(contest, bounds, noise, token / 16);
+            known = 1;
+        }
+        if (known && contest->sum[i] > contest->least)
+            contest->least = contest->sum[i];
+    }
+    return 1;
+}
+
+// All tokens that may have the largest sum. Returns 0 where they are too many, or no numbers.
+static int hold(Contest *contest, Bounds *bounds, const Noise *noise) {
+    int first = highest_token(bounds);
+    if (first < 0 || !isfinite(bounds->upper[first]) || !settle(bounds, first))
+        return 0;
+    int begin = first / 16 * 16, left = bounds->vocab - begin;
+    *contest = (Contest){.count = 0, .least = -INFINITY};
+    if (!enter(contest, bounds, noise, begin, begin + (left < 16 ? left : 16)))
+        return 0;
+    contest->count = 0;
+    for (int c = 0; c < bounds->vocab; c += CHUNK) {
+        int stop = c + CHUNK < bounds->vocab ? c + CHUNK : bounds->vocab;
+        if (!enter(contest, bounds, noise, c, stop))
+            return 0;
+    }
+    return isfinite(contest->least);
+}
+
+static int64_t likeliest_with_noise(Bounds *bounds, const Noise *noise) {
+    Contest contest;
+    if (hold(&contest, bounds, noise))
+        for (;;) {
+            int best = 0;
+            for (int i = 1; i < contest.count; i++)
+                if (contest.sum[i] > contest.sum[best])
+                    best = i;
+            int token = contest.token[best];
+            if (settled(bounds, token))
+                return token;
+            if (!settle(bounds, token))
+                break;
+            enter_again(&contest, bounds, noise, token / 16);
+        }
+    int64_t token;
+    use_head(bounds, 0, bounds->head->outputs / 16);
+    mr_noisy_argmax(bounds->upper, 1, bounds->vocab, bounds->vocab, noise, &token);
+    return token;
+}
+
+int64_t screened_token(Workspace *work, const Linear *head, const Screen *screen, int row,
+                       float *upper, int vocab, const Noise *noise) {
+    const element *x = work->screened + (size_t)row * head->inputs;
+    int chunks = chunks_of(head);
+    Bounds bounds;
+    bounds.head = head;
+    bounds.screen = screen;
+    bounds.upper = upper;
+    bounds.highest = work->highest + (size_t)row * chunks;
+    bounds.reach = work->reach[row];
+    bounds.vocab = vocab;
+    bounds.chunks = chunks;
+    bounds.count = 0;
+    prepare(&bounds.row, &work->own[0], head, &x, 1);
+    return noise ? likeliest_with_noise(&bounds, noise) : likeliest(&bounds);
+}
+
+#else // no head is screened
+
+void screen_rows(Workspace *work, const Linear *head, const Screen *screen, const float *x,
+                 const float *norm, float eps, int count, int vocab, float *upper) {
+    (void)screen;
+    (void)vocab;
+    mr_linear(work, head, x, norm, eps, count, upper, 0);
+}
+
+int64_t screened_token(Workspace *work, const Linear *head, const Screen *screen, int row,
+                       float *upper, int vocab, const Noise *noise) {
+    (void)work;
+    (void)screen;
+    (void)row;
+    int64_t token = argmax_of(upper, vocab);
+    if (noise)
+        mr_noisy_argmax(upper, 1, vocab, head->outputs, noise, &token);
+    return token;
+}
+#endif

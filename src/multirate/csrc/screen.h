@@ -1,0 +1,17 @@
+// The head's likeliest token by a copy of it in 8 bits (screen.c).
+#ifndef MULTIRATE_SCREEN_H
+#define MULTIRATE_SCREEN_H
+#include "tile.h"
+
+// Upper bounds of what `head` says of rows x [count, inputs], after `norm` where there is one: to
+// upper [count, head->outputs]. The workspace keeps the rows and what screened_token asks first.
+// vocab: the outputs that count.
+void screen_rows(Workspace *work, const Linear *head, const Screen *screen, const float *x,
+                 const float *norm, float eps, int count, int vocab, float *upper);
+
+// The argmax of what the head says of row `row` of the last screen_rows, and of the noise where
+// there is some: as argmax_of and mr_noisy_argmax have it of the head's own logits. Of `upper`, the
+// row's bounds, those that could be the largest become the logits themselves.
+int64_t screened_token(Workspace *work, const Linear *head, const Screen *screen, int row,
+                       float *upper, int vocab, const Noise *noise);
+#endif

@@ -197,3 +197,45 @@ def test_zeros_and_what_is_not_finite() -> None:
         tokens, _ = tokens_of(weight, x, False, noise)
         found, _ = tokens_of(weight, x, True, noise)
         assert found == tokens
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0])
+@pytest.mark.parametrize("vocab", [9, 130, 2000])
+@pytest.mark.parametrize("k", [1, 5, 60])
+def test_the_likeliest_tokens_are_the_heads_own(k: int, vocab: int, spread: float) -> None:
+    """Of random outputs, of nearly equal ones, and of outputs that there are twice; two of the rows
+    are no numbers, and zeros.
+    """
+    weight, x = bf16_values(vocab, 128), randn(7, 128, seed=1)
+    if spread:
+        weight = bf16_values(1, 128).repeat(vocab, 1) + spread * weight
+    weight[vocab // 2 :: 3] = weight[: len(weight[vocab // 2 :: 3])]
+    x[2], x[3, 1] = 0.0, torch.nan
+    rows = len(x)
+    shape = abi.new("Shape", hidden=128, vocab=vocab, eps=1e-5)
+    stream = abi.new("Stream", shape=shape)
+    found = []
+    for screen in (False, True):
+        owner, workspace = Owner(), library.Workspace(2)
+        head = owner.linear(weight)
+        bounds = owner.screen(weight, None) if screen else None
+        hidden, best = x.clone(), np.zeros((rows, k), np.int64)
+        scratch, (ids, tokens) = torch.empty(rows, head.outputs), np.zeros((2, rows), np.int64)
+        parents, path = np.zeros((2, rows), np.int32)
+        step = abi.new(
+            "SpeculativeStep",
+            stream=stream,
+            head=head,
+            screen=bounds,
+            ids=abi.longs(ids),
+            tokens=abi.longs(tokens),
+            parents=abi.ints(parents),
+            hidden=hidden.data_ptr(),
+            scratch=scratch.data_ptr(),
+            capacity=64,
+        )
+        emitted = library.kernel().mr_verify_draft(
+            workspace.address, step, 0, rows - 1, 1, k, abi.longs(best), abi.ints(path)
+        )
+        found.append((best.tolist(), ids[:emitted].tolist(), path[:emitted].tolist()))
+    assert found[0] == found[1]

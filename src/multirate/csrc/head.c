@@ -1,4 +1,6 @@
 // From tokens to residuals and back: embeddings, the likeliest tokens, a whole pass to the argmax.
+#include "head.h"
+
 #include "noise.h"
 #include "screen.h"
 #include "simd.h"
@@ -10,9 +12,7 @@ void mr_embed(const bf16 *table, const int64_t *ids, int count, int d, float sca
             x[(size_t)n * d + i] = from_bf16(table[(size_t)ids[n] * d + i]) * scale;
 }
 
-// The k best of row [vocab], best first (ties: the lower id). Returns how many there are that are
-// more than -inf; the other ids are 0.
-static int best_of(const float *row, int vocab, int k, int64_t *ids) {
+int best_of(const float *row, int vocab, int k, int64_t *ids) {
     int found = 0;
     float least = -INFINITY; // what a token has to exceed
     for (int begin = 0; begin < vocab; begin += PIECE) {

@@ -13,6 +13,7 @@
 #include "screen.h"
 
 #include "gemm.h"
+#include "head.h"
 #include "noise.h"
 #include "norm.h"
 #include "simd.h"
@@ -20,7 +21,7 @@
 #if BYTE_PRODUCTS && FIXED_POINT
 
 #define CHUNK 512 // outputs whose bounds, and their maximum, are told while they are in the cache
-#define MOST_COLUMNS 64      // that are computed one by one; after these the whole row is
+#define MOST_COLUMNS 256     // that are computed one by one; after these the whole row is
 #define MOST_CANDIDATES 1024 // that a token is drawn among; where there are more, the whole row is
 
 typedef struct {
@@ -265,21 +266,83 @@ static int64_t likeliest_with_noise(Bounds *bounds, const Noise *noise) {
     return token;
 }
 
+// Row `row` of the last screen_rows, on thread `id`.
+static void open_row(Bounds *bounds, Workspace *work, const Linear *head, const Screen *screen,
+                     int row, float *upper, int vocab, int id) {
+    const element *x = work->screened + (size_t)row * head->inputs;
+    bounds->head = head;
+    bounds->screen = screen;
+    bounds->upper = upper;
+    bounds->chunks = chunks_of(head);
+    bounds->highest = work->highest + (size_t)row * bounds->chunks;
+    bounds->reach = work->reach[row];
+    bounds->vocab = vocab;
+    bounds->count = 0;
+    prepare(&bounds->row, &work->own[id], head, &x, 1);
+}
+
 int64_t screened_token(Workspace *work, const Linear *head, const Screen *screen, int row,
                        float *upper, int vocab, const Noise *noise) {
-    const element *x = work->screened + (size_t)row * head->inputs;
-    int chunks = chunks_of(head);
     Bounds bounds;
-    bounds.head = head;
-    bounds.screen = screen;
-    bounds.upper = upper;
-    bounds.highest = work->highest + (size_t)row * chunks;
-    bounds.reach = work->reach[row];
-    bounds.vocab = vocab;
-    bounds.chunks = chunks;
-    bounds.count = 0;
-    prepare(&bounds.row, &work->own[0], head, &x, 1);
+    open_row(&bounds, work, head, screen, row, upper, vocab, 0);
     return noise ? likeliest_with_noise(&bounds, noise) : likeliest(&bounds);
+}
+
+// The columns of a chunk with a bound of `least` or more become exact. Returns 0 as settle.
+static int settle_chunk(Bounds *bounds, int chunk, float least) {
+    int stop = (chunk + 1) * CHUNK < bounds->vocab ? (chunk + 1) * CHUNK : bounds->vocab;
+    for (int begin = chunk * CHUNK; begin < stop; begin += 16) {
+        const float *of = bounds->upper + begin;
+        int width = stop - begin < 16 ? stop - begin : 16;
+        if (of[argmax_of(of, width)] >= least && !settled(bounds, begin) && !settle(bounds, begin))
+            return 0;
+    }
+    return 1;
+}
+
+// All that may be among the k likeliest become exact: the k of the largest bounds, and then what is
+// not below the least of these. Returns 0 where that is too much, or they are no numbers.
+static int settle_best(Bounds *bounds, int k, int64_t *ids) {
+    if (best_of(bounds->upper, bounds->vocab, k, ids) < k)
+        return 0;
+    for (int i = 0; i < k; i++)
+        if (!settled(bounds, (int)ids[i]) && !settle(bounds, (int)ids[i]))
+            return 0;
+    float least = INFINITY;
+    for (int i = 0; i < k; i++)
+        if (bounds->upper[ids[i]] < least)
+            least = bounds->upper[ids[i]];
+    for (int c = 0; c * CHUNK < bounds->vocab; c++)
+        if (bounds->highest[c] >= least && !settle_chunk(bounds, c, least))
+            return 0;
+    return 1;
+}
+
+typedef struct {
+    const Linear *head;
+    const Screen *screen;
+    float *upper;
+    int64_t *ids;
+    int count, vocab, k;
+} BestCall;
+
+static void run_best(Workspace *work, void *context, int id, int threads) {
+    const BestCall *call = context;
+    for (int n = id; n < call->count; n += threads) {
+        Bounds bounds;
+        int64_t *ids = call->ids + (size_t)n * call->k;
+        open_row(&bounds, work, call->head, call->screen, n,
+                 call->upper + (size_t)n * call->head->outputs, call->vocab, id);
+        if (!settle_best(&bounds, call->k, ids))
+            use_head(&bounds, 0, call->head->outputs / 16);
+        best_of(bounds.upper, call->vocab, call->k, ids);
+    }
+}
+
+void screened_best(Workspace *work, const Linear *head, const Screen *screen, int count,
+                   float *upper, int vocab, int k, int64_t *ids) {
+    BestCall call = {head, screen, upper, ids, count, vocab, k};
+    run_parallel(work, run_best, &call);
 }
 
 #else // no head is screened
@@ -300,5 +363,11 @@ int64_t screened_token(Workspace *work, const Linear *head, const Screen *screen
     if (noise)
         mr_noisy_argmax(upper, 1, vocab, head->outputs, noise, &token);
     return token;
+}
+
+void screened_best(Workspace *work, const Linear *head, const Screen *screen, int count,
+                   float *upper, int vocab, int k, int64_t *ids) {
+    (void)screen;
+    mr_best(work, upper, count, vocab, head->outputs, k, ids);
 }
 #endif

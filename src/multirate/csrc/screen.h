@@ -14,4 +14,9 @@ void screen_rows(Workspace *work, const Linear *head, const Screen *screen, cons
 // row's bounds, those that could be the largest become the logits themselves.
 int64_t screened_token(Workspace *work, const Linear *head, const Screen *screen, int row,
                        float *upper, int vocab, const Noise *noise);
+
+// The k likeliest tokens of each row of the last screen_rows, upper [count, head->outputs], as
+// mr_best has them of the head's own logits: to ids [count, k].
+void screened_best(Workspace *work, const Linear *head, const Screen *screen, int count,
+                   float *upper, int vocab, int k, int64_t *ids);
 #endif

@@ -393,7 +393,10 @@ int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int node
         mr_embed(stream->table, step->tokens, nodes, d, 1.0f, step->hidden + d);
     }
     run_target(work, step, &target, &table, start);
-    if (k)
+    if (k && target.screen)
+        screened_best(work, step->head, step->screen, nodes + 1, step->scratch,
+                      stream->shape->vocab, k, best);
+    else if (k)
         mr_best(work, step->scratch, nodes + 1, stream->shape->vocab, step->head->outputs, k, best);
     return emit(work, step, &target, NULL, length, path);
 }

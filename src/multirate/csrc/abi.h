@@ -28,7 +28,9 @@ typedef uint16_t bf16;
 #define WEIGHTS_INT8 2
 #define WEIGHTS_W8A8 3  // w8a8.c; where mr_byte_products() is 1
 #define WEIGHTS_W8A16 4 // the same weights, for rows of two times 8 bits
-#define W8_BLOCK 32     // inputs that share a scale there
+#define WEIGHTS_W4A8 5  // w4a8.c; where mr_byte_products() is 1
+#define WEIGHTS_W4A16 6 // the same weights, for rows of two times 8 bits
+#define W8_BLOCK 32     // inputs that share a scale in these four
 
 #define NARROW_PENDING 8 // of struct Narrow
 
@@ -36,7 +38,7 @@ typedef uint16_t bf16;
 typedef struct {
     const uint32_t *weight;
     const float *bias;       // [outputs] or NULL
-    const float *scale;      // [outputs] of integer weights, else NULL; w8a8.c has others
+    const float *scale;      // [outputs] of integer weights, else NULL; w8a8.c, w4a8.c have others
     int32_t inputs, outputs; // outputs is padded to a multiple of 64 by the packer
     int32_t format;          // of the weights
 } Linear;
@@ -379,7 +381,7 @@ typedef struct {
 // What this build is.
 int mr_fixed_point(void);      // whether linear layers are best as WEIGHTS_INT16
 int mr_integer_products(void); // whether they may be WEIGHTS_INT16 or WEIGHTS_INT8
-int mr_byte_products(void);    // whether they may be WEIGHTS_W8A8 or WEIGHTS_W8A16
+int mr_byte_products(void);    // whether they may be WEIGHTS_W8A8, W8A16, W4A8, W4A16
 
 // workspace.c, threads.c. Calls with different workspaces may run side by side.
 typedef struct Workspace Workspace;

@@ -41,10 +41,10 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
         _mm_load_si128((const __m128i *)((const char *)weight + (k) * 32 + (half) * 16)))
 
 #define PASS(NAME, ROWS, WEIGHTS)                                                                  \
-    static void NAME##_##ROWS(const void *weight, const int16_t *rows, long pairs, Ahead ahead,    \
-                              float *to, long stride) {                                            \
+    static void NAME##_##ROWS(const void *weight, const int16_t *rows, long pairs,                 \
+                              const Ahead *fetched, float *to, long stride) {                      \
         N_##ROWS(ROW) N_##ROWS(ZERO) for (long k = 0; k < pairs; k++) {                            \
-            _mm_prefetch((k < ahead.own ? ahead.here : ahead.next) + k * ahead.stride,             \
+            _mm_prefetch((k < fetched->own ? fetched->here : fetched->next) + k * fetched->stride, \
                          _MM_HINT_T0);                                                             \
             __m256i w = WEIGHTS(k, 0), v = WEIGHTS(k, 1);                                          \
             N_##ROWS(DOT)                                                                          \
@@ -61,12 +61,12 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
 PASSES(wide, HALF)
 PASSES(narrow, NARROW_HALF)
 
-typedef void (*Pass)(const void *, const int16_t *, long, Ahead, float *, long);
+typedef void (*Pass)(const void *, const int16_t *, long, const Ahead *, float *, long);
 #define OF_ROWS(NAME) {NULL, NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6}
 static const Pass passes[2][FIXED_LANES + 1] = {OF_ROWS(wide), OF_ROWS(narrow)};
 
 void fixed_tile(const void *weight, int narrow, const int16_t *rows, int count, int pairs,
                 const Ahead *ahead, float *to, int stride) {
-    passes[narrow][count](weight, rows, pairs, *ahead, to, stride);
+    passes[narrow][count](weight, rows, pairs, ahead, to, stride);
 }
 #endif

@@ -75,7 +75,8 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
 #define JOIN(n) a##n = _mm512_add_epi32(a##n, b##n);
 #define KEEP(n) _mm512_storeu_ps(to + (long)n * stride, _mm512_cvtepi32_ps(a##n));
 #define FETCH(k)                                                                                   \
-    _mm_prefetch(((k) < ahead.own ? ahead.here : ahead.next) + (k) * ahead.stride, _MM_HINT_T1);
+    _mm_prefetch(((k) < fetched->own ? fetched->here : fetched->next) + (k) * fetched->stride,     \
+                 _MM_HINT_T1);
 
 #define LINE(k) _mm512_load_si512((const char *)weight + (k) * 64)
 #define NARROW_LINE(k)                                                                             \
@@ -83,8 +84,8 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
 
 // 16 outputs for ROWS rows, one line of weights a step.
 #define PASS(NAME, ROWS, WEIGHTS)                                                                  \
-    static void NAME##_##ROWS(const void *weight, const int32_t *x, long pairs, Ahead ahead,       \
-                              float *to, long stride) {                                            \
+    static void NAME##_##ROWS(const void *weight, const int32_t *x, long pairs,                    \
+                              const Ahead *fetched, float *to, long stride) {                      \
         const long lanes = ROWS;                                                                   \
         N_##ROWS(ZERO) for (long k = 0; k < pairs; k++, x += lanes) {                              \
             FETCH(k)                                                                               \
@@ -95,8 +96,8 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
     }
 // The same for few rows: two lines a step, as one sum would wait for its own last step.
 #define PASS_TWICE(NAME, ROWS, WEIGHTS)                                                            \
-    static void NAME##_##ROWS(const void *weight, const int32_t *x, long pairs, Ahead ahead,       \
-                              float *to, long stride) {                                            \
+    static void NAME##_##ROWS(const void *weight, const int32_t *x, long pairs,                    \
+                              const Ahead *fetched, float *to, long stride) {                      \
         const long lanes = ROWS;                                                                   \
         long k = 0;                                                                                \
         N_##ROWS(ZERO_TWICE) for (; k + 2 <= pairs; k += 2, x += 2 * lanes) {                      \
@@ -130,7 +131,7 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
 PASSES(wide, LINE)
 PASSES(narrow, NARROW_LINE)
 
-typedef void (*Pass)(const void *, const int32_t *, long, Ahead, float *, long);
+typedef void (*Pass)(const void *, const int32_t *, long, const Ahead *, float *, long);
 #define OF_LANES(NAME)                                                                             \
     {NULL,      NAME##_1,         NAME##_2,         NAME##_3,        NAME##_4,  NAME##_5,          \
      NAME##_6,  NAME##_7,         NAME##_8,         NAME##_9,        NAME##_10, NAME##_11,         \
@@ -139,6 +140,6 @@ static const Pass passes[2][FIXED_LANES + 1] = {OF_LANES(wide), OF_LANES(narrow)
 
 void fixed_tile(const void *weight, int narrow, const int16_t *rows, int count, int pairs,
                 const Ahead *ahead, float *to, int stride) {
-    passes[narrow][fixed_lanes(count)](weight, (const int32_t *)rows, pairs, *ahead, to, stride);
+    passes[narrow][fixed_lanes(count)](weight, (const int32_t *)rows, pairs, ahead, to, stride);
 }
 #endif

@@ -31,8 +31,8 @@ static inline int integer_weights(const Linear *linear) {
 void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const element *const *x,
              int rows) {
 #if BYTE_PRODUCTS
-    if (byte_weights(linear)) {
-        prepare_bytes(out, mine, x, rows, linear->inputs, linear->format == WEIGHTS_W8A16 ? 2 : 1);
+    if (byte_weights(linear) || half_byte_weights(linear)) {
+        prepare_bytes(out, mine, linear, x, rows);
         return;
     }
 #endif
@@ -58,6 +58,10 @@ static void product(const Linear *linear, int first_of, int last_of, const Opera
 #if BYTE_PRODUCTS
     if (byte_weights(linear)) {
         product_bytes(linear, first_of, last_of, x, part, after, acc);
+        return;
+    }
+    if (half_byte_weights(linear)) {
+        product_half_bytes(linear, first_of, last_of, x, part, after, acc);
         return;
     }
 #endif

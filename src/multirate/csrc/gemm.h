@@ -10,9 +10,20 @@
 
 // Packed outputs from 16 · column on; of bf16 weights, whole groups.
 static inline const uint32_t *column_of(const Linear *linear, int column) {
-    return linear->weight +
-           (size_t)column * linear->inputs *
-               (linear->format == WEIGHTS_BF16 || linear->format == WEIGHTS_INT16 ? 8 : 4);
+    int words; // of 16 outputs, for each input
+    switch (linear->format) {
+    case WEIGHTS_BF16:
+    case WEIGHTS_INT16:
+        words = 8;
+        break;
+    case WEIGHTS_W4A8:
+    case WEIGHTS_W4A16:
+        words = 2;
+        break;
+    default:
+        words = 4;
+    }
+    return linear->weight + (size_t)column * linear->inputs * words;
 }
 
 // The first column that thread `thread` of `threads` computes. whole: groups are not parted.
@@ -61,15 +72,21 @@ void product_fixed(const Linear *linear, int first, int last, const Operand *x, 
 #endif
 
 #if BYTE_PRODUCTS
-// w8a8.c: the same for weights and rows of 8 bits.
+static inline int half_byte_weights(const Linear *linear) {
+    return linear->format == WEIGHTS_W4A8 || linear->format == WEIGHTS_W4A16;
+}
 static inline int byte_weights(const Linear *linear) {
     return linear->format == WEIGHTS_W8A8 || linear->format == WEIGHTS_W8A16;
 }
-// terms: of 8 bits, 1 or 2, that a row is the sum of.
-void prepare_bytes(Operand *out, ThreadScratch *mine, const element *const *x, int rows, int in,
-                   int terms);
+#define BYTE_LANES 12 // rows of a tile at most: each takes two registers
+// byte_rows.c: rows of 8 bits for the weights of w8a8.c and w4a8.c.
+void prepare_bytes(Operand *out, ThreadScratch *mine, const Linear *linear, const element *const *x,
+                   int rows);
+// w8a8.c, w4a8.c: a tile's product.
 void product_bytes(const Linear *linear, int first, int last, const Operand *x, int tile,
                    const uint32_t *after, f16 (*acc)[4]);
+void product_half_bytes(const Linear *linear, int first, int last, const Operand *x, int tile,
+                        const uint32_t *after, f16 (*acc)[4]);
 #endif
 
 enum { STORE, ADD, SILU_GATE }; // what happens to the outputs; SILU_GATE: of whole groups

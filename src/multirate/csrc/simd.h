@@ -94,11 +94,13 @@ INLINE f16 dot_pairs(f16 acc, u16 w, uint32_t pair) {
 typedef float fv __attribute__((vector_size(4 * LANES)));
 typedef int32_t iv __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uv __attribute__((vector_size(4 * LANES)));
+// Element by element, GCC makes it in memory, by stores that a load of the whole has to wait for.
 INLINE fv all(float f) {
-    fv v;
-    for (int i = 0; i < LANES; i++)
-        v[i] = f;
-    return v;
+#if LANES == 16
+    return (fv)_mm512_set1_ps(f);
+#else
+    return (fv){f, f, f, f, f, f, f, f};
+#endif
 }
 INLINE fv load_bf16_v(const bf16 *p) {
     uint16_t __attribute__((vector_size(2 * LANES))) half;

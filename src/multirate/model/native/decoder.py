@@ -33,8 +33,8 @@ from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.draft_verification import MAX_NODES, DraftVerification
 from multirate.model.native.packing import (
+    FINER_ROWS,
     W8A8,
-    W8A16,
     Owner,
     byte_products,
     interleave_gate_up,
@@ -410,10 +410,10 @@ class NativeDecoder(Decoder):
         where the processor does not multiply bytes, or a layer does not tile.
         """
         if self._narrow is None and narrow_weights(self):
-            owner = Owner(W8A8)
+            owner = Owner(W8A8, half_bytes=True)
             layers = [self.pack(i, owner) for i in range(len(self._layers))]
             for layer in layers:  # what later rows read: queries, keys and values of finer rows
-                layer.qkv.format = W8A16
+                layer.qkv.format = FINER_ROWS[layer.qkv.format]
             # the screen is the head in 8 bits, where there is one
             head = (
                 abi.ffi.addressof(self.screen, "linear")

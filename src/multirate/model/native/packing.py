@@ -13,9 +13,12 @@ from torch import Tensor
 from multirate.model.native import abi, library
 
 GROUP = 64
-BF16, INT16, INT8, W8A8, W8A16 = (
-    abi.constant(f"WEIGHTS_{name}") for name in ("BF16", "INT16", "INT8", "W8A8", "W8A16")
+BF16, INT16, INT8, W8A8, W8A16, W4A8, W4A16 = (
+    abi.constant(f"WEIGHTS_{name}")
+    for name in ("BF16", "INT16", "INT8", "W8A8", "W8A16", "W4A8", "W4A16")
 )
+FINER_ROWS = {W8A8: W8A16, W4A8: W4A16}
+"""Layouts of the same weights for rows of two times 8 bits."""
 W8_BLOCK: int = abi.constant("W8_BLOCK")
 
 
@@ -51,6 +54,65 @@ def bytes_by_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     steps = units.float().clamp(min=1e-30)[:, :, None]
     integers = (parts / steps).round().clamp(-127, 127).to(torch.int16)
     return integers.view(outputs, -1)[:, :inputs].contiguous(), units
+
+
+HALF_BYTES = 2.0**-8
+"""Weights are taken for numbers of 4 bits where these are so near, relative to the norms: rounding
+them to bf16, as a quantised file's are when they are read, alone is 0.0014.
+"""
+
+
+def half_bytes_by_block(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] → integers from 0 to 15 as uint8 [out, in], and fp16 [out, blocks, 2] of each
+    W8_BLOCK inputs, a unit and a least weight, with weight ≈ unit · integer + least (see w4a8.c).
+
+    Of weights that were made so, the unit is found again: from the least to the largest of a block
+    are 15 steps, or, where it had not all sixteen numbers, fewer.
+    """
+    parts = weight.reshape(-1, W8_BLOCK)
+    steps, scales, lacking = _in_steps(parts, 15)
+    for count in range(14, 0, -1):
+        coarse = (lacking > HALF_BYTES * parts.norm(dim=1)).nonzero()[:, 0]
+        if not len(coarse):
+            break
+        others, units, rest = _in_steps(parts[coarse], count)
+        better = rest < lacking[coarse]
+        coarse = coarse[better]
+        steps[coarse], scales[coarse] = others[better], units[better]
+        lacking[coarse] = rest[better]
+    return steps.view(weight.shape), scales.view(len(weight), -1, 2)
+
+
+def _in_steps(parts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks [n, W8_BLOCK] in `count` steps from the least to the largest → integers, (unit, least)
+    [n, 2] in fp16, and the norm of what they lack [n].
+    """
+    least, most = parts.amin(dim=1, keepdim=True), parts.amax(dim=1, keepdim=True)
+    unit = (most - least) / count
+    for _ in range(2):  # by least squares: what the weights were before they were rounded
+        steps = ((parts - least) / unit.clamp(min=1e-30)).round().clamp(0, 15)
+        middle, mean = steps.mean(dim=1, keepdim=True), parts.mean(dim=1, keepdim=True)
+        spread = (steps - middle).square().mean(dim=1, keepdim=True)
+        common = ((steps - middle) * (parts - mean)).mean(dim=1, keepdim=True)
+        unit = torch.where(spread > 0, common / spread.clamp(min=1e-9), unit)
+        least = mean - unit * middle
+    scales = torch.cat([unit, least], dim=1).to(torch.float16)
+    unit, least = scales.float().split(1, dim=1)
+    steps = ((parts - least) / unit.clamp(min=1e-30)).round().clamp(0, 15)
+    return steps.to(torch.uint8), scales, (unit * steps + least - parts).norm(dim=1)
+
+
+def has_half_bytes(weight: Tensor) -> bool:
+    """Whether weights [out, in] are numbers of 4 bits, as those of a quantised file are."""
+    if weight.shape[1] % W8_BLOCK:
+        return False
+    for part in weight.split(4096):
+        integers, scales = half_bytes_by_block(part)
+        unit, least = scales.float().repeat_interleave(W8_BLOCK, dim=1).unbind(dim=2)
+        lacking = (integers * unit + least - part).norm()
+        if not lacking <= HALF_BYTES * part.norm():
+            return False
+    return True
 
 
 def exact_layout() -> int:
@@ -137,10 +199,12 @@ class Slabs:
 @dataclass
 class Owner:
     """Keeps alive every tensor whose address a C structure holds. layout: of the weights that it
-    packs; None: `exact_layout()`.
+    packs; None: `exact_layout()`. half_bytes: those that are numbers of 4 bits are W4A8, whatever
+    `layout` says.
     """
 
     layout: int | None = None
+    half_bytes: bool = False
     tensors: list[object] = field(default_factory=list)
     slabs: Slabs = field(default_factory=Slabs)
 
@@ -171,6 +235,8 @@ class Owner:
         full = torch.zeros(padded(outputs), inputs)
         full[:outputs] = weight.detach().to(device="cpu", dtype=torch.float32)
         layout = exact_layout() if self.layout is None else self.layout
+        if self.half_bytes and has_half_bytes(full):
+            layout = W4A8
         scale = None
         if layout == BF16:
             packed = full.to(torch.bfloat16).view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 2, 4)
@@ -179,6 +245,12 @@ class Owner:
             full = (full + 128).to(torch.uint8)  # as the instruction takes them
             packed = full.view(-1, 4, 16, inputs // 4, 4).permute(0, 1, 3, 2, 4)
             scale = units.view(-1, 16, units.shape[1]).transpose(1, 2).contiguous()
+        elif layout in (W4A8, W4A16):
+            full, scales = half_bytes_by_block(full)
+            halves = full.view(len(full), -1, 2, 4)
+            full = halves[:, :, 0] + 16 * halves[:, :, 1]  # [out, in / 8, 4]
+            packed = full.view(-1, 4, 16, inputs // 8, 4).permute(0, 1, 3, 2, 4)
+            scale = scales.view(-1, 16, *scales.shape[1:]).permute(0, 2, 3, 1).contiguous()
         else:
             full, scale = fixed_point(full, torch.int8 if layout == INT8 else torch.int16)
             packed = full.view(-1, 4, 16, inputs // 2, 2).permute(0, 1, 3, 2, 4)

@@ -20,6 +20,7 @@ from multirate.bench.rivals import llamacpp as rival
 from multirate.bench.runner import MethodRun, Unavailable, measure, summarise
 from multirate.engine import Engine, attach
 from multirate.errors import UserError
+from multirate.model.native import NativeDecoder
 
 PROMPTS = [Prompt(str(i), [10 + i, 20, 30]) for i in range(3)]
 
@@ -168,6 +169,12 @@ def test_bandwidth_and_what_plain_decoding_uses_of_it(engine: Engine) -> None:
     assert weights == total - 4 * 261 * 64
     tied = tiny_model.model(tie_word_embeddings=True)
     assert bytes_per_step(tied) == sum(4 * p.numel() for p in tied.parameters())
+    packed = tiny_model.model(dtype=torch.bfloat16)
+    if NativeDecoder.supports(packed) is None:
+        decoder, every = NativeDecoder(packed), bytes_per_step(packed)
+        assert every is not None
+        read = bytes_per_step(packed, decoder)
+        assert read == every - (261 * 64 * 30 // 32 if decoder.screen else 0)
     measured = measure([method_run(engine, "autoregressive", 6)], PROMPTS, repeats=1)
     rows = summarise(measured, Judge(engine.model))
     rate = rows[0].decode_tokens_per_second

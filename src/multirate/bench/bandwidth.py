@@ -10,6 +10,7 @@ import torch
 
 from multirate.bench.runner import Row
 from multirate.methods.spec import PLAIN
+from multirate.model.decoder import Decoder
 
 BYTES = 256 << 20  # far beyond every cache
 ROUNDS = 7
@@ -26,9 +27,10 @@ def read_bandwidth(device: torch.device | str = "cpu") -> float:
     return BYTES / best
 
 
-def bytes_per_step(model: Any) -> int | None:
+def bytes_per_step(model: Any, decoder: Decoder | None = None) -> int | None:
     """Weights that one token's pass reads: all parameters, but of an embedding that is no head one
-    row only. None for a mixture of experts, which reads what its router says.
+    row only, and of a head that `decoder` screens its copy in 8 bits. None for a mixture of
+    experts, which reads what its router says.
     """
     if any(".experts." in name for name, _ in model.named_parameters()):
         return None
@@ -36,7 +38,9 @@ def bytes_per_step(model: Any) -> int | None:
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    return total if tied else total - embedding.numel() * embedding.element_size()
+    if not tied:
+        total -= embedding.numel() * embedding.element_size()
+    return total if decoder is None else total - decoder.unread_bytes
 
 
 def share_of(read: float, weights: int | None, rows: Sequence[Row], batch: int = 1) -> float | None:

@@ -419,7 +419,8 @@ def run(
         None if tasks is None else scoring(tasks, engine.tokenizer),
     )
     read = bandwidth.read_bandwidth(device)
-    share = bandwidth.share_of(read, bandwidth.bytes_per_step(engine.model), rows, batch)
+    weights = bandwidth.bytes_per_step(engine.model, engine.decoder)
+    share = bandwidth.share_of(read, weights, rows, batch)
     usable = measurements.usable()
     console = options.console()
     if rows:

@@ -79,6 +79,8 @@ class Decoder(ABC):
     """Whether calls change anything of the model or run its modules, so that its decoders must take
     turns.
     """
+    unread_bytes = 0
+    """How much less a plain pass reads than all the weights it is of."""
 
     @abstractmethod
     def new_cache(self, batch: int, capacity: int) -> KVCache:

@@ -34,6 +34,7 @@ from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.draft_verification import MAX_NODES, DraftVerification
 from multirate.model.native.packing import (
     FINER_ROWS,
+    W8_BLOCK,
     W8A8,
     Owner,
     byte_products,
@@ -52,7 +53,9 @@ TABLE_CHUNK = 16384  # positions computed at once
 
 @dataclass(frozen=True)
 class NarrowWeights:
-    """A model's layers and head in 8 bits (csrc/w8a8.c), for what need not be exact."""
+    """A model's layers and head in 8 bits (csrc/w8a8.c), or in 4 (csrc/w4a8.c) where they are such
+    numbers, for what need not be exact.
+    """
 
     layers: abi.CData
     head: abi.CData
@@ -178,6 +181,8 @@ class NativeDecoder(Decoder):
         self.screen = (
             self._owner.screen(self.head_weight, self.head_bias) if screened() else abi.NULL
         )
+        if self.screen:  # a byte and its share of a scale in place of two
+            self.unread_bytes = self.head_weight.numel() * (W8_BLOCK - 2) // W8_BLOCK
         self.shape = self._shape(config.intermediate_size, self._rotary(parts, config))
         self._layers = list(parts.layers)
         self.packed_layers = abi.array(
@@ -406,8 +411,9 @@ class NativeDecoder(Decoder):
         return x, _finite(tokens)
 
     def narrow(self) -> NarrowWeights | None:
-        """The model's weights in 8 bits, packed on first use (half as much memory again); None
-        where the processor does not multiply bytes, or a layer does not tile.
+        """The model's weights in 8 bits, or in 4 where they are such numbers, packed on first use
+        (half as much memory again, or less); None where the processor does not multiply bytes, or a
+        layer does not tile.
         """
         if self._narrow is None and narrow_weights(self):
             owner = Owner(W8A8, half_bytes=True)

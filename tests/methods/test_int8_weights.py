@@ -21,6 +21,8 @@ from multirate.methods.common.model_weights import NarrowStep
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native import NativeDecoder
 from multirate.model.native.decoder import narrow_weights
+from multirate.model.native.packing import W4A8, W4A16, W8_BLOCK, W8A8, half_bytes_by_block
+from multirate.model.rows import Rows
 
 from .m2r2_models import LLAMA, PROMPTS, model_of
 from .test_lossy_depth import METHODS, OFTEN, step_of
@@ -163,3 +165,38 @@ def test_what_is_refused() -> None:
             int8_step(None, margin)
     with pytest.raises(UserError, match="'model_weights' is 'int4'; accepted: 'own', 'int8'"):
         step_of(None, "skipdecode", 0.5, model_weights="int4")  # type: ignore[arg-type]
+
+
+def test_layers_of_four_bit_numbers_are_copied_in_four() -> None:
+    """As those of a model from a quantised file; the head, which is none, in eight. What the copy
+    says is as near as with eight bits for all, and the model's own text where it is never believed.
+    """
+    model = model_of(LLAMA, torch.bfloat16)
+    if NativeDecoder.supports(model) is not None:
+        pytest.skip("no native kernel here")
+    with torch.no_grad():
+        for module in model.model.layers.modules():
+            if isinstance(module, torch.nn.Linear):
+                integers, scales = half_bytes_by_block(module.weight.float())
+                unit, least = scales.float().repeat_interleave(W8_BLOCK, dim=1).unbind(dim=2)
+                module.weight.copy_(integers * unit + least)
+    decoder = NativeDecoder(model)
+    if not narrow_weights(decoder):
+        pytest.skip("this processor multiplies no bytes")
+    copy = decoder.narrow()
+    assert copy is not None
+    for i in range(decoder.info.num_layers):
+        layer = copy.layers[i]
+        assert layer.qkv.format == W4A16
+        assert {layer.o.format, layer.gate_up.format, layer.down.format} == {W4A8}
+    assert copy.head.format == W8A8
+    ids, rows = torch.tensor(PROMPTS[0]), Rows.causal(0, 0, len(PROMPTS[0]))
+    logits = []
+    for each in (decoder, decoder.in_8_bits()):
+        cache = each.new_cache(1, len(ids))
+        x = each.layers(each.embed(ids, rows.pos), rows, 0, each.info.num_layers, cache)
+        logits.append(each.logits(x))
+    assert (logits[1] - logits[0]).norm() < 0.05 * logits[0].norm()
+    assert not torch.equal(logits[0], logits[1])
+    out = generate(decoder, int8_step(decoder, 1e9), PROMPTS, stop=STOP)
+    assert out.sequences == plain_text(decoder)

@@ -216,8 +216,7 @@ def suites_section() -> list[str]:
         "### Other suites, and sampling",
         "Speedup over our plain loop, tokens per step in brackets; at most "
         f"{' or '.join(longest)} new tokens, one pass, {first['threads']} threads. At a "
-        "temperature every method draws the same text for a seed. Lines without `eagle` were "
-        "measured before it was trained, with 350 steps fewer of `m2r2-carry`.",
+        "temperature every method draws the same text for a seed.",
         table(
             (
                 "suite",

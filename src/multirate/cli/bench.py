@@ -281,7 +281,7 @@ def command(
         optional=optional,
         tasks=tasks,
     )
-    if dials or any(not row.lossless for row in rows):
+    if dials or any(not row.lossless for row in rows if row.method in names):
         bests = frontier.frontier(rows)
         measured = [] if tasks is None else [tasks.metric]
         options.console().print(frontier.table(bests, *measured))

@@ -67,7 +67,7 @@ def command(
         str | None,
         typer.Option(
             help="What is turned: score (how sure a gate must be), or margin (how near two tokens "
-            "must be for the model's own weights to decide, in place of 8-bit ones; then the "
+            "must be for the model's own weights to decide, in place of narrow ones; then the "
             "score). Default: margin where this machine can.",
             show_default=False,
         ),

@@ -161,7 +161,7 @@ def command(
             options.note(f"tokens by the layers they took: {left}")
         if seen.doubted:
             options.note(
-                f"{seen.doubted} times 8-bit weights were not sure enough, and the model's own "
+                f"{seen.doubted} times narrow weights were not sure enough, and the model's own "
                 "decided"
             )
         if engine.experts is not None and engine.experts.runtime is not None:

@@ -187,7 +187,7 @@ class FusedStep:
     """A finished step of one sequence. tokens: those it emits, the bonus last. drafted:
     nodes of its draft;
     levels: their greatest depth. trusted: the places in `tokens` of those that were not verified.
-    draft_seconds: what making the draft took. doubted: rows that 8-bit weights were not sure of.
+    draft_seconds: what making the draft took. doubted: rows that narrow weights were not sure of.
     """
 
     tokens: list[int]

@@ -24,7 +24,7 @@ class DecodeStats:
     tried_at, accepted_at: by a drafted token's place in its draft, from 0 on: how many were judged
     (all before them were accepted), and how many of these were accepted.
     exits: layers run → tokens emitted after so many; empty where every token takes all layers.
-    doubted: rows of which 8-bit weights were not sure enough, so that the model's own ran them
+    doubted: rows of which narrow weights were not sure enough, so that the model's own ran them
     again.
     refused: the highest score with which a token was too uncertain to leave early: with any
     threshold above it the text is the same. −inf: none was; None: unknown.

@@ -100,7 +100,7 @@ class FusedSteps:
     nodes, width, top, sharpness, least and the lookup's rates are kept; ``run`` sets the others.
     automaton: the text is looked up in its suffix automaton, for matches of any length; else its
     n-grams are. given: other texts that are looked up beside it. margin: greedy
-    steps are verified with 8-bit weights first (lossy), and rows whose two best logits are less
+    steps are verified with narrow weights first (lossy), and rows whose two best logits are less
     than this apart with the model's own; None: all with these. Owns all buffers of a step.
     """
 

@@ -43,7 +43,7 @@ class StreamDecodeConfig(MethodConfig):
     whole pipeline, drawn or coupled. All were measured: docs/experiments.md. [ours]
     weights: of what only drafts on the native kernel: int8 (half the memory read, other drafts, the
     same text) or bf16. [ours]
-    margin: dynamic mode (lossy): drafts are verified with a copy of the model's weights in 8 bits,
+    margin: dynamic mode (lossy): drafts are verified with a narrow copy of the model's weights,
     and a token whose two likeliest candidates' logits are less than this apart is decided by the
     model's own; None: all are. Greedy decoding of one sequence on the native kernel, where the
     processor multiplies bytes; elsewhere all are verified with the model's own weights. [ours]

@@ -90,7 +90,7 @@ _LOSSY_COSTS = StepCosts(
     verify={1: 0.97, 2: 0.99, 4: 1.03, 8: 1.13, 12: 1.28, 16: 1.56, 24: 2.1, 32: 2.9, 60: 5.2},
     draft_step=0.06,
 )
-# The same where drafts are verified with 8-bit weights, in plain steps with these.
+# The same where drafts are verified with narrow weights, in plain steps with these.
 _NARROW_COSTS = StepCosts(
     plain_step=1.0,
     verify={1: 1.0, 2: 1.0, 4: 1.02, 6: 1.1, 8: 1.2, 10: 1.3, 12: 1.4, 16: 1.7, 24: 2.5, 60: 6.0},

@@ -10,7 +10,7 @@ from multirate.model.native.decoder import narrow_weights
 SPEC = register(
     MethodSpec(
         name="int8_weights",
-        title="plain decoding with 8-bit weights (no training)",
+        title="plain decoding with narrow weights: 8 bits, or a file's own 4 (no training)",
         summary="reads the model's weights in 8 bits, its own for tokens in doubt (lossy)",
         settings=Int8WeightsConfig,
         step=lambda decoder, module, settings: NarrowPlainStep(decoder, settings),

@@ -187,78 +187,80 @@ typedef struct {
     int count, token[MOST_CANDIDATES];
     float sum[MOST_CANDIDATES];
     float least; // what the largest sum is at least
-} Contest;
+} Candidates;
 
 // The sums of a column that has been settled.
-static void enter_again(Contest *contest, const Bounds *bounds, const Noise *noise, int column) {
-    for (int i = 0; i < contest->count; i++) {
-        int token = contest->token[i];
+static void update_sums(Candidates *candidates, const Bounds *bounds, const Noise *noise,
+                        int column) {
+    for (int i = 0; i < candidates->count; i++) {
+        int token = candidates->token[i];
         if (token / 16 != column)
             continue;
         int64_t id = token;
         float number;
         mr_noise(noise, &id, 1, &number);
-        contest->sum[i] = bounds->upper[token] + number;
+        candidates->sum[i] = bounds->upper[token] + number;
     }
 }
 
 // Adds those of [begin, end); the likely winners among them become exact at once, for what they say
 // keeps others out. Returns 0 where they are too many.
-static int enter(Contest *contest, Bounds *bounds, const Noise *noise, int begin, int end) {
-    int room = MOST_CANDIDATES - contest->count, first = contest->count;
-    int found = noisy_above(noise, bounds->upper, begin, end, contest->least, room,
-                            contest->token + first, contest->sum + first);
+static int add_candidates(Candidates *candidates, Bounds *bounds, const Noise *noise, int begin,
+                          int end) {
+    int room = MOST_CANDIDATES - candidates->count, first = candidates->count;
+    int found = noisy_above(noise, bounds->upper, begin, end, candidates->least, room,
+                            candidates->token + first, candidates->sum + first);
     if (found > room)
         return 0;
-    contest->count += found;
-    for (int i = first; i < contest->count; i++) {
-        int token = contest->token[i], known = settled(bounds, token);
+    candidates->count += found;
+    for (int i = first; i < candidates->count; i++) {
+        int token = candidates->token[i], known = settled(bounds, token);
         float within = bounds->screen->error[token] * bounds->reach.of_error +
                        bounds->screen->norm[token] * bounds->reach.of_norm;
-        if (!known && contest->sum[i] - within > contest->least) {
+        if (!known && candidates->sum[i] - within > candidates->least) {
             if (!settle(bounds, token))
                 return 0;
-            enter_again(contest, bounds, noise, token / 16);
+            update_sums(candidates, bounds, noise, token / 16);
             known = 1;
         }
-        if (known && contest->sum[i] > contest->least)
-            contest->least = contest->sum[i];
+        if (known && candidates->sum[i] > candidates->least)
+            candidates->least = candidates->sum[i];
     }
     return 1;
 }
 
 // All tokens that may have the largest sum. Returns 0 where they are too many, or no numbers.
-static int hold(Contest *contest, Bounds *bounds, const Noise *noise) {
+static int find_candidates(Candidates *candidates, Bounds *bounds, const Noise *noise) {
     int first = highest_token(bounds);
     if (first < 0 || !isfinite(bounds->upper[first]) || !settle(bounds, first))
         return 0;
     int begin = first / 16 * 16, left = bounds->vocab - begin;
-    *contest = (Contest){.count = 0, .least = -INFINITY};
-    if (!enter(contest, bounds, noise, begin, begin + (left < 16 ? left : 16)))
+    *candidates = (Candidates){.count = 0, .least = -INFINITY};
+    if (!add_candidates(candidates, bounds, noise, begin, begin + (left < 16 ? left : 16)))
         return 0;
-    contest->count = 0;
+    candidates->count = 0;
     for (int c = 0; c < bounds->vocab; c += CHUNK) {
         int stop = c + CHUNK < bounds->vocab ? c + CHUNK : bounds->vocab;
-        if (!enter(contest, bounds, noise, c, stop))
+        if (!add_candidates(candidates, bounds, noise, c, stop))
             return 0;
     }
-    return isfinite(contest->least);
+    return isfinite(candidates->least);
 }
 
 static int64_t likeliest_with_noise(Bounds *bounds, const Noise *noise) {
-    Contest contest;
-    if (hold(&contest, bounds, noise))
+    Candidates candidates;
+    if (find_candidates(&candidates, bounds, noise))
         for (;;) {
             int best = 0;
-            for (int i = 1; i < contest.count; i++)
-                if (contest.sum[i] > contest.sum[best])
+            for (int i = 1; i < candidates.count; i++)
+                if (candidates.sum[i] > candidates.sum[best])
                     best = i;
-            int token = contest.token[best];
+            int token = candidates.token[best];
             if (settled(bounds, token))
                 return token;
             if (!settle(bounds, token))
                 break;
-            enter_again(&contest, bounds, noise, token / 16);
+            update_sums(&candidates, bounds, noise, token / 16);
         }
     int64_t token;
     use_head(bounds, 0, bounds->head->outputs / 16);

@@ -31,6 +31,7 @@ typedef uint16_t bf16;
 #define WEIGHTS_W4A8 5  // w4a8.c; where mr_byte_products() is 1
 #define WEIGHTS_W4A16 6 // the same weights, for rows of two times 8 bits
 #define W8_BLOCK 32     // inputs that share a scale in these four
+#define WEIGHTS_INT12 7 // the same integers as INT16; fixed_point.c; where mr_int12_products() is 1
 
 #define NARROW_PENDING 8 // of struct Narrow
 
@@ -381,6 +382,7 @@ typedef struct {
 // What this build is.
 int mr_fixed_point(void);      // whether linear layers are best as WEIGHTS_INT16
 int mr_integer_products(void); // whether they may be WEIGHTS_INT16 or WEIGHTS_INT8
+int mr_int12_products(void);   // whether they may be WEIGHTS_INT12
 int mr_byte_products(void);    // whether they may be WEIGHTS_W8A8, W8A16, W4A8, W4A16
 
 // workspace.c, threads.c. Calls with different workspaces may run side by side.

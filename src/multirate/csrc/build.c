@@ -9,6 +9,10 @@ int mr_byte_products(void) {
     return BYTE_PRODUCTS;
 }
 
+int mr_int12_products(void) {
+    return INT12_PRODUCTS;
+}
+
 int mr_integer_products(void) {
     return INTEGER_PRODUCTS;
 }

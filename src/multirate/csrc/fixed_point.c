@@ -18,6 +18,16 @@
 //   group 1
 //   …
 //
+// Weights of WEIGHTS_INT12 are the same integers where each has at most eight significant bits, as
+// those of bf16 numbers have in units of a power of two: a byte, times 2^s, and a sign. A quarter
+// less is read. [outputs / 64][4][inputs / 8][3][32][2] of uint8, eight inputs of 16 outputs in
+// three lines. pN is the byte of the N-th of an int16 line's 32 weights, cN its code, s + 8 · sign,
+// in four bits; a letter for each of four int16 lines:
+//
+//     | p0a p0b p1a p1b … p31a p31b |
+//     | p0c p0d p1c p1d … p31c p31d |
+//     | c0a+c0b c0c+c0d … c31a+c31b c31c+c31d |   the first in the lower half
+//
 // Packed int8 weights (WEIGHTS_INT8) have the same order in half the bytes; a line becomes int16 as
 // it is read.
 #include "fixed_tile.h"
@@ -164,20 +174,36 @@ void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, i
     out->begin[out->tiles] = rows;
 }
 
+typedef int16_t Line __attribute__((vector_size(64))); // 16 outputs, 2 inputs each
+
+// A line of 16 outputs' weights.
+static Line line_of(const char *weight, int format, int line) {
+    Line out;
+    if (format == WEIGHTS_INT8) {
+        int8_t bytes __attribute__((vector_size(32)));
+        memcpy(&bytes, weight + (long)line * 32, 32);
+        return __builtin_convertvector(bytes, Line);
+    }
+    if (format == WEIGHTS_INT12) {
+        const uint8_t *four = (const uint8_t *)weight + (long)(line / 4) * 192;
+        int half = line % 4 / 2, odd = line % 2;
+        for (int i = 0; i < 32; i++) {
+            int size = four[half * 64 + 2 * i + odd],
+                code = four[128 + 2 * i + half] >> (4 * odd) & 15;
+            out[i] = (int16_t)((size << (code & 7)) * (code & 8 ? -1 : 1));
+        }
+        return out;
+    }
+    memcpy(&out, weight + (long)line * 64, 64);
+    return out;
+}
+
 // Σ w · outlier of 16 outputs, in their weights' units.
-static f16 outlier_products(const Outliers *outliers, const char *weight, int narrow) {
+static f16 outlier_products(const Outliers *outliers, const char *weight, int format) {
     f16 sum = splat(0.0f);
     for (int i = 0; i < outliers->count; i++) {
         int at = outliers->at[i];
-        i16 pairs;
-        if (narrow) {
-            int8_t bytes __attribute__((vector_size(32)));
-            typedef int16_t words __attribute__((vector_size(64)));
-            memcpy(&bytes, weight + (long)(at / 2) * 32, 32);
-            pairs = (i16) __builtin_convertvector(bytes, words);
-        } else {
-            memcpy(&pairs, weight + (long)(at / 2) * 64, 64);
-        }
+        i16 pairs = (i16)line_of(weight, format, at / 2);
         i16 each = at % 2 ? pairs >> 16 : (pairs << 16) >> 16;
         sum += __builtin_convertvector(each, f16) * splat(outliers->value[i]);
     }
@@ -187,11 +213,11 @@ static f16 outlier_products(const Outliers *outliers, const char *weight, int na
 // Lines of weights fetched ahead, by rows: the processor's own prefetching falls behind several
 // rows' products, and on Intel's with registers of 512 bits even behind one row's, which on AMD's
 // it keeps up with better alone. All measured (docs/experiments.md).
-static long ahead_lines(int lanes, int narrow) {
+static long ahead_lines(int lanes, int format) {
 #ifdef __AVX512F__
-    return narrow || !__builtin_cpu_is("amd") ? 64 : lanes <= 5 ? 0 : 160;
+    return format == WEIGHTS_INT8 || !__builtin_cpu_is("amd") ? 64 : lanes <= 5 ? 0 : 160;
 #else
-    (void)narrow;
+    (void)format;
     return lanes == 1 ? 0 : lanes <= 3 ? 12 : 64;
 #endif
 }
@@ -200,30 +226,32 @@ static long ahead_lines(int lanes, int narrow) {
 // memory would idle from the second tile on.
 void product_fixed(const Linear *linear, int first_of, int last_of, const Operand *x, int tile,
                    const uint32_t *after, f16 (*acc)[4]) {
-    int narrow = linear->format == WEIGHTS_INT8, first = x->begin[tile], lanes = x->lanes[tile],
+    int format = linear->format, first = x->begin[tile], lanes = x->lanes[tile],
         begin = first_of % GROUP_COLUMNS, end = begin + last_of - first_of;
-    long pairs = linear->inputs / 2, line = narrow ? 32 : 64, column = pairs * line,
-         distance = ahead_lines(lanes, narrow) * 64 / line;
-    if (distance > pairs)
-        distance = pairs;
+    // what a step fetches, and how many do
+    long pairs = linear->inputs / 2, line = format == WEIGHTS_INT8 ? 32 : 64,
+         lines = format == WEIGHTS_INT12 ? pairs / 4 * 3 : pairs, column = lines * line,
+         distance = ahead_lines(lanes, format) * 64 / line;
+    if (distance > lines)
+        distance = lines;
     const char *weight = (const char *)column_of(linear, first_of);
     for (int m = begin; m < end; m++, weight += column) {
         const char *next = m + 1 < end ? weight + column : (const char *)after;
-        Ahead ahead = {weight + distance * line, next - (pairs - distance) * line, pairs - distance,
+        Ahead ahead = {weight + distance * line, next - (lines - distance) * line, lines - distance,
                        line};
         if (x->tiles > 1) {
             long stride = (line + x->tiles - 1) / x->tiles;
-            ahead = (Ahead){(const char *)after + (m - begin) * column + tile * pairs * stride,
-                            NULL, pairs, stride};
+            ahead = (Ahead){(const char *)after + (m - begin) * column + tile * lines * stride,
+                            NULL, lines, stride};
         }
-        fixed_tile(weight, narrow, x->arranged[tile], lanes, (int)pairs, &ahead,
+        fixed_tile(weight, format, x->arranged[tile], lanes, (int)pairs, &ahead,
                    (float *)&acc[0][m], 64);
         f16 unit = load(linear->scale + (first_of - begin + m) * 16);
         for (int r = 0; r < lanes; r++) {
             const Outliers *outliers = x->outliers + first + r;
             acc[r][m] *= unit * splat(x->scale[first + r]);
             if (outliers->count)
-                acc[r][m] += unit * outlier_products(outliers, weight, narrow);
+                acc[r][m] += unit * outlier_products(outliers, weight, format);
         }
     }
 }

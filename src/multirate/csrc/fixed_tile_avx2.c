@@ -65,8 +65,8 @@ typedef void (*Pass)(const void *, const int16_t *, long, const Ahead *, float *
 #define OF_ROWS(NAME) {NULL, NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6}
 static const Pass passes[2][FIXED_LANES + 1] = {OF_ROWS(wide), OF_ROWS(narrow)};
 
-void fixed_tile(const void *weight, int narrow, const int16_t *rows, int count, int pairs,
+void fixed_tile(const void *weight, int format, const int16_t *rows, int count, int pairs,
                 const Ahead *ahead, float *to, int stride) {
-    passes[narrow][count](weight, rows, pairs, ahead, to, stride);
+    passes[format == WEIGHTS_INT8][count](weight, rows, pairs, ahead, to, stride);
 }
 #endif

@@ -55,6 +55,11 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
     }
 }
 
+// What codes of four bits stand for: powers of two, and the same of negative weights; twice.
+#define POWERS(sign) sign 1, sign 2, sign 4, sign 8, sign 16, sign 32, sign 64, sign 128
+static const int16_t INT12_POWERS[32]
+    __attribute__((aligned(64))) = {POWERS(+), POWERS(-), POWERS(+), POWERS(-)};
+
 // In assembly because compilers load rows apart from the products, or all of them before.
 #ifdef __AVX512VNNI__
 #define DOT(n, acc, w, word)                                                                       \
@@ -131,15 +136,69 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
 PASSES(wide, LINE)
 PASSES(narrow, NARROW_LINE)
 
+// Four lines of WEIGHTS_INT12 from three. A code is the place in `powers` of what eight bits are
+// multiplied by; vpermw takes it from the lowest five bits of a word, of which the fifth is the
+// next line's: the table has each entry twice.
+#define DECODED(bytes, code) _mm512_mullo_epi16(bytes, _mm512_permutexvar_epi16(code, powers))
+#define LOWER(w) _mm512_and_si512(w, low_bytes)
+#define UPPER(w) _mm512_srli_epi16(w, 8)
+#define FOUR_LINES                                                                                 \
+    __m512i early = LINE(0), late = LINE(1), codes = LINE(2), w0 = DECODED(LOWER(early), codes),   \
+            w1 = DECODED(UPPER(early), _mm512_srli_epi16(codes, 4)),                               \
+            w2 = DECODED(LOWER(late), _mm512_srli_epi16(codes, 8)),                                \
+            w3 = DECODED(UPPER(late), _mm512_srli_epi16(codes, 12));
+#define DOT_0(n) DOT(n, a, w0, x)
+#define DOT_1(n) DOT(n, a, w1, x + lanes)
+#define DOT_2(n) DOT(n, a, w2, x + 2 * lanes)
+#define DOT_3(n) DOT(n, a, w3, x + 3 * lanes)
+#define DOT_1B(n) DOT(n, b, w1, x + lanes)
+#define DOT_3B(n) DOT(n, b, w3, x + 3 * lanes)
+// 16 outputs for ROWS rows, four lines of weights a step.
+#define PASS_12(ROWS, BEGIN, DOTS_1, DOTS_3, END)                                                  \
+    static void short_##ROWS(const void *weights, const int32_t *x, long pairs,                    \
+                             const Ahead *fetched, float *to, long stride) {                       \
+        const long lanes = ROWS;                                                                   \
+        const __m512i low_bytes = _mm512_set1_epi16(255),                                          \
+                      powers = _mm512_load_si512(INT12_POWERS);                                    \
+        const char *weight = weights;                                                              \
+        N_##ROWS(BEGIN) for (long k = 0; k < pairs / 4 * 3; k += 3, weight += 192) {               \
+            FETCH(k)                                                                               \
+            FETCH(k + 1)                                                                           \
+            FETCH(k + 2)                                                                           \
+            FOUR_LINES                                                                             \
+            N_##ROWS(DOT_0) N_##ROWS(DOTS_1) N_##ROWS(DOT_2) N_##ROWS(DOTS_3) x += 4 * lanes;      \
+        }                                                                                          \
+        N_##ROWS(END) N_##ROWS(KEEP)                                                               \
+    }
+#define DONE(n)
+#define PASS_12_ONCE(ROWS) PASS_12(ROWS, ZERO, DOT_1, DOT_3, DONE)
+#define PASS_12_TWICE(ROWS) PASS_12(ROWS, ZERO_TWICE, DOT_1B, DOT_3B, JOIN)
+PASS_12_TWICE(1)
+PASS_12_TWICE(2)
+PASS_12_TWICE(3)
+PASS_12_TWICE(4)
+PASS_12_ONCE(5)
+PASS_12_ONCE(6)
+PASS_12_ONCE(7)
+PASS_12_ONCE(8)
+PASS_12_ONCE(9)
+PASS_12_ONCE(10)
+PASS_12_ONCE(11)
+PASS_12_ONCE(12)
+PASS_12_ONCE(16)
+PASS_12_ONCE(20)
+PASS_12_ONCE(24)
+
 typedef void (*Pass)(const void *, const int32_t *, long, const Ahead *, float *, long);
 #define OF_LANES(NAME)                                                                             \
     {NULL,      NAME##_1,         NAME##_2,         NAME##_3,        NAME##_4,  NAME##_5,          \
      NAME##_6,  NAME##_7,         NAME##_8,         NAME##_9,        NAME##_10, NAME##_11,         \
      NAME##_12, [16] = NAME##_16, [20] = NAME##_20, [24] = NAME##_24}
-static const Pass passes[2][FIXED_LANES + 1] = {OF_LANES(wide), OF_LANES(narrow)};
+static const Pass passes[3][FIXED_LANES + 1] = {OF_LANES(wide), OF_LANES(narrow), OF_LANES(short)};
 
-void fixed_tile(const void *weight, int narrow, const int16_t *rows, int count, int pairs,
+void fixed_tile(const void *weight, int format, const int16_t *rows, int count, int pairs,
                 const Ahead *ahead, float *to, int stride) {
-    passes[narrow][fixed_lanes(count)](weight, (const int32_t *)rows, pairs, ahead, to, stride);
+    int which = format == WEIGHTS_INT12 ? 2 : format == WEIGHTS_INT8;
+    passes[which][fixed_lanes(count)](weight, (const int32_t *)rows, pairs, ahead, to, stride);
 }
 #endif

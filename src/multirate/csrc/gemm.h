@@ -16,6 +16,9 @@ static inline const uint32_t *column_of(const Linear *linear, int column) {
     case WEIGHTS_INT16:
         words = 8;
         break;
+    case WEIGHTS_INT12:
+        words = 6;
+        break;
     case WEIGHTS_W4A8:
     case WEIGHTS_W4A16:
         words = 2;
@@ -55,7 +58,7 @@ typedef struct {
     const int16_t *arranged[MAX_ROWS];
     int lanes[MAX_ROWS]; // of each tile: what its rows take
     float scale[MAX_ROWS];
-    const Outliers *outliers;    // of the rows of WEIGHTS_INT16 and WEIGHTS_INT8
+    const Outliers *outliers;    // of the rows of WEIGHTS_INT16, INT12 and INT8
     float rounded_off[MAX_ROWS]; // of those of WEIGHTS_W8A8: the norm of what the copy lacks
 #endif
 } Operand;

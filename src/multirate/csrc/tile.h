@@ -12,6 +12,13 @@
 #define INTEGER_PRODUCTS 0
 #endif
 
+// Whether a build's products of int16 may have weights of 12 bits (fixed_point.c).
+#if INTEGER_PRODUCTS && defined(__AVX512F__)
+#define INT12_PRODUCTS 1
+#else
+#define INT12_PRODUCTS 0
+#endif
+
 // Whether a build has products of int8 with int8 (w8a8.c).
 #if INTEGER_PRODUCTS && defined(__AVX512VNNI__)
 #define BYTE_PRODUCTS 1

@@ -13,9 +13,9 @@ from torch import Tensor
 from multirate.model.native import abi, library
 
 GROUP = 64
-BF16, INT16, INT8, W8A8, W8A16, W4A8, W4A16 = (
+BF16, INT16, INT8, W8A8, W8A16, W4A8, W4A16, INT12 = (
     abi.constant(f"WEIGHTS_{name}")
-    for name in ("BF16", "INT16", "INT8", "W8A8", "W8A16", "W4A8", "W4A16")
+    for name in ("BF16", "INT16", "INT8", "W8A8", "W8A16", "W4A8", "W4A16", "INT12")
 )
 FINER_ROWS = {W8A8: W8A16, W4A8: W4A16}
 """Layouts of the same weights for rows of two times 8 bits."""
@@ -33,12 +33,29 @@ WEIGHT_NORM = 65000.0
 def fixed_point(weight: Tensor, integers: torch.dtype = torch.int16) -> tuple[Tensor, Tensor]:
     """[out, in] → int16 or int8 [out, in] and float32 units [out] with weight ≈ unit · integers
     (see fixed_point.c).
+
+    int16 in units of powers of two: weights that are bf16 numbers become integers of eight
+    significant bits, which WEIGHTS_INT12 takes.
     """
     norm, largest = weight.norm(dim=1), weight.abs().amax(dim=1)
     most = torch.iinfo(integers).max
     steps = torch.minimum(WEIGHT_NORM / norm.clamp(min=1e-30), most / largest.clamp(min=1e-30))
     steps = torch.where(largest > 0, steps, torch.ones_like(steps))
+    if integers == torch.int16:
+        steps = torch.ldexp(torch.ones_like(steps), torch.frexp(steps).exponent - 1)
     return (weight * steps[:, None]).round().to(integers), 1 / steps
+
+
+def eight_bits(integers: Tensor) -> tuple[Tensor, Tensor] | None:
+    """int16 integers as size · 2^shift and a sign: sizes uint8, and codes uint8, shift + 8 · sign,
+    shift at most 7. None where any has more than eight significant bits.
+    """
+    sizes = integers.int().abs()
+    shifts = (torch.frexp(sizes.float()).exponent - 8).clamp(min=0)
+    short = sizes >> shifts
+    if not torch.equal(short << shifts, sizes):
+        return None
+    return short.to(torch.uint8), (shifts + 8 * (integers < 0)).to(torch.uint8)
 
 
 def bytes_by_block(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,6 +213,19 @@ class Slabs:
         return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
+def _three_lines(sizes: Tensor, codes: Tensor) -> Tensor:
+    """What `eight_bits` found of [outputs, inputs], as fixed_point.c draws WEIGHTS_INT12."""
+    inputs = sizes.shape[1]
+    # [groups, 4, inputs / 8, lines a b and c d, 16 outputs, 2 inputs, line of two]
+    order = (0, 1, 3, 4, 2, 6, 5)
+    parts = [
+        tensor.view(-1, 4, 16, inputs // 8, 2, 2, 2).permute(order) for tensor in (sizes, codes)
+    ]
+    first, second = parts[1].unbind(dim=-1)
+    both = (first + 16 * second).flatten(-2)  # [groups, 4, inputs / 8, 2, 32]
+    return torch.cat([parts[0].flatten(3), both.transpose(-1, -2).flatten(3)], dim=3)
+
+
 @dataclass
 class Owner:
     """Keeps alive every tensor whose address a C structure holds. layout: of the weights that it
@@ -238,7 +268,14 @@ class Owner:
         if self.half_bytes and has_half_bytes(full):
             layout = W4A8
         scale = None
-        if layout == BF16:
+        short = None
+        if layout == INT16:
+            full, scale = fixed_point(full)
+            if inputs % 8 == 0 and library.kernel().mr_int12_products():
+                short = eight_bits(full)
+        if short:
+            layout, packed = INT12, _three_lines(*short)
+        elif layout == BF16:
             packed = full.to(torch.bfloat16).view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 2, 4)
         elif layout in (W8A8, W8A16):
             full, units = bytes_by_block(full)
@@ -252,7 +289,8 @@ class Owner:
             packed = full.view(-1, 4, 16, inputs // 8, 4).permute(0, 1, 3, 2, 4)
             scale = scales.view(-1, 16, *scales.shape[1:]).permute(0, 2, 3, 1).contiguous()
         else:
-            full, scale = fixed_point(full, torch.int8 if layout == INT8 else torch.int16)
+            if layout == INT8:
+                full, scale = fixed_point(full, torch.int8)
             packed = full.view(-1, 4, 16, inputs // 2, 2).permute(0, 1, 3, 2, 4)
         if bias is not None:
             wide = torch.zeros(padded(outputs))

@@ -32,11 +32,12 @@ def linear(
     into: Tensor | None = None,
     threads: int = 2,
     layout: int | None = None,
+    twelve_bits: bool = True,
 ) -> Tensor:
     """mr_linear: x [N, in] → [N, out], added to `into` where given. layout: of the packed weights;
-    None: this variant's own.
+    None: this variant's own. twelve_bits: as of `Owner`.
     """
-    owner, workspace = Owner(layout), library.Workspace(threads)
+    owner, workspace = Owner(layout, twelve_bits=twelve_bits), library.Workspace(threads)
     packed = owner.linear(weight, bias)
     y = torch.empty(len(x), packed.outputs)
     if into is not None:

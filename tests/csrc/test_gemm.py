@@ -6,18 +6,24 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from multirate.model.native import library
 from multirate.model.native.packing import (
     BF16,
     INT8,
+    INT12,
+    INT16,
     W4A8,
     W4A16,
     W8A8,
     W8A16,
     WEIGHT_NORM,
+    Owner,
     bytes_by_block,
+    eight_bits,
     fixed_point,
     half_bytes_by_block,
     has_half_bytes,
@@ -31,13 +37,14 @@ BF16_ROUNDING = 2.0**-9
 
 @pytest.mark.parametrize("inputs", [64, 256, 704, 5632])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 8, 13, 25])
-def test_error_is_below_the_rounding_of_rows_to_bf16(inputs: int, rows: int) -> None:
+@pytest.mark.parametrize("twelve", [False, True])
+def test_error_is_below_the_rounding_of_rows_to_bf16(inputs: int, rows: int, twelve: bool) -> None:
     weight, x = (
         bf16_values(130, inputs),
         torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)),
     )
     exact = x.double() @ weight.double().T
-    error = (linear(weight, x) - exact).norm() / exact.norm()
+    error = (linear(weight, x, twelve_bits=twelve) - exact).norm() / exact.norm()
     assert error < BF16_ROUNDING
 
 
@@ -107,23 +114,78 @@ def test_a_bias_a_norm_and_adding_to_what_is_there() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_rows_bits_depend_neither_on_its_company_nor_on_threads(threads: int) -> None:
+@pytest.mark.parametrize("twelve", [False, True])
+def test_a_rows_bits_depend_neither_on_its_company_nor_on_threads(
+    threads: int, twelve: bool
+) -> None:
     weight, x = bf16_values(320, 256), randn(71, 256, seed=5)  # more than a pass: MAX_ROWS
-    together = linear(weight, x, threads=threads)
+    together = linear(weight, x, threads=threads, twelve_bits=twelve)
     for count in (1, 2, 3, 4, 5, 6, 7, 13, 24, 25):
-        assert torch.equal(linear(weight, x[:count]), together[:count])
-    assert torch.equal(linear(weight, x[60:]), together[60:])
+        found = linear(weight, x[:count], twelve_bits=twelve)
+        assert torch.equal(found, together[:count])
+    assert torch.equal(linear(weight, x[60:], twelve_bits=twelve), together[60:])
 
 
 def test_rows_with_outliers_change_no_other_rows_bits() -> None:
     """A row whose norm sits in an outlier takes the place of two in a tile."""
-    weight, x = bf16_values(192, 256), randn(40, 256, seed=6)
+    weight, x = bf16_values(192, 256) * 1.001, randn(40, 256, seed=6)
     x[::3, 9] = 500.0
     together = linear(weight, x)
     for first, count in ((0, 1), (1, 1), (0, 7), (3, 24), (11, 29)):
         assert torch.equal(linear(weight, x[first : first + count]), together[first:][:count])
     exact = x.double() @ weight.double().T
     assert (together - exact).norm() < 2 * BF16_ROUNDING * exact.norm()
+
+
+def twelve_bits() -> None:
+    if not library.kernel().mr_int12_products():
+        pytest.skip("this variant has no weights of 12 bits")
+
+
+@pytest.mark.parametrize("inputs", [16, 64, 576, 1552])
+@pytest.mark.parametrize("rows", [*range(1, 14), 16, 17, 20, 24, 25, 49, 61])
+def test_weights_of_twelve_bits_give_the_bits_of_sixteen(rows: int, inputs: int) -> None:
+    twelve_bits()
+    weight, x = bf16_values(130, inputs), randn(rows, inputs, seed=rows)
+    weight[3] *= 2.0**-40  # outputs of very different sizes, and weights far from one another
+    weight[5, ::3] *= 2.0**-12
+    weight[6, 1] = 300.0
+    weight[7] = 0
+    x[rows // 2, 5] = 500.0  # outliers, which are multiplied by themselves
+    x[rows // 2, 2] = -300.0
+    bias = randn(130, seed=1)
+    found = linear(weight, x, bias, layout=INT16)
+    assert torch.equal(found, linear(weight, x, bias, layout=INT16, twelve_bits=False))
+
+
+@given(st.data())
+def test_what_fits_into_twelve_bits(data: st.DataObject) -> None:
+    """A sign, eight bits and a shift of at most 7; nothing with a ninth bit."""
+    sizes = data.draw(st.lists(st.integers(0, 255), min_size=1, max_size=40))
+    shifts = data.draw(st.lists(st.integers(0, 7), min_size=len(sizes), max_size=len(sizes)))
+    signs = data.draw(st.lists(st.sampled_from([-1, 1]), min_size=len(sizes), max_size=len(sizes)))
+    pairs = zip(sizes, shifts, signs, strict=True)
+    integers = torch.tensor([(n << s) * sign for n, s, sign in pairs], dtype=torch.int16)
+    found = eight_bits(integers)
+    assert found is not None
+    size, code = (part.int() for part in found)
+    assert size.max() <= 255 and code.max() <= 15
+    assert torch.equal((size << (code & 7)) * (1 - 2 * (code >> 3)), integers.int())
+    assert eight_bits(torch.cat([integers, torch.tensor([257], dtype=torch.int16)])) is None
+
+
+def test_only_what_fits_is_packed_in_twelve_bits() -> None:
+    twelve_bits()
+    weight = bf16_values(130, 64)
+    owner = Owner(INT16)
+    assert owner.linear(weight).format == INT12
+    assert owner.saved_bytes == 192 * 64 // 2
+    finer = weight.clone()
+    finer[9, 9] = 1 + 2.0**-12
+    assert owner.linear(finer).format == INT16
+    assert owner.linear(weight[:, :60]).format == INT16
+    assert Owner(INT16, twelve_bits=False).linear(weight).format == INT16
+    assert owner.saved_bytes == 192 * 64 // 2
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9, 40])

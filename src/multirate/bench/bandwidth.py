@@ -29,8 +29,8 @@ def read_bandwidth(device: torch.device | str = "cpu") -> float:
 
 def bytes_per_step(model: Any, decoder: Decoder | None = None) -> int | None:
     """Weights that one token's pass reads: all parameters, but of an embedding that is no head one
-    row only, and of a head that `decoder` screens its copy in 8 bits. None for a mixture of
-    experts, which reads what its router says.
+    row only, and what `decoder` reads fewer bytes of: a head by its copy in 8 bits, weights in 12.
+    None for a mixture of experts, which reads what its router says.
     """
     if any(".experts." in name for name, _ in model.named_parameters()):
         return None

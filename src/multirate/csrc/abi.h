@@ -25,13 +25,13 @@ typedef uint16_t bf16;
 
 #define WEIGHTS_BF16 0  // gemm.c draws their layout
 #define WEIGHTS_INT16 1 // fixed_point.c; where mr_integer_products() is 1
-#define WEIGHTS_INT8 2
-#define WEIGHTS_W8A8 3  // w8a8.c; where mr_byte_products() is 1
-#define WEIGHTS_W8A16 4 // the same weights, for rows of two times 8 bits
-#define WEIGHTS_W4A8 5  // w4a8.c; where mr_byte_products() is 1
-#define WEIGHTS_W4A16 6 // the same weights, for rows of two times 8 bits
+#define WEIGHTS_INT12 2 // the same integers, where they fit; where mr_int12_products() is 1
+#define WEIGHTS_INT8 3
+#define WEIGHTS_W8A8 4  // w8a8.c; where mr_byte_products() is 1
+#define WEIGHTS_W8A16 5 // the same weights, for rows of two times 8 bits
+#define WEIGHTS_W4A8 6  // w4a8.c; where mr_byte_products() is 1
+#define WEIGHTS_W4A16 7 // the same weights, for rows of two times 8 bits
 #define W8_BLOCK 32     // inputs that share a scale in these four
-#define WEIGHTS_INT12 7 // the same integers as INT16; fixed_point.c; where mr_int12_products() is 1
 
 #define NARROW_PENDING 8 // of struct Narrow
 

@@ -26,8 +26,8 @@ int fixed_lanes(int rows);
 void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to);
 
 // to[n][0 … 15] = w · row n of 16 outputs, exactly; rows are as fixed_arrange leaves them. weight:
-// [pairs][16][2] of int16 or int8, or what fixed_point.c draws of 12 bits: `format`. `to` has room for fixed_lanes(count) rows,
-// `stride` floats apart.
+// [pairs][16][2] of int16 or int8, or what fixed_point.c draws of 12 bits: `format`. `to` has room
+// for fixed_lanes(count) rows, `stride` floats apart.
 void fixed_tile(const void *weight, int format, const int16_t *rows, int count, int pairs,
                 const Ahead *ahead, float *to, int stride);
 #endif

@@ -182,12 +182,13 @@ class NativeDecoder(Decoder):
             self._owner.screen(self.head_weight, self.head_bias) if screened() else abi.NULL
         )
         if self.screen:  # a byte and its share of a scale in place of two
-            self.unread_bytes = self.head_weight.numel() * (W8_BLOCK - 2) // W8_BLOCK
+            self._owner.saved_bytes = self.head_weight.numel() * (W8_BLOCK - 2) // W8_BLOCK
         self.shape = self._shape(config.intermediate_size, self._rotary(parts, config))
         self._layers = list(parts.layers)
         self.packed_layers = abi.array(
             "Layer", [self.pack(i, self._owner) for i in range(len(self._layers))]
         )
+        self.unread_bytes = self._owner.saved_bytes
         self._table, self._norm = abi.at(self.table.data_ptr()), abi.at(self.norm_address)
         self._logits = torch.empty(0)
         self._spare: NativeKVCache | None = None

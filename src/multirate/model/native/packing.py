@@ -13,9 +13,9 @@ from torch import Tensor
 from multirate.model.native import abi, library
 
 GROUP = 64
-BF16, INT16, INT8, W8A8, W8A16, W4A8, W4A16, INT12 = (
+BF16, INT16, INT12, INT8, W8A8, W8A16, W4A8, W4A16 = (
     abi.constant(f"WEIGHTS_{name}")
-    for name in ("BF16", "INT16", "INT8", "W8A8", "W8A16", "W4A8", "W4A16", "INT12")
+    for name in ("BF16", "INT16", "INT12", "INT8", "W8A8", "W8A16", "W4A8", "W4A16")
 )
 FINER_ROWS = {W8A8: W8A16, W4A8: W4A16}
 """Layouts of the same weights for rows of two times 8 bits."""
@@ -230,11 +230,14 @@ def _three_lines(sizes: Tensor, codes: Tensor) -> Tensor:
 class Owner:
     """Keeps alive every tensor whose address a C structure holds. layout: of the weights that it
     packs; None: `exact_layout()`. half_bytes: those that are numbers of 4 bits are W4A8, whatever
-    `layout` says.
+    `layout` says. twelve_bits: where weights of INT16 fit into INT12, they are packed so: the same
+    results from fewer bytes. saved_bytes: how many, of all weights so far.
     """
 
     layout: int | None = None
     half_bytes: bool = False
+    twelve_bits: bool = True
+    saved_bytes: int = 0
     tensors: list[object] = field(default_factory=list)
     slabs: Slabs = field(default_factory=Slabs)
 
@@ -252,8 +255,7 @@ class Owner:
         )
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> abi.CData:
-        """weight [out, in], bias [out] → the kernel's form: bf16 [groups, in/2, 4, 16, 2], or int16
-        or int8 [groups, 4, in/2, 16, 2].
+        """weight [out, in], bias [out] → the kernel's form, as the sources that multiply it draw it.
 
         Outputs are padded with zeros to whole groups.
         """
@@ -267,14 +269,14 @@ class Owner:
         layout = exact_layout() if self.layout is None else self.layout
         if self.half_bytes and has_half_bytes(full):
             layout = W4A8
-        scale = None
-        short = None
+        scale = short = None
         if layout == INT16:
             full, scale = fixed_point(full)
-            if inputs % 8 == 0 and library.kernel().mr_int12_products():
+            if self.twelve_bits and inputs % 8 == 0 and library.kernel().mr_int12_products():
                 short = eight_bits(full)
         if short:
             layout, packed = INT12, _three_lines(*short)
+            self.saved_bytes += full.numel() // 2
         elif layout == BF16:
             packed = full.to(torch.bfloat16).view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 2, 4)
         elif layout in (W8A8, W8A16):

@@ -105,16 +105,11 @@ void prepare_bytes(Operand *out, ThreadScratch *mine, const Linear *linear, cons
     out->begin[out->tiles] = rows;
 }
 
-// Lines that are fetched ahead, as in fixed_point.c.
-static long lines_ahead(int lanes) {
-    return !__builtin_cpu_is("amd") ? 64 : lanes <= 2 ? 0 : 160;
-}
-
 void byte_product(const Linear *linear, int first_of, int last_of, const Operand *x, int tile,
                   const uint32_t *after, f16 (*acc)[4], long lines, long units_of,
                   const BytePass *passes) {
     int lanes = x->lanes[tile], begin = first_of % GROUP_COLUMNS, end = begin + last_of - first_of;
-    long column = lines * 64, distance = lines_ahead(lanes);
+    long column = lines * 64, distance = lines_ahead(lanes, linear->format);
     if (distance > lines)
         distance = lines;
     const int32_t *words = (const int32_t *)x->arranged[tile],

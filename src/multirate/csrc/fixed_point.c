@@ -210,12 +210,16 @@ static f16 outlier_products(const Outliers *outliers, const char *weight, int fo
     return sum;
 }
 
-// Lines of weights fetched ahead, by rows: the processor's own prefetching falls behind several
-// rows' products, and on Intel's with registers of 512 bits even behind one row's, which on AMD's
-// it keeps up with better alone. All measured (docs/experiments.md).
-static long ahead_lines(int lanes, int format) {
+long lines_ahead(int lanes, int format) {
 #ifdef __AVX512F__
-    return format == WEIGHTS_INT8 || !__builtin_cpu_is("amd") ? 64 : lanes <= 5 ? 0 : 160;
+    if (!__builtin_cpu_is("amd"))
+        return 64;
+    if (__builtin_cpu_supports("avx512vp2intersect")) // Zen 5
+        return 240;
+    if (format == WEIGHTS_INT8)
+        return 64;
+    int sixteen = format == WEIGHTS_INT16 || format == WEIGHTS_INT12;
+    return lanes <= (sixteen ? 5 : 2) ? 0 : 160;
 #else
     (void)format;
     return lanes == 1 ? 0 : lanes <= 3 ? 12 : 64;
@@ -231,7 +235,7 @@ void product_fixed(const Linear *linear, int first_of, int last_of, const Operan
     // what a step fetches, and how many do
     long pairs = linear->inputs / 2, line = format == WEIGHTS_INT8 ? 32 : 64,
          lines = format == WEIGHTS_INT12 ? pairs / 4 * 3 : pairs, column = lines * line,
-         distance = ahead_lines(lanes, format) * 64 / line;
+         distance = lines_ahead(lanes, format) * 64 / line;
     if (distance > lines)
         distance = lines;
     const char *weight = (const char *)column_of(linear, first_of);

@@ -19,6 +19,12 @@ typedef struct {
     long own, stride;
 } Ahead;
 
+// fixed_point.c: how far ahead weights are fetched, in lines of 64 bytes, for a tile of so many
+// rows. The processor's own prefetching falls behind several rows' products, and on Intel's with
+// registers of 512 bits and on AMD's Zen 5 even behind one row's; on the AMD processors before, it
+// keeps up with few rows better alone. All measured (docs/experiments.md).
+long lines_ahead(int lanes, int format);
+
 // How many rows a tile of `rows` has with those that only fill it up.
 int fixed_lanes(int rows);
 

@@ -255,7 +255,8 @@ class Owner:
         )
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> abi.CData:
-        """weight [out, in], bias [out] → the kernel's form, as the sources that multiply it draw it.
+        """weight [out, in], bias [out] → the kernel's form, as the sources that multiply it draw
+        it.
 
         Outputs are padded with zeros to whole groups.
         """

@@ -6,8 +6,10 @@ interpreter.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -51,6 +53,8 @@ class FreshProcess:
         self._process.join(timeout)
         code = self._process.exitcode
         if code is None:
+            os.kill(self._process.pid or 0, signal.SIGABRT)  # it says where it is
+            self._process.join(10)
             self._process.kill()
             self._process.join()
         out, error = (path.read_text() if path.exists() else "" for path in self._said)
@@ -73,5 +77,6 @@ def _run(
     os.environ.update(environment)
     for descriptor, path in enumerate(said, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    faulthandler.enable()
     sys.argv = ["-c", *arguments]
     exec(compile(code, "<fresh process>", "exec"), {"__name__": "__main__"})

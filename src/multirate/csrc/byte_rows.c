@@ -20,83 +20,121 @@ INLINE __m512 element_vector(const element *from) {
 #endif
 }
 
-// q = round(x / scale) of `in` ≤ W8_BLOCK inputs, a multiple of 16, of which x keeps what is
-// rounded off. Returns the scale, and Σ q to *sum.
-static float quantise_block(float *x, int in, int8_t *q, int32_t *sum) {
-    __m512 most = _mm512_setzero_ps();
-    for (int i = 0; i < in; i += 16)
-        most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
-    float largest = _mm512_reduce_max_ps(most);
-    int usable = largest > 1e-30f && largest < 1e30f;
-    float scale = usable ? largest / 127.0f : largest * 0.0f; // an infinity stays visible
-    __m512 unit = _mm512_set1_ps(usable ? 127.0f / largest : 0.0f), back = _mm512_set1_ps(scale);
-    __m512i total = _mm512_setzero_si512();
-    for (int i = 0; i < in; i += 16) {
-        __m512 v = _mm512_loadu_ps(x + i);
-        __m512 steps = _mm512_mul_ps(v, unit);
-        // what is not a number would be the least integer, and sums of these leave int32
-        __mmask16 known = _mm512_cmp_ps_mask(steps, steps, _CMP_ORD_Q);
-        __m512i words = _mm512_maskz_cvtps_epi32(known, steps);
-        _mm512_storeu_ps(x + i, _mm512_fnmadd_ps(_mm512_cvtepi32_ps(words), back, v));
-        total = _mm512_add_epi32(total, words);
-        _mm_storeu_si128((__m128i *)(q + i), _mm512_cvtsepi32_epi8(words));
+// Lane b of the result: the largest lane of the b-th of 16 vectors.
+INLINE __m512i largest_of_each(const __m512i *v) {
+    __m512i four[4];
+    for (int i = 0; i < 4; i++, v += 4) {
+        __m512i ab = _mm512_max_epi32(_mm512_unpacklo_epi32(v[0], v[1]),
+                                      _mm512_unpackhi_epi32(v[0], v[1])),
+                cd = _mm512_max_epi32(_mm512_unpacklo_epi32(v[2], v[3]),
+                                      _mm512_unpackhi_epi32(v[2], v[3]));
+        four[i] = _mm512_max_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
     }
-    *sum = _mm512_reduce_add_epi32(total);
-    return scale;
+    __m512i early = _mm512_max_epi32(_mm512_shuffle_i32x4(four[0], four[1], 0x44),
+                                     _mm512_shuffle_i32x4(four[0], four[1], 0xee)),
+            late = _mm512_max_epi32(_mm512_shuffle_i32x4(four[2], four[3], 0x44),
+                                    _mm512_shuffle_i32x4(four[2], four[3], 0xee));
+    return _mm512_max_epi32(_mm512_shuffle_i32x4(early, late, 0x88),
+                            _mm512_shuffle_i32x4(early, late, 0xdd));
 }
 
-// NaN is lost in a maximum: whether every number of a row is finite.
-static int finite_row(const element *x, int in) {
+// q = round(x / scale), with a scale for each block, of which x keeps what is rounded off where
+// keep_rest says so. Of a block with an infinity or NaN the scale is NaN: they are the largest
+// integers that a float's bits can be.
+static void quantise(float *x, int in, int8_t *q, float *scales, int keep_rest) {
+    for (int begin = 0; begin < in; begin += 16 * W8_BLOCK) {
+        int vectors = (in - begin) / 16 < 32 ? (in - begin) / 16 : 32, blocks = (vectors + 1) / 2;
+        __m512i size[32], most[16];
+        float unit[16];
+        for (int i = 0; i < 32; i++)
+            size[i] = i < vectors ? _mm512_and_si512(_mm512_loadu_si512(x + begin + 16 * i),
+                                                     _mm512_set1_epi32(0x7fffffff))
+                                  : _mm512_setzero_si512();
+        for (int b = 0; b < 16; b++)
+            most[b] = _mm512_max_epi32(size[2 * b], size[2 * b + 1]);
+        __m512 largest = (__m512)largest_of_each(most), steps = _mm512_set1_ps(127.0f);
+        __mmask16 usable = _mm512_cmp_ps_mask(largest, _mm512_set1_ps(1e-30f), _CMP_GT_OQ) &
+                           _mm512_cmp_ps_mask(largest, _mm512_set1_ps(1e30f), _CMP_LT_OQ);
+        __m512 scale =
+            _mm512_mask_div_ps(_mm512_mul_ps(largest, _mm512_setzero_ps()), usable, largest, steps);
+        _mm512_storeu_ps(unit, _mm512_maskz_div_ps(usable, steps, largest));
+        _mm512_mask_storeu_ps(scales, (__mmask16)((1u << blocks) - 1), scale);
+        for (int i = 0; i < vectors; i++) {
+            float *from = x + begin + 16 * i;
+            __m512 v = _mm512_loadu_ps(from);
+            __m512i words = _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(unit[i / 2])));
+            _mm_storeu_si128((__m128i *)(q + begin + 16 * i), _mm512_cvtsepi32_epi8(words));
+            if (keep_rest)
+                _mm512_storeu_ps(from, _mm512_fnmadd_ps(_mm512_cvtepi32_ps(words),
+                                                        _mm512_set1_ps(scales[i / 2]), v));
+        }
+        scales += blocks;
+    }
+}
+
+static float norm_of(const float *x, int in) {
     __m512 sum = _mm512_setzero_ps();
-    for (int i = 0; i < in; i += 16)
-        sum = _mm512_fmadd_ps(element_vector(x + i), _mm512_setzero_ps(), sum);
-    return _mm512_reduce_add_ps(sum) == 0.0f;
+    for (int i = 0; i < in; i += 16) {
+        __m512 v = _mm512_loadu_ps(x + i);
+        sum = _mm512_fmadd_ps(v, v, sum);
+    }
+    return sqrtf(_mm512_reduce_add_ps(sum));
+}
+
+// What lies beside a tile's `words`, from these and from scales [lanes][blocks].
+static void write_beside(int32_t *beside, const int32_t *words, const float *scales, int lanes,
+                         int in, int half_bytes) {
+    int blocks = (in + W8_BLOCK - 1) / W8_BLOCK;
+    __mmask16 filled = (__mmask16)((1u << lanes) - 1);
+    __m512i each =
+        _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                           _mm512_set1_epi32(blocks));
+    for (int b = 0; b < blocks; b++, beside += 2 * lanes) {
+        __m512i sum = _mm512_setzero_si512();
+        for (int stop = (b + 1) * W8_BLOCK < in ? (b + 1) * W8_BLOCK : in, i = b * W8_BLOCK;
+             i < stop; i += 4, words += lanes)
+            sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1),
+                                      _mm512_maskz_loadu_epi32(filled, words));
+        __m512 scale = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), filled, each, scales + b, 4);
+        _mm512_mask_storeu_epi32(beside, filled,
+                                 half_bytes ? (__m512i)_mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale)
+                                            : _mm512_mullo_epi32(sum, _mm512_set1_epi32(-128)));
+        _mm512_mask_storeu_ps(beside + lanes, filled, scale);
+    }
 }
 
 void prepare_bytes(Operand *out, ThreadScratch *mine, const Linear *linear, const element *const *x,
                    int rows) {
-    int in = linear->inputs, half_bytes = half_byte_weights(linear),
+    int in = linear->inputs,
         terms = linear->format == WEIGHTS_W8A16 || linear->format == WEIGHTS_W4A16 ? 2 : 1,
         blocks = (in + W8_BLOCK - 1) / W8_BLOCK, most = BYTE_LANES / terms,
         tiles = (rows + most - 1) / most, share = (rows + tiles - 1) / tiles;
-    size_t row_words = terms * ((size_t)in / 4 + 2 * (size_t)blocks);
-    int32_t *to = (int32_t *)(mine->fixed = grown(mine->fixed, &mine->fixed_size,
-                                                  rows * row_words * sizeof(int32_t)));
+    size_t row_words = terms * ((size_t)in / 4 + 2 * (size_t)blocks),
+           room = rows * row_words + (size_t)in + BYTE_LANES * ((size_t)in / 4 + blocks);
+    int32_t *to =
+        (int32_t *)(mine->fixed = grown(mine->fixed, &mine->fixed_size, room * sizeof *to));
+    // a row, and a tile's rows and scales, one after the other
+    float *row = (float *)(to + rows * row_words), *scales = row + in;
+    int8_t *q = (int8_t *)(scales + (size_t)BYTE_LANES * blocks);
     out->tiles = 0;
     for (int first = 0; first < rows; first += share) {
         int taken = rows - first < share ? rows - first : share, lanes = taken * terms;
-        int32_t *beside = to + (size_t)in / 4 * lanes;
+        const int16_t *of_tile[BYTE_LANES];
         for (int n = 0; n < taken; n++) {
-            const element *row = x[first + n];
-            int finite = finite_row(row, in);
-            __m512 lacking = _mm512_setzero_ps();
-            for (int b = 0; b < blocks; b++) {
-                int begin = b * W8_BLOCK, left = in - begin < W8_BLOCK ? in - begin : W8_BLOCK;
-                float rest[W8_BLOCK];
-                int32_t words[W8_BLOCK / 4];
-                for (int i = 0; i < left; i += 16)
-                    _mm512_storeu_ps(rest + i, element_vector(row + begin + i));
-                for (int lane = terms * n; lane < terms * (n + 1); lane++) {
-                    int32_t *place = beside + 2 * b * lanes + lane;
-                    int32_t sum;
-                    float scale = quantise_block(rest, left, (int8_t *)words, &sum);
-                    if (!finite)
-                        scale = NAN;
-                    if (half_bytes)
-                        *(float *)place = (float)sum * scale;
-                    else
-                        *place = -128 * sum;
-                    ((float *)place)[lanes] = scale;
-                    for (int k = 0; k < left / 4; k++)
-                        to[(size_t)(begin / 4 + k) * lanes + lane] = words[k];
-                }
-                for (int i = 0; i < left; i += 16) {
-                    __m512 v = _mm512_loadu_ps(rest + i);
-                    lacking = _mm512_fmadd_ps(v, v, lacking);
-                }
+            for (int i = 0; i < in; i += 16)
+                _mm512_storeu_ps(row + i, element_vector(x[first + n] + i));
+            for (int lane = terms * n; lane < terms * (n + 1); lane++) {
+                int8_t *bytes = q + (size_t)lane * in;
+                int rest = lane + 1 < terms * (n + 1) || linear->format == WEIGHTS_W8A8;
+                quantise(row, in, bytes, scales + (size_t)lane * blocks, rest);
+                of_tile[lane] = (const int16_t *)bytes;
             }
-            out->rounded_off[first + n] = sqrtf(_mm512_reduce_add_ps(lacking));
+            if (linear->format == WEIGHTS_W8A8)
+                out->rounded_off[first + n] = norm_of(row, in);
         }
+        fixed_arrange(of_tile, lanes, in / 2, (int16_t *)to);
+        int32_t *beside = to + (size_t)in / 4 * lanes;
+        write_beside(beside, to, scales, lanes, in, half_byte_weights(linear));
         out->begin[out->tiles] = first;
         out->lanes[out->tiles] = lanes;
         out->arranged[out->tiles++] = (const int16_t *)to;

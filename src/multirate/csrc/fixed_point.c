@@ -184,16 +184,12 @@ static Line line_of(const char *weight, int format, int line) {
         memcpy(&bytes, weight + (long)line * 32, 32);
         return __builtin_convertvector(bytes, Line);
     }
+#if INT12_PRODUCTS
     if (format == WEIGHTS_INT12) {
-        const uint8_t *four = (const uint8_t *)weight + (long)(line / 4) * 192;
-        int half = line % 4 / 2, odd = line % 2;
-        for (int i = 0; i < 32; i++) {
-            int size = four[half * 64 + 2 * i + odd],
-                code = four[128 + 2 * i + half] >> (4 * odd) & 15;
-            out[i] = (int16_t)((size << (code & 7)) * (code & 8 ? -1 : 1));
-        }
+        fixed_line_12(weight, line, (int16_t *)&out);
         return out;
     }
+#endif
     memcpy(&out, weight + (long)line * 64, 64);
     return out;
 }
@@ -248,9 +244,11 @@ void product_fixed(const Linear *linear, int first_of, int last_of, const Operan
             ahead = (Ahead){(const char *)after + (m - begin) * column + tile * lines * stride,
                             NULL, lines, stride};
         }
+        const float *units = linear->scale + (first_of - begin + m) * 16;
+        __builtin_prefetch(units); // read behind the tile
         fixed_tile(weight, format, x->arranged[tile], lanes, (int)pairs, &ahead,
                    (float *)&acc[0][m], 64);
-        f16 unit = load(linear->scale + (first_of - begin + m) * 16);
+        f16 unit = load(units);
         for (int r = 0; r < lanes; r++) {
             const Outliers *outliers = x->outliers + first + r;
             acc[r][m] *= unit * splat(x->scale[first + r]);

@@ -36,5 +36,10 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to);
 // for fixed_lanes(count) rows, `stride` floats apart.
 void fixed_tile(const void *weight, int format, const int16_t *rows, int count, int pairs,
                 const Ahead *ahead, float *to, int stride);
+
+#if INT12_PRODUCTS
+// Line `line` of WEIGHTS_INT12, as of WEIGHTS_INT16: to [32].
+void fixed_line_12(const void *weights, long line, int16_t *to);
+#endif
 #endif
 #endif

@@ -153,6 +153,15 @@ PASSES(narrow, NARROW_LINE)
 #define DOT_3(n) DOT(n, a, w3, x + 3 * lanes)
 #define DOT_1B(n) DOT(n, b, w1, x + lanes)
 #define DOT_3B(n) DOT(n, b, w3, x + 3 * lanes)
+void fixed_line_12(const void *weights, long line, int16_t *to) {
+    const __m512i low_bytes = _mm512_set1_epi16(255), powers = _mm512_load_si512(INT12_POWERS);
+    const char *weight = (const char *)weights + line / 4 * 192;
+    __m512i bytes = LINE(line % 4 / 2), codes = LINE(2);
+    bytes = line % 2 ? UPPER(bytes) : LOWER(bytes);
+    codes = _mm512_srl_epi16(codes, _mm_cvtsi32_si128(4 * (int)(line % 4)));
+    _mm512_storeu_si512(to, DECODED(bytes, codes));
+}
+
 // 16 outputs for ROWS rows, four lines of weights a step.
 #define PASS_12(ROWS, BEGIN, DOTS_1, DOTS_3, END)                                                  \
     static void short_##ROWS(const void *weights, const int32_t *x, long pairs,                    \

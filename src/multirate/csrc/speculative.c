@@ -94,6 +94,8 @@ static float margin_of(const float *logits, int vocab) {
 static int sure_of(const SpeculativeStep *step, int node) {
     int vocab = step->stream->shape->vocab;
     const float *logits = step->scratch + (size_t)node * step->head->outputs;
+    if (step->narrow->margin <= 0.0f)
+        return isfinite(logits[0]); // where a row is not finite, none of its logits is
     return margin_of(logits, vocab) >= step->narrow->margin;
 }
 

@@ -24,6 +24,7 @@
 #if BYTE_PRODUCTS
 
 #define BLOCK_LINES (W8_BLOCK / 8)
+#define UNITS_AHEAD (60 * 32) // blocks' units, which come after one another, are fetched meanwhile
 
 #define FETCH(k)                                                                                   \
     _mm_prefetch(((k) < fetched->own ? fetched->here : fetched->next) + (k) * fetched->stride,     \
@@ -48,6 +49,7 @@
 #define UNITS                                                                                      \
     __m512 unit = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)units)),                     \
            least = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(units + 16)));             \
+    _mm_prefetch((const char *)(units + UNITS_AHEAD), _MM_HINT_T1);                                \
     units += 32;
 #define KEEP(n) _mm512_storeu_ps(to + (long)n * stride, total##n);
 

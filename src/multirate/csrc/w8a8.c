@@ -28,6 +28,7 @@
 #if BYTE_PRODUCTS
 
 #define BLOCK_LINES (W8_BLOCK / 4)
+#define UNITS_AHEAD (60 * 16) // blocks' units, which come after one another, are fetched meanwhile
 
 #define LINE(k) _mm512_load_si512(weight + (k) * 64)
 #define FETCH(k)                                                                                   \
@@ -48,6 +49,7 @@
 #define UNIT                                                                                       \
     __m512 unit = (__m512)_mm512_slli_epi32(                                                       \
         _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)units)), 16);                    \
+    _mm_prefetch((const char *)(units + UNITS_AHEAD), _MM_HINT_T1);                                \
     units += 16;
 #define KEEP(n) _mm512_storeu_ps(to + (long)n * stride, total##n);
 

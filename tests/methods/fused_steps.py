@@ -50,15 +50,28 @@ def assert_fused_steps_are_steps_in_parts(
     new_tokens: int = 14,
     sampling: SamplingSettings | None = None,
 ) -> None:
-    """``make`` gives a fresh drafter whose ``fused_step`` runs on this decoder. The text is plain
-    decoding's either way, unless the drafter is lossy.
+    """``make`` gives a fresh drafter whose ``fused_steps`` run on this decoder: of the prompt, and
+    where steps of batches can be fused, of several. The text is plain decoding's either way, unless
+    the drafter is lossy.
     """
+    _assert_the_same(decoder, make, [prompt], new_tokens, sampling)
+    if make().lossless and (sampling is None or not sampling.drops_tokens):
+        _assert_the_same(decoder, make, [prompt, prompt[:2], prompt[::-1]], new_tokens, sampling)
+
+
+def _assert_the_same(
+    decoder: Decoder,
+    make: Callable[[], Drafter],
+    prompts: list[list[int]],
+    new_tokens: int,
+    sampling: SamplingSettings | None,
+) -> None:
     outcomes: list[Any] = []
     stores: list[list[torch.Tensor]] = []
     for whole in (True, False):
         drafter, drafted, texts = make(), [], []
         stored: list[torch.Tensor] = []
-        in_one, in_parts = drafter.fused_step, drafter.draft
+        in_one, in_parts = drafter.fused_steps, drafter.draft
 
         def one(
             *args: Any, in_one: Any = in_one, drafted: list[Any] = drafted, whole: bool = whole
@@ -67,7 +80,7 @@ def assert_fused_steps_are_steps_in_parts(
                 return None
             done = in_one(*args)
             assert done is not None, "this would compare parts with parts"
-            drafted.append((done.drafted, done.levels))
+            drafted.extend((step.drafted, step.levels) for step in done)
             return done
 
         def parts(*args: Any, in_parts: Any = in_parts, drafted: list[Any] = drafted) -> Any:
@@ -79,18 +92,21 @@ def assert_fused_steps_are_steps_in_parts(
             session: Any, step: Any, texts: list[Any] = texts, stored: list[torch.Tensor] = stored
         ) -> None:
             cache = session.cache
-            texts.append(list(session.sampler.tokens[0]))
+            texts.append([list(tokens) for tokens in session.sampler.tokens])
             layers = range(decoder.info.num_layers)
             stored[:] = [
-                t[:, :, : cache.lengths[0]].clone() for i in layers for t in cache.standard(i)
+                t[seq, :, :length].clone()
+                for i in layers
+                for t in cache.standard(i)
+                for seq, length in enumerate(cache.lengths)
             ]
 
-        drafter.fused_step, drafter.draft = one, parts  # type: ignore[method-assign]
+        drafter.fused_steps, drafter.draft = one, parts  # type: ignore[method-assign]
         with verified_in_parts(decoder):
             output = generate(
                 decoder,
                 SpeculativeStep(drafter),
-                [prompt],
+                prompts,
                 sampling,
                 StopSettings(max_new_tokens=new_tokens),
                 after_step=after,
@@ -106,12 +122,16 @@ def assert_fused_steps_are_steps_in_parts(
         )
         outcomes.append((output.sequences, drafted, texts, counts))
         stores.append(stored)
+    if len(prompts) > 1 and drafter.adapts:
+        # a sequence's last step, of which steps in parts tell the drafter nothing, changes what the
+        # others draft
+        outcomes, stores = [outcome[:1] for outcome in outcomes], []
     assert outcomes[0] == outcomes[1]
     if drafter.lossless:
         stop = StopSettings(max_new_tokens=new_tokens)
-        plain = generate(decoder, PlainStep(), [prompt], sampling, stop)
+        plain = generate(decoder, PlainStep(), prompts, sampling, stop)
         assert outcomes[0][0] == plain.sequences
-    for one_store, other in zip(*stores, strict=True):
+    for one_store, other in zip(*stores, strict=True) if stores else ():
         assert torch.equal(one_store, other)
 
 

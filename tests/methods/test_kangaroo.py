@@ -270,8 +270,9 @@ def test_a_reduced_head_drafts_its_tokens_only(
     drafted: set[int] = set()
 
     def look(session: Session, step: Step) -> None:
-        if drafter._fused is not None and drafter._fused_seq is not None:
-            drafted.update(drafter._fused.draft()[0])
+        for seq in range(len(session.prompts)):
+            if drafter._fused is not None and seq in drafter._fused:
+                drafted.update(drafter._fused[seq].draft()[0])
 
     prompts = [[3, 4, 5]] if backend == "native" else [[3, 4, 5], [6]]
     stop = StopSettings(max_new_tokens=20)
@@ -322,7 +323,7 @@ def test_training_starts_where_each_channel_tells_the_final_direction_best() -> 
 def test_a_step_that_adapts_leaves_a_useless_adapter_alone(
     monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]
 ) -> None:
-    """One sequence in one kernel call, two in parts; steps take what their costs say."""
+    """Steps take what their costs say."""
     steps, spent = itertools.count(), [0.0]
     monkeypatch.setattr(draft_length, "now", lambda: next(steps) + spent[0])
     decoder, shape = native_base()
@@ -331,7 +332,7 @@ def test_a_step_that_adapts_leaves_a_useless_adapter_alone(
     drafter = KangarooDrafter(decoder, adapter, KangarooDecodeConfig(threshold=0.0))
     costs = StepCosts(1.0, {1: 1.0, 16: 2.0}, 0.1, 0.05)
     drafter._costs = CostModel(costs)
-    draft, fused = drafter.draft, drafter.fused_step
+    draft, fused = drafter.draft, drafter.fused_steps
 
     def drafting(seqs: list[int], *others: Any) -> list[Draft]:
         made = draft(seqs, *others)
@@ -339,13 +340,14 @@ def test_a_step_that_adapts_leaves_a_useless_adapter_alone(
         spent[0] += costs.step_seconds(longest, len(seqs)) - 1
         return made
 
-    def whole(*arguments: Any) -> FusedStep | None:
+    def whole(*arguments: Any) -> list[FusedStep] | None:
         done = fused(*arguments)
-        spent[0] += costs.step_seconds(done.drafted) - 1 if done else 0
+        if done is not None:
+            spent[0] += costs.step_seconds(max(one.drafted for one in done), len(done)) - 1
         return done
 
     monkeypatch.setattr(drafter, "draft", drafting)
-    monkeypatch.setattr(drafter, "fused_step", whole)
+    monkeypatch.setattr(drafter, "fused_steps", whole)
     stop, step = StopSettings(max_new_tokens=100), SpeculativeStep(drafter)
     plain = generate(decoder, PlainStep(), prompts, stop=stop)
     drafted = []

@@ -361,13 +361,13 @@ def test_a_threshold_above_every_score_is_the_lossless_step(decoders: dict[str, 
             lookup=4,
         )
         drafter, drafts = M2R2Drafter(decoder, stream, settings), []
-        fused = drafter.fused_step
+        fused = drafter.fused_steps
 
         def note(*given: Any, fused: Any = fused, drafts: list[Any] = drafts) -> Any:
             drafts.append(fused(*given))
             return drafts[-1]
 
-        drafter.fused_step = note  # type: ignore[method-assign]
+        drafter.fused_steps = note  # type: ignore[method-assign]
         stored: list[torch.Tensor] = []
 
         def after(session: Session, step: Step, stored: list[torch.Tensor] = stored) -> None:
@@ -472,15 +472,15 @@ def test_only_rows_in_doubt_run_again(decoders: dict[str, Decoder]) -> None:
         settings = M2R2DecodeConfig(margin=margin, lookup=3)
         drafter, counts, emitted = M2R2Drafter(decoder, carry(), settings), [], []
         assert not drafter.lossless and drafter.refused is None
-        fused = drafter.fused_step
+        fused = drafter.fused_steps
 
         def note(*given: Any) -> Any:
             done = fused(*given)  # noqa: B023
-            counts.append(drafter._fused.again)  # type: ignore[union-attr]  # noqa: B023
-            emitted.append(len(done.tokens))  # noqa: B023
+            counts.append(drafter._fused[0].again)  # type: ignore[index]  # noqa: B023
+            emitted.append(len(done[0].tokens))  # noqa: B023
             return done
 
-        drafter.fused_step = note  # type: ignore[method-assign]
+        drafter.fused_steps = note  # type: ignore[method-assign]
         generate(decoder, SpeculativeStep(drafter), [PROMPTS[0]], stop=STOP)
         assert all(count >= tokens for count, tokens in zip(counts, emitted, strict=True)) or (
             margin < 1e9
@@ -623,7 +623,7 @@ def test_the_trained_accelerators_steps_are_fused(score: str) -> None:
             )
             assert isinstance(step, SpeculativeStep)
             if not whole:
-                step.drafter.fused_step = lambda *given: None  # type: ignore[method-assign]
+                step.drafter.fused_steps = lambda *given: None  # type: ignore[method-assign]
             outs.append(generate(decoder, step, [prompt], stop=StopSettings(max_new_tokens=48)))
         assert outs[0].sequences == outs[1].sequences
         assert outs[0].stats.exits == outs[1].stats.exits

@@ -479,6 +479,13 @@ void mr_arla(const Arla *arla, float eps, int d, const float *x, int count, doub
 // the model's logits are not finite.
 int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
                         const DraftLimits *limits);
+// The same of `count` sequences that share all but their own buffers: one pass for each level of
+// their drafts, and one, or as few as hold all rows, to verify them. All draft with the stream or
+// none, as the first of limits says; no step has a narrow copy. emitted [count] out. Returns 0
+// where a step would have returned -1.
+int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int count,
+                         const int32_t *lengths, const int32_t *first, const int32_t *entering,
+                         const DraftLimits *const *limits, int32_t *emitted);
 // The same in two calls, for tokens that the caller chooses. The first drafts and leaves the
 // target model's logits after each node in step->scratch. The second is told path [count], the
 // accepted nodes from node 0 on, and tokens [count], what is emitted after each.

@@ -183,6 +183,10 @@ typedef struct {
     int64_t bits[MAX_NODES + 1];   // ancestors and itself, as Rows.tree has them
     Candidate leaves[MAX_NODES * MAX_CANDIDATES];
     int leaf_count;
+    int32_t frontier[MAX_NODES + 1]; // nodes to draft from, [front], whose logits are rows …
+    int front, at;                   // … [at, at + front) of the level's
+    int ran;                         // nodes that the stream has run, the last token among them
+    int refreshes;                   // whether refreshed rows run beside the last token
 } Tree;
 
 // Nodes that it may have: trusted ones come on top.
@@ -207,11 +211,9 @@ static int add_node(Tree *t, int parent, int64_t token, double confidence, int t
     return node;
 }
 
-static void set_node_row(const Tree *t, RowTable *table, int64_t *row_ids, int r, int node) {
-    int length = t->length;
-    set_row(table, r, t->step->sequence, length + node, length + t->depth[node], length + 1,
-            t->bits[node]);
-    row_ids[r] = t->step->tokens[node - 1];
+// The stream's output at a node.
+static float *output_of(const SpeculativeStep *step, int node) {
+    return step->scratch + (size_t)node * step->stream->shape->hidden;
 }
 
 // The share of tokens of such confidence that were accepted lately (acceptance_statistics.py,
@@ -287,10 +289,9 @@ static int continue_ngram(Tree *t, int64_t best, double own, int trusted) {
     return following;
 }
 
-// The candidates of `count` frontier nodes, whose logits are in `logits` and the stream's outputs,
-// by node, in `outputs`: the best become nodes to draft from, the others leaves. Returns how many
-// nodes; they are the new frontier.
-static int grow(Tree *t, float *logits, const float *outputs, int32_t *frontier, int count) {
+// The candidates of the `count` nodes of the frontier, whose logits are in `logits`: the best
+// become nodes to draft from, the others leaves. Returns how many nodes; they are the new frontier.
+static int grow(Tree *t, float *logits, int count) {
     SpeculativeStep *step = t->step;
     const DraftLimits *limits = t->limits;
     const int64_t *token_map = step->token_map;
@@ -298,7 +299,8 @@ static int grow(Tree *t, float *logits, const float *outputs, int32_t *frontier,
     int64_t best[MAX_CANDIDATES * MAX_CANDIDATES];
     float probs[MAX_CANDIDATES * MAX_CANDIDATES];
     Candidate found[MAX_CANDIDATES * MAX_CANDIDATES];
-    int candidates = 0, continued = 0, last = t->n, d = step->stream->shape->hidden;
+    int32_t *frontier = t->frontier;
+    int candidates = 0, continued = 0, last = t->n;
     int trusted[MAX_CANDIDATES];
     if (limits->noise) { // nodes of a level have one place
         Noise noise = noise_ahead(limits->noise, t->depth[frontier[0]]);
@@ -315,7 +317,7 @@ static int grow(Tree *t, float *logits, const float *outputs, int32_t *frontier,
         step->best_probability = (double)probs[0];
     }
     for (int f = 0; f < count; f++)
-        trusted[f] = passes(t, outputs + (size_t)frontier[f] * d, probs[f * k]);
+        trusted[f] = passes(t, output_of(step, frontier[f]), probs[f * k]);
     if (limits->ngram.longest && count == 1 && t->depth[last] == last)
         continued = continue_ngram(t, best[0], calibrated(limits, (double)probs[0]), trusted[0]);
     step->text.continued = continued;
@@ -357,94 +359,238 @@ static int grow(Tree *t, float *logits, const float *outputs, int32_t *frontier,
     return taken;
 }
 
-int draft_tree(Workspace *work, SpeculativeStep *step, int length, int refresh, const int64_t *ids,
-               const float *carried, const DraftLimits *limits) {
-    const Stream *stream = step->stream;
-    int d = stream->shape->hidden, rows = refresh + 1, nodes = node_capacity(limits);
-    size_t row_bytes = (size_t)d * sizeof(float);
-    float *outputs = step->scratch;               // [nodes + 1, d] of the stream, by node
-    float *x = outputs + (size_t)(nodes + 1) * d; // [2 * (nodes + 1) + refresh + 2, d]
-    float *carry = x + (size_t)(2 * (nodes + 1) + refresh + 2) * d; // [nodes + 1, d]
-    Surroundings around = {.caches = step->caches,
-                           .block_cache = step->block_cache,
-                           .capacity = step->capacity,
-                           .block_capacity = step->block_capacity,
-                           .head = step->draft_head,
-                           .head_norm = step->draft_norm,
-                           .logits = carry + (size_t)(nodes + 1) * d,
-                           .head_eps = stream->shape->eps};
-    Tree tree;
-    tree.step = step;
-    tree.limits = limits;
-    tree.length = length;
-    tree.n = tree.leaf_count = tree.trusted = 0;
-    tree.depth[0] = tree.levels[0] = 0;
-    tree.bits[0] = 0;
+// A level of several sequences: its rows, and where the residuals of the fresh ones, which are the
+// last, go.
+typedef struct {
     RowTable table;
-    int64_t row_ids[MAX_NODES + 1];
-    int32_t frontier[MAX_NODES + 1];
-    int count = 1, ran = 1;
+    int64_t ids[MAX_NODES + 1];
+    float *hidden[MAX_NODES + 1], *output[MAX_NODES + 1];
+    int count, fresh;
+} Together;
 
-    for (int r = 0; r < rows; r++) {
-        int slot = length - refresh + r;
-        set_row(&table, r, step->sequence, slot, slot, slot + 1, 0);
+// What the levels of a call work in: [MAX_ROWS, hidden] each, and a row of the head's outputs for
+// every node that may be drafted from at once.
+typedef struct {
+    float *x, *carry, *logits;
+} Levels;
+
+static Levels room_for_levels(Workspace *work, const Part *parts, int count) {
+    const SpeculativeStep *step = parts->step;
+    size_t rows = MAX_ROWS * (size_t)step->stream->shape->hidden,
+           logits = (size_t)count * parts->limits->width * step->draft_head->outputs;
+    work->levels =
+        grown(work->levels, &work->levels_size, (2 * rows + logits) * sizeof *work->levels);
+    return (Levels){work->levels, work->levels + rows, work->levels + 2 * rows};
+}
+
+static float *hidden_of(const SpeculativeStep *step, int node) {
+    return step->hidden + (size_t)node * step->stream->shape->hidden;
+}
+
+static Surroundings surroundings_of(const SpeculativeStep *step, float *logits) {
+    return (Surroundings){.caches = step->caches,
+                          .block_cache = step->block_cache,
+                          .capacity = step->capacity,
+                          .block_capacity = step->block_capacity,
+                          .head = logits ? step->draft_head : NULL,
+                          .head_norm = step->draft_norm,
+                          .logits = logits,
+                          .head_eps = step->stream->shape->eps};
+}
+
+// Adds a row of a sequence; carried: what it carries. fresh: of the node whose residuals are kept.
+static void add_row(Together *level, const Levels *room, const Tree *t, int slot, int pos,
+                    int64_t bits, int64_t id, const float *carried, int fresh) {
+    int r = level->count++, d = t->step->stream->shape->hidden;
+    int committed = fresh < 0; // a row of the text
+    set_row(&level->table, r, t->step->sequence, slot, pos, committed ? slot + 1 : t->length + 1,
+            bits);
+    level->ids[r] = id;
+    memcpy(room->carry + (size_t)r * d, carried, (size_t)d * sizeof(float));
+    if (committed)
+        return;
+    level->hidden[level->fresh] = hidden_of(t->step, fresh);
+    level->output[level->fresh++] = output_of(t->step, fresh);
+}
+
+// logits: of the fresh rows.
+static void run_together(Workspace *work, const SpeculativeStep *step, Together *level,
+                         const Levels *room, float *logits) {
+    int d = step->stream->shape->hidden;
+    size_t bytes = (size_t)d * sizeof(float);
+    Surroundings around = surroundings_of(step, logits);
+    Rows rows = rows_of(&level->table, 0, level->count, step->capacity);
+    draft_level(work, step->stream, &around, level->ids, &rows, level->fresh, room->carry, room->x);
+    for (int f = 0; f < level->fresh; f++) {
+        memcpy(level->hidden[f], room->x + (size_t)f * d, bytes);
+        memcpy(level->output[f], room->x + (size_t)(level->count + f) * d, bytes);
     }
-    int first = 0;
-    if (rows + 1 > MAX_ROWS) { // the refreshed rows by themselves
-        Surroundings silent = around;
-        silent.head = NULL;
-        for (int r = 0; r < refresh; r += MAX_ROWS) {
-            int take = refresh - r < MAX_ROWS ? refresh - r : MAX_ROWS;
-            Rows some = rows_of(&table, r, take, step->capacity);
-            draft_level(work, stream, &silent, ids + r, &some, 0, carried + (size_t)r * d, x);
+    level->count = level->fresh = 0;
+}
+
+// A sequence's refreshed rows by themselves, where they are many.
+static void refresh_alone(Workspace *work, const Part *part, const Levels *room) {
+    const SpeculativeStep *step = part->step;
+    Surroundings silent = surroundings_of(step, NULL);
+    for (int begin = 0; begin < part->refresh; begin += MAX_ROWS) {
+        int take = part->refresh - begin < MAX_ROWS ? part->refresh - begin : MAX_ROWS;
+        RowTable table;
+        for (int r = 0; r < take; r++) {
+            int slot = part->length - part->refresh + begin + r;
+            set_row(&table, r, step->sequence, slot, slot, slot + 1, 0);
         }
-        first = refresh;
+        Rows rows = rows_of(&table, 0, take, step->capacity);
+        draft_level(work, step->stream, &silent, part->ids + begin, &rows, 0,
+                    part->carried + (size_t)begin * step->stream->shape->hidden, room->x);
     }
-    Rows entering = rows_of(&table, first, rows - first, step->capacity);
-    draft_level(work, stream, &around, ids + first, &entering, 1, carried + (size_t)first * d, x);
-    memcpy(step->hidden, x, row_bytes);
-    memcpy(outputs, x + (size_t)entering.count * d, row_bytes);
-    tree.path_probability[0] = 1.0;
-    frontier[0] = 0;
+}
 
-    while (count && limits->depth > 0) {
-        count = grow(&tree, around.logits, outputs, frontier, count);
-        if (!count)
+// The refreshed and the last tokens of parts [first, last).
+static void run_last_tokens(Workspace *work, const Part *parts, const Tree *trees, int first,
+                            int last, const Levels *room) {
+    const SpeculativeStep *step = parts->step;
+    int d = step->stream->shape->hidden;
+    Together level;
+    level.count = level.fresh = 0;
+    for (int s = first; s < last; s++)
+        for (int r = 0; trees[s].refreshes && r < parts[s].refresh; r++) {
+            int slot = parts[s].length - parts[s].refresh + r;
+            add_row(&level, room, &trees[s], slot, slot, 0, parts[s].ids[r],
+                    parts[s].carried + (size_t)r * d, -1);
+        }
+    for (int s = first; s < last; s++)
+        add_row(&level, room, &trees[s], parts[s].length, parts[s].length, 0,
+                parts[s].ids[parts[s].refresh], parts[s].carried + (size_t)parts[s].refresh * d, 0);
+    run_together(work, step, &level, room,
+                 room->logits + (size_t)first * step->draft_head->outputs);
+}
+
+// The first level of all sequences: as many of them in a pass as fit.
+static void begin_trees(Workspace *work, const Part *parts, Tree *trees, int count,
+                        const Levels *room) {
+    int first = 0, rows = 0;
+    for (int s = 0; s < count; s++) {
+        Tree *t = &trees[s];
+        t->step = parts[s].step;
+        t->limits = parts[s].limits;
+        t->length = parts[s].length;
+        t->n = t->leaf_count = t->trusted = 0;
+        t->depth[0] = t->levels[0] = 0;
+        t->bits[0] = 0;
+        t->path_probability[0] = 1.0;
+        t->frontier[0] = 0;
+        t->front = t->ran = 1;
+        t->at = s;
+        t->refreshes = parts[s].refresh + 2 <= MAX_ROWS;
+        if (!t->refreshes)
+            refresh_alone(work, &parts[s], room);
+        int taken = (t->refreshes ? parts[s].refresh : 0) + 2;
+        if (rows + taken > MAX_ROWS) {
+            run_last_tokens(work, parts, trees, first, s, room);
+            first = s;
+            rows = 0;
+        }
+        rows += taken;
+    }
+    run_last_tokens(work, parts, trees, first, count, room);
+}
+
+// The nodes to draft from, of all sequences: as many in a pass as fit. Returns whether there were
+// any.
+static int run_frontiers(Workspace *work, Tree *trees, int count, const Levels *room) {
+    const SpeculativeStep *step = trees->step;
+    Together level;
+    int rows = 0, begin = 0; // of the level's; those that are in passes
+    level.count = level.fresh = 0;
+    for (int s = 0; s < count; s++) {
+        Tree *t = &trees[s];
+        t->at = rows;
+        for (int f = 0; f < t->front; f++, rows++) {
+            int node = t->frontier[f], parent = t->step->parents[node - 1];
+            if (level.count == MAX_ROWS / 2) {
+                run_together(work, step, &level, room,
+                             room->logits + (size_t)begin * step->draft_head->outputs);
+                begin = rows;
+            }
+            add_row(&level, room, t, t->length + node, t->length + t->depth[node], t->bits[node],
+                    t->step->tokens[node - 1], output_of(t->step, parent), node);
+        }
+        if (t->front)
+            t->ran = t->n + 1;
+    }
+    if (level.count)
+        run_together(work, step, &level, room,
+                     room->logits + (size_t)begin * step->draft_head->outputs);
+    return rows > 0;
+}
+
+// The leaves that are worth verifying; those and continuations have not run yet.
+static void add_leaves(Tree *t) {
+    const DraftLimits *limits = t->limits;
+    sort_candidates(t->leaves, t->leaf_count);
+    for (int c = 0; c < t->leaf_count && t->n < node_budget(t); c++) {
+        const Candidate *leaf = &t->leaves[c];
+        if (!(leaf->path_probability >= limits->verify_threshold[t->n]))
             break;
-        for (int f = 0; f < count; f++) {
-            int node = frontier[f];
-            set_node_row(&tree, &table, row_ids, f, node);
-            const float *from = outputs + (size_t)step->parents[node - 1] * d;
-            memcpy(carry + (size_t)f * d, from, row_bytes);
-        }
-        Rows level = rows_of(&table, 0, count, step->capacity);
-        draft_level(work, stream, &around, row_ids, &level, count, carry, x);
-        for (int f = 0; f < count; f++) {
-            size_t node = (size_t)frontier[f];
-            memcpy(step->hidden + node * d, x + (size_t)f * d, row_bytes);
-            memcpy(outputs + node * d, x + (size_t)(count + f) * d, row_bytes);
-        }
-        ran = tree.n + 1;
+        add_node(t, leaf->parent, leaf->token, leaf->own, leaf->trusted);
     }
-    step->text.drafted = ran - 1;
+    t->step->drafted = t->n;
+    t->step->text.drafted = t->ran - 1;
+}
 
-    sort_candidates(tree.leaves, tree.leaf_count);
-    for (int c = 0; c < tree.leaf_count && tree.n < node_budget(&tree); c++) {
-        const Candidate *leaf = &tree.leaves[c];
-        if (!(leaf->path_probability >= limits->verify_threshold[tree.n]))
-            break;
-        add_node(&tree, leaf->parent, leaf->token, leaf->own, leaf->trusted);
+// Nodes that the stream has not run: the target model alone, up to the layer that verification
+// enters.
+static void run_leaves(Workspace *work, const Tree *trees, int count, const Levels *room) {
+    const Stream *stream = trees->step->stream;
+    const SpeculativeStep *step = trees->step;
+    int d = stream->shape->hidden, rows = 0, layers = entering_layer(stream);
+    size_t bytes = (size_t)d * sizeof(float);
+    RowTable table;
+    float *to[MAX_ROWS];
+    for (int s = 0; s < count; s++) {
+        const Tree *t = &trees[s];
+        for (int node = t->ran; node <= t->n; node++) {
+            float *x = hidden_of(t->step, node);
+            mr_embed(stream->table, t->step->tokens + node - 1, 1, d, 1.0f, x);
+            if (!layers)
+                continue;
+            set_row(&table, rows, t->step->sequence, t->length + node, t->length + t->depth[node],
+                    t->length + 1, t->bits[node]);
+            memcpy(room->x + (size_t)rows * d, x, bytes);
+            to[rows++] = x;
+            int more = node < t->n;
+            for (int later = s + 1; !more && later < count; later++)
+                more = trees[later].ran <= trees[later].n;
+            if (rows < MAX_ROWS && more)
+                continue;
+            Rows those = rows_of(&table, 0, rows, step->capacity);
+            mr_layers(work, stream->shape, stream->layers, step->caches, NULL, &those, room->x, 0,
+                      layers);
+            for (int r = 0; r < rows; r++)
+                memcpy(to[r], room->x + (size_t)r * d, bytes);
+            rows = 0;
+        }
     }
-    int added = tree.n + 1 - ran;
-    if (added > 0) { // leaves and continuations: the target model alone, up to the exit layer
-        for (int f = 0; f < added; f++)
-            set_node_row(&tree, &table, row_ids, f, ran + f);
-        float *h = step->hidden + (size_t)ran * d;
-        mr_embed(stream->table, row_ids, added, d, 1.0f, h);
-        Rows leaves = rows_of(&table, 0, added, step->capacity);
-        if (entering_layer(stream))
-            mr_layers(work, stream->shape, stream->layers, step->caches, NULL, &leaves, h, 0,
-                      stream->exit_layer);
-    }
-    return tree.n;
+}
+
+void draft_trees(Workspace *work, const Part *parts, int count) {
+    const SpeculativeStep *first = parts->step;
+    Levels room = room_for_levels(work, parts, count);
+    work->trees = grown(work->trees, &work->trees_size, (size_t)count * sizeof(Tree));
+    Tree *trees = work->trees;
+    begin_trees(work, parts, trees, count, &room);
+    for (int s = 0; s < count; s++)
+        if (parts[s].limits->depth <= 0)
+            trees[s].front = 0;
+    do {
+        for (int s = 0; s < count; s++) {
+            Tree *t = &trees[s];
+            if (t->front)
+                t->front =
+                    grow(t, room.logits + (size_t)t->at * first->draft_head->outputs, t->front);
+        }
+    } while (run_frontiers(work, trees, count, &room));
+    for (int s = 0; s < count; s++)
+        add_leaves(&trees[s]);
+    run_leaves(work, trees, count, &room);
 }

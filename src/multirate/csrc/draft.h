@@ -40,11 +40,18 @@ static inline int entering_layer(const Stream *stream) {
     return stream->merged ? 0 : stream->exit_layer;
 }
 
-// A whole draft tree of step->sequence (the rules in Python: DraftTree; a test holds
-// the two together). ids, carried: `refresh` committed tokens to refresh, then the last token,
-// which goes to slot `length`. Fills step->tokens, parents and hidden (the target model's residuals
-// entering entering_layer) and step->text; returns the number of nodes. Uses
-// (refresh + 2 + 4 * (capacity + 1)) * hidden + width * head->outputs floats of step->scratch.
-int draft_tree(Workspace *work, SpeculativeStep *step, int length, int refresh, const int64_t *ids,
-               const float *carried, const DraftLimits *limits);
+// A sequence's part of a step that several take together.
+typedef struct {
+    SpeculativeStep *step;
+    const DraftLimits *limits;
+    int length, refresh;  // committed tokens; how many of ids are refreshed
+    const int64_t *ids;   // [refresh + 1] the last token last, which goes to slot `length`
+    const float *carried; // [refresh + 1, hidden]
+} Part;
+
+// Whole draft trees of `count` sequences, which share their stream, head and caches: a level of all
+// of them is one pass (the rules in Python: DraftTree; a test holds the two together). Fills each
+// step's tokens, parents, hidden (the target model's residuals entering entering_layer), drafted
+// and text. Uses (capacity + 1) * hidden floats of each step's scratch.
+void draft_trees(Workspace *work, const Part *parts, int count);
 #endif

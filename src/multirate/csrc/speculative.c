@@ -28,6 +28,7 @@ static Target own_tokens(const SpeculativeStep *step) {
 // What verification leaves of rows: [rows, hidden], [rows, taps, hidden], [rows, head->outputs].
 typedef struct {
     float *hidden, *features, *logits;
+    int first; // which row of the last screen_rows the first is
 } Verified;
 
 // Rows that the narrow copy has verified: they may have to run again.
@@ -38,20 +39,20 @@ typedef struct {
 } Doubtful;
 
 static Verified all_rows(const SpeculativeStep *step) {
-    return (Verified){step->hidden, step->features, step->scratch};
+    return (Verified){step->hidden, step->features, step->scratch, 0};
 }
 
-// The target model's token after a node `ahead` levels below the last token, by its row of logits
-// in step->scratch; -1: it is drawn, and the logits are not finite.
+// The target model's token after a node `ahead` levels below the last token, by its row of logits;
+// -1: it is drawn, and the logits are not finite.
 static int64_t target_token(Workspace *work, const SpeculativeStep *step, const Target *target,
-                            int node, int ahead) {
+                            const Verified *rows, int node, int ahead) {
     int vocab = step->stream->shape->vocab, stride = step->head->outputs;
-    float *logits = step->scratch + (size_t)node * stride;
+    float *logits = rows->logits + (size_t)node * stride;
     Noise noise = {0};
     if (step->noise)
         noise = noise_ahead(step->noise, ahead);
     if (target->screen)
-        return screened_token(work, target->head, target->screen, node, logits, vocab,
+        return screened_token(work, target->head, target->screen, rows->first + node, logits, vocab,
                               step->noise ? &noise : NULL);
     if (!step->noise)
         return argmax_of(logits, vocab);
@@ -150,7 +151,7 @@ static void make_sure(Workspace *work, SpeculativeStep *step, Doubtful *rows_see
     }
     Rows rows = rows_of(&again, 0, old + doubted, step->capacity);
     Target target = own_weights(step);
-    Verified to = {narrow->hidden, narrow->features, narrow->logits};
+    Verified to = {narrow->hidden, narrow->features, narrow->logits, 0};
     run_rows(work, step, &target, &rows, 0, to);
     for (int i = 0; i < doubted; i++) {
         size_t n = (size_t)nodes[i], row = (size_t)(old + i);
@@ -170,7 +171,7 @@ static void make_sure(Workspace *work, SpeculativeStep *step, Doubtful *rows_see
 // target_token. A child comes after its parent. doubtful: the rows, where step->narrow has
 // verified them; else NULL.
 static int accepted_path(Workspace *work, SpeculativeStep *step, const Target *target,
-                         Doubtful *doubtful, int64_t *tokens, int32_t *path) {
+                         const Verified *rows, Doubtful *doubtful, int64_t *tokens, int32_t *path) {
     int length = 0;
     for (int node = 0; node <= step->drafted; length++) {
         path[length] = node;
@@ -180,7 +181,7 @@ static int accepted_path(Workspace *work, SpeculativeStep *step, const Target *t
         } else {
             if (doubtful)
                 make_sure(work, step, doubtful, node);
-            tokens[length] = target_token(work, step, target, node, length);
+            tokens[length] = target_token(work, step, target, rows, node, length);
             if (tokens[length] < 0)
                 return -1;
             child = child_of(step, node, tokens[length]);
@@ -237,23 +238,35 @@ static double seconds_now(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-// Drafts into `step` and fills the rows that verify it. Returns the layer that these enter.
-static int draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
-                 const DraftLimits *limits, RowTable *table) {
-    const Stream *stream = step->stream;
-    Text *text = &step->text;
+// Drafts into the steps, with their stream or without: as the first one says. Returns the layer
+// that the rows enter which verify them.
+static int draft(Workspace *work, const Part *parts, int count) {
+    const Stream *stream = parts->step->stream;
     double begin = seconds_now();
-    text->drafted = text->continued = text->matched = 0;
-    int drafts = step->draft_head && limits->stream;
-    step->best = -1;
-    step->trusted = 0;
-    int nodes = drafts ? draft_tree(work, step, length, count - 1, step->ids + first,
-                                    step->carried + (size_t)first * stream->shape->hidden, limits)
-                       : draft_from_text(step, limits, step->ids[first + count - 1]);
-    step->drafted = nodes;
-    step->levels = verification_rows(step, length, nodes, table);
-    step->draft_seconds = seconds_now() - begin;
+    int drafts = parts->step->draft_head && parts->limits->stream;
+    for (int s = 0; s < count; s++) {
+        SpeculativeStep *step = parts[s].step;
+        Text *text = &step->text;
+        text->drafted = text->continued = text->matched = 0;
+        step->best = -1;
+        step->trusted = 0;
+        if (!drafts)
+            step->drafted = draft_from_text(step, parts[s].limits, parts[s].ids[parts[s].refresh]);
+    }
+    if (drafts)
+        draft_trees(work, parts, count);
+    for (int s = 0; s < count; s++)
+        parts[s].step->draft_seconds = seconds_now() - begin;
     return drafts ? entering_layer(stream) : 0;
+}
+
+// step->ids [first, first + count) enter.
+static Part part_of(SpeculativeStep *step, const DraftLimits *limits, int length, int first,
+                    int count) {
+    const float *carried = step->carried;
+    if (carried)
+        carried += (size_t)first * step->stream->shape->hidden;
+    return (Part){step, limits, length, count - 1, step->ids + first, carried};
 }
 
 void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *path,
@@ -320,8 +333,7 @@ static void run_rows(Workspace *work, const SpeculativeStep *step, const Target 
     carry_features(work, step, rows->count, to);
 }
 
-// The target on the rows that verify step->drafted nodes, from layer `start` on: its logits after
-// each node are left in step->scratch, and what is carried of the nodes in step->hidden.
+// The target on the rows that verify step->drafted nodes, from layer `start` on.
 static void run_target(Workspace *work, const SpeculativeStep *step, const Target *target,
                        const RowTable *table, int start) {
     Rows rows = rows_of(table, 0, step->drafted + 1, step->capacity);
@@ -348,10 +360,10 @@ static void note_pending(SpeculativeStep *step, const Doubtful *rows_seen, int l
 
 // What the logits of run_target emit; the accepted path, from node 0 on, goes to path. Returns how
 // many tokens, or -1 where they are drawn and the logits are not finite.
-static int emit(Workspace *work, SpeculativeStep *step, const Target *target, Doubtful *doubtful,
-                int length, int32_t *path) {
+static int emit(Workspace *work, SpeculativeStep *step, const Target *target, const Verified *rows,
+                Doubtful *doubtful, int length, int32_t *path) {
     int64_t tokens[MAX_NODES + 1];
-    int count = accepted_path(work, step, target, doubtful, tokens, path);
+    int count = accepted_path(work, step, target, rows, doubtful, tokens, path);
     if (count > 0)
         mr_speculative_accept(step, length, path, tokens, count);
     if (count > 0 && doubtful)
@@ -363,7 +375,9 @@ void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, in
                           const DraftLimits *limits) {
     RowTable table;
     Target target = own_weights(step);
-    int start = draft(work, step, length, first, count, limits, &table);
+    Part part = part_of(step, limits, length, first, count);
+    int start = draft(work, &part, 1);
+    step->levels = verification_rows(step, length, step->drafted, &table);
     run_target(work, step, &target, &table, start);
 }
 
@@ -375,10 +389,81 @@ int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int 
     Target target =
         narrow ? (Target){step->narrow->layers, step->narrow->head, NULL} : own_tokens(step);
     Doubtful doubtful = {&table, step->ids[first + count - 1], 0};
+    Part part = part_of(step, limits, length, first, count);
+    Verified rows = all_rows(step);
     step->again = 0;
-    int start = draft(work, step, length, first, count, limits, &table);
+    int start = draft(work, &part, 1);
+    step->levels = verification_rows(step, length, step->drafted, &table);
     run_target(work, step, &target, &table, start);
-    return emit(work, step, &target, narrow ? &doubtful : NULL, length, path);
+    return emit(work, step, &target, &rows, narrow ? &doubtful : NULL, length, path);
+}
+
+// Room for what verification leaves of MAX_NODES + 1 rows of several sequences.
+static Verified room_for_verified(Workspace *work, const SpeculativeStep *step) {
+    size_t rows = MAX_NODES + 1, d = (size_t)step->stream->shape->hidden,
+           taps = (size_t)step->stream->tap_count;
+    work->verified =
+        grown(work->verified, &work->verified_size,
+              rows * (d + taps * d + (size_t)step->head->outputs) * sizeof *work->verified);
+    float *features = work->verified + rows * d;
+    return (Verified){work->verified, features, features + rows * taps * d, 0};
+}
+
+// Verifies the drafts of parts [first, last) in one pass over `rows` rows, and accepts. Returns 0
+// where logits are not finite, and then emits nothing more.
+static int verify_together(Workspace *work, const Part *parts, int first, int last, int start,
+                           int rows, const RowTable *table, int32_t *emitted) {
+    const SpeculativeStep *step = parts->step;
+    size_t d = (size_t)step->stream->shape->hidden;
+    Verified all = room_for_verified(work, step);
+    Target target = own_tokens(step);
+    float *x = all.hidden;
+    for (int s = first; s < last; s++) {
+        size_t count = (size_t)parts[s].step->drafted + 1;
+        memcpy(x, parts[s].step->hidden, count * d * sizeof(float));
+        x += count * d;
+    }
+    Rows those = rows_of(table, 0, rows, step->capacity);
+    run_rows(work, step, &target, &those, start, all);
+    for (int s = first; s < last; s++) {
+        SpeculativeStep *one = parts[s].step;
+        size_t count = (size_t)one->drafted + 1;
+        int32_t path[MAX_NODES + 1];
+        memcpy(one->hidden, all.hidden, count * d * sizeof(float));
+        emitted[s] = emit(work, one, &target, &all, NULL, parts[s].length, path);
+        if (emitted[s] < 0)
+            return 0;
+        all.hidden += count * d;
+        all.logits += count * (size_t)one->head->outputs;
+        all.first += (int)count;
+    }
+    return 1;
+}
+
+int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int count,
+                         const int32_t *lengths, const int32_t *first, const int32_t *entering,
+                         const DraftLimits *const *limits, int32_t *emitted) {
+    Part *parts = malloc((size_t)count * sizeof *parts);
+    if (!parts)
+        abort();
+    for (int s = 0; s < count; s++)
+        parts[s] = part_of(steps[s], limits[s], lengths[s], first[s], entering[s]);
+    int start = draft(work, parts, count), finite = 1;
+    RowTable table, one;
+    for (int s = 0, begin = 0, rows = 0; finite && s <= count; s++) {
+        if (s == count || rows + steps[s]->drafted + 1 > MAX_NODES + 1) {
+            finite = verify_together(work, parts, begin, s, start, rows, &table, emitted);
+            begin = s;
+            rows = 0;
+        }
+        if (s == count)
+            break;
+        steps[s]->levels = verification_rows(steps[s], lengths[s], steps[s]->drafted, &one);
+        for (int n = 0; n <= steps[s]->drafted; n++, rows++)
+            set_row(&table, rows, one.seq[n], one.slot[n], one.pos[n], one.prefix[n], one.tree[n]);
+    }
+    free(parts);
+    return finite;
 }
 
 int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int nodes, int start, int k,
@@ -400,5 +485,6 @@ int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int node
                       stream->shape->vocab, k, best);
     else if (k)
         mr_best(work, step->scratch, nodes + 1, stream->shape->vocab, step->head->outputs, k, best);
-    return emit(work, step, &target, NULL, length, path);
+    Verified rows = all_rows(step);
+    return emit(work, step, &target, &rows, NULL, length, path);
 }

@@ -67,9 +67,9 @@ void mr_workspace_after_fork(Workspace *work) {
 void mr_workspace_close(Workspace *work) {
     if (!work)
         return;
-    void *shared[] = {work->qkv,        work->low,     work->neurons, work->heads,
-                      work->activation, work->low_in,  work->uses,    work->beside,
-                      work->screened,   work->highest, work->reach};
+    void *shared[] = {work->qkv,    work->low,   work->neurons, work->heads,    work->activation,
+                      work->low_in, work->uses,  work->beside,  work->screened, work->highest,
+                      work->reach,  work->trees, work->levels,  work->verified};
     for (size_t i = 0; i < sizeof shared / sizeof *shared; i++)
         free(shared[i]);
     for (int id = 0; id < MAX_THREADS; id++) {

@@ -45,10 +45,14 @@ struct Workspace {
     element *heads, *activation, *low_in;
     element *screened; // of the last screen_rows: its rows …
     Reach *reach;
-    float *highest; // … and the largest bounds
+    float *highest;  // … and the largest bounds
+    void *trees;     // of draft_trees …
+    float *levels;   // … and what their levels work in
+    float *verified; // rows of several sequences
     int32_t *uses;
     size_t qkv_size, low_size, neurons_size, heads_size, activation_size, low_in_size, uses_size;
-    size_t beside_size, screened_size, reach_size, highest_size;
+    size_t beside_size, screened_size, reach_size, highest_size, trees_size, levels_size;
+    size_t verified_size;
     ThreadScratch own[MAX_THREADS];
 };
 

@@ -312,14 +312,16 @@ class Drafter(ABC):
         """
         return [0] * len(seqs)
 
-    def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
-        """A whole step of sequence `seq` by itself where the drafter can run it at once; None: it
+    def fused_steps(
+        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
+    ) -> list[FusedStep] | None:
+        """A whole step of the sequences `seqs` where the drafter can run it at once; None: it
         cannot, and the step calls `draft`, verifies and calls `accept`. Not asked for where there
         is a repetition penalty.
 
-        Same tokens as that way. The K/V of the last token and of the accepted ones end up in the
-        slots after `cache.lengths[seq]`, uncommitted. Once a sequence has had a fused step, all its
-        later ones are.
+        Same tokens as that way. The K/V of a sequence's last token and of the accepted ones end up
+        in the slots after its `cache.lengths`, uncommitted. Once a sequence has had a fused step,
+        all its later ones are.
         """
         return None
 

@@ -36,10 +36,10 @@ class SpeculativeStep(Step):
     the choice of these tokens is not the target's. The text of a lossy step depends on nothing that
     is timed: `adapt` does nothing.
 
-    Where the drafter can run a whole step of one sequence at once (`Drafter.fused_step`), it does:
-    the same tokens, sooner. A drafter that asks for top tokens is never asked for one, nor is one
-    whose steps are watched. Other drafts of one sequence are verified in one call where the decoder
-    can (`Decoder.verify_draft`).
+    Where the drafter can run a whole step at once (`Drafter.fused_steps`), it does: the same
+    tokens, sooner. A drafter that asks for top tokens is never asked for one, nor is one whose
+    steps are watched. Other drafts of one sequence are verified in one call where the decoder can
+    (`Decoder.verify_draft`).
 
     watch: told of every step what became of the draft; None: nobody is.
     """
@@ -123,9 +123,8 @@ class SpeculativeStep(Step):
         if (
             self._may_fuse
             and self.watch is None
-            and len(seqs) == 1
             and not session.sampler.settings.uses_context
-            and self._run_fused(session, seqs[0], limits[0])
+            and self._run_fused(session, seqs, limits)
         ):
             return
         cache, stops = session.cache, session.stops
@@ -166,19 +165,21 @@ class SpeculativeStep(Step):
             session.stats.count_exits(self.drafter.start, trusted)
             session.stats.count_exits(session.decoder.info.num_layers, kept - trusted)
 
-    def _run_fused(self, session: Session, seq: int, limit: int) -> bool:
-        """The only active sequence's step in one piece, if the drafter can."""
-        done = self.drafter.fused_step(seq, session.sampler.tokens[seq][-1], limit)
-        if done is None:
+    def _run_fused(self, session: Session, seqs: list[int], limits: list[int]) -> bool:
+        """The active sequences' step in one piece, if the drafter can."""
+        last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
+        every = self.drafter.fused_steps(seqs, last_tokens, limits)
+        if every is None:
             return False
-        self._count(seq, len(done.tokens), done.levels, done.drafted)
-        kept = session.emit(seq, done.tokens)
-        self._count_exits(session, kept, sum(place < kept for place in done.trusted))
-        session.stats.doubted += done.doubted
-        session.cache.commit(seq, kept)
-        session.stats.count_draft(
-            done.drafted, done.levels, accepted=min(kept, len(done.tokens) - 1)
-        )
+        for b, done in zip(seqs, every, strict=True):
+            self._count(b, len(done.tokens), done.levels, done.drafted)
+            kept = session.emit(b, done.tokens)
+            self._count_exits(session, kept, sum(place < kept for place in done.trusted))
+            session.stats.doubted += done.doubted
+            session.cache.commit(b, kept)
+            session.stats.count_draft(
+                done.drafted, done.levels, accepted=min(kept, len(done.tokens) - 1)
+            )
         return True
 
     def _simple(self, sampler: Sampler, drafts: Sequence[Draft]) -> bool:

@@ -91,6 +91,27 @@ class DraftHead:
         return DraftHead(linear, len(ids), owner.address(ids), tokens=ids.tolist())
 
 
+@dataclass(frozen=True)
+class Growth:
+    """How a step drafts: at most ``depth`` levels, and continuations of ``deepest`` tokens (None:
+    as many).
+
+    stream: False: a draft is only ``deepest`` tokens of the text's continuation, 0 for a plain
+    step; what the stream was not given meanwhile it reads before its next draft.
+
+    draft_threshold, verify_threshold: float64 [nodes], least path probability of the n-th node to
+    be drafted from and to be verified; None: 0. nodes: trusted ones included. draft_accepted:
+    abi.h's draft_accepted.
+    """
+
+    depth: int
+    draft_threshold: np.ndarray | None = None
+    verify_threshold: np.ndarray | None = None
+    deepest: int | None = None
+    draft_accepted: float = 1.0
+    stream: bool = True
+
+
 class FusedSteps:
     """Fused steps of one sequence at a time: ``begin`` a generation, ``enter`` a sequence, ``run``
     until it ends.
@@ -266,48 +287,13 @@ class FusedSteps:
             if carried is not None and self._carries:
                 self._pending_carried = [carried[:-1].clone()]
 
-    def run(
-        self,
-        depth: int,
-        draft_threshold: np.ndarray | None = None,
-        verify_threshold: np.ndarray | None = None,
-        deepest: int | None = None,
-        draft_accepted: float = 1.0,
-        stream: bool = True,
-    ) -> FusedStep:
-        """One step, with drafts of at most ``depth`` levels, continuations of ``deepest``. The
-        accepted tokens' K/V are in place, uncommitted.
-
-        stream: False: a draft is only ``deepest`` tokens of the text's continuation, 0 for a plain
-        step; what the stream was not given meanwhile it reads before its next draft.
-
-        draft_threshold, verify_threshold: float64 [nodes], least path probability of the n-th node
-        to be drafted from and to be verified; None: 0. nodes: trusted ones included.
-        draft_accepted: abi.h's draft_accepted.
-        """
-        limits, length = self._limits, self._make_room()
-        limits.depth, limits.deepest = depth, depth if deepest is None else deepest
-        limits.ngram.draft_accepted = draft_accepted
-        limits.draft_threshold = (
-            self._no_threshold if draft_threshold is None else abi.doubles(draft_threshold)
-        )
-        limits.verify_threshold = (
-            self._no_threshold if verify_threshold is None else abi.doubles(verify_threshold)
-        )
-        limits.stream = stream
-        if self._refresh:
-            if not stream:
-                self._set_aside()
-            elif self._pending_ids:
-                self._catch_up(length)
-        first = 0 if self._refresh and stream else self._entered - 1
+    def run(self, growth: Growth) -> FusedStep:
+        """One step. The accepted tokens' K/V are in place, uncommitted."""
+        self._grow_caches()
+        length, first = self._prepare(growth)
+        _catch_up([self])
         sampler = self._sampler
         bare = sampler is None or sampler.bare
-        # held until the call is over: the kernel reads it by address
-        noise = None if sampler is None else sampler.noise(self._step.sequence)
-        packed = abi.NULL if noise is None else abi.noise_of([noise])
-        limits.noise = packed if self._couple else abi.NULL
-        self._step.noise = packed
         run = self._library.mr_speculative_step if bare else self._library.mr_speculative_draft
         emitted = run(
             self._decoder.workspace.address,
@@ -315,12 +301,40 @@ class FusedSteps:
             length,
             first,
             self._entered - first,
-            limits,
+            self._limits,
         )
         if sampler is not None and not bare:
             emitted = self._choose(sampler, length)
         if emitted < 0:
             raise UserError(NOT_FINITE)
+        return self._ended(emitted)
+
+    def _prepare(self, growth: Growth) -> tuple[int, int]:
+        """The step's limits and noise; → committed tokens, and the first of `ids` that enters."""
+        limits, stream = self._limits, growth.stream
+        limits.depth = growth.depth
+        limits.deepest = growth.depth if growth.deepest is None else growth.deepest
+        limits.ngram.draft_accepted = growth.draft_accepted
+        draft_threshold, verify_threshold = (
+            self._no_threshold if threshold is None else abi.doubles(threshold)
+            for threshold in (growth.draft_threshold, growth.verify_threshold)
+        )
+        limits.draft_threshold, limits.verify_threshold = draft_threshold, verify_threshold
+        limits.stream = stream
+        length = self._read_caches()
+        if self._refresh and not stream:
+            self._set_aside()
+        sampler = self._sampler
+        noise = None if sampler is None else sampler.noise(self._step.sequence)
+        packed = abi.NULL if noise is None else abi.noise_of([noise])
+        limits.noise = packed if self._couple else abi.NULL
+        self._step.noise = packed
+        # the kernel reads them by address
+        self._read = growth, draft_threshold, verify_threshold, noise, packed
+        return length, 0 if self._refresh and stream else self._entered - 1
+
+    def _ended(self, emitted: int) -> FusedStep:
+        """The step emitted so many tokens."""
         self._entered = emitted
         tokens = self._ids[:emitted].tolist()
         step = self._step
@@ -389,29 +403,6 @@ class FusedSteps:
         if self._carries:
             self._pending_carried.append(self._carried[: self._entered].clone())
 
-    def _catch_up(self, length: int) -> None:
-        """The waiting tokens through the stream; only its own K/V are written."""
-        step, own = self._step, self._own
-        assert own is not None
-        count = len(self._pending_ids)
-        ids = np.array(self._pending_ids, np.int64)
-        rows = Rows.causal(step.sequence, length - self._entered + 1 - count, count)
-        carried = torch.cat(self._pending_carried).contiguous() if self._pending_carried else None
-        x = torch.empty(count, self._decoder.info.hidden_size)
-        self._library.mr_stream_step(
-            self._decoder.workspace.address,
-            step.stream,
-            step.caches,
-            step.block_cache,
-            step.block_capacity,
-            abi.rows_of(rows, self._cache.capacity),
-            0,
-            abi.longs(ids),
-            abi.at(None if carried is None else carried.data_ptr()),
-            abi.at(x.data_ptr()),
-        )
-        self._pending_ids, self._pending_carried = [], []
-
     def learn_from(
         self, continuations: ContinuationRates, calibration: Calibration | None = None
     ) -> None:
@@ -468,7 +459,7 @@ class FusedSteps:
             for depth in taken:
                 self.enter(0, [0])
                 self._limits.nodes = depth
-                self.run(depth)
+                self.run(Growth(depth))
                 taken[depth].append(self._step.draft_seconds)
         self._limits.nodes = self._nodes
         # the least: drafts that look dearer than they are may never be tried, and so never timed;
@@ -504,16 +495,140 @@ class FusedSteps:
             self._automaton.memory, self._automaton.room = abi.ints(self._memory), room
             self._library.mr_automaton_clear(self._automaton)
 
-    def _make_room(self) -> int:
-        """Room for a step in both caches; returns the sequence's committed length."""
-        cache, own, step = self._cache, self._own, self._step
-        length = cache.lengths[step.sequence]
-        for store in (cache, own):
+    def _grow_caches(self) -> None:
+        """Room for a step in both caches, which may move them: for all sequences that use them."""
+        length = self._cache.lengths[self._step.sequence]
+        for store in (self._cache, self._own):
             if store is not None:
                 store.make_room_to(length + self._nodes)
+
+    def _read_caches(self) -> int:
+        """The step is told where the caches are; → the sequence's committed length."""
+        cache, own, step = self._cache, self._own, self._step
         step.caches, step.capacity = cache.address, cache.capacity
         if step.text.count + 2 * (self._nodes + 1) > len(self._text):
             self._set_text(self._text[: step.text.count], room=len(self._text))
         if own is not None:
             step.block_cache, step.block_capacity = own.address, own.capacity
-        return length
+        return int(cache.lengths[step.sequence])
+
+
+def run_together(every: Sequence[FusedSteps], growths: Sequence[Growth]) -> list[FusedStep]:
+    """A step of each of several sequences that were made alike, as `FusedSteps.run`: a level of all
+    drafts is one pass, and so is their verification. Of more than one only where the sampler is
+    bare and there is no margin.
+    """
+    if len(every) == 1:
+        return [every[0].run(growths[0])]
+    for one in every:
+        one._grow_caches()
+    lengths, first = zip(
+        *(one._prepare(growth) for one, growth in zip(every, growths, strict=True)), strict=True
+    )
+    _catch_up(every)
+    steps = abi.ffi.new("SpeculativeStep *[]", [one._step for one in every])
+    limits = abi.ffi.new("DraftLimits *[]", [one._limits for one in every])
+    emitted = np.empty(len(every), np.int32)
+    entering = [one._entered - begin for one, begin in zip(every, first, strict=True)]
+    arrays = [np.array(numbers, np.int32) for numbers in (lengths, first, entering)]
+    finite = library.kernel().mr_speculative_steps(
+        every[0]._decoder.workspace.address,
+        steps,
+        len(every),
+        *map(abi.ints, arrays),
+        limits,
+        abi.ints(emitted),
+    )
+    if not finite:
+        raise UserError(NOT_FINITE)
+    return [one._ended(count) for one, count in zip(every, emitted.tolist(), strict=True)]
+
+
+def _catch_up(every: Sequence[FusedSteps]) -> None:
+    """Tokens that wait for a stream that drafts now run through it; only its own K/V are
+    written.
+    """
+    behind = [one for one in every if one._pending_ids and one._limits.stream]
+    if not behind:
+        return
+    first = behind[0]
+    ids = np.array([token for one in behind for token in one._pending_ids], np.int64)
+    pieces = [piece for one in behind for piece in one._pending_carried]
+    carried = torch.cat(pieces).contiguous() if pieces else None
+    rows = Rows.concat(
+        [
+            Rows.causal(
+                one._step.sequence,
+                one._cache.lengths[one._step.sequence] - one._entered + 1 - len(one._pending_ids),
+                len(one._pending_ids),
+            )
+            for one in behind
+        ]
+    )
+    x = torch.empty(len(ids), first._decoder.info.hidden_size)
+    step = first._step
+    first._library.mr_stream_step(
+        first._decoder.workspace.address,
+        step.stream,
+        step.caches,
+        step.block_cache,
+        step.block_capacity,
+        abi.rows_of(rows, first._cache.capacity),
+        0,
+        abi.longs(ids),
+        abi.at(None if carried is None else carried.data_ptr()),
+        abi.at(x.data_ptr()),
+    )
+    for one in behind:
+        one._pending_ids, one._pending_carried = [], []
+
+
+class FusedSequences:
+    """The fused steps of a generation's sequences. ``make`` gives those of one: called when it is
+    needed, and kept for later generations.
+    """
+
+    def __init__(self, make: Callable[[], FusedSteps]) -> None:
+        self._make = make
+        self._free: list[FusedSteps] = []
+        self._entered: dict[int, FusedSteps] = {}
+        self._begin: Callable[[FusedSteps], None] = lambda steps: None
+
+    @property
+    def any_of_them(self) -> FusedSteps:
+        """Those of no sequence yet."""
+        if not self._free:
+            self._free.append(self._make())
+        return self._free[-1]
+
+    def begin(self, begin: Callable[[FusedSteps], None]) -> None:
+        """A generation begins, and with `begin` the steps of each of its sequences."""
+        self._free += self._entered.values()
+        self._entered, self._begin = {}, begin
+
+    def enter(
+        self,
+        seq: int,
+        ids: Sequence[int],
+        carried: Tensor | None = None,
+        text: Sequence[int] | None = None,
+    ) -> FusedSteps:
+        """`FusedSteps.enter` of a sequence, for good."""
+        steps = self.any_of_them
+        self._free.remove(steps)
+        self._begin(steps)
+        steps.enter(seq, ids, carried, text)
+        self._entered[seq] = steps
+        return steps
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._entered
+
+    def __getitem__(self, seq: int) -> FusedSteps:
+        """Those of a sequence that has entered."""
+        return self._entered[seq]
+
+    @property
+    def refused(self) -> float:
+        """The highest `FusedSteps.refused` of all."""
+        return max((steps.refused for steps in self._entered.values()), default=-np.inf)

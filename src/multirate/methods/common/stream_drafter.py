@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from multirate.decoding.text_source import TextSource
 from multirate.errors import say_once
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.draft_tree import DraftTree
-from multirate.methods.common.fused_steps import FusedSteps
+from multirate.methods.common.fused_steps import FusedSequences, FusedSteps, Growth, run_together
 from multirate.methods.common.lookup import Lookup
 from multirate.methods.common.stream_config import StreamDecodeConfig
 from multirate.model.decoder import Decoder, argmax_rows
@@ -114,7 +115,7 @@ class Trusting:
 
 
 class StreamDrafter(Drafter):
-    """Drafts with a stream on any decoder; on the native one a step of one sequence is fused.
+    """Drafts with a stream on any decoder; on the native one steps are fused.
 
     start: layers of the model that the stream's runner runs of the drafted rows. refresh: whether
     the stream has K/V of its own. carry: whether it reads a carried residual. judged_by_arla:
@@ -171,37 +172,39 @@ class StreamDrafter(Drafter):
         self._matches: dict[int, _Match] = {}
         self._texts: dict[int, TextSource] = {}
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
-        self._fused: FusedSteps | None = None
+        self._fused: FusedSequences | None = None
         if fuses and isinstance(decoder, NativeDecoder) and isinstance(runner, NativeDraftRunner):
-            trust = None
             if trusting is not None:
-                self._trust = trust = abi.new(
+                self._trust = abi.new(
                     "Trust",
                     least=trusting.threshold,
                     arla=runner.arla if trusting.by_arla else None,
                     nodes=self.max_nodes - config.nodes,
                 )
-            limits = abi.new(
-                "DraftLimits",
-                nodes=config.nodes,
-                width=config.width,
-                top=self._candidates,
-                sharpness=config.sharpness,
-                min_probability=min_probability,
-                trust=trust,
-                ngram=abi.new("NgramLimits", longest=self._lookup.longest),
-            )
-            self._fused = FusedSteps(
-                decoder,
-                runner.packed,
-                runner.head,
-                limits,
-                refresh=refresh,
-                automaton=self._lookup.automaton,
-                given=self._lookup.given,
-                margin=self._margin,
-            )
-            self._fused.learn_from(self._shared.continuations)
+            self._fused = FusedSequences(partial(self._new_fused, decoder, runner))
+
+    def _new_fused(self, decoder: NativeDecoder, runner: NativeDraftRunner) -> FusedSteps:
+        config = self.config
+        limits = abi.new(
+            "DraftLimits",
+            nodes=config.nodes,
+            width=config.width,
+            top=self._candidates,
+            sharpness=config.sharpness,
+            min_probability=self._min_probability,
+            trust=None if self._trusting is None else self._trust,
+            ngram=abi.new("NgramLimits", longest=self._lookup.longest),
+        )
+        return FusedSteps(
+            decoder,
+            runner.packed,
+            runner.head,
+            limits,
+            refresh=self._refresh,
+            automaton=self._lookup.automaton,
+            given=self._lookup.given,
+            margin=self._margin,
+        )
 
     def _new_estimates(self) -> _Estimates:
         draft_threshold, verify_threshold = (
@@ -250,7 +253,9 @@ class StreamDrafter(Drafter):
             plain = super().costs(decoder)
             self._costs = plain
             if self._fused is not None and isinstance(self.runner, NativeDraftRunner):
-                self._costs = self._fused.measured(plain, self.runner.own_cache_for)
+                steps = self._fused.any_of_them
+                steps.learn_from(self._shared.continuations)
+                self._costs = steps.measured(plain, self.runner.own_cache_for)
         return self._costs
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
@@ -261,8 +266,6 @@ class StreamDrafter(Drafter):
                 costs, self.config.nodes, shared.continuations, self.expected
             )
             shared.calibration = Calibration()
-            if self._fused is not None:
-                self._fused.learn_from(shared.continuations, shared.calibration)
         if shared.controller is not None:
             shared.controller.pause()
         self.runner.begin(cache)
@@ -274,15 +277,18 @@ class StreamDrafter(Drafter):
         self._texts, self._trees, self._matches = {}, {}, {}
         self._own, self._streamed = {}, set()
         self._refused = -np.inf
-        self._fused_seq: int | None = None
-        if self._fused is not None and isinstance(self.runner, NativeDraftRunner):
-            self._fused.begin(
-                self.runner.native_cache,
-                self.runner.own_cache,
-                sampler,
-                couple=self.config.drafts == "coupled",
-                top=self._candidates,
-            )
+        if self._fused is not None:
+            self._fused.begin(self._begin_fused)
+
+    def _begin_fused(self, steps: FusedSteps) -> None:
+        assert isinstance(self.runner, NativeDraftRunner)
+        steps.begin(
+            self.runner.native_cache,
+            self.runner.own_cache,
+            self._sampler,
+            couple=self.config.drafts == "coupled",
+            top=self._candidates,
+        )
 
     @property
     def refused(self) -> float | None:  # type: ignore[override]
@@ -300,8 +306,8 @@ class StreamDrafter(Drafter):
 
     def _left_behind(self) -> _Waiting:
         """The tokens after the refreshed ones of sequence 0 that the block could read."""
-        if self._fused_seq == 0 and self._fused is not None:
-            ids, carried = self._fused.pending()
+        if self._fused is not None and 0 in self._fused:
+            ids, carried = self._fused[0].pending()
             return _Waiting(list(ids), list(carried), torch.empty(0))
         return self._waiting.get(0) or _Waiting([], [], torch.empty(0))
 
@@ -343,9 +349,11 @@ class StreamDrafter(Drafter):
                 self._refreshed = len(prompt) - len(waiting.ids)
 
     def behind(self, seqs: Sequence[int]) -> int:
-        if self._fused is not None and self._fused_seq is not None:
-            return self._fused.behind
-        return sum(len(self._waiting[seq].ids) for seq in seqs)
+        fused = self._fused
+        return sum(
+            fused[seq].behind if fused is not None and seq in fused else len(self._waiting[seq].ids)
+            for seq in seqs
+        )
 
     def accept(self, seq: int, verified: Verified) -> None:
         path = verified.path
@@ -429,8 +437,8 @@ class StreamDrafter(Drafter):
         for seq, count in zip(seqs, most, strict=True):
             match = _NO_MATCH
             if self._lookup.longest:
-                if seq == self._fused_seq and self._fused is not None:
-                    match = _Match(*self._fused.look_up(nodes))
+                if self._fused is not None and seq in self._fused:
+                    match = _Match(*self._fused[seq].look_up(nodes))
                 else:
                     match = _Match(*self._text_of(seq).look_up(self._sampler.tokens[seq], nodes))
             self._matches[seq] = match
@@ -440,52 +448,64 @@ class StreamDrafter(Drafter):
             self._streamed -= set(seqs)
         return plan
 
-    def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
-        if self._fused is None or self._draws(self._sampler):
+    def fused_steps(
+        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
+    ) -> list[FusedStep] | None:
+        fused = self._fused
+        if fused is None or self._draws(self._sampler):
             return None
         if self._trusting is not None and not self._sampler.plain:
             return None  # drawn tokens: the kernel trusts none
-        waiting = self._waiting.pop(seq, None)
-        if waiting is not None:  # the sequence's first step here
-            text = self._sampler.tokens[seq] if self._lookup.longest else None
-            self._fused.enter(
-                seq,
-                [*waiting.ids, last_token],
-                torch.cat([*waiting.carried, waiting.last[None]]),
-                text,
+        if len(seqs) > 1 and not (self.lossless and (self._sampler.plain or self._sampler.bare)):
+            return None
+        for seq, last_token in zip(seqs, last_tokens, strict=True):
+            if seq not in fused:
+                self._enter_fused(fused, seq, last_token)
+        known = self._estimates(seqs[0])
+        plan = self._choose(seqs, limits, self.behind(seqs))
+        growths = []
+        for i, (seq, limit) in enumerate(zip(seqs, limits, strict=True)):
+            if plan.stream:
+                self._note_refreshed(seq)
+                depth = min(self.config.depth, self.config.nodes, limit)
+                deepest = min(self.max_nodes, limit)
+            else:
+                depth, deepest = 0, plan.text[i]
+            growths.append(
+                Growth(
+                    depth,
+                    known.draft_threshold,
+                    known.verify_threshold,
+                    deepest,
+                    known.continuations.draft_accepted,
+                    plan.stream,
+                )
             )
-            self._fused_seq = seq
-            if not self.lossless:
-                known = self._estimates(seq)
-                self._fused.learn_from(known.continuations, known.calibration)
-        known = self._estimates(seq)
-        plan = self._choose([seq], [limit], self._fused.behind)
-        if plan.stream:
-            self._note_refreshed(seq)
-            depth = min(self.config.depth, self.config.nodes, limit)
-            deepest = min(self.max_nodes, limit)
-        else:
-            depth, deepest = 0, plan.text[0]
-        done = self._fused.run(
-            depth,
-            known.draft_threshold,
-            known.verify_threshold,
-            deepest,
-            known.continuations.draft_accepted,
-            plan.stream,
-        )
+        done = run_together([fused[seq] for seq in seqs], growths)
         if known.controller is not None or self._lookup.longest:
-            self._learn_fused(seq, done)
+            for seq, step in zip(seqs, done, strict=True):
+                self._learn_fused(seq, fused[seq], step)
         return done
 
-    def _learn_fused(self, seq: int, done: FusedStep) -> None:
-        assert self._fused is not None
-        tokens, parents = self._fused.draft()
-        origin, _, _ = self._fused.origin()
+    def _enter_fused(self, fused: FusedSequences, seq: int, last_token: int) -> None:
+        """The sequence's first fused step begins."""
+        waiting = self._waiting.pop(seq)
+        known = self._estimates(seq)
+        steps = fused.enter(
+            seq,
+            [*waiting.ids, last_token],
+            torch.cat([*waiting.carried, waiting.last[None]]),
+            self._sampler.tokens[seq] if self._lookup.longest else None,
+        )
+        steps.learn_from(known.continuations, known.calibration)
+
+    def _learn_fused(self, seq: int, fused: FusedSteps, done: FusedStep) -> None:
+        tokens, parents = fused.draft()
+        origin, _, _ = fused.origin()
         tree = DraftTree(0, drafted=origin.drafted, continued=origin.continued)
-        tree.matched, tree.best = origin.matched, self._fused.best()
+        tree.matched, tree.best = origin.matched, fused.best()
         tree.tokens, tree.parents = tokens, parents
-        tree.confidence, tree.trusted = self._fused.confidence(), self._fused.trusted()
+        tree.confidence, tree.trusted = fused.confidence(), fused.trusted()
         path, depth = [0], tree.depth
         for node, (parent, token) in enumerate(zip(parents, tokens, strict=True), start=1):
             depth.append(depth[parent] + 1)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from multirate.decoding.drafter import Draft, Drafter, FusedStep
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
-from multirate.methods.common.fused_steps import FusedSteps
+from multirate.methods.common.fused_steps import FusedSequences, FusedSteps, Growth, run_together
 from multirate.methods.common.lookup import Lookup
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
@@ -20,7 +21,7 @@ class TextDrafter(Drafter):
 
     length: how many of these after a match of so many tokens; None: all.
 
-    On the native decoder a step of one sequence is a kernel call, as M2R2's and Kangaroo's are.
+    On the native decoder a step is a kernel call, as M2R2's and Kangaroo's are.
     """
 
     start = 0
@@ -36,33 +37,35 @@ class TextDrafter(Drafter):
         self.longest = lookup.told
         self._lookup, self._length = lookup, length
         self._texts: list[TextSource] = []
-        self._fused: FusedSteps | None = None
-        self._entered: int | None = None  # the sequence whose steps are fused
+        self._fused: FusedSequences | None = None
         if (
             isinstance(decoder, NativeDecoder)
             and decoder.supports_fused
             and FusedSteps.can_draft(tokens)
         ):
             self._stream = decoder.stream()
-            ngram = abi.new("NgramLimits", longest=lookup.longest)
-            limits = abi.new("DraftLimits", nodes=tokens, ngram=ngram)
-            self._fused = FusedSteps(
-                decoder,
-                self._stream,
-                None,
-                limits,
-                refresh=False,
-                automaton=lookup.automaton,
-                given=lookup.given,
-            )
+            self._fused = FusedSequences(partial(self._new_fused, decoder))
+
+    def _new_fused(self, decoder: NativeDecoder) -> FusedSteps:
+        lookup = self._lookup
+        ngram = abi.new("NgramLimits", longest=lookup.longest)
+        return FusedSteps(
+            decoder,
+            self._stream,
+            None,
+            abi.new("DraftLimits", nodes=self.max_nodes, ngram=ngram),
+            refresh=False,
+            automaton=lookup.automaton,
+            given=lookup.given,
+        )
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         """Forgets the texts of the generation before."""
         self._texts = [self._lookup.source() for _ in sampler.tokens]
-        self._sampler, self._entered = sampler, None
+        self._sampler = sampler
         if self._fused is not None:
             assert isinstance(cache, NativeKVCache)
-            self._fused.begin(cache, None, sampler)
+            self._fused.begin(lambda steps: steps.begin(cache, None, sampler))
 
     def usable(self, cache: KVCache, length: int) -> int:
         return length  # what is looked up is made anew from the tokens
@@ -86,22 +89,27 @@ class TextDrafter(Drafter):
         """See Drafter."""
         found = []
         for b in seqs:
-            if self._fused is not None and b == self._entered:
-                found.append(self._fused.look_up(1)[1])
+            if self._fused is not None and b in self._fused:
+                found.append(self._fused[b].look_up(1)[1])
             else:
                 found.append(self._texts[b].look_up(self._sampler.tokens[b], 1)[1])
         return found
 
-    def fused_step(self, seq: int, last_token: int, limit: int) -> FusedStep | None:
-        if self._fused is None:
+    def fused_steps(
+        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
+    ) -> list[FusedStep] | None:
+        fused, sampler = self._fused, self._sampler
+        if fused is None or (len(seqs) > 1 and not (sampler.plain or sampler.bare)):
             return None
-        if self._entered != seq:
-            self._fused.enter(seq, [last_token], text=self._sampler.tokens[seq])
-            self._entered = seq
-        most = min(limit, self.max_nodes)
-        if self._length is not None and most:
-            most = min(most, self._wanted(self._fused.look_up(most)[1]))
-        return self._fused.run(most)
+        growths = []
+        for seq, last_token, limit in zip(seqs, last_tokens, limits, strict=True):
+            if seq not in fused:
+                fused.enter(seq, [last_token], text=sampler.tokens[seq])
+            most = min(limit, self.max_nodes)
+            if self._length is not None and most:
+                most = min(most, self._wanted(fused[seq].look_up(most)[1]))
+            growths.append(Growth(most))
+        return run_together([fused[seq] for seq in seqs], growths)
 
     def _wanted(self, matched: int) -> int:
         if self._length is None:

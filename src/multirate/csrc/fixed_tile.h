@@ -18,6 +18,10 @@ typedef struct {
     const char *here, *next;
     long own, stride;
 } Ahead;
+// At its step k, where it was told by an `Ahead *fetched`.
+#define FETCH(k)                                                                                   \
+    _mm_prefetch(((k) < fetched->own ? fetched->here : fetched->next) + (k) * fetched->stride,     \
+                 _MM_HINT_T1);
 
 // fixed_point.c: how far ahead weights are fetched, in lines of 64 bytes, for a tile of so many
 // rows. The processor's own prefetching falls behind several rows' products, and on Intel's with

@@ -79,9 +79,6 @@ static const int16_t INT12_POWERS[32]
 #define DOT_B(n) DOT(n, b, v, x + lanes)
 #define JOIN(n) a##n = _mm512_add_epi32(a##n, b##n);
 #define KEEP(n) _mm512_storeu_ps(to + (long)n * stride, _mm512_cvtepi32_ps(a##n));
-#define FETCH(k)                                                                                   \
-    _mm_prefetch(((k) < fetched->own ? fetched->here : fetched->next) + (k) * fetched->stride,     \
-                 _MM_HINT_T1);
 
 #define LINE(k) _mm512_load_si512((const char *)weight + (k) * 64)
 #define NARROW_LINE(k)                                                                             \

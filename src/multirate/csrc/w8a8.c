@@ -30,83 +30,39 @@
 #define BLOCK_LINES (W8_BLOCK / 4)
 #define UNITS_AHEAD (60 * 16) // blocks' units, which come after one another, are fetched meanwhile
 
-#define LINE(k) _mm512_load_si512(weight + (k) * 64)
-#define FETCH(k)                                                                                   \
-    _mm_prefetch(((k) < fetched->own ? fetched->here : fetched->next) + (k) * fetched->stride,     \
-                 _MM_HINT_T1);
-#define TOTAL(n) __m512 total##n = _mm512_setzero_ps();
 #define BEGIN(n) __m512i a##n = _mm512_set1_epi32(beside[n]);
 #define REST(n) __m512i b##n = _mm512_setzero_si512(), c##n = b##n, d##n = b##n;
 #define DOT_A(n) DOT(a##n, w, x[n])
 #define DOT_4(n)                                                                                   \
     DOT(a##n, w, x[n])                                                                             \
     DOT(b##n, w1, x[n + lanes]) DOT(c##n, w2, x[n + 2 * lanes]) DOT(d##n, w3, x[n + 3 * lanes])
-#define JOIN(n) a##n = _mm512_add_epi32(_mm512_add_epi32(a##n, b##n), _mm512_add_epi32(c##n, d##n));
-#define ADD_BLOCK(n)                                                                               \
-    total##n = _mm512_fmadd_ps(                                                                    \
-        _mm512_cvtepi32_ps(a##n),                                                                  \
-        _mm512_mul_ps(_mm512_set1_ps(((const float *)beside)[lanes + n]), unit), total##n);
 #define UNIT                                                                                       \
     __m512 unit = (__m512)_mm512_slli_epi32(                                                       \
         _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)units)), 16);                    \
     _mm_prefetch((const char *)(units + UNITS_AHEAD), _MM_HINT_T1);                                \
     units += 16;
-#define KEEP(n) _mm512_storeu_ps(to + (long)n * stride, total##n);
 
-// 16 outputs for ROWS rows.
-#define PASS(ROWS)                                                                                 \
-    static void pass_##ROWS(const char *weight, const bf16 *units, const int32_t *x,               \
-                            const int32_t *beside, long lines, const Ahead *fetched, float *to,    \
-                            long stride) {                                                         \
-        const long lanes = ROWS;                                                                   \
-        N_##ROWS(TOTAL) for (long k = 0; k < lines; beside += 2 * lanes) {                         \
-            long stop = k + BLOCK_LINES < lines ? k + BLOCK_LINES : lines;                         \
-            N_##ROWS(BEGIN) for (; k < stop; k++, x += lanes) {                                    \
-                FETCH(k)                                                                           \
-                __m512i w = LINE(k);                                                               \
-                N_##ROWS(DOT_A)                                                                    \
-            }                                                                                      \
-            UNIT N_##ROWS(ADD_BLOCK)                                                               \
-        }                                                                                          \
-        N_##ROWS(KEEP)                                                                             \
-    }
-// The same for few rows: four lines a step, as one sum would wait for its own last step.
-#define PASS_BY_FOUR(ROWS)                                                                         \
-    static void pass_##ROWS(const char *weight, const bf16 *units, const int32_t *x,               \
-                            const int32_t *beside, long lines, const Ahead *fetched, float *to,    \
-                            long stride) {                                                         \
-        const long lanes = ROWS;                                                                   \
-        N_##ROWS(TOTAL) for (long k = 0; k < lines; beside += 2 * lanes) {                         \
-            long stop = k + BLOCK_LINES < lines ? k + BLOCK_LINES : lines;                         \
-            N_##ROWS(BEGIN) N_##ROWS(REST) for (; k < stop; k += 4, x += 4 * lanes) {              \
-                FETCH(k)                                                                           \
-                FETCH(k + 1)                                                                       \
-                FETCH(k + 2)                                                                       \
-                FETCH(k + 3)                                                                       \
-                __m512i w = LINE(k), w1 = LINE(k + 1), w2 = LINE(k + 2), w3 = LINE(k + 3);         \
-                N_##ROWS(DOT_4)                                                                    \
-            }                                                                                      \
-            UNIT N_##ROWS(JOIN) N_##ROWS(ADD_BLOCK)                                                \
-        }                                                                                          \
-        N_##ROWS(KEEP)                                                                             \
-    }
-PASS_BY_FOUR(1)
-PASS_BY_FOUR(2)
-PASS_BY_FOUR(3)
-PASS_BY_FOUR(4)
-PASS(5)
-PASS(6)
-PASS(7)
-PASS(8)
-PASS(9)
-PASS(10)
-PASS(11)
-PASS(12)
-
-static const BytePass passes[BYTE_LANES + 1] = {
-    NULL,   pass_1, pass_2, pass_3,  pass_4,  pass_5,  pass_6,
-    pass_7, pass_8, pass_9, pass_10, pass_11, pass_12,
-};
+// A line a step, or four.
+#define BLOCK_BY_ONE(ROWS)                                                                         \
+    long stop = k + BLOCK_LINES < lines ? k + BLOCK_LINES : lines;                                 \
+    N_##ROWS(BEGIN) for (; k < stop; k++, x += lanes) {                                            \
+        FETCH(k)                                                                                   \
+        __m512i w = LINE(k);                                                                       \
+        N_##ROWS(DOT_A)                                                                            \
+    }                                                                                              \
+    UNIT N_##ROWS(ADD_SUM)
+#define BLOCK_BY_FOUR(ROWS)                                                                        \
+    long stop = k + BLOCK_LINES < lines ? k + BLOCK_LINES : lines;                                 \
+    N_##ROWS(BEGIN) N_##ROWS(REST) for (; k < stop; k += 4, x += 4 * lanes) {                      \
+        FETCH(k)                                                                                   \
+        FETCH(k + 1)                                                                               \
+        FETCH(k + 2)                                                                               \
+        FETCH(k + 3)                                                                               \
+        __m512i w = LINE(k), w1 = LINE(k + 1), w2 = LINE(k + 2), w3 = LINE(k + 3);                 \
+        N_##ROWS(DOT_4)                                                                            \
+    }                                                                                              \
+    UNIT N_##ROWS(JOIN) N_##ROWS(ADD_SUM)
+BYTE_PASSES(BLOCK_BY_FOUR, BLOCK_BY_ONE)
 
 void product_bytes(const Linear *linear, int first_of, int last_of, const Operand *x, int tile,
                    const uint32_t *after, f16 (*acc)[4]) {

@@ -410,15 +410,13 @@ class Engine:
         name, _ = spec.parse_variant(name)
         if name in self.accelerators:
             return spec.find(self.accelerators[name].method)
-        if name not in self.methods():
-            known = ", ".join(self.methods())
-            hint = (
-                " (it needs a trained accelerator, and none is attached)"
-                if name in spec.trainable()
-                else ""
+        found = spec.known(name)
+        if found is None or found.training is not None:
+            hint = "" if found is None else " (it needs a trained accelerator, and none is attached)"
+            raise UserError(
+                f"method {name!r} cannot be used{hint}; accepted: {', '.join(self.methods())}"
             )
-            raise UserError(f"method {name!r} cannot be used{hint}; accepted: {known}")
-        return spec.find(name)
+        return found
 
     def _decoding(self, name: str) -> _Decoding | None:
         if name not in self._decodings:

@@ -277,10 +277,17 @@ def all_specs() -> dict[str, MethodSpec]:
 
 def find(name: str) -> MethodSpec:
     """The method called `name`. Raises UserError listing the accepted names."""
-    known = all_specs()
-    if name not in known:
-        raise UserError(f"method {name!r} is unknown; accepted: {', '.join(known)}")
-    return known[name]
+    found = known(name)
+    if found is None:
+        raise UserError(f"method {name!r} is unknown; accepted: {', '.join(all_specs())}")
+    return found
+
+
+def known(name: str) -> MethodSpec | None:
+    """The method called `name`, if there is one. Methods are looked for where it is new: this takes
+    milliseconds, and every generation asks.
+    """
+    return _SPECS.get(name) or all_specs().get(name)
 
 
 def trainable() -> list[str]:

@@ -412,7 +412,7 @@ class Engine:
             return spec.find(self.accelerators[name].method)
         found = spec.known(name)
         if found is None or found.training is not None:
-            hint = "" if found is None else " (it needs a trained accelerator, and none is attached)"
+            hint = " (it needs a trained accelerator, and none is attached)" if found else ""
             raise UserError(
                 f"method {name!r} cannot be used{hint}; accepted: {', '.join(self.methods())}"
             )

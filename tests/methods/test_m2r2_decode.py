@@ -420,6 +420,32 @@ def test_steps_that_choose_their_draft_are_the_same_in_one_call_and_in_parts(
     )
 
 
+@pytest.mark.parametrize("preset", ["m2r2", "m2r2-carry"])
+@pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=0.5, seed=1)])
+def test_fused_batches_larger_than_a_pass(decoders, preset, sampling):
+    """More rows than the kernel takes at once: of last tokens, of levels and of verification."""
+    if "native" not in decoders:
+        pytest.skip("no native kernel here")
+    decoder, stop = decoders["native"], StopSettings(max_new_tokens=8)
+    prompts = [[3 + i % 9, 4, 5 + i % 5] * (1 + i % 3) for i in range(37)]
+    config = M2R2DecodeConfig(
+        depth=3, nodes=5, width=2, draft_threshold=0.0, verify_threshold=0.0, lookup=0
+    )
+    drafter = M2R2Drafter(decoder, stream_of(LLAMA, preset, rank=8), config)
+    fused, rows = drafter.fused_steps, []
+
+    def note(*given):
+        done = fused(*given)
+        rows.append(sum(step.drafted + 1 for step in done))
+        return done
+
+    drafter.fused_steps = note
+    plain = generate(decoder, PlainStep(), prompts, sampling, stop)
+    out = generate(decoder, SpeculativeStep(drafter), prompts, sampling, stop)
+    assert out.sequences == plain.sequences
+    assert max(rows) > 128
+
+
 @pytest.mark.parametrize("backend", ["hf", "native"])
 @pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=0.02, seed=1)])
 def test_a_useless_stream_is_left_alone(decoders, untimed, backend, sampling):

@@ -198,6 +198,7 @@ class FusedSteps:
             draft_vocab=head.vocab if head else 0,
             layers=decoder.info.num_layers,
         )
+        self._text_at = abi.ffi.addressof(self._step, "text")
         if margin is not None:
             self._verify_narrowly(margin, nodes + 1, stream.tap_count)
         if self._automaton is not None:
@@ -420,9 +421,8 @@ class FusedSteps:
 
     def look_up(self, most: int) -> tuple[list[int], int]:
         """What the text had after the tokens it ends in, as `TextSource.look_up`."""
-        text = abi.ffi.addressof(self._step, "text")
         matched = self._library.mr_look_up(
-            text, 0, self._limits.ngram.longest, most, self._found_at
+            self._text_at, 0, self._limits.ngram.longest, most, self._found_at
         )
         return (self._found[:most].tolist() if matched else []), matched
 

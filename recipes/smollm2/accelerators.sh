@@ -12,8 +12,8 @@
 # The m2r2-carry in the package saw 3,120 questions of the sets first (550 steps, 8,192 draft
 # tokens), then 627 more and 2,000 of its own (1,820 steps, --start-from the first, 12,288 draft
 # tokens), then long texts, too (350 steps), then 2,023 and 150 more and 1,700 more of its own, each
-# once, with --option "taps=[8,15,22]" (440 steps): its card has the last command. Answers that are
-# seen twice are learned by heart.
+# once, with --option "taps=[8,15,22]" (440 steps), and then what go_on.sh has. Answers that are seen
+# twice are learned by heart.
 set -euo pipefail
 DATA=$1 OUT=$2 MODEL=${MODEL:-smollm2}
 mkdir -p "$OUT"

@@ -81,8 +81,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    chosen = questions(arguments.data, arguments.count)
+    chosen = questions(arguments.data, arguments.count, arguments.seed)
     lines = [json.dumps({"instruction": text, "output": ""}) + "\n" for text in chosen]
     arguments.out.write_text("".join(lines), encoding="utf-8")
     print(f"{len(lines)} questions in {arguments.out}")

@@ -28,8 +28,10 @@ LONGEST = 1200
 """Characters of a question."""
 
 
-def questions(data: Path, seed: int = 0) -> list[str]:
-    """All sources' questions in a random order, so that any beginning of it is a mixture."""
+def questions(data: Path, seed: int = 0, all_of_them: bool = False) -> list[str]:
+    """All sources' questions in a random order, so that any beginning of it is a mixture.
+    all_of_them: no source's number of them is limited.
+    """
     draw = random.Random(seed)
     chosen: list[str] = []
     seen: set[str] = set()
@@ -41,19 +43,27 @@ def questions(data: Path, seed: int = 0) -> list[str]:
                 seen.add(normalised(asked))
                 found.append(asked)
         draw.shuffle(found)
-        chosen += found[:most]
+        chosen += found if all_of_them else found[:most]
     draw.shuffle(chosen)
     return chosen
+
+
+def further_questions(data: Path) -> list[str]:
+    """Those that `questions` leaves out."""
+    asked = set(questions(data))
+    return [text for text in questions(data, all_of_them=True) if text not in asked]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--further", type=int, help="so many of those that are left out otherwise")
     arguments = parser.parse_args()
-    lines = [
-        json.dumps({"instruction": text, "output": ""}) + "\n" for text in questions(arguments.data)
-    ]
+    chosen = questions(arguments.data)
+    if arguments.further is not None:
+        chosen = further_questions(arguments.data)[: arguments.further]
+    lines = [json.dumps({"instruction": text, "output": ""}) + "\n" for text in chosen]
     arguments.out.write_text("".join(lines), encoding="utf-8")
     print(f"{len(lines)} questions in {arguments.out}")
 

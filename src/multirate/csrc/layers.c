@@ -41,6 +41,14 @@ static void keys_and_values(Workspace *work, const Shape *s, const Layer *layer,
     barrier(work, threads);
 }
 
+// The thread's share of the rows as they are.
+static void note_residuals(const LayerCall *call, int tap, int id, int threads) {
+    size_t d = (size_t)call->shape->hidden;
+    for (int n = id; n < call->rows.count; n += threads)
+        memcpy(call->noted + ((size_t)n * call->tap_count + tap) * d, call->x + (size_t)n * d,
+               d * sizeof(float));
+}
+
 void run_layers(Workspace *work, void *context, int id, int threads) {
     ThreadScratch *mine = &work->own[id];
     const LayerCall *call = context;
@@ -56,8 +64,12 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
                 fast[fast_count++] = n;
     const element *from[MAX_ROWS];
 
+    int tap = 0;
     for (int l = call->start; l < call->stop; l++) {
         const Layer *layer = &call->layers[l];
+        // nobody adds to x before attention's end
+        if (tap < call->tap_count && call->taps[tap] == l)
+            note_residuals(call, tap++, id, threads);
         const Adapter *adapter = fast_count ? call->adapters[l] : NULL;
         int whole = adapter != NULL; // what adapters add goes to the thread's own outputs
         // Norms are recomputed by every thread: cheaper than a barrier for a few rows.
@@ -146,24 +158,48 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
             low_rank_out(work, &adapter->mlp, x, d, fast, fast_count, id, threads);
         barrier(work, threads);
     }
+    if (tap < call->tap_count) // of the last layer's output
+        note_residuals(call, tap, id, threads);
+}
+
+// The call on any number of rows, MAX_ROWS at a time.
+static void run_all_rows(Workspace *work, LayerCall call) {
+    Rows rows = call.rows;
+    make_room(work, call.shape, call.adapters != NULL);
+    for (int n = 0; n < rows.count; n += call.rows.count) {
+        call.rows = some_rows(&rows, n, rows.count - n < MAX_ROWS ? rows.count - n : MAX_ROWS);
+        run_parallel(work, run_layers, &call);
+        call.x += (size_t)call.rows.count * call.shape->hidden;
+        if (call.tap_count)
+            call.noted += (size_t)call.rows.count * call.tap_count * call.shape->hidden;
+    }
 }
 
 void mr_layers(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
                const Adapter *const *adapters, const Rows *rows, float *x, int start, int stop) {
-    make_room(work, shape, adapters != NULL);
-    for (int n = 0; n < rows->count; n += MAX_ROWS) {
-        int take = rows->count - n < MAX_ROWS ? rows->count - n : MAX_ROWS;
-        LayerCall call = {shape,
-                          layers,
-                          caches,
-                          adapters,
-                          some_rows(rows, n, take),
-                          x + (size_t)n * shape->hidden,
-                          start,
-                          stop,
-                          0};
-        run_parallel(work, run_layers, &call);
-    }
+    run_all_rows(work, (LayerCall){.shape = shape,
+                                   .layers = layers,
+                                   .caches = caches,
+                                   .adapters = adapters,
+                                   .rows = *rows,
+                                   .x = x,
+                                   .start = start,
+                                   .stop = stop});
+}
+
+void layers_with_taps(Workspace *work, const Shape *shape, const Layer *layers,
+                      const LayerCache *caches, const Rows *rows, float *x, int start, int stop,
+                      const int32_t *taps, int tap_count, float *noted) {
+    run_all_rows(work, (LayerCall){.shape = shape,
+                                   .layers = layers,
+                                   .caches = caches,
+                                   .rows = *rows,
+                                   .x = x,
+                                   .start = start,
+                                   .stop = stop,
+                                   .taps = taps,
+                                   .noted = noted,
+                                   .tap_count = tap_count});
 }
 
 void mr_fill_kv(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,

@@ -15,9 +15,17 @@ typedef struct {
     int key_rows; // the first rows (or all) only leave their keys and values in layer `start`,
                   // which is then the only one
     const float *beside; // [rows, hidden] what attention reads beside x; NULL: nothing
+    const int32_t *taps; // [tap_count] layers in [start, stop], rising, whose entering residuals …
+    float *noted;        // … are noted: [rows, taps, hidden]
+    int tap_count;
 } LayerCall;
 
 void run_layers(Workspace *work, void *context, int id, int threads);
+
+// mr_layers without adapters, with taps.
+void layers_with_taps(Workspace *work, const Shape *shape, const Layer *layers,
+                      const LayerCache *caches, const Rows *rows, float *x, int start, int stop,
+                      const int32_t *taps, int tap_count, float *noted);
 
 // Rows [begin, begin + count).
 static inline Rows some_rows(const Rows *rows, int begin, int count) {

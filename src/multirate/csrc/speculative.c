@@ -294,22 +294,6 @@ void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *pat
                 step->sequence, from, to, count);
 }
 
-// Layers from `start` up to the last tap on rows, what enters the taps noted. Returns the layer
-// that comes next.
-static int run_taps(Workspace *work, const SpeculativeStep *step, const Target *target,
-                    const Rows *rows, int start, Verified to) {
-    const Stream *stream = step->stream;
-    int d = stream->shape->hidden, taps = stream->tap_count;
-    for (int i = 0; i < taps; start = stream->taps[i++]) {
-        mr_layers(work, stream->shape, target->layers, step->caches, NULL, rows, to.hidden, start,
-                  stream->taps[i]);
-        for (int n = 0; n < rows->count; n++)
-            memcpy(to.features + ((size_t)n * taps + i) * d, to.hidden + (size_t)n * d,
-                   (size_t)d * sizeof(float));
-    }
-    return start;
-}
-
 // What is carried of the rows takes the place of h_L, or is added to it.
 static void carry_features(Workspace *work, const SpeculativeStep *step, int count, Verified to) {
     if (step->stream->tap_count)
@@ -321,10 +305,10 @@ static void carry_features(Workspace *work, const SpeculativeStep *step, int cou
 // target says after each.
 static void run_rows(Workspace *work, const SpeculativeStep *step, const Target *target,
                      const Rows *rows, int start, Verified to) {
-    const Shape *shape = step->stream->shape;
-    start = run_taps(work, step, target, rows, start, to);
-    mr_layers(work, shape, target->layers, step->caches, NULL, rows, to.hidden, start,
-              step->layers);
+    const Stream *stream = step->stream;
+    const Shape *shape = stream->shape;
+    layers_with_taps(work, shape, target->layers, step->caches, rows, to.hidden, start,
+                     step->layers, stream->taps, stream->tap_count, to.features);
     if (target->screen)
         screen_rows(work, target->head, target->screen, to.hidden, step->norm, shape->eps,
                     rows->count, shape->vocab, to.logits);

@@ -20,7 +20,7 @@ from multirate.decoding.suffix_automaton import SuffixAutomaton
 from multirate.decoding.text_source import TextSource
 from multirate.errors import UserError
 from multirate.methods.common.draft_tree import DraftTree
-from multirate.methods.common.fused_steps import DraftHead, FusedSteps
+from multirate.methods.common.fused_steps import DraftHead, FusedSteps, Growth
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.rows import Rows
@@ -150,7 +150,7 @@ def test_steps_that_only_look_the_text_up_emit_what_plain_decoding_does(
     emitted = [token]
     while len(emitted) < 40:
         draft = index.look_up([*prompt, *emitted], 6)[0]
-        done = steps.run(6)
+        done = steps.run(Growth(6))
         agreed = 0
         while agreed < len(draft) and draft[agreed] == done.tokens[agreed]:
             agreed += 1
@@ -265,11 +265,12 @@ def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float])
         steps = FusedSteps(decoder, stream, DraftHead(decoder.head, VOCAB), limits, refresh=False)
         steps.begin(cache, None)
         steps.enter(0, [token])
-        done = steps.run(
+        growth = Growth(
             depth,
             np.full(nodes, chosen["draft_threshold"]),
             np.full(nodes, chosen["verify_threshold"]),
         )
+        done = steps.run(growth)
         assert steps.draft() == (tokens, parents)
         assert done.tokens == emitted
         expected = plain(decoder, prompt, 1 + len(emitted))
@@ -312,7 +313,7 @@ def test_a_step_at_a_temperature_emits_what_plain_decoding_draws(
     steps.enter(0, [expected[0]])
     accepted = 0
     while len(sampler.tokens[0]) < len(prompt) + 40:
-        done = steps.run(4)
+        done = steps.run(Growth(4))
         cache.commit(0, len(done.tokens))
         sampler.tokens[0] += done.tokens
         accepted += len(done.tokens) - 1
@@ -423,4 +424,4 @@ def test_logits_that_are_not_finite_end_a_step_at_a_temperature() -> None:
     steps.enter(0, [token], text=[*prompt, token])
     decoder.table[token] = torch.nan
     with pytest.raises(UserError, match="not finite"):
-        steps.run(3)
+        steps.run(Growth(3))

@@ -538,13 +538,23 @@ static void add_leaves(Tree *t) {
     t->step->text.drafted = t->ran - 1;
 }
 
+// `rows` rows of the target model, in room->x, through its first `layers` layers: to[r].
+static void run_first_layers(Workspace *work, const SpeculativeStep *step, const RowTable *table,
+                             int rows, int layers, const Levels *room, float *const *to) {
+    size_t d = (size_t)step->stream->shape->hidden;
+    Rows those = rows_of(table, 0, rows, step->capacity);
+    mr_layers(work, step->stream->shape, step->stream->layers, step->caches, NULL, &those, room->x,
+              0, layers);
+    for (int r = 0; r < rows; r++)
+        memcpy(to[r], room->x + r * d, d * sizeof(float));
+}
+
 // Nodes that the stream has not run: the target model alone, up to the layer that verification
 // enters.
 static void run_leaves(Workspace *work, const Tree *trees, int count, const Levels *room) {
-    const Stream *stream = trees->step->stream;
     const SpeculativeStep *step = trees->step;
+    const Stream *stream = step->stream;
     int d = stream->shape->hidden, rows = 0, layers = entering_layer(stream);
-    size_t bytes = (size_t)d * sizeof(float);
     RowTable table;
     float *to[MAX_ROWS];
     for (int s = 0; s < count; s++) {
@@ -554,23 +564,18 @@ static void run_leaves(Workspace *work, const Tree *trees, int count, const Leve
             mr_embed(stream->table, t->step->tokens + node - 1, 1, d, 1.0f, x);
             if (!layers)
                 continue;
+            if (rows == MAX_ROWS) {
+                run_first_layers(work, step, &table, rows, layers, room, to);
+                rows = 0;
+            }
             set_row(&table, rows, t->step->sequence, t->length + node, t->length + t->depth[node],
                     t->length + 1, t->bits[node]);
-            memcpy(room->x + (size_t)rows * d, x, bytes);
+            memcpy(room->x + (size_t)rows * d, x, (size_t)d * sizeof(float));
             to[rows++] = x;
-            int more = node < t->n;
-            for (int later = s + 1; !more && later < count; later++)
-                more = trees[later].ran <= trees[later].n;
-            if (rows < MAX_ROWS && more)
-                continue;
-            Rows those = rows_of(&table, 0, rows, step->capacity);
-            mr_layers(work, stream->shape, stream->layers, step->caches, NULL, &those, room->x, 0,
-                      layers);
-            for (int r = 0; r < rows; r++)
-                memcpy(to[r], room->x + (size_t)r * d, bytes);
-            rows = 0;
         }
     }
+    if (rows)
+        run_first_layers(work, step, &table, rows, layers, room, to);
 }
 
 void draft_trees(Workspace *work, const Part *parts, int count) {

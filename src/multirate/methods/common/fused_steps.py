@@ -606,18 +606,10 @@ class FusedSequences:
         self._free += self._entered.values()
         self._entered, self._begin = {}, begin
 
-    def enter(
-        self,
-        seq: int,
-        ids: Sequence[int],
-        carried: Tensor | None = None,
-        text: Sequence[int] | None = None,
-    ) -> FusedSteps:
-        """`FusedSteps.enter` of a sequence, for good."""
-        steps = self.any_of_them
-        self._free.remove(steps)
+    def start(self, seq: int) -> FusedSteps:
+        """Those of a sequence from now on, which enters them next."""
+        steps = self._free.pop() if self._free else self._make()
         self._begin(steps)
-        steps.enter(seq, ids, carried, text)
         self._entered[seq] = steps
         return steps
 
@@ -625,7 +617,7 @@ class FusedSequences:
         return seq in self._entered
 
     def __getitem__(self, seq: int) -> FusedSteps:
-        """Those of a sequence that has entered."""
+        """Those of a sequence that has been started."""
         return self._entered[seq]
 
     @property

@@ -491,7 +491,8 @@ class StreamDrafter(Drafter):
         """The sequence's first fused step begins."""
         waiting = self._waiting.pop(seq)
         known = self._estimates(seq)
-        steps = fused.enter(
+        steps = fused.start(seq)
+        steps.enter(
             seq,
             [*waiting.ids, last_token],
             torch.cat([*waiting.carried, waiting.last[None]]),

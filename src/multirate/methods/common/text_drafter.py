@@ -104,7 +104,7 @@ class TextDrafter(Drafter):
         growths = []
         for seq, last_token, limit in zip(seqs, last_tokens, limits, strict=True):
             if seq not in fused:
-                fused.enter(seq, [last_token], text=sampler.tokens[seq])
+                fused.start(seq).enter(seq, [last_token], text=sampler.tokens[seq])
             most = min(limit, self.max_nodes)
             if self._length is not None and most:
                 most = min(most, self._wanted(fused[seq].look_up(most)[1]))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from multirate.model.native import abi, library
-from multirate.model.native.packing import Owner
+from multirate.model.native.packing import W4A8, W4A16, Owner
 
 
 def bf16_values(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -37,7 +37,9 @@ def linear(
     """mr_linear: x [N, in] → [N, out], added to `into` where given. layout: of the packed weights;
     None: this variant's own. twelve_bits: as of `Owner`.
     """
-    owner, workspace = Owner(layout, twelve_bits=twelve_bits), library.Workspace(threads)
+    half_bytes = layout in (W4A8, W4A16)  # found again where the weights are such numbers
+    owner = Owner(layout, half_bytes=half_bytes, twelve_bits=twelve_bits)
+    workspace = library.Workspace(threads)
     packed = owner.linear(weight, bias)
     y = torch.empty(len(x), packed.outputs)
     if into is not None:

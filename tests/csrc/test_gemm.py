@@ -27,6 +27,7 @@ from multirate.model.native.packing import (
     fixed_point,
     half_bytes_by_block,
     has_half_bytes,
+    nearest_half_bytes,
 )
 
 from . import reference
@@ -283,6 +284,18 @@ def test_what_is_taken_for_four_bits() -> None:
     damaged = weight.clone()
     damaged[7:17] += bf16_values(10, 96, scale=0.3)
     assert not has_half_bytes(damaged)
+
+
+def test_the_nearest_weights_of_four_bits() -> None:
+    """Of other weights: none is further off than half a step of its block."""
+    weight = randn(100, 96)
+    integers, scales = nearest_half_bytes(weight)
+    unit, least = scales.float().repeat_interleave(32, dim=1).unbind(dim=2)
+    blocks = weight.view(100, -1, 32)
+    step = ((blocks.amax(2) - blocks.amin(2)) / 15).repeat_interleave(32, dim=1)
+    off = (integers * unit + least - weight).abs()
+    assert (off < step).all() and off.mean() < 0.3 * step.mean()
+    assert integers.min() >= 0 and integers.max() == 15
 
 
 @pytest.mark.parametrize("layout", BYTE_LAYOUTS)

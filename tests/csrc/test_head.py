@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -160,6 +162,7 @@ def test_head_top_is_the_heads_top(noisy: bool, mapped: bool) -> None:
         133,
         abi.noise_of(noise) if noisy else abi.NULL,
         abi.longs(tokens) if mapped else abi.NULL,
+        abi.NULL,
         3,
         1.0,
         pointer(logits),
@@ -171,5 +174,60 @@ def test_head_top_is_the_heads_top(noisy: bool, mapped: bool) -> None:
     expected = product + torch.from_numpy(added) if noisy else product
     assert torch.equal(logits[:, :133], expected)
     best, places = torch.softmax(logits[:, :133].double(), -1).topk(3)
+    assert ids.tolist() == places.tolist()
+    assert np.allclose(probs, best.numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("vocab", [5, 133])
+def test_the_exact_head_has_the_last_word_on_the_likeliest(
+    noisy: bool, mapped: bool, vocab: int
+) -> None:
+    """The head is told wrong logits; those of its eight likeliest become what the exact rows
+    say.
+    """
+    weight, x, norm = bf16_values(vocab, 64), randn(4, 64, seed=1), 1 + randn(64, seed=2).abs()
+    wrong = weight + 0.05 * randn(vocab, 64, seed=3)
+    owner, workspace = Owner(), library.Workspace(2)
+    head, rows = owner.linear(wrong), weight.to(torch.bfloat16)
+    logits, ids, probs = (
+        torch.empty(4, head.outputs),
+        np.empty((4, 2), np.int64),
+        np.empty((4, 2), np.float32),
+    )
+    noise = [Noise(4, place, 1.3) for place in range(4)]
+    tokens = np.arange(vocab) * 7 % vocab if mapped else np.arange(vocab)
+
+    def run(exact: Any) -> torch.Tensor:
+        library.kernel().mr_head_top(
+            workspace.address,
+            head,
+            pointer(norm),
+            1e-5,
+            pointer(x),
+            4,
+            vocab,
+            abi.noise_of(noise) if noisy else abi.NULL,
+            abi.longs(tokens) if mapped else abi.NULL,
+            exact,
+            2,
+            1.0,
+            pointer(logits),
+            abi.longs(ids),
+            abi.floats(probs),
+        )
+        return logits[:, :vocab].clone()
+
+    told, refined = run(abi.NULL), run(pointer(rows))
+    true = reference.rms_norm(x.double(), norm.double(), 1e-5) @ weight.double().T
+    if noisy:
+        true += torch.from_numpy(
+            np.stack([one.of_tokens(tokens.astype(np.uint32)) for one in noise])
+        )
+    likeliest = told.topk(min(8, vocab)).indices
+    expected = told.double().scatter(1, likeliest, true.gather(1, likeliest))
+    torch.testing.assert_close(refined.double(), expected, rtol=1e-5, atol=1e-5)
+    best, places = torch.softmax(refined.double(), -1).topk(2)
     assert ids.tolist() == places.tolist()
     assert np.allclose(probs, best.numpy(), rtol=1e-5)

@@ -70,7 +70,9 @@ DRAFTERS = (
     "kangaroo",
     "m2r2",
     "m2r2-carry",
+    "m2r2-carry, a window",
     "eagle3",
+    "eagle3, a window",
     "hydra",
 )
 
@@ -97,13 +99,21 @@ def decoders() -> dict[str, Decoder]:
     return made
 
 
+WINDOW = 16
+
+
 def drafter_of(name: str, decoder: Decoder) -> Drafter:
+    """One that the test says: `NAME`, or `NAME, a window` where its own layer sees few tokens."""
     torch.manual_seed(7)
+    name, _, narrow = name.partition(", ")
+    seen = WINDOW if narrow else None
     shape = BaseShape.of(LLAMA)
     if name == "kangaroo":
         # nearly the early exit after all layers but one: some drafts are accepted
         config = KangarooConfig.for_base(shape, exit_layer=3, threshold=0.0, max_draft=4)
-        return KangarooDrafter(decoder, KangarooAdapter(config, shape), KangarooDecodeConfig())
+        return KangarooDrafter(
+            decoder, KangarooAdapter(config, shape), KangarooDecodeConfig(window=seen)
+        )
     if name.startswith("m2r2"):
         stream = AcceleratedStream(M2R2Config.for_base(shape, name, gates=(2,)), shape)
         with torch.no_grad():
@@ -112,14 +122,16 @@ def drafter_of(name: str, decoder: Decoder) -> Drafter:
         return M2R2Drafter(
             decoder,
             stream,
-            M2R2DecodeConfig(depth=4, width=2, nodes=9, draft_threshold=0.0, verify_threshold=0.0),
+            M2R2DecodeConfig(
+                depth=4, width=2, nodes=9, draft_threshold=0.0, verify_threshold=0.0, window=seen
+            ),
         )
     if name == "eagle3":
         layer = Eagle3Layer(Eagle3Config.for_base(shape), shape)
         with torch.no_grad():
             for parameter in layer.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-        tree = Eagle3DecodeConfig(4, 2, 9, draft_threshold=0.0, verify_threshold=0.0)
+        tree = Eagle3DecodeConfig(4, 2, 9, draft_threshold=0.0, verify_threshold=0.0, window=seen)
         return Eagle3Drafter(decoder, layer, tree)
     if name == "hydra":
         heads = HydraHeads(HydraConfig.for_base(shape, layers=2), shape)
@@ -206,8 +218,8 @@ def test_turns_are_as_if_read_from_the_start(
         ]
 
 
-def own_store(drafter: StreamDrafter, length: int) -> list[torch.Tensor]:
-    """The first `length` slots of the drafter's own keys and values."""
+def own_store(drafter: StreamDrafter, begin: int, end: int) -> list[torch.Tensor]:
+    """Slots [begin, end) of the drafter's own keys and values."""
     runner: Any = drafter.runner
     own = "_block_cache" if isinstance(drafter, M2R2Drafter) else "_own"
     cache = runner.own_cache if isinstance(runner, NativeDraftRunner) else getattr(runner, own)
@@ -215,11 +227,14 @@ def own_store(drafter: StreamDrafter, length: int) -> list[torch.Tensor]:
     stores = (
         cache.standard(0) if isinstance(cache, NativeKVCache) else (cache.keys[0], cache.values[0])
     )
-    return [store[0, :, :length].clone() for store in stores]
+    return [store[0, :, begin:end].clone() for store in stores]
 
 
 @pytest.mark.parametrize("backend", ["hf", "native"])
-@pytest.mark.parametrize("name", ["kangaroo", "m2r2-carry", "eagle3"])
+@pytest.mark.parametrize(
+    "name",
+    [one + seen for one in ("kangaroo", "m2r2-carry", "eagle3") for seen in ("", ", a window")],
+)
 @settings(
     max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -251,8 +266,10 @@ def test_what_a_drafter_says_it_kept_is_what_it_would_compute(
             assert isinstance(drafter, StreamDrafter) and isinstance(fresh, StreamDrafter)
             # what waits for the next draft is kept as tokens
             kept = min(kept, drafter._refreshed, fresh._refreshed)
-            compared += kept
-            for ours, theirs in zip(own_store(drafter, kept), own_store(fresh, kept), strict=True):
+            begin = max(drafter._seen_from, fresh._seen_from)
+            compared += max(0, kept - begin)
+            stores = (own_store(one, begin, kept) for one in (drafter, fresh))
+            for ours, theirs in zip(*stores, strict=True):
                 torch.testing.assert_close(
                     ours, theirs, rtol=0, atol=0 if backend == "native" else 1e-4
                 )

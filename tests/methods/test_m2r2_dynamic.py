@@ -446,7 +446,7 @@ def test_a_narrow_copy_that_knows_nothing_is_never_believed(
     copy = decoder.narrow()
     assert copy is not None
     nothing = copy.owner.linear(torch.zeros_like(decoder.head_weight))
-    monkeypatch.setattr(decoder, "_narrow", replace(copy, head=nothing))
+    monkeypatch.setattr(decoder, "_narrow", replace(copy, told=nothing, exact=None))
     expected = plain_text(decoder, PROMPTS[:1])
     assert with_margin(decoder, 1e-6).sequences == expected
     assert with_margin(decoder, 0.0).sequences != expected
@@ -458,7 +458,7 @@ def test_a_narrow_copy_that_is_the_model_needs_no_margin(monkeypatch: pytest.Mon
         pytest.skip("this processor multiplies no bytes")
     copy = decoder.narrow()
     assert copy is not None
-    same = replace(copy, layers=decoder.packed_layers, head=decoder.head)
+    same = replace(copy, layers=decoder.packed_layers, told=decoder.head, exact=None)
     monkeypatch.setattr(decoder, "_narrow", same)
     assert with_margin(decoder, 0.0).sequences == plain_text(decoder, PROMPTS[:1])
 

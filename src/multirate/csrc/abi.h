@@ -181,6 +181,7 @@ typedef struct {
 typedef struct {
     const Layer *layers;
     const Linear *head;
+    const bf16 *exact_head; // [vocab, hidden] as SpeculativeStep's
     float margin;    // a row that is reached, and whose two best logits are less than this apart,
                      // runs again with the model's own weights
     int32_t refresh; // a pass of the model's own weights has so many rows where there are enough:
@@ -256,6 +257,8 @@ typedef struct {
     const Linear *draft_head, *head;
     const float *draft_norm, *norm; // [hidden] before each
     const int64_t *token_map;       // [draft_vocab] the id of each output of draft_head, or NULL
+    const bf16 *exact_head; // [draft_vocab, hidden] what draft_head is a narrow copy of: it has the
+                            // last word on the likeliest tokens' logits. NULL: nothing has
     int64_t *ids;       // [nodes + 1] in: tokens to refresh, then the last token; out: the emitted
     float *carried;     // [nodes + 1, hidden] in: of each of ids; out: of the accepted path. NULL:
                         // nothing is carried
@@ -426,10 +429,12 @@ void mr_top(const float *logits, int count, int vocab, int stride, int k, float 
 void mr_best(Workspace *work, const float *logits, int count, int vocab, int stride, int k,
              int64_t *ids);
 // mr_top of head · RMSNorm(x) + noise[row] of the outputs' tokens token_map [vocab] (NULL: the
-// first ones); noise NULL: none. logits: scratch [count, head->outputs].
+// first ones); noise NULL: none. exact: as SpeculativeStep.exact_head. logits: scratch [count,
+// head->outputs].
 void mr_head_top(Workspace *work, const Linear *head, const float *norm, float eps, const float *x,
-                 int count, int vocab, const Noise *noise, const int64_t *token_map, int k,
-                 float sharpness, float *logits, int64_t *ids, float *probabilities);
+                 int count, int vocab, const Noise *noise, const int64_t *token_map,
+                 const bf16 *exact, int k, float sharpness, float *logits, int64_t *ids,
+                 float *probabilities);
 // ids (or, where NULL, residuals x entering layer `start`) → x = h_stop and the argmax of each
 // row's logits (ties: the lowest id), with noise [rows] as mr_noisy_argmax, NULL: without. logits:
 // scratch [rows, head->outputs].

@@ -2,6 +2,7 @@
 // the target model's own rows, and the tree of tokens that comes of it.
 #include "draft.h"
 
+#include "head.h"
 #include "ngram.h"
 #include "noise.h"
 #include "norm.h"
@@ -302,10 +303,16 @@ static int grow(Tree *t, float *logits, int count) {
     int32_t *frontier = t->frontier;
     int candidates = 0, continued = 0, last = t->n;
     int trusted[MAX_CANDIDATES];
+    Noise noise = {0};
     if (limits->noise) { // nodes of a level have one place
-        Noise noise = noise_ahead(limits->noise, t->depth[frontier[0]]);
+        noise = noise_ahead(limits->noise, t->depth[frontier[0]]);
         add_noise(&noise, token_map, vocab, logits, count, step->draft_head->outputs);
     }
+    for (int f = 0; step->exact_head && f < count; f++)
+        refine_likeliest(step->exact_head, output_of(step, frontier[f]), step->draft_norm,
+                         step->stream->shape->eps, step->stream->shape->hidden, vocab,
+                         limits->noise ? &noise : NULL, token_map,
+                         logits + (size_t)f * step->draft_head->outputs);
     mr_top(logits, count, vocab, step->draft_head->outputs, k, (float)limits->sharpness, best,
            probs);
     if (token_map)

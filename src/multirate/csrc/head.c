@@ -2,6 +2,7 @@
 #include "head.h"
 
 #include "noise.h"
+#include "norm.h"
 #include "screen.h"
 #include "simd.h"
 #include "threads.h"
@@ -60,6 +61,53 @@ void mr_top(const float *logits, int count, int vocab, int stride, int k, float 
     }
 }
 
+#define REFINED 8
+
+// One body for all callers, so that none gets a logit of other rounding.
+void __attribute__((noinline)) refine_likeliest(const bf16 *exact, const float *x,
+                                                const float *norm, float eps, int d, int vocab,
+                                                const Noise *noise, const int64_t *token_map,
+                                                float *logits) {
+    int64_t best[REFINED];
+    int found = best_of(logits, vocab, REFINED < vocab ? REFINED : vocab, best);
+    float scale = norm ? inverse_rms(x, d, eps) : 1.0f;
+    for (int j = 0; j < found; j++) {
+        const bf16 *weight = exact + (size_t)best[j] * d;
+        fv sum = all(0.0f);
+        for (int i = 0; i < d; i += LANES) {
+            fv v = load_v(x + i) * load_bf16_v(weight + i);
+            sum += norm ? v * load_v(norm + i) : v;
+        }
+        float logit = scale * sum_v(sum), number = 0.0f;
+        int64_t id = token_map ? token_map[best[j]] : best[j];
+        if (noise)
+            mr_noise(noise, &id, 1, &number);
+        logits[best[j]] = logit + number;
+    }
+}
+
+typedef struct {
+    const bf16 *exact;
+    const float *x, *norm;
+    float *logits;
+    float eps;
+    int d, count, vocab, stride;
+} RefineCall;
+
+static void run_refine(Workspace *work, void *context, int id, int threads) {
+    const RefineCall *call = context;
+    (void)work;
+    for (int n = id; n < call->count; n += threads)
+        refine_likeliest(call->exact, call->x + (size_t)n * call->d, call->norm, call->eps, call->d,
+                         call->vocab, NULL, NULL, call->logits + (size_t)n * call->stride);
+}
+
+void refine_rows(Workspace *work, const bf16 *exact, const float *x, const float *norm, float eps,
+                 int d, int count, int vocab, int stride, float *logits) {
+    RefineCall call = {exact, x, norm, logits, eps, d, count, vocab, stride};
+    run_parallel(work, run_refine, &call);
+}
+
 typedef struct {
     const float *logits;
     int64_t *ids;
@@ -106,10 +154,17 @@ void mr_argmax_pass(Workspace *work, const Shape *shape, const Layer *layers,
 }
 
 void mr_head_top(Workspace *work, const Linear *head, const float *norm, float eps, const float *x,
-                 int count, int vocab, const Noise *noise, const int64_t *token_map, int k,
-                 float sharpness, float *logits, int64_t *ids, float *probabilities) {
+                 int count, int vocab, const Noise *noise, const int64_t *token_map,
+                 const bf16 *exact, int k, float sharpness, float *logits, int64_t *ids,
+                 float *probabilities) {
     mr_linear(work, head, x, norm, eps, count, logits, 0);
-    for (int n = 0; noise && n < count; n++)
-        add_noise(&noise[n], token_map, vocab, logits + (size_t)n * head->outputs, 1, 0);
+    for (int n = 0; n < count; n++) {
+        float *row = logits + (size_t)n * head->outputs;
+        if (noise)
+            add_noise(&noise[n], token_map, vocab, row, 1, 0);
+        if (exact)
+            refine_likeliest(exact, x + (size_t)n * head->inputs, norm, eps, head->inputs, vocab,
+                             noise ? &noise[n] : NULL, token_map, row);
+    }
     mr_top(logits, count, vocab, head->outputs, k, sharpness, ids, probabilities);
 }

@@ -2,6 +2,7 @@
 // With the argmax of the logits, or of logits and noise, it is one call; of others the caller
 // chooses the tokens between two.
 #include "draft.h"
+#include "head.h"
 #include "noise.h"
 #include "screen.h"
 #include "simd.h"
@@ -14,15 +15,20 @@ typedef struct {
     const Linear *head;
     const Screen
         *screen; // logits that run_rows leaves are its upper bounds; NULL: they are the head's
+    const bf16 *exact; // has the last word on the likeliest of these; or NULL
 } Target;
 
 static Target own_weights(const SpeculativeStep *step) {
-    return (Target){step->stream->layers, step->head, NULL};
+    return (Target){step->stream->layers, step->head, NULL, NULL};
+}
+
+static Target narrow_copy(const SpeculativeStep *step) {
+    return (Target){step->narrow->layers, step->narrow->head, NULL, step->narrow->exact_head};
 }
 
 // The same where all that is asked of the logits is the next token.
 static Target own_tokens(const SpeculativeStep *step) {
-    return (Target){step->stream->layers, step->head, step->screen};
+    return (Target){step->stream->layers, step->head, step->screen, NULL};
 }
 
 // What verification leaves of rows: [rows, hidden], [rows, taps, hidden], [rows, head->outputs].
@@ -314,6 +320,9 @@ static void run_rows(Workspace *work, const SpeculativeStep *step, const Target 
                     rows->count, shape->vocab, to.logits);
     else
         mr_linear(work, target->head, to.hidden, step->norm, shape->eps, rows->count, to.logits, 0);
+    if (target->exact)
+        refine_rows(work, target->exact, to.hidden, step->norm, shape->eps, shape->hidden,
+                    rows->count, shape->vocab, target->head->outputs, to.logits);
     carry_features(work, step, rows->count, to);
 }
 
@@ -370,8 +379,7 @@ int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int 
     int32_t path[MAX_NODES + 1];
     RowTable table;
     int narrow = step->narrow && !step->noise;
-    Target target =
-        narrow ? (Target){step->narrow->layers, step->narrow->head, NULL} : own_tokens(step);
+    Target target = narrow ? narrow_copy(step) : own_tokens(step);
     Doubtful doubtful = {&table, step->ids[first + count - 1], 0};
     Part part = part_of(step, limits, length, first, count);
     Verified rows = all_rows(step);

@@ -419,9 +419,12 @@ class _Paces:
 
     def __init__(self, guess: tuple[float, float], strength: float, levels: bool) -> None:
         self._strength, self._levels = strength, levels
-        self._guess = np.array(guess, np.float64)
-        self._seconds, self._expected = np.zeros(2), np.zeros(2)
-        self._usual = _USUAL_STEPS * strength / _PACE_STEPS * np.array([[1.0, 1.0], guess])
+        # of steps without and with own drafts, each
+        self._guess = [float(ratio) for ratio in guess]
+        self._seconds, self._expected = [0.0, 0.0], [0.0, 0.0]
+        weight = _USUAL_STEPS * strength / _PACE_STEPS
+        self._usual_seconds = [weight * ratio for ratio in guess]
+        self._usual_expected = [weight, weight]
         self._drafting = 0.0  # of the expected seconds of steps with own drafts
         self.plain, self.stream = guess
         self.level = self.plain
@@ -431,27 +434,31 @@ class _Paces:
         """A step was expected to take so many, of them `drafting` for own drafts, if it had any."""
         kind = int(drafting is not None)
         self.plain_steps += not kind
-        self._expected *= _PACE_MEMORY
-        self._seconds *= _PACE_MEMORY
+        for i in (0, 1):
+            self._expected[i] *= _PACE_MEMORY
+            self._seconds[i] *= _PACE_MEMORY
         self._expected[kind] += expected
         self._seconds[kind] += seconds
-        self._usual[:, kind] = _USUAL_MEMORY * self._usual[:, kind] + (expected, seconds)
-        ratio = self._usual[1] / self._usual[0]
-        ratio /= ratio[kind]
-        # towards what this kind takes now, times the ratio
-        self._guess += (1 - _PACE_MEMORY) * (self._estimates()[kind] * ratio - self._guess)
-        self.plain, self.stream = self._estimates().clip(*_SLOWEST).tolist()
+        self._usual_expected[kind] = _USUAL_MEMORY * self._usual_expected[kind] + expected
+        self._usual_seconds[kind] = _USUAL_MEMORY * self._usual_seconds[kind] + seconds
+        usual = [self._usual_seconds[i] / self._usual_expected[i] for i in (0, 1)]
+        now = self._estimate(kind)
+        for i in (0, 1):  # towards what this kind takes now, times the ratio
+            towards = now * usual[i] / usual[kind]
+            self._guess[i] += (1 - _PACE_MEMORY) * (towards - self._guess[i])
+        low, high = _SLOWEST
+        self.plain, self.stream = (min(max(self._estimate(i), low), high) for i in (0, 1))
         self.stream = max(self.stream, _LEAST_STREAM[self._levels] * self.plain)
         self.level = self.plain
         self._drafting = _PACE_MEMORY * self._drafting + (drafting or 0.0)
         if self._levels and self._drafting:
-            beyond = (self.stream - self.plain) * float(self._expected[1]) / self._drafting
+            beyond = (self.stream - self.plain) * self._expected[1] / self._drafting
             self.level = self.plain + min(max(beyond, 0.0), _DEAREST_LEVEL * self.plain)
 
-    def _estimates(self) -> np.ndarray:
-        """Of steps without and with own drafts, [2], as timed lately and guessed."""
-        seconds = self._seconds + self._strength * self._guess
-        return np.asarray(seconds / (self._expected + self._strength))
+    def _estimate(self, kind: int) -> float:
+        """Of steps without (0) and with (1) own drafts, as timed lately and guessed."""
+        seconds = self._seconds[kind] + self._strength * self._guess[kind]
+        return seconds / (self._expected[kind] + self._strength)
 
 
 def convex_slopes(seconds: Sequence[float]) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from multirate.methods.common.config import DraftWeights
+from multirate.methods.common.config import ExitWeights
 from multirate.methods.common.exits import ExitsConfig, spaced_exits
 from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
@@ -37,7 +37,7 @@ class CalmDecodeConfig(DepthDecodeConfig):
     decay: float = 4.0
     expected_tokens: int = 0
     kv: Literal["propagate", "deferred"] = "propagate"
-    weights: DraftWeights = "int8"
+    weights: ExitWeights = "int8"
 
     def check(self) -> None:
         self.require(self.decay >= 0, "decay", "0 or more")

@@ -13,10 +13,12 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 from multirate.errors import UserError
 
 C = TypeVar("C", bound="MethodConfig")
-DraftWeights = Literal["int8", "bf16"]
-"""How the native kernel packs weights that only draft: int8 halves what a drafted level reads and
-changes drafts, never the text (docs/experiments.md). [ours]
+DraftWeights = Literal["int4", "int8", "bf16"]
+"""How the native kernel packs weights that only draft: int8 halves what a drafted level reads, int4
+takes a third of it, and both change drafts, never the text (docs/experiments.md). [ours]
 """
+ExitWeights = Literal["int8", "bf16"]
+"""The same of a reduced head that tokens leave through: what it says is the text. [ours]"""
 MAX_COUNT = 1 << 20
 """Of anything that decides a tensor's size: a config may come from anywhere, and products of sizes
 must stay below 2^63.

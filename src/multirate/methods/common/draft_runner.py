@@ -40,6 +40,11 @@ class DraftRunner(ABC):
 
     _slow_cache: KVCache | None = None
 
+    @property
+    def window(self) -> int | None:
+        """How many of the newest tokens the own layer sees; None: all."""
+        return None
+
     @abstractmethod
     def begin(self, cache: KVCache) -> None:
         """A new generation over the slow residual's `cache`."""
@@ -121,6 +126,17 @@ class NativeDraftRunner(DraftRunner):
     packed: abi.CData
     head: DraftHead
     own_layer: OwnLayer | None = None
+
+    @property
+    def window(self) -> int | None:
+        return None if self.own_layer is None else self.own_layer.window
+
+    def see(self, window: int | None) -> None:
+        """From now on the own layer, if there is one, sees so many of the newest tokens; None:
+        all.
+        """
+        if self.own_layer is not None:
+            self.own_layer.window = window
 
     @property
     def arla(self) -> abi.CData | None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.methods.common.config import DraftWeights
+from multirate.methods.common.config import ExitWeights
 from multirate.methods.common.fused_steps import DraftHead
 from multirate.model.decoder import Decoder
 from multirate.model.native import NativeDecoder
@@ -33,7 +33,7 @@ class ExitHead:
     """
 
     def __init__(
-        self, decoder: Decoder, tokens: Tensor | None = None, weights: DraftWeights = "int8"
+        self, decoder: Decoder, tokens: Tensor | None = None, weights: ExitWeights = "int8"
     ) -> None:
         self._decoder = decoder
         self._tokens = None if tokens is None else tokens.to(decoder.info.device)

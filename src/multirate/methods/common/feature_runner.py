@@ -19,7 +19,7 @@ from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder
 from multirate.model.native.own_layer import tiles
-from multirate.model.native.packing import Owner, draft_layout
+from multirate.model.native.packing import Owner, draft_layout, mixing_layout
 from multirate.model.rows import Rows
 
 
@@ -84,7 +84,7 @@ class NativeFeatureRunner(NativeDraftRunner, FeatureRunner):
     ) -> None:
         super().__init__(decoder, stream)
         c, self._owner = stream.config, Owner(draft_layout(weights))
-        owner = self._owner
+        owner, self._mixing = self._owner, Owner(mixing_layout(weights))
         norms = {"norm_mlp": owner.floats(stream.mlp_norm.weight), **self.layer_norms(owner)}
         self.own_layer = packed_layer(decoder, owner, stream.attn, stream.mlp, c.norm_eps, norms)
         self.head = self.draft_head(owner)
@@ -92,7 +92,7 @@ class NativeFeatureRunner(NativeDraftRunner, FeatureRunner):
             block_shape=self.own_layer.shape,
             block=self.own_layer.layer,
             carry_eps=c.norm_eps,
-            **self.stream_fields(owner),
+            **self.stream_fields(self._mixing),
         )
 
     @abstractmethod

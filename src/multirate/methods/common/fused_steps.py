@@ -26,7 +26,7 @@ from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
-from multirate.model.native.packing import Owner, exact_layout
+from multirate.model.native.packing import INT8, W4A16, Owner, exact_layout
 from multirate.model.noise import NOT_FINITE, Noise
 from multirate.model.rows import Rows
 
@@ -39,7 +39,9 @@ REFRESH = 4
 class DraftHead:
     """What a stream's output is read with. ``token_map``: address of each output's id, int64
     [vocab]; None: itself. ``norm``: address of the norm before it, [hidden]; None: the model's.
-    ``tokens``: the ids themselves, [vocab], where there is a map.
+    ``tokens``: the ids themselves, [vocab], where there is a map. ``exact``: address of what
+    ``linear`` is a narrow copy of, bf16 [vocab, hidden], which has the last word on the likeliest
+    tokens; None: nothing has.
     """
 
     linear: abi.CData
@@ -47,6 +49,7 @@ class DraftHead:
     token_map: int | None = None
     norm: int | None = None
     tokens: Sequence[int] | None = None
+    exact: int | None = None
 
     def top(
         self,
@@ -70,6 +73,7 @@ class DraftHead:
             self.token_map,
             self.norm,
             normed,
+            self.exact,
         )
         if self.tokens is None:
             return ids, probs
@@ -84,11 +88,23 @@ class DraftHead:
             return DraftHead(decoder.head, decoder.info.vocab_size)
         chosen: Tensor | slice = slice(None) if tokens is None else tokens.cpu()
         bias = None if decoder.head_bias is None else decoder.head_bias[chosen]
-        linear = owner.linear(decoder.head_weight[chosen], bias)
+        linear, exact = DraftHead.packed(owner, decoder.head_weight[chosen], bias)
         if tokens is None:
-            return DraftHead(linear, decoder.info.vocab_size)
+            return DraftHead(linear, decoder.info.vocab_size, exact=exact)
         ids = tokens.cpu().to(torch.int64).contiguous()
-        return DraftHead(linear, len(ids), owner.address(ids), tokens=ids.tolist())
+        return DraftHead(linear, len(ids), owner.address(ids), tokens=ids.tolist(), exact=exact)
+
+    @staticmethod
+    def packed(
+        owner: Owner, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[abi.CData, int | None]:
+        """A head [vocab, hidden] as ``owner`` packs weights → (`linear`, `exact`)."""
+        if owner.layout != W4A16:
+            return owner.linear(weight, bias), None
+        if bias is not None:  # the exact rows would need it, too
+            return replace(owner, layout=INT8).linear(weight, bias), None
+        exact = weight.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+        return owner.linear(weight), owner.address(exact)
 
 
 @dataclass(frozen=True)
@@ -122,7 +138,8 @@ class FusedSteps:
     automaton: the text is looked up in its suffix automaton, for matches of any length; else its
     n-grams are. given: other texts that are looked up beside it. margin: greedy
     steps are verified with narrow weights first (lossy), and rows whose two best logits are less
-    than this apart with the model's own; None: all with these. Owns all buffers of a step.
+    than this apart with the model's own; None: all with these. window: how many of the newest
+    tokens the stream's own layer sees; None: all. Owns all buffers of a step.
     """
 
     @staticmethod
@@ -142,11 +159,12 @@ class FusedSteps:
         automaton: bool = False,
         given: GivenTexts | None = None,
         margin: float | None = None,
+        window: int | None = None,
     ) -> None:
         nodes, d = limits.nodes, decoder.info.hidden_size
         if limits.trust:
             nodes += limits.trust.nodes
-        self._library = library.kernel()
+        self._library, self._window = library.kernel(), window
         self._decoder, self._nodes, self._refresh, self._entered = decoder, nodes, refresh, 0
         self._ids = np.zeros(nodes + 1, np.int64)
         self._carried = torch.zeros(nodes + 1, d)
@@ -187,6 +205,7 @@ class FusedSteps:
             draft_norm=(head and head.norm) or decoder.norm_address,
             norm=decoder.norm_address,
             token_map=head.token_map if head else None,
+            exact_head=head.exact if head else None,
             ids=abi.longs(self._ids),
             carried=self._carried.data_ptr(),
             tokens=abi.longs(self._tokens),
@@ -226,7 +245,8 @@ class FusedSteps:
         narrow = abi.new(
             "Narrow",
             layers=weights.layers,
-            head=weights.head,
+            head=weights.told,
+            exact_head=weights.exact,
             margin=margin,
             refresh=REFRESH,
             hidden=hidden.data_ptr(),
@@ -369,6 +389,8 @@ class FusedSteps:
     def trusted(self) -> set[int]:
         """The trusted nodes of the last draft."""
         mask = self._step.trusted
+        if not mask:
+            return set()
         return {node for node in range(1, self._step.drafted + 1) if mask >> (node - 1) & 1}
 
     def _choose(self, sampler: Sampler, length: int) -> int:
@@ -403,6 +425,14 @@ class FusedSteps:
         self._pending_ids += self._ids[: self._entered].tolist()
         if self._carries:
             self._pending_carried.append(self._carried[: self._entered].clone())
+
+    def _forget_unseen(self) -> None:
+        """Of what waits, the tokens that the stream's own layer will not see."""
+        unseen = len(self._pending_ids) - (self._window or len(self._pending_ids))
+        if unseen > 0:
+            self._pending_ids = self._pending_ids[unseen:]
+            if self._pending_carried:
+                self._pending_carried = [torch.cat(self._pending_carried)[unseen:]]
 
     def learn_from(
         self, continuations: ContinuationRates, calibration: Calibration | None = None
@@ -551,6 +581,8 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
     behind = [one for one in every if one._pending_ids and one._limits.stream]
     if not behind:
         return
+    for one in behind:
+        one._forget_unseen()
     first = behind[0]
     ids = np.array([token for one in behind for token in one._pending_ids], np.int64)
     pieces = [piece for one in behind for piece in one._pending_carried]

@@ -13,6 +13,7 @@ from multirate.model.rows import MAX_TREE_BIT
 TUNABLE = {"nodes": (7, 11, 16), "depth": (4, 8), "width": (1, 2)}
 """For ``MethodSpec.tunable``: the settings that shape a tree."""
 MAX_DEPTH = 32
+MAX_WINDOW = 1 << 30
 MAX_CANDIDATES = 17  # of a node: the kernel's arrays end there
 
 
@@ -41,8 +42,10 @@ class StreamDecodeConfig(MethodConfig):
     rejection sampling; without lookup, and the kernel does not fuse their steps. With the first two
     the text of a seed is that of plain decoding. With a repetition penalty drafts are chains by the
     whole pipeline, drawn or coupled. All were measured: docs/experiments.md. [ours]
-    weights: of what only drafts on the native kernel: int8 (half the memory read, other drafts, the
-    same text) or bf16. [ours]
+    window: tokens that the stream's own layer sees on the native kernel, the newest ones: of a long
+    prompt no others are read before the first draft. None: all. [ours]
+    weights: of what only drafts on the native kernel: int4 (a third of the memory read, other
+    drafts, the same text), int8 (half of it) or bf16. [ours]
     margin: dynamic mode (lossy): drafts are verified with a narrow copy of the model's weights,
     and a token whose two likeliest candidates' logits are less than this apart is decided by the
     model's own; None: all are. Greedy decoding of one sequence on the native kernel, where the
@@ -59,7 +62,8 @@ class StreamDecodeConfig(MethodConfig):
     lookup: int | LookupName = 0
     texts: str | None = None
     drafts: Literal["coupled", "likeliest", "drawn"] = "coupled"
-    weights: DraftWeights = "int8"
+    window: int | None = 256
+    weights: DraftWeights = "int4"
     margin: float | None = None
 
     def check(self) -> None:
@@ -80,6 +84,11 @@ class StreamDecodeConfig(MethodConfig):
             raise UserError(
                 f"{self.METHOD} setting margin={self.margin} is out of range; accepted: 0 or above "
                 "(logits), or None"
+            )
+        if self.window is not None and not 1 <= self.window <= MAX_WINDOW:
+            raise UserError(
+                f"{self.METHOD} setting window={self.window} is out of range; accepted: 1 to "
+                f"{MAX_WINDOW}, or None"
             )
         for name in ("draft_threshold", "verify_threshold"):
             value = getattr(self, name)

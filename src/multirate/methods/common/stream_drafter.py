@@ -53,6 +53,14 @@ class _Waiting:
         self.ids += ids
         self.carried.append(carried)
 
+    def keep_newest(self, count: int | None) -> bool:
+        """Only the last `count` tokens; None: all. Returns whether there were more."""
+        if count is None or len(self.ids) <= count:
+            return False
+        self.ids = self.ids[-count:]
+        self.carried = [torch.cat(self.carried)[-count:].clone()] if self.carried else []
+        return True
+
     def keep(self, count: int) -> None:
         """Only the first `count` tokens."""
         self.ids = self.ids[:count]
@@ -165,7 +173,9 @@ class StreamDrafter(Drafter):
         self._cache: KVCache | None = None
         self._samples = False  # whether the generation under way is not greedy
         self._waiting: dict[int, _Waiting] = {}
-        self._refreshed = 0  # tokens of sequence 0 whose K/V in the stream's own layer are final
+        # Of sequence 0: tokens whose K/V in the stream's own layer are final, but for those before
+        # `_seen_from`, which are not there: its window ended after them.
+        self._refreshed = self._seen_from = 0
         self._shared = self._new_estimates()
         self._own: dict[int, _Estimates] = {}  # by sequence
         self._streamed: set[int] = set()  # sequences whose step under way the stream drafts
@@ -182,6 +192,8 @@ class StreamDrafter(Drafter):
                     nodes=self.max_nodes - config.nodes,
                 )
             self._fused = FusedSequences(partial(self._new_fused, decoder, runner))
+        if isinstance(runner, NativeDraftRunner):
+            runner.see(config.window)
 
     def _new_fused(self, decoder: NativeDecoder, runner: NativeDraftRunner) -> FusedSteps:
         config = self.config
@@ -204,6 +216,7 @@ class StreamDrafter(Drafter):
             automaton=self._lookup.automaton,
             given=self._lookup.given,
             margin=self._margin,
+            window=runner.window,
         )
 
     def _new_estimates(self) -> _Estimates:
@@ -273,7 +286,7 @@ class StreamDrafter(Drafter):
 
     def _enter(self, cache: KVCache, sampler: Sampler) -> None:
         self._cache, self._sampler, self._samples = cache, sampler, not sampler.greedy
-        self._waiting, self._refreshed = {}, 0
+        self._waiting, self._refreshed, self._seen_from = {}, 0, 0
         self._texts, self._trees, self._matches = {}, {}, {}
         self._own, self._streamed = {}, set()
         self._refused = -np.inf
@@ -302,7 +315,12 @@ class StreamDrafter(Drafter):
             return 0
         if not self._refresh:
             return length
-        return min(length, self._refreshed + len(self._left_behind().ids))
+        length = min(length, self._refreshed + len(self._left_behind().ids))
+        window = self.runner.window
+        if window is not None and self._seen_from and length - window < self._seen_from:
+            # the text parts from the earlier one where the own layer sees what it has not read
+            return max(0, length - window)
+        return length
 
     def _left_behind(self) -> _Waiting:
         """The tokens after the refreshed ones of sequence 0 that the block could read."""
@@ -314,8 +332,10 @@ class StreamDrafter(Drafter):
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
         if self._shared.controller is not None:
             self._shared.controller.pause()
-        behind, refreshed = self._left_behind(), self._refreshed
+        behind, refreshed, seen_from = self._left_behind(), self._refreshed, self._seen_from
         self._enter(cache, sampler)
+        if seen_from:  # where it lies ahead, what has been kept ends before, and the rest is read
+            self._seen_from = min(seen_from, cache.lengths[0] + 1)
         # the token after the kept ones is read again and gives no carried residual of its own: what
         # is known of it is kept, too
         self._refreshed = min(refreshed, cache.lengths[0] + 1)
@@ -330,23 +350,32 @@ class StreamDrafter(Drafter):
         hidden_final: Sequence[Tensor],
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
-        """Prompts are read by the block when the stream drafts first."""
+        """Prompts are read by the block when the stream drafts first: what it will see of them."""
+        window = self.runner.window
         for seq, prompt, final, inner in zip(seqs, prompts, hidden_final, taps, strict=True):
-            hidden = self.runner.carried(final, inner)
+            unseen = 0 if window is None else max(0, len(final) - window - 1)
+            hidden = self.runner.carried(
+                final[unseen:], {layer: states[unseen:] for layer, states in inner.items()}
+            )
             waiting = self._waiting.setdefault(seq, _Waiting([], [], hidden[-1]))
             waiting.last = hidden[-1]
             first = len(prompt) - len(hidden)
             carried = hidden[:-1]
             if first:
-                # the first token read again has its K/V in the block; what it gives is the next
-                # one's h_L
+                # the first token read again has its K/V in the block, or is not seen; what it gives
+                # is the next one's h_L
                 first += 1
             else:
                 carried = torch.cat([torch.zeros_like(hidden[:1]), carried])
+            if unseen:
+                waiting.keep(0)
             if self._refresh and first < len(prompt):
                 waiting.add(prompt[first:], carried)
+            forgotten = waiting.keep_newest(window)
             if seq == 0:
                 self._refreshed = len(prompt) - len(waiting.ids)
+                if unseen or forgotten:
+                    self._seen_from = self._refreshed
 
     def behind(self, seqs: Sequence[int]) -> int:
         fused = self._fused
@@ -515,12 +544,15 @@ class StreamDrafter(Drafter):
         self._learn(seq, done.tokens, tree, path, done.drafted, done.draft_seconds)
 
     def _note_refreshed(self, seq: int) -> None:
-        """A step begins: it refreshes all of the sequence's committed tokens that were not yet, and
-        the last one enters with its true carried residual.
+        """A step begins: it refreshes all of the sequence's committed tokens that were not yet and
+        are seen, and the last one enters with its true carried residual.
         """
         assert self._cache is not None
         if seq == 0:
-            self._refreshed = self._cache.lengths[0] + 1
+            length, window = self._cache.lengths[0], self.runner.window
+            if window is not None and self.behind([0]) > window:
+                self._seen_from = length - window
+            self._refreshed = length + 1
 
     def _price(self, known: _Estimates, sequences: int) -> None:
         """Thresholds of the next step, from the costs where the settings leave them open."""
@@ -630,6 +662,7 @@ class StreamDrafter(Drafter):
         for seq in seqs:
             self._note_refreshed(seq)
             waiting = self._waiting[seq]
+            waiting.keep_newest(self.runner.window)
             if waiting.ids:
                 parts.append(Rows.causal(seq, lengths[seq] - len(waiting.ids), len(waiting.ids)))
                 ids += waiting.ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from multirate.methods.common.config import DraftWeights
+from multirate.methods.common.config import ExitWeights
 from multirate.methods.common.exits import ExitsConfig, spaced_exits
 from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
@@ -46,4 +46,4 @@ class DeedDecodeConfig(DepthDecodeConfig):
 
     threshold: float | None = 0.9
     kv: Literal["propagate", "deferred"] = "deferred"
-    weights: DraftWeights = "int8"
+    weights: ExitWeights = "int8"

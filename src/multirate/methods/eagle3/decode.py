@@ -33,12 +33,14 @@ class NativeEagle3Runner(NativeFeatureRunner):
     def draft_head(self, owner: Owner) -> DraftHead:
         tokens = self.stream.draft_tokens
         ids = None if tokens is None else tokens.cpu().to(torch.int64).contiguous()
+        linear, exact = DraftHead.packed(owner, self.stream.head.weight)
         return DraftHead(
-            owner.linear(self.stream.head.weight),
+            linear,
             len(self.stream.head.weight),
             owner.address(ids),
             owner.floats(self.stream.norm.weight),
             None if ids is None else ids.tolist(),
+            exact,
         )
 
     def stream_fields(self, owner: Owner) -> dict[str, Any]:

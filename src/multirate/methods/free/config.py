@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from multirate.methods.common.config import DraftWeights
+from multirate.methods.common.config import ExitWeights
 from multirate.methods.common.exits import ExitsConfig
 from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
@@ -50,7 +50,7 @@ class FreeDecodeConfig(DepthDecodeConfig):
 
     threshold: float | None = 0.9
     kv: Literal["propagate", "deferred"] = "deferred"
-    weights: DraftWeights = "int8"
+    weights: ExitWeights = "int8"
 
     def check(self) -> None:
         self.require_share("threshold")

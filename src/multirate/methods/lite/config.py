@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from multirate.methods.common.config import DraftWeights
+from multirate.methods.common.config import ExitWeights
 from multirate.methods.common.exits import ExitsConfig, spaced_exits
 from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
@@ -68,4 +68,4 @@ class LiteDecodeConfig(DepthDecodeConfig):
 
     thresholds: tuple[float | None, ...] | None = None
     kv: Literal["propagate", "deferred"] = "propagate"
-    weights: DraftWeights = "int8"
+    weights: ExitWeights = "int8"

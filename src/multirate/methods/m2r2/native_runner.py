@@ -21,14 +21,19 @@ from multirate.methods.m2r2.runner import StreamRunner
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.own_layer import OwnLayer, tiles
-from multirate.model.native.packing import Owner, draft_layout, interleave_gate_up
+from multirate.model.native.packing import (
+    Owner,
+    draft_layout,
+    interleave_gate_up,
+    mixing_layout,
+)
 
 
 class NativeStreamRunner(NativeDraftRunner, StreamRunner):
     """Same contract as StreamRunner, with packed copies of the stream's weights. Residuals are
     fp32.
 
-    weights: how what only drafts is packed, "int8" or "bf16" (M2R2DecodeConfig).
+    weights: how what only drafts is packed (M2R2DecodeConfig).
     """
 
     decoder: NativeDecoder
@@ -52,6 +57,7 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
         super().__init__(decoder, stream, gate)
         self._library = library.kernel()
         self._owner = owner = Owner(draft_layout(weights))
+        self._mixing = mixing = Owner(mixing_layout(weights))
         self._d = decoder.info.hidden_size
         config, carry = stream.config, stream.carry
         self.head = DraftHead.of(decoder, owner, stream.draft_tokens)
@@ -66,9 +72,9 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
         )
         self.packed = decoder.stream(
             adapters=None if self._adapters is None else self._adapters.address,
-            carry=abi.new("Linear") if carry is None else owner.linear(carry.proj.weight),
+            carry=abi.new("Linear") if carry is None else mixing.linear(carry.proj.weight),
             carry_norm=None if carry is None else owner.floats(carry.norm.weight),
-            **_packed_fusion(owner, stream.fusions, gate),
+            **_packed_fusion(mixing, stream.fusions, gate),
             **({} if self._packed_taps is None else self._packed_taps.fields()),
             carry_eps=config.norm_eps,
             exit_layer=gate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from multirate.methods.common.config import DraftWeights
+from multirate.methods.common.config import ExitWeights
 from multirate.methods.common.exits import ExitsConfig
 from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
@@ -61,7 +61,7 @@ class SpecEEDecodeConfig(DepthDecodeConfig):
     threshold: float | None = 0.5
     hot: int = 4
     kv: Literal["propagate", "deferred"] = "propagate"
-    weights: DraftWeights = "int8"
+    weights: ExitWeights = "int8"
 
     def check(self) -> None:
         self.require_share("threshold")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -34,6 +34,7 @@ from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.draft_verification import MAX_NODES, DraftVerification
 from multirate.model.native.packing import (
     FINER_ROWS,
+    W4A8,
     W8_BLOCK,
     W8A8,
     Owner,
@@ -59,6 +60,12 @@ class NarrowWeights:
 
     layers: abi.CData
     head: abi.CData
+    told: abi.CData
+    """The head where only its likeliest tokens are asked for: in 4 bits where `exact` has the last
+    word on these (csrc/head.c).
+    """
+    exact: int | None
+    """Address of the model's own head, bf16 [vocab, hidden]; None: nothing has."""
     owner: Owner  # keeps them alive
 
 
@@ -427,7 +434,11 @@ class NativeDecoder(Decoder):
                 if self.screen
                 else owner.linear(self.head_weight, self.head_bias)
             )
-            self._narrow = NarrowWeights(abi.array("Layer", layers), head, owner)
+            told, exact = head, None
+            if self.head_bias is None and self.head_weight.is_contiguous():
+                told = replace(owner, layout=W4A8).linear(self.head_weight)
+                exact = self.head_weight.data_ptr()
+            self._narrow = NarrowWeights(abi.array("Layer", layers), head, told, exact, owner)
         return self._narrow
 
     def in_8_bits(self) -> NativeDecoder:
@@ -535,12 +546,14 @@ class NativeDecoder(Decoder):
         token_map: int | None = None,
         norm: int | None = None,
         normed: bool = False,
+        exact: int | None = None,
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The ``count`` likeliest of ``head``'s ``vocab`` outputs for each row of x [n, d], best
         first, and their probabilities under softmax(sharpness · logits). noise[i]: added to the
         logits of row i, that of the outputs' tokens, int64 [vocab] at the address token_map (None:
         the first ones). norm: the address of the norm before the head (None: the model's). normed:
-        x has passed its norm already.
+        x has passed its norm already. exact: the address of what ``head`` is a narrow copy of, bf16
+        [vocab, d], which has the last word on the likeliest; None: nothing has.
         """
         added = None if noise is None else abi.noise_of(noise)
         x, n = x.contiguous(), len(x)
@@ -556,6 +569,7 @@ class NativeDecoder(Decoder):
             vocab,
             added or abi.NULL,
             abi.at(token_map),
+            abi.at(exact),
             count,
             sharpness,
             abi.at(logits.data_ptr()),

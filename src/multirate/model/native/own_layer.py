@@ -63,6 +63,15 @@ class OwnLayer:
         )
         self.layer = layer
 
+    @property
+    def window(self) -> int | None:
+        """How many of the newest tokens, its own among them, a row sees; None: all."""
+        return int(self.layer.window) or None
+
+    @window.setter
+    def window(self, tokens: int | None) -> None:
+        self.layer.window = tokens or 0
+
     def new_cache(self, batch: int, capacity: int) -> NativeKVCache:
         """An empty one-layer cache."""
         return self._decoder.cache_of(1, batch, capacity, self._kv_heads)

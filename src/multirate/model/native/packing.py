@@ -100,6 +100,12 @@ def half_bytes_by_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     return steps.view(weight.shape), scales.view(len(weight), -1, 2)
 
 
+def nearest_half_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """As `half_bytes_by_block`, of weights that are no such numbers: the nearest ones."""
+    steps, scales, _ = _in_steps(weight.reshape(-1, W8_BLOCK), 15)
+    return steps.view(weight.shape), scales.view(len(weight), -1, 2)
+
+
 def _in_steps(parts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Blocks [n, W8_BLOCK] in `count` steps from the least to the largest → integers, (unit, least)
     [n, 2] in fp16, and the norm of what they lack [n].
@@ -140,11 +146,21 @@ def exact_layout() -> int:
 
 
 def draft_layout(weights: str) -> int:
-    """The layout of weights that only draft, and so need not be exact. weights: "int8", or "bf16"
-    for 16 bits. Processors that multiply no integers have 16 bits alone.
+    """The layout of layers and heads that only draft, and so need not be exact. weights: "int4",
+    "int8", or "bf16" for 16 bits. Processors that multiply no bytes have 8 bits for 4, those that
+    multiply no integers have 16 bits alone.
     """
-    narrow = weights == "int8" and library.kernel().mr_integer_products()
+    if weights == "int4" and byte_products():
+        return W4A16
+    narrow = weights != "bf16" and library.kernel().mr_integer_products()
     return INT8 if narrow else exact_layout()
+
+
+def mixing_layout(weights: str) -> int:
+    """The same of the small products by which a draft's residuals are mixed: 8 bits at least, as 4
+    cost them more than they save (docs/experiments.md).
+    """
+    return draft_layout("int8" if weights == "int4" else weights)
 
 
 def byte_products() -> bool:
@@ -268,8 +284,11 @@ class Owner:
         full = torch.zeros(padded(outputs), inputs)
         full[:outputs] = weight.detach().to(device="cpu", dtype=torch.float32)
         layout = exact_layout() if self.layout is None else self.layout
-        if self.half_bytes and has_half_bytes(full):
+        told_again = self.half_bytes and has_half_bytes(full)
+        if told_again and layout != W4A16:
             layout = W4A8
+        elif layout == W4A16 and inputs % W8_BLOCK:
+            layout = INT8
         scale = short = None
         if layout == INT16:
             full, scale = fixed_point(full)
@@ -286,7 +305,8 @@ class Owner:
             packed = full.view(-1, 4, 16, inputs // 4, 4).permute(0, 1, 3, 2, 4)
             scale = units.view(-1, 16, units.shape[1]).transpose(1, 2).contiguous()
         elif layout in (W4A8, W4A16):
-            full, scales = half_bytes_by_block(full)
+            find = half_bytes_by_block if told_again else nearest_half_bytes
+            full, scales = find(full)
             halves = full.view(len(full), -1, 2, 4)
             full = halves[:, :, 0] + 16 * halves[:, :, 1]  # [out, in / 8, 4]
             packed = full.view(-1, 4, 16, inputs // 8, 4).permute(0, 1, 3, 2, 4)

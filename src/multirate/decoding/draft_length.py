@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,9 +36,9 @@ _FIRST_CREDIT = 1.0  # and that a text begins with: it may suit drafts better th
 _HORIZON = 128  # tokens over which catching up is paid off
 _PACE_MEMORY, _PACE_STEPS = 0.95, 4.0  # of timed steps, and how many the costs count as
 _USUAL_MEMORY, _USUAL_STEPS = 0.99, 20.0  # of the ratio of both kinds' paces
-_RAGGED = 0.12  # tokens of a sequence and step, times the root of the logarithm of how many
-# sequences a batch has (as the largest of so many sums grows): what drafts must bring to pay. The
-# sequences of a batch that accept more end sooner, and the others' steps cost as much without them
+_RAGGED = 0.35  # times the root of the logarithm of how many sequences a batch has (as the largest
+# of so many sums grows): by how much a node of a batch must bring more to pay. The sequences that
+# accept more end sooner, and the others' steps cost as much without them
 _TRIED_PLAIN = 2  # steps of so many sequences without own drafts, to compare with, first of all
 _LEAST_STREAM = 0.4, 0.7  # of the pace of steps without own drafts, that of those with them at
 # least: of one sequence, as its costs may have been measured while something else ran, and of more
@@ -149,7 +150,9 @@ class DraftLengthController:
             accepted = expected_tokens(expected, _MEASURED_LEVELS) - 1
             weight = _MEASURED
         longest = longest if rates is None else rates.longest
-        self._drafted = DraftedSteps(longest, accepted, weight)
+        self._new_drafted = partial(DraftedSteps, longest, accepted, weight)
+        # by the sequences of a step: the more, the dearer a node, and the shorter drafts are
+        self._drafted: dict[int, DraftedSteps] = {}
         self._prices: dict[int, tuple[np.ndarray, list[float]]] = {}
         # a refreshed row runs through the pieces of a level, without reading weights again
         many = costs.verify_seconds(16) - costs.verify_seconds(8)
@@ -184,7 +187,8 @@ class DraftLengthController:
         """Another generation begins: the time until its first step is not a step's."""
         self._last = None
         self._rested, self._look_again = _RESTED, False
-        self._drafted.begin_text()
+        for drafted in self._drafted.values():
+            drafted.begin_text()
         if self._worth_it is not None:
             self._unsuited = 0 if self._worth_it else self._unsuited + 1
             self._worth_it = None
@@ -205,11 +209,11 @@ class DraftLengthController:
         """
         step = self._step
         step.draft_seconds = draft_seconds
-        self._tokens += tokens
+        self._tokens += 1 + (tokens - 1) * self._ending_sooner(step.sequences)
         step.levels = max(step.levels, levels)
         step.nodes.append(nodes)
         if step.plan.stream:
-            self._drafted.observe(matched, tokens - 1, levels, nodes)
+            self._drafted_of(step.sequences).observe(matched, tokens - 1, levels, nodes)
 
     def thresholds(self, sequences: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """(draft_threshold, verify_threshold), [nodes] each, for the next step, in which a level
@@ -232,9 +236,11 @@ class DraftLengthController:
         if self._thresholds is None or of != sequences or change > _CHANGE:
             verify_threshold = self._row_prices(sequences)[0] * row
             draft_threshold = verify_threshold + self.costs.draft_step / sequences * level
+            # the further one sequence gets ahead of the others, the less another token is worth
+            worth = self._ending_sooner(sequences) ** np.arange(1, self.nodes + 1)
             self._thresholds = (
-                draft_threshold.clip(_LEAST, _MOST),
-                verify_threshold.clip(_LEAST, _MOST),
+                (draft_threshold / worth).clip(_LEAST, _MOST),
+                (verify_threshold / worth).clip(_LEAST, _MOST),
             )
             self._priced_at = sequences, row, level
         return self._thresholds
@@ -262,8 +268,7 @@ class DraftLengthController:
                     here *= onward
                     length += 1
             lengths.append(length)
-        if text < self._lost(len(matches)):
-            lengths, text = [0] * len(matches), 0.0
+        text *= self._ending_sooner(len(matches))
         stream = self._own_gain([matched for matched, _ in matches])
         refresh = behind * self._refresh_row
         enough = text - (_SWITCHING if self._timed and self._rested == 0 else 0.0)
@@ -291,9 +296,9 @@ class DraftLengthController:
         that their time is worth.
         """
         tokens = levels = rows = 0.0
-        cumulated = self._row_prices(len(matched))[1]
+        cumulated, drafted = self._row_prices(len(matched))[1], self._drafted_of(len(matched))
         for length in matched:
-            accepted, deep, nodes = self._drafted.means(length)
+            accepted, deep, nodes = drafted.means(length)
             tokens += accepted
             levels = max(levels, deep)
             whole = min(int(nodes), self.nodes - 1)
@@ -302,7 +307,7 @@ class DraftLengthController:
         drafting = self._draft_pace * self._drafting(levels)
         own = self._pace.stream * (plain + rows + drafting)
         seconds = own - self._pace.plain * plain
-        return tokens - self._lost(len(matched)) - seconds / self._per_token
+        return tokens * self._ending_sooner(len(matched)) - seconds / self._per_token
 
     def _drafting(self, levels: float) -> float:
         """Seconds of own drafts of so many levels, by the costs."""
@@ -332,15 +337,21 @@ class DraftLengthController:
         self._catching_up = _CATCHING_UP_MEMORY * self._catching_up + seconds
         self._caught_up = _CATCHING_UP_MEMORY * self._caught_up + rows
 
-    def _lost(self, sequences: int) -> float:
-        """Tokens of what drafts of a batch bring that do not make it end sooner."""
-        return _RAGGED * sequences * math.sqrt(math.log(sequences))
+    def _ending_sooner(self, sequences: int) -> float:
+        """The share of the tokens that drafts of a batch bring by which it ends sooner."""
+        return 1 / (1 + _RAGGED * math.sqrt(math.log(sequences)))
 
     def _plain(self, sequences: int) -> float:
         costs = self.costs
         if sequences == 1:
             return costs.plain_step
         return costs.plain_step + costs.verify_seconds(sequences) - costs.verify_seconds(1)
+
+    def _drafted_of(self, sequences: int) -> DraftedSteps:
+        """What is known of own drafts in steps of so many sequences; at first the first guess."""
+        if sequences not in self._drafted:
+            self._drafted[sequences] = self._new_drafted()
+        return self._drafted[sequences]
 
     def _paces_of(self, sequences: int) -> _Paces:
         """What is known of steps of so many sequences; at first what the last ones took."""

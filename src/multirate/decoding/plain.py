@@ -15,7 +15,7 @@ class PlainStep(Step):
         seqs = session.active
         rows = Rows.concat([Rows.causal(b, cache.lengths[b], 1) for b in seqs])
         ids = [sampler.tokens[b][-1] for b in seqs]
-        if sampler.plain or sampler.bare:
+        if sampler.by_argmax:
             noise = None if sampler.plain else [sampler.noise(b) for b in seqs]
             _, tokens = decoder.next_tokens(rows, cache, ids, noise=noise)
         else:

@@ -22,7 +22,8 @@ class Sampler:
     Every sequence has random numbers of its own, and every place in it has, whoever asks and in
     whatever order (model/noise.py): what is chosen depends neither on the batch nor on drafts.
     `generators` are for those who draw otherwise (drafts with `probs`, and their acceptance).
-    plain: tokens are the argmax of the logits. bare: they are that of logits and noise.
+    plain: tokens are the argmax of the logits. bare: they are that of logits and noise. by_argmax:
+    one of both.
     noisy_argmax: as `noise.noisy_argmax`, a decoder's own where that is faster.
     """
 
@@ -36,6 +37,7 @@ class Sampler:
         self.greedy = settings.greedy
         self.plain = settings.greedy and not settings.uses_context
         self.bare = not (settings.greedy or settings.uses_context or settings.drops_tokens)
+        self.by_argmax = self.plain or self.bare
         self._noisy_argmax = noisy_argmax
         self.tokens = [list(prompt) for prompt in prompts]
         if not self.greedy:

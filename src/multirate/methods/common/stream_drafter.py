@@ -485,7 +485,7 @@ class StreamDrafter(Drafter):
             return None
         if self._trusting is not None and not self._sampler.plain:
             return None  # drawn tokens: the kernel trusts none
-        if len(seqs) > 1 and not (self.lossless and (self._sampler.plain or self._sampler.bare)):
+        if len(seqs) > 1 and not (self.lossless and self._sampler.by_argmax):
             return None
         for seq, last_token in zip(seqs, last_tokens, strict=True):
             if seq not in fused:

@@ -99,7 +99,7 @@ class TextDrafter(Drafter):
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
     ) -> list[FusedStep] | None:
         fused, sampler = self._fused, self._sampler
-        if fused is None or (len(seqs) > 1 and not (sampler.plain or sampler.bare)):
+        if fused is None or (len(seqs) > 1 and not sampler.by_argmax):
             return None
         growths = []
         for seq, last_token, limit in zip(seqs, last_tokens, limits, strict=True):

@@ -48,6 +48,6 @@ class M2R2DecodeConfig(StreamDecodeConfig):
 
 @dataclass(frozen=True)
 class CarryDecodeConfig(M2R2DecodeConfig):
-    """As M2R2DecodeConfig, with lookup."""
+    """As M2R2DecodeConfig, joined to the text by its suffix automaton."""
 
-    lookup: int | LookupName = 4
+    lookup: int | LookupName = "sam"

@@ -146,7 +146,7 @@ class TwoModelDrafter(Drafter):
             at += len(ids)
             lasts.append(at)
         rows, flat = Rows.concat(parts), [token for ids in entering for token in ids]
-        if self._whole and not self.config.confidence and (sampler.plain or sampler.bare):
+        if self._whole and not self.config.confidence and sampler.by_argmax:
             noise = None
             if not sampler.greedy:
                 counts = [len(ids) for ids in entering]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The package's accelerators of SmolLM2-135M-Instruct go on from where go_on.sh left them: once more
-# over its answers, and then over these and 4,500 new ones (1.2M tokens), whatever the method.
+# over its answers, and then over these and 4,500 new ones (1.2M tokens); Kangaroo once over all.
 #
 #   bash recipes/smollm2/again.sh DATA runs/go_on runs/again
 #
@@ -24,8 +24,13 @@ train() { # FROM OUT STEPS SEED OPTIONS...
         --seed "$seed" --teacher-states "$BEFORE/states" --heldout-files "$BEFORE/heldout.jsonl" \
         --max-length 1024 --tokens-per-batch 2048 --warmup-steps 20 --threads 1 "${OLD[@]}" "$@"
 }
-for method in ${METHODS:-m2r2-carry eagle}; do
+for method in ${METHODS:-m2r2-carry eagle kangaroo}; do
     options=(--lr 0.001)
+    if [ "$method" = kangaroo ]; then # which go_on.sh's answers are new to
+        train "${FROM:-src/multirate/reference/smollm2}/kangaroo" "$OUT/kangaroo" 1100 2 --lr 0.01 \
+            --data "$OUT/own.jsonl"
+        continue
+    fi
     [ "$method" = m2r2-carry ] && options+=(--option unroll_steps=2 --option "taps=[8,15,22]")
     train "$BEFORE/$method" "$OUT/second/$method" 953 1 "${options[@]}"
     train "$OUT/second/$method" "$OUT/$method" 1100 2 "${options[@]}" --data "$OUT/own.jsonl"

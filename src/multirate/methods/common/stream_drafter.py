@@ -530,6 +530,9 @@ class StreamDrafter(Drafter):
         steps.learn_from(known.continuations, known.calibration)
 
     def _learn_fused(self, seq: int, fused: FusedSteps, done: FusedStep) -> None:
+        if not done.drafted and seq not in self._streamed:  # a plain step
+            self._learn(seq, done.tokens, DraftTree(0), [0], 0, done.draft_seconds)
+            return
         tokens, parents = fused.draft()
         origin, _, _ = fused.origin()
         tree = DraftTree(0, drafted=origin.drafted, continued=origin.continued)

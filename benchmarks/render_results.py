@@ -57,10 +57,10 @@ Why the order differs. On a GPU a pass over sixty rows takes as long as one over
 trees are free: EAGLE-2, Medusa, Hydra and token recycling live on that. Here eight rows cost 1.1
 to 1.5 plain steps, by the machine's state, sixteen 1.6 and more and sixty more than five
 ([experiments](experiments.md)), so that drafts have eleven nodes at most, and token recycling loses
-most. A level of a draft costs 4% to 7% of a plain step of so small a model, whose head of 49,152
+most. A level of a draft costs 2% to 5% of a plain step of so small a model, whose head of 49,152
 tokens alone is a fifth of it. A model of
 135M repeats itself more than one of 7B, which is what look-ups live on. And accelerators were
-trained for one to three hours on two cores, on 6,244 answers; EAGLE's own on 68,000 rounds of
+trained for one to five hours on a core, on 20,000 answers at most; EAGLE's own on 68,000 rounds of
 conversations."""
 
 

@@ -287,7 +287,7 @@ def test_what_is_taken_for_four_bits() -> None:
 
 
 def test_the_nearest_weights_of_four_bits() -> None:
-    """Of other weights: none is further off than half a step of its block."""
+    """Of other weights: none is as far off as a step of its block."""
     weight = randn(100, 96)
     integers, scales = nearest_half_bytes(weight)
     unit, least = scales.float().repeat_interleave(32, dim=1).unbind(dim=2)

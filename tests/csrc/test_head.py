@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -139,41 +137,65 @@ COLUMNS = {name: abi.ints(_INTS) for name in ("seq", "slot", "pos", "prefix")} |
 }
 
 
+class HeadTop:
+    """mr_head_top of a head [vocab, 64] and four rows x, with noise or without, the outputs' tokens
+    mapped or not.
+    """
+
+    def __init__(self, weight: torch.Tensor, norm: torch.Tensor, noisy: bool, mapped: bool) -> None:
+        self.owner, self.workspace, self.vocab = Owner(), library.Workspace(2), len(weight)
+        self.head, self.norm, self.noisy, self.mapped = (
+            self.owner.linear(weight),
+            norm,
+            noisy,
+            mapped,
+        )
+        self.noise = [Noise(4, place, 1.3) for place in range(4)]
+        self.tokens = np.arange(self.vocab) * 7 % self.vocab if mapped else np.arange(self.vocab)
+
+    def added(self) -> torch.Tensor:
+        """The noise of each row's outputs, [4, vocab]."""
+        ids = self.tokens.astype(np.uint32)
+        return torch.from_numpy(np.stack([one.of_tokens(ids) for one in self.noise]))
+
+    def run(
+        self, x: torch.Tensor, k: int, exact: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """The logits [4, vocab] that are left, and the k likeliest tokens and their
+        probabilities.
+        """
+        logits = torch.empty(4, self.head.outputs)
+        ids, probs = np.empty((4, k), np.int64), np.empty((4, k), np.float32)
+        library.kernel().mr_head_top(
+            self.workspace.address,
+            self.head,
+            pointer(self.norm),
+            1e-5,
+            pointer(x),
+            4,
+            self.vocab,
+            abi.noise_of(self.noise) if self.noisy else abi.NULL,
+            abi.longs(self.tokens) if self.mapped else abi.NULL,
+            pointer(exact),
+            k,
+            1.0,
+            pointer(logits),
+            abi.longs(ids),
+            abi.floats(probs),
+        )
+        return logits[:, : self.vocab], ids, probs
+
+
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("noisy", [False, True])
 def test_head_top_is_the_heads_top(noisy: bool, mapped: bool) -> None:
     weight, x, norm = bf16_values(133, 64), randn(4, 64, seed=1), torch.ones(64)
-    owner, workspace = Owner(), library.Workspace(2)
-    head = owner.linear(weight)
-    logits, ids, probs = (
-        torch.empty(4, head.outputs),
-        np.empty((4, 3), np.int64),
-        np.empty((4, 3), np.float32),
-    )
-    noise = [Noise(4, place, 1.3) for place in range(4)]
-    tokens = np.arange(133) * 7 % 133 if mapped else np.arange(133)
-    library.kernel().mr_head_top(
-        workspace.address,
-        head,
-        pointer(norm),
-        1e-5,
-        pointer(x),
-        4,
-        133,
-        abi.noise_of(noise) if noisy else abi.NULL,
-        abi.longs(tokens) if mapped else abi.NULL,
-        abi.NULL,
-        3,
-        1.0,
-        pointer(logits),
-        abi.longs(ids),
-        abi.floats(probs),
-    )
+    head = HeadTop(weight, norm, noisy, mapped)
+    logits, ids, probs = head.run(x, 3)
     product = linear(weight, x, norm=norm)
-    added = np.stack([one.of_tokens(tokens.astype(np.uint32)) for one in noise])
-    expected = product + torch.from_numpy(added) if noisy else product
-    assert torch.equal(logits[:, :133], expected)
-    best, places = torch.softmax(logits[:, :133].double(), -1).topk(3)
+    expected = product + head.added() if noisy else product
+    assert torch.equal(logits, expected)
+    best, places = torch.softmax(logits.double(), -1).topk(3)
     assert ids.tolist() == places.tolist()
     assert np.allclose(probs, best.numpy(), rtol=1e-5)
 
@@ -188,43 +210,12 @@ def test_the_exact_head_has_the_last_word_on_the_likeliest(
     say.
     """
     weight, x, norm = bf16_values(vocab, 64), randn(4, 64, seed=1), 1 + randn(64, seed=2).abs()
-    wrong = weight + 0.05 * randn(vocab, 64, seed=3)
-    owner, workspace = Owner(), library.Workspace(2)
-    head, rows = owner.linear(wrong), weight.to(torch.bfloat16)
-    logits, ids, probs = (
-        torch.empty(4, head.outputs),
-        np.empty((4, 2), np.int64),
-        np.empty((4, 2), np.float32),
-    )
-    noise = [Noise(4, place, 1.3) for place in range(4)]
-    tokens = np.arange(vocab) * 7 % vocab if mapped else np.arange(vocab)
-
-    def run(exact: Any) -> torch.Tensor:
-        library.kernel().mr_head_top(
-            workspace.address,
-            head,
-            pointer(norm),
-            1e-5,
-            pointer(x),
-            4,
-            vocab,
-            abi.noise_of(noise) if noisy else abi.NULL,
-            abi.longs(tokens) if mapped else abi.NULL,
-            exact,
-            2,
-            1.0,
-            pointer(logits),
-            abi.longs(ids),
-            abi.floats(probs),
-        )
-        return logits[:, :vocab].clone()
-
-    told, refined = run(abi.NULL), run(pointer(rows))
+    head = HeadTop(weight + 0.05 * randn(vocab, 64, seed=3), norm, noisy, mapped)
+    told, _, _ = head.run(x, 2)
+    refined, ids, probs = head.run(x, 2, exact=weight.to(torch.bfloat16))
     true = reference.rms_norm(x.double(), norm.double(), 1e-5) @ weight.double().T
     if noisy:
-        true += torch.from_numpy(
-            np.stack([one.of_tokens(tokens.astype(np.uint32)) for one in noise])
-        )
+        true += head.added()
     likeliest = told.topk(min(8, vocab)).indices
     expected = told.double().scatter(1, likeliest, true.gather(1, likeliest))
     torch.testing.assert_close(refined.double(), expected, rtol=1e-5, atol=1e-5)

@@ -35,6 +35,17 @@ REFRESH = 4
 """Rows of a pass that settles doubts, at least: it takes as long for one (docs/experiments.md)."""
 
 
+def newest(
+    ids: list[int], carried: list[Tensor], count: int | None
+) -> tuple[list[int], list[Tensor]]:
+    """The last `count` of tokens and of what is carried of each, [len(ids), d] in pieces, if any;
+    None: all.
+    """
+    if count is None or len(ids) <= count:
+        return ids, carried
+    return ids[-count:], [torch.cat(carried)[-count:].clone()] if carried else []
+
+
 @dataclass(frozen=True)
 class DraftHead:
     """What a stream's output is read with. ``token_map``: address of each output's id, int64
@@ -428,11 +439,9 @@ class FusedSteps:
 
     def _forget_unseen(self) -> None:
         """Of what waits, the tokens that the stream's own layer will not see."""
-        unseen = len(self._pending_ids) - (self._window or len(self._pending_ids))
-        if unseen > 0:
-            self._pending_ids = self._pending_ids[unseen:]
-            if self._pending_carried:
-                self._pending_carried = [torch.cat(self._pending_carried)[unseen:]]
+        self._pending_ids, self._pending_carried = newest(
+            self._pending_ids, self._pending_carried, self._window
+        )
 
     def learn_from(
         self, continuations: ContinuationRates, calibration: Calibration | None = None

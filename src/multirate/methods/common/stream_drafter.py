@@ -28,7 +28,13 @@ from multirate.decoding.text_source import TextSource
 from multirate.errors import say_once
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.draft_tree import DraftTree
-from multirate.methods.common.fused_steps import FusedSequences, FusedSteps, Growth, run_together
+from multirate.methods.common.fused_steps import (
+    FusedSequences,
+    FusedSteps,
+    Growth,
+    newest,
+    run_together,
+)
 from multirate.methods.common.lookup import Lookup
 from multirate.methods.common.stream_config import StreamDecodeConfig
 from multirate.model.decoder import Decoder, argmax_rows
@@ -55,11 +61,9 @@ class _Waiting:
 
     def keep_newest(self, count: int | None) -> bool:
         """Only the last `count` tokens; None: all. Returns whether there were more."""
-        if count is None or len(self.ids) <= count:
-            return False
-        self.ids = self.ids[-count:]
-        self.carried = [torch.cat(self.carried)[-count:].clone()] if self.carried else []
-        return True
+        before = len(self.ids)
+        self.ids, self.carried = newest(self.ids, self.carried, count)
+        return len(self.ids) < before
 
     def keep(self, count: int) -> None:
         """Only the first `count` tokens."""

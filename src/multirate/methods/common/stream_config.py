@@ -53,7 +53,7 @@ class StreamDecodeConfig(MethodConfig):
     """
 
     depth: int = 8
-    width: int = 1
+    width: int = 2
     nodes: int = 11
     sampled_candidates: int = 2
     sharpness: float = 2.0

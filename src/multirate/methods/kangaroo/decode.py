@@ -25,6 +25,7 @@ class KangarooDecodeConfig(StreamDecodeConfig):
 
     METHOD: ClassVar[str] = "kangaroo"
 
+    width: int = 1
     sharpness: float = 1.0
     threshold: float | None = None
     max_draft: int | None = None

@@ -28,6 +28,7 @@ from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods.common import stream_drafter
 from multirate.methods.common.shape import BaseShape
+from multirate.methods.common.stream_estimates import NO_MATCH
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter
 from multirate.methods.m2r2.modules import AcceleratedStream
@@ -492,7 +493,7 @@ def test_a_stream_that_rested_drafts_as_one_that_did_not(decoders):
             plan = choose(seqs, *rest)
             if next(steps) in resting:
                 drafter._streamed = set()
-                drafter._matches = dict.fromkeys(seqs, stream_drafter._NO_MATCH)
+                drafter._matches = dict.fromkeys(seqs, NO_MATCH)
                 plan = Plan(False, (0,) * len(seqs))
             return plan
 

@@ -24,6 +24,7 @@ from multirate.decoding.drafter import MAX_TREE_NODES, Draft, FusedStep
 from multirate.decoding.given_texts import GivenTexts
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
+from multirate.methods.common.waiting_tokens import newest
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.packing import INT8, W4A16, Owner, exact_layout
@@ -33,17 +34,6 @@ from multirate.model.rows import Rows
 NARROW_PENDING: int = abi.constant("NARROW_PENDING")
 REFRESH = 4
 """Rows of a pass that settles doubts, at least: it takes as long for one (docs/experiments.md)."""
-
-
-def newest(
-    ids: list[int], carried: list[Tensor], count: int | None
-) -> tuple[list[int], list[Tensor]]:
-    """The last `count` of tokens and of what is carried of each, [len(ids), d] in pieces, if any;
-    None: all.
-    """
-    if count is None or len(ids) <= count:
-        return ids, carried
-    return ids[-count:], [torch.cat(carried)[-count:].clone()] if carried else []
 
 
 @dataclass(frozen=True)

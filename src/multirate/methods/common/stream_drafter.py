@@ -12,118 +12,39 @@ knows (draft_runner.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.decoding.acceptance_statistics import Calibration, ContinuationRates
 from multirate.decoding.costs import CostModel
-from multirate.decoding.draft_length import DraftLengthController, Plan, StepCosts
+from multirate.decoding.draft_length import DraftLengthController, Plan
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
 from multirate.errors import say_once
+from multirate.methods.common.draft_grower import DraftGrower, GrowingDraft, Trusting, draws
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.draft_tree import DraftTree
-from multirate.methods.common.fused_steps import (
-    FusedSequences,
-    FusedSteps,
-    Growth,
-    newest,
-    run_together,
-)
+from multirate.methods.common.fused_steps import FusedSequences, FusedSteps, Growth, run_together
 from multirate.methods.common.lookup import Lookup
 from multirate.methods.common.stream_config import StreamDecodeConfig
-from multirate.model.decoder import Decoder, argmax_rows
+from multirate.methods.common.stream_estimates import (
+    LOSSY_COSTS,
+    NARROW_COSTS,
+    NO_MATCH,
+    Match,
+    StreamEstimates,
+)
+from multirate.methods.common.waiting_tokens import WaitingTokens
+from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
 from multirate.model.native.decoder import narrow_weights
 from multirate.model.rows import Rows
 
-
-@dataclass
-class _Waiting:
-    """What a sequence's next draft must know: committed tokens that the stream's own layer has not
-    read with their true carried residuals, and the last token's carried residual.
-    """
-
-    ids: list[int]
-    carried: list[Tensor]  # [len(ids), d] in pieces: what is carried of the token before each;
-    # empty after fused steps of a stream that reads none
-    last: Tensor  # [d]: what is carried of the last committed token
-
-    def add(self, ids: Sequence[int], carried: Tensor) -> None:
-        self.ids += ids
-        self.carried.append(carried)
-
-    def keep_newest(self, count: int | None) -> bool:
-        """Only the last `count` tokens; None: all. Returns whether there were more."""
-        before = len(self.ids)
-        self.ids, self.carried = newest(self.ids, self.carried, count)
-        return len(self.ids) < before
-
-    def keep(self, count: int) -> None:
-        """Only the first `count` tokens."""
-        self.ids = self.ids[:count]
-        known = self.ids and self.carried
-        self.carried = [torch.cat(self.carried)[:count].clone()] if known else []
-
-
-@dataclass
-class _Match:
-    """What the text had after the tokens it ends in, when a step began."""
-
-    continuation: list[int]
-    matched: int
-
-
-_NO_MATCH = _Match([], 0)
-
-
-@dataclass
-class _Estimates:
-    """What drafts go by, learned as decoding goes on. draft_threshold, verify_threshold: [nodes],
-    of the step under way.
-    """
-
-    continuations: ContinuationRates
-    draft_threshold: np.ndarray
-    verify_threshold: np.ndarray
-    controller: DraftLengthController | None = None
-    calibration: Calibration | None = None
-
-
-# A lossy text must not depend on what the clock says, so what its drafts cost is not measured. In
-# plain steps, as measured of SmolLM2-135M on an AVX-512 processor (docs/experiments.md).
-_LOSSY_COSTS = StepCosts(
-    plain_step=1.0,
-    verify={1: 0.97, 2: 0.99, 4: 1.03, 8: 1.13, 12: 1.28, 16: 1.56, 24: 2.1, 32: 2.9, 60: 5.2},
-    draft_step=0.06,
-)
-# The same where drafts are verified with narrow weights, in plain steps with these.
-_NARROW_COSTS = StepCosts(
-    plain_step=1.0,
-    verify={1: 1.0, 2: 1.0, 4: 1.02, 6: 1.1, 8: 1.2, 10: 1.3, 12: 1.4, 16: 1.7, 24: 2.5, 60: 6.0},
-    draft_step=0.05,
-)
-# Where only one of the two thresholds is set.
 _MOST_NODES = 59  # of a draft with trusted tokens: one row of a pass is the last token's
-_FIXED_DRAFT_THRESHOLD, _FIXED_VERIFY_THRESHOLD = 0.3, 0.1
-
-
-@dataclass(frozen=True)
-class Trusting:
-    """Dynamic mode: the best tokens whose score is at least `threshold` are emitted unverified
-    where a draft arrives at them, `nodes` of them on top of the others at most. by_arla: the score
-    is the runner's `agreement`, not the confidence.
-    """
-
-    threshold: float
-    nodes: int
-    by_arla: bool
 
 
 class StreamDrafter(Drafter):
@@ -172,18 +93,26 @@ class StreamDrafter(Drafter):
         self.repeats_text = self.lossless and config.drafts != "drawn"
         self._prices = config.draft_threshold is None or config.verify_threshold is None
         self.adapts = self.lossless and self._prices
-        self._refresh, self._carry, self._judged_by_arla = refresh, carry, judged_by_arla
-        self._min_probability = min_probability
+        self._refresh, self._carry, self._min_probability = refresh, carry, min_probability
+        self._grower = DraftGrower(
+            runner,
+            config,
+            max_nodes=self.max_nodes,
+            carry=carry,
+            trusting=trusting,
+            judged_by_arla=judged_by_arla,
+            min_probability=min_probability,
+        )
         self._cache: KVCache | None = None
         self._samples = False  # whether the generation under way is not greedy
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, WaitingTokens] = {}
         # Of sequence 0: tokens whose K/V in the stream's own layer are final, but for those before
         # `_seen_from`, which are not there: its window ended after them.
         self._refreshed = self._seen_from = 0
         self._shared = self._new_estimates()
-        self._own: dict[int, _Estimates] = {}  # by sequence
+        self._own: dict[int, StreamEstimates] = {}  # by sequence
         self._streamed: set[int] = set()  # sequences whose step under way the stream drafts
-        self._matches: dict[int, _Match] = {}
+        self._matches: dict[int, Match] = {}
         self._texts: dict[int, TextSource] = {}
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
         self._fused: FusedSequences | None = None
@@ -223,27 +152,16 @@ class StreamDrafter(Drafter):
             window=runner.window,
         )
 
-    def _new_estimates(self) -> _Estimates:
-        draft_threshold, verify_threshold = (
-            np.full(self.max_nodes, fixed if c is None else c)
-            for c, fixed in (
-                (self.config.draft_threshold, _FIXED_DRAFT_THRESHOLD),
-                (self.config.verify_threshold, _FIXED_VERIFY_THRESHOLD),
-            )
-        )
-        rates = ContinuationRates(self._lookup.longest, self._lookup.told)
-        made = _Estimates(rates, draft_threshold, verify_threshold)
+    def _new_estimates(self) -> StreamEstimates:
+        made = StreamEstimates.of(self.config, self.max_nodes, self._lookup)
         if not self.lossless and self._prices:
-            made.controller = DraftLengthController(
-                _LOSSY_COSTS if self._margin is None else _NARROW_COSTS,
-                self.max_nodes,
-                rates,
-                timed=False,
+            costs = LOSSY_COSTS if self._margin is None else NARROW_COSTS
+            made.go_by(
+                DraftLengthController(costs, self.max_nodes, made.continuations, timed=False)
             )
-            made.calibration = Calibration()
         return made
 
-    def _estimates(self, seq: int) -> _Estimates:
+    def _estimates(self, seq: int) -> StreamEstimates:
         """The sequence's. A lossy text must depend neither on the others' of a batch nor on the
         generations before; what drafts of lossless ones go by is of all of them.
         """
@@ -279,10 +197,9 @@ class StreamDrafter(Drafter):
         shared = self._shared
         if shared.controller is None and self.adapts:
             costs = self.costs(self.decoder).costs
-            shared.controller = DraftLengthController(
-                costs, self.config.nodes, shared.continuations, self.expected
+            shared.go_by(
+                DraftLengthController(costs, self.config.nodes, shared.continuations, self.expected)
             )
-            shared.calibration = Calibration()
         if shared.controller is not None:
             shared.controller.pause()
         self.runner.begin(cache)
@@ -293,7 +210,7 @@ class StreamDrafter(Drafter):
         self._waiting, self._refreshed, self._seen_from = {}, 0, 0
         self._texts, self._trees, self._matches = {}, {}, {}
         self._own, self._streamed = {}, set()
-        self._refused = -np.inf
+        self._grower.refused = -np.inf
         if self._fused is not None:
             self._fused.begin(self._begin_fused)
 
@@ -312,7 +229,7 @@ class StreamDrafter(Drafter):
         if self.lossless or self._margin is not None:
             return None
         fused = -np.inf if self._fused is None else self._fused.refused
-        return max(self._refused, fused)
+        return max(self._grower.refused, fused)
 
     def usable(self, cache: KVCache, length: int) -> int:
         if cache is not self._cache or not self.runner.serves(cache):
@@ -326,12 +243,12 @@ class StreamDrafter(Drafter):
             return max(0, length - window)
         return length
 
-    def _left_behind(self) -> _Waiting:
+    def _left_behind(self) -> WaitingTokens:
         """The tokens after the refreshed ones of sequence 0 that the block could read."""
         if self._fused is not None and 0 in self._fused:
             ids, carried = self._fused[0].pending()
-            return _Waiting(list(ids), list(carried), torch.empty(0))
-        return self._waiting.get(0) or _Waiting([], [], torch.empty(0))
+            return WaitingTokens(list(ids), list(carried), torch.empty(0))
+        return self._waiting.get(0) or WaitingTokens([], [], torch.empty(0))
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
         if self._shared.controller is not None:
@@ -361,7 +278,7 @@ class StreamDrafter(Drafter):
             hidden = self.runner.carried(
                 final[unseen:], {layer: states[unseen:] for layer, states in inner.items()}
             )
-            waiting = self._waiting.setdefault(seq, _Waiting([], [], hidden[-1]))
+            waiting = self._waiting.setdefault(seq, WaitingTokens([], [], hidden[-1]))
             waiting.last = hidden[-1]
             first = len(prompt) - len(hidden)
             carried = hidden[:-1]
@@ -419,45 +336,23 @@ class StreamDrafter(Drafter):
         nodes: int,
         draft_seconds: float | None = None,
     ) -> None:
-        """What came true of a step's draft. tree: with the nodes that the stream or the text gave,
-        where these are known; path: the accepted ones; nodes: how many there were. draft_seconds:
-        what making it took; None: unknown.
-        """
-        match, streamed = self._matches.get(seq, _NO_MATCH), seq in self._streamed
-        known = self._estimates(seq)
-        if streamed and self._lookup.longest and tree.drafted + 1 not in tree.trusted:
-            # else the continuation begins with a trusted token, which nobody has judged
-            known.continuations.observe(tree.origin, *tree.accepted(path))
-        if known.controller is None:
-            return
-        levels = max(tree.depth[: tree.drafted + 1]) + 1 if streamed else 0
-        known.controller.emitted(len(emitted), levels, nodes, match.matched, draft_seconds)
-        best = tree.best
-        if match.matched:
-            known.continuations.observe_text(
-                match.continuation, match.matched, emitted, best and best[0]
-            )
-        if known.calibration is not None and streamed:
-            if best is not None and not tree.trusts_best:  # known whether or not it was verified
-                known.calibration.observe_one(best[1], best[0] == emitted[0])
-            accepted = set(path)
-            for node, (parent, token, sure) in enumerate(
-                zip(tree.parents, tree.tokens, tree.confidence, strict=True), start=1
-            ):
-                if (
-                    sure >= 0
-                    and node not in tree.trusted
-                    and parent in accepted
-                    and (parent or best is None or token != best[0])
-                ):
-                    known.calibration.observe_one(sure, node in accepted)
+        """What came true of the sequence's step: see StreamEstimates."""
+        self._estimates(seq).observe(
+            emitted,
+            tree,
+            path,
+            nodes,
+            match=self._matches.get(seq, NO_MATCH),
+            streamed=seq in self._streamed,
+            draft_seconds=draft_seconds,
+        )
 
     def _choose(self, seqs: Sequence[int], limits: Sequence[int], behind: int) -> Plan:
         """A step of sequences with the same estimates begins: what it drafts with, and the
         thresholds.
         """
         known = self._estimates(seqs[0])
-        self._price(known, len(seqs))
+        known.price(self.config, len(seqs))
         self._streamed |= set(seqs)
         if known.controller is None:
             if any(limits):
@@ -468,12 +363,12 @@ class StreamDrafter(Drafter):
         most = [min(nodes, limit) for limit in limits]
         found = []
         for seq, count in zip(seqs, most, strict=True):
-            match = _NO_MATCH
+            match = NO_MATCH
             if self._lookup.longest:
                 if self._fused is not None and seq in self._fused:
-                    match = _Match(*self._fused[seq].look_up(nodes))
+                    match = Match(*self._fused[seq].look_up(nodes))
                 else:
-                    match = _Match(*self._text_of(seq).look_up(self._sampler.tokens[seq], nodes))
+                    match = Match(*self._text_of(seq).look_up(self._sampler.tokens[seq], nodes))
             self._matches[seq] = match
             found.append((match.matched, count))
         plan = known.controller.choose(found, max(limits), behind, self.rests)
@@ -485,7 +380,7 @@ class StreamDrafter(Drafter):
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
     ) -> list[FusedStep] | None:
         fused = self._fused
-        if fused is None or self._draws(self._sampler):
+        if fused is None or draws(self.config, self._sampler):
             return None
         if self._trusting is not None and not self._sampler.plain:
             return None  # drawn tokens: the kernel trusts none
@@ -561,15 +456,6 @@ class StreamDrafter(Drafter):
                 self._seen_from = length - window
             self._refreshed = length + 1
 
-    def _price(self, known: _Estimates, sequences: int) -> None:
-        """Thresholds of the next step, from the costs where the settings leave them open."""
-        if known.controller is not None:
-            draft_threshold, verify_threshold = known.controller.thresholds(sequences)
-            if self.config.draft_threshold is None:
-                known.draft_threshold = draft_threshold
-            if self.config.verify_threshold is None:
-                known.verify_threshold = verify_threshold
-
     def draft(
         self,
         seqs: Sequence[int],
@@ -592,56 +478,28 @@ class StreamDrafter(Drafter):
                     made[seq] = self._from_text(seq, count)
         if streamed:
             those = [seqs[i] for i in streamed]
-            drafts = self._from_stream(
-                those, [last_tokens[i] for i in streamed], [limits[i] for i in streamed], sampler
-            )
+            growing = [self._growing(seqs[i], last_tokens[i], limits[i]) for i in streamed]
+            drafts = self._grower.grow(growing, sampler, self._candidates)
+            self._trees |= {one.seq: one.tree for one in growing}
             made.update(zip(those, drafts, strict=True))
         return [made[seq] for seq in seqs]
 
-    def _from_stream(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
-        in_trees = not sampler.settings.uses_context and not self._draws(sampler)
-        limit = min(self.config.depth, self.config.nodes)
-        trees = [
-            DraftTree(
-                min(limit, wanted),
-                min(self.max_nodes, wanted),
-                calibrated=self._estimates(seq).calibration,
-                nodes=self.config.nodes,
-                min_probability=self._min_probability,
-            )
-            for seq, wanted in zip(seqs, limits, strict=True)
-        ]
-        h_gate, p = self._first_pass(seqs, last_tokens)
-        hidden: list[list[Tensor]] = [[row] for row in h_gate.split(1)]
-        outputs: list[dict[int, Tensor]] = [{0: row} for row in p.split(1)]  # node → its p [1, d]
-        probs: list[list[Tensor]] = [[] for _ in seqs]
-        frontier: list[list[int]] = [[0] for _ in seqs]
-        live = [i for i, tree in enumerate(trees) if tree.depth_limit > 0]
-        while live:
-            p = torch.cat([outputs[i][node] for i in live for node in frontier[i]])
-            if in_trees:
-                self._grow_best(trees, live, frontier, p, seqs, sampler)
-            else:
-                self._grow_drawn(trees, live, frontier, p, seqs, sampler, probs)
-            live = [i for i in live if frontier[i]]
-            if live:
-                self._next_pass(trees, live, frontier, seqs, hidden, outputs)
-        self._trees.update(zip(seqs, trees, strict=True))
-        return self._finish(trees, seqs, hidden, probs, in_trees)
-
-    def _draws(self, sampler: Sampler) -> bool:
-        """Whether drafts are drawn independently of what the model will draw."""
-        return self.config.drafts == "drawn" and not sampler.greedy
+    def _growing(self, seq: int, last_token: int, limit: int) -> GrowingDraft:
+        assert self._cache is not None
+        self._note_refreshed(seq)
+        return GrowingDraft(
+            seq,
+            self._cache.lengths[seq],
+            last_token,
+            limit,
+            self._waiting[seq],
+            self._estimates(seq),
+            self._text_of(seq) if self._lookup.longest else None,
+        )
 
     def _from_text(self, seq: int, count: int) -> Draft:
         """The text's continuation by itself; the step runs the layers below the gate."""
-        match = self._matches.get(seq, _NO_MATCH)
+        match = self._matches.get(seq, NO_MATCH)
         tree = DraftTree(0)
         tree.continue_with(match.continuation[:count], match.matched)
         self._trees[seq] = tree
@@ -657,260 +515,8 @@ class StreamDrafter(Drafter):
             return 1
         return max(c.width + 1, c.sampled_candidates if self._samples else 0)
 
-    # -- the passes --------------------------------------------------------------------------------
-
-    def _first_pass(self, seqs: Sequence[int], last_tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Refreshed rows of all sequences, then their last tokens → (h_G, p), [len(seqs), d] each,
-        of these.
-        """
-        assert self._cache is not None
-        lengths = self._cache.lengths
-        parts, ids, carried = [], [], []
-        for seq in seqs:
-            self._note_refreshed(seq)
-            waiting = self._waiting[seq]
-            waiting.keep_newest(self.runner.window)
-            if waiting.ids:
-                parts.append(Rows.causal(seq, lengths[seq] - len(waiting.ids), len(waiting.ids)))
-                ids += waiting.ids
-                carried += waiting.carried
-        for seq, token in zip(seqs, last_tokens, strict=True):
-            parts.append(Rows.causal(seq, lengths[seq], 1))
-            ids.append(token)
-            carried.append(self._waiting[seq].last[None])
-        h_gate, p = self.runner.step(
-            ids, Rows.concat(parts), torch.cat(carried) if self._carry else None, fresh=len(seqs)
-        )
-        for seq in seqs:
-            self._waiting[seq].keep(0)
-        return h_gate, p[len(ids) - len(seqs) :]
-
-    def _next_pass(
-        self,
-        trees: list[DraftTree],
-        live: list[int],
-        frontier: list[list[int]],
-        seqs: Sequence[int],
-        hidden: list[list[Tensor]],
-        outputs: list[dict[int, Tensor]],
-    ) -> None:
-        """Runs the frontier nodes of the live sequences; adds their h_G to `hidden` and their p to
-        `outputs`.
-        """
-        nodes = [(i, node) for i in live for node in frontier[i]]
-        rows = self._rows_of(trees, nodes, seqs)
-        carried = (
-            torch.cat([outputs[i][trees[i].parents[node - 1]] for i, node in nodes])
-            if self._carry
-            else None
-        )
-        h_gate, p = self.runner.step(
-            [trees[i].tokens[node - 1] for i, node in nodes], rows, carried, fresh=len(nodes)
-        )
-        for k, (i, node) in enumerate(nodes):
-            hidden[i].append(h_gate[k : k + 1])
-            outputs[i][node] = p[k : k + 1]
-
-    def _rows_of(
-        self, trees: list[DraftTree], nodes: list[tuple[int, int]], seqs: Sequence[int]
-    ) -> Rows:
-        assert self._cache is not None
-        lengths = self._cache.lengths
-        seq = [seqs[i] for i, _ in nodes]
-        length = np.array([lengths[b] for b in seq], dtype=np.int32)
-        return Rows(
-            np.array(seq, dtype=np.int32),
-            length + np.array([node for _, node in nodes], dtype=np.int32),
-            length + np.array([trees[i].depth[node] for i, node in nodes], dtype=np.int32),
-            length + np.int32(1),
-            np.array([trees[i].bits[node] for i, node in nodes], dtype=np.int64),
-        )
-
-    # -- growing -----------------------------------------------------------------------------------
-
-    def _grow_best(
-        self,
-        trees: list[DraftTree],
-        live: list[int],
-        frontier: list[list[int]],
-        p: Tensor,
-        seqs: Sequence[int],
-        sampler: Sampler,
-    ) -> None:
-        """Trees of the stream's likeliest tokens, when sampling by logits that have the noise of
-        the model's own.
-        """
-        c, noise = self.config, None
-        if not sampler.greedy and c.drafts == "coupled":
-            noise = [
-                sampler.noise(seqs[i], trees[i].depth[node]) for i in live for node in frontier[i]
-            ]
-        ids, best = self.runner.top(p, self._candidates, c.sharpness, noise)
-        trusted = self._trusted(p, lambda: [row[0] for row in best])
-        if self._judged_by_arla:
-            best = [
-                _with_first(row, score)
-                for row, score in zip(best, self.runner.agreement(p), strict=True)
-            ]
-        at = 0
-        for i in live:
-            count = len(frontier[i])
-            followed = agrees = False
-            if count == 1 and trees[i].is_chain:
-                followed, agrees = self._continue(
-                    trees[i], seqs[i], ids[at][0], best[at][0], trusted[at]
-                )
-            known = self._estimates(seqs[i])
-            frontier[i] = trees[i].grow(
-                frontier[i],
-                ids[at : at + count],
-                best[at : at + count],
-                0 if followed else c.width,
-                known.draft_threshold,
-                known.verify_threshold,
-                first=int(agrees),
-                trusted=trusted[at : at + count],
-            )
-            at += count
-
-    def _continue(
-        self, tree: DraftTree, seq: int, best: int, own: float, trusted: bool
-    ) -> tuple[bool, bool]:
-        """Lets the tree, a chain so far, end in what the text said after the same tokens, where
-        that is worth it. → whether it does, and with the stream's best token.
-        """
-        most = min(tree.deepest, tree.budget(self.max_nodes)) - len(tree.tokens)
-        if not self._lookup.longest or most <= 0:
-            return False, False
-        text = self._sampler.tokens[seq]
-        continuation, matched = self._text_of(seq).look_up(text, most, tree.tokens)
-        if not matched:
-            return False, False
-        agrees, known = continuation[0] == best, self._estimates(seq)
-        length = tree.continuation_length(
-            most,
-            tree.worth(own),
-            matched,
-            known.continuations,
-            known.draft_threshold,
-            known.verify_threshold,
-            agrees,
-            trusted,
-        )
-        if length:
-            tree.continue_with(continuation[:length], matched, trusted)
-        return length > 0, length > 0 and agrees
-
     def _text_of(self, seq: int) -> TextSource:
         """What the sequence's text is looked up in."""
         if seq not in self._texts:
             self._texts[seq] = self._lookup.source()
         return self._texts[seq]
-
-    def _grow_drawn(
-        self,
-        trees: list[DraftTree],
-        live: list[int],
-        frontier: list[list[int]],
-        p: Tensor,
-        seqs: Sequence[int],
-        sampler: Sampler,
-        probs: list[list[Tensor]],
-    ) -> None:
-        """Chains, by the settings' whole pipeline: for a repetition penalty, and for tokens drawn
-        independently. Whether to go on is decided before a token is drawn, as Draft.probs demands.
-        """
-        logits = self.runner.logits(p)
-        rows_seqs = [seqs[i] for i in live]
-        paths = [trees[i].tokens for i in live]
-        draws = self._draws(sampler)
-        if draws:
-            q = sampler.distribution(logits, rows_seqs, paths)
-            tokens = sampler.draw(q, rows_seqs)
-        else:
-            perturbed = sampler.perturbed(logits, rows_seqs, paths)
-            q, tokens = torch.softmax(perturbed, dim=-1), argmax_rows(perturbed)
-        # of the logits: the distribution of greedy tokens under a penalty is sure of each
-        trusted = self._trusted(
-            p, lambda: torch.softmax(self.config.sharpness * logits, -1).amax(-1).tolist()
-        )
-        sure = self.runner.agreement(p) if self._judged_by_arla else q.amax(-1).tolist()
-        for k, i in enumerate(live):
-            tree, node = trees[i], frontier[i][0]
-            if (
-                tree.levels[node] + (not trusted[k]) > tree.depth_limit
-                or tree.depth[node] >= tree.deepest
-                or len(tree.tokens) >= tree.budget(self.max_nodes)
-                or (
-                    node
-                    and (
-                        tree.path_probability[node]
-                        < self._estimates(seqs[i]).draft_threshold[node - 1]
-                        or tree.confidence[node - 1] < tree.min_probability
-                    )
-                )
-            ):
-                frontier[i] = []
-                continue
-            chance = tree.path_probability[node]
-            if not trusted[k]:
-                chance *= tree.worth(sure[k])
-            frontier[i] = [tree.add(node, tokens[k], chance, sure[k], trusted[k])]
-            tree.drafted += 1
-            if draws:
-                probs[i].append(q[k : k + 1])
-
-    def _trusted(self, p: Tensor, confidence: Callable[[], list[float]]) -> list[bool]:
-        """For each row of p [n, d] whether its token is emitted unverified. confidence: the
-        sharpened top-1 probabilities.
-        """
-        trusting = self._trusting
-        if trusting is None:
-            return [False] * len(p)
-        scores = self.runner.agreement(p) if trusting.by_arla else confidence()
-        low = [score for score in scores if score < trusting.threshold]
-        self._refused = max([self._refused, *low])
-        return [score >= trusting.threshold for score in scores]
-
-    def _finish(
-        self,
-        trees: list[DraftTree],
-        seqs: Sequence[int],
-        hidden: list[list[Tensor]],
-        probs: list[list[Tensor]],
-        in_trees: bool,
-    ) -> list[Draft]:
-        """Adds the leaves; their slow rows (and those of nodes not run yet) go through the layers
-        below the gate.
-        """
-        missing: list[tuple[int, int]] = []
-        whole = not self.runner.keys_only  # else the step runs all rows through the layers below
-        for i, tree in enumerate(trees):
-            if in_trees:
-                tree.finish(self._estimates(seqs[i]).verify_threshold)
-            if whole:
-                missing += [(i, node) for node in range(len(hidden[i]), len(tree.tokens) + 1)]
-        if missing:
-            rows = self._rows_of(trees, missing, seqs)
-            h_gate = self.runner.slow([trees[i].tokens[node - 1] for i, node in missing], rows)
-            for k, (i, _) in enumerate(missing):
-                hidden[i].append(h_gate[k : k + 1])
-        return [
-            Draft(
-                tree.tokens,
-                tree.parents,
-                torch.cat(hidden[i]) if whole else None,
-                torch.cat(probs[i]) if probs[i] else None,
-                frozenset(tree.trusted),
-                tree.copied,
-            )
-            for i, tree in enumerate(trees)
-        ]
-
-
-def _with_first(probs: list[float], first: float) -> list[float]:
-    """The candidates' probabilities with another one for the best: the others share what is left,
-    as before.
-    """
-    rest = (1 - first) / max(1 - probs[0], 1e-9)
-    return [first, *(min(prob * rest, first) for prob in probs[1:])]

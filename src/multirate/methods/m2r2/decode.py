@@ -6,7 +6,8 @@ import copy
 
 from multirate.errors import UserError
 from multirate.methods.common.config import DraftWeights
-from multirate.methods.common.stream_drafter import StreamDrafter, Trusting
+from multirate.methods.common.draft_grower import Trusting
+from multirate.methods.common.stream_drafter import StreamDrafter
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream

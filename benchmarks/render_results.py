@@ -401,6 +401,7 @@ def dynamic_section() -> list[str]:
         f"`{name}` {of['tokens'] / 1e6:.1f}M tokens in {of['minutes']:.0f} minutes"
         for name, of in run["accelerators"].items()
     ]
+    budget = run["accelerators"]["lite"]  # each rival's
     small = "m2r2-carry-equal"  # of dynamic_rivals.sh; a run may have been made without it
     equal = f"; `{small}` is `m2r2-carry` of that budget" if small in run["accelerators"] else ""
     return [
@@ -411,8 +412,9 @@ def dynamic_section() -> list[str]:
         "setting of each method that keeps so much (in brackets: what it kept) and whose answers "
         "do not run into loops, which the full model would go on with, too:",
         frontier_table(run["frontier"]),
-        f"Trained: {', '.join(trained)}. Those of 0.2M tokens saw the same answers in the "
-        f"same 100 steps of 2,048 tokens at most, one core each{equal}.",
+        f"Trained: {', '.join(trained)}. Those of {budget['tokens'] / 1e6:.1f}M tokens saw the "
+        f"same answers in the same 100 steps of 2,048 tokens at most, one core "
+        f"each{equal}.",
         "Reproduce with `bash recipes/smollm2/dynamic_rivals.sh DATA runs/dynamic`. All settings "
         "(*perplexity*: of the answers, under the full model; *repeats*: the share of the answers' "
         "tokens that only repeat what stands right before, for the third time or more):",

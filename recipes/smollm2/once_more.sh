@@ -21,6 +21,6 @@ for method in ${METHODS:-m2r2-carry eagle}; do
     multirate train "$MODEL" --method "$method" --start-from "$BEFORE/$method" --out "$OUT/$method" \
         --data "$OUT/self.jsonl" --data "$OUT/long.jsonl" --data "$BEFORE/own.jsonl" \
         --data "$GO_ON/train_long.jsonl" --heldout-files "$GO_ON/heldout.jsonl" --max-length 1024 \
-        --tokens-per-batch 2048 --threads 1 --warmup-steps 20 --steps 900 \
+        --tokens-per-batch 2048 --threads 1 --warmup-steps 20 --steps 700 \
         --teacher-states "$GO_ON/states" "${options[@]}"
 done

@@ -19,8 +19,9 @@ from multirate.decoding.sampler import Sampler
 from multirate.decoding.suffix_automaton import SuffixAutomaton
 from multirate.decoding.text_source import TextSource
 from multirate.errors import UserError
+from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.draft_tree import DraftTree
-from multirate.methods.common.fused_steps import DraftHead, FusedSteps, Growth
+from multirate.methods.common.fused_steps import FusedSteps, Growth
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.rows import Rows

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.methods.common.fused_steps import DraftHead
+from multirate.methods.common.draft_head import DraftHead
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi, library

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multirate.methods.common.config import ExitWeights
-from multirate.methods.common.fused_steps import DraftHead
+from multirate.methods.common.draft_head import DraftHead
 from multirate.model.decoder import Decoder
 from multirate.model.native import NativeDecoder
 from multirate.model.native.packing import Owner, draft_layout

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from multirate.methods.common.config import DraftWeights
+from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.feature_stream import FeatureStream
-from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.common.packed_layer import packed_layer
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache

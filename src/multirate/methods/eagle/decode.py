@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.feature_runner import NativeFeatureRunner
-from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.common.stream_drafter import StreamDrafter
 from multirate.methods.eagle.config import EagleDecodeConfig
 from multirate.methods.eagle.modules import EagleLayer

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.feature_runner import NativeFeatureRunner
-from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.common.packed_taps import PackedTaps
 from multirate.methods.common.stream_drafter import StreamDrafter
 from multirate.methods.eagle3.config import Eagle3DecodeConfig

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multirate.methods.common.config import DraftWeights
-from multirate.methods.common.fused_steps import DraftHead
+from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.heads_drafter import likeliest
 from multirate.methods.common.packed_layer import packed_layer
 from multirate.methods.hydra.modules import HydraHeads

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from multirate.methods.common.config import DraftWeights
+from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
-from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.common.packed_layer import packed_layer
 from multirate.methods.common.reduced_head import draft_logits
 from multirate.methods.kangaroo.modules import KangarooAdapter

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from multirate.methods.common.config import DraftWeights
+from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.draft_runner import NativeDraftRunner
-from multirate.methods.common.fused_steps import DraftHead
 from multirate.methods.common.packed_taps import PackedTaps
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
 from multirate.methods.m2r2.runner import StreamRunner

@@ -1,0 +1,85 @@
+"""The head that a stream's output is read with on the native kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from multirate.model.native import NativeDecoder, abi
+from multirate.model.native.packing import INT8, W4A16, Owner, exact_layout
+from multirate.model.noise import Noise
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """What a stream's output is read with. ``token_map``: address of each output's id, int64
+    [vocab]; None: itself. ``norm``: address of the norm before it, [hidden]; None: the model's.
+    ``tokens``: the ids themselves, [vocab], where there is a map. ``exact``: address of what
+    ``linear`` is a narrow copy of, bf16 [vocab, hidden], which has the last word on the likeliest
+    tokens; None: nothing has.
+    """
+
+    linear: abi.CData
+    vocab: int
+    token_map: int | None = None
+    norm: int | None = None
+    tokens: Sequence[int] | None = None
+    exact: int | None = None
+
+    def top(
+        self,
+        decoder: NativeDecoder,
+        x: Tensor,
+        count: int,
+        sharpness: float = 1.0,
+        noise: Sequence[Noise] | None = None,
+        normed: bool = False,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The `count` likeliest tokens by each row of x [n, d], best first, and their probabilities
+        among this head's; as `NativeDecoder.top`.
+        """
+        ids, probs = decoder.top(
+            self.linear,
+            self.vocab,
+            x,
+            min(count, self.vocab),
+            sharpness,
+            noise,
+            self.token_map,
+            self.norm,
+            normed,
+            self.exact,
+        )
+        if self.tokens is None:
+            return ids, probs
+        return [[self.tokens[i] for i in row] for row in ids], probs
+
+    @staticmethod
+    def of(decoder: NativeDecoder, owner: Owner, tokens: Tensor | None = None) -> DraftHead:
+        """The model's own head, or its outputs ``tokens`` [n], packed as ``owner`` packs weights
+        (where that is how the model's are, and all are wanted, it is not copied).
+        """
+        if tokens is None and owner.layout in (None, exact_layout()):
+            return DraftHead(decoder.head, decoder.info.vocab_size)
+        chosen: Tensor | slice = slice(None) if tokens is None else tokens.cpu()
+        bias = None if decoder.head_bias is None else decoder.head_bias[chosen]
+        linear, exact = DraftHead.packed(owner, decoder.head_weight[chosen], bias)
+        if tokens is None:
+            return DraftHead(linear, decoder.info.vocab_size, exact=exact)
+        ids = tokens.cpu().to(torch.int64).contiguous()
+        return DraftHead(linear, len(ids), owner.address(ids), tokens=ids.tolist(), exact=exact)
+
+    @staticmethod
+    def packed(
+        owner: Owner, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[abi.CData, int | None]:
+        """A head [vocab, hidden] as ``owner`` packs weights → (`linear`, `exact`)."""
+        if owner.layout != W4A16:
+            return owner.linear(weight, bias), None
+        if bias is not None:  # the exact rows would need it, too
+            return replace(owner, layout=INT8).linear(weight, bias), None
+        exact = weight.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+        return owner.linear(weight), owner.address(exact)

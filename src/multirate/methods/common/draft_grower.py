@@ -38,8 +38,7 @@ class Trusting:
 @dataclass
 class GrowingDraft:
     """The draft of one sequence while it grows below `last_token`, which enters after `length`
-    committed tokens and those that wait. text: what it is looked up in; None: it is not. limit: of
-    its depth.
+    committed tokens and those that wait. text: what it is looked up in; None: it is not.
 
     hidden: slow residuals of the nodes that have run, [1, d] each, from node 0 on. outputs: node →
     the stream's output p, [1, d]. probs: the distributions that drawn tokens came from. frontier:
@@ -49,11 +48,10 @@ class GrowingDraft:
     seq: int
     length: int
     last_token: int
-    limit: int
     waiting: WaitingTokens
     estimates: StreamEstimates
     text: TextSource | None
-    tree: DraftTree = field(default_factory=lambda: DraftTree(0))
+    tree: DraftTree
     hidden: list[Tensor] = field(default_factory=list)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     probs: list[Tensor] = field(default_factory=list)
@@ -62,7 +60,7 @@ class GrowingDraft:
 
 class DraftGrower:
     """Grows drafts with ``runner``. max_nodes: of a draft, with trusted tokens. carry: whether the
-    stream reads a carried residual. judged_by_arla, min_probability: as StreamDrafter.
+    stream reads a carried residual. judged_by_arla: as StreamDrafter.
 
     refused: the highest score that was too low for trust; −inf: none was.
     """
@@ -76,11 +74,9 @@ class DraftGrower:
         carry: bool,
         trusting: Trusting | None,
         judged_by_arla: bool,
-        min_probability: float,
     ) -> None:
         self._runner, self._config, self._max_nodes = runner, config, max_nodes
-        self._carry, self._trusting = carry, trusting
-        self._judged_by_arla, self._min_probability = judged_by_arla, min_probability
+        self._carry, self._trusting, self._judged_by_arla = carry, trusting, judged_by_arla
         self.refused = -np.inf
 
     def grow(
@@ -90,15 +86,6 @@ class DraftGrower:
         tokens looked at below a node.
         """
         in_trees = not sampler.settings.uses_context and not draws(self._config, sampler)
-        limit = min(self._config.depth, self._config.nodes)
-        for one in growing:
-            one.tree = DraftTree(
-                min(limit, one.limit),
-                min(self._max_nodes, one.limit),
-                calibrated=one.estimates.calibration,
-                nodes=self._config.nodes,
-                min_probability=self._min_probability,
-            )
         self._first_pass(growing)
         live = [one for one in growing if one.tree.depth_limit > 0]
         while live:

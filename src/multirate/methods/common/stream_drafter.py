@@ -101,7 +101,6 @@ class StreamDrafter(Drafter):
             carry=carry,
             trusting=trusting,
             judged_by_arla=judged_by_arla,
-            min_probability=min_probability,
         )
         self._cache: KVCache | None = None
         self._samples = False  # whether the generation under way is not greedy
@@ -395,8 +394,7 @@ class StreamDrafter(Drafter):
         for i, (seq, limit) in enumerate(zip(seqs, limits, strict=True)):
             if plan.stream:
                 self._note_refreshed(seq)
-                depth = min(self.config.depth, self.config.nodes, limit)
-                deepest = min(self.max_nodes, limit)
+                depth, deepest = self._depths(limit)
             else:
                 depth, deepest = 0, plan.text[i]
             growths.append(
@@ -487,15 +485,28 @@ class StreamDrafter(Drafter):
     def _growing(self, seq: int, last_token: int, limit: int) -> GrowingDraft:
         assert self._cache is not None
         self._note_refreshed(seq)
+        known = self._estimates(seq)
+        tree = DraftTree(
+            *self._depths(limit),
+            calibrated=known.calibration,
+            nodes=self.config.nodes,
+            min_probability=self._min_probability,
+        )
         return GrowingDraft(
             seq,
             self._cache.lengths[seq],
             last_token,
-            limit,
             self._waiting[seq],
-            self._estimates(seq),
+            known,
             self._text_of(seq) if self._lookup.longest else None,
+            tree,
         )
+
+    def _depths(self, limit: int) -> tuple[int, int]:
+        """Levels of a draft of at most `limit` tokens below one another, and the depth of any node
+        of it.
+        """
+        return min(self.config.depth, self.config.nodes, limit), min(self.max_nodes, limit)
 
     def _from_text(self, seq: int, count: int) -> Draft:
         """The text's continuation by itself; the step runs the layers below the gate."""

@@ -16,7 +16,8 @@ from multirate.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class KangarooDecodeConfig(StreamDecodeConfig):
-    """How drafts grow: StreamDecodeConfig, with the paper's rule unless `lookup` is set.
+    """How drafts grow: StreamDecodeConfig, with the paper's rule unless `lookup` is set, and a
+    `width` of 1 (the paper drafts chains).
 
     threshold: drafting stops after a token whose top-1 probability is below this (the token itself
     is still verified). max_draft: tokens of a draft, at most. None: the accelerator's own; joined

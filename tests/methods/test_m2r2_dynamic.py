@@ -5,6 +5,7 @@ base's own text where none does.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import Notice, UserError
 from multirate.hub import load_model, reference_accelerators
-from multirate.methods.common import fused_steps
+from multirate.methods.common import fused_steps, stream_drafter
 from multirate.methods.common.teacher import Teacher
 from multirate.methods.m2r2.decode import M2R2Drafter
 from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
@@ -347,6 +348,31 @@ def test_fused_steps_are_steps_in_parts(
     assert_fused_steps_are_steps_in_parts(
         decoder, lambda: M2R2Drafter(decoder, stream, settings), PROMPTS[seed], new_tokens=40
     )
+
+
+@pytest.mark.parametrize("gate", [1, 2])  # at 2 the text's rows run two layers before the others'
+def test_streams_and_texts_draft_in_one_step(
+    decoders: dict[str, Decoder], gate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some sequences of a batch copy what their text said before; the stream drafts the others'."""
+    decoder, stream, kinds = of(decoders, "native"), carry(gates=(gate,)), set()
+    whole = stream_drafter.run_together
+
+    def note(every: Sequence[Any], growths: Sequence[Any]) -> Any:
+        kinds.add(frozenset(growth.stream for growth in growths))
+        return whole(every, growths)
+
+    monkeypatch.setattr(stream_drafter, "run_together", note)
+    settings = M2R2DecodeConfig(
+        exit_thresholds=middle_score(decoder, stream, 1),  # type: ignore[arg-type]
+        exit_score="arla",
+        lookup=4,
+    )
+    repeats = (PROMPTS[0] * 6)[:40]
+    assert_fused_steps_are_steps_in_parts(
+        decoder, lambda: M2R2Drafter(decoder, stream, settings), repeats, new_tokens=60
+    )
+    assert frozenset({True, False}) in kinds
 
 
 def test_a_threshold_above_every_score_is_the_lossless_step(decoders: dict[str, Decoder]) -> None:

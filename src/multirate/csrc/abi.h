@@ -485,9 +485,9 @@ void mr_arla(const Arla *arla, float eps, int d, const float *x, int count, doub
 int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
                         const DraftLimits *limits);
 // The same of `count` sequences that share all but their own buffers: one pass for each level of
-// their drafts, and one, or as few as hold all rows, to verify them. All draft with the stream or
-// none, as the first of limits says; no step has a narrow copy. emitted [count] out. Returns 0
-// where a step would have returned -1.
+// their drafts, and one, or as few as hold all rows, to verify them. Those whose stream drafts come
+// before those whose text does. All are verified with the model's own weights, as if they had no
+// narrow copy. emitted [count] out. Returns 0 where a step would have returned -1.
 int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int count,
                          const int32_t *lengths, const int32_t *first, const int32_t *entering,
                          const DraftLimits *const *limits, int32_t *emitted);

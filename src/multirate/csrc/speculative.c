@@ -244,26 +244,38 @@ static double seconds_now(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-// Drafts into the steps, with their stream or without: as the first one says. Returns the layer
-// that the rows enter which verify them.
+// Drafts into the steps; those whose stream drafts come first. Returns the layer that the rows
+// enter which verify them.
 static int draft(Workspace *work, const Part *parts, int count) {
     const Stream *stream = parts->step->stream;
     double begin = seconds_now();
-    int drafts = parts->step->draft_head && parts->limits->stream;
+    int streaming = 0;
     for (int s = 0; s < count; s++) {
         SpeculativeStep *step = parts[s].step;
         Text *text = &step->text;
         text->drafted = text->continued = text->matched = 0;
         step->best = -1;
         step->trusted = 0;
-        if (!drafts)
-            step->drafted = draft_from_text(step, parts[s].limits, parts[s].ids[parts[s].refresh]);
+        step->again = 0;
+        streaming += step->draft_head && parts[s].limits->stream;
     }
-    if (drafts)
-        draft_trees(work, parts, count);
+    if (streaming)
+        draft_trees(work, parts, streaming);
+    int start = streaming ? entering_layer(stream) : 0;
+    for (int s = streaming; s < count; s++) {
+        SpeculativeStep *step = parts[s].step;
+        RowTable table;
+        step->drafted = draft_from_text(step, parts[s].limits, parts[s].ids[parts[s].refresh]);
+        if (!start)
+            continue;
+        verification_rows(step, parts[s].length, step->drafted, &table);
+        Rows rows = rows_of(&table, 0, step->drafted + 1, step->capacity);
+        mr_layers(work, stream->shape, stream->layers, step->caches, NULL, &rows, step->hidden, 0,
+                  start);
+    }
     for (int s = 0; s < count; s++)
         parts[s].step->draft_seconds = seconds_now() - begin;
-    return drafts ? entering_layer(stream) : 0;
+    return start;
 }
 
 // step->ids [first, first + count) enter.
@@ -383,7 +395,6 @@ int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int 
     Doubtful doubtful = {&table, step->ids[first + count - 1], 0};
     Part part = part_of(step, limits, length, first, count);
     Verified rows = all_rows(step);
-    step->again = 0;
     int start = draft(work, &part, 1);
     step->levels = verification_rows(step, length, step->drafted, &table);
     run_target(work, step, &target, &table, start);

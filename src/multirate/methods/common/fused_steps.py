@@ -472,33 +472,42 @@ class FusedSteps:
 
 def run_together(every: Sequence[FusedSteps], growths: Sequence[Growth]) -> list[FusedStep]:
     """A step of each of several sequences that were made alike, as `FusedSteps.run`: a level of all
-    drafts is one pass, and so is their verification. Of more than one only where the sampler is
-    bare and there is no margin.
+    drafts is one pass, and so is their verification. Of more than one only where tokens are chosen
+    by argmax, of logits or of logits and noise. All but a single one verify with the model's own
+    weights.
     """
     if len(every) == 1:
         return [every[0].run(growths[0])]
-    for one in every:
+    # for the kernel: those whose stream drafts come first
+    order = sorted(range(len(every)), key=lambda i: not growths[i].stream)
+    those = [every[i] for i in order]
+    for one in those:
         one._grow_caches()
-    lengths, first = zip(
-        *(one._prepare(growth) for one, growth in zip(every, growths, strict=True)), strict=True
-    )
-    _catch_up(every)
-    steps = abi.ffi.new("SpeculativeStep *[]", [one._step for one in every])
-    limits = abi.ffi.new("DraftLimits *[]", [one._limits for one in every])
-    emitted = np.empty(len(every), np.int32)
-    entering = [one._entered - begin for one, begin in zip(every, first, strict=True)]
+    lengths, first = zip(*(every[i]._prepare(growths[i]) for i in order), strict=True)
+    _catch_up(those)
+    steps = abi.ffi.new("SpeculativeStep *[]", [one._step for one in those])
+    limits = abi.ffi.new("DraftLimits *[]", [one._limits for one in those])
+    emitted = np.empty(len(those), np.int32)
+    entering = [one._entered - begin for one, begin in zip(those, first, strict=True)]
     arrays = [np.array(numbers, np.int32) for numbers in (lengths, first, entering)]
     finite = library.kernel().mr_speculative_steps(
-        every[0]._decoder.workspace.address,
+        those[0]._decoder.workspace.address,
         steps,
-        len(every),
+        len(those),
         *map(abi.ints, arrays),
         limits,
         abi.ints(emitted),
     )
     if not finite:
         raise UserError(NOT_FINITE)
-    return [one._ended(count) for one, count in zip(every, emitted.tolist(), strict=True)]
+    done = dict(
+        zip(
+            order,
+            (one._ended(n) for one, n in zip(those, emitted.tolist(), strict=True)),
+            strict=True,
+        )
+    )
+    return [done[i] for i in range(len(every))]
 
 
 def _catch_up(every: Sequence[FusedSteps]) -> None:

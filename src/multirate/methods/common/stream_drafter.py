@@ -383,35 +383,43 @@ class StreamDrafter(Drafter):
             return None
         if self._trusting is not None and not self._sampler.plain:
             return None  # drawn tokens: the kernel trusts none
-        if len(seqs) > 1 and not (self.lossless and self._sampler.by_argmax):
+        if len(seqs) > 1 and not self._sampler.by_argmax:
             return None
         for seq, last_token in zip(seqs, last_tokens, strict=True):
             if seq not in fused:
                 self._enter_fused(fused, seq, last_token)
-        known = self._estimates(seqs[0])
-        plan = self._choose(seqs, limits, self.behind(seqs))
-        growths = []
-        for i, (seq, limit) in enumerate(zip(seqs, limits, strict=True)):
-            if plan.stream:
-                self._note_refreshed(seq)
-                depth, deepest = self._depths(limit)
-            else:
-                depth, deepest = 0, plan.text[i]
-            growths.append(
-                Growth(
-                    depth,
-                    known.draft_threshold,
-                    known.verify_threshold,
-                    deepest,
-                    known.continuations.draft_accepted,
-                    plan.stream,
-                )
-            )
-        done = run_together([fused[seq] for seq in seqs], growths)
-        if known.controller is not None or self._lookup.longest:
-            for seq, step in zip(seqs, done, strict=True):
+        growths: dict[int, Growth] = {}
+        for group in self._alike(seqs):
+            those, left = [seqs[i] for i in group], [limits[i] for i in group]
+            plan = self._choose(those, left, self.behind(those))
+            for i, (seq, limit) in enumerate(zip(those, left, strict=True)):
+                growths[seq] = self._growth(seq, limit, None if plan.stream else plan.text[i])
+        done = run_together([fused[seq] for seq in seqs], [growths[seq] for seq in seqs])
+        for seq, step in zip(seqs, done, strict=True):
+            if self._estimates(seq).controller is not None or self._lookup.longest:
                 self._learn_fused(seq, fused[seq], step)
         return done
+
+    def _alike(self, seqs: Sequence[int]) -> list[list[int]]:
+        """The places of sequences that go by the same estimates, together."""
+        every = list(range(len(seqs)))
+        return [every] if self.lossless else [[i] for i in every]
+
+    def _growth(self, seq: int, limit: int, copied: int | None) -> Growth:
+        """How a sequence's step drafts: with the stream, or (copied) so many tokens of the text."""
+        known = self._estimates(seq)
+        depth, deepest = 0, copied
+        if copied is None:
+            self._note_refreshed(seq)
+            depth, deepest = self._depths(limit)
+        return Growth(
+            depth,
+            known.draft_threshold,
+            known.verify_threshold,
+            deepest,
+            known.continuations.draft_accepted,
+            stream=copied is None,
+        )
 
     def _enter_fused(self, fused: FusedSequences, seq: int, last_token: int) -> None:
         """The sequence's first fused step begins."""
@@ -462,10 +470,9 @@ class StreamDrafter(Drafter):
         sampler: Sampler,
     ) -> list[Draft]:
         """One pass of both streams per level, all sequences in it whose draft is the stream's."""
-        every = list(range(len(seqs)))
         made: dict[int, Draft] = {}
         streamed: list[int] = []
-        for group in [every] if self.lossless else [[i] for i in every]:
+        for group in self._alike(seqs):
             those = [seqs[i] for i in group]
             behind = sum(len(self._waiting[seq].ids) for seq in those)
             plan = self._choose(those, [limits[i] for i in group], behind)

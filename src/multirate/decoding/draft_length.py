@@ -50,6 +50,8 @@ _SWITCHING = 0.1  # tokens that own drafts may be thought to lose before they re
 _CATCHING_UP_MEMORY, _CAUGHT_UP = 0.8, 2.0  # of such steps, and how many the first guess counts as
 _DRAFT_RANGE = 20.0  # how many times less or more than the costs drafts may be timed to take
 _DEAREST_LEVEL = 5.0  # what a level may be timed to take beyond the costs, in times of them
+CAUGHT_UP_WITHIN = 32
+"""Rows that own drafts catch up on in their first level, at most; of more they do before."""
 _SLOWEST = 0.3, 6.0  # timed over expected seconds, at least and at most
 
 
@@ -375,8 +377,7 @@ class DraftLengthController:
             own, refresh = self._drafting(step.levels), step.refreshed * self._refresh_row
             if step.draft_seconds is not None and self._timed:
                 seconds_of_draft = step.draft_seconds / self._pace.plain
-                # what was put off for long is read before the draft's time begins
-                said = own if after_rest else own + refresh
+                said = own + refresh if step.refreshed <= CAUGHT_UP_WITHIN else own
                 if not after_rest or seconds_of_draft < self._draft_pace * said:
                     self._observe_draft(seconds_of_draft, said)
             drafting = self._draft_pace * (own + refresh)

@@ -20,6 +20,7 @@ from torch import Tensor
 from multirate.decoding.acceptance import Descent
 from multirate.decoding.acceptance_statistics import Calibration, ContinuationRates, Origin
 from multirate.decoding.costs import CostModel
+from multirate.decoding.draft_length import CAUGHT_UP_WITHIN
 from multirate.decoding.drafter import MAX_TREE_NODES, Draft, FusedStep
 from multirate.decoding.given_texts import GivenTexts
 from multirate.decoding.sampler import Sampler
@@ -95,8 +96,8 @@ class FusedSteps:
             nodes += limits.trust.nodes
         self._library, self._window = library.kernel(), window
         self._decoder, self._nodes, self._refresh, self._entered = decoder, nodes, refresh, 0
-        self._ids = np.zeros(nodes + 1, np.int64)
-        self._carried = torch.zeros(nodes + 1, d)
+        self._ids = np.zeros(CAUGHT_UP_WITHIN + nodes + 1, np.int64)
+        self._carried = torch.zeros(CAUGHT_UP_WITHIN + nodes + 1, d)
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
         self._confidence = np.empty(nodes)
         self._learned: tuple[ContinuationRates | None, Calibration | None] = None, None
@@ -272,8 +273,8 @@ class FusedSteps:
         limits.draft_threshold, limits.verify_threshold = draft_threshold, verify_threshold
         limits.stream = stream
         length = self._read_caches()
-        if self._refresh and not stream:
-            self._set_aside()
+        if self._refresh:
+            self._take_back() if stream else self._set_aside()
         sampler = self._sampler
         noise = None if sampler is None else sampler.noise(self._step.sequence)
         packed = abi.NULL if noise is None else abi.noise_of([noise])
@@ -354,6 +355,23 @@ class FusedSteps:
         self._pending_ids += self._ids[: self._entered].tolist()
         if self._carries:
             self._pending_carried.append(self._carried[: self._entered].clone())
+
+    def _take_back(self) -> None:
+        """Tokens that wait, where they are few, enter with the last ones: a pass of their own would
+        read all weights of the stream again.
+        """
+        self._forget_unseen()
+        count, entered = len(self._pending_ids), self._entered
+        if not 0 < count <= CAUGHT_UP_WITHIN:
+            return
+        ids, carried = self._ids, self._carried
+        ids[count : count + entered] = ids[:entered].copy()
+        ids[:count] = self._pending_ids
+        if self._carries:
+            carried[count : count + entered] = carried[:entered].clone()
+            torch.cat(self._pending_carried, out=carried[:count])
+        self._entered = count + entered
+        self._pending_ids, self._pending_carried = [], []
 
     def _forget_unseen(self) -> None:
         """Of what waits, the tokens that the stream's own layer will not see."""
@@ -511,8 +529,8 @@ def run_together(every: Sequence[FusedSteps], growths: Sequence[Growth]) -> list
 
 
 def _catch_up(every: Sequence[FusedSteps]) -> None:
-    """Tokens that wait for a stream that drafts now run through it; only its own K/V are
-    written.
+    """Tokens that wait for a stream that drafts now, more than enter with its draft, run through
+    it; only its own K/V are written.
     """
     behind = [one for one in every if one._pending_ids and one._limits.stream]
     if not behind:

@@ -191,31 +191,52 @@ class DraftedSteps:
     """
 
     def __init__(self, longest: int, accepted: float, weight: float) -> None:
-        # weight, accepted, levels, nodes
-        self._all = weight * np.array([1.0, accepted, 1.0, max(accepted, 1.0)])
-        self._usual, self._weight = self._all.copy(), weight
-        self._by_match = np.zeros((longest + 1, 4))
+        # weight, accepted, levels, nodes: plain numbers, as in DecayedRate
+        self._all = [weight, weight * accepted, weight, weight * max(accepted, 1.0)]
+        self._usual, self._weight = self._all, weight
+        self._by_match = [[0.0] * 4 for _ in range(longest + 1)]
 
     def means(self, matched: int) -> tuple[float, float, float]:
         """Accepted tokens, levels and nodes of a step with so long a match, on average."""
-        means = self._all / self._all[0]
-        if len(self._by_match) > 1:  # of one length both saw the same steps
-            means = self._by_match[matched] + _DRAFT_STRENGTH * means
-            means /= means[0]
-        _, accepted, levels, nodes = means.tolist()
-        return accepted, levels, nodes
+        steps, accepted, levels, nodes = self._all
+        accepted, levels, nodes = accepted / steps, levels / steps, nodes / steps
+        if len(self._by_match) == 1:  # of one length both saw the same steps
+            return accepted, levels, nodes
+        of, its_accepted, its_levels, its_nodes = self._by_match[matched]
+        steps = of + _DRAFT_STRENGTH
+        return (
+            (its_accepted + _DRAFT_STRENGTH * accepted) / steps,
+            (its_levels + _DRAFT_STRENGTH * levels) / steps,
+            (its_nodes + _DRAFT_STRENGTH * nodes) / steps,
+        )
 
     def begin_text(self) -> None:
         """Another text begins."""
-        self._all = self._weight / self._usual[0] * self._usual
-        self._by_match *= _KEPT_OF_LAST_TEXT
+        share = self._weight / self._usual[0]
+        self._all = [share * count for count in self._usual]
+        self._by_match = [
+            [_KEPT_OF_LAST_TEXT * count for count in counts] for counts in self._by_match
+        ]
 
     def observe(self, matched: int, accepted: int, levels: int, nodes: int) -> None:
         """A step had these."""
-        seen = np.array([1.0, accepted, levels, nodes])
-        self._all = _STEP_MEMORY * self._all + seen
-        self._usual = _USUAL_MEMORY * self._usual + seen
-        self._by_match[matched] = _STEP_MEMORY * self._by_match[matched] + seen
+        self._all = _faded(self._all, _STEP_MEMORY, accepted, levels, nodes)
+        self._usual = _faded(self._usual, _USUAL_MEMORY, accepted, levels, nodes)
+        known = self._by_match[matched]
+        self._by_match[matched] = _faded(known, _STEP_MEMORY, accepted, levels, nodes)
+
+
+def _faded(
+    counts: list[float], memory: float, accepted: int, levels: int, nodes: int
+) -> list[float]:
+    """What was counted, and another step with these."""
+    steps, all_accepted, all_levels, all_nodes = counts
+    return [
+        memory * steps + 1.0,
+        memory * all_accepted + accepted,
+        memory * all_levels + levels,
+        memory * all_nodes + nodes,
+    ]
 
 
 class OverallRates:

@@ -469,6 +469,15 @@ class Engine:
         """What settings are tuned for: the machine, and what runs the model on it."""
         return f"{machine_name(self.decoder.info.device)}, backend {self.backend}"
 
+    def prepare(self, method: str) -> None:
+        """Makes now what a method would else make once it pays, after some of its generations: so
+        that what is measured is what it comes to.
+        """
+        with self._lock.held():
+            decoding = self._decoding(method)
+            if decoding is not None:
+                decoding.step.prepare()
+
     def spec_of(self, name: str) -> MethodSpec:
         """The method that a name of this engine stands for. UserError for an unknown one."""
         return self._spec(name)

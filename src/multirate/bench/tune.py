@@ -161,6 +161,7 @@ def runner(
 
     def run(method: str, prompt: list[int], most: int | None) -> DecodeStats:
         engine.forget()
+        engine.prepare(method)
         stop = engine.stopping(most or max_new_tokens)
         return engine.generate([prompt], stop=stop, method=method).stats
 

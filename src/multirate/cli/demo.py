@@ -42,6 +42,7 @@ def answer(engine: Engine, method: str, max_new_tokens: int) -> None:
         encode_chat(tokenizer, [{"role": "user", "content": text}])
         for text in (QUESTIONS[1], QUESTIONS[0])
     )
+    engine.prepare(method)
     engine.generate([other], stop=engine.stopping(WARM_UP), method=method, speculate="always")
     output = engine.generate(
         [prompt],

@@ -182,6 +182,7 @@ typedef struct {
     const Layer *layers;
     const Linear *head;
     const bf16 *exact_head; // [vocab, hidden] as SpeculativeStep's
+    int32_t drawn;   // whether it verifies steps with noise, too
     float margin;    // a row that is reached, and whose two best logits are less than this apart,
                      // runs again with the model's own weights
     int32_t refresh; // a pass of the model's own weights has so many rows where there are enough:
@@ -281,7 +282,8 @@ typedef struct {
     const Noise *noise;      // of the token after the last one: the target's tokens are drawn with
                              // it. NULL: they are the likeliest
     const Screen *screen;    // of `head`, or NULL
-    Narrow *narrow; // mr_speculative_step verifies with it where there is no noise; or NULL
+    Narrow *narrow; // mr_speculative_step verifies with it where there is no noise, or it verifies
+                    // drawn tokens, too; or NULL
     int32_t again;  // out: rows that ran again after it
 } SpeculativeStep;
 

@@ -390,7 +390,7 @@ int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int 
                         const DraftLimits *limits) {
     int32_t path[MAX_NODES + 1];
     RowTable table;
-    int narrow = step->narrow && !step->noise;
+    int narrow = step->narrow && (!step->noise || step->narrow->drawn);
     Target target = narrow ? narrow_copy(step) : own_tokens(step);
     Doubtful doubtful = {&table, step->ids[first + count - 1], 0};
     Part part = part_of(step, limits, length, first, count);

@@ -218,6 +218,8 @@ class Drafter(ABC):
     worth: [max_nodes], the least chance of being accepted with which the n-th node of the next
         draft pays, not falling; None: unknown. Told before `draft` to one that does not adapt
         itself.
+    in_stages: whether a fused step of the generation under way is several of its own, which decide
+        by themselves what to draft (methods/common/stages.py).
     refused: of one that trusts tokens by a score, the highest of this generation that was too low,
         −inf where none was: with a threshold above it, the text is the same. None: unknown.
     """
@@ -233,6 +235,7 @@ class Drafter(ABC):
     longest: int = 0
     rests: bool = True
     worth: np.ndarray | None = None
+    in_stages: bool = False
     refused: float | None = None
 
     _costs: CostModel | None = None
@@ -252,6 +255,9 @@ class Drafter(ABC):
         assumes.
         """
         return None
+
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to put off
+        """Makes now what would else be made once it pays."""
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:  # noqa: B027 - a drafter without state needs none
         """A generation begins on an empty `cache`. Forget the one before, which may have been

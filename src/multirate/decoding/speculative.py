@@ -71,6 +71,9 @@ class SpeculativeStep(Step):
         begin = self.drafter.resume if resumed else self.drafter.begin
         begin(session.cache, session.sampler)
 
+    def prepare(self) -> None:
+        self.drafter.prepare()
+
     def usable(self, cache: KVCache, length: int) -> int:
         return self.drafter.usable(cache, length)
 
@@ -112,7 +115,9 @@ class SpeculativeStep(Step):
     def run(self, session: Session) -> None:
         seqs = session.active
         limits = [session.stops.remaining(b) - 1 for b in seqs]
-        if self._adapts and self._controller is not None:
+        fuses = self._may_fuse and self.watch is None and not session.sampler.settings.uses_context
+        controlled = self._adapts and not (fuses and self.drafter.in_stages)
+        if controlled and self._controller is not None:
             self.drafter.worth = self._controller.thresholds(len(seqs))[1]
             behind = self.drafter.behind(seqs)
             matched = self.drafter.matched(seqs)
@@ -120,12 +125,7 @@ class SpeculativeStep(Step):
             plan = self._controller.choose([(n, 0) for n in matched], max(limits), behind)
             if not plan.stream:
                 limits = [0] * len(seqs)
-        if (
-            self._may_fuse
-            and self.watch is None
-            and not session.sampler.settings.uses_context
-            and self._run_fused(session, seqs, limits)
-        ):
+        if fuses and self._run_fused(session, seqs, limits, controlled):
             return
         cache, stops = session.cache, session.stops
         last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
@@ -142,7 +142,8 @@ class SpeculativeStep(Step):
             self._count_exits(session, kept, sum(n in draft.trusted for n in path[1 : kept + 1]))
             levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
             session.stats.count_draft(len(draft.tokens), levels, accepted=min(kept, len(path) - 1))
-            self._count(b, len(path), levels, len(draft.tokens))
+            if controlled:
+                self._count(b, len(path), levels, len(draft.tokens))
             if self.watch is not None:
                 self.watch(b, draft, [*path[1:], 0][:kept])
             # the last token emitted is not in the cache yet: it enters with the next step
@@ -156,7 +157,7 @@ class SpeculativeStep(Step):
                 self.drafter.accept(b, verified)
 
     def _count(self, seq: int, emitted: int, levels: int, nodes: int) -> None:
-        if self._adapts and self._controller is not None:
+        if self._controller is not None:
             self._controller.emitted(emitted, levels, nodes, self._matched[seq])
 
     def _count_exits(self, session: Session, kept: int, trusted: int) -> None:
@@ -165,14 +166,17 @@ class SpeculativeStep(Step):
             session.stats.count_exits(self.drafter.start, trusted)
             session.stats.count_exits(session.decoder.info.num_layers, kept - trusted)
 
-    def _run_fused(self, session: Session, seqs: list[int], limits: list[int]) -> bool:
+    def _run_fused(
+        self, session: Session, seqs: list[int], limits: list[int], controlled: bool
+    ) -> bool:
         """The active sequences' step in one piece, if the drafter can."""
         last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
         every = self.drafter.fused_steps(seqs, last_tokens, limits)
         if every is None:
             return False
         for b, done in zip(seqs, every, strict=True):
-            self._count(b, len(done.tokens), done.levels, done.drafted)
+            if controlled:
+                self._count(b, len(done.tokens), done.levels, done.drafted)
             kept = session.emit(b, done.tokens)
             self._count_exits(session, kept, sum(place < kept for place in done.trusted))
             session.stats.doubted += done.doubted

@@ -103,6 +103,11 @@ class Step(ABC):
         """
         return None
 
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to put off
+        """Makes now what would else be made once it pays (copies of weights). Not during a
+        generation.
+        """
+
     def expect(self, rates: Sequence[float]) -> None:  # noqa: B027 - optional
         """Drafts of this kind were accepted at such rates by depth before, as a model card says."""
 

@@ -29,6 +29,7 @@ from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.waiting_tokens import newest
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
+from multirate.model.native.decoder import NarrowWeights
 from multirate.model.noise import NOT_FINITE
 from multirate.model.rows import Rows
 
@@ -90,12 +91,14 @@ class FusedSteps:
         given: GivenTexts | None = None,
         margin: float | None = None,
         window: int | None = None,
+        staged: int = 0,
     ) -> None:
-        nodes, d = limits.nodes, decoder.info.hidden_size
-        if limits.trust:
-            nodes += limits.trust.nodes
+        d, self._drafted_nodes = decoder.info.hidden_size, limits.nodes
+        nodes = limits.nodes + (limits.trust.nodes if limits.trust else 0)
+        nodes = max(nodes, staged)
         self._library, self._window = library.kernel(), window
         self._decoder, self._nodes, self._refresh, self._entered = decoder, nodes, refresh, 0
+        self._ahead, self._stages = 0, False
         self._ids = np.zeros(CAUGHT_UP_WITHIN + nodes + 1, np.int64)
         self._carried = torch.zeros(CAUGHT_UP_WITHIN + nodes + 1, d)
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
@@ -148,8 +151,9 @@ class FusedSteps:
             layers=decoder.info.num_layers,
         )
         self._text_at = abi.ffi.addressof(self._step, "text")
+        self._narrow: NarrowWeights | None = None
         if margin is not None:
-            self._verify_narrowly(margin, nodes + 1, stream.tap_count)
+            self._verify_narrowly(margin)
         if self._automaton is not None:
             self._step.text.automaton = self._automaton
         if given is not None:
@@ -164,11 +168,11 @@ class FusedSteps:
             )
             self._step.text.given = self._given[1]
 
-    def _verify_narrowly(self, margin: float, rows: int, taps: int) -> None:
+    def _verify_narrowly(self, margin: float) -> None:
         weights = self._decoder.narrow()
         assert weights is not None
-        d = self._decoder.info.hidden_size
-        rows += NARROW_PENDING
+        d, taps = self._decoder.info.hidden_size, self._step.stream.tap_count
+        rows = self._nodes + 1 + NARROW_PENDING
         buffers = torch.empty(rows, d), torch.empty(rows, taps, d)
         logits = torch.empty(rows, self._decoder.head.outputs)
         hidden, features = buffers
@@ -183,7 +187,7 @@ class FusedSteps:
             features=features.data_ptr(),
             logits=logits.data_ptr(),
         )
-        self._step.narrow = narrow
+        self._step.narrow, self._narrow = narrow, weights
         self._held = (*self._held, weights, buffers, logits, narrow)
 
     @property
@@ -198,19 +202,37 @@ class FusedSteps:
         sampler: Sampler | None = None,
         couple: bool = True,
         top: int | None = None,
+        stages: bool = False,
     ) -> None:
         """A generation over ``cache``, with the stream's own layer's K/V in ``own``.
 
         sampler: chooses the tokens (its settings have no repetition penalty); None: greedy ones.
         couple: whether drafts are drawn with its noise; if not, they are the likeliest tokens.
-        top: candidates of a node; None: as before.
+        top: candidates of a node; None: as before. stages: whether steps are `run_ahead` and then
+        settled.
         """
+        if stages and self._narrow is None:
+            self._verify_narrowly(0.0)
+        self._stages = stages
         self._cache, self._own = cache, own
         self._sampler = None if sampler is None or sampler.plain else sampler
         self._couple = couple
         if top is not None:
             self._limits.top = top
         self._step.refused = -np.inf
+        self._ahead = 0
+        if self._narrow is not None:
+            self._read_narrow_head()
+
+    def _read_narrow_head(self) -> None:
+        """Drawn tokens may be any, so that all logits have to be near the head's own; else those of
+        the likeliest, which it has the last word on.
+        """
+        weights, narrow = self._narrow, self._step.narrow
+        assert weights is not None
+        narrow.drawn = self._sampler is not None and self._stages
+        narrow.head = weights.head if narrow.drawn else weights.told
+        narrow.exact_head = abi.at(None if narrow.drawn else weights.exact)
 
     def enter(
         self,
@@ -228,7 +250,7 @@ class FusedSteps:
         self._step.sequence = seq
         if self._step.narrow:
             self._step.narrow.pending_count = 0
-        self._entered = 1
+        self._entered, self._ahead = 1, 0
         self._ids[0] = ids[-1]
         self._pending_ids, self._pending_carried = [], []
         if carried is not None:
@@ -260,6 +282,64 @@ class FusedSteps:
             raise UserError(NOT_FINITE)
         return self._ended(emitted)
 
+    def run_ahead(self, growth: Growth) -> FusedStep:
+        """A step that the narrow copy verifies. Its tokens are drafts until `settle`."""
+        if not self._ahead:
+            self._begun = int(self._step.text.count), int(self._ids[self._entered - 1])
+        done = self.run(growth)
+        self._ahead += len(done.tokens)
+        return done
+
+    def settle(self, tokens: Sequence[int]) -> FusedStep:
+        """The model's own weights verify the first tokens of the steps ahead in one pass, as the
+        draft of a step. tokens: `staged` at most.
+        """
+        step, count = self._step, len(tokens)
+        if not self._ahead:
+            self._begun = int(step.text.count), int(self._ids[self._entered - 1])
+        known, last = self._begun
+        self._wait_from_committed()
+        self._grow_caches()
+        length = self._read_caches()
+        step.text.count = known
+        self._ids[0] = last
+        self._tokens[:count] = tokens
+        self._parents[:count] = np.arange(count)
+        self._take_noise()
+        if step.narrow:
+            step.narrow.pending_count = 0
+        emitted = self._library.mr_verify_draft(
+            self._decoder.workspace.address,
+            step,
+            length,
+            count,
+            0,
+            0,
+            abi.NULL,
+            abi.ints(self._path),
+        )
+        if emitted < 0:
+            raise UserError(NOT_FINITE)
+        automaton = self._automaton
+        if automaton is not None and emitted <= count and automaton.count >= known + emitted:
+            self._library.mr_automaton_clear(automaton)  # it has taken in a refused token
+        return self._ended(emitted)
+
+    def _wait_from_committed(self) -> None:
+        """Of steps ahead nothing is kept: what waits for the stream are committed tokens, and those
+        that it has read beyond them it will read again.
+        """
+        if self._refresh and not self._ahead:
+            self._set_aside()
+        beyond = max(self._ahead - self._entered, 0)
+        if beyond and self._pending_ids:
+            kept = max(len(self._pending_ids) - beyond, 0)
+            self._pending_ids = self._pending_ids[:kept]
+            pieces, self._pending_carried = self._pending_carried, []
+            if kept and pieces:
+                self._pending_carried = [torch.cat(pieces)[:kept].clone()]
+        self._ahead = 0
+
     def _prepare(self, growth: Growth) -> tuple[int, int]:
         """The step's limits and noise; → committed tokens, and the first of `ids` that enters."""
         limits, stream = self._limits, growth.stream
@@ -275,14 +355,18 @@ class FusedSteps:
         length = self._read_caches()
         if self._refresh:
             self._take_back() if stream else self._set_aside()
-        sampler = self._sampler
-        noise = None if sampler is None else sampler.noise(self._step.sequence)
-        packed = abi.NULL if noise is None else abi.noise_of([noise])
-        limits.noise = packed if self._couple else abi.NULL
-        self._step.noise = packed
-        # the kernel reads them by address
-        self._read = growth, draft_threshold, verify_threshold, noise, packed
+        self._take_noise()
+        self._read = growth, draft_threshold, verify_threshold  # the kernel reads them by address
         return length, 0 if self._refresh and stream else self._entered - 1
+
+    def _take_noise(self) -> None:
+        """That of the token after the last one, and after those of the steps ahead."""
+        sampler = self._sampler
+        noise = None if sampler is None else sampler.noise(self._step.sequence, self._ahead)
+        packed = abi.NULL if noise is None else abi.noise_of([noise])
+        self._limits.noise = packed if self._couple else abi.NULL
+        self._step.noise = packed
+        self._noise = noise, packed  # the kernel reads them by address
 
     def _ended(self, emitted: int) -> FusedStep:
         """The step emitted so many tokens."""
@@ -436,7 +520,7 @@ class FusedSteps:
                 self._limits.nodes = depth
                 self.run(Growth(depth))
                 taken[depth].append(self._step.draft_seconds)
-        self._limits.nodes = self._nodes
+        self._limits.nodes = self._drafted_nodes
         # the least: drafts that look dearer than they are may never be tried, and so never timed;
         # ones that look cheaper are, and the controller learns what they take
         one, many = (min(taken[depth][1:]) for depth in (1, most))
@@ -470,9 +554,14 @@ class FusedSteps:
             self._automaton.memory, self._automaton.room = abi.ints(self._memory), room
             self._library.mr_automaton_clear(self._automaton)
 
+    @property
+    def _length(self) -> int:
+        """Tokens with keys and values: the committed ones, and those of narrow steps since."""
+        return int(self._cache.lengths[self._step.sequence]) + self._ahead
+
     def _grow_caches(self) -> None:
         """Room for a step in both caches, which may move them: for all sequences that use them."""
-        length = self._cache.lengths[self._step.sequence]
+        length = self._length
         for store in (self._cache, self._own):
             if store is not None:
                 store.make_room_to(length + self._nodes)
@@ -485,7 +574,7 @@ class FusedSteps:
             self._set_text(self._text[: step.text.count], room=len(self._text))
         if own is not None:
             step.block_cache, step.block_capacity = own.address, own.capacity
-        return int(cache.lengths[step.sequence])
+        return self._length
 
 
 def run_together(every: Sequence[FusedSteps], growths: Sequence[Growth]) -> list[FusedStep]:
@@ -545,7 +634,7 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
         [
             Rows.causal(
                 one._step.sequence,
-                one._cache.lengths[one._step.sequence] - one._entered + 1 - len(one._pending_ids),
+                one._length - one._entered + 1 - len(one._pending_ids),
                 len(one._pending_ids),
             )
             for one in behind

@@ -46,6 +46,11 @@ class StreamDecodeConfig(MethodConfig):
     prompt no others are read before the first draft. None: all. [ours]
     weights: of what only drafts on the native kernel: int4 (a third of the memory read, other
     drafts, the same text), int8 (half of it) or bf16. [ours]
+    staged: drafts are first verified with a narrow copy of the model's weights, and up to so many
+    tokens of it at once by the model's own: lossless, and faster where the copy is read in much
+    less time (stages.py). Decoding of one sequence by argmax, with or without temperature, on the
+    native kernel, where the processor multiplies bytes; the copy is made after a thousand tokens.
+    0: never. [ours]
     margin: dynamic mode (lossy): drafts are verified with a narrow copy of the model's weights,
     and a token whose two likeliest candidates' logits are less than this apart is decided by the
     model's own; None: all are. Greedy decoding of one sequence on the native kernel, where the
@@ -65,6 +70,7 @@ class StreamDecodeConfig(MethodConfig):
     window: int | None = 256
     weights: DraftWeights = "int4"
     margin: float | None = None
+    staged: int = 11
 
     def check(self) -> None:
         for name, low, high in self.ranges():
@@ -105,5 +111,6 @@ class StreamDecodeConfig(MethodConfig):
             ("width", 1, 16),
             ("nodes", 1, MAX_TREE_BIT),
             ("lookup", 0, 64),
+            ("staged", 0, MAX_TREE_BIT),
             ("sampled_candidates", 1, MAX_CANDIDATES),
         ]

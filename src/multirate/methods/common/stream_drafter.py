@@ -29,6 +29,7 @@ from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.draft_tree import DraftTree
 from multirate.methods.common.fused_steps import FusedSequences, FusedSteps, Growth, run_together
 from multirate.methods.common.lookup import Lookup
+from multirate.methods.common.stages import Stages
 from multirate.methods.common.stream_config import StreamDecodeConfig
 from multirate.methods.common.stream_estimates import (
     LOSSY_COSTS,
@@ -86,6 +87,7 @@ class StreamDrafter(Drafter):
                 "drafts are verified with the model's own"
             )
         self.lossless = trusting is None and self._margin is None
+        self._stages = Stages(decoder, config.staged if fuses and self.lossless else 0)
         self.max_nodes = config.nodes
         if trusting is not None:
             most = min(_MOST_NODES, config.nodes + trusting.nodes)
@@ -104,12 +106,14 @@ class StreamDrafter(Drafter):
         )
         self._cache: KVCache | None = None
         self._samples = False  # whether the generation under way is not greedy
+        self.in_stages = False
         self._waiting: dict[int, WaitingTokens] = {}
         # Of sequence 0: tokens whose K/V in the stream's own layer are final, but for those before
         # `_seen_from`, which are not there: its window ended after them.
         self._refreshed = self._seen_from = 0
         self._shared = self._new_estimates()
         self._own: dict[int, StreamEstimates] = {}  # by sequence
+        self._known_ahead: StreamEstimates | None = None
         self._streamed: set[int] = set()  # sequences whose step under way the stream drafts
         self._matches: dict[int, Match] = {}
         self._texts: dict[int, TextSource] = {}
@@ -149,6 +153,7 @@ class StreamDrafter(Drafter):
             given=self._lookup.given,
             margin=self._margin,
             window=runner.window,
+            staged=self._stages.tokens,
         )
 
     def _new_estimates(self) -> StreamEstimates:
@@ -160,10 +165,22 @@ class StreamDrafter(Drafter):
             )
         return made
 
+    def _estimates_ahead(self) -> StreamEstimates:
+        """Of steps that the narrow copy verifies, before the model's own weights do."""
+        made = StreamEstimates.of(self.config, self.max_nodes, self._lookup)
+        if self._prices:
+            controller = DraftLengthController(
+                NARROW_COSTS, self.max_nodes, made.continuations, self.expected, timed=False
+            )
+            made.go_by(controller)
+        return made
+
     def _estimates(self, seq: int) -> StreamEstimates:
         """The sequence's. A lossy text must depend neither on the others' of a batch nor on the
         generations before; what drafts of lossless ones go by is of all of them.
         """
+        if self._known_ahead is not None and self.in_stages:
+            return self._known_ahead
         if self.lossless:
             return self._shared
         if seq not in self._own:
@@ -210,6 +227,11 @@ class StreamDrafter(Drafter):
         self._texts, self._trees, self._matches = {}, {}, {}
         self._own, self._streamed = {}, set()
         self._grower.refused = -np.inf
+        self.in_stages = self._stages.begin(sampler)
+        if self.in_stages:
+            self._known_ahead = self._known_ahead or self._estimates_ahead()
+            if self._known_ahead.controller is not None:
+                self._known_ahead.controller.pause()
         if self._fused is not None:
             self._fused.begin(self._begin_fused)
 
@@ -221,7 +243,11 @@ class StreamDrafter(Drafter):
             self._sampler,
             couple=self.config.drafts == "coupled",
             top=self._candidates,
+            stages=self.in_stages,
         )
+
+    def prepare(self) -> None:
+        self._stages.prepare()
 
     @property
     def refused(self) -> float | None:  # type: ignore[override]
@@ -388,6 +414,9 @@ class StreamDrafter(Drafter):
         for seq, last_token in zip(seqs, last_tokens, strict=True):
             if seq not in fused:
                 self._enter_fused(fused, seq, last_token)
+        if self.in_stages:
+            (seq,), (limit,) = seqs, limits
+            return [self._stages.run(fused[seq], limit, partial(self._step_ahead, seq))]
         growths: dict[int, Growth] = {}
         for group in self._alike(seqs):
             those, left = [seqs[i] for i in group], [limits[i] for i in group]
@@ -398,6 +427,15 @@ class StreamDrafter(Drafter):
         for seq, step in zip(seqs, done, strict=True):
             if self._estimates(seq).controller is not None or self._lookup.longest:
                 self._learn_fused(seq, fused[seq], step)
+        return done
+
+    def _step_ahead(self, seq: int, limit: int) -> FusedStep:
+        """A step in stages' first part. limit: as of `draft`."""
+        assert self._fused is not None
+        fused = self._fused[seq]
+        plan = self._choose([seq], [limit], self.behind([seq]))
+        done = fused.run_ahead(self._growth(seq, limit, None if plan.stream else plan.text[0]))
+        self._learn_fused(seq, fused, done)
         return done
 
     def _alike(self, seqs: Sequence[int]) -> list[list[int]]:

@@ -10,6 +10,7 @@ from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
 from multirate.methods.common.fused_steps import FusedSequences, FusedSteps, Growth, run_together
 from multirate.methods.common.lookup import Lookup
+from multirate.methods.common.stages import Stages
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
@@ -32,17 +33,21 @@ class TextDrafter(Drafter):
         lookup: Lookup,
         tokens: int,
         length: Callable[[int], int] | None = None,
+        staged: int = 0,
     ) -> None:
         self.max_nodes = tokens
         self.longest = lookup.told
         self._lookup, self._length = lookup, length
         self._texts: list[TextSource] = []
         self._fused: FusedSequences | None = None
+        self._stages = Stages(decoder, 0)
+        self.in_stages = False
         if (
             isinstance(decoder, NativeDecoder)
             and decoder.supports_fused
             and FusedSteps.can_draft(tokens)
         ):
+            self._stages = Stages(decoder, staged)
             self._stream = decoder.stream()
             self._fused = FusedSequences(partial(self._new_fused, decoder))
 
@@ -57,7 +62,11 @@ class TextDrafter(Drafter):
             refresh=False,
             automaton=lookup.automaton,
             given=lookup.given,
+            staged=self._stages.tokens,
         )
+
+    def prepare(self) -> None:
+        self._stages.prepare()
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         """Forgets the texts of the generation before."""
@@ -65,7 +74,8 @@ class TextDrafter(Drafter):
         self._sampler = sampler
         if self._fused is not None:
             assert isinstance(cache, NativeKVCache)
-            self._fused.begin(lambda steps: steps.begin(cache, None, sampler))
+            self.in_stages = stages = self._stages.begin(sampler)
+            self._fused.begin(lambda steps: steps.begin(cache, None, sampler, stages=stages))
 
     def usable(self, cache: KVCache, length: int) -> int:
         return length  # what is looked up is made anew from the tokens
@@ -101,15 +111,26 @@ class TextDrafter(Drafter):
         fused, sampler = self._fused, self._sampler
         if fused is None or (len(seqs) > 1 and not sampler.by_argmax):
             return None
-        growths = []
-        for seq, last_token, limit in zip(seqs, last_tokens, limits, strict=True):
+        for seq, last_token in zip(seqs, last_tokens, strict=True):
             if seq not in fused:
                 fused.start(seq).enter(seq, [last_token], text=sampler.tokens[seq])
-            most = min(limit, self.max_nodes)
-            if self._length is not None and most:
-                most = min(most, self._wanted(fused[seq].look_up(most)[1]))
-            growths.append(Growth(most))
-        return run_together([fused[seq] for seq in seqs], growths)
+        every = [fused[seq] for seq in seqs]
+        if self.in_stages:
+            (steps,), (limit,) = every, limits
+            return [
+                self._stages.run(
+                    steps, limit, lambda most: steps.run_ahead(self._growth(steps, most))
+                )
+            ]
+        growths = [self._growth(one, limit) for one, limit in zip(every, limits, strict=True)]
+        return run_together(every, growths)
+
+    def _growth(self, steps: FusedSteps, limit: int) -> Growth:
+        """How far the text is followed, at most `limit` tokens."""
+        most = min(limit, self.max_nodes)
+        if self._length is not None and most:
+            most = min(most, self._wanted(steps.look_up(most)[1]))
+        return Growth(most)
 
     def _wanted(self, matched: int) -> int:
         if self._length is None:

@@ -6,22 +6,26 @@ import math
 from dataclasses import dataclass
 
 from multirate.methods.common.config import MethodConfig
+from multirate.model.rows import MAX_TREE_BIT
 
 
 @dataclass(frozen=True)
 class SAMConfig(MethodConfig):
     """tokens: longest draft. least: shortest match that is drafted from. per_match: tokens drafted
     for each matched one. texts: a file of other texts (`multirate texts`) in which the end of the
-    text is looked up, too; a model's name: those that the package has of it.
+    text is looked up, too; a model's name: those that the package has of it. staged: as of trained
+    streams: so many tokens that a narrow copy has verified are verified at once; 0: none. [ours]
     """
 
     tokens: int = 10
     least: int = 1
     per_match: float = 4.0
     texts: str | None = None
+    staged: int = 11
 
     def check(self) -> None:
         self.require_count("tokens", "least")
+        self.require(0 <= self.staged <= MAX_TREE_BIT, "staged", f"0 to {MAX_TREE_BIT}")
         self.require(self.per_match > 0, "per_match", "a number above 0")
 
     def length(self, matched: int) -> int:

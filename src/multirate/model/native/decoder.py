@@ -441,6 +441,11 @@ class NativeDecoder(Decoder):
             self._narrow = NarrowWeights(abi.array("Layer", layers), head, told, exact, owner)
         return self._narrow
 
+    @property
+    def has_narrow(self) -> bool:
+        """Whether `narrow` has made them."""
+        return self._narrow is not None
+
     def in_8_bits(self) -> NativeDecoder:
         """A decoder of this one's model and caches whose passes read the narrow weights, the head's
         among them; where there are none, its own. Not to be used while this one runs.

@@ -1,0 +1,66 @@
+"""Staged speculative decoding [Spector and Ré 2023]: steps whose drafts the narrow copy of the
+model verifies, and then one pass of the model's own weights over all the tokens that these emitted.
+
+Lossless: a token is committed as the model's own weights say, whoever drafted it, and so are its
+keys and values. The narrow copy reads a third to two thirds of the bytes, and is nearly always
+right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from multirate.decoding.drafter import FusedStep
+from multirate.decoding.sampler import Sampler
+from multirate.methods.common.fused_steps import FusedSteps
+from multirate.model.decoder import Decoder
+from multirate.model.native.decoder import NativeDecoder, narrow_weights
+
+_PAYS = 1000
+"""Tokens after which the narrow copy is made: making it takes about as long as it saves on as many
+(SmolLM2-135M: a second), and a process may end before.
+"""
+
+
+class Stages:
+    """Whether a drafter's steps are in stages, and how they go.
+
+    tokens: of a pass of the model's own weights, at most; 0: steps are never in stages. They are in
+    generations of one sequence whose tokens are chosen by argmax, of logits or of logits and noise,
+    on the native kernel, where the processor multiplies bytes.
+    """
+
+    def __init__(self, decoder: Decoder, tokens: int) -> None:
+        self.tokens = tokens
+        self._decoder: NativeDecoder | None = None
+        if tokens and narrow_weights(decoder):
+            self._decoder = decoder
+        self._left, self._counted = _PAYS, 0
+        self._sampler: Sampler | None = None
+
+    def prepare(self) -> None:
+        """The narrow copy is made now, not when it pays."""
+        if self._decoder is not None:
+            self._decoder.narrow()
+
+    def begin(self, sampler: Sampler) -> bool:
+        """A generation begins. Whether its steps are in stages."""
+        decoder, before = self._decoder, self._sampler
+        if decoder is None:
+            return False
+        if before is not None:
+            self._left -= len(before.tokens[0]) - self._counted
+        self._sampler, self._counted = sampler, len(sampler.tokens[0])
+        if len(sampler.tokens) > 1 or not sampler.by_argmax:
+            return False
+        return decoder.has_narrow or self._left <= 0
+
+    def run(self, steps: FusedSteps, limit: int, step: Callable[[int], FusedStep]) -> FusedStep:
+        """A step in stages. limit: as of `Drafter.draft`. step: runs one ahead whose draft is at
+        most so many tokens deep.
+        """
+        most, tokens = min(self.tokens, limit), list[int]()
+        # the last one of a pass may be left out: it would be a step without a draft
+        while len(tokens) < most - 1 or (most == 1 and not tokens):
+            tokens += step(most - len(tokens) - 1).tokens
+        return steps.settle(tokens[:most])

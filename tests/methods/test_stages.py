@@ -1,0 +1,241 @@
+"""Steps in stages: whatever the narrow copy says, text and K/V are the own weights'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from multirate.decoding.drafter import Drafter
+from multirate.decoding.invariants import check_invariants
+from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.loop import generate
+from multirate.decoding.plain import PlainStep
+from multirate.decoding.prefix_cache import PrefixCache
+from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.stopping import StopSettings
+from multirate.decoding.suffix_automaton import SuffixAutomaton
+from multirate.errors import UserError
+from multirate.methods import spec
+from multirate.methods.common import stages
+from multirate.methods.common.fused_steps import FusedSteps
+from multirate.methods.m2r2.decode import M2R2Drafter
+from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
+from multirate.model.native import NativeDecoder
+from multirate.model.native.decoder import narrow_weights
+
+from .m2r2_models import LLAMA, PROMPTS, model_of, stream_of, taps_of
+from .test_eagle import layer_of
+
+STOP = StopSettings(max_new_tokens=40)
+GREEDY, DRAWN = SamplingSettings(), SamplingSettings(temperature=0.8, seed=7)
+EAGER = {"draft_threshold": 0.02, "verify_threshold": 0.01}
+
+
+@pytest.fixture(scope="module")
+def decoder() -> NativeDecoder:
+    model = model_of(LLAMA, torch.bfloat16)
+    if NativeDecoder.supports(model) is not None:
+        pytest.skip("no native kernel here")
+    made = NativeDecoder(model)
+    if not narrow_weights(made):
+        pytest.skip("this processor multiplies no bytes")
+    return made
+
+
+def m2r2(decoder: NativeDecoder, gate: int = 1, preset: str = "m2r2-carry", **settings: Any) -> Any:
+    stream = stream_of(LLAMA, preset, gates=(gate,), rank=8, taps=taps_of(preset, gate))
+    return M2R2Drafter(decoder, stream, M2R2DecodeConfig(**settings))
+
+
+def eagle(decoder: NativeDecoder, method: str = "eagle", **settings: Any) -> Any:
+    from multirate.methods.common.shape import BaseShape
+
+    layer = layer_of(method, BaseShape.of(LLAMA))
+    return spec.find(method).make_drafter(decoder, layer, settings)
+
+
+def untrained(decoder: NativeDecoder, method: str, **settings: Any) -> Any:
+    return spec.find(method).make_drafter(decoder, None, settings)
+
+
+DRAFTERS: dict[str, Callable[..., Any]] = {
+    "m2r2-carry": lambda decoder, **more: m2r2(decoder, lookup="sam", **more),
+    "m2r2-carry, open thresholds off": lambda decoder, **more: m2r2(decoder, **EAGER, **more),
+    "m2r2-carry at gate 2": lambda decoder, **more: m2r2(decoder, 2, lookup=4, **more),
+    "m2r2": lambda decoder, **more: m2r2(decoder, 1, "m2r2", **EAGER, **more),
+    "a window of three": lambda decoder, **more: m2r2(decoder, window=3, lookup=3, **more),
+    "eagle": lambda decoder, **more: eagle(decoder, lookup="sam", **more),
+    "eagle3": lambda decoder, **more: eagle(decoder, "eagle3", **EAGER, **more),
+    "sam": lambda decoder, **more: untrained(decoder, "sam", **more),
+    "prompt_lookup": lambda decoder, **more: untrained(decoder, "prompt_lookup", **more),
+}
+
+
+def in_stages(decoder: NativeDecoder, drafter: Drafter, prompt: list[int], **more: Any) -> Any:
+    """A generation of `prompt` in stages."""
+    drafter.prepare()
+    out = generate(decoder, SpeculativeStep(drafter), [prompt], **more)
+    assert drafter.in_stages
+    return out
+
+
+def plain(decoder: NativeDecoder, prompt: list[int], **more: Any) -> Any:
+    return generate(decoder, PlainStep(), [prompt], **more)
+
+
+def copy_of_another(decoder: NativeDecoder) -> Any:
+    """A narrow copy that is nearly always wrong: another model's."""
+    torch.manual_seed(99)
+    other = AutoModelForCausalLM.from_config(LLAMA).eval().to(torch.bfloat16)
+    return NativeDecoder(other).narrow()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("staged", [1, 2, 5, 11, 20])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_text_and_kv_are_the_models_own(
+    decoder: NativeDecoder, name: str, staged: int, sampling: SamplingSettings
+) -> None:
+    drafter = DRAFTERS[name](decoder, staged=staged)
+
+    def check(session: Any, step: Any) -> None:
+        check_invariants(session, step, atol=1e-3)
+
+    for prompt in (*PROMPTS, PROMPTS[0] * 4):  # one drafter for all
+        out = in_stages(decoder, drafter, prompt, sampling=sampling, stop=STOP, after_step=check)
+        assert out.sequences == plain(decoder, prompt, sampling=sampling, stop=STOP).sequences
+        assert out.stats.target_passes <= out.stats.tokens
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_wrong_copy_costs_time_alone(
+    decoder: NativeDecoder, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of what it says is refused; what the text is looked up in knows no refused token."""
+    right = in_stages(decoder, DRAFTERS[name](decoder), PROMPTS[0], stop=STOP)
+    monkeypatch.setattr(decoder, "_narrow", copy_of_another(decoder))
+    drafter = DRAFTERS[name](decoder)
+
+    def check(session: Any, step: Any) -> None:
+        check_invariants(session, step, atol=1e-3)
+        steps = drafter._fused[0] if session.active and 0 in drafter._fused else None
+        if steps is not None and steps._automaton is not None:
+            tokens, index = session.sampler.tokens[0], SuffixAutomaton(steps._longest)
+            found, matched = index.look_up(tokens, 4)
+            assert steps.look_up(4) == (found if matched else [], matched)
+
+    wrong = in_stages(decoder, drafter, PROMPTS[0], stop=STOP, after_step=check)
+    assert wrong.sequences == right.sequences
+    assert wrong.stats.target_passes > right.stats.target_passes
+
+
+def test_a_copy_that_is_the_model_is_never_refused(
+    decoder: NativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = decoder.narrow()
+    assert copy is not None
+    same = replace(
+        copy, layers=decoder.packed_layers, head=decoder.head, told=decoder.head, exact=None
+    )
+    monkeypatch.setattr(decoder, "_narrow", same)
+    for sampling in (GREEDY, DRAWN):
+        out = in_stages(decoder, m2r2(decoder), PROMPTS[0], sampling=sampling, stop=STOP)
+        assert out.stats.accepted == out.stats.drafted
+        assert out.stats.target_passes <= -(-out.stats.tokens // 10) + 1
+
+
+@pytest.mark.parametrize("name", ["m2r2-carry", "sam"])
+def test_text_ends_anywhere_inside_a_pass(decoder: NativeDecoder, name: str) -> None:
+    whole = plain(decoder, PROMPTS[0], stop=STOP).sequences[0]
+    drafter = DRAFTERS[name](decoder)
+    for most in range(1, 16):
+        out = in_stages(decoder, drafter, PROMPTS[0], stop=StopSettings(max_new_tokens=most))
+        assert out.sequences[0] == whole[:most]
+    for place in range(3, 16):
+        stop = StopSettings(40, (whole[place],))
+        out = in_stages(decoder, drafter, PROMPTS[0], stop=stop)
+        assert out.sequences == plain(decoder, PROMPTS[0], stop=stop).sequences
+    room = LLAMA.max_position_embeddings
+    prompt = (PROMPTS[0] * room)[: room - 7]  # the context ends
+    out = in_stages(decoder, drafter, prompt, stop=STOP)
+    assert out.sequences == plain(decoder, prompt, stop=STOP).sequences
+
+
+@pytest.mark.parametrize("name", ["m2r2-carry", "eagle", "sam"])
+def test_a_conversation_goes_on_in_the_kept_cache(decoder: NativeDecoder, name: str) -> None:
+    drafter, kept = DRAFTERS[name](decoder), PrefixCache()
+    drafter.prepare()
+    step, prompt = SpeculativeStep(drafter), PROMPTS[0] * 3
+    for turn in range(3):
+        out = generate(decoder, step, [prompt], stop=STOP, prefix_cache=kept)
+        assert drafter.in_stages and (out.stats.resumed > 0) == (turn > 0)
+        assert out.sequences == plain(decoder, prompt, stop=STOP).sequences
+        prompt = [*prompt, *out.sequences[0], 5, 6]
+
+
+def test_the_copy_is_made_when_it_pays(
+    decoder: NativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "_PAYS", 100)
+    monkeypatch.setattr(decoder, "_narrow", None)
+    drafter = m2r2(decoder)
+    step, seen = SpeculativeStep(drafter), []
+    for _ in range(5):
+        out = generate(decoder, step, PROMPTS[:1], stop=STOP)
+        assert out.sequences == plain(decoder, PROMPTS[0], stop=STOP).sequences
+        seen.append((drafter.in_stages, decoder.has_narrow))
+    assert seen == [(False, False)] * 3 + [(True, True)] * 2
+    # where another method has had it made, there is nothing to wait for
+    assert in_stages(decoder, untrained(decoder, "sam"), PROMPTS[0], stop=STOP)
+
+
+def test_what_is_not_in_stages(decoder: NativeDecoder) -> None:
+    """Batches, and tokens that more than an argmax decides; the text is the same in any case."""
+    drafter = m2r2(decoder, lookup=4)
+    drafter.prepare()
+    step = SpeculativeStep(drafter)
+    settings = [
+        (PROMPTS, GREEDY),
+        (PROMPTS[:1], SamplingSettings(temperature=0.8, top_k=9, seed=1)),
+        (PROMPTS[:1], SamplingSettings(repetition_penalty=1.2)),
+    ]
+    for prompts, sampling in settings:
+        out = generate(decoder, step, prompts, sampling, STOP)
+        assert not drafter.in_stages
+        assert out.sequences == generate(decoder, PlainStep(), prompts, sampling, STOP).sequences
+    for lossy in ({"margin": 0.1}, {"exit_thresholds": [0.5]}, {"staged": 0}):
+        other = m2r2(decoder, **lossy)  # type: ignore[arg-type]
+        other.prepare()
+        generate(decoder, SpeculativeStep(other), PROMPTS[:1], stop=STOP)
+        assert not other.in_stages
+
+
+def test_what_waits_for_the_stream_is_read_once(
+    decoder: NativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every pass of the model's own weights what waits ends right before the last tokens."""
+    settle = FusedSteps.settle
+
+    def checked(steps: FusedSteps, tokens: Any) -> Any:
+        done = settle(steps, tokens)
+        committed = steps._cache.lengths[steps._step.sequence]
+        waiting = len(steps._pending_ids)
+        assert waiting == sum(len(piece) for piece in steps._pending_carried)
+        assert not steps._ahead and steps._entered == len(done.tokens)
+        assert waiting <= committed + 1
+        return done
+
+    monkeypatch.setattr(FusedSteps, "settle", checked)
+    for sampling in (GREEDY, DRAWN):
+        in_stages(decoder, m2r2(decoder, lookup="sam"), PROMPTS[2], sampling=sampling, stop=STOP)
+
+
+@pytest.mark.parametrize("method", ["m2r2-carry", "sam", "prompt_lookup"])
+def test_settings_out_of_range_are_named(method: str) -> None:
+    with pytest.raises(UserError, match="staged"):
+        spec.find(method if method != "m2r2-carry" else "m2r2").read_settings({"staged": 99})

@@ -220,6 +220,14 @@ class Engine:
             decoding = self._decoding(method)
         return self._spec(method).lossless and (decoding is None or decoding.step.lossless)
 
+    def in_stages(self, method: str) -> bool:
+        """Whether the steps of a method's last generation were several of a narrow copy each
+        (methods/common/stages.py).
+        """
+        with self._lock.held():
+            decoding = self._decoding(method)
+        return decoding is not None and decoding.step.in_stages
+
     def repeats_text(self, method: str) -> bool:
         """Whether a seed's sampled text is that of plain decoding with the seed; if not, it is
         another one of the same distribution.

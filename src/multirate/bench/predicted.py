@@ -15,14 +15,14 @@ from multirate.training.checkpoint import Accelerator
 def predictions(engine: Engine, rows: Sequence[Row]) -> dict[str, float]:
     """By row: the speedup while decoding that measured costs of a plain step, a drafted level and
     verification give with the run's tokens per step and the mean depth of its drafts. Rows without
-    drafts, or without such costs, are left out.
+    drafts, or without such costs, as those in stages, are left out.
     """
     found = {}
     for row in rows:
         if not row.acceptance or row.tokens_per_step is None:
             continue
         try:
-            model = engine.costs(row.method)
+            model = None if engine.in_stages(row.method) else engine.costs(row.method)
         except UserError:  # a rival's row: no method of this engine
             continue
         if model is not None:

@@ -62,6 +62,10 @@ class SpeculativeStep(Step):
         self._may_fuse = self.acceptance.lossless and not drafter.top
 
     @property
+    def in_stages(self) -> bool:  # type: ignore[override]
+        return self.drafter.in_stages
+
+    @property
     def lossless_when_greedy(self) -> bool:
         return self.drafter.lossless and self.acceptance.lossless_when_greedy
 

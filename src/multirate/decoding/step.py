@@ -37,12 +37,14 @@ class Step(ABC):
     lossless: whether the output is the base model's: the same text when greedy, the same
         distribution when sampling.
     repeats_text: whether a seed's sampled text is that of plain decoding with this seed.
+    in_stages: of a step of drafts, as `Drafter.in_stages`.
     """
 
     slots: int = 0
     taps: tuple[int, ...] = ()
     lossless: bool = True
     repeats_text: bool = True
+    in_stages: bool = False
 
     @property
     def lossless_when_greedy(self) -> bool:

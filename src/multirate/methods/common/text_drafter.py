@@ -20,7 +20,7 @@ from multirate.model.native.cache import NativeKVCache
 class TextDrafter(Drafter):
     """Proposes what followed the end of the text when it occurred before, `tokens` at most.
 
-    length: how many of these after a match of so many tokens; None: all.
+    length: how many of these after a match of so many tokens, in stages or not; None: all.
 
     On the native decoder a step is a kernel call, as M2R2's and Kangaroo's are.
     """
@@ -32,7 +32,7 @@ class TextDrafter(Drafter):
         decoder: Decoder,
         lookup: Lookup,
         tokens: int,
-        length: Callable[[int], int] | None = None,
+        length: Callable[[int, bool], int] | None = None,
         staged: int = 0,
     ) -> None:
         self.max_nodes = tokens
@@ -137,4 +137,6 @@ class TextDrafter(Drafter):
             return self.max_nodes
         # no more tokens of other texts than were matched: longer drafts cost more than they brought
         there = self._lookup.in_given(matched)
-        return min(there, self._length(there)) if there else self._length(matched)
+        if there:
+            return min(there, self._length(there, self.in_stages))
+        return self._length(matched, self.in_stages)

@@ -15,26 +15,32 @@ class SAMConfig(MethodConfig):
     for each matched one. texts: a file of other texts (`multirate texts`) in which the end of the
     text is looked up, too; a model's name: those that the package has of it. staged: as of trained
     streams: so many tokens that a narrow copy has verified are verified at once; 0: none. [ours]
+    per_match_ahead: `per_match` of drafts that the narrow copy verifies, where a row costs more.
+    [ours]
     """
 
     tokens: int = 10
     least: int = 1
     per_match: float = 4.0
+    per_match_ahead: float = 1.0
     texts: str | None = None
     staged: int = 11
 
     def check(self) -> None:
         self.require_count("tokens", "least")
         self.require(0 <= self.staged <= MAX_TREE_BIT, "staged", f"0 to {MAX_TREE_BIT}")
-        self.require(self.per_match > 0, "per_match", "a number above 0")
+        for name in ("per_match", "per_match_ahead"):
+            self.require(getattr(self, name) > 0, name, "a number above 0")
 
-    def length(self, matched: int) -> int:
+    def length(self, matched: int, in_stages: bool = False) -> int:
         """How many tokens are drafted after a match of so many."""
         if matched < self.least:
             return 0
-        return min(self.tokens, max(1, int(self.per_match * matched)))
+        each = self.per_match_ahead if in_stages else self.per_match
+        return min(self.tokens, max(1, int(each * matched)))
 
     @property
     def longest(self) -> int:
         """The longest match whose length makes a difference."""
-        return max(self.least, math.ceil(self.tokens / self.per_match))
+        least = min(self.per_match, self.per_match_ahead)
+        return max(self.least, math.ceil(self.tokens / least))

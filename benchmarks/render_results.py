@@ -64,6 +64,14 @@ trained for one to five hours on a core, on 20,000 answers at most; EAGLE's own 
 conversations."""
 
 
+STAGES = (
+    "Methods whose steps are fused go in stages where nothing else is said (a narrow copy verifies "
+    "drafts, and the model's own weights ten of its tokens at a time: tokens per step are of these "
+    "passes, docs/methods/m2r2.md); `staged=0`: each draft is verified by the model's own. Batches "
+    "do not go in stages."
+)
+
+
 def accelerators(model: str) -> dict[str, dict[str, Any]]:
     """The descriptions of the accelerators in the package for a named model, by method."""
     folder = NAMED[model].accelerators
@@ -217,7 +225,7 @@ def suites_section() -> list[str]:
         "### Other suites, and sampling",
         "Speedup over our plain loop, tokens per step in brackets; at most "
         f"{' or '.join(longest)} new tokens, one pass, {first['threads']} threads. At a "
-        "temperature every method draws the same text for a seed.",
+        "temperature every method draws the same text for a seed. " + STAGES,
         table(
             (
                 "suite",
@@ -246,20 +254,19 @@ def published_section() -> list[str]:
     """Every lossless method's speedup on Spec-Bench, here and in the literature."""
     bench = load("suite_spec_bench.json")
     rows = {row["method"]: row for row in bench["rows"]}
-    lines = [
-        (
-            f"`{name}`",
-            f"{rows[name]['speedup']:.2f}x ({rows[name]['tokens_per_step']:.2f})"
-            if name in rows
-            else "–",
-            there,
-        )
-        for name, there in PUBLISHED.items()
-    ]
+    more = RESULTS / "suite_spec_bench_more.json"
+    if more.exists():
+        rows = {row["method"]: row for row in load(more.name)["rows"]} | rows
+    lines = []
+    for name, there in PUBLISHED.items():
+        row = rows.get(f"{name}:staged=0") or rows.get(name)
+        here = "–" if row is None else f"{row['speedup']:.2f}x ({row['tokens_per_step']:.2f})"
+        lines.append((f"`{name}`", here, there))
     return [
         "### Here and there",
         f"Spec-Bench's questions: {TITLES[REAL]} on an {machine(bench)} (tokens per step in "
-        "brackets; –: not measured, or no accelerator of it for this model yet), and what is "
+        "brackets, none in stages; –: not measured, or no accelerator of it for this model yet), "
+        "and what is "
         "published, of Spec-Bench's own table for Vicuna-7B on an A100 where nothing else is said. "
         "`draft/model` has 7.2M parameters and 1,500 steps of the model's own answers behind it "
         "(`recipes/smollm2/draft_model.py`).",

@@ -182,7 +182,7 @@ typedef struct {
     const Layer *layers;
     const Linear *head;
     const bf16 *exact_head; // [vocab, hidden] as SpeculativeStep's
-    int32_t drawn;   // whether it verifies steps with noise, too
+    int32_t drawn;          // whether it verifies steps with noise, too
     float margin;    // a row that is reached, and whose two best logits are less than this apart,
                      // runs again with the model's own weights
     int32_t refresh; // a pass of the model's own weights has so many rows where there are enough:

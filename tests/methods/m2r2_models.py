@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OlmoeConfig
 
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.model.native import NativeDecoder
+from multirate.model.native.decoder import narrow_weights
 
 LLAMA = LlamaConfig(
     vocab_size=61,
@@ -46,6 +49,17 @@ def model_of(config, dtype=torch.float32):
                     3.0
                 )  # spread logits: a random model's argmax must not be a coin toss
     return model.to(dtype)
+
+
+def narrow_decoder():
+    """LLAMA on the native kernel of a processor that can make a narrow copy of it; else skips."""
+    model = model_of(LLAMA, torch.bfloat16)
+    if NativeDecoder.supports(model) is not None:
+        pytest.skip("no native kernel here")
+    decoder = NativeDecoder(model)
+    if not narrow_weights(decoder):
+        pytest.skip("this processor multiplies no bytes")
+    return decoder
 
 
 def taps_of(preset, gate):

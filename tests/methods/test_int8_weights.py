@@ -24,7 +24,7 @@ from multirate.model.native.decoder import narrow_weights
 from multirate.model.native.packing import W4A8, W4A16, W8_BLOCK, W8A8, half_bytes_by_block
 from multirate.model.rows import Rows
 
-from .m2r2_models import LLAMA, PROMPTS, model_of
+from .m2r2_models import LLAMA, PROMPTS, model_of, narrow_decoder
 from .test_lossy_depth import METHODS, OFTEN, step_of
 
 STOP = StopSettings(max_new_tokens=24)
@@ -32,13 +32,7 @@ STOP = StopSettings(max_new_tokens=24)
 
 @pytest.fixture(scope="module")
 def shared() -> NativeDecoder:
-    model = model_of(LLAMA, torch.bfloat16)
-    if NativeDecoder.supports(model) is not None:
-        pytest.skip("no native kernel here")
-    decoder = NativeDecoder(model)
-    if not narrow_weights(decoder):
-        pytest.skip("this processor multiplies no bytes")
-    return decoder
+    return narrow_decoder()
 
 
 @pytest.fixture

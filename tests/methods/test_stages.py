@@ -23,12 +23,12 @@ from multirate.errors import UserError
 from multirate.methods import spec
 from multirate.methods.common import stages
 from multirate.methods.common.fused_steps import FusedSteps
+from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.decode import M2R2Drafter
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.model.native import NativeDecoder
-from multirate.model.native.decoder import narrow_weights
 
-from .m2r2_models import LLAMA, PROMPTS, model_of, stream_of, taps_of
+from .m2r2_models import LLAMA, PROMPTS, narrow_decoder, stream_of, taps_of
 from .test_eagle import layer_of
 
 STOP = StopSettings(max_new_tokens=40)
@@ -38,13 +38,7 @@ EAGER = {"draft_threshold": 0.02, "verify_threshold": 0.01}
 
 @pytest.fixture(scope="module")
 def decoder() -> NativeDecoder:
-    model = model_of(LLAMA, torch.bfloat16)
-    if NativeDecoder.supports(model) is not None:
-        pytest.skip("no native kernel here")
-    made = NativeDecoder(model)
-    if not narrow_weights(made):
-        pytest.skip("this processor multiplies no bytes")
-    return made
+    return narrow_decoder()
 
 
 def m2r2(decoder: NativeDecoder, gate: int = 1, preset: str = "m2r2-carry", **settings: Any) -> Any:
@@ -53,8 +47,6 @@ def m2r2(decoder: NativeDecoder, gate: int = 1, preset: str = "m2r2-carry", **se
 
 
 def eagle(decoder: NativeDecoder, method: str = "eagle", **settings: Any) -> Any:
-    from multirate.methods.common.shape import BaseShape
-
     layer = layer_of(method, BaseShape.of(LLAMA))
     return spec.find(method).make_drafter(decoder, layer, settings)
 
@@ -65,7 +57,7 @@ def untrained(decoder: NativeDecoder, method: str, **settings: Any) -> Any:
 
 DRAFTERS: dict[str, Callable[..., Any]] = {
     "m2r2-carry": lambda decoder, **more: m2r2(decoder, lookup="sam", **more),
-    "m2r2-carry, open thresholds off": lambda decoder, **more: m2r2(decoder, **EAGER, **more),
+    "m2r2-carry by fixed thresholds": lambda decoder, **more: m2r2(decoder, **EAGER, **more),
     "m2r2-carry at gate 2": lambda decoder, **more: m2r2(decoder, 2, lookup=4, **more),
     "m2r2": lambda decoder, **more: m2r2(decoder, 1, "m2r2", **EAGER, **more),
     "a window of three": lambda decoder, **more: m2r2(decoder, window=3, lookup=3, **more),
@@ -88,7 +80,7 @@ def plain(decoder: NativeDecoder, prompt: list[int], **more: Any) -> Any:
     return generate(decoder, PlainStep(), [prompt], **more)
 
 
-def copy_of_another(decoder: NativeDecoder) -> Any:
+def copy_of_another() -> Any:
     """A narrow copy that is nearly always wrong: another model's."""
     torch.manual_seed(99)
     other = AutoModelForCausalLM.from_config(LLAMA).eval().to(torch.bfloat16)
@@ -118,7 +110,7 @@ def test_a_wrong_copy_costs_time_alone(
 ) -> None:
     """Most of what it says is refused; what the text is looked up in knows no refused token."""
     right = in_stages(decoder, DRAFTERS[name](decoder), PROMPTS[0], stop=STOP)
-    monkeypatch.setattr(decoder, "_narrow", copy_of_another(decoder))
+    monkeypatch.setattr(decoder, "_narrow", copy_of_another())
     drafter = DRAFTERS[name](decoder)
 
     def check(session: Any, step: Any) -> None:
@@ -213,6 +205,22 @@ def test_what_is_not_in_stages(decoder: NativeDecoder) -> None:
         other.prepare()
         generate(decoder, SpeculativeStep(other), PROMPTS[:1], stop=STOP)
         assert not other.in_stages
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_after_stages_a_batch_is_verified_by_the_models_own_weights(
+    decoder: NativeDecoder, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To its last sequence, whose steps are single ones."""
+    monkeypatch.setattr(decoder, "_narrow", copy_of_another())
+    drafter = DRAFTERS[name](decoder)
+    in_stages(decoder, drafter, PROMPTS[0], stop=STOP)
+    step = SpeculativeStep(drafter)
+    end = plain(decoder, PROMPTS[0], stop=STOP).sequences[0][5]
+    for stop in (STOP, StopSettings(40, (end,))):
+        out = generate(decoder, step, PROMPTS, stop=stop)
+        assert not drafter.in_stages
+        assert out.sequences == generate(decoder, PlainStep(), PROMPTS, stop=stop).sequences
 
 
 def test_what_waits_for_the_stream_is_read_once(

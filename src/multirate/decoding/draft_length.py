@@ -389,13 +389,12 @@ class DraftLengthController:
         seconds = min(seconds, 3 * usual) if self._timed else expected
         self._seconds = _MEMORY * (self._seconds + seconds)
         self._tokens *= _MEMORY
-        if not self._timed:
-            pass  # steps take what costs say
-        elif not after_rest:
+        if after_rest:
+            if step.refreshed > self.nodes:
+                beyond = seconds / self._pace.stream - (expected - self._draft_pace * refresh)
+                self._observe_catching_up(beyond, step.refreshed)
+        elif self._timed:  # else steps take what costs say
             self._pace.observe(seconds, expected, drafting if step.plan.stream else None)
-        elif step.refreshed > self.nodes:
-            beyond = seconds / self._pace.stream - (expected - self._draft_pace * refresh)
-            self._observe_catching_up(beyond, step.refreshed)
         self._look_again = after_rest
         self._rested = 0 if step.plan.stream else self._rested + 1
         self._credit = min(self._credit + _EXPLORED * seconds, self._most_credit)

@@ -58,7 +58,8 @@ class SpeculativeStep(Step):
         self.watch: Watch | None = None
         self._controller: DraftLengthController | None = None
         self._adapts = False
-        self._matched: dict[int, int] = {}  # of the step under way, by sequence
+        # of the step under way, by sequence; none where the controller has not chosen it
+        self._matched: dict[int, int] = {}
         self._may_fuse = self.acceptance.lossless and not drafter.top
 
     @property
@@ -120,8 +121,8 @@ class SpeculativeStep(Step):
         seqs = session.active
         limits = [session.stops.remaining(b) - 1 for b in seqs]
         fuses = self._may_fuse and self.watch is None and not session.sampler.settings.uses_context
-        controlled = self._adapts and not (fuses and self.drafter.in_stages)
-        if controlled and self._controller is not None:
+        self._matched = {}
+        if self._controller is not None and self._adapts and not (fuses and self.drafter.in_stages):
             self.drafter.worth = self._controller.thresholds(len(seqs))[1]
             behind = self.drafter.behind(seqs)
             matched = self.drafter.matched(seqs)
@@ -129,7 +130,7 @@ class SpeculativeStep(Step):
             plan = self._controller.choose([(n, 0) for n in matched], max(limits), behind)
             if not plan.stream:
                 limits = [0] * len(seqs)
-        if fuses and self._run_fused(session, seqs, limits, controlled):
+        if fuses and self._run_fused(session, seqs, limits):
             return
         cache, stops = session.cache, session.stops
         last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
@@ -146,8 +147,7 @@ class SpeculativeStep(Step):
             self._count_exits(session, kept, sum(n in draft.trusted for n in path[1 : kept + 1]))
             levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
             session.stats.count_draft(len(draft.tokens), levels, accepted=min(kept, len(path) - 1))
-            if controlled:
-                self._count(b, len(path), levels, len(draft.tokens))
+            self._count(b, len(path), levels, len(draft.tokens))
             if self.watch is not None:
                 self.watch(b, draft, [*path[1:], 0][:kept])
             # the last token emitted is not in the cache yet: it enters with the next step
@@ -161,7 +161,7 @@ class SpeculativeStep(Step):
                 self.drafter.accept(b, verified)
 
     def _count(self, seq: int, emitted: int, levels: int, nodes: int) -> None:
-        if self._controller is not None:
+        if self._controller is not None and seq in self._matched:
             self._controller.emitted(emitted, levels, nodes, self._matched[seq])
 
     def _count_exits(self, session: Session, kept: int, trusted: int) -> None:
@@ -170,17 +170,14 @@ class SpeculativeStep(Step):
             session.stats.count_exits(self.drafter.start, trusted)
             session.stats.count_exits(session.decoder.info.num_layers, kept - trusted)
 
-    def _run_fused(
-        self, session: Session, seqs: list[int], limits: list[int], controlled: bool
-    ) -> bool:
+    def _run_fused(self, session: Session, seqs: list[int], limits: list[int]) -> bool:
         """The active sequences' step in one piece, if the drafter can."""
         last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
         every = self.drafter.fused_steps(seqs, last_tokens, limits)
         if every is None:
             return False
         for b, done in zip(seqs, every, strict=True):
-            if controlled:
-                self._count(b, len(done.tokens), done.levels, done.drafted)
+            self._count(b, len(done.tokens), done.levels, done.drafted)
             kept = session.emit(b, done.tokens)
             self._count_exits(session, kept, sum(place < kept for place in done.trusted))
             session.stats.doubted += done.doubted

@@ -98,7 +98,7 @@ class FusedSteps:
         nodes = max(nodes, staged)
         self._library, self._window = library.kernel(), window
         self._decoder, self._nodes, self._refresh, self._entered = decoder, nodes, refresh, 0
-        self._ahead, self._stages = 0, False
+        self._ahead, self._begun = 0, (0, 0)
         self._ids = np.zeros(CAUGHT_UP_WITHIN + nodes + 1, np.int64)
         self._carried = torch.zeros(CAUGHT_UP_WITHIN + nodes + 1, d)
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
@@ -151,7 +151,8 @@ class FusedSteps:
             layers=decoder.info.num_layers,
         )
         self._text_at = abi.ffi.addressof(self._step, "text")
-        self._narrow: NarrowWeights | None = None
+        self._narrow: tuple[NarrowWeights, abi.CData] | None = None
+        self._margin = margin
         if margin is not None:
             self._verify_narrowly(margin)
         if self._automaton is not None:
@@ -187,7 +188,7 @@ class FusedSteps:
             features=features.data_ptr(),
             logits=logits.data_ptr(),
         )
-        self._step.narrow, self._narrow = narrow, weights
+        self._narrow = weights, narrow
         self._held = (*self._held, weights, buffers, logits, narrow)
 
     @property
@@ -213,26 +214,25 @@ class FusedSteps:
         """
         if stages and self._narrow is None:
             self._verify_narrowly(0.0)
-        self._stages = stages
         self._cache, self._own = cache, own
         self._sampler = None if sampler is None or sampler.plain else sampler
         self._couple = couple
         if top is not None:
             self._limits.top = top
         self._step.refused = -np.inf
-        self._ahead = 0
-        if self._narrow is not None:
-            self._read_narrow_head()
+        # a copy that an earlier generation in stages had made must not verify this one's steps
+        self._step.narrow = abi.NULL
+        if self._narrow is not None and (stages or self._margin is not None):
+            self._use_narrow(*self._narrow, drawn=stages and self._sampler is not None)
 
-    def _read_narrow_head(self) -> None:
+    def _use_narrow(self, weights: NarrowWeights, narrow: abi.CData, drawn: bool) -> None:
         """Drawn tokens may be any, so that all logits have to be near the head's own; else those of
         the likeliest, which it has the last word on.
         """
-        weights, narrow = self._narrow, self._step.narrow
-        assert weights is not None
-        narrow.drawn = self._sampler is not None and self._stages
-        narrow.head = weights.head if narrow.drawn else weights.told
-        narrow.exact_head = abi.at(None if narrow.drawn else weights.exact)
+        self._step.narrow = narrow
+        narrow.drawn = drawn
+        narrow.head = weights.head if drawn else weights.told
+        narrow.exact_head = abi.at(None if drawn else weights.exact)
 
     def enter(
         self,
@@ -284,19 +284,24 @@ class FusedSteps:
 
     def run_ahead(self, growth: Growth) -> FusedStep:
         """A step that the narrow copy verifies. Its tokens are drafts until `settle`."""
-        if not self._ahead:
-            self._begun = int(self._step.text.count), int(self._ids[self._entered - 1])
+        self._note_begun()
         done = self.run(growth)
         self._ahead += len(done.tokens)
         return done
+
+    def _note_begun(self) -> None:
+        """Of the first step ahead: the text's length, and the last token, to which `settle`
+        returns.
+        """
+        if not self._ahead:
+            self._begun = int(self._step.text.count), int(self._ids[self._entered - 1])
 
     def settle(self, tokens: Sequence[int]) -> FusedStep:
         """The model's own weights verify the first tokens of the steps ahead in one pass, as the
         draft of a step. tokens: `staged` at most.
         """
         step, count = self._step, len(tokens)
-        if not self._ahead:
-            self._begun = int(step.text.count), int(self._ids[self._entered - 1])
+        self._note_begun()
         known, last = self._begun
         self._wait_from_committed()
         self._grow_caches()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from multirate.decoding.costs import CostModel
-from multirate.decoding.draft_length import DraftLengthController, Plan
+from multirate.decoding.draft_length import DraftLengthController, Plan, StepCosts
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
@@ -106,13 +106,15 @@ class StreamDrafter(Drafter):
         )
         self._cache: KVCache | None = None
         self._samples = False  # whether the generation under way is not greedy
-        self.in_stages = False
         self._waiting: dict[int, WaitingTokens] = {}
         # Of sequence 0: tokens whose K/V in the stream's own layer are final, but for those before
         # `_seen_from`, which are not there: its window ended after them.
         self._refreshed = self._seen_from = 0
-        self._shared = self._new_estimates()
+        lossy = LOSSY_COSTS if self._margin is None else NARROW_COSTS
+        self._lossy_costs = None if self.lossless else lossy
+        self._shared = self._new_estimates(self._lossy_costs)
         self._own: dict[int, StreamEstimates] = {}  # by sequence
+        # of steps that the narrow copy verifies before the model's own weights do
         self._known_ahead: StreamEstimates | None = None
         self._streamed: set[int] = set()  # sequences whose step under way the stream drafts
         self._matches: dict[int, Match] = {}
@@ -156,23 +158,16 @@ class StreamDrafter(Drafter):
             staged=self._stages.tokens,
         )
 
-    def _new_estimates(self) -> StreamEstimates:
+    def _new_estimates(
+        self, costs: StepCosts | None, expected: Sequence[float] = ()
+    ) -> StreamEstimates:
+        """costs: by which drafts grow, whatever the clock says, where the settings leave thresholds
+        open; None: those are yet to be measured.
+        """
         made = StreamEstimates.of(self.config, self.max_nodes, self._lookup)
-        if not self.lossless and self._prices:
-            costs = LOSSY_COSTS if self._margin is None else NARROW_COSTS
-            made.go_by(
-                DraftLengthController(costs, self.max_nodes, made.continuations, timed=False)
-            )
-        return made
-
-    def _estimates_ahead(self) -> StreamEstimates:
-        """Of steps that the narrow copy verifies, before the model's own weights do."""
-        made = StreamEstimates.of(self.config, self.max_nodes, self._lookup)
-        if self._prices:
-            controller = DraftLengthController(
-                NARROW_COSTS, self.max_nodes, made.continuations, self.expected, timed=False
-            )
-            made.go_by(controller)
+        if costs is not None and self._prices:
+            rates = made.continuations
+            made.go_by(DraftLengthController(costs, self.max_nodes, rates, expected, timed=False))
         return made
 
     def _estimates(self, seq: int) -> StreamEstimates:
@@ -184,7 +179,7 @@ class StreamDrafter(Drafter):
         if self.lossless:
             return self._shared
         if seq not in self._own:
-            self._own[seq] = self._new_estimates()
+            self._own[seq] = self._new_estimates(self._lossy_costs)
         return self._own[seq]
 
     def trial_step(self) -> Callable[[], object]:
@@ -229,9 +224,10 @@ class StreamDrafter(Drafter):
         self._grower.refused = -np.inf
         self.in_stages = self._stages.begin(sampler)
         if self.in_stages:
-            self._known_ahead = self._known_ahead or self._estimates_ahead()
-            if self._known_ahead.controller is not None:
-                self._known_ahead.controller.pause()
+            known = self._known_ahead or self._new_estimates(NARROW_COSTS, self.expected)
+            self._known_ahead = known
+            if known.controller is not None:
+                known.controller.pause()
         if self._fused is not None:
             self._fused.begin(self._begin_fused)
 

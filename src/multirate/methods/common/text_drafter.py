@@ -40,14 +40,13 @@ class TextDrafter(Drafter):
         self._lookup, self._length = lookup, length
         self._texts: list[TextSource] = []
         self._fused: FusedSequences | None = None
-        self._stages = Stages(decoder, 0)
-        self.in_stages = False
-        if (
+        fuses = (
             isinstance(decoder, NativeDecoder)
             and decoder.supports_fused
             and FusedSteps.can_draft(tokens)
-        ):
-            self._stages = Stages(decoder, staged)
+        )
+        self._stages = Stages(decoder, staged if fuses else 0)
+        if fuses and isinstance(decoder, NativeDecoder):
             self._stream = decoder.stream()
             self._fused = FusedSequences(partial(self._new_fused, decoder))
 

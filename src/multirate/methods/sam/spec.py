@@ -12,7 +12,12 @@ SPEC = register(
         title="SAM-Decoding (arXiv 2411.10666, no training)",
         summary="drafts what followed the longest end of the text that occurred before",
         settings=SAMConfig,
-        tunable={"tokens": (7, 10, 16), "per_match_ahead": (1.0, 2.0), "least": (1, 2)},
+        tunable={
+            "tokens": (7, 10, 16),
+            "per_match": (2.0, 4.0, 8.0),
+            "per_match_ahead": (1.0, 2.0),
+            "least": (1, 2),
+        },
         drafter=lambda decoder, module, settings: SAMDrafter(decoder, settings),
     )
 )

@@ -502,8 +502,8 @@ def test_only_rows_in_doubt_run_again(decoders: dict[str, Decoder]) -> None:
 
         def note(*given: Any) -> Any:
             done = fused(*given)  # noqa: B023
-            counts.append(drafter._fused[0].again)  # type: ignore[index]  # noqa: B023
-            emitted.append(len(done[0].tokens))  # noqa: B023
+            counts.extend(step.doubted for step in done[0])  # noqa: B023
+            emitted.extend(len(step.tokens) for step in done[0])  # noqa: B023
             return done
 
         drafter.fused_steps = note  # type: ignore[method-assign]
@@ -513,6 +513,71 @@ def test_only_rows_in_doubt_run_again(decoders: dict[str, Decoder]) -> None:
         )
         again[margin] = sum(counts)
     assert 0 == again[0.0] < again[0.3] < again[1e9]
+
+
+@pytest.mark.parametrize("lookup", [0, 3, "sam"])
+@pytest.mark.parametrize(
+    "more",
+    [{"margin": 0.3}, {"margin": 0.0, "exit_thresholds": [0.03], "exit_score": "confidence"}],
+)
+@pytest.mark.parametrize("own_layer", [True, False])
+def test_several_steps_in_a_call_are_steps_one_by_one(
+    decoders: dict[str, Decoder],
+    monkeypatch: pytest.MonkeyPatch,
+    lookup: Any,
+    more: dict[str, Any],
+    own_layer: bool,
+) -> None:
+    """Tokens, K/V to the bit and all counts, where drafts go by fixed thresholds."""
+    decoder, calls, seen = of(decoders, "native"), [0], []
+    if not narrow_weights(decoder):
+        pytest.skip("this processor multiplies no bytes")
+    config = M2R2DecodeConfig(
+        lookup=lookup, draft_threshold=0.02, verify_threshold=0.01, depth=3, nodes=6, **more
+    )
+    stream = carry() if own_layer else stream_of(LLAMA, "m2r2", rank=8, gates=(1,))
+    for most in (1, 8):
+        monkeypatch.setattr(stream_drafter, "_MOST_AT_ONCE", most)
+        monkeypatch.setattr(stream_drafter, "_LEARNED_FROM", 1)
+        drafter, calls[0], stored = M2R2Drafter(decoder, stream, config), 0, []
+        fused = drafter.fused_steps
+
+        def note(*given: Any, fused: Any = fused) -> Any:
+            calls[0] += 1
+            return fused(*given)
+
+        def keep(session: Session, step: Step, stored: list[torch.Tensor] = stored) -> None:
+            length = session.cache.lengths[0]
+            stored[:] = [
+                part[:, :, :length].clone()
+                for layer in range(LAYERS)
+                for part in session.cache.standard(layer)
+            ]
+
+        drafter.fused_steps = note  # type: ignore[method-assign]
+        out = generate(decoder, SpeculativeStep(drafter), PROMPTS[:1], stop=STOP, after_step=keep)
+        stats = replace(out.stats, seconds=0.0, prefill_seconds=0.0)
+        seen.append((out.sequences, stats, stored, calls[0]))
+    (text, stats, store, many), (its_text, its_stats, its_store, few) = seen
+    assert text == its_text
+    assert stats == its_stats
+    assert all(torch.equal(a, b) for a, b in zip(store, its_store, strict=True))
+    assert few < many == stats.target_passes
+
+
+def test_steps_in_a_call_end_with_the_text(decoders: dict[str, Decoder]) -> None:
+    decoder = of(decoders, "native")
+    if not narrow_weights(decoder):
+        pytest.skip("this processor multiplies no bytes")
+    whole = with_margin(decoder, 0.0).sequences[0]
+    for place in range(1, len(whole)):
+        last = whole[place]
+        end = whole.index(last) + 1
+        stop = replace(STOP, eos_token_ids=(last,))
+        out = run(decoder, carry(), PROMPTS[:1], margin=0.0, lookup=3, stop=stop)
+        assert (out.sequences, out.finish_reasons) == ([whole[:end]], ["eos"])
+        assert out.stats.tokens == end
+        assert out.stats.sequence_steps == out.stats.target_passes < max(end, 2)
 
 
 def test_what_a_doubt_asks_the_model_makes_older_keys_and_values_exact(

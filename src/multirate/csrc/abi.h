@@ -287,6 +287,38 @@ typedef struct {
     int32_t again;  // out: rows that ran again after it
 } SpeculativeStep;
 
+#define MAX_STEPS 32 // of one call
+
+// One of several steps of a call, as SpeculativeStep has them.
+typedef struct {
+    int32_t emitted, drafted, levels, again;
+    int64_t unverified; // bit n: the n-th token it emitted was trusted
+} StepDone;
+
+// Steps of a sequence in one call (speculative.c). The first one drafts as its caller says, the
+// others as the text's match says.
+typedef struct {
+    const int32_t *by_match; // [matches as they are told] how many tokens of the text's
+                             // continuation are the draft; -1: the stream drafts
+    int32_t tokens;          // the steps end when they have emitted so many …
+    const int64_t *ends;     // [end_count] … or one of these
+    int32_t end_count;
+    int32_t limit;      // tokens that may be emitted, less the one after a draft
+    int32_t depth;      // levels of a stream's draft, at most …
+    int32_t deepest;    // … and the depth of any node of it
+    int32_t streams;    // whether the stream may draft; the steps end where it should and may not
+    int32_t waits;      // tokens that the stream has not read wait for its next draft in ids and
+                        // carried, …
+    int32_t most;       // … about so many of them: the steps end when there are more
+    int64_t *emitted;   // [tokens + nodes + 1] out
+    int64_t *draft;     // [nodes], and …
+    int32_t *parents;   // … [nodes], and …
+    double *confidence; // … [nodes] memory for the others' drafts: of the first step's all is told
+    StepDone done[MAX_STEPS]; // out
+    int32_t count;            // out: steps
+    int32_t entering;         // out: of ids, what the next step begins with
+} Steps;
+
 // ---- mixtures of experts ------------------------------------------------------------------------
 
 typedef struct {
@@ -486,10 +518,15 @@ void mr_arla(const Arla *arla, float eps, int d, const float *x, int count, doub
 // the model's logits are not finite.
 int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
                         const DraftLimits *limits);
-// The same of `count` sequences that share all but their own buffers: one pass for each level of
-// their drafts, and one, or as few as hold all rows, to verify them. Those whose stream drafts come
-// before those whose text does. All are verified with the model's own weights, as if they had no
-// narrow copy. emitted [count] out. Returns 0 where a step would have returned -1.
+// One such step and others after it, as many as `steps` says. step->ids [0, entering) are what the
+// first one begins with. Returns the number of tokens emitted by all, or -1; their K/V then lie in
+// slots length, length + 1, …, uncommitted.
+int mr_speculative_run(Workspace *work, SpeculativeStep *step, int length, int entering,
+                       const DraftLimits *limits, Steps *steps);
+// A step of each of `count` sequences that share all but their own buffers: one pass for each level
+// of their drafts, and one, or as few as hold all rows, to verify them. Those whose stream drafts
+// come before those whose text does. All are verified with the model's own weights, as if they had
+// no narrow copy. emitted [count] out. Returns 0 where a step would have returned -1.
 int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int count,
                          const int32_t *lengths, const int32_t *first, const int32_t *entering,
                          const DraftLimits *const *limits, int32_t *emitted);

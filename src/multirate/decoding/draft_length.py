@@ -261,16 +261,10 @@ class DraftLengthController:
         still to come. behind: rows that own drafts would have to catch up on first. rests: whether
         it may be nothing.
         """
-        assert self._thresholds is not None
-        least, lengths, text = self._thresholds[1], [], 0.0
+        lengths, text = [], 0.0
         for matched, most in matches:
-            length = 0
-            if matched and self.rates is not None:
-                here, onward = self.rates.first_alone[matched], self.rates.next_accepted[matched]
-                while length < most and here >= least[length]:
-                    text += float(here - least[length])
-                    here *= onward
-                    length += 1
+            length, gain = self._text_gain(matched, most)
+            text += gain
             lengths.append(length)
         text *= self._ending_sooner(len(matches))
         stream = self._own_gain([matched for matched, _ in matches])
@@ -294,6 +288,33 @@ class DraftLengthController:
         self._step.plan = Plan(True) if chosen else Plan(False, tuple(lengths))
         self._step.refreshed = behind if chosen else 0
         return self._step.plan
+
+    def by_match(self, most: int, rests: bool = True) -> list[int]:
+        """What steps of one sequence draft with that nobody chooses for, by the length of the
+        text's match: −1, own drafts; else so many tokens of the text, `most` at most. rests: as of
+        `choose`.
+        """
+        longest, found = 0 if self.rates is None else self.rates.longest, []
+        for matched in range(longest + 1):
+            length, gain = self._text_gain(matched, most)
+            own = self._own_gain([matched]) >= gain or not (rests or length)
+            found.append(-1 if own else length)
+        return found
+
+    def _text_gain(self, matched: int, most: int) -> tuple[int, float]:
+        """How many tokens of the text are worth verifying after a match of so many, and the tokens
+        that they add to a step, less those that their time is worth.
+        """
+        assert self._thresholds is not None
+        length, gain = 0, 0.0
+        if matched and self.rates is not None:
+            least = self._thresholds[1]
+            here, onward = self.rates.first_alone[matched], self.rates.next_accepted[matched]
+            while length < most and here >= least[length]:
+                gain += float(here - least[length])
+                here *= onward
+                length += 1
+        return length, gain
 
     def _own_gain(self, matched: Sequence[int]) -> float:
         """Tokens that the method's own drafts add to a step of these sequences, less the tokens

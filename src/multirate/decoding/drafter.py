@@ -215,6 +215,7 @@ class Drafter(ABC):
         bring; empty: unknown.
     longest: the longest match that `matched` tells; 0: it tells none.
     rests: whether one that adapts may leave a step without a draft; `SpeculativeStep.adapt` says.
+    ends: tokens that end a sequence: drafts and steps after one are of no use.
     worth: [max_nodes], the least chance of being accepted with which the n-th node of the next
         draft pays, not falling; None: unknown. Told before `draft` to one that does not adapt
         itself.
@@ -234,6 +235,7 @@ class Drafter(ABC):
     expected: Sequence[float] = ()
     longest: int = 0
     rests: bool = True
+    ends: Sequence[int] = ()
     worth: np.ndarray | None = None
     in_stages: bool = False
     refused: float | None = None
@@ -320,10 +322,10 @@ class Drafter(ABC):
 
     def fused_steps(
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
-    ) -> list[FusedStep] | None:
-        """A whole step of the sequences `seqs` where the drafter can run it at once; None: it
-        cannot, and the step calls `draft`, verifies and calls `accept`. Not asked for where there
-        is a repetition penalty.
+    ) -> list[list[FusedStep]] | None:
+        """A whole step of each of the sequences `seqs`, or several, where the drafter can run them
+        at once; None: it cannot, and the step calls `draft`, verifies and calls `accept`. Not asked
+        for where there is a repetition penalty.
 
         Same tokens as that way. The K/V of a sequence's last token and of the accepted ones end up
         in the slots after its `cache.lengths`, uncommitted. Once a sequence has had a fused step,

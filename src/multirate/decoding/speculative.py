@@ -73,6 +73,7 @@ class SpeculativeStep(Step):
     def begin(self, session: Session, resumed: bool) -> None:
         if self._controller is not None:
             self._controller.pause()
+        self.drafter.ends = session.stops.ends
         begin = self.drafter.resume if resumed else self.drafter.begin
         begin(session.cache, session.sampler)
 
@@ -171,20 +172,26 @@ class SpeculativeStep(Step):
             session.stats.count_exits(session.decoder.info.num_layers, kept - trusted)
 
     def _run_fused(self, session: Session, seqs: list[int], limits: list[int]) -> bool:
-        """The active sequences' step in one piece, if the drafter can."""
+        """The active sequences' steps, each in one piece, if the drafter can."""
         last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
         every = self.drafter.fused_steps(seqs, last_tokens, limits)
         if every is None:
             return False
-        for b, done in zip(seqs, every, strict=True):
-            self._count(b, len(done.tokens), done.levels, done.drafted)
-            kept = session.emit(b, done.tokens)
-            self._count_exits(session, kept, sum(place < kept for place in done.trusted))
-            session.stats.doubted += done.doubted
-            session.cache.commit(b, kept)
-            session.stats.count_draft(
-                done.drafted, done.levels, accepted=min(kept, len(done.tokens) - 1)
-            )
+        for b, steps in zip(seqs, every, strict=True):
+            for further, done in enumerate(steps):
+                if further:
+                    if session.stops.reasons[b] is not None:
+                        break  # it went on beyond the sequence's end
+                    session.stats.target_passes += 1
+                    session.stats.sequence_steps += 1
+                self._count(b, len(done.tokens), done.levels, done.drafted)
+                kept = session.emit(b, done.tokens)
+                self._count_exits(session, kept, sum(place < kept for place in done.trusted))
+                session.stats.doubted += done.doubted
+                session.cache.commit(b, kept)
+                session.stats.count_draft(
+                    done.drafted, done.levels, accepted=min(kept, len(done.tokens) - 1)
+                )
         return True
 
     def _simple(self, sampler: Sampler, drafts: Sequence[Draft]) -> bool:

@@ -59,6 +59,24 @@ class Growth:
     stream: bool = True
 
 
+@dataclass(frozen=True)
+class Following:
+    """Steps that follow one in the same kernel call, without being asked for.
+
+    by_match: int32, for each length of the text's match as it is told: how many tokens of its
+    continuation are the draft; −1: the stream drafts. tokens: steps follow until so many have been
+    emitted, the first step's included, or one of `ends`. limit: tokens that may be emitted, less
+    the one after a draft. depth, deepest: as Growth's, of the stream's drafts.
+    """
+
+    by_match: np.ndarray
+    tokens: int
+    limit: int
+    depth: int = 0
+    deepest: int = 0
+    ends: Sequence[int] = ()
+
+
 class FusedSteps:
     """Fused steps of one sequence at a time: ``begin`` a generation, ``enter`` a sequence, ``run``
     until it ends.
@@ -99,10 +117,12 @@ class FusedSteps:
         self._library, self._window = library.kernel(), window
         self._decoder, self._nodes, self._refresh, self._entered = decoder, nodes, refresh, 0
         self._ahead, self._begun = 0, (0, 0)
-        self._ids = np.zeros(CAUGHT_UP_WITHIN + nodes + 1, np.int64)
-        self._carried = torch.zeros(CAUGHT_UP_WITHIN + nodes + 1, d)
+        # steps in one call leave what they emit behind what waits
+        room = CAUGHT_UP_WITHIN + 2 * (nodes + 1)
+        self._ids, self._carried = np.zeros(room, np.int64), torch.zeros(room, d)
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
         self._confidence = np.empty(nodes)
+        self._run: tuple[abi.CData, tuple[np.ndarray, ...]] | None = None
         self._learned: tuple[ContinuationRates | None, Calibration | None] = None, None
         self._pending_ids: list[int] = []
         self._pending_carried: list[Tensor] = []
@@ -282,11 +302,86 @@ class FusedSteps:
             raise UserError(NOT_FINITE)
         return self._ended(emitted)
 
-    def run_ahead(self, growth: Growth) -> FusedStep:
-        """A step that the narrow copy verifies. Its tokens are drafts until `settle`."""
+    def run_on(self, growth: Growth, following: Following) -> list[FusedStep]:
+        """A step and those that follow it: of the first one's draft all is told. Tokens are chosen
+        by argmax, of logits or of logits and noise.
+        """
+        if following.tokens <= 1:
+            return [self.run(growth)]
+        if self._refresh:
+            self._take_back()
+            many = self._entered > CAUGHT_UP_WITHIN and not growth.stream
+            if self._pending_ids and growth.stream:
+                return [self.run(growth)]  # it catches up first
+            if self._pending_ids or many:
+                self._set_aside(last=False)
+        self._grow_caches(following.tokens)
+        length, _ = self._prepare(growth, following.tokens)
+        steps = self._told(following)
+        emitted = self._library.mr_speculative_run(
+            self._decoder.workspace.address, self._step, length, self._entered, self._limits, steps
+        )
+        if emitted < 0:
+            raise UserError(NOT_FINITE)
+        self._entered = steps.entering
+        return self._done(steps)
+
+    def _told(self, following: Following) -> abi.CData:
+        """What the kernel is told of them, and their memory: for as long as it is the latest."""
+        if self._run is None:
+            nodes = self._nodes
+            memory = np.empty(nodes, np.int64), np.empty(nodes, np.int32), np.empty(nodes)
+            draft, parents, confidence = memory
+            steps = abi.new(
+                "Steps",
+                waits=self._refresh,
+                most=CAUGHT_UP_WITHIN,
+                draft=abi.longs(draft),
+                parents=abi.ints(parents),
+                confidence=abi.doubles(confidence),
+            )
+            self._run = steps, memory
+        steps, _ = self._run
+        emitted = np.empty(following.tokens + self._nodes + 1, np.int64)
+        ends = np.array(following.ends, np.int64)
+        steps.by_match, steps.tokens = abi.ints(following.by_match), following.tokens
+        steps.ends, steps.end_count = abi.longs(ends), len(ends)
+        steps.limit, steps.depth, steps.deepest = (
+            following.limit,
+            following.depth,
+            following.deepest,
+        )
+        steps.emitted, steps.streams = abi.longs(emitted), not self._pending_ids
+        self._following = following, ends, emitted  # the kernel reads them by address
+        return steps
+
+    def _done(self, steps: abi.CData) -> list[FusedStep]:
+        _, _, emitted = self._following
+        done, at, seconds = [], 0, self._step.draft_seconds
+        tokens = emitted.tolist()
+        for i in range(steps.count):
+            one = steps.done[i]
+            places = one.unverified
+            done.append(
+                FusedStep(
+                    tokens[at : at + one.emitted],
+                    one.drafted,
+                    one.levels,
+                    frozenset(n for n in range(one.emitted) if places >> n & 1)
+                    if places
+                    else frozenset(),
+                    one.again,
+                    seconds,
+                )
+            )
+            at += one.emitted
+        return done
+
+    def run_ahead(self, growth: Growth, following: Following) -> list[FusedStep]:
+        """Steps that the narrow copy verifies. Their tokens are drafts until `settle`."""
         self._note_begun()
-        done = self.run(growth)
-        self._ahead += len(done.tokens)
+        done = self.run_on(growth, following)
+        self._ahead += sum(len(step.tokens) for step in done)
         return done
 
     def _note_begun(self) -> None:
@@ -334,19 +429,20 @@ class FusedSteps:
         """Of steps ahead nothing is kept: what waits for the stream are committed tokens, and those
         that it has read beyond them it will read again.
         """
-        if self._refresh and not self._ahead:
+        kept = len(self._pending_ids) + self._entered - self._ahead
+        if self._refresh and kept > 0:
             self._set_aside()
-        beyond = max(self._ahead - self._entered, 0)
-        if beyond and self._pending_ids:
-            kept = max(len(self._pending_ids) - beyond, 0)
             self._pending_ids = self._pending_ids[:kept]
-            pieces, self._pending_carried = self._pending_carried, []
-            if kept and pieces:
-                self._pending_carried = [torch.cat(pieces)[:kept].clone()]
+            if self._pending_carried:
+                self._pending_carried = [torch.cat(self._pending_carried)[:kept].clone()]
+        else:
+            self._pending_ids, self._pending_carried = [], []
         self._ahead = 0
 
-    def _prepare(self, growth: Growth) -> tuple[int, int]:
-        """The step's limits and noise; → committed tokens, and the first of `ids` that enters."""
+    def _prepare(self, growth: Growth, following: int = 0) -> tuple[int, int]:
+        """The step's limits and noise; → committed tokens, and the first of `ids` that enters.
+        following: tokens of this step and those that follow it in the same call; 0: none does.
+        """
         limits, stream = self._limits, growth.stream
         limits.depth = growth.depth
         limits.deepest = growth.depth if growth.deepest is None else growth.deepest
@@ -357,8 +453,8 @@ class FusedSteps:
         )
         limits.draft_threshold, limits.verify_threshold = draft_threshold, verify_threshold
         limits.stream = stream
-        length = self._read_caches()
-        if self._refresh:
+        length = self._read_caches(following)
+        if self._refresh and not following:
             self._take_back() if stream else self._set_aside()
         self._take_noise()
         self._read = growth, draft_threshold, verify_threshold  # the kernel reads them by address
@@ -439,11 +535,17 @@ class FusedSteps:
         """These tokens and their carried residuals, [n, d] in pieces."""
         return self._pending_ids, self._pending_carried
 
-    def _set_aside(self) -> None:
-        """The tokens that would have entered the stream wait for its next draft."""
-        self._pending_ids += self._ids[: self._entered].tolist()
+    def _set_aside(self, last: bool = True) -> None:
+        """The tokens that would have entered the stream wait for its next draft; where not `last`,
+        all but the last one.
+        """
+        count = self._entered if last else self._entered - 1
+        self._pending_ids += self._ids[:count].tolist()
         if self._carries:
-            self._pending_carried.append(self._carried[: self._entered].clone())
+            self._pending_carried.append(self._carried[:count].clone())
+        if not last:
+            self._ids[0], self._carried[0] = self._ids[count], self._carried[count].clone()
+            self._entered = 1
 
     def _take_back(self) -> None:
         """Tokens that wait, where they are few, enter with the last ones: a pass of their own would
@@ -451,7 +553,7 @@ class FusedSteps:
         """
         self._forget_unseen()
         count, entered = len(self._pending_ids), self._entered
-        if not 0 < count <= CAUGHT_UP_WITHIN:
+        if not count or count + entered > CAUGHT_UP_WITHIN + self._nodes + 1:
             return
         ids, carried = self._ids, self._carried
         ids[count : count + entered] = ids[:entered].copy()
@@ -564,18 +666,18 @@ class FusedSteps:
         """Tokens with keys and values: the committed ones, and those of narrow steps since."""
         return int(self._cache.lengths[self._step.sequence]) + self._ahead
 
-    def _grow_caches(self) -> None:
+    def _grow_caches(self, following: int = 0) -> None:
         """Room for a step in both caches, which may move them: for all sequences that use them."""
         length = self._length
         for store in (self._cache, self._own):
             if store is not None:
-                store.make_room_to(length + self._nodes)
+                store.make_room_to(length + following + self._nodes)
 
-    def _read_caches(self) -> int:
+    def _read_caches(self, following: int = 0) -> int:
         """The step is told where the caches are; → the sequence's committed length."""
         cache, own, step = self._cache, self._own, self._step
         step.caches, step.capacity = cache.address, cache.capacity
-        if step.text.count + 2 * (self._nodes + 1) > len(self._text):
+        if step.text.count + following + 2 * (self._nodes + 1) > len(self._text):
             self._set_text(self._text[: step.text.count], room=len(self._text))
         if own is not None:
             step.block_cache, step.block_capacity = own.address, own.capacity

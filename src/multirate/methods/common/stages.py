@@ -8,7 +8,7 @@ right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from multirate.decoding.drafter import FusedStep
 from multirate.decoding.sampler import Sampler
@@ -55,12 +55,21 @@ class Stages:
             return False
         return decoder.has_narrow or self._left <= 0
 
-    def run(self, steps: FusedSteps, limit: int, step: Callable[[int], FusedStep]) -> FusedStep:
-        """A step in stages. limit: as of `Drafter.draft`. step: runs one ahead whose draft is at
-        most so many tokens deep.
+    def run(
+        self,
+        steps: FusedSteps,
+        limit: int,
+        run: Callable[[int], list[FusedStep]],
+        ends: Sequence[int],
+    ) -> FusedStep:
+        """A step in stages. limit: as of `Drafter.draft`. run: runs steps ahead that emit at most
+        one token more than so many, as many steps as it likes. ends: as of `Drafter`.
         """
         most, tokens = min(self.tokens, limit), list[int]()
         # the last one of a pass may be left out: it would be a step without a draft
         while len(tokens) < most - 1 or (most == 1 and not tokens):
-            tokens += step(most - len(tokens) - 1).tokens
+            for step in run(most - len(tokens) - 1):
+                tokens += step.tokens
+            if any(token in ends for token in tokens):
+                break
         return steps.settle(tokens[:most])

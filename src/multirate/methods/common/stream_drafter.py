@@ -27,7 +27,13 @@ from multirate.errors import say_once
 from multirate.methods.common.draft_grower import DraftGrower, GrowingDraft, Trusting, draws
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.draft_tree import DraftTree
-from multirate.methods.common.fused_steps import FusedSequences, FusedSteps, Growth, run_together
+from multirate.methods.common.fused_steps import (
+    Following,
+    FusedSequences,
+    FusedSteps,
+    Growth,
+    run_together,
+)
 from multirate.methods.common.lookup import Lookup
 from multirate.methods.common.stages import Stages
 from multirate.methods.common.stream_config import StreamDecodeConfig
@@ -45,6 +51,9 @@ from multirate.model.native import NativeDecoder, abi
 from multirate.model.native.decoder import narrow_weights
 from multirate.model.rows import Rows
 
+_MOST_AT_ONCE, _LEARNED_FROM = 8, 8  # tokens of lossy steps in one call, and of a text for each
+# more of these: of a call's steps one is learned from, and at first there is most to learn
+_CHOSEN_AGAIN = 8  # calls after which what follows a match is chosen anew
 _MOST_NODES = 59  # of a draft with trusted tokens: one row of a pass is the last token's
 
 
@@ -120,6 +129,7 @@ class StreamDrafter(Drafter):
         self._matches: dict[int, Match] = {}
         self._texts: dict[int, TextSource] = {}
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
+        self._entered_at: dict[int, int] = {}  # by sequence: its tokens when fused steps began
         self._fused: FusedSequences | None = None
         if fuses and isinstance(decoder, NativeDecoder) and isinstance(runner, NativeDraftRunner):
             if trusting is not None:
@@ -399,7 +409,7 @@ class StreamDrafter(Drafter):
 
     def fused_steps(
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
-    ) -> list[FusedStep] | None:
+    ) -> list[list[FusedStep]] | None:
         fused = self._fused
         if fused is None or draws(self.config, self._sampler):
             return None
@@ -412,7 +422,11 @@ class StreamDrafter(Drafter):
                 self._enter_fused(fused, seq, last_token)
         if self.in_stages:
             (seq,), (limit,) = seqs, limits
-            return [self._stages.run(fused[seq], limit, partial(self._step_ahead, seq))]
+            run = partial(self._run_on, seq)
+            return [[self._stages.run(fused[seq], limit, run, self.ends)]]
+        if self._margin is not None and self._sampler.plain:
+            # the narrow copy verifies: a row costs as much beside others' as alone
+            return [self._run_on(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
         growths: dict[int, Growth] = {}
         for group in self._alike(seqs):
             those, left = [seqs[i] for i in group], [limits[i] for i in group]
@@ -423,16 +437,37 @@ class StreamDrafter(Drafter):
         for seq, step in zip(seqs, done, strict=True):
             if self._estimates(seq).controller is not None or self._lookup.longest:
                 self._learn_fused(seq, fused[seq], step)
-        return done
+        return [[step] for step in done]
 
-    def _step_ahead(self, seq: int, limit: int) -> FusedStep:
-        """A step in stages' first part. limit: as of `draft`."""
+    def _run_on(self, seq: int, limit: int) -> list[FusedStep]:
+        """Steps that the narrow copy verifies: one that is chosen and learned from, and those that
+        follow it, which go by what is known then. limit: as of `draft`.
+        """
         assert self._fused is not None
         fused = self._fused[seq]
         plan = self._choose([seq], [limit], self.behind([seq]))
-        done = fused.run_ahead(self._growth(seq, limit, None if plan.stream else plan.text[0]))
-        self._learn_fused(seq, fused, done)
+        growth = self._growth(seq, limit, None if plan.stream else plan.text[0])
+        depth, deepest = self._depths(limit)
+        tokens = limit
+        if not self.in_stages:
+            emitted = len(self._sampler.tokens[seq]) - self._entered_at[seq]
+            tokens = min(limit, _MOST_AT_ONCE, 1 + emitted // _LEARNED_FROM)
+        following = Following(self._by_match(seq), tokens, limit, depth, deepest, ends=self.ends)
+        run = fused.run_ahead if self.in_stages else fused.run_on
+        done = run(growth, following)
+        self._learn_fused(seq, fused, done[0])
         return done
+
+    def _by_match(self, seq: int) -> np.ndarray:
+        """As Following's."""
+        known = self._estimates(seq)
+        if known.controller is None:
+            return np.full(self._lookup.told + 1, -1, np.int32)
+        known.told_steps += 1
+        if known.by_match is None or known.told_steps % _CHOSEN_AGAIN == 0:
+            chosen = known.controller.by_match(self.config.nodes, self.rests)
+            known.by_match = np.array(chosen, np.int32)
+        return known.by_match
 
     def _alike(self, seqs: Sequence[int]) -> list[list[int]]:
         """The places of sequences that go by the same estimates, together."""
@@ -459,6 +494,7 @@ class StreamDrafter(Drafter):
         """The sequence's first fused step begins."""
         waiting = self._waiting.pop(seq)
         known = self._estimates(seq)
+        self._entered_at[seq] = len(self._sampler.tokens[seq])
         steps = fused.start(seq)
         steps.enter(
             seq,

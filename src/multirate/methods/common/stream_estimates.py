@@ -53,7 +53,7 @@ class StreamEstimates:
     """draft_threshold, verify_threshold: [nodes], of the step under way. controller: sets those
     that the settings leave open, and chooses what to draft with; None: both are set, or costs are
     yet to be measured. calibration: what the stream's confidence has been worth; None as the
-    controller.
+    controller. by_match: int32, as DraftLengthController.by_match, of so many calls.
     """
 
     continuations: ContinuationRates
@@ -61,6 +61,8 @@ class StreamEstimates:
     verify_threshold: np.ndarray
     controller: DraftLengthController | None = None
     calibration: Calibration | None = None
+    by_match: np.ndarray | None = None
+    told_steps: int = 0
 
     @staticmethod
     def of(config: StreamDecodeConfig, nodes: int, lookup: Lookup) -> StreamEstimates:

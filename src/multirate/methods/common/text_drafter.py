@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+
 from multirate.decoding.drafter import Draft, Drafter, FusedStep
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
-from multirate.methods.common.fused_steps import FusedSequences, FusedSteps, Growth, run_together
+from multirate.methods.common.fused_steps import (
+    Following,
+    FusedSequences,
+    FusedSteps,
+    Growth,
+    run_together,
+)
 from multirate.methods.common.lookup import Lookup
 from multirate.methods.common.stages import Stages
 from multirate.model.decoder import Decoder
@@ -46,6 +54,10 @@ class TextDrafter(Drafter):
             and FusedSteps.can_draft(tokens)
         )
         self._stages = Stages(decoder, staged if fuses else 0)
+        # of steps in stages: how much is copied after a match of so many tokens
+        self._by_match = np.array(
+            [min(tokens, self._wanted(n, True)) for n in range(lookup.told + 1)], np.int32
+        )
         if fuses and isinstance(decoder, NativeDecoder):
             self._stream = decoder.stream()
             self._fused = FusedSequences(partial(self._new_fused, decoder))
@@ -91,7 +103,7 @@ class TextDrafter(Drafter):
         for b, limit in zip(seqs, limits, strict=True):
             most = min(limit, self.max_nodes)
             tokens, matched = self._texts[b].look_up(sampler.tokens[b], most)
-            drafts.append(Draft.chain(tokens[: self._wanted(matched)]))
+            drafts.append(Draft.chain(tokens[: self._wanted(matched, self.in_stages)]))
         return drafts
 
     def matched(self, seqs: Sequence[int]) -> list[int]:
@@ -106,7 +118,7 @@ class TextDrafter(Drafter):
 
     def fused_steps(
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
-    ) -> list[FusedStep] | None:
+    ) -> list[list[FusedStep]] | None:
         fused, sampler = self._fused, self._sampler
         if fused is None or (len(seqs) > 1 and not sampler.by_argmax):
             return None
@@ -116,26 +128,27 @@ class TextDrafter(Drafter):
         every = [fused[seq] for seq in seqs]
         if self.in_stages:
             (steps,), (limit,) = every, limits
-            return [
-                self._stages.run(
-                    steps, limit, lambda most: steps.run_ahead(self._growth(steps, most))
-                )
-            ]
+            return [[self._stages.run(steps, limit, partial(self._run_on, steps), self.ends)]]
         growths = [self._growth(one, limit) for one, limit in zip(every, limits, strict=True)]
-        return run_together(every, growths)
+        return [[step] for step in run_together(every, growths)]
+
+    def _run_on(self, steps: FusedSteps, limit: int) -> list[FusedStep]:
+        """Steps that the narrow copy verifies."""
+        following = Following(self._by_match, limit, limit, ends=self.ends)
+        return steps.run_ahead(self._growth(steps, limit), following)
 
     def _growth(self, steps: FusedSteps, limit: int) -> Growth:
         """How far the text is followed, at most `limit` tokens."""
         most = min(limit, self.max_nodes)
         if self._length is not None and most:
-            most = min(most, self._wanted(steps.look_up(most)[1]))
+            most = min(most, self._wanted(steps.look_up(most)[1], self.in_stages))
         return Growth(most)
 
-    def _wanted(self, matched: int) -> int:
+    def _wanted(self, matched: int, in_stages: bool) -> int:
         if self._length is None:
             return self.max_nodes
         # no more tokens of other texts than were matched: longer drafts cost more than they brought
         there = self._lookup.in_given(matched)
         if there:
-            return min(there, self._length(there, self.in_stages))
-        return self._length(matched, self.in_stages)
+            return min(there, self._length(there, in_stages))
+        return self._length(matched, in_stages)

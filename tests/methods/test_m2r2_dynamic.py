@@ -533,8 +533,9 @@ def test_several_steps_in_a_call_are_steps_one_by_one(
     if not narrow_weights(decoder):
         pytest.skip("this processor multiplies no bytes")
     config = M2R2DecodeConfig(
-        lookup=lookup, draft_threshold=0.02, verify_threshold=0.01, depth=3, nodes=6, **more
+        lookup=lookup, draft_threshold=0.02, verify_threshold=0.01, depth=2, nodes=2, **more
     )
+    stop = StopSettings(max_new_tokens=60)
     stream = carry() if own_layer else stream_of(LLAMA, "m2r2", rank=8, gates=(1,))
     for most in (1, 8):
         monkeypatch.setattr(stream_drafter, "_MOST_AT_ONCE", most)
@@ -555,7 +556,7 @@ def test_several_steps_in_a_call_are_steps_one_by_one(
             ]
 
         drafter.fused_steps = note  # type: ignore[method-assign]
-        out = generate(decoder, SpeculativeStep(drafter), PROMPTS[:1], stop=STOP, after_step=keep)
+        out = generate(decoder, SpeculativeStep(drafter), PROMPTS[:1], stop=stop, after_step=keep)
         stats = replace(out.stats, seconds=0.0, prefill_seconds=0.0)
         seen.append((out.sequences, stats, stored, calls[0]))
     (text, stats, store, many), (its_text, its_stats, its_store, few) = seen

@@ -518,7 +518,10 @@ def test_only_rows_in_doubt_run_again(decoders: dict[str, Decoder]) -> None:
 @pytest.mark.parametrize("lookup", [0, 3, "sam"])
 @pytest.mark.parametrize(
     "more",
-    [{"margin": 0.3}, {"margin": 0.0, "exit_thresholds": [0.03], "exit_score": "confidence"}],
+    [
+        {"margin": 0.3},
+        {"margin": 0.0, "exit_thresholds": [0.03], "exit_score": "confidence", "trusted": 1},
+    ],
 )
 @pytest.mark.parametrize("own_layer", [True, False])
 def test_several_steps_in_a_call_are_steps_one_by_one(

@@ -197,12 +197,6 @@ class DraftLengthController:
         credit = _FIRST_CREDIT / max(self._unsuited, 1)
         self._credit = max(self._credit, credit * self.costs.plain_step)
 
-    def ended(self) -> None:
-        """The step under way has ended: what follows is of another kind, until `thresholds`."""
-        if self._last is not None:
-            self._took(self.clock() - self._last)
-            self._last = None
-
     def emitted(
         self,
         tokens: int,

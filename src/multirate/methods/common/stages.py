@@ -8,12 +8,10 @@ right.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from multirate.decoding.drafter import FusedStep
 from multirate.decoding.sampler import Sampler
-from multirate.methods.common.faster_kind import FasterKind
 from multirate.methods.common.fused_steps import FusedSteps
 from multirate.model.decoder import Decoder
 from multirate.model.native.decoder import NativeDecoder, narrow_weights
@@ -38,7 +36,6 @@ class Stages:
         if tokens and narrow_weights(decoder):
             self._decoder = decoder
         self._left, self._counted = _PAYS, 0
-        self._choice = FasterKind()
         self._sampler: Sampler | None = None
 
     def prepare(self) -> None:
@@ -54,7 +51,6 @@ class Stages:
         if before is not None:
             self._left -= len(before.tokens[0]) - self._counted
         self._sampler, self._counted = sampler, len(sampler.tokens[0])
-        self._choice.begin()
         if len(sampler.tokens) > 1 or not sampler.by_argmax:
             return False
         return decoder.has_narrow or self._left <= 0
@@ -63,31 +59,16 @@ class Stages:
         self,
         steps: FusedSteps,
         limit: int,
-        ahead: Callable[[int], list[FusedStep]],
-        plainly: Callable[[int], FusedStep],
+        run: Callable[[int], list[FusedStep]],
         ends: Sequence[int],
     ) -> FusedStep:
-        """A step in stages, or one whose draft the model's own weights verify: whichever has been
-        faster. limit: as of `Drafter.draft`. ahead: runs steps ahead that emit at most one token
-        more than so many, as many steps as it likes. plainly: runs a step that is not in stages.
-        ends: as of `Drafter`.
+        """A step in stages. limit: as of `Drafter.draft`. run: runs steps ahead that emit at most
+        one token more than so many, as many steps as it likes. ends: as of `Drafter`.
         """
-        kind, begin = self._choice.choose(), time.perf_counter()
-        done = plainly(limit) if kind else self._run_staged(steps, limit, ahead, ends)
-        self._choice.observe(kind, time.perf_counter() - begin, len(done.tokens))
-        return done
-
-    def _run_staged(
-        self,
-        steps: FusedSteps,
-        limit: int,
-        ahead: Callable[[int], list[FusedStep]],
-        ends: Sequence[int],
-    ) -> FusedStep:
         most, tokens = min(self.tokens, limit), list[int]()
         # the last one of a pass may be left out: it would be a step without a draft
         while len(tokens) < most - 1 or (most == 1 and not tokens):
-            for step in ahead(most - len(tokens) - 1):
+            for step in run(most - len(tokens) - 1):
                 tokens += step.tokens
             if any(token in ends for token in tokens):
                 break

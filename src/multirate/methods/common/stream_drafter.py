@@ -125,7 +125,6 @@ class StreamDrafter(Drafter):
         self._own: dict[int, StreamEstimates] = {}  # by sequence
         # of steps that the narrow copy verifies before the model's own weights do
         self._known_ahead: StreamEstimates | None = None
-        self._is_ahead = False  # whether the step under way is such a one
         self._streamed: set[int] = set()  # sequences whose step under way the stream drafts
         self._matches: dict[int, Match] = {}
         self._texts: dict[int, TextSource] = {}
@@ -185,7 +184,7 @@ class StreamDrafter(Drafter):
         """The sequence's. A lossy text must depend neither on the others' of a batch nor on the
         generations before; what drafts of lossless ones go by is of all of them.
         """
-        if self._known_ahead is not None and self._is_ahead:
+        if self._known_ahead is not None and self.in_stages:
             return self._known_ahead
         if self.lossless:
             return self._shared
@@ -233,7 +232,7 @@ class StreamDrafter(Drafter):
         self._texts, self._trees, self._matches = {}, {}, {}
         self._own, self._streamed = {}, set()
         self._grower.refused = -np.inf
-        self.in_stages = self._is_ahead = self._stages.begin(sampler)
+        self.in_stages = self._stages.begin(sampler)
         if self.in_stages:
             known = self._known_ahead or self._new_estimates(NARROW_COSTS, self.expected)
             self._known_ahead = known
@@ -423,8 +422,8 @@ class StreamDrafter(Drafter):
                 self._enter_fused(fused, seq, last_token)
         if self.in_stages:
             (seq,), (limit,) = seqs, limits
-            ahead, plainly = partial(self._run_on, seq), partial(self._run_plainly, seq)
-            return [[self._stages.run(fused[seq], limit, ahead, plainly, self.ends)]]
+            run = partial(self._run_on, seq)
+            return [[self._stages.run(fused[seq], limit, run, self.ends)]]
         if self._margin is not None and self._sampler.plain:
             # the narrow copy verifies: a row costs as much beside others' as alone
             return [self._run_on(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
@@ -440,29 +439,12 @@ class StreamDrafter(Drafter):
                 self._learn_fused(seq, fused[seq], step)
         return [[step] for step in done]
 
-    def _run_plainly(self, seq: int, limit: int) -> FusedStep:
-        """A step that is not in stages, among others that are. limit: as of `draft`."""
-        assert self._fused is not None
-        self._is_ahead, fused = False, self._fused[seq]
-        self._learn_from(seq, fused)
-        plan = self._choose([seq], [limit], self.behind([seq]))
-        done = fused.run(self._growth(seq, limit, None if plan.stream else plan.text[0]))
-        self._learn_fused(seq, fused, done)
-        if self._shared.controller is not None:
-            self._shared.controller.ended()
-        return done
-
-    def _learn_from(self, seq: int, fused: FusedSteps) -> None:
-        known = self._estimates(seq)
-        fused.learn_from(known.continuations, known.calibration)
-
     def _run_on(self, seq: int, limit: int) -> list[FusedStep]:
         """Steps that the narrow copy verifies: one that is chosen and learned from, and those that
         follow it, which go by what is known then. limit: as of `draft`.
         """
         assert self._fused is not None
-        self._is_ahead, fused = self.in_stages, self._fused[seq]
-        self._learn_from(seq, fused)
+        fused = self._fused[seq]
         plan = self._choose([seq], [limit], self.behind([seq]))
         growth = self._growth(seq, limit, None if plan.stream else plan.text[0])
         depth, deepest = self._depths(limit)
@@ -511,6 +493,7 @@ class StreamDrafter(Drafter):
     def _enter_fused(self, fused: FusedSequences, seq: int, last_token: int) -> None:
         """The sequence's first fused step begins."""
         waiting = self._waiting.pop(seq)
+        known = self._estimates(seq)
         self._entered_at[seq] = len(self._sampler.tokens[seq])
         steps = fused.start(seq)
         steps.enter(
@@ -519,7 +502,7 @@ class StreamDrafter(Drafter):
             torch.cat([*waiting.carried, waiting.last[None]]),
             self._sampler.tokens[seq] if self._lookup.longest else None,
         )
-        self._learn_from(seq, steps)
+        steps.learn_from(known.continuations, known.calibration)
 
     def _learn_fused(self, seq: int, fused: FusedSteps, done: FusedStep) -> None:
         if not done.drafted and seq not in self._streamed:  # a plain step

@@ -128,25 +128,20 @@ class TextDrafter(Drafter):
         every = [fused[seq] for seq in seqs]
         if self.in_stages:
             (steps,), (limit,) = every, limits
-            ahead, plainly = partial(self._run_on, steps), partial(self._run_plainly, steps)
-            return [[self._stages.run(steps, limit, ahead, plainly, self.ends)]]
+            return [[self._stages.run(steps, limit, partial(self._run_on, steps), self.ends)]]
         growths = [self._growth(one, limit) for one, limit in zip(every, limits, strict=True)]
         return [[step] for step in run_together(every, growths)]
-
-    def _run_plainly(self, steps: FusedSteps, limit: int) -> FusedStep:
-        """A step that is not in stages, among others that are."""
-        return steps.run(self._growth(steps, limit, in_stages=False))
 
     def _run_on(self, steps: FusedSteps, limit: int) -> list[FusedStep]:
         """Steps that the narrow copy verifies."""
         following = Following(self._by_match, limit, limit, ends=self.ends)
-        return steps.run_ahead(self._growth(steps, limit, in_stages=True), following)
+        return steps.run_ahead(self._growth(steps, limit), following)
 
-    def _growth(self, steps: FusedSteps, limit: int, in_stages: bool = False) -> Growth:
+    def _growth(self, steps: FusedSteps, limit: int) -> Growth:
         """How far the text is followed, at most `limit` tokens."""
         most = min(limit, self.max_nodes)
         if self._length is not None and most:
-            most = min(most, self._wanted(steps.look_up(most)[1], in_stages))
+            most = min(most, self._wanted(steps.look_up(most)[1], self.in_stages))
         return Growth(most)
 
     def _wanted(self, matched: int, in_stages: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -80,11 +81,15 @@ def plain(decoder: NativeDecoder, prompt: list[int], **more: Any) -> Any:
     return generate(decoder, PlainStep(), [prompt], **more)
 
 
-def copy_of_another() -> Any:
-    """A narrow copy that is nearly always wrong: another model's."""
+@functools.cache
+def another() -> NativeDecoder:
     torch.manual_seed(99)
-    other = AutoModelForCausalLM.from_config(LLAMA).eval().to(torch.bfloat16)
-    return NativeDecoder(other).narrow()
+    return NativeDecoder(AutoModelForCausalLM.from_config(LLAMA).eval().to(torch.bfloat16))
+
+
+def copy_of_another() -> Any:
+    """A narrow copy that is nearly always wrong: another model's, which it shares a head with."""
+    return another().narrow()
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])

@@ -240,16 +240,20 @@ class FusedSteps:
         if top is not None:
             self._limits.top = top
         self._step.refused = -np.inf
-        # a copy that an earlier generation in stages had made must not verify this one's steps
-        self._step.narrow = abi.NULL
-        if self._narrow is not None and (stages or self._margin is not None):
-            self._use_narrow(*self._narrow, drawn=stages and self._sampler is not None)
+        if self._narrow is not None:
+            self._set_narrow(*self._narrow, drawn=stages and self._sampler is not None)
+        # of stages only `run_ahead` verifies with it, and nothing does in other generations
+        self._let_narrow_verify(self._margin is not None)
 
-    def _use_narrow(self, weights: NarrowWeights, narrow: abi.CData, drawn: bool) -> None:
+    def _let_narrow_verify(self, does: bool) -> None:
+        self._step.narrow = self._narrow[1] if does and self._narrow is not None else abi.NULL
+
+    @staticmethod
+    def _set_narrow(weights: NarrowWeights, narrow: abi.CData, drawn: bool) -> None:
         """Drawn tokens may be any, so that all logits have to be near the head's own; else those of
         the likeliest, which it has the last word on.
         """
-        self._step.narrow = narrow
+        narrow.pending_count = 0
         narrow.drawn = drawn
         narrow.head = weights.head if drawn else weights.told
         narrow.exact_head = abi.at(None if drawn else weights.exact)
@@ -268,8 +272,8 @@ class FusedSteps:
         self._limits.ngram.longest = 0 if text is None else self._longest
         self._set_text([] if text is None else text)
         self._step.sequence = seq
-        if self._step.narrow:
-            self._step.narrow.pending_count = 0
+        if self._narrow is not None:
+            self._narrow[1].pending_count = 0
         self._entered, self._ahead = 1, 0
         self._ids[0] = ids[-1]
         self._pending_ids, self._pending_carried = [], []
@@ -380,7 +384,11 @@ class FusedSteps:
     def run_ahead(self, growth: Growth, following: Following) -> list[FusedStep]:
         """Steps that the narrow copy verifies. Their tokens are drafts until `settle`."""
         self._note_begun()
-        done = self.run_on(growth, following)
+        self._let_narrow_verify(True)
+        try:
+            done = self.run_on(growth, following)
+        finally:
+            self._let_narrow_verify(False)
         self._ahead += sum(len(step.tokens) for step in done)
         return done
 
@@ -406,8 +414,8 @@ class FusedSteps:
         self._tokens[:count] = tokens
         self._parents[:count] = np.arange(count)
         self._take_noise()
-        if step.narrow:
-            step.narrow.pending_count = 0
+        if self._narrow is not None:
+            self._narrow[1].pending_count = 0
         emitted = self._library.mr_verify_draft(
             self._decoder.workspace.address,
             step,

@@ -117,11 +117,17 @@ def _steps(content: Content, rows: Rows) -> Figure:
     tokens = [float(row["tokens_per_step"]) for row in rows]
 
     def draw(axes: Any) -> None:
-        most = 1.12 * max(*costs, 1.1)
-        high = 1.1 * max(*tokens, 1.1)
-        for speed in (1.0, 1.5, 2.0, 2.5, 3.0):
-            axes.plot([0, most], [0, speed * most], color=INKS["rule"], linewidth=1.2, zorder=1)
+        # steps in stages are many times as long as others: on logarithmic axes either is told
+        # apart, and lines of equal speed run side by side
+        least, most = 0.8 * min(*costs, 1.0), 1.12 * max(*costs, 1.1)
+        low, high = 0.8 * min(*tokens, 1.0), 1.1 * max(*tokens, 1.1)
+        axes.loglog(base=2)
+        for speed in (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0):
+            line = [least, most], [speed * least, speed * most]
+            axes.plot(*line, color=INKS["rule"], linewidth=1.2, zorder=1)
             at = min(most, high / speed)
+            if at <= least or speed * at <= low:
+                continue
             axes.annotate(
                 f"{speed:g}x",
                 (at, speed * at),
@@ -142,8 +148,10 @@ def _steps(content: Content, rows: Rows) -> Figure:
                 label=_label(rows[number]),
                 **_style(number),
             )
-        axes.set_xlim(0.8 * min(*costs, 1.0), most)
-        axes.set_ylim(0.8 * min(*tokens, 1.0), high)
+        axes.set_xlim(least, most)
+        axes.set_ylim(low, high)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
         axes.set_xlabel("time of a step, in plain steps")
         axes.set_ylabel("tokens per step")
         _below(axes)

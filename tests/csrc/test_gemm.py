@@ -25,8 +25,8 @@ from multirate.model.native.packing import (
     bytes_by_block,
     eight_bits,
     fixed_point,
+    half_bytes,
     half_bytes_by_block,
-    has_half_bytes,
     nearest_half_bytes,
 )
 
@@ -276,14 +276,16 @@ def test_what_is_taken_for_four_bits() -> None:
     integers, scales = half_bytes_by_block(weight)
     unit, least = scales.float().repeat_interleave(32, dim=1).unbind(dim=2)
     assert (integers * unit + least - weight).norm() < 0.002 * weight.norm()
-    assert has_half_bytes(weight)
-    assert has_half_bytes(torch.zeros(3, 64))
-    assert has_half_bytes(torch.full((3, 64), 0.3))
-    assert not has_half_bytes(bf16_values(100, 96))
-    assert not has_half_bytes(weight[:, :48])
+    found = half_bytes(torch.cat([weight, of_half_bytes(300, 96, seed=1)]))  # in several parts
+    assert found is not None
+    assert torch.equal(found[0][:100], integers) and torch.equal(found[1][:100], scales)
+    assert half_bytes(torch.zeros(3, 64)) is not None
+    assert half_bytes(torch.full((3, 64), 0.3)) is not None
+    assert half_bytes(bf16_values(100, 96)) is None
+    assert half_bytes(weight[:, :48]) is None
     damaged = weight.clone()
     damaged[7:17] += bf16_values(10, 96, scale=0.3)
-    assert not has_half_bytes(damaged)
+    assert half_bytes(damaged) is None
 
 
 def test_the_nearest_weights_of_four_bits() -> None:

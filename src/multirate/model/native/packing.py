@@ -79,6 +79,9 @@ them to bf16, as a quantised file's are when they are read, alone is 0.0014.
 """
 
 
+_PART = 512  # outputs, of which caches hold all that is made on the way
+
+
 def half_bytes_by_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[out, in] → integers from 0 to 15 as uint8 [out, in], and fp16 [out, blocks, 2] of each
     W8_BLOCK inputs, a unit and a least weight, with weight ≈ unit · integer + least (see w4a8.c).
@@ -102,8 +105,23 @@ def half_bytes_by_block(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def nearest_half_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
     """As `half_bytes_by_block`, of weights that are no such numbers: the nearest ones."""
-    steps, scales, _ = _in_steps(weight.reshape(-1, W8_BLOCK), 15)
-    return steps.view(weight.shape), scales.view(len(weight), -1, 2)
+    integers, scales = _room_for_half_bytes(weight)
+    for begin in range(0, len(weight), _PART):
+        here = slice(begin, begin + _PART)
+        steps, units, _ = _in_steps(weight[here].reshape(-1, W8_BLOCK), 15)
+        integers[here], scales[here] = (
+            steps.view(integers[here].shape),
+            units.view(scales[here].shape),
+        )
+    return integers, scales
+
+
+def _room_for_half_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    outputs, inputs = weight.shape
+    return (
+        torch.empty(outputs, inputs, dtype=torch.uint8),
+        torch.empty(outputs, inputs // W8_BLOCK, 2, dtype=torch.float16),
+    )
 
 
 def _in_steps(parts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,17 +143,22 @@ def _in_steps(parts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return steps.to(torch.uint8), scales, (unit * steps + least - parts).norm(dim=1)
 
 
-def has_half_bytes(weight: Tensor) -> bool:
-    """Whether weights [out, in] are numbers of 4 bits, as those of a quantised file are."""
+def half_bytes(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """As `half_bytes_by_block`, of weights [out, in] that are numbers of 4 bits, as those of a
+    quantised file are; None: they are not.
+    """
     if weight.shape[1] % W8_BLOCK:
-        return False
-    for part in weight.split(256):  # most other weights are told by the first few outputs
-        integers, scales = half_bytes_by_block(part)
-        unit, least = scales.float().repeat_interleave(W8_BLOCK, dim=1).unbind(dim=2)
-        lacking = (integers * unit + least - part).norm()
-        if not lacking <= HALF_BYTES * part.norm():
-            return False
-    return True
+        return None
+    integers, scales = _room_for_half_bytes(weight)
+    for begin in range(0, len(weight), _PART):  # most other weights are told by the first part
+        here = slice(begin, begin + _PART)
+        part = weight[here]
+        integers[here], scales[here] = half_bytes_by_block(part)
+        unit, least = scales[here].float()[:, :, None].unbind(dim=3)
+        found = unit * integers[here].view(len(part), -1, W8_BLOCK) + least
+        if not (found.view(part.shape) - part).norm() <= HALF_BYTES * part.norm():
+            return None
+    return integers, scales
 
 
 def exact_layout() -> int:
@@ -284,7 +307,7 @@ class Owner:
         full = torch.zeros(padded(outputs), inputs)
         full[:outputs] = weight.detach().to(device="cpu", dtype=torch.float32)
         layout = exact_layout() if self.layout is None else self.layout
-        told_again = self.half_bytes and has_half_bytes(full)
+        told_again = half_bytes(full) if self.half_bytes else None
         if told_again and layout != W4A16:
             layout = W4A8
         elif layout == W4A16 and inputs % W8_BLOCK:
@@ -305,8 +328,7 @@ class Owner:
             packed = full.view(-1, 4, 16, inputs // 4, 4).permute(0, 1, 3, 2, 4)
             scale = units.view(-1, 16, units.shape[1]).transpose(1, 2).contiguous()
         elif layout in (W4A8, W4A16):
-            find = half_bytes_by_block if told_again else nearest_half_bytes
-            full, scales = find(full)
+            full, scales = told_again or nearest_half_bytes(full)
             halves = full.view(len(full), -1, 2, 4)
             full = halves[:, :, 0] + 16 * halves[:, :, 1]  # [out, in / 8, 4]
             packed = full.view(-1, 4, 16, inputs // 8, 4).permute(0, 1, 3, 2, 4)

@@ -19,7 +19,8 @@ from multirate.methods.spec import PLAIN, find
 from multirate.named_models import NAMED
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- results: benchmarks/render_results.py -->", "<!-- /results -->"
+BEGIN, END = "<!-- {}: benchmarks/render_results.py -->", "<!-- /{} -->"
+"""Around each part of the README that is written here, by its name."""
 REAL = "smollm2"
 TITLES = {REAL: "SmolLM2-135M-Instruct"}
 ROWS = {
@@ -175,18 +176,65 @@ def reproduce(model: str, bench: dict[str, Any]) -> str:
     )
 
 
-def readme() -> str:
+def readme() -> dict[str, list[str]]:
+    """The README's parts by name."""
     bench = load(f"mt_bench_{REAL}.json")
     note = "Everything else that was measured is in [docs/results.md](docs/results.md)."
-    return "\n\n".join(
-        [
-            BEGIN,
+    return {
+        "results": [
             setting(REAL, bench),
             method_table(REAL, bench),
             f"{reproduce(REAL, bench)} {note}",
-            END,
-        ]
-    )
+        ],
+        "suites": [suites_summary()],
+        "dynamic": [frontier_table(load(f"margin_{REAL}.json")["frontier"])],
+    }
+
+
+SUMMARY = {
+    "mt_bench_smollm2": "the table above",
+    "suite_mt_bench_all": "MT-Bench, all of it",
+    "suite_spec_bench": "Spec-Bench",
+    "suite_gsm8k": "GSM8K",
+    "suite_humaneval": "HumanEval",
+    "suite_t1": "MT-Bench, temperature 1",
+    "suite_b4": "MT-Bench, batches of 4",
+}
+SUMMARY_ROWS = {
+    "`sam`": "sam",
+    "`eagle`, joined": "eagle:lookup=sam",
+    "`m2r2-carry`, joined": "m2r2-carry",
+    "`eagle`, joined, `staged=0`": "eagle:lookup=sam:staged=0",
+    "`m2r2-carry`, joined, `staged=0`": "m2r2-carry:staged=0",
+    "`eagle` alone, `staged=0`": "eagle:staged=0",
+    "`m2r2-carry` alone, `staged=0`": "m2r2-carry:lookup=0:staged=0",
+}
+
+
+def suites_summary() -> str:
+    """Speedups of the fastest rows on every suite. Batches do not go in stages, whatever a row
+    says.
+    """
+    lines = []
+    for name, title in SUMMARY.items():
+        run = load(f"{name}.json")
+        speeds = {row["method"]: row["speedup"] for row in run["rows"]}
+        if run.get("batch", 1) > 1:
+            speeds = {f"{method}:staged=0": speed for method, speed in speeds.items()}
+        cells = [speeds.get(method) for method in SUMMARY_ROWS.values()]
+        best = max(cell for cell in cells if cell is not None)
+        shown = ["–" if cell is None else f"{cell:.2f}x" for cell in cells]
+        lines.append(
+            (
+                title,
+                str(run["prompts"]),
+                *(
+                    f"**{text}**" if cell == best else text
+                    for cell, text in zip(cells, shown, strict=True)
+                ),
+            )
+        )
+    return table(("suite", "prompts", *SUMMARY_ROWS), lines)
 
 
 def suites_section() -> list[str]:
@@ -650,13 +698,14 @@ def page() -> str:
 def main() -> None:
     readme_path, page_path = ROOT / "README.md", ROOT / "docs" / "results.md"
     text = readme_path.read_text()
-    if BEGIN not in text:
-        raise SystemExit(f"{readme_path.name} has no {BEGIN} … {END} section")
-    pattern = re.escape(BEGIN) + r".*" + re.escape(END)
-    wanted = {
-        readme_path: re.sub(pattern, lambda _: readme(), text, flags=re.DOTALL),
-        page_path: page(),
-    }
+    for name, part in readme().items():
+        begin, end = BEGIN.format(name), END.format(name)
+        if begin not in text:
+            raise SystemExit(f"{readme_path.name} has no {begin} … {end} section")
+        written = "\n\n".join([begin, *part, end])
+        pattern = re.escape(begin) + r".*" + re.escape(end)
+        text = re.sub(pattern, lambda _, written=written: written, text, flags=re.DOTALL)
+    wanted = {readme_path: text, page_path: page()}
     for path, content in wanted.items():
         if "--check" not in sys.argv:
             path.write_text(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from multirate.decoding.draft_length import DraftLengthController
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
@@ -22,7 +24,7 @@ from multirate.decoding.stopping import StopSettings
 from multirate.decoding.suffix_automaton import SuffixAutomaton
 from multirate.errors import UserError
 from multirate.methods import spec
-from multirate.methods.common import stages
+from multirate.methods.common import stages, stream_drafter
 from multirate.methods.common.fused_steps import FusedSteps
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.decode import M2R2Drafter
@@ -246,6 +248,44 @@ def test_what_waits_for_the_stream_is_read_once(
     monkeypatch.setattr(FusedSteps, "settle", checked)
     for sampling in (GREEDY, DRAWN):
         in_stages(decoder, m2r2(decoder, lookup="sam"), PROMPTS[2], sampling=sampling, stop=STOP)
+
+
+@pytest.mark.parametrize("name", ["m2r2-carry", "a window of three", "eagle"])
+@pytest.mark.parametrize("settings", [{}, {"margin": 0.0}])
+def test_a_conversation_is_told_what_the_stream_has_not_read(
+    decoder: NativeDecoder, name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens that wait are those after the ones that it has read, wherever it stops. Of the
+    steps of a call the stream drafts some, and others the text.
+    """
+    monkeypatch.setattr(stream_drafter, "_LEARNED_FROM", 1)
+    kinds, waited, rng = [-1, -1, 0, 3], 0, random.Random(1)
+    by_match = DraftLengthController.by_match
+
+    def mixed(controller: Any, *given: Any) -> list[int]:
+        return [rng.choice(kinds) for _ in by_match(controller, *given)]
+
+    monkeypatch.setattr(DraftLengthController, "by_match", mixed)
+    monkeypatch.setattr(stream_drafter, "_CHOSEN_AGAIN", 1)
+    drafter = DRAFTERS[name](decoder, **settings)
+    drafter.prepare()
+
+    def check(session: Any, step: Any) -> None:
+        nonlocal waited
+        if not session.active:
+            return
+        tokens, first = session.sampler.tokens[0], drafter._refreshed
+        waiting = drafter._left_behind().ids
+        assert first + len(waiting) <= len(tokens)
+        assert tokens[first : first + len(waiting)] == waiting
+        waited += len(waiting)
+        steps = drafter._fused[0]
+        entering = steps._ids[: steps._entered].tolist()
+        assert tokens[first + len(waiting) :] == entering
+
+    for prompt in (*PROMPTS, PROMPTS[0] * 4):
+        generate(decoder, SpeculativeStep(drafter), [prompt], stop=STOP, after_step=check)
+    assert waited or settings
 
 
 @pytest.mark.parametrize("method", ["m2r2-carry", "sam", "prompt_lookup"])

@@ -423,10 +423,12 @@ class StreamDrafter(Drafter):
         if self.in_stages:
             (seq,), (limit,) = seqs, limits
             run = partial(self._run_on, seq)
-            return [[self._stages.run(fused[seq], limit, run, self.ends)]]
+            settled = self._stages.run(fused[seq], limit, run, self.ends)
+            self._note_read(seq, len(settled.tokens))
+            return [[settled]]
         if self._margin is not None and self._sampler.plain:
             # the narrow copy verifies: a row costs as much beside others' as alone
-            return [self._run_on(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+            return [self._run_until(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
         growths: dict[int, Growth] = {}
         for group in self._alike(seqs):
             those, left = [seqs[i] for i in group], [limits[i] for i in group]
@@ -439,20 +441,30 @@ class StreamDrafter(Drafter):
                 self._learn_fused(seq, fused[seq], step)
         return [[step] for step in done]
 
-    def _run_on(self, seq: int, limit: int) -> list[FusedStep]:
+    def _run_until(self, seq: int, limit: int) -> list[FusedStep]:
+        """Lossy steps of a call: the more of the text there is, the more are not learned from."""
+        emitted = len(self._sampler.tokens[seq]) - self._entered_at[seq]
+        tokens = min(limit, _MOST_AT_ONCE, 1 + emitted // _LEARNED_FROM)
+        done = self._run_on(seq, limit, tokens)
+        self._note_read(seq, sum(len(step.tokens) for step in done))
+        return done
+
+    def _run_on(self, seq: int, limit: int, tokens: int | None = None) -> list[FusedStep]:
         """Steps that the narrow copy verifies: one that is chosen and learned from, and those that
-        follow it, which go by what is known then. limit: as of `draft`.
+        follow it, which go by what is known then. limit: as of `draft`. tokens: as Following's;
+        None: `limit`.
         """
         assert self._fused is not None
         fused = self._fused[seq]
         plan = self._choose([seq], [limit], self.behind([seq]))
         growth = self._growth(seq, limit, None if plan.stream else plan.text[0])
-        depth, deepest = self._depths(limit)
-        tokens = limit
-        if not self.in_stages:
-            emitted = len(self._sampler.tokens[seq]) - self._entered_at[seq]
-            tokens = min(limit, _MOST_AT_ONCE, 1 + emitted // _LEARNED_FROM)
-        following = Following(self._by_match(seq), tokens, limit, depth, deepest, ends=self.ends)
+        following = Following(
+            self._by_match(seq),
+            limit if tokens is None else tokens,
+            limit,
+            *self._depths(limit),
+            ends=self.ends,
+        )
         run = fused.run_ahead if self.in_stages else fused.run_on
         done = run(growth, following)
         self._learn_fused(seq, fused, done[0])
@@ -520,6 +532,12 @@ class StreamDrafter(Drafter):
             if parent == path[-1] and token == done.tokens[len(path) - 1]:
                 path.append(node)
         self._learn(seq, done.tokens, tree, path, done.drafted, done.draft_seconds)
+
+    def _note_read(self, seq: int, emitted: int) -> None:
+        """Steps of a call have ended, and emitted so many tokens that are yet to be committed."""
+        assert self._cache is not None
+        if seq == 0 and self._refresh:
+            self._refreshed = self._cache.lengths[0] + emitted - self.behind([0])
 
     def _note_refreshed(self, seq: int) -> None:
         """A step begins: it refreshes all of the sequence's committed tokens that were not yet and

@@ -114,6 +114,11 @@ def test_an_automaton_has_room_for_any_text() -> None:
             assert matched == SuffixAutomaton(1000).look_up(tokens, 4)[1]
 
 
+def first_layers(decoder: NativeDecoder) -> abi.CData:
+    """A stream that is the model's first layers and nothing else."""
+    return decoder.stream(exit_layer=EXIT)
+
+
 def plain(decoder: NativeDecoder, prompt: list[int], count: int) -> list[int]:
     cache, tokens = decoder.new_cache(1, 128), list(prompt)
     entering = list(prompt)
@@ -141,9 +146,7 @@ def test_steps_that_only_look_the_text_up_emit_what_plain_decoding_does(
     decoder, prompt = make_decoder(), [5, 6, 7, 8] * 6
     expected = plain(decoder, prompt, 40)
     cache, token = start(decoder, prompt)
-    stream = abi.new(
-        "Stream", shape=decoder.shape, layers=decoder.packed_layers, table=decoder.table.data_ptr()
-    )
+    stream = decoder.stream()
     limits = abi.new("DraftLimits", nodes=6, ngram=abi.new("NgramLimits", longest=3))
     automaton, index = source is SuffixAutomaton, source(3)
     steps = FusedSteps(decoder, stream, None, limits, refresh=False, automaton=automaton)
@@ -249,13 +252,7 @@ def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float])
             chosen["verify_threshold"],
             chosen["min_probability"],
         )
-        stream = abi.new(
-            "Stream",
-            shape=decoder.shape,
-            layers=decoder.packed_layers,
-            table=decoder.table.data_ptr(),
-            exit_layer=EXIT,
-        )
+        stream = first_layers(decoder)
         limits = abi.new(
             "DraftLimits",
             nodes=nodes,
@@ -302,13 +299,7 @@ def test_a_step_at_a_temperature_emits_what_plain_decoding_draws(
     expected = drawn(decoder, prompt, 40, Sampler(settings, [prompt]))
     sampler = Sampler(settings, [[*prompt, expected[0]]])
     cache, _ = start(decoder, prompt)
-    stream = abi.new(
-        "Stream",
-        shape=decoder.shape,
-        layers=decoder.packed_layers,
-        table=decoder.table.data_ptr(),
-        exit_layer=EXIT,
-    )
+    stream = first_layers(decoder)
     limits = abi.new("DraftLimits", nodes=12, width=2, top=3, sharpness=1.0)
     steps = FusedSteps(decoder, stream, DraftHead(decoder.head, VOCAB), limits, refresh=False)
     steps.begin(cache, None, sampler, couple=couple)
@@ -337,13 +328,7 @@ def test_several_steps_in_a_call_emit_what_plain_decoding_does(
         expected = drawn(decoder, prompt, 60, Sampler(settings, [prompt]))
     else:
         expected = plain(decoder, prompt, 60)
-    stream = abi.new(
-        "Stream",
-        shape=decoder.shape,
-        layers=decoder.packed_layers,
-        table=decoder.table.data_ptr(),
-        exit_layer=EXIT,
-    )
+    stream = first_layers(decoder)
     ngram = abi.new("NgramLimits", longest=3)
     rates = ContinuationRates(3)
     rng = np.random.default_rng(4)
@@ -472,9 +457,7 @@ def test_a_draft_of_more_nodes_than_a_tree_has_is_not_verified_at_once() -> None
 def test_logits_that_are_not_finite_end_a_step_at_a_temperature() -> None:
     decoder, prompt = make_decoder(), [5, 6, 7]
     cache, token = start(decoder, prompt)
-    stream = abi.new(
-        "Stream", shape=decoder.shape, layers=decoder.packed_layers, table=decoder.table.data_ptr()
-    )
+    stream = decoder.stream()
     limits = abi.new("DraftLimits", nodes=3, ngram=abi.new("NgramLimits", longest=3))
     steps = FusedSteps(decoder, stream, None, limits, refresh=False)
     steps.begin(cache, None, Sampler(SamplingSettings(1.0, seed=0), [[*prompt, token]]))

@@ -272,6 +272,7 @@ typedef struct {
     float *scratch;     // draft_tree's, and [nodes + 1, head->outputs] the logits of verification
     int32_t capacity, block_capacity, draft_vocab, layers, sequence;
     int64_t trusted;         // out: bit n - 1: node n is emitted whatever the target model says
+    int64_t unverified;      // out: bit n: the n-th token that was emitted is such a node's
     double refused;          // in, out: the highest score so far that was too low for trust
     int32_t drafted, levels; // out: nodes and levels of the draft
     double draft_seconds;    // out: what making it took
@@ -292,7 +293,7 @@ typedef struct {
 // One of several steps of a call, as SpeculativeStep has them.
 typedef struct {
     int32_t emitted, drafted, levels, again;
-    int64_t unverified; // bit n: the n-th token it emitted was trusted
+    int64_t unverified;
 } StepDone;
 
 // Steps of a sequence in one call (speculative.c). The first one drafts as its caller says, the

@@ -184,6 +184,7 @@ static int accepted_path(Workspace *work, SpeculativeStep *step, const Target *t
         int child = child_of(step, node, -1);
         if (child <= step->drafted) {
             tokens[length] = step->tokens[child - 1];
+            step->unverified |= (int64_t)1 << length;
         } else {
             if (doubtful)
                 make_sure(work, step, doubtful, node);
@@ -255,7 +256,7 @@ static int draft(Workspace *work, const Part *parts, int count) {
         Text *text = &step->text;
         text->drafted = text->continued = text->matched = 0;
         step->best = -1;
-        step->trusted = 0;
+        step->trusted = step->unverified = 0;
         step->again = 0;
         streaming += step->draft_head && parts[s].limits->stream;
     }
@@ -406,19 +407,6 @@ int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int 
     return run_step(work, &part);
 }
 
-// The places of the emitted tokens that were trusted, as bits.
-static int64_t unverified_places(const SpeculativeStep *step, int emitted) {
-    int64_t places = 0;
-    int node = 0;
-    for (int i = 0; step->trusted && i < emitted; i++) {
-        node = child_of(step, node, step->ids[i]);
-        if (node > step->drafted)
-            break;
-        places |= (step->trusted >> (node - 1) & 1) << i;
-    }
-    return places;
-}
-
 static int among(const int64_t *tokens, int count, const int64_t *wanted, int wanted_count) {
     for (int i = 0; i < count; i++)
         for (int n = 0; n < wanted_count; n++)
@@ -452,16 +440,15 @@ int mr_speculative_run(Workspace *work, SpeculativeStep *step, int length, int e
     steps->count = 0;
     for (;;) {
         // without the stream's draft the tokens that it has not read stay before what is emitted
-        int read = those.stream || !steps->waits, stay = read ? 0 : entering;
-        Part part = part_of(step, &those, length + all, read && steps->waits ? 0 : entering - 1,
-                            read && steps->waits ? entering : 1);
+        int stay = steps->waits && !those.stream ? entering : 0,
+            first = steps->waits && those.stream ? 0 : entering - 1;
+        Part part = part_of(step, &those, length + all, first, entering - first);
         step->ids = ids + stay;
         step->carried = carried ? carried + (size_t)stay * d : NULL;
         emitted = run_step(work, &part);
         if (emitted > 0) {
             StepDone *done = &steps->done[steps->count++];
-            *done = (StepDone){emitted, step->drafted, step->levels, step->again,
-                               unverified_places(step, emitted)};
+            *done = (StepDone){emitted, step->drafted, step->levels, step->again, step->unverified};
             memcpy(steps->emitted + all, step->ids, (size_t)emitted * sizeof *ids);
         }
         step->ids = ids;
@@ -572,7 +559,7 @@ int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int node
     RowTable table;
     Target target = own_tokens(step);
     step->drafted = nodes;
-    step->trusted = 0;
+    step->trusted = step->unverified = 0;
     step->levels = verification_rows(step, length, nodes, &table);
     if (!start) {
         mr_embed(stream->table, step->ids, 1, d, 1.0f, step->hidden);

@@ -211,11 +211,6 @@ class FusedSteps:
         self._narrow = weights, narrow
         self._held = (*self._held, weights, buffers, logits, narrow)
 
-    @property
-    def again(self) -> int:
-        """How many rows of the last step ran again with the model's own weights."""
-        return int(self._step.again)
-
     def begin(
         self,
         cache: NativeKVCache,
@@ -253,7 +248,6 @@ class FusedSteps:
         """Drawn tokens may be any, so that all logits have to be near the head's own; else those of
         the likeliest, which it has the last word on.
         """
-        narrow.pending_count = 0
         narrow.drawn = drawn
         narrow.head = weights.head if drawn else weights.told
         narrow.exact_head = abi.at(None if drawn else weights.exact)
@@ -364,21 +358,12 @@ class FusedSteps:
         done, at, seconds = [], 0, self._step.draft_seconds
         tokens = emitted.tolist()
         for i in range(steps.count):
-            one = steps.done[i]
-            places = one.unverified
+            one, end = steps.done[i], at + steps.done[i].emitted
+            places = _places(one.unverified)
             done.append(
-                FusedStep(
-                    tokens[at : at + one.emitted],
-                    one.drafted,
-                    one.levels,
-                    frozenset(n for n in range(one.emitted) if places >> n & 1)
-                    if places
-                    else frozenset(),
-                    one.again,
-                    seconds,
-                )
+                FusedStep(tokens[at:end], one.drafted, one.levels, places, one.again, seconds)
             )
-            at += one.emitted
+            at = end
         return done
 
     def run_ahead(self, growth: Growth, following: Following) -> list[FusedStep]:
@@ -486,23 +471,10 @@ class FusedSteps:
             tokens,
             step.drafted,
             step.levels,
-            self._unverified(tokens),
-            self.again,
+            _places(step.unverified),
+            step.again,
             step.draft_seconds,
         )
-
-    def _unverified(self, emitted: Sequence[int]) -> frozenset[int]:
-        """The places of the emitted tokens that were trusted."""
-        trusted = self.trusted()
-        if not trusted:
-            return frozenset()
-        last, places, at = 0, [], 0
-        for node, (token, parent) in enumerate(zip(*self.draft(), strict=True), start=1):
-            if parent == last and token == emitted[at]:
-                if node in trusted:
-                    places.append(at)
-                last, at = node, at + 1
-        return frozenset(places)
 
     @property
     def refused(self) -> float:
@@ -690,6 +662,11 @@ class FusedSteps:
         if own is not None:
             step.block_cache, step.block_capacity = own.address, own.capacity
         return self._length
+
+
+def _places(bits: int) -> frozenset[int]:
+    """The numbers of the bits that are set."""
+    return frozenset(n for n in range(bits.bit_length()) if bits >> n & 1)
 
 
 def run_together(every: Sequence[FusedSteps], growths: Sequence[Growth]) -> list[FusedStep]:

@@ -79,7 +79,7 @@ them to bf16, as a quantised file's are when they are read, alone is 0.0014.
 """
 
 
-_PART = 512  # outputs, of which caches hold all that is made on the way
+_PART = 256  # outputs, of which caches hold all that is made on the way
 
 
 def half_bytes_by_block(weight: Tensor) -> tuple[Tensor, Tensor]:

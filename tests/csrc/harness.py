@@ -19,6 +19,16 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def of_half_bytes(outputs: int, inputs: int, seed: int = 0) -> Tensor:
+    """Weights that a file of 4 bits has, rounded to bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.randint(0, 16, (outputs, inputs // 32, 32), generator=generator).float()
+    units = torch.rand(outputs, inputs // 32, 1, generator=generator) + 0.1
+    least = -8 * units * (1 + 0.2 * torch.randn(units.shape, generator=generator))
+    weights = (steps * units.half().float() + least.half().float()) / 8
+    return weights.view(outputs, inputs).to(torch.bfloat16).float()
+
+
 def pointer(tensor: Tensor | None) -> abi.CData:
     return abi.at(None if tensor is None else tensor.data_ptr())
 

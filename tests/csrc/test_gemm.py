@@ -6,32 +6,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
 from multirate.model.native import library
-from multirate.model.native.packing import (
-    BF16,
-    INT8,
-    INT12,
-    INT16,
-    W4A8,
-    W4A16,
-    W8A8,
-    W8A16,
+from multirate.model.native.packing import BF16, INT8, INT16, W4A8, W4A16, W8A8, W8A16
+
+from . import reference
+from .harness import bf16_values, linear, of_half_bytes, randn
+from .reference_packing import (
     WEIGHT_NORM,
-    Owner,
     bytes_by_block,
-    eight_bits,
     fixed_point,
-    half_bytes,
     half_bytes_by_block,
     nearest_half_bytes,
 )
-
-from . import reference
-from .harness import bf16_values, linear, randn
 
 BF16_ROUNDING = 2.0**-9
 
@@ -159,36 +146,6 @@ def test_weights_of_twelve_bits_give_the_bits_of_sixteen(rows: int, inputs: int)
     assert torch.equal(found, linear(weight, x, bias, layout=INT16, twelve_bits=False))
 
 
-@given(st.data())
-def test_what_fits_into_twelve_bits(data: st.DataObject) -> None:
-    """A sign, eight bits and a shift of at most 7; nothing with a ninth bit."""
-    sizes = data.draw(st.lists(st.integers(0, 255), min_size=1, max_size=40))
-    shifts = data.draw(st.lists(st.integers(0, 7), min_size=len(sizes), max_size=len(sizes)))
-    signs = data.draw(st.lists(st.sampled_from([-1, 1]), min_size=len(sizes), max_size=len(sizes)))
-    pairs = zip(sizes, shifts, signs, strict=True)
-    integers = torch.tensor([(n << s) * sign for n, s, sign in pairs], dtype=torch.int16)
-    found = eight_bits(integers)
-    assert found is not None
-    size, code = (part.int() for part in found)
-    assert size.max() <= 255 and code.max() <= 15
-    assert torch.equal((size << (code & 7)) * (1 - 2 * (code >> 3)), integers.int())
-    assert eight_bits(torch.cat([integers, torch.tensor([257], dtype=torch.int16)])) is None
-
-
-def test_only_what_fits_is_packed_in_twelve_bits() -> None:
-    twelve_bits()
-    weight = bf16_values(130, 64)
-    owner = Owner(INT16)
-    assert owner.linear(weight).format == INT12
-    assert owner.saved_bytes == 192 * 64 // 2
-    finer = weight.clone()
-    finer[9, 9] = 1 + 2.0**-12
-    assert owner.linear(finer).format == INT16
-    assert owner.linear(weight[:, :60]).format == INT16
-    assert Owner(INT16, twelve_bits=False).linear(weight).format == INT16
-    assert owner.saved_bytes == 192 * 64 // 2
-
-
 @pytest.mark.parametrize("rows", [1, 3, 9, 40])
 def test_bf16_weights_run_beside_fixed_point_ones(rows: int) -> None:
     """Experts come from files in bf16, whatever the processor."""
@@ -239,16 +196,6 @@ def test_eight_bit_rows_and_weights(rows: int, inputs: int, layout: int) -> None
 BYTE_LAYOUTS = [W8A8, W8A16, W4A8, W4A16]
 
 
-def of_half_bytes(outputs: int, inputs: int, seed: int = 0) -> Tensor:
-    """Weights that a file of 4 bits has, rounded to bf16."""
-    generator = torch.Generator().manual_seed(seed)
-    steps = torch.randint(0, 16, (outputs, inputs // 32, 32), generator=generator).float()
-    units = torch.rand(outputs, inputs // 32, 1, generator=generator) + 0.1
-    least = -8 * units * (1 + 0.2 * torch.randn(units.shape, generator=generator))
-    weights = (steps * units.half().float() + least.half().float()) / 8
-    return weights.view(outputs, inputs).to(torch.bfloat16).float()
-
-
 @pytest.mark.parametrize("layout", [W4A8, W4A16])
 @pytest.mark.parametrize("inputs", [32, 64, 576, 1536])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 12, 13, 25, 61])
@@ -266,26 +213,6 @@ def test_weights_of_four_bits(rows: int, inputs: int, layout: int) -> None:
     sizes = x.norm(dim=1, keepdim=True) * weight.norm(dim=1)
     off = 0.01 if layout == W4A8 else 0.004
     assert (found - close)[1:].norm() <= off * sizes[1:].norm()
-
-
-def test_what_is_taken_for_four_bits() -> None:
-    """A file's weights, whose units are found again though bf16 has rounded what they made; zeros;
-    not what has fewer inputs than a block, or more steps.
-    """
-    weight = of_half_bytes(100, 96)
-    integers, scales = half_bytes_by_block(weight)
-    unit, least = scales.float().repeat_interleave(32, dim=1).unbind(dim=2)
-    assert (integers * unit + least - weight).norm() < 0.002 * weight.norm()
-    found = half_bytes(torch.cat([weight, of_half_bytes(300, 96, seed=1)]))  # in several parts
-    assert found is not None
-    assert torch.equal(found[0][:100], integers) and torch.equal(found[1][:100], scales)
-    assert half_bytes(torch.zeros(3, 64)) is not None
-    assert half_bytes(torch.full((3, 64), 0.3)) is not None
-    assert half_bytes(bf16_values(100, 96)) is None
-    assert half_bytes(weight[:, :48]) is None
-    damaged = weight.clone()
-    damaged[7:17] += bf16_values(10, 96, scale=0.3)
-    assert half_bytes(damaged) is None
 
 
 def test_the_nearest_weights_of_four_bits() -> None:

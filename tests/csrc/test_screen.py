@@ -10,16 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from multirate.model.native import abi, library
-from multirate.model.native.packing import (
-    W8_BLOCK,
-    Owner,
-    bytes_by_block,
-    padded,
-    screened,
-)
+from multirate.model.native.packing import W8_BLOCK, Owner, padded, screened
 from multirate.model.noise import Noise
 
 from .harness import bf16_values, pointer, randn
+from .reference_packing import bytes_by_block
 
 
 @pytest.fixture(autouse=True)

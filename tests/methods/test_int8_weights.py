@@ -21,7 +21,7 @@ from multirate.methods.common.model_weights import NarrowStep
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native import NativeDecoder
 from multirate.model.native.decoder import narrow_weights
-from multirate.model.native.packing import W4A8, W4A16, W8_BLOCK, W8A8, half_bytes_by_block
+from multirate.model.native.packing import W4A8, W4A16, W8_BLOCK, W8A8
 from multirate.model.rows import Rows
 
 from .m2r2_models import LLAMA, PROMPTS, model_of, narrow_decoder
@@ -171,9 +171,11 @@ def test_layers_of_four_bit_numbers_are_copied_in_four() -> None:
     with torch.no_grad():
         for module in model.model.layers.modules():
             if isinstance(module, torch.nn.Linear):
-                integers, scales = half_bytes_by_block(module.weight.float())
-                unit, least = scales.float().repeat_interleave(W8_BLOCK, dim=1).unbind(dim=2)
-                module.weight.copy_(integers * unit + least)
+                blocks = module.weight.float().unflatten(1, (-1, W8_BLOCK))
+                least = blocks.amin(dim=2, keepdim=True).half().float()
+                unit = ((blocks - least).amax(dim=2, keepdim=True) / 15).half().float()
+                steps = ((blocks - least) / unit).round().clamp(0, 15)
+                module.weight.copy_((steps * unit + least).flatten(1))
     decoder = NativeDecoder(model)
     if not narrow_weights(decoder):
         pytest.skip("this processor multiplies no bytes")

@@ -44,6 +44,12 @@ typedef struct {
     int32_t format;          // of the weights
 } Linear;
 
+// Weights as a model has them.
+typedef struct {
+    const void *values; // [outputs, inputs] bf16, or fp32 where `wide`
+    int32_t wide, outputs, inputs;
+} Unpacked;
+
 // A copy of a head in 8 bits, by which screen.c finds its likeliest token without reading all of
 // it. w: the weights of an output as the head multiplies them; ŵ: the copy's.
 typedef struct {
@@ -430,6 +436,14 @@ void mr_workspace_set_threads(Workspace *work, int threads);
 void mr_workspace_after_fork(Workspace *work);
 void mr_workspace_close(Workspace *work);
 void mr_after_fork(void);
+
+// pack.c: lays weights out as `format`, outputs padded with zeros to a multiple of 64. to: room for
+// them, whole cache lines. scale: Linear.scale's, NULL for WEIGHTS_BF16. nearest: of 4 bits,
+// whether any weights become the nearest such numbers. Returns 0, and has then written some, where
+// weights do not fit WEIGHTS_INT12, or are no numbers of 4 bits and not to become any.
+int mr_pack(Workspace *work, const Unpacked *from, int format, int nearest, void *to, void *scale);
+// Of a head: Screen's error and norm, [outputs] each, rounded up.
+void mr_screening_norms(Workspace *work, const Unpacked *from, float *error, float *norm);
 
 // gemm.c: y [count, out] (=, or += where add) W · (RMSNorm(x) or, where norm is NULL, x).
 void mr_linear(Workspace *work, const Linear *linear, const float *x, const float *norm, float eps,

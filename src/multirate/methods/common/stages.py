@@ -16,9 +16,9 @@ from multirate.methods.common.fused_steps import FusedSteps
 from multirate.model.decoder import Decoder
 from multirate.model.native.decoder import NativeDecoder, narrow_weights
 
-_PAYS = 1000
+_PAYS = 300
 """Tokens after which the narrow copy is made: making it takes about as long as it saves on as many
-(SmolLM2-135M: a second), and a process may end before.
+(SmolLM2-135M: a quarter of a second), and a process may end before.
 """
 
 

@@ -49,7 +49,7 @@ class StreamDecodeConfig(MethodConfig):
     staged: drafts are first verified with a narrow copy of the model's weights, and up to so many
     tokens of it at once by the model's own: lossless, and faster where the copy is read in much
     less time (stages.py). Decoding of one sequence by argmax, with or without temperature, on the
-    native kernel, where the processor multiplies bytes; the copy is made after a thousand tokens.
+    native kernel, where the processor multiplies bytes; the copy is made after 300 tokens.
     0: never. [ours]
     margin: dynamic mode (lossy): drafts are verified with a narrow copy of the model's weights,
     and a token whose two likeliest candidates' logits are less than this apart is decided by the

@@ -230,7 +230,10 @@ def test_the_margin_is_turned_where_the_machine_has_one(tmp_path: Path) -> None:
         pytest.skip("this processor multiplies no bytes")
     margin = mode.dial(engine.decoder, given.module)
     assert margin.label == "margin" and margin.alone
-    assert margin.told(0.3) == "margin 0.3" and margin.told(-0.05) == "margin 0, threshold 0.9500"
+    assert (
+        margin.told(0.3) == "margin 0.3"
+        and margin.told(-0.05) == "margin 0, narrow prompts, threshold 0.9500"
+    )
     assert list(margin.path) == sorted(margin.path, reverse=True)
     made = calibrate(
         engine.decoder, given, PROMPTS, fingerprint(low), quality=0.7, stop=STOP, tries=4

@@ -14,6 +14,8 @@ from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
+from multirate.decoding.session import Session
+from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import Notice, UserError
 from multirate.methods import spec
@@ -196,3 +198,30 @@ def test_layers_of_four_bit_numbers_are_copied_in_four() -> None:
     assert not torch.equal(logits[0], logits[1])
     out = generate(decoder, int8_step(decoder, 1e9), PROMPTS, stop=STOP)
     assert out.sequences == plain_text(decoder)
+
+
+@pytest.mark.parametrize("method", ["int8_weights", "skipdecode"])
+def test_prompts_that_the_narrow_copy_reads(method: str) -> None:
+    """What is kept of them is as the copy reads them; the model's own reading is another."""
+    decoder = narrow_decoder()
+    settings = {"model_weights": "int8"} if method == "skipdecode" else {}
+    for prompt_weights, reads in (("own", decoder), ("narrow", decoder.in_8_bits())):
+        made = {**settings, "prompt_weights": prompt_weights}
+        step = spec.find(method).make_step(decoder, None, made)
+        assert step is not None
+        assert (step.prompt_decoder is None) == (prompt_weights == "own")
+        stored: list[torch.Tensor] = []
+        count = len(PROMPTS[0])
+
+        def keep(
+            session: Session, _: Step, stored: list[torch.Tensor] = stored, count: int = count
+        ) -> None:
+            stored.append(session.cache.standard(1)[0][0, :, :count].clone())
+
+        generate(decoder, step, PROMPTS[:1], stop=STOP, after_step=keep)
+        cache, rows = decoder.new_cache(1, count), Rows.causal(0, 0, count)
+        x = reads.embed(torch.tensor(PROMPTS[0]), rows.pos)
+        reads.layers(x, rows, 0, decoder.info.num_layers, cache)
+        assert torch.equal(stored[0], cache.standard(1)[0][0, :, :count])
+    with pytest.raises(UserError, match=r"'prompt_weights' is 'narrow'; .* model_weights=int8"):
+        spec.find("skipdecode").make_step(decoder, None, {"prompt_weights": "narrow"})

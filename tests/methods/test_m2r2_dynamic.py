@@ -444,9 +444,12 @@ def plain_text(decoder: Decoder, prompts: list[list[int]], **more: Any) -> list[
 
 @pytest.mark.parametrize("taps", [(), (2, 3)])
 def test_where_no_margin_is_enough_the_text_is_the_bases(
-    decoders: dict[str, Decoder], taps: tuple[int, ...]
+    decoders: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch, taps: tuple[int, ...]
 ) -> None:
-    """Every row that is reached runs again, so K/V are those of a fresh prefill, too."""
+    """Every row that is reached runs again, so K/V are those of a fresh prefill, too, though nobody
+    counts on it.
+    """
+    monkeypatch.setattr(Session, "note_inexact", lambda *_: None)
     decoder = of(decoders, "native")
     if not narrow_weights(decoder):
         pytest.skip("this processor multiplies no bytes")
@@ -633,6 +636,82 @@ def test_a_text_with_a_margin_depends_on_no_text_before(decoders: dict[str, Deco
     again = with_margin(decoder, 0.05)
     assert first.sequences == again.sequences
     assert first.stats.sequence_steps == again.stats.sequence_steps
+
+
+@pytest.mark.parametrize("prompt_weights", ["own", "narrow"])
+@pytest.mark.parametrize("threshold", [None, 0.1])
+def test_a_conversation_with_a_margin_is_as_if_it_had_been_read_anew(
+    decoders: dict[str, Decoder], prompt_weights: str, threshold: float | None
+) -> None:
+    """What the narrow copy left of an answer is read again, unless it reads prompts, too."""
+    decoder = of(decoders, "native")
+    if not narrow_weights(decoder):
+        pytest.skip("this processor multiplies no bytes")
+    settings = M2R2DecodeConfig(
+        margin=0.0,
+        prompt_weights=prompt_weights,  # type: ignore[arg-type]
+        exit_thresholds=None if threshold is None else (threshold,),
+    )
+    step, kept, prompt, read = step_of(decoder, carry(), settings), PrefixCache(), PROMPTS[0] * 3, 0
+    for _ in range(3):
+        out = generate(
+            decoder, step, [prompt], stop=STOP, prefix_cache=kept, after_step=check_invariants
+        )
+        assert out.stats.resumed >= read - 1
+        fresh = generate(decoder, step_of(decoder, carry(), settings), [prompt], stop=STOP)
+        assert out.sequences == fresh.sequences
+        read = len(prompt)
+        if prompt_weights == "narrow" and threshold is None:  # else the stream has not read it all
+            read += len(out.sequences[0]) - 1
+        prompt = [*prompt, *out.sequences[0], 5, 6]
+    sampled = generate(decoder, step, [prompt], SAMPLINGS["sampled"], STOP, prefix_cache=kept)
+    following = [*prompt, *sampled.sequences[0], 5, 6]
+    out = generate(decoder, step, [following], stop=STOP, prefix_cache=kept)
+    assert out.stats.resumed <= len(prompt)  # the model's own weights have decoded the answer
+    fresh = generate(decoder, step_of(decoder, carry(), settings), [following], stop=STOP)
+    assert out.sequences == fresh.sequences
+
+
+def test_prompts_that_the_narrow_copy_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made of them is another decoder's: where that is the model, the model's own."""
+    decoder = NativeDecoder(model_of(LLAMA, torch.bfloat16))
+    if not narrow_weights(decoder):
+        pytest.skip("this processor multiplies no bytes")
+    assert M2R2Drafter(decoder, carry(), M2R2DecodeConfig(margin=0.0)).prompt_decoder is None
+    own = with_margin(decoder, 1e9)
+    stored: list[torch.Tensor] = []
+
+    def keep(session: Session, _: Step) -> None:
+        stored.append(session.cache.standard(LAYERS - 1)[0][0, :, : len(PROMPTS[0])].clone())
+
+    texts = []
+    copy = decoder.narrow()
+    assert copy is not None
+    same = replace(copy, layers=decoder.packed_layers, head=decoder.head)
+    for weights in (copy, same):
+        monkeypatch.setattr(decoder, "_narrow", weights)
+        texts.append(
+            run(
+                decoder,
+                carry(),
+                PROMPTS[:1],
+                check=keep,
+                margin=1e9,
+                lookup=3,
+                prompt_weights="narrow",
+            ).sequences
+        )
+    cache, rows = decoder.new_cache(1, 64), Rows.causal(0, 0, len(PROMPTS[0]))
+    x = decoder.embed(torch.tensor(PROMPTS[0]), rows.pos)
+    decoder.layers(x, rows, 0, LAYERS, cache)
+    exact = cache.standard(LAYERS - 1)[0][0, :, : len(PROMPTS[0])]
+    assert texts[1] == own.sequences
+    assert torch.equal(stored[-1], exact)
+    assert not torch.equal(stored[0], exact)
+    with pytest.raises(
+        UserError, match=r"'prompt_weights' is 'narrow'; .* with a margin beside it"
+    ):
+        M2R2DecodeConfig(prompt_weights="narrow")
 
 
 def test_a_margin_without_products_of_bytes_is_said_and_lossless(

@@ -221,6 +221,9 @@ class Drafter(ABC):
         itself.
     in_stages: whether a fused step of the generation under way is several of its own, which decide
         by themselves what to draft (methods/common/stages.py).
+    prompt_decoder: as `Step.prompt_decoder`.
+    leaves_exact: whether the K/V that its fused steps leave are those of a prefill by what reads
+        the prompts.
     refused: of one that trusts tokens by a score, the highest of this generation that was too low,
         −inf where none was: with a threshold above it, the text is the same. None: unknown.
     """
@@ -238,6 +241,8 @@ class Drafter(ABC):
     ends: Sequence[int] = ()
     worth: np.ndarray | None = None
     in_stages: bool = False
+    prompt_decoder: Decoder | None = None
+    leaves_exact: bool = True
     refused: float | None = None
 
     _costs: CostModel | None = None

@@ -17,7 +17,7 @@ def check_invariants(
     session: Session, step: Step | None = None, atol: float = 1e-4, skip: Sequence[int] = ()
 ) -> None:
     """Every layer holds exactly the emitted tokens but the last, and, where exact, the K/V of a
-    fresh prefill.
+    fresh prefill by what reads the step's prompts.
 
     Exact are the tokens before the first that `session.note_inexact` named, outside the holes that
     the step declares (tokens whose deeper layers are still to run). Beyond these every committed
@@ -26,6 +26,8 @@ def check_invariants(
     Raises AssertionError naming sequence, layer and difference.
     """
     decoder, cache = session.decoder, session.cache
+    if step is not None and step.prompt_decoder is not None:
+        decoder = step.prompt_decoder
     layers = decoder.info.num_layers
     for b, sequence in enumerate(session.sampler.tokens):
         if b in skip:

@@ -59,7 +59,7 @@ def _read_prompts(session: Session, step: Step) -> None:
     when it returns.
     """
     seqs = session.active
-    hidden, taps = session.prefill(step.taps)
+    hidden, taps = session.prefill(step.taps, decoder=step.prompt_decoder)
     session.first_tokens(hidden)
     going = [i for i, b in enumerate(seqs) if session.stops.reasons[b] is None]
     if going:

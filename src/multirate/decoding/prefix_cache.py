@@ -1,9 +1,9 @@
 """Keys and values kept between two calls, so that a conversation's next turn reads only what is
 new.
 
-Only exact K/V are kept: those that a prefill of the same tokens through all layers writes. What a
-step that skips layers left is cut off (Session.exact_length), so that no turn depends on how the
-one before was decoded.
+Only exact K/V are kept: those that a prefill of the same tokens writes, by what reads the step's
+prompts. What a step left that skips layers, or reads narrow weights, is cut off
+(Session.exact_length), so that no turn depends on how the one before was decoded.
 """
 
 from __future__ import annotations

@@ -108,15 +108,20 @@ class Session:
             self.active = sorted([*self.active, seq])
 
     def prefill(
-        self, taps: Sequence[int] = (), seqs: Sequence[int] | None = None
+        self,
+        taps: Sequence[int] = (),
+        seqs: Sequence[int] | None = None,
+        decoder: Decoder | None = None,
     ) -> tuple[list[Tensor], list[dict[int, Tensor]]]:
-        """Reads the prompts of the sequences `seqs` (None: all active ones) into the cache.
+        """Reads the prompts of the sequences `seqs` (None: all active ones) into the cache, with
+        `decoder` (None: the session's).
 
         → their final residuals h_L, [T_b, d] each, and the residuals entering the layers `taps`,
         [T_b, d] each (of a
         prompt that goes on from a kept cache: without its first `stats.resumed` tokens).
         """
-        info = self.decoder.info
+        decoder = decoder or self.decoder
+        info = decoder.info
         wanted = [*taps, info.num_layers]
         pieces: list[
             dict[int, list[Tensor]]
@@ -130,8 +135,8 @@ class Session:
             rows = Rows.concat([rows for rows, _, _ in batch])
             ids = [token for _, part, _ in batch for token in part]
             counts = [len(part_rows) for part_rows, _, _ in batch]
-            x = self.decoder.embed(torch.tensor(ids, device=info.device), rows.pos)
-            x, found = self.decoder.layers_with_taps(x, rows, 0, info.num_layers, self.cache, taps)
+            x = decoder.embed(torch.tensor(ids, device=info.device), rows.pos)
+            x, found = decoder.layers_with_taps(x, rows, 0, info.num_layers, self.cache, taps)
             for layer, states in {**found, info.num_layers: x}.items():
                 for (_, _, out), part in zip(batch, states.split(counts), strict=True):
                     out[layer].append(part)

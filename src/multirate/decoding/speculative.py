@@ -67,6 +67,10 @@ class SpeculativeStep(Step):
         return self.drafter.in_stages
 
     @property
+    def prompt_decoder(self) -> Decoder | None:  # type: ignore[override]
+        return self.drafter.prompt_decoder
+
+    @property
     def lossless_when_greedy(self) -> bool:
         return self.drafter.lossless and self.acceptance.lossless_when_greedy
 
@@ -134,6 +138,9 @@ class SpeculativeStep(Step):
         if fuses and self._run_fused(session, seqs, limits):
             return
         cache, stops = session.cache, session.stops
+        if self.prompt_decoder is not None:
+            for b in seqs:
+                session.note_inexact(b, cache.lengths[b])
         last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
         drafts = self.drafter.draft(seqs, last_tokens, limits, session.sampler)
         drafts = [
@@ -178,6 +185,8 @@ class SpeculativeStep(Step):
         if every is None:
             return False
         for b, steps in zip(seqs, every, strict=True):
+            if not self.drafter.leaves_exact:
+                session.note_inexact(b, session.cache.lengths[b])
             for further, done in enumerate(steps):
                 if further:
                     if session.stops.reasons[b] is not None:

@@ -38,6 +38,8 @@ class Step(ABC):
         distribution when sampling.
     repeats_text: whether a seed's sampled text is that of plain decoding with this seed.
     in_stages: of a step of drafts, as `Drafter.in_stages`.
+    prompt_decoder: what reads the prompts; None: the session's decoder. Their K/V are then no
+        other step's, nor are those that the prefix cache keeps for this one.
     """
 
     slots: int = 0
@@ -45,6 +47,7 @@ class Step(ABC):
     lossless: bool = True
     repeats_text: bool = True
     in_stages: bool = False
+    prompt_decoder: Decoder | None = None
 
     @property
     def lossless_when_greedy(self) -> bool:

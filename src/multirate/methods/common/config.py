@@ -19,6 +19,10 @@ takes a third of it, and both change drafts, never the text (docs/experiments.md
 """
 ExitWeights = Literal["int8", "bf16"]
 """The same of a reduced head that tokens leave through: what it says is the text. [ours]"""
+PromptWeights = Literal["own", "narrow"]
+"""What reads prompts in lossy modes whose passes read a narrow copy of the model's weights: the
+model's own weights, or the copy, too. [ours]
+"""
 MAX_COUNT = 1 << 20
 """Of anything that decides a tensor's size: a config may come from anywhere, and products of sizes
 must stay below 2^63.

@@ -16,7 +16,7 @@ from torch import Tensor
 from multirate.decoding.session import Session
 from multirate.decoding.step import Hole, Step
 from multirate.errors import say_once
-from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.config import MethodConfig, PromptWeights
 from multirate.methods.spec import DynamicMode
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
@@ -32,22 +32,33 @@ class DepthDecodeConfig(MethodConfig):
 
     model_weights: own, or int8: the model's weights in 8 bits for every pass but the prompt's, on
     the native kernel, where the processor multiplies bytes; elsewhere its own. [ours]
+    prompt_weights: narrow: these read the prompt, too. [ours]
     """
 
     model_weights: ModelWeights = "own"
+    prompt_weights: PromptWeights = "own"
+
+    def check(self) -> None:
+        super().check()
+        self.require(
+            self.prompt_weights == "own" or self.model_weights == "int8",
+            "prompt_weights",
+            "own, or narrow with model_weights=int8 beside it",
+        )
 
 
 class NarrowStep(Step):
     """Steps whose passes are another decoder's, `narrow`: the session's with weights in 8 bits.
 
-    step: made for `narrow`. Prompts are read by the session's own decoder; what tokens read of them
-    is exact, what they leave for later ones is not.
+    step: made for `narrow`. reads_prompts: whether `narrow` reads them, too; else the session's own
+    decoder does, and what tokens read of them is exact, what they leave for later ones is not.
     """
 
     lossless = False
 
-    def __init__(self, step: Step, narrow: Decoder) -> None:
+    def __init__(self, step: Step, narrow: Decoder, reads_prompts: bool = False) -> None:
         self.step, self._narrow = step, narrow
+        self.prompt_decoder = narrow if reads_prompts else None
         self.slots, self.taps = step.slots, step.taps
         self.repeats_text = step.repeats_text
 
@@ -94,7 +105,8 @@ def with_model_weights(make: MakeStep) -> MakeStep:
             )
             return make(decoder, module, settings)
         narrow = decoder.in_8_bits()
-        return NarrowStep(make(narrow, module, settings), narrow)
+        step = make(narrow, module, settings)
+        return NarrowStep(step, narrow, settings.prompt_weights == "narrow")
 
     return made
 
@@ -104,7 +116,8 @@ def with_narrow_dials(mode: DynamicMode) -> DynamicMode:
 
     def narrow(dial: DynamicMode) -> DynamicMode:
         def settings(module: Any, threshold: float | None) -> dict[str, Any]:
-            return {**dial.settings(module, threshold), "model_weights": "int8"}
+            read = {"model_weights": "int8", "prompt_weights": "narrow"}
+            return {**dial.settings(module, threshold), **read}
 
         return replace(
             dial,

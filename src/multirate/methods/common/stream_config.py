@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from multirate.errors import UserError
-from multirate.methods.common.config import DraftWeights, MethodConfig
+from multirate.methods.common.config import DraftWeights, MethodConfig, PromptWeights
 from multirate.methods.common.lookup import LookupName, check_texts
 from multirate.model.rows import MAX_TREE_BIT
 
@@ -55,6 +55,8 @@ class StreamDecodeConfig(MethodConfig):
     and a token whose two likeliest candidates' logits are less than this apart is decided by the
     model's own; None: all are. Greedy decoding of one sequence on the native kernel, where the
     processor multiplies bytes; elsewhere all are verified with the model's own weights. [ours]
+    prompt_weights: what reads prompts where there is a margin: own, or narrow, the copy, which
+    takes less time and changes some tokens. [ours]
     """
 
     depth: int = 8
@@ -70,6 +72,7 @@ class StreamDecodeConfig(MethodConfig):
     window: int | None = 256
     weights: DraftWeights = "int4"
     margin: float | None = None
+    prompt_weights: PromptWeights = "own"
     staged: int = 11
 
     def check(self) -> None:
@@ -91,6 +94,11 @@ class StreamDecodeConfig(MethodConfig):
                 f"{self.METHOD} setting margin={self.margin} is out of range; accepted: 0 or above "
                 "(logits), or None"
             )
+        self.require(
+            self.prompt_weights == "own" or self.margin is not None,
+            "prompt_weights",
+            "own, or narrow with a margin beside it",
+        )
         if self.window is not None and not 1 <= self.window <= MAX_WINDOW:
             raise UserError(
                 f"{self.METHOD} setting window={self.window} is out of range; accepted: 1 to "

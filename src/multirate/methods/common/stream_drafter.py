@@ -96,6 +96,9 @@ class StreamDrafter(Drafter):
                 "drafts are verified with the model's own"
             )
         self.lossless = trusting is None and self._margin is None
+        if self._margin is not None and config.prompt_weights == "narrow":
+            assert isinstance(decoder, NativeDecoder)
+            self.prompt_decoder = decoder.in_8_bits()
         self._stages = Stages(decoder, config.staged if fuses and self.lossless else 0)
         self.max_nodes = config.nodes
         if trusting is not None:
@@ -231,6 +234,9 @@ class StreamDrafter(Drafter):
         self._waiting, self._refreshed, self._seen_from = {}, 0, 0
         self._texts, self._trees, self._matches = {}, {}, {}
         self._own, self._streamed = {}, set()
+        # without doubts everything is the narrow copy's, as the prompts are
+        narrow = self._margin == 0 and self.prompt_decoder is not None and sampler.greedy
+        self.leaves_exact = self._margin is None or narrow
         self._grower.refused = -np.inf
         self.in_stages = self._stages.begin(sampler)
         if self.in_stages:

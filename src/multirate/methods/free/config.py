@@ -53,4 +53,5 @@ class FreeDecodeConfig(DepthDecodeConfig):
     weights: ExitWeights = "int8"
 
     def check(self) -> None:
+        super().check()
         self.require_share("threshold")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.config import MethodConfig, PromptWeights
 
 
 @dataclass(frozen=True)
@@ -13,9 +13,12 @@ class Int8WeightsConfig(MethodConfig):
 
     margin: a token whose two likeliest candidates' logits are less than this apart is decided by
     the model's own weights; 0: none is.
+    prompt_weights: what reads prompts: own, or narrow, the copy, which takes less time and changes
+    some tokens. [ours]
     """
 
     margin: float = 0.0
+    prompt_weights: PromptWeights = "own"
 
     def check(self) -> None:
         self.require(self.margin >= 0, "margin", "0 or above (logits)")

@@ -36,6 +36,8 @@ class NarrowPlainStep(PlainStep):
                 "processor multiplies bytes (AVX-512 with VNNI); here decoding is plain"
             )
             self.lossless = True
+        if settings.prompt_weights == "narrow":
+            self.prompt_decoder = self._narrow
         self._margin = settings.margin
         self._narrow_rows: dict[int, int] = {}  # newest tokens that only narrow weights have run
 

@@ -36,14 +36,19 @@ def _exit_settings(stream: AcceleratedStream, threshold: float | None) -> dict[s
 
 
 def _margin_settings(stream: AcceleratedStream, point: float | None) -> dict[str, Any]:
-    """A margin from 0 on; below 0, with none, the threshold 1 + point with which tokens leave."""
+    """A margin from 0 on; below 0, with none, the threshold 1 + point with which tokens leave, and
+    prompts that the narrow copy reads.
+    """
     if point is None or point >= 0:
         return {"margin": point}
-    return {"margin": 0.0, **_exit_settings(stream, 1 + point)}
+    narrow = {"margin": 0.0, "prompt_weights": "narrow"}
+    return {**narrow, **_exit_settings(stream, 1 + point)}
 
 
 def _margin_told(point: float) -> str:
-    return f"margin {point:g}" if point >= 0 else f"margin 0, threshold {1 + point:.4f}"
+    if point >= 0:
+        return f"margin {point:g}"
+    return f"margin 0, narrow prompts, threshold {1 + point:.4f}"
 
 
 def _has_margin(decoder: Decoder, stream: AcceleratedStream) -> bool:

@@ -61,4 +61,5 @@ class MixtureOfDepthsDecodeConfig(DepthDecodeConfig):
     threshold: float | None = 0.5
 
     def check(self) -> None:
+        super().check()
         self.require_share("threshold")

@@ -28,6 +28,7 @@ class SkipDecodeConfig(DepthDecodeConfig):
     expected_tokens: int = 0
 
     def check(self) -> None:
+        super().check()
         self.require(0 < self.max_share <= 1, "max_share", "above 0, at most 1")
         self.require(
             0 < self.min_share <= self.max_share, "min_share", "above 0, at most max_share"

@@ -484,15 +484,22 @@ def dynamic_section() -> list[str]:
 
 def margin_section() -> list[str]:
     """Drafts verified with narrow weights first, beside lossless rows of the same run."""
-    path = RESULTS / f"margin_{REAL}.json"
+    path, other = (RESULTS / f"margin_{REAL}{which}.json" for which in ("", "_zen4"))
     if not path.exists():
         return []
     run = load(path.name)
-    exact = next(row["speedup"] for row in run["rows"] if row["method"] == "m2r2-carry")
-    lines = []
-    for row in run["rows"]:
-        *speeds, kept, _, repeats = dynamic_cells(row)
-        lines.append((*speeds, kept, repeats, f"{row['speedup'] / exact:.2f}x"))
+    again = []
+    if other.exists():
+        there = load(other.name)
+        again = [
+            "The same on a processor with half the products a cycle (Zen 4), where rows and "
+            "prompts cost more, and what it brings that the copy reads prompts, too "
+            "(`prompt_weights=narrow`):",
+            setting(REAL, there),
+            frontier_table(there["frontier"]),
+            margin_table(there),
+            reproduce(REAL, there),
+        ]
     return [
         "### Verified with narrow weights first",
         setting(REAL, run),
@@ -506,20 +513,21 @@ def margin_section() -> list[str]:
         frontier_table(run["frontier"]),
         "All of them; *over lossless*: over `m2r2-carry`'s own lossless drafts in this run; *kept* "
         "and *repeats* as above.",
-        table(
-            (
-                "method",
-                "tokens/s",
-                "speedup",
-                "tokens per step",
-                "kept",
-                "repeats",
-                "over lossless",
-            ),
-            lines,
-        ),
+        margin_table(run),
         reproduce(REAL, run),
+        *again,
     ]
+
+
+def margin_table(run: dict[str, Any]) -> str:
+    """All rows of a run of `margin_section`."""
+    exact = next(row["speedup"] for row in run["rows"] if row["method"] == "m2r2-carry")
+    lines = []
+    for row in run["rows"]:
+        *speeds, kept, _, repeats = dynamic_cells(row)
+        lines.append((*speeds, kept, repeats, f"{row['speedup'] / exact:.2f}x"))
+    heads = ("method", "tokens/s", "speedup", "tokens per step", "kept", "repeats", "over lossless")
+    return table(heads, lines)
 
 
 def tasks_section() -> list[str]:

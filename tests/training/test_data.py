@@ -94,6 +94,34 @@ def test_malformed_lines_are_named(tmp_path: Path, content: str, words: list[str
     )
 
 
+def test_what_is_only_asked_needs_no_answer(tmp_path: Path) -> None:
+    """Questions to answer, to calibrate or to tune on; training needs their answers."""
+    path = tmp_path / "questions.jsonl"
+    records = [
+        {"question": "Why?", "sample": 3},
+        {"prompt": "Go on."},
+        {"instruction": "Sum.", "input": "1 2"},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+        {"question": "Who?", "answer": "I."},
+    ]
+    path.write_text("\n".join(map(json.dumps, records)))
+    found = read_conversations(path, answered=False)
+    assert [one.turns for one in found] == [
+        (("user", "Why?"),),
+        (("user", "Go on."),),
+        (("user", "Sum.\n1 2"),),
+        (("system", "s"), ("user", "u")),
+        (("user", "Who?"), ("assistant", "I.")),
+    ]
+    for n in range(4):
+        path.write_text(json.dumps(records[n]))
+        with pytest.raises(UserError, match="line 1"):
+            read_conversations(path)
+    path.write_text('{"title": "no question"}')
+    with pytest.raises(UserError, match="each also without its answer"):
+        read_conversations(path, answered=False)
+
+
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nothing\.jsonl cannot be read"):
         read_conversations(tmp_path / "nothing.jsonl")

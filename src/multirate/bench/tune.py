@@ -177,7 +177,7 @@ def tuning_prompts(tokenizer: Any, data: Path | None) -> list[list[int]]:
         _refuse_benchmark(data)
         asked = (
             next((text for role, text in one.turns if role == "user"), one.text)
-            for one in read_conversations(data)
+            for one in read_conversations(data, answered=False)
         )
         questions = list(dict.fromkeys(text for text in asked if text.strip()))
     if not questions:

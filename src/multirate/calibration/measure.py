@@ -52,7 +52,7 @@ def read_prompts(
     """
     found: dict[str, list[int]] = {}
     for file in files:
-        for conversation in read_conversations(file):
+        for conversation in read_conversations(file, answered=False):
             if conversation.turns:
                 roles = [role for role, _ in conversation.turns]
                 if "user" not in roles:

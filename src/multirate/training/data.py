@@ -97,10 +97,10 @@ def first_of_each_prompt(samples: Sequence[Sample]) -> list[Sample]:
     return list(first.values())
 
 
-def _conversations(record: Any, where: str) -> list[Conversation]:
+def _conversations(record: Any, where: str, answered: bool) -> list[Conversation]:
     """One for a record, or one for each instance of Self-Instruct's seed format."""
     if not isinstance(record, dict) or "instances" not in record or "instruction" not in record:
-        return [_conversation(record, where)]
+        return [_conversation(record, where, answered)]
     instances = record["instances"]
     if (
         not isinstance(instances, list)
@@ -112,13 +112,15 @@ def _conversations(record: Any, where: str) -> list[Conversation]:
         )
     return [
         _conversation(
-            {"instruction": record["instruction"], **instance}, f"{where}, instance {number}"
+            {"instruction": record["instruction"], **instance},
+            f"{where}, instance {number}",
+            answered,
         )
         for number, instance in enumerate(instances, start=1)
     ]
 
 
-def _conversation(record: Any, where: str) -> Conversation:
+def _conversation(record: Any, where: str, answered: bool) -> Conversation:
     if not isinstance(record, dict):
         raise UserError(
             f"{where}: expected a JSON object, got {type(record).__name__}; accepted: {ACCEPTED}."
@@ -145,7 +147,7 @@ def _conversation(record: Any, where: str) -> Conversation:
                 raise UserError(
                     f"{where}: message {number + 1} must have text fields 'role' and 'content'."
                 )
-        if all(m["role"] != "assistant" for m in messages):
+        if answered and all(m["role"] != "assistant" for m in messages):
             raise UserError(
                 f"{where}: no message has the role 'assistant', so there is no response to learn "
                 "from."
@@ -156,21 +158,26 @@ def _conversation(record: Any, where: str) -> Conversation:
         ("prompt", ("completion",)),
         ("question", ("answer",)),
     ):
-        for answer in answers:
-            if ask in record and answer in record:
-                user = text(ask)
-                if ask == "instruction" and record.get("input"):
-                    user = f"{user}\n{text('input')}"
-                return Conversation((("user", user), ("assistant", text(answer))))
+        found = next((answer for answer in answers if answer in record), None)
+        if ask in record and (found or not answered):
+            user = text(ask)
+            if ask == "instruction" and record.get("input"):
+                user = f"{user}\n{text('input')}"
+            said = (("assistant", text(found)),) if found else ()
+            return Conversation((("user", user), *said))
     if "text" in record:
         return Conversation(text=text("text"))
-    raise UserError(f"{where}: fields {sorted(record)} fit no known form; accepted: {ACCEPTED}.")
+    missing = "" if answered else ", each also without its answer"
+    raise UserError(
+        f"{where}: fields {sorted(record)} fit no known form; accepted: {ACCEPTED}{missing}."
+    )
 
 
-def read_conversations(path: str | Path) -> list[Conversation]:
+def read_conversations(path: str | Path, answered: bool = True) -> list[Conversation]:
     """All samples of a ``.jsonl`` file (one object per line, blank lines ignored) or a ``.json``
     array.
 
+    answered: whether a record needs its answer, as training does; what is only asked needs none.
     Raises UserError naming the file and line (or array element) of the first malformed record, or
     an empty file.
     """
@@ -192,14 +199,14 @@ def read_conversations(path: str | Path) -> list[Conversation]:
         return [
             c
             for n, r in enumerate(records, start=1)
-            for c in _conversations(r, f"{path}, element {n}")
+            for c in _conversations(r, f"{path}, element {n}", answered)
         ]
     out = []
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
-        out += _conversations(parse_json(line, where), where)
+        out += _conversations(parse_json(line, where), where, answered)
     return out
 
 

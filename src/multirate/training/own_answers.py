@@ -42,7 +42,7 @@ def read_questions(data_files: Sequence[str | Path], limit: int | None = None) -
     Equal ones (normalised text) come once. limit: at most so many, spread evenly over the data.
     Raises UserError for unusable data.
     """
-    conversations = [c.turns for f in data_files for c in read_conversations(f)]
+    conversations = [c.turns for f in data_files for c in read_conversations(f, answered=False)]
     distinct: dict[tuple[str, ...], Questions] = {}
     for asked in map(_of_turns, conversations):
         if asked.users:

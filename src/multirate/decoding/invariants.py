@@ -19,9 +19,9 @@ def check_invariants(
     """Every layer holds exactly the emitted tokens but the last, and, where exact, the K/V of a
     fresh prefill by what reads the step's prompts.
 
-    Exact are the tokens before the first that `session.note_inexact` named, outside the holes that
-    the step declares (tokens whose deeper layers are still to run). Beyond these every committed
-    slot outside a hole must at least have been written, in every layer.
+    Exact are the tokens before the first that `session.note_inexact` or `note_narrow` named,
+    outside the holes that the step declares (tokens whose deeper layers are still to run). Beyond
+    these every committed slot outside a hole must at least have been written, in every layer.
     skip: sequences that never ran (no room for a token).
     Raises AssertionError naming sequence, layer and difference.
     """

@@ -1,9 +1,10 @@
 """Keys and values kept between two calls, so that a conversation's next turn reads only what is
 new.
 
-Only exact K/V are kept: those that a prefill of the same tokens writes, by what reads the step's
-prompts. What a step left that skips layers, or reads narrow weights, is cut off
-(Session.exact_length), so that no turn depends on how the one before was decoded.
+What a step left that skips layers is cut off (Session.kept_length): kept are K/V that a prefill of
+the same tokens writes, by what reads the step's prompts, so that no turn depends on how the one
+before was decoded. A narrow copy's are kept, too, for the lossy method that reads it: reading an
+answer again would take a fifth as long as decoding it did.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class PrefixCache:
 
     tokens: list[int] = field(default_factory=list)
     cache: KVCache | None = None
+    exact: int = 0
+    """How many of the first tokens' K/V are a prefill's."""
 
     def shared(self, prompt: Sequence[int]) -> int:
         """How many first tokens of `prompt` are in the cache; its last token never counts, it has
@@ -46,11 +49,11 @@ class PrefixCache:
         cache, self.cache = self.cache, None
         return cache
 
-    def keep(self, tokens: list[int], cache: KVCache) -> None:
+    def keep(self, tokens: list[int], cache: KVCache, exact: int) -> None:
         """The generation has finished: `tokens` are all of its sequence, the cache may lack the
         last ones.
         """
-        self.tokens, self.cache = tokens[: cache.lengths[0]], cache
+        self.tokens, self.cache, self.exact = tokens[: cache.lengths[0]], cache, exact
 
     def nbytes(self) -> int:
         """Bytes of the kept K/V."""

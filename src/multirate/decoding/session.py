@@ -65,6 +65,7 @@ class Session:
         self.stats = DecodeStats()
         self._on_tokens = on_tokens
         self._inexact_from: dict[int, int] = {}
+        self._narrow_from: dict[int, int] = {}
         self.active = [b for b in range(len(prompts)) if self.stops.remaining(b) > 0]
         slots = [
             len(p) + min(self.stops.total_room(b), _EAGER_SLOTS) for b, p in enumerate(prompts)
@@ -85,6 +86,8 @@ class Session:
                     and (resumed := (shared if usable is None else usable(cache, shared)) - 1) > 0
                 ):
                     self.stats.resumed = resumed
+                    if kept.exact < resumed:
+                        self.note_narrow(0, kept.exact)
                     cache.truncate(0, resumed)
                     cache.reserve(capacity)
                     return cache
@@ -104,6 +107,7 @@ class Session:
         self.sampler.restart(seq, prompt, number)
         self.cache.truncate(seq, 0)
         self._inexact_from.pop(seq, None)
+        self._narrow_from.pop(seq, None)
         if self.stops.remaining(seq) > 0:
             self.active = sorted([*self.active, seq])
 
@@ -205,10 +209,21 @@ class Session:
         """
         self._inexact_from[seq] = min(token, self._inexact_from.get(seq, token))
 
+    def note_narrow(self, seq: int, token: int) -> None:
+        """As `note_inexact`, where all layers were computed, with a narrow copy of the weights: the
+        prefix cache keeps such K/V for the same lossy method.
+        """
+        self._narrow_from[seq] = min(token, self._narrow_from.get(seq, token))
+
     def exact_length(self, seq: int) -> int:
         """How many of the sequence's committed tokens have the K/V that a prefill through all
         layers writes.
         """
+        length = self.kept_length(seq)
+        return min(length, self._narrow_from.get(seq, length))
+
+    def kept_length(self, seq: int) -> int:
+        """How many have those, or a narrow copy's."""
         length = self.cache.lengths[seq]
         return min(length, self._inexact_from.get(seq, length))
 
@@ -228,9 +243,9 @@ class Session:
         reasons = [reason for reason in self.stops.reasons if reason is not None]
         assert len(reasons) == len(self.stops.reasons), "a sequence has not ended"
         if self._prefix_cache is not None:
-            # a later turn must not see K/V that depend on how this one was decoded
-            self.cache.truncate(0, self.exact_length(0))
-            self._prefix_cache.keep(self.sampler.tokens[0], self.cache)
+            # a later turn must not see K/V of layers that were skipped
+            self.cache.truncate(0, self.kept_length(0))
+            self._prefix_cache.keep(self.sampler.tokens[0], self.cache, self.exact_length(0))
         else:
             self.decoder.release_cache(self.cache)
         return GenerationOutput(self.stops.new_tokens, reasons, self.stats)

@@ -140,7 +140,7 @@ class SpeculativeStep(Step):
         cache, stops = session.cache, session.stops
         if self.prompt_decoder is not None:
             for b in seqs:
-                session.note_inexact(b, cache.lengths[b])
+                session.note_narrow(b, cache.lengths[b])
         last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
         drafts = self.drafter.draft(seqs, last_tokens, limits, session.sampler)
         drafts = [
@@ -186,7 +186,7 @@ class SpeculativeStep(Step):
             return False
         for b, steps in zip(seqs, every, strict=True):
             if not self.drafter.leaves_exact:
-                session.note_inexact(b, session.cache.lengths[b])
+                session.note_narrow(b, session.cache.lengths[b])
             for further, done in enumerate(steps):
                 if further:
                     if session.stops.reasons[b] is not None:

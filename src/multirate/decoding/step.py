@@ -65,9 +65,8 @@ class Step(ABC):
         """How many of the first `length` tokens of `cache`'s only sequence this step can go on
         from.
 
-        The cache is as a finished generation left it. Its K/V of these tokens are those of a
-        prefill (the prefix cache keeps no others); the question is what else the step has to
-        remember.
+        The cache is as a finished generation left it. Its K/V of these tokens are of use (the
+        prefix cache keeps no others); the question is what else the step has to remember.
         """
         return length
 
@@ -90,7 +89,8 @@ class Step(ABC):
         before it.
 
         Afterwards `session.cache.lengths[b]` counts all tokens of sequence b but the last emitted
-        one. A step that leaves K/V other than a prefill's calls `session.note_inexact`.
+        one. A step that leaves K/V other than a prefill's calls `session.note_inexact`, or, of a
+        narrow copy's, `session.note_narrow`.
         """
 
     def finish(self, session: Session) -> None:  # noqa: B027 - optional

@@ -79,7 +79,7 @@ class NarrowStep(Step):
 
     def run(self, session: Session) -> None:
         for b in session.active:
-            session.note_inexact(b, session.cache.lengths[b])
+            session.note_narrow(b, session.cache.lengths[b])
         own, session.decoder = session.decoder, self._narrow
         try:
             self.step.run(session)

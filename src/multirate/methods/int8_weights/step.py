@@ -56,7 +56,7 @@ class NarrowPlainStep(PlainStep):
         logits = self._narrow.logits(x)
         tokens = dict(zip(seqs, sampler.choose(logits, seqs), strict=True))
         for b in seqs:
-            session.note_inexact(b, cache.lengths[b])
+            session.note_narrow(b, cache.lengths[b])
             self._narrow_rows[b] = self._narrow_rows.get(b, 0) + 1
         if self._margin > 0:
             best = logits.topk(2, dim=1).values

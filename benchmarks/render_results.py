@@ -599,9 +599,10 @@ def promises_section() -> list[str]:
         "*Kept*: the share of an answer's tokens that the full model would have said after the "
         "same text.",
         table(("prompts", "promised", "draws that kept it", "kept", "in the worst draw"), lines),
-        "Reproduce with `multirate answers smollm2 --questions 1600 --seed 23 --out self.jsonl; "
-        "python benchmarks/promises.py smollm2 --data self.jsonl --data spec_bench=question.jsonl "
-        f"--size {run['rows'][0]['size']}`.",
+        "Reproduce with `multirate answers smollm2 --questions 520 --seed 9191 --out self.jsonl` "
+        "(its first 330 questions calibrate the promises of 0.95 and 0.9, the others are asked "
+        "here) and `python benchmarks/promises.py smollm2 --data self.jsonl "
+        f"--data spec_bench=question.jsonl --size {run['rows'][0]['size']}`.",
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -27,6 +28,12 @@ def of_half_bytes(outputs: int, inputs: int, seed: int = 0) -> Tensor:
     least = -8 * units * (1 + 0.2 * torch.randn(units.shape, generator=generator))
     weights = (steps * units.half().float() + least.half().float()) / 8
     return weights.view(outputs, inputs).to(torch.bfloat16).float()
+
+
+def byte_products() -> None:
+    """Skips a test where layers of 8 and 4 bits cannot be multiplied."""
+    if not library.kernel().mr_byte_products():
+        pytest.skip("this variant multiplies no bytes")
 
 
 def pointer(tensor: Tensor | None) -> abi.CData:

@@ -11,7 +11,7 @@ from multirate.model.native import library
 from multirate.model.native.packing import BF16, INT8, INT16, W4A8, W4A16, W8A8, W8A16
 
 from . import reference
-from .harness import bf16_values, linear, of_half_bytes, randn
+from .harness import bf16_values, byte_products, linear, of_half_bytes, randn
 from .reference_packing import (
     WEIGHT_NORM,
     bytes_by_block,
@@ -169,11 +169,6 @@ def test_int8_weights(rows: int) -> None:
     assert torch.equal(linear(weight, x[:1], layout=INT8), found[:1])
     close = x.double() @ weight.double().T
     assert (found - close).norm() < 0.02 * close.norm()
-
-
-def byte_products() -> None:
-    if not library.kernel().mr_byte_products():
-        pytest.skip("this variant multiplies no bytes")
 
 
 @pytest.mark.parametrize("layout", [W8A8, W8A16])

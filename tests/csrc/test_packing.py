@@ -26,15 +26,10 @@ from multirate.model.native.packing import (
 )
 
 from . import reference_packing as reference
-from .harness import bf16_values, linear, of_half_bytes, randn
+from .harness import bf16_values, byte_products, linear, of_half_bytes, randn
 
 BITS = {BF16: 16, INT16: 16, INT12: 12, INT8: 8, W8A8: 8, W4A8: 4, W4A16: 4}
 OF_SCALES = {W8A8: torch.bfloat16, W4A8: torch.float16, W4A16: torch.float16}
-
-
-def byte_products() -> None:
-    if not library.kernel().mr_byte_products():
-        pytest.skip("this variant multiplies no bytes")
 
 
 def lies_at(address: abi.CData, size: int, dtype: torch.dtype) -> Tensor:
@@ -194,6 +189,14 @@ def test_only_what_fits_is_packed_in_twelve_bits() -> None:
     assert owner.linear(weight[:, :60]).format == INT16
     assert Owner(INT16, twelve_bits=False).linear(weight).format == INT16
     assert owner.saved_bytes == 192 * 64 // 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "inputs"), [(INT16, 63), (BF16, 63), (W8A8, 66), (W4A8, 48), (W4A16, 63)]
+)
+def test_inputs_that_a_layout_does_not_take(layout: int, inputs: int) -> None:
+    with pytest.raises(library.NativeUnavailable, match=rf"with {inputs} inputs, no multiple of"):
+        Owner(layout).linear(bf16_values(70, inputs))
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])

@@ -223,5 +223,7 @@ def test_prompts_that_the_narrow_copy_reads(method: str) -> None:
         x = reads.embed(torch.tensor(PROMPTS[0]), rows.pos)
         reads.layers(x, rows, 0, decoder.info.num_layers, cache)
         assert torch.equal(stored[0], cache.standard(1)[0][0, :, :count])
+    sampled = SamplingSettings(temperature=0.8, seed=3)
+    generate(decoder, step, PROMPTS, sampled, STOP, after_step=check_invariants)
     with pytest.raises(UserError, match=r"'prompt_weights' is 'narrow'; .* model_weights=int8"):
         spec.find("skipdecode").make_step(decoder, None, {"prompt_weights": "narrow"})

@@ -302,7 +302,7 @@ typedef struct {
     int64_t unverified;
 } StepDone;
 
-// Steps of a sequence in one call (speculative.c). The first one drafts as its caller says, the
+// Steps of a sequence in one call (speculative_run.c). The first one drafts as its caller says, the
 // others as the text's match says.
 typedef struct {
     const int32_t *by_match; // [matches as they are told] how many tokens of the text's

@@ -1,14 +1,19 @@
 #include "round_weights.h"
 
-#define WEIGHT_NORM                                                                                \
-    65000.0f // of an output's integers; with fixed_point.c's ROW_NORM no sum leaves
-             // int32
+// Largest norm of an output's integers: with fixed_point.c's ROW_NORM no sum leaves int32.
+#define WEIGHT_NORM 65000.0f
 
 typedef double f8d __attribute__((vector_size(64)));
 typedef float f8 __attribute__((vector_size(32)));
 typedef int32_t i8 __attribute__((vector_size(32)));
 
-Extent extent_of(const float *w, int in) {
+// What decides an output's unit. The norm is not finite where any weight is not.
+typedef struct {
+    double norm;
+    float largest;
+} Extent;
+
+static Extent extent_of(const float *w, int in) {
     f8d sum = {0};
     f8 largest = {0};
     int i = 0;

@@ -4,14 +4,6 @@
 #define MULTIRATE_ROUND_WEIGHTS_H
 #include "tile.h"
 
-// Sizes of an output's weights that decide its unit. Not finite where any weight is not.
-typedef struct {
-    double norm;
-    float largest;
-} Extent;
-
-Extent extent_of(const float *w, int in);
-
 // Integers of at most 16 bits, w ≈ unit · q, and no larger than a row of fixed_point.c allows. The
 // unit is a power of two, so that bf16 numbers become integers of eight significant bits; weights
 // that are not finite have a unit that is none either. Returns the unit.

@@ -46,6 +46,9 @@ class NarrowPlainStep(PlainStep):
 
     def run(self, session: Session) -> None:
         if self._narrow is None or not session.sampler.plain:
+            if self.prompt_decoder is not None:  # the model's own weights go on from what it read
+                for b in session.active:
+                    session.note_narrow(b, session.cache.lengths[b])
             super().run(session)
             return
         cache, sampler, seqs = session.cache, session.sampler, session.active

@@ -21,6 +21,12 @@ FINER_ROWS = {W8A8: W8A16, W4A8: W4A16}
 """Layouts of the same weights for rows of two times 8 bits."""
 W8_BLOCK: int = abi.constant("W8_BLOCK")
 _BITS = {BF16: 16, INT16: 16, INT12: 12, INT8: 8, W8A8: 8, W8A16: 8, W4A8: 4, W4A16: 4}
+# inputs of a layout's smallest piece, of which a layer has whole ones
+_INPUTS = dict.fromkeys((BF16, INT16, INT8), 2) | {
+    INT12: 8,
+    **dict.fromkeys((W8A8, W8A16), 4),
+    **dict.fromkeys((W4A8, W4A16), W8_BLOCK),
+}
 
 
 def padded(count: int) -> int:
@@ -175,11 +181,7 @@ class Owner:
         Outputs are padded with zeros to whole groups.
         """
         outputs, inputs = weight.shape
-        if inputs % 2:
-            raise library.NativeUnavailable(
-                f"a linear layer with an odd number of inputs ({inputs})"
-            )
-        unpacked, held = _unpacked(weight)
+        unpacked, _held = _unpacked(weight)
         for layout, nearest in self._attempts(inputs):
             size = padded(outputs) * inputs * _BITS[layout] // 8
             place, scale = self.slabs.room(size), _scales(layout, padded(outputs), inputs)
@@ -193,7 +195,8 @@ class Owner:
             )
             if fits:
                 break
-        del held
+        else:
+            raise library.NativeUnavailable(f"weights that do not fit the layout {layout}")
         weights = self.address(self.slabs.take(size))
         if layout == INT12:
             self.saved_bytes += padded(outputs) * inputs // 2
@@ -213,14 +216,19 @@ class Owner:
 
     def _attempts(self, inputs: int) -> list[tuple[int, bool]]:
         """Layouts that a layer may be packed as, the first that its weights fit into, and whether
-        they become the nearest numbers that do; the last one takes any.
+        they become the nearest numbers that do; the last one takes any. NativeUnavailable for a
+        number of inputs that it does not take.
         """
         layout, found = exact_layout() if self.layout is None else self.layout, []
-        if layout == W4A16 and inputs % W8_BLOCK:
+        if layout == W4A16 and inputs % _INPUTS[layout]:
             layout = INT8
-        if self.half_bytes and inputs % W8_BLOCK == 0:
+        if inputs % _INPUTS[layout]:
+            raise library.NativeUnavailable(
+                f"a linear layer with {inputs} inputs, no multiple of {_INPUTS[layout]}"
+            )
+        if self.half_bytes and not inputs % _INPUTS[W4A8]:
             found.append((layout if layout == W4A16 else W4A8, False))
-        twelve = self.twelve_bits and inputs % 8 == 0
+        twelve = self.twelve_bits and not inputs % _INPUTS[INT12]
         if layout == INT16 and twelve and library.kernel().mr_int12_products():
             found.append((INT12, False))
         return [*found, (layout, True)]

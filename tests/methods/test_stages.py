@@ -29,6 +29,8 @@ from multirate.methods.common.fused_steps import FusedSteps
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.decode import M2R2Drafter
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
+from multirate.methods.two_model.config import TwoModelConfig
+from multirate.methods.two_model.decode import TwoModelDrafter
 from multirate.model.native import NativeDecoder
 
 from .m2r2_models import LLAMA, PROMPTS, narrow_decoder, stream_of, taps_of
@@ -49,7 +51,7 @@ def m2r2(decoder: NativeDecoder, gate: int = 1, preset: str = "m2r2-carry", **se
     return M2R2Drafter(decoder, stream, M2R2DecodeConfig(**settings))
 
 
-def eagle(decoder: NativeDecoder, method: str = "eagle", **settings: Any) -> Any:
+def trained(decoder: NativeDecoder, method: str = "eagle", **settings: Any) -> Any:
     layer = layer_of(method, BaseShape.of(LLAMA))
     return spec.find(method).make_drafter(decoder, layer, settings)
 
@@ -58,17 +60,37 @@ def untrained(decoder: NativeDecoder, method: str, **settings: Any) -> Any:
     return spec.find(method).make_drafter(decoder, None, settings)
 
 
+def two_model(decoder: NativeDecoder, **settings: Any) -> Any:
+    """The model drafts for itself."""
+    config = TwoModelConfig(draft="itself", tokens=3, **settings)
+    return config.joined(TwoModelDrafter(decoder, decoder, config), decoder)
+
+
+JOINED = {"lookup": "sam", "lookup_least": 2}
 DRAFTERS: dict[str, Callable[..., Any]] = {
     "m2r2-carry": lambda decoder, **more: m2r2(decoder, lookup="sam", **more),
     "m2r2-carry by fixed thresholds": lambda decoder, **more: m2r2(decoder, **EAGER, **more),
     "m2r2-carry at gate 2": lambda decoder, **more: m2r2(decoder, 2, lookup=4, **more),
     "m2r2": lambda decoder, **more: m2r2(decoder, 1, "m2r2", **EAGER, **more),
     "a window of three": lambda decoder, **more: m2r2(decoder, window=3, lookup=3, **more),
-    "eagle": lambda decoder, **more: eagle(decoder, lookup="sam", **more),
-    "eagle3": lambda decoder, **more: eagle(decoder, "eagle3", **EAGER, **more),
+    "eagle": lambda decoder, **more: trained(decoder, lookup="sam", **more),
+    "eagle3": lambda decoder, **more: trained(decoder, "eagle3", **EAGER, **more),
     "sam": lambda decoder, **more: untrained(decoder, "sam", **more),
     "prompt_lookup": lambda decoder, **more: untrained(decoder, "prompt_lookup", **more),
 }
+NOT_FUSED: dict[str, Callable[..., Any]] = {
+    "token_recycling": lambda decoder, **more: untrained(decoder, "token_recycling", **more),
+    "token_recycling, joined": lambda decoder, **more: untrained(
+        decoder, "token_recycling", **JOINED, **more
+    ),
+    "lookahead": lambda decoder, **more: untrained(decoder, "lookahead", **more),
+    "two_model": lambda decoder, **more: two_model(decoder, **more),
+    "two_model, joined": lambda decoder, **more: two_model(decoder, **JOINED, **more),
+    "medusa": lambda decoder, **more: trained(decoder, "medusa", **more),
+    "hydra": lambda decoder, **more: trained(decoder, "hydra", **EAGER, **more),
+    "hydra, joined": lambda decoder, **more: trained(decoder, "hydra", **JOINED, **more),
+}
+EVERY = DRAFTERS | NOT_FUSED
 
 
 def in_stages(decoder: NativeDecoder, drafter: Drafter, prompt: list[int], **more: Any) -> Any:
@@ -96,11 +118,11 @@ def copy_of_another() -> Any:
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("staged", [1, 2, 5, 11, 20])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_text_and_kv_are_the_models_own(
     decoder: NativeDecoder, name: str, staged: int, sampling: SamplingSettings
 ) -> None:
-    drafter = DRAFTERS[name](decoder, staged=staged)
+    drafter = EVERY[name](decoder, staged=staged)
 
     def check(session: Any, step: Any) -> None:
         check_invariants(session, step, atol=1e-3)
@@ -111,18 +133,19 @@ def test_text_and_kv_are_the_models_own(
         assert out.stats.target_passes <= out.stats.tokens
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_wrong_copy_costs_time_alone(
     decoder: NativeDecoder, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Most of what it says is refused; what the text is looked up in knows no refused token."""
-    right = in_stages(decoder, DRAFTERS[name](decoder), PROMPTS[0], stop=STOP)
+    right = in_stages(decoder, EVERY[name](decoder), PROMPTS[0], stop=STOP)
     monkeypatch.setattr(decoder, "_narrow", copy_of_another())
-    drafter = DRAFTERS[name](decoder)
+    drafter = EVERY[name](decoder)
 
     def check(session: Any, step: Any) -> None:
         check_invariants(session, step, atol=1e-3)
-        steps = drafter._fused[0] if session.active and 0 in drafter._fused else None
+        fused = drafter._fused if name in DRAFTERS else ()
+        steps = fused[0] if session.active and 0 in fused else None
         if steps is not None and steps._automaton is not None:
             tokens, index = session.sampler.tokens[0], SuffixAutomaton(steps._longest)
             found, matched = index.look_up(tokens, 4)
@@ -148,10 +171,10 @@ def test_a_copy_that_is_the_model_is_never_refused(
         assert out.stats.target_passes <= -(-out.stats.tokens // 10) + 1
 
 
-@pytest.mark.parametrize("name", ["m2r2-carry", "sam"])
+@pytest.mark.parametrize("name", ["m2r2-carry", "sam", *NOT_FUSED])
 def test_text_ends_anywhere_inside_a_pass(decoder: NativeDecoder, name: str) -> None:
     whole = plain(decoder, PROMPTS[0], stop=STOP).sequences[0]
-    drafter = DRAFTERS[name](decoder)
+    drafter = EVERY[name](decoder)
     for most in range(1, 16):
         out = in_stages(decoder, drafter, PROMPTS[0], stop=StopSettings(max_new_tokens=most))
         assert out.sequences[0] == whole[:most]
@@ -165,9 +188,9 @@ def test_text_ends_anywhere_inside_a_pass(decoder: NativeDecoder, name: str) -> 
     assert out.sequences == plain(decoder, prompt, stop=STOP).sequences
 
 
-@pytest.mark.parametrize("name", ["m2r2-carry", "eagle", "sam"])
+@pytest.mark.parametrize("name", ["m2r2-carry", "eagle", "sam", *NOT_FUSED])
 def test_a_conversation_goes_on_in_the_kept_cache(decoder: NativeDecoder, name: str) -> None:
-    drafter, kept = DRAFTERS[name](decoder), PrefixCache()
+    drafter, kept = EVERY[name](decoder), PrefixCache()
     drafter.prepare()
     step, prompt = SpeculativeStep(drafter), PROMPTS[0] * 3
     for turn in range(3):
@@ -214,13 +237,13 @@ def test_what_is_not_in_stages(decoder: NativeDecoder) -> None:
         assert not other.in_stages
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_after_stages_a_batch_is_verified_by_the_models_own_weights(
     decoder: NativeDecoder, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To its last sequence, whose steps are single ones."""
     monkeypatch.setattr(decoder, "_narrow", copy_of_another())
-    drafter = DRAFTERS[name](decoder)
+    drafter = EVERY[name](decoder)
     in_stages(decoder, drafter, PROMPTS[0], stop=STOP)
     step = SpeculativeStep(drafter)
     end = plain(decoder, PROMPTS[0], stop=STOP).sequences[0][5]
@@ -288,7 +311,9 @@ def test_a_conversation_is_told_what_the_stream_has_not_read(
     assert waited or settings
 
 
-@pytest.mark.parametrize("method", ["m2r2-carry", "sam", "prompt_lookup"])
+@pytest.mark.parametrize(
+    "method", ["m2r2-carry", "sam", "prompt_lookup", "lookahead", "token_recycling", "hydra"]
+)
 def test_settings_out_of_range_are_named(method: str) -> None:
     with pytest.raises(UserError, match="staged"):
         spec.find(method if method != "m2r2-carry" else "m2r2").read_settings({"staged": 99})

@@ -557,7 +557,8 @@ void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *pat
 // of all of them as they enter that layer, and the layers below have their keys and values. best
 // [nodes + 1, k] out: the likeliest tokens after the last token and each node, as mr_best has them,
 // without noise. path [nodes + 1] out: the accepted nodes from node 0
-// on. step->hidden then holds h_L of all nodes. Returns as mr_speculative_step.
+// on. step->hidden then holds h_L of all nodes. Where step->narrow is, it verifies, whatever its
+// margin. Returns as mr_speculative_step.
 int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int nodes, int start, int k,
                     int64_t *best, int32_t *path);
 

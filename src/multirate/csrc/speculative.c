@@ -478,7 +478,7 @@ int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int node
     const Stream *stream = step->stream;
     int d = stream->shape->hidden;
     RowTable table;
-    Target target = own_tokens(step);
+    Target target = step->narrow ? narrow_copy(step) : own_tokens(step);
     step->drafted = nodes;
     step->trusted = step->unverified = 0;
     step->levels = verification_rows(step, length, nodes, &table);

@@ -219,6 +219,8 @@ class Drafter(ABC):
     worth: [max_nodes], the least chance of being accepted with which the n-th node of the next
         draft pays, not falling; None: unknown. Told before `draft` to one that does not adapt
         itself.
+    ahead: whether the next draft is verified by a narrow copy of the model, where a row costs more.
+        Told before `draft`.
     in_stages: whether a fused step of the generation under way is several of its own, which decide
         by themselves what to draft (methods/common/stages.py).
     prompt_decoder: as `Step.prompt_decoder`.
@@ -240,6 +242,7 @@ class Drafter(ABC):
     rests: bool = True
     ends: Sequence[int] = ()
     worth: np.ndarray | None = None
+    ahead: bool = False
     in_stages: bool = False
     prompt_decoder: Decoder | None = None
     leaves_exact: bool = True
@@ -343,3 +346,11 @@ class Drafter(ABC):
         `sampler.tokens[seq]` ends in the next step's last token. Not called for a sequence that has
         just finished.
         """
+
+    def settle(self, seq: int, verified: Verified) -> None:
+        """Sequence `seq` goes on with the nodes of `verified.path` after all. They are the first of
+        the tokens that its steps since the last `settle` emitted, as a chain; `accept` was told of
+        these steps when a narrow copy of the model had verified them. verified.top: None. Otherwise
+        as `accept`, which it is by default.
+        """
+        self.accept(seq, verified)

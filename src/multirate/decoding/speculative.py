@@ -37,9 +37,8 @@ class SpeculativeStep(Step):
     is timed: `adapt` does nothing.
 
     Where the drafter can run a whole step at once (`Drafter.fused_steps`), it does: the same
-    tokens, sooner. A drafter that asks for top tokens is never asked for one, nor is one whose
-    steps are watched. Other drafts of one sequence are verified in one call where the decoder can
-    (`Decoder.verify_draft`).
+    tokens, sooner. A drafter whose steps are watched is never asked for one. Other drafts of one
+    sequence are verified in one call where the decoder can (`Decoder.verify_draft`).
 
     watch: told of every step what became of the draft; None: nobody is.
     """
@@ -60,11 +59,11 @@ class SpeculativeStep(Step):
         self._adapts = False
         # of the step under way, by sequence; none where the controller has not chosen it
         self._matched: dict[int, int] = {}
-        self._may_fuse = self.acceptance.lossless and not drafter.top
+        self._may_fuse = self.acceptance.lossless
 
     @property
     def in_stages(self) -> bool:  # type: ignore[override]
-        return self.drafter.in_stages
+        return self._may_fuse and self.drafter.in_stages
 
     @property
     def prompt_decoder(self) -> Decoder | None:  # type: ignore[override]

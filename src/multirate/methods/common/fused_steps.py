@@ -29,7 +29,7 @@ from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.waiting_tokens import newest
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
-from multirate.model.native.decoder import NarrowWeights
+from multirate.model.native.narrow_weights import NarrowWeights
 from multirate.model.noise import NOT_FINITE
 from multirate.model.rows import Rows
 
@@ -197,11 +197,7 @@ class FusedSteps:
         buffers = torch.empty(rows, d), torch.empty(rows, taps, d)
         logits = torch.empty(rows, self._decoder.head.outputs)
         hidden, features = buffers
-        narrow = abi.new(
-            "Narrow",
-            layers=weights.layers,
-            head=weights.told,
-            exact_head=weights.exact,
+        narrow = weights.verifying(
             margin=margin,
             refresh=REFRESH,
             hidden=hidden.data_ptr(),
@@ -236,21 +232,13 @@ class FusedSteps:
             self._limits.top = top
         self._step.refused = -np.inf
         if self._narrow is not None:
-            self._set_narrow(*self._narrow, drawn=stages and self._sampler is not None)
+            weights, narrow = self._narrow
+            weights.read_by(narrow, drawn=stages and self._sampler is not None)
         # of stages only `run_ahead` verifies with it, and nothing does in other generations
         self._let_narrow_verify(self._margin is not None)
 
     def _let_narrow_verify(self, does: bool) -> None:
         self._step.narrow = self._narrow[1] if does and self._narrow is not None else abi.NULL
-
-    @staticmethod
-    def _set_narrow(weights: NarrowWeights, narrow: abi.CData, drawn: bool) -> None:
-        """Drawn tokens may be any, so that all logits have to be near the head's own; else those of
-        the likeliest, which it has the last word on.
-        """
-        narrow.drawn = drawn
-        narrow.head = weights.head if drawn else weights.told
-        narrow.exact_head = abi.at(None if drawn else weights.exact)
 
     def enter(
         self,

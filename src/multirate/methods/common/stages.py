@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 from multirate.decoding.drafter import FusedStep
 from multirate.decoding.sampler import Sampler
-from multirate.methods.common.fused_steps import FusedSteps
 from multirate.model.decoder import Decoder
 from multirate.model.native.decoder import NativeDecoder, narrow_weights
 
@@ -57,13 +56,14 @@ class Stages:
 
     def run(
         self,
-        steps: FusedSteps,
         limit: int,
         run: Callable[[int], list[FusedStep]],
+        settle: Callable[[Sequence[int]], FusedStep],
         ends: Sequence[int],
     ) -> FusedStep:
         """A step in stages. limit: as of `Drafter.draft`. run: runs steps ahead that emit at most
-        one token more than so many, as many steps as it likes. ends: as of `Drafter`.
+        one token more than so many, as many steps as it likes. settle: verifies their first tokens,
+        `tokens` at most, with the model's own weights. ends: as of `Drafter`.
         """
         most, tokens = min(self.tokens, limit), list[int]()
         # the last one of a pass may be left out: it would be a step without a draft
@@ -72,4 +72,4 @@ class Stages:
                 tokens += step.tokens
             if any(token in ends for token in tokens):
                 break
-        return steps.settle(tokens[:most])
+        return settle(tokens[:most])

@@ -429,7 +429,7 @@ class StreamDrafter(Drafter):
         if self.in_stages:
             (seq,), (limit,) = seqs, limits
             run = partial(self._run_on, seq)
-            settled = self._stages.run(fused[seq], limit, run, self.ends)
+            settled = self._stages.run(limit, run, fused[seq].settle, self.ends)
             self._note_read(seq, len(settled.tokens))
             return [[settled]]
         if self._margin is not None and self._sampler.plain:

@@ -128,7 +128,8 @@ class TextDrafter(Drafter):
         every = [fused[seq] for seq in seqs]
         if self.in_stages:
             (steps,), (limit,) = every, limits
-            return [[self._stages.run(steps, limit, partial(self._run_on, steps), self.ends)]]
+            run = partial(self._run_on, steps)
+            return [[self._stages.run(limit, run, steps.settle, self.ends)]]
         growths = [self._growth(one, limit) for one, limit in zip(every, limits, strict=True)]
         return [[step] for step in run_together(every, growths)]
 

@@ -68,12 +68,10 @@ class HydraDrafter(HeadsDrafter):
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
         """Goes on with what the prefix layer has read, and is still to read, of the kept tokens."""
-        known, kept = self._verified.get(0), cache.lengths[0]
+        known = self._verified.get(0)
         self._cache, self._verified = cache, {}
         if self.heads.prefix is not None and known is not None:
-            count = min(known.count, kept)
-            waiting = torch.cat([self.row[:0], *known.waiting])[: kept - count]
-            self._verified[0] = _Verified(count, [waiting])
+            self._verified[0] = self._first(known, cache.lengths[0])
 
     def prefill(
         self,
@@ -87,6 +85,20 @@ class HydraDrafter(HeadsDrafter):
 
     def accept(self, seq: int, verified: Verified) -> None:
         self._add(seq, verified.accepted)
+
+    def settle(self, seq: int, verified: Verified) -> None:
+        """The prefix layer reads the tokens again that it knows from a narrow copy."""
+        assert self._cache is not None
+        if self.heads.prefix is not None:
+            before = self._cache.lengths[seq] - len(verified.path)
+            self._verified[seq] = self._first(self._verified[seq], before)
+        self.accept(seq, verified)
+
+    def _first(self, known: _Verified, kept: int) -> _Verified:
+        """What is known of the first `kept` tokens."""
+        count = min(known.count, kept)
+        waiting = torch.cat([self.row[:0], *known.waiting])[: kept - count]
+        return _Verified(count, [waiting])
 
     def _add(self, seq: int, hidden: Tensor) -> None:
         known = self._verified.setdefault(seq, _Verified())

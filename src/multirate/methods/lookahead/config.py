@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from multirate.decoding.drafter import MAX_TREE_NODES
-from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.staged_config import StagedConfig
 
 
 @dataclass(frozen=True)
-class LookaheadConfig(MethodConfig):
+class LookaheadConfig(StagedConfig):
     """ngram: tokens of an n-gram (the paper's N). window: places that are guessed ahead (W).
     guesses: n-grams verified at once (G). A pass has (ngram − 1) · (window + guesses) rows more
-    than a plain one.
+    than a plain one. The others: StagedConfig.
     """
 
     ngram: int = 3
@@ -20,6 +20,7 @@ class LookaheadConfig(MethodConfig):
     guesses: int = 2
 
     def check(self) -> None:
+        super().check()
         self.require(self.ngram >= 2, "ngram", "a whole number of at least 2")
         self.require_count("window", "guesses")
         self.require(

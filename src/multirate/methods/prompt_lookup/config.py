@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multirate.methods.common.config import MethodConfig
-from multirate.model.rows import MAX_TREE_BIT
+from multirate.methods.common.staged_config import StagedConfig
 
 
 @dataclass(frozen=True)
-class PromptLookupConfig(MethodConfig):
-    """max_ngram: longest n-gram looked up (shorter ones are tried next). tokens: length of a
-    draft. staged: as of `sam`. [ours]
+class PromptLookupConfig(StagedConfig):
+    """max_ngram: longest n-gram looked up (shorter ones are tried next). tokens: length of a draft.
+    The others: StagedConfig.
     """
 
     max_ngram: int = 3
     tokens: int = 10
-    staged: int = 11
 
     def check(self) -> None:
+        super().check()
         for name in ("max_ngram", "tokens"):
             self.require(getattr(self, name) >= 1, name, "a whole number of at least 1")
-        self.require(0 <= self.staged <= MAX_TREE_BIT, "staged", f"0 to {MAX_TREE_BIT}")

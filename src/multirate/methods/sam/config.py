@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from multirate.methods.common.config import MethodConfig
-from multirate.model.rows import MAX_TREE_BIT
+from multirate.methods.common.staged_config import StagedConfig
 
 
 @dataclass(frozen=True)
-class SAMConfig(MethodConfig):
+class SAMConfig(StagedConfig):
     """tokens: longest draft. least: shortest match that is drafted from. per_match: tokens drafted
     for each matched one. texts: a file of other texts (`multirate texts`) in which the end of the
-    text is looked up, too; a model's name: those that the package has of it. staged: as of trained
-    streams: so many tokens that a narrow copy has verified are verified at once; 0: none. [ours]
-    per_match_ahead: `per_match` of drafts that the narrow copy verifies, where a row costs more.
-    [ours]
+    text is looked up, too; a model's name: those that the package has of it. per_match_ahead:
+    `per_match` of drafts that the narrow copy verifies, where a row costs more. [ours] The others:
+    StagedConfig.
     """
 
     tokens: int = 10
@@ -24,11 +22,10 @@ class SAMConfig(MethodConfig):
     per_match: float = 4.0
     per_match_ahead: float = 1.0
     texts: str | None = None
-    staged: int = 11
 
     def check(self) -> None:
+        super().check()
         self.require_count("tokens", "least")
-        self.require(0 <= self.staged <= MAX_TREE_BIT, "staged", f"0 to {MAX_TREE_BIT}")
         for name in ("per_match", "per_match_ahead"):
             self.require(getattr(self, name) > 0, name, "a number above 0")
 

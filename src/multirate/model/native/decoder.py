@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -32,6 +32,7 @@ from multirate.model.native import abi, library
 from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.draft_verification import MAX_NODES, DraftVerification
+from multirate.model.native.narrow_weights import NarrowWeights
 from multirate.model.native.packing import (
     FINER_ROWS,
     W4A8,
@@ -50,23 +51,6 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SPARE_BYTES = 64 << 20  # the largest K/V memory kept for the next generation
 LONGEST_TABLE = 1 << 20  # rotary tables are computed for this many positions at most
 TABLE_CHUNK = 16384  # positions computed at once
-
-
-@dataclass(frozen=True)
-class NarrowWeights:
-    """A model's layers and head in 8 bits (csrc/w8a8.c), or in 4 (csrc/w4a8.c) where they are such
-    numbers, for what need not be exact.
-    """
-
-    layers: abi.CData
-    head: abi.CData
-    told: abi.CData
-    """The head where only its likeliest tokens are asked for: in 4 bits where `exact` has the last
-    word on these (csrc/head.c).
-    """
-    exact: int | None
-    """Address of the model's own head, bf16 [vocab, hidden]; None: nothing has."""
-    owner: Owner  # keeps them alive
 
 
 def narrow_weights(decoder: object) -> TypeGuard[NativeDecoder]:
@@ -456,6 +440,20 @@ class NativeDecoder(Decoder):
             twin.packed_layers, twin.head = weights.layers, weights.head
             twin.screen = abi.NULL
         return twin
+
+    def narrow_verification(self) -> DraftVerification:
+        """As `verify_draft`, with the narrow weights: what they say is not the model's."""
+        weights = self.narrow()
+        assert weights is not None
+        return DraftVerification(
+            self._work,
+            self.stream(),
+            self.info.num_layers,
+            self.head,
+            abi.NULL,
+            self.norm_address,
+            weights,
+        )
 
     def stream(self, **fields: Any) -> abi.CData:
         """A Stream over this model's layers and embedding; fields: those of what drafts."""

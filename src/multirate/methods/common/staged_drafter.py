@@ -1,0 +1,152 @@
+"""Steps in stages (stages.py) of drafters that hand over drafts, and do not run steps of their own.
+
+While the narrow copy's steps run, the sampler's text and the cache hold their tokens as if these
+had been emitted, so that the drafter sees no difference; both are cut back before the model's own
+weights verify.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from multirate.decoding.costs import measure_costs
+from multirate.decoding.draft_length import DraftLengthController
+from multirate.decoding.drafter import Drafter, FusedStep, Verified
+from multirate.decoding.sampler import Sampler
+from multirate.methods.common.stages import Stages
+from multirate.methods.common.stream_estimates import NARROW_COSTS
+from multirate.methods.common.wrapped_drafter import WrappedDrafter
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+from multirate.model.native.cache import NativeKVCache
+from multirate.model.native.decoder import NativeDecoder, narrow_weights
+from multirate.model.native.draft_verification import MAX_NODES, DraftVerification
+from multirate.model.noise import Noise
+
+_MEASURING_SECONDS = 0.1
+
+
+def in_stages(drafter: Drafter, decoder: Decoder, tokens: int) -> Drafter:
+    """`drafter` with steps in stages of up to so many tokens, where `decoder` can have a narrow
+    copy; 0: itself.
+    """
+    if tokens and narrow_weights(decoder) and drafter.max_nodes <= MAX_NODES:
+        return StagedDrafter(drafter, decoder, tokens)
+    return drafter
+
+
+class StagedDrafter(WrappedDrafter):
+    """Verifies `drafter`'s drafts with the narrow copy, and its tokens with the model's own
+    weights. tokens: of a pass of these, at most.
+
+    How far to draft is decided by what drafts bring ahead and NARROW_COSTS, but for the time that
+    drafting takes, which is measured.
+    """
+
+    def __init__(self, drafter: Drafter, decoder: NativeDecoder, tokens: int) -> None:
+        super().__init__(drafter)
+        self._decoder, self._stages = decoder, Stages(decoder, tokens)
+        self._ahead: tuple[DraftVerification, DraftLengthController] | None = None
+        # the tokens that the last step began with and what became of them, until the next one
+        self._settled: Verified | None = None
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._stages.prepare()
+        self._prepare_ahead()
+
+    def _prepare_ahead(self) -> tuple[DraftVerification, DraftLengthController]:
+        """What verifies ahead, and what decides how far to draft; made once. Not during a
+        generation.
+        """
+        if self._ahead is None:
+            narrow = self._decoder.in_8_bits()
+            taken = measure_costs(narrow, 0, self.trial_step(), _MEASURING_SECONDS).costs
+            drafting = taken.draft_step / taken.plain_step
+            costs = replace(NARROW_COSTS, draft_step=drafting)
+            controller = DraftLengthController(
+                costs, self.max_nodes, timed=False, longest=self.longest
+            )
+            self._ahead = self._decoder.narrow_verification(), controller
+        return self._ahead
+
+    def begin(self, cache: KVCache, sampler: Sampler) -> None:
+        self._enter(cache, sampler)
+        super().begin(cache, sampler)
+
+    def resume(self, cache: KVCache, sampler: Sampler) -> None:
+        self._enter(cache, sampler)
+        super().resume(cache, sampler)
+
+    def _enter(self, cache: KVCache, sampler: Sampler) -> None:
+        assert isinstance(cache, NativeKVCache)
+        self._cache, self._sampler, self._settled = cache, sampler, None
+        self.in_stages = self._stages.begin(sampler)
+        if self.in_stages:
+            _, controller = self._prepare_ahead()
+            controller.pause()
+
+    def fused_steps(
+        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
+    ) -> list[list[FusedStep]] | None:
+        if not self.in_stages:
+            return None
+        (seq,), (limit,) = seqs, limits
+        if self._settled is not None:
+            self.settle(seq, self._settled)
+            self._settled = None
+        text = self._sampler.tokens[seq]
+        known, committed = len(text), self._cache.lengths[seq]
+
+        def settle(tokens: Sequence[int]) -> FusedStep:
+            self._cut(seq, known, committed)
+            return self._verify(seq, tokens)
+
+        self.ahead = True
+        try:
+            step = self._stages.run(limit, partial(self._run_ahead, seq), settle, self.ends)
+        finally:
+            self.ahead = False
+            self._cut(seq, known, committed)
+        return [[step]]
+
+    def _cut(self, seq: int, known: int, committed: int) -> None:
+        """Text and cache are as before the steps ahead."""
+        del self._sampler.tokens[seq][known:]
+        self._cache.truncate(seq, committed)
+
+    def _run_ahead(self, seq: int, limit: int) -> list[FusedStep]:
+        """A step that the narrow copy verifies."""
+        assert self._ahead is not None
+        narrow, controller = self._ahead
+        text, last = self._sampler.tokens[seq], self._sampler.tokens[seq][-1]
+        self.worth = controller.thresholds()[1]
+        (matched,) = self.matched([seq])
+        plan = controller.choose([(matched, 0)], limit, self.behind([seq]))
+        most = limit if plan.stream else 0
+        (draft,) = self.draft([seq], [last], [most], self._sampler)
+        draft = draft.cut(most, self.max_nodes)
+        draft.check()
+        tokens = [last, *draft.tokens]
+        done = narrow.run(
+            self._cache, seq, tokens, draft.parents, self._noise(seq), self.top, None, 0
+        )
+        text += done.tokens
+        self._cache.commit(seq, len(done.path))
+        levels = max(draft.depths)
+        controller.emitted(len(done.tokens), levels, len(draft.tokens), matched)
+        self.accept(seq, Verified(done.path, tokens, done.hidden, top=done.best))
+        return [FusedStep(done.tokens, len(draft.tokens), levels)]
+
+    def _verify(self, seq: int, ahead: Sequence[int]) -> FusedStep:
+        """The model's own weights verify the tokens ahead."""
+        tokens, count = [self._sampler.tokens[seq][-1], *ahead], len(ahead)
+        done = self._decoder.verify_draft(self._cache, seq, tokens, range(count), self._noise(seq))
+        assert done is not None
+        self._settled = Verified(done.path, tokens, done.hidden)
+        return FusedStep(done.tokens, count, count)
+
+    def _noise(self, seq: int) -> Noise | None:
+        return None if self._sampler.plain else self._sampler.noise(seq)

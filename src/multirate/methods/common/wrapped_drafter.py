@@ -1,0 +1,75 @@
+"""A drafter around another one, of whose work it changes a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from multirate.decoding.costs import CostModel
+from multirate.decoding.drafter import Draft, Drafter, Verified
+from multirate.decoding.sampler import Sampler
+from multirate.model.decoder import Decoder
+from multirate.model.kv_cache import KVCache
+
+
+class WrappedDrafter(Drafter):
+    """Does what `drafter` does, whose drafts come from outside the model. Raises ValueError for one
+    of others: a step with a draft of its wrapper's would not be told what it needs.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        if drafter.start or drafter.taps or drafter.adapts:
+            raise ValueError(f"{type(drafter).__name__} cannot leave a draft to another one")
+        self.drafter = drafter
+        self.max_nodes, self.top, self.longest = drafter.max_nodes, drafter.top, drafter.longest
+        self.lossless, self.repeats_text = drafter.lossless, drafter.repeats_text
+
+    def costs(self, decoder: Decoder) -> CostModel:
+        return self.drafter.costs(decoder)
+
+    def trial_step(self) -> Callable[[], object] | None:
+        return self.drafter.trial_step()
+
+    def prepare(self) -> None:
+        self.drafter.prepare()
+
+    def begin(self, cache: KVCache, sampler: Sampler) -> None:
+        self.drafter.begin(cache, sampler)
+
+    def usable(self, cache: KVCache, length: int) -> int:
+        return self.drafter.usable(cache, length)
+
+    def resume(self, cache: KVCache, sampler: Sampler) -> None:
+        self.drafter.resume(cache, sampler)
+
+    def prefill(
+        self,
+        seqs: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        hidden_final: Sequence[Tensor],
+        taps: Sequence[Mapping[int, Tensor]],
+    ) -> None:
+        self.drafter.prefill(seqs, prompts, hidden_final, taps)
+
+    def draft(
+        self,
+        seqs: Sequence[int],
+        last_tokens: Sequence[int],
+        limits: Sequence[int],
+        sampler: Sampler,
+    ) -> list[Draft]:
+        self.drafter.worth, self.drafter.ahead = self.worth, self.ahead
+        return self.drafter.draft(seqs, last_tokens, limits, sampler)
+
+    def behind(self, seqs: Sequence[int]) -> int:
+        return self.drafter.behind(seqs)
+
+    def matched(self, seqs: Sequence[int]) -> list[int]:
+        return self.drafter.matched(seqs)
+
+    def accept(self, seq: int, verified: Verified) -> None:
+        self.drafter.accept(seq, verified)
+
+    def settle(self, seq: int, verified: Verified) -> None:
+        self.drafter.settle(seq, verified)

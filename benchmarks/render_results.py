@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,11 @@ trained for one to five hours on a core, on 20,000 answers at most; EAGLE's own 
 conversations."""
 
 
+OWN = ":staged=0"
 STAGES = (
-    "Methods whose steps are fused go in stages where nothing else is said (a narrow copy verifies "
-    "drafts, and the model's own weights ten of its tokens at a time: tokens per step are of these "
-    "passes, docs/methods/m2r2.md); `staged=0`: each draft is verified by the model's own. Batches "
-    "do not go in stages."
+    "In stages a narrow copy verifies drafts, and the model's own weights ten of its tokens at a "
+    "time: tokens per step are of these passes (docs/methods/m2r2.md). `staged=0`: each draft is "
+    "verified by the model's own."
 )
 
 
@@ -95,19 +96,42 @@ def display_name(model: str, method: str) -> str:
 
 
 def method_table(model: str, data: dict[str, Any]) -> str:
+    """A line for each method: in stages, beside what it does where each draft is verified by the
+    model's own weights (`staged=0`).
+    """
+    rows = {row["method"]: row for row in data["rows"]}
     lines = []
-    for row in data["rows"]:
-        speedup = "–" if row["speedup"] is None else f"{row['speedup']:.2f}x"
-        steps = "–" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}"
-        same = f"{row['identical']} of {data['prompts']}"
+    for name, row in rows.items():
+        if name.endswith(OWN) and name.removesuffix(OWN) in rows:
+            continue
+        own = rows.get(name + OWN)
+        in_stages = own is not None
+        unstaged = row if own is None else own
+        runs = [row] if own is None else [row, own]
+        same = f"{sum(run['identical'] for run in runs)} of {len(runs) * data['prompts']}"
         if not row["lossless"]:
             same += ", its own arithmetic"
         for kind in ("near_ties", "diverged"):
-            if row[kind]:
-                same += f", {row[kind]} {kind.replace('_', '-')}"
-        name = display_name(model, row["method"])
-        lines.append((name, f"{row['tokens_per_second']:.0f}", speedup, steps, same))
-    return table(("method", "tokens/s", "speedup", "tokens per step", "identical"), lines)
+            if count := sum(run[kind] for run in runs):
+                same += f", {count} {kind.replace('_', '-')}"
+        lines.append(
+            (
+                display_name(model, name),
+                f"{row['tokens_per_second']:.0f}",
+                _times(row["speedup"]),
+                _times(unstaged["speedup"]) if in_stages else "–",
+                "–"
+                if unstaged["tokens_per_step"] is None
+                else f"{unstaged['tokens_per_step']:.2f}",
+                same,
+            )
+        )
+    heads = "method", "tokens/s", "speedup", "`staged=0`", "tokens per step", "identical"
+    return table(heads, lines)
+
+
+def _times(speedup: float | None) -> str:
+    return "–" if speedup is None else f"{speedup:.2f}x"
 
 
 def loop_table(shapes: list[dict[str, Any]]) -> str:
@@ -200,92 +224,85 @@ SUMMARY = {
     "suite_t1": "MT-Bench, temperature 1",
     "suite_b4": "MT-Bench, batches of 4",
 }
-SUMMARY_ROWS = {
-    "`sam`": "sam",
-    "`eagle`, joined": "eagle:lookup=sam",
-    "`m2r2-carry`, joined": "m2r2-carry",
-    "`eagle`, joined, `staged=0`": "eagle:lookup=sam:staged=0",
-    "`m2r2-carry`, joined, `staged=0`": "m2r2-carry:staged=0",
-    "`eagle` alone, `staged=0`": "eagle:staged=0",
-    "`m2r2-carry` alone, `staged=0`": "m2r2-carry:lookup=0:staged=0",
-}
+SUMMARY_ROWS = (
+    "prompt_lookup",
+    "sam",
+    "token_recycling:lookup=sam",
+    "kangaroo:lookup=sam",
+    "eagle:lookup=sam",
+    "m2r2-carry",
+    "sam:staged=0",
+    "eagle:lookup=sam:staged=0",
+    "m2r2-carry:staged=0",
+    "eagle:staged=0",
+    "m2r2-carry:lookup=0:staged=0",
+)
 
 
 def suites_summary() -> str:
     """Speedups of the fastest rows on every suite. Batches do not go in stages, whatever a row
     says.
     """
-    lines = []
-    for name, title in SUMMARY.items():
-        run = load(f"{name}.json")
+    runs = {title: load(f"{name}.json") for name, title in SUMMARY.items()}
+    columns = {}
+    for title, run in runs.items():
         speeds = {row["method"]: row["speedup"] for row in run["rows"]}
         if run.get("batch", 1) > 1:
-            speeds = {f"{method}:staged=0": speed for method, speed in speeds.items()}
-        cells = [speeds.get(method) for method in SUMMARY_ROWS.values()]
-        best = max(cell for cell in cells if cell is not None)
-        shown = ["–" if cell is None else f"{cell:.2f}x" for cell in cells]
-        lines.append(
-            (
-                title,
-                str(run["prompts"]),
-                *(
-                    f"**{text}**" if cell == best else text
-                    for cell, text in zip(cells, shown, strict=True)
-                ),
-            )
-        )
-    return table(("suite", "prompts", *SUMMARY_ROWS), lines)
+            speeds = {f"{method}{OWN}": speed for method, speed in speeds.items()}
+        columns[f"{title} ({run['prompts']})"] = speeds
+    return speeds_table(SUMMARY_ROWS, columns)
+
+
+def speeds_table(methods: Sequence[str], columns: dict[str, dict[str, float]]) -> str:
+    """A line for each method, the speedups of a run a column; the best of each in bold."""
+    best = {
+        title: max((speeds[name] for name in methods if speeds.get(name)), default=None)
+        for title, speeds in columns.items()
+    }
+    lines = []
+    for name in methods:
+        cells = []
+        for title, speeds in columns.items():
+            text = _times(speeds.get(name))
+            wins = name in speeds and speeds[name] == best[title]
+            cells.append(f"**{text}**" if wins else text)
+        lines.append((f"`{name}`", *cells))
+    return table(("method", *columns), lines)
 
 
 def suites_section() -> list[str]:
-    """The other suites, and sampling: a line each, the speedups of the same methods."""
+    """The other suites, and sampling: the speedups of all methods on each."""
     runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("suite_*.json"))]
     if not runs:
         return []
-    methods = _methods_of(runs)
-    lines = []
+    columns, about = {}, []
     for run in runs:
-        rows = {row["method"]: row for row in run["rows"] if row["method"] in methods}
         drawn = f", temperature {run['temperature']:g}" if "temperature" in run else ""
-        task = f", {run['task']}" if run.get("task") else ""
         batch = f", batch {run['batch']}" if run.get("batch", 1) > 1 else ""
-        same = sum(row["identical"] for row in rows.values())
-        wanted = run["prompts"] * len(rows)
-        cells = [
-            f"{rows[name]['speedup']:.2f}x ({rows[name]['tokens_per_step']:.2f})"
-            if name in rows and rows[name]["speedup"] is not None
-            else "–"
-            for name in methods
-        ]
-        lines.append(
+        title = f"{run['suite']}{drawn}{batch}"
+        ours = [row for row in run["rows"] if row["method"] not in ROWS]
+        columns[title] = {row["method"]: row["speedup"] for row in ours}
+        same = sum(row["identical"] for row in ours)
+        plain = next(row for row in ours if row["method"] == PLAIN)
+        about.append(
             (
-                f"{run['suite']}{task}{drawn}{batch}",
+                title,
                 str(run["prompts"]),
-                *cells,
-                f"{same} of {wanted}",
+                str(run["max_new_tokens"]),
+                f"{plain['tokens_per_second']:.0f}",
+                f"{same} of {run['prompts'] * len(ours)}",
                 machine(run),
                 str(run["date"])[:10],
             )
         )
-    first = runs[0]
-    longest = sorted({str(run["max_new_tokens"]) for run in runs}, key=int)
+    heads = "suite", "prompts", "new tokens", "plain tokens/s", "identical", "processor", "date"
     return [
         "### Other suites, and sampling",
-        "Speedup over our plain loop, tokens per step in brackets; at most "
-        f"{' or '.join(longest)} new tokens, one pass, {first['threads']} threads. At a "
-        "temperature every method draws the same text for a seed. " + STAGES,
-        table(
-            (
-                "suite",
-                "prompts",
-                *(f"`{name}`" for name in methods),
-                "identical",
-                "processor",
-                "date",
-            ),
-            lines,
-        ),
-        *categories_table(
+        f"Speedup over our plain loop, one pass, {runs[0]['threads']} threads. At a temperature "
+        f"every method draws the same text for a seed. {STAGES} Batches do not go in stages.",
+        speeds_table(_methods_of(runs), columns),
+        table(heads, about),
+        *categories_tables(
             [run for run in runs if "temperature" not in run and run.get("batch", 1) == 1]
         ),
         *published_section(),
@@ -302,23 +319,19 @@ def published_section() -> list[str]:
     """Every lossless method's speedup on Spec-Bench, here and in the literature."""
     bench = load("suite_spec_bench.json")
     rows = {row["method"]: row for row in bench["rows"]}
-    more = RESULTS / "suite_spec_bench_more.json"
-    if more.exists():
-        rows = {row["method"]: row for row in load(more.name)["rows"]} | rows
     lines = []
     for name, there in PUBLISHED.items():
-        row = rows.get(f"{name}:staged=0") or rows.get(name)
-        here = "–" if row is None else f"{row['speedup']:.2f}x ({row['tokens_per_step']:.2f})"
-        lines.append((f"`{name}`", here, there))
+        staged, own = rows.get(name), rows.get(name + OWN)
+        here = "–" if own is None else f"{own['speedup']:.2f}x ({own['tokens_per_step']:.2f})"
+        lines.append((f"`{name}`", here, "–" if not staged else _times(staged["speedup"]), there))
     return [
         "### Here and there",
         f"Spec-Bench's questions: {TITLES[REAL]} on an {machine(bench)} (tokens per step in "
-        "brackets, none in stages; –: not measured, or no accelerator of it for this model yet), "
-        "and what is "
+        "brackets; –: not measured, or no accelerator of it for this model yet), and what is "
         "published, of Spec-Bench's own table for Vicuna-7B on an A100 where nothing else is said. "
         "`draft/model` has 7.2M parameters and 1,500 steps of the model's own answers behind it "
         "(`recipes/smollm2/draft_model.py`).",
-        table(("method", "here", "published"), lines),
+        table(("method", "here, `staged=0`", "here, in stages", "published"), lines),
         ORDER_DIFFERS,
     ]
 
@@ -363,29 +376,24 @@ def equal_training_section() -> list[str]:
     ]
 
 
-def categories_table(runs: list[dict[str, Any]]) -> list[str]:
-    """The suites' kinds of prompts: a line each, the speedups of the same methods."""
-    runs = [run for run in runs if run["rows"][0].get("categories")]
-    methods = _methods_of(runs)[1:]
-    lines = []
+def categories_tables(runs: list[dict[str, Any]]) -> list[str]:
+    """Speedups by kind of prompt: a table for each suite that has kinds."""
+    parts = []
     for run in runs:
-        rates = {row["method"]: row["categories"] for row in run["rows"]}
-        for kind, rate in rates[PLAIN].items():
-            speedups = {name: rates[name][kind] / rate for name in methods if name in rates}
-            best = max(speedups.values())
-            cells = [
-                ("**{:.2f}x**" if speedups[name] == best else "{:.2f}x").format(speedups[name])
-                if name in speedups
-                else "–"
-                for name in methods
-            ]
-            lines.append((run["suite"], kind.replace("_", " "), *cells))
-    if not lines:
-        return []
-    return [
-        "By kind of prompt, prompts' passes apart; the fastest in bold:",
-        table(("suite", "kind", *(f"`{name}`" for name in methods)), lines),
-    ]
+        rates = {row["method"]: row.get("categories") for row in run["rows"]}
+        plain = rates.get(PLAIN)
+        if not plain:
+            continue
+        columns = {
+            kind.replace("_", " "): {
+                name: of[kind] / rate for name, of in rates.items() if of and name != PLAIN
+            }
+            for kind, rate in plain.items()
+        }
+        methods = [name for name in _methods_of([run]) if name != PLAIN]
+        parts += [f"`{run['suite']}` by kind of prompt, prompts' passes apart:"]
+        parts += [speeds_table(methods, columns)]
+    return parts
 
 
 def frontier_table(bests: list[dict[str, Any]]) -> str:

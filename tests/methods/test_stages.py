@@ -83,6 +83,7 @@ NOT_FUSED: dict[str, Callable[..., Any]] = {
     "token_recycling, joined": lambda decoder, **more: untrained(
         decoder, "token_recycling", **JOINED, **more
     ),
+    "layerskip": lambda decoder, **more: untrained(decoder, "layerskip", confidence=0.0, **more),
     "lookahead": lambda decoder, **more: untrained(decoder, "lookahead", **more),
     "two_model": lambda decoder, **more: two_model(decoder, **more),
     "two_model, joined": lambda decoder, **more: two_model(decoder, **JOINED, **more),

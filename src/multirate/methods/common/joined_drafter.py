@@ -39,11 +39,13 @@ class JoinedConfig(StagedConfig):
         self.require_count("lookup_least", "lookup_tokens")
         check_texts(self, self.texts, self.lookup is not None)
 
-    def joined(self, drafter: Drafter, decoder: Decoder) -> Drafter:
-        """The drafter that these settings ask for, of drafts that `decoder` verifies."""
+    def joined(self, drafter: Drafter, decoder: Decoder, stages: bool = True) -> Drafter:
+        """The drafter that these settings ask for, of drafts that `decoder` verifies. stages:
+        whether its steps may be in stages.
+        """
         if self.lookup is not None:
             drafter = JoinedDrafter(drafter, self, decoder)
-        return in_stages(drafter, decoder, self.staged)
+        return in_stages(drafter, decoder, self.staged if stages else 0)
 
 
 class JoinedDrafter(WrappedDrafter):
@@ -56,6 +58,8 @@ class JoinedDrafter(WrappedDrafter):
     def __init__(self, drafter: Drafter, config: JoinedConfig, decoder: Decoder) -> None:
         assert config.lookup is not None
         super().__init__(drafter)
+        if drafter.start:
+            raise ValueError(f"{type(drafter).__name__} cannot leave a draft to the text")
         self._least = config.lookup_least
         found = Lookup.of(config.lookup, config.texts, decoder)
         # a match need not be told longer than it decides

@@ -8,11 +8,10 @@ weights verify.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from multirate.decoding.costs import measure_costs
-from multirate.decoding.draft_length import DraftLengthController
+from multirate.decoding.draft_length import DraftLengthController, StepCosts
 from multirate.decoding.drafter import Drafter, FusedStep, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.methods.common.stages import Stages
@@ -63,9 +62,11 @@ class StagedDrafter(WrappedDrafter):
         """
         if self._ahead is None:
             narrow = self._decoder.in_8_bits()
-            taken = measure_costs(narrow, 0, self.trial_step(), _MEASURING_SECONDS).costs
-            drafting = taken.draft_step / taken.plain_step
-            costs = replace(NARROW_COSTS, draft_step=drafting)
+            taken = measure_costs(narrow, self.start, self.trial_step(), _MEASURING_SECONDS).costs
+            level, fixed = (s / taken.plain_step for s in (taken.draft_step, taken.draft_fixed))
+            # layers that have drafted a token do not verify it, too
+            verify = {rows: max(cost - fixed, 0.0) for rows, cost in NARROW_COSTS.verify.items()}
+            costs = StepCosts(NARROW_COSTS.plain_step, verify, level, fixed)
             controller = DraftLengthController(
                 costs, self.max_nodes, timed=False, longest=self.longest
             )
@@ -131,7 +132,14 @@ class StagedDrafter(WrappedDrafter):
         draft.check()
         tokens = [last, *draft.tokens]
         done = narrow.run(
-            self._cache, seq, tokens, draft.parents, self._noise(seq), self.top, None, 0
+            self._cache,
+            seq,
+            tokens,
+            draft.parents,
+            self._noise(seq),
+            self.top,
+            draft.hidden,
+            self.start,
         )
         text += done.tokens
         self._cache.commit(seq, len(done.path))

@@ -14,14 +14,14 @@ from multirate.model.kv_cache import KVCache
 
 
 class WrappedDrafter(Drafter):
-    """Does what `drafter` does, whose drafts come from outside the model. Raises ValueError for one
-    of others: a step with a draft of its wrapper's would not be told what it needs.
+    """Does what `drafter` does, which has no taps and does not adapt. Raises ValueError for one of
+    others.
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        if drafter.start or drafter.taps or drafter.adapts:
-            raise ValueError(f"{type(drafter).__name__} cannot leave a draft to another one")
-        self.drafter = drafter
+        if drafter.taps or drafter.adapts:
+            raise ValueError(f"{type(drafter).__name__} decides by itself what its steps are")
+        self.drafter, self.start = drafter, drafter.start
         self.max_nodes, self.top, self.longest = drafter.max_nodes, drafter.top, drafter.longest
         self.lossless, self.repeats_text = drafter.lossless, drafter.repeats_text
 

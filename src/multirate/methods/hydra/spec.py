@@ -15,7 +15,9 @@ SPEC = register(
         summary="drafts with trained heads that know the tokens drafted before theirs",
         settings=HydraDecodeConfig,
         drafter=lambda decoder, module, settings: settings.joined(
-            HydraDrafter(decoder, module, settings), decoder
+            HydraDrafter(decoder, module, settings),
+            decoder,
+            stages=settings.acceptance == "exact",
         ),
         acceptance=lambda settings: settings.rule,
         training=Training(HydraConfig, HydraHeads, HydraObjective, start=start_from_least_squares),

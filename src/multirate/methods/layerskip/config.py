@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from multirate.errors import UserError
-from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.staged_config import StagedConfig
 
 
 @dataclass(frozen=True)
-class LayerSkipConfig(MethodConfig):
+class LayerSkipConfig(StagedConfig):
     """Settings.
 
     exit_layer: the first `exit_layer` layers draft; 0: a quarter of the model's layers, at least
@@ -17,7 +17,8 @@ class LayerSkipConfig(MethodConfig):
     tokens: longest draft.
     confidence: stop drafting before a token whose top-1 probability at the exit is below this; 0
     never stops.
-    adaptive: instead of `confidence`, stop where another token does not pay for its measured time.
+    adaptive: instead of `confidence`, stop where another token does not pay for its measured time;
+    without stages. The others: StagedConfig.
     """
 
     exit_layer: int = 0
@@ -26,6 +27,7 @@ class LayerSkipConfig(MethodConfig):
     adaptive: bool = False
 
     def check(self) -> None:
+        super().check()
         for name, least in (("exit_layer", 0), ("tokens", 1)):
             accepted = f"a whole number of at least {least}"
             self.require(getattr(self, name) >= least, name, accepted)

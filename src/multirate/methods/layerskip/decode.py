@@ -21,6 +21,7 @@ from multirate.decoding.sampler import Sampler
 from multirate.methods.layerskip.config import LayerSkipConfig
 from multirate.model.decoder import Decoder, argmax_rows
 from multirate.model.kv_cache import KVCache
+from multirate.model.native.decoder import narrow_weights
 from multirate.model.rows import Rows
 
 
@@ -30,7 +31,8 @@ class LayerSkipDrafter(Drafter):
     """
 
     def __init__(self, decoder: Decoder, config: LayerSkipConfig) -> None:
-        self.decoder = decoder
+        self._own = decoder
+        self._narrow: Decoder | None = None
         self.config = config
         self.start = config.exit_of(decoder.info.num_layers)
         self.max_nodes = config.tokens
@@ -43,6 +45,16 @@ class LayerSkipDrafter(Drafter):
         self._thresholds = np.zeros(config.tokens)  # least path probability of each level
         self._cache: KVCache | None = None
         self._confidences: dict[int, list[float]] = {}
+
+    @property
+    def _decoder(self) -> Decoder:
+        """Whose layers draft: those that the draft is then verified with."""
+        if not self.ahead:
+            return self._own
+        if self._narrow is None:
+            assert narrow_weights(self._own)
+            self._narrow = self._own.in_8_bits()
+        return self._narrow
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         """Takes the cache that shallow K/V are written to."""
@@ -81,7 +93,7 @@ class LayerSkipDrafter(Drafter):
             if not wanting:
                 break
             logits = sampler.perturbed(
-                self.decoder.logits(x if len(wanting) == len(live) else x[wanting]),
+                self._decoder.logits(x if len(wanting) == len(live) else x[wanting]),
                 [seqs[live[row]] for row in wanting],
                 [tokens[live[row]] for row in wanting],
             )
@@ -124,8 +136,8 @@ class LayerSkipDrafter(Drafter):
             slot + 1,
             np.zeros(len(seqs), dtype=np.int64),
         )
-        x = self.decoder.embed(torch.tensor(tokens, device=self.decoder.info.device), slot)
-        return self.decoder.layers(x, rows, 0, self.start, self._cache)
+        x = self._decoder.embed(torch.tensor(tokens, device=self._decoder.info.device), slot)
+        return self._decoder.layers(x, rows, 0, self.start, self._cache)
 
     def _confidence(self, logits: Tensor) -> list[float]:
         """Top-1 probability of each row of logits [n, V]; not computed where nothing depends on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multirate.methods.common.staged_drafter import in_stages
 from multirate.methods.layerskip.config import LayerSkipConfig
 from multirate.methods.layerskip.decode import LayerSkipDrafter
 from multirate.methods.spec import MethodSpec, register
@@ -13,6 +14,10 @@ SPEC = register(
         summary="drafts with the first layers and the shared head, verifies with the others",
         settings=LayerSkipConfig,
         tunable={"tokens": (3, 6, 9), "confidence": (0.4, 0.6, 0.8)},
-        drafter=lambda decoder, module, settings: LayerSkipDrafter(decoder, settings),
+        drafter=lambda decoder, module, settings: in_stages(
+            LayerSkipDrafter(decoder, settings),
+            decoder,
+            0 if settings.adaptive else settings.staged,
+        ),
     )
 )

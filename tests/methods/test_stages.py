@@ -263,8 +263,8 @@ def test_what_waits_for_the_stream_is_read_once(
     def checked(steps: FusedSteps, tokens: Any) -> Any:
         done = settle(steps, tokens)
         committed = steps._cache.lengths[steps._step.sequence]
-        waiting = len(steps._pending_ids)
-        assert waiting == sum(len(piece) for piece in steps._pending_carried)
+        waiting = len(steps.unread)
+        assert waiting == sum(len(piece) for piece in steps.unread.carried)
         assert not steps._ahead and steps._entered == len(done.tokens)
         assert waiting <= committed + 1
         return done

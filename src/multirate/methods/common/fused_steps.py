@@ -26,7 +26,7 @@ from multirate.decoding.given_texts import GivenTexts
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.methods.common.draft_head import DraftHead
-from multirate.methods.common.waiting_tokens import newest
+from multirate.methods.common.waiting_tokens import UnreadTokens
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.narrow_weights import NarrowWeights
@@ -124,8 +124,7 @@ class FusedSteps:
         self._confidence = np.empty(nodes)
         self._run: tuple[abi.CData, tuple[np.ndarray, ...]] | None = None
         self._learned: tuple[ContinuationRates | None, Calibration | None] = None, None
-        self._pending_ids: list[int] = []
-        self._pending_carried: list[Tensor] = []
+        self._unread = UnreadTokens()
         self._hidden = torch.empty(nodes + 1, d)
         self._features = torch.empty(nodes + 1, stream.tap_count, d)
         self._carries = any(
@@ -258,13 +257,12 @@ class FusedSteps:
             self._narrow[1].pending_count = 0
         self._entered, self._ahead = 1, 0
         self._ids[0] = ids[-1]
-        self._pending_ids, self._pending_carried = [], []
+        self._unread.clear()
         if carried is not None:
             self._carried[0] = carried[-1]
         if self._refresh and len(ids) > 1:
-            self._pending_ids = list(ids[:-1])
-            if carried is not None and self._carries:
-                self._pending_carried = [carried[:-1].clone()]
+            read = carried if self._carries else None
+            self._unread.add(ids[:-1], None if read is None else read[:-1].clone())
 
     def run(self, growth: Growth) -> FusedStep:
         """One step. The accepted tokens' K/V are in place, uncommitted."""
@@ -297,9 +295,9 @@ class FusedSteps:
         if self._refresh:
             self._take_back()
             many = self._entered > CAUGHT_UP_WITHIN and not growth.stream
-            if self._pending_ids and growth.stream:
+            if self._unread and growth.stream:
                 return [self.run(growth)]  # it catches up first
-            if self._pending_ids or many:
+            if self._unread or many:
                 self._set_aside(last=False)
         self._grow_caches(following.tokens)
         length, _ = self._prepare(growth, following.tokens)
@@ -337,7 +335,7 @@ class FusedSteps:
             following.depth,
             following.deepest,
         )
-        steps.emitted, steps.streams = abi.longs(emitted), not self._pending_ids
+        steps.emitted, steps.streams = abi.longs(emitted), not self._unread
         self._following = following, ends, emitted  # the kernel reads them by address
         return steps
 
@@ -410,14 +408,12 @@ class FusedSteps:
         """Of steps ahead nothing is kept: what waits for the stream are committed tokens, and those
         that it has read beyond them it will read again.
         """
-        kept = len(self._pending_ids) + self._entered - self._ahead
+        kept = len(self._unread) + self._entered - self._ahead
         if self._refresh and kept > 0:
             self._set_aside()
-            self._pending_ids = self._pending_ids[:kept]
-            if self._pending_carried:
-                self._pending_carried = [torch.cat(self._pending_carried)[:kept].clone()]
+            self._unread.keep(kept)
         else:
-            self._pending_ids, self._pending_carried = [], []
+            self._unread.clear()
         self._ahead = 0
 
     def _prepare(self, growth: Growth, following: int = 0) -> tuple[int, int]:
@@ -497,20 +493,20 @@ class FusedSteps:
     @property
     def behind(self) -> int:
         """Committed tokens that the stream's own layer has not read with their true residuals."""
-        return len(self._pending_ids) + self._entered - 1 if self._refresh else 0
+        return len(self._unread) + self._entered - 1 if self._refresh else 0
 
-    def pending(self) -> tuple[list[int], list[Tensor]]:
-        """These tokens and their carried residuals, [n, d] in pieces."""
-        return self._pending_ids, self._pending_carried
+    @property
+    def unread(self) -> UnreadTokens:
+        """These tokens, but for those that enter the stream next."""
+        return self._unread
 
     def _set_aside(self, last: bool = True) -> None:
         """The tokens that would have entered the stream wait for its next draft; where not `last`,
         all but the last one.
         """
         count = self._entered if last else self._entered - 1
-        self._pending_ids += self._ids[:count].tolist()
-        if self._carries:
-            self._pending_carried.append(self._carried[:count].clone())
+        carried = self._carried[:count].clone() if self._carries else None
+        self._unread.add(self._ids[:count].tolist(), carried)
         if not last:
             self._ids[0], self._carried[0] = self._ids[count], self._carried[count].clone()
             self._entered = 1
@@ -519,24 +515,18 @@ class FusedSteps:
         """Tokens that wait, where they are few, enter with the last ones: a pass of their own would
         read all weights of the stream again.
         """
-        self._forget_unseen()
-        count, entered = len(self._pending_ids), self._entered
+        self._unread.keep_newest(self._window)
+        count, entered = len(self._unread), self._entered
         if not count or count + entered > CAUGHT_UP_WITHIN + self._nodes + 1:
             return
         ids, carried = self._ids, self._carried
         ids[count : count + entered] = ids[:entered].copy()
-        ids[:count] = self._pending_ids
+        ids[:count] = self._unread.ids
         if self._carries:
             carried[count : count + entered] = carried[:entered].clone()
-            torch.cat(self._pending_carried, out=carried[:count])
+            torch.cat(self._unread.carried, out=carried[:count])
         self._entered = count + entered
-        self._pending_ids, self._pending_carried = [], []
-
-    def _forget_unseen(self) -> None:
-        """Of what waits, the tokens that the stream's own layer will not see."""
-        self._pending_ids, self._pending_carried = newest(
-            self._pending_ids, self._pending_carried, self._window
-        )
+        self._unread.clear()
 
     def learn_from(
         self, continuations: ContinuationRates, calibration: Calibration | None = None
@@ -701,21 +691,21 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
     """Tokens that wait for a stream that drafts now, more than enter with its draft, run through
     it; only its own K/V are written.
     """
-    behind = [one for one in every if one._pending_ids and one._limits.stream]
+    behind = [one for one in every if one._unread and one._limits.stream]
     if not behind:
         return
-    for one in behind:
-        one._forget_unseen()
+    for one in behind:  # what the stream's own layer will not see
+        one._unread.keep_newest(one._window)
     first = behind[0]
-    ids = np.array([token for one in behind for token in one._pending_ids], np.int64)
-    pieces = [piece for one in behind for piece in one._pending_carried]
+    ids = np.array([token for one in behind for token in one._unread.ids], np.int64)
+    pieces = [piece for one in behind for piece in one._unread.carried]
     carried = torch.cat(pieces).contiguous() if pieces else None
     rows = Rows.concat(
         [
             Rows.causal(
                 one._step.sequence,
-                one._length - one._entered + 1 - len(one._pending_ids),
-                len(one._pending_ids),
+                one._length - one._entered + 1 - len(one._unread),
+                len(one._unread),
             )
             for one in behind
         ]
@@ -735,7 +725,7 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
         abi.at(x.data_ptr()),
     )
     for one in behind:
-        one._pending_ids, one._pending_carried = [], []
+        one._unread.clear()
 
 
 class FusedSequences:

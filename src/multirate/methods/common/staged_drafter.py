@@ -68,7 +68,11 @@ class StagedDrafter(WrappedDrafter):
             verify = {rows: max(cost - fixed, 0.0) for rows, cost in NARROW_COSTS.verify.items()}
             costs = StepCosts(NARROW_COSTS.plain_step, verify, level, fixed)
             controller = DraftLengthController(
-                costs, self.max_nodes, timed=False, longest=self.longest
+                costs,
+                self.max_nodes,
+                expected=self.expected,
+                timed=False,
+                longest=self.longest,
             )
             self._ahead = self._decoder.narrow_verification(), controller
         return self._ahead

@@ -283,9 +283,9 @@ class StreamDrafter(Drafter):
     def _left_behind(self) -> WaitingTokens:
         """The tokens after the refreshed ones of sequence 0 that the block could read."""
         if self._fused is not None and 0 in self._fused:
-            ids, carried = self._fused[0].pending()
-            return WaitingTokens(list(ids), list(carried), torch.empty(0))
-        return self._waiting.get(0) or WaitingTokens([], [], torch.empty(0))
+            unread = self._fused[0].unread
+            return WaitingTokens(list(unread.ids), list(unread.carried))
+        return self._waiting.get(0) or WaitingTokens()
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
         if self._shared.controller is not None:
@@ -315,7 +315,7 @@ class StreamDrafter(Drafter):
             hidden = self.runner.carried(
                 final[unseen:], {layer: states[unseen:] for layer, states in inner.items()}
             )
-            waiting = self._waiting.setdefault(seq, WaitingTokens([], [], hidden[-1]))
+            waiting = self._waiting.setdefault(seq, WaitingTokens(last=hidden[-1]))
             waiting.last = hidden[-1]
             first = len(prompt) - len(hidden)
             carried = hidden[:-1]

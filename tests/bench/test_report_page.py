@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from multirate.bench.predicted import seconds_of
+from multirate.bench.report_figures import figures
 from multirate.bench.report_page import render, write
 from multirate.decoding.draft_length import StepCosts
 from multirate.decoding.results import DecodeStats
@@ -118,6 +119,22 @@ def test_the_page_shows_every_row_and_needs_nothing_else() -> None:
     assert "No row for llamacpp: it is not installed" in text
     assert "&lt;b&gt;writing" in page and "/secret" not in page and "/home" not in page
     assert page.count("<svg") == 4
+
+
+def test_measured_seconds_take_the_place_of_estimated_ones() -> None:
+    content = copy.deepcopy(CONTENT)
+    split = {"draft": 0.1, "narrow": 0.2, "own": 0.5, "head": 0.3}
+    for shown in content["rows"][1:3]:
+        shown["split"] = split
+    title = "Where a token's time goes"
+    (measured,) = (figure for figure in figures(content) if figure.title == title)
+    assert [line[0] for line in measured.rows] == ["autoregressive", "m2r2-carry"]
+    for shown, line in zip(content["rows"][1:3], measured.rows, strict=True):
+        told = [float(cell.removesuffix(" ms")) for cell in line[1:]]
+        whole = 1e3 * shown["seconds"] / shown["tokens"]
+        assert sum(told) == pytest.approx(whole, abs=0.05)
+    (estimated,) = (figure for figure in figures(CONTENT) if figure.title == title)
+    assert len(estimated.rows) > 2 and len(estimated.columns) == 4
 
 
 @pytest.mark.parametrize(

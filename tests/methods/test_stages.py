@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -236,6 +236,22 @@ def test_what_is_not_in_stages(decoder: NativeDecoder) -> None:
         other.prepare()
         generate(decoder, SpeculativeStep(other), PROMPTS[:1], stop=STOP)
         assert not other.in_stages
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_it_is_told_where_the_time_goes(decoder: NativeDecoder, name: str) -> None:
+    """Of plain steps nowhere else than into the model's own layers and the head."""
+    out = in_stages(decoder, EVERY[name](decoder), PROMPTS[0], stop=STOP)
+    split = out.stats.split
+    assert split is not None and min(split.draft, split.narrow, split.own, split.head) > 0
+    assert sum(astuple(split)) <= out.stats.seconds - out.stats.prefill_seconds
+    unstaged = generate(
+        decoder, SpeculativeStep(EVERY[name](decoder, staged=0)), PROMPTS, stop=STOP
+    )
+    without = plain(decoder, PROMPTS[0], stop=STOP).stats.split
+    assert unstaged.stats.split is not None and without is not None
+    assert unstaged.stats.split.draft > 0 == unstaged.stats.split.narrow
+    assert without.own > 0 < without.head and without.draft == without.narrow == 0
 
 
 @pytest.mark.parametrize("name", EVERY)

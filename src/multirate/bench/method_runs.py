@@ -57,6 +57,7 @@ def method_run(
             tried_at=seen.tried_at,
             accepted_at=seen.accepted_at,
             prefill_seconds=seen.prefill_seconds,
+            split=seen.split,
         )
         return [whole, *(Answer(tokens, prefill_seconds=0.0) for tokens in others)]
 

@@ -9,6 +9,7 @@ from multirate.methods.spec import PLAIN
 from multirate.pages.figures import INKS, Figure, svg
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999")
+_GREEN, _SKY = COLOURS[2], COLOURS[5]
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 """Of rows, in turn: colour is not all that tells them apart."""
 JUDGED = 10
@@ -217,22 +218,74 @@ def _acceptance(rows: Rows) -> Figure:
 
 
 def _time(content: Content, rows: Rows) -> Figure:
+    known = [row for row in rows if row.get("split")]
+    if len(known) > 1:  # others' passes are not told apart
+        rows = known
+        return _stacked(
+            rows,
+            (
+                ("prompts' passes", INKS["muted"]),
+                ("the model's own layers", INKS["slow"]),
+                ("heads", _SKY),
+                ("narrow copy's layers", _GREEN),
+                ("drafts", INKS["fast"]),
+                ("the rest", INKS["rule"]),
+            ),
+            [_timed_parts(row) for row in rows],
+            "Blue: layers of the model itself, plainly or verifying. Orange: what making drafts "
+            "takes.",
+            "Measured: prompts' passes by the engine, the others by the kernel's own clock, drafts "
+            "made outside of it by the step's. The rest: choosing drafts, streaming, Python.",
+        )
     step = plain_step(content) or 0.0
     parts = []
     for row in rows:
-        tokens, prefill = row["tokens"], row["prefill_seconds"]
+        prefill = row["prefill_seconds"]
         passes = min(row["steps"] * step, row["seconds"] - prefill)
-        rest = row["seconds"] - prefill - passes
-        parts.append([1e3 * value / tokens for value in (prefill, passes, rest)])
-    names = ("prompt's pass", "a plain step's time", "drafts, further rows and the rest")
-    inks = (INKS["muted"], INKS["slow"], INKS["fast"])
+        parts.append((prefill, passes, row["seconds"] - prefill - passes))
+    return _stacked(
+        rows,
+        (
+            ("prompts' passes", INKS["muted"]),
+            ("a plain step's time", INKS["slow"]),
+            ("drafts, further rows and the rest", INKS["fast"]),
+        ),
+        parts,
+        "Blue: what as many plain steps would take. Orange: what a method adds to them for its "
+        "drafts and for verifying them.",
+        "Seconds of the prompts' passes, steps times this run's plain step, and what is left, over "
+        "emitted tokens.",
+    )
+
+
+def _timed_parts(row: Mapping[str, Any]) -> tuple[float, ...]:
+    split, prefill = row["split"], row["prefill_seconds"]
+    known = split["own"], split["head"], split["narrow"], split["draft"]
+    return prefill, *known, max(row["seconds"] - prefill - sum(known), 0.0)
+
+
+def _stacked(
+    rows: Rows,
+    kinds: Sequence[tuple[str, str]],
+    parts: Sequence[Sequence[float]],
+    reading: str,
+    definition: str,
+) -> Figure:
+    """Bars of milliseconds per token, in pieces. kinds: their names and inks; parts: of each row
+    the seconds of each.
+    """
+    names = [name for name, _ in kinds]
+    shares = [
+        [1e3 * seconds / row["tokens"] for seconds in part]
+        for row, part in zip(rows, parts, strict=True)
+    ]
 
     def draw(axes: Any) -> None:
         places = _bars(axes, rows)
         begin = [0.0] * len(rows)
-        for kind, name in enumerate(names):
-            values = [part[kind] for part in parts]
-            axes.barh(places, values, left=begin, height=0.7, color=inks[kind], label=name)
+        for kind, (name, ink) in enumerate(kinds):
+            values = [part[kind] for part in shares]
+            axes.barh(places, values, left=begin, height=0.7, color=ink, label=name)
             begin = [a + b for a, b in zip(begin, values, strict=True)]
         axes.set_xlabel("milliseconds per token")
         _below(axes)
@@ -240,14 +293,12 @@ def _time(content: Content, rows: Rows) -> Figure:
     return Figure(
         "Where a token's time goes",
         svg(draw, "Where a token's time goes", height=_height(rows) + 0.7),
-        "Blue: what as many plain steps would take. Orange: what a method adds to them for its "
-        "drafts and for verifying them.",
-        "Seconds of the prompts' passes, steps times this run's plain step, and what is left, over "
-        "emitted tokens.",
+        reading,
+        definition,
         ["method", *names],
         [
-            [r["method"], *(f"{value:.2f} ms" for value in part)]
-            for r, part in zip(rows, parts, strict=True)
+            [row["method"], *(f"{value:.2f} ms" for value in part)]
+            for row, part in zip(rows, shares, strict=True)
         ],
     )
 

@@ -17,6 +17,7 @@ from multirate.bench.prompts import Prompt
 from multirate.calibration.measure import Verdict
 from multirate.calibration.repetition import share_in_loops
 from multirate.methods.spec import PLAIN
+from multirate.model.time_split import TimeSplit
 
 BASELINES = ("generate", PLAIN)
 """transformers' own loop, and our plain decoding, whose answers the others are compared with."""
@@ -29,6 +30,7 @@ class Answer:
 
     `drafted` counts drafted levels (of a chain: tokens), `accepted` the drafted tokens that were
     emitted; `tried_at` and `accepted_at` count by a token's place in its draft (DecodeStats).
+    split: where the seconds after the prefill went; None: unknown.
     """
 
     tokens: list[int]
@@ -39,6 +41,7 @@ class Answer:
     tried_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     prefill_seconds: float | None = None
+    split: TimeSplit | None = None
 
 
 class Unavailable(Exception):
@@ -113,10 +116,10 @@ class Row:
     repeat what stands right before (calibration/repetition.py). `scores`, of a suite that is a
     task, are its answers' scores, and `score_kept` the share of PLAIN's that they keep.
     `decode_tokens_per_second` is without the prefills, None where they are not told apart;
-    `prefill_seconds` is what these took in the repeat of `seconds`, and `steps` the target passes
-    of that repeat. `tried_at` and `accepted_at` count drafted tokens by their place in a draft,
-    over all repeats. `categories` has the rate of each category of questions. `note` is the
-    method's.
+    `prefill_seconds` is what these took in the repeat of `seconds`, `split` where the other seconds
+    of that repeat went (TimeSplit; None: unknown), and `steps` its target passes. `tried_at` and
+    `accepted_at` count drafted tokens by their place in a draft, over all repeats. `categories` has
+    the rate of each category of questions. `note` is the method's.
     """
 
     method: str
@@ -141,6 +144,7 @@ class Row:
     scores: dict[str, float] = field(default_factory=dict)
     score_kept: float | None = None
     prefill_seconds: float | None = None
+    split: dict[str, float] | None = None
     steps: int = 0
     tried_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
@@ -339,6 +343,12 @@ def baseline(rows: Sequence[Row]) -> Row | None:
     return max(plain, key=lambda row: row.tokens_per_second, default=None)
 
 
+def _split(answers: Sequence[Answer]) -> dict[str, float] | None:
+    """Where their seconds went; of a batch's answers the first one has all of it."""
+    known = [answer.split for answer in answers if answer.split is not None]
+    return asdict(sum(known[1:], known[0])) if known else None
+
+
 def _row(
     name: str,
     lossless: bool,
@@ -391,6 +401,7 @@ def _row(
         prefill_seconds=None
         if decoding is None
         else sum(taken[name].answer.prefill_seconds or 0.0 for taken in repeats[middle]),
+        split=_split([taken[name].answer for taken in repeats[middle]]),
         steps=sum(taken[name].answer.steps for taken in repeats[middle]),
         tried_at=_summed(answer.tried_at for answer in answers),
         accepted_at=_summed(answer.accepted_at for answer in answers),

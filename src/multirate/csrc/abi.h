@@ -435,6 +435,14 @@ Workspace *mr_workspace_open(int threads); // NULL: no memory
 void mr_workspace_set_threads(Workspace *work, int threads);
 void mr_workspace_after_fork(Workspace *work);
 void mr_workspace_close(Workspace *work);
+// Seconds that its calls have spent so far; to [SPENT_KINDS]. Drafting; layers of a narrow copy and
+// of the model's own weights that verify, or are a plain pass; their heads and the tokens' choice.
+#define SPENT_DRAFT 0
+#define SPENT_NARROW 1
+#define SPENT_OWN 2
+#define SPENT_HEAD 3
+#define SPENT_KINDS 4
+void mr_spent(const Workspace *work, double *to);
 void mr_after_fork(void);
 
 // pack.c: lays weights out as `format`, outputs padded with zeros to a multiple of 64. to: room for

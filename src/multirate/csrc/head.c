@@ -128,29 +128,40 @@ void mr_best(Workspace *work, const float *logits, int count, int vocab, int str
     run_parallel(work, run_best, &call);
 }
 
-void mr_argmax_pass(Workspace *work, const Shape *shape, const Layer *layers,
-                    const LayerCache *caches, const Rows *rows, const bf16 *table,
-                    const int64_t *ids, float *x, int start, int stop, const Linear *head,
-                    const Screen *screen, const float *norm, const Noise *noise, float *logits,
-                    int64_t *tokens) {
-    int count = rows->count, vocab = shape->vocab;
-    if (ids)
-        mr_embed(table, ids, count, shape->hidden, 1.0f, x);
-    mr_layers(work, shape, layers, caches, NULL, rows, x, start, stop);
+// The tokens after rows that have passed the layers, as mr_argmax_pass tells them.
+static void argmax_of_rows(Workspace *work, int count, int vocab, float eps, const float *x,
+                           const Linear *head, const Screen *screen, const float *norm,
+                           const Noise *noise, float *logits, int64_t *tokens) {
     if (screen) {
-        screen_rows(work, head, screen, x, norm, shape->eps, count, vocab, logits);
+        screen_rows(work, head, screen, x, norm, eps, count, vocab, logits);
         for (int n = 0; n < count; n++)
             tokens[n] = screened_token(work, head, screen, n, logits + (size_t)n * head->outputs,
                                        vocab, noise ? &noise[n] : NULL);
         return;
     }
-    mr_linear(work, head, x, norm, shape->eps, count, logits, 0);
+    mr_linear(work, head, x, norm, eps, count, logits, 0);
     if (noise) {
         mr_noisy_argmax(logits, count, vocab, head->outputs, noise, tokens);
         return;
     }
     for (int n = 0; n < count; n++)
         tokens[n] = argmax_of(logits + (size_t)n * head->outputs, vocab);
+}
+
+void mr_argmax_pass(Workspace *work, const Shape *shape, const Layer *layers,
+                    const LayerCache *caches, const Rows *rows, const bf16 *table,
+                    const int64_t *ids, float *x, int start, int stop, const Linear *head,
+                    const Screen *screen, const float *norm, const Noise *noise, float *logits,
+                    int64_t *tokens) {
+    double begin = seconds_now();
+    if (ids)
+        mr_embed(table, ids, rows->count, shape->hidden, 1.0f, x);
+    mr_layers(work, shape, layers, caches, NULL, rows, x, start, stop);
+    double layers_done = seconds_now();
+    argmax_of_rows(work, rows->count, shape->vocab, shape->eps, x, head, screen, norm, noise,
+                   logits, tokens);
+    work->spent[SPENT_OWN] += layers_done - begin;
+    work->spent[SPENT_HEAD] += seconds_now() - layers_done;
 }
 
 void mr_head_top(Workspace *work, const Linear *head, const float *norm, float eps, const float *x,

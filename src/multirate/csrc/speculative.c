@@ -7,8 +7,6 @@
 #include "simd.h"
 #include "speculative.h"
 
-#include <time.h>
-
 // Who verifies: the model, or its narrow copy.
 typedef struct {
     const Layer *layers;
@@ -239,12 +237,6 @@ static int verification_rows(const SpeculativeStep *step, int length, int nodes,
     return levels;
 }
 
-static double seconds_now(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
 // Drafts into the steps; those whose stream drafts come first. Returns the layer that the rows
 // enter which verify them.
 static int draft(Workspace *work, const Part *parts, int count) {
@@ -274,8 +266,10 @@ static int draft(Workspace *work, const Part *parts, int count) {
         mr_layers(work, stream->shape, stream->layers, step->caches, NULL, &rows, step->hidden, 0,
                   start);
     }
+    double taken = seconds_now() - begin;
     for (int s = 0; s < count; s++)
-        parts[s].step->draft_seconds = seconds_now() - begin;
+        parts[s].step->draft_seconds = taken;
+    work->spent[SPENT_DRAFT] += taken;
     return start;
 }
 
@@ -324,8 +318,11 @@ static void run_rows(Workspace *work, const SpeculativeStep *step, const Target 
                      const Rows *rows, int start, Verified to) {
     const Stream *stream = step->stream;
     const Shape *shape = stream->shape;
+    double begin = seconds_now();
     layers_with_taps(work, shape, target->layers, step->caches, rows, to.hidden, start,
                      step->layers, stream->taps, stream->tap_count, to.features);
+    double layers_done = seconds_now();
+    work->spent[target->layers == stream->layers ? SPENT_OWN : SPENT_NARROW] += layers_done - begin;
     if (target->screen)
         screen_rows(work, target->head, target->screen, to.hidden, step->norm, shape->eps,
                     rows->count, shape->vocab, to.logits);
@@ -334,7 +331,10 @@ static void run_rows(Workspace *work, const SpeculativeStep *step, const Target 
     if (target->exact)
         refine_rows(work, target->exact, to.hidden, step->norm, shape->eps, shape->hidden,
                     rows->count, shape->vocab, target->head->outputs, to.logits);
+    double head_done = seconds_now();
+    work->spent[SPENT_HEAD] += head_done - layers_done;
     carry_features(work, step, rows->count, to);
+    work->spent[SPENT_DRAFT] += seconds_now() - head_done;
 }
 
 // The target on the rows that verify step->drafted nodes, from layer `start` on.
@@ -362,12 +362,22 @@ static void note_pending(SpeculativeStep *step, const Doubtful *rows_seen, int l
     }
 }
 
+static double all_spent(const Workspace *work) {
+    double sum = 0.0;
+    for (int kind = 0; kind < SPENT_KINDS; kind++)
+        sum += work->spent[kind];
+    return sum;
+}
+
 // What the logits of run_target emit; the accepted path, from node 0 on, goes to path. Returns how
 // many tokens, or -1 where they are drawn and the logits are not finite.
 static int emit(Workspace *work, SpeculativeStep *step, const Target *target, const Verified *rows,
                 Doubtful *doubtful, int length, int32_t *path) {
     int64_t tokens[MAX_NODES + 1];
+    double begin = seconds_now(), before = all_spent(work);
     int count = accepted_path(work, step, target, rows, doubtful, tokens, path);
+    // without the passes of rows that ran again
+    work->spent[SPENT_HEAD] += seconds_now() - begin - (all_spent(work) - before);
     if (count > 0)
         mr_speculative_accept(step, length, path, tokens, count);
     if (count > 0 && doubtful)
@@ -487,11 +497,13 @@ int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int node
         mr_embed(stream->table, step->tokens, nodes, d, 1.0f, step->hidden + d);
     }
     run_target(work, step, &target, &table, start);
+    double begin = seconds_now();
     if (k && target.screen)
         screened_best(work, step->head, step->screen, nodes + 1, step->scratch,
                       stream->shape->vocab, k, best);
     else if (k)
         mr_best(work, step->scratch, nodes + 1, stream->shape->vocab, step->head->outputs, k, best);
+    work->spent[SPENT_DRAFT] += seconds_now() - begin; // what drafts are made of
     Verified rows = all_rows(step);
     return emit(work, step, &target, &rows, NULL, length, path);
 }

@@ -2,6 +2,18 @@
 
 #include "attention.h"
 
+#include <time.h>
+
+double seconds_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+void mr_spent(const Workspace *work, double *to) {
+    memcpy(to, work->spent, sizeof work->spent);
+}
+
 void *grown(void *old, size_t *have, size_t want) {
     if (*have >= want)
         return old;

@@ -40,6 +40,7 @@ struct Workspace {
     _Alignas(64) atomic_uint barrier_count;
     atomic_uint barrier_phase;
     _Alignas(64) int threads;
+    double spent[SPENT_KINDS]; // as mr_spent has it
     // Shared by the threads of a call; grown on demand, never shrunk.
     float *qkv, *low, *neurons, *beside;
     element *heads, *activation, *low_in;
@@ -55,6 +56,8 @@ struct Workspace {
     size_t verified_size;
     ThreadScratch own[MAX_THREADS];
 };
+
+double seconds_now(void);
 
 // `old` if it has room for `want` bytes, else zeroed memory in its place.
 void *grown(void *old, size_t *have, size_t want);

@@ -223,6 +223,7 @@ class Drafter(ABC):
         Told before `draft`.
     in_stages: whether a fused step of the generation under way is several of its own, which decide
         by themselves what to draft (methods/common/stages.py).
+    drafting_seconds: as `Step.drafting_seconds`, of its fused steps.
     prompt_decoder: as `Step.prompt_decoder`.
     leaves_exact: whether the K/V that its fused steps leave are those of a prefill by what reads
         the prompts.
@@ -244,6 +245,7 @@ class Drafter(ABC):
     worth: np.ndarray | None = None
     ahead: bool = False
     in_stages: bool = False
+    drafting_seconds: float = 0.0
     prompt_decoder: Decoder | None = None
     leaves_exact: bool = True
     refused: float | None = None

@@ -13,6 +13,7 @@ from multirate.decoding.session import Session
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.model.decoder import Decoder
+from multirate.model.time_split import TimeSplit
 
 AfterStep = Callable[[Session, Step], None]
 
@@ -43,6 +44,7 @@ def generate(
     step.begin(session, resumed=session.stats.resumed > 0)
     if session.active:
         _read_prompts(session, step)
+    spent = decoder.spent() if step.tells_split else None
     while session.active:
         session.stats.target_passes += 1
         session.stats.sequence_steps += len(session.active)
@@ -51,6 +53,8 @@ def generate(
         if after_step is not None:
             after_step(session, step)
     step.finish(session)
+    if spent is not None and (now := decoder.spent()) is not None:
+        session.stats.split = now - spent + TimeSplit(draft=step.drafting_seconds)
     return session.output()
 
 

@@ -10,6 +10,8 @@ from multirate.model.rows import Rows
 class PlainStep(Step):
     """Each active sequence's last token through all layers; the next token from its logits."""
 
+    tells_split = True
+
     def run(self, session: Session) -> None:
         cache, sampler, decoder = session.cache, session.sampler, session.decoder
         seqs = session.active

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from multirate.model.time_split import TimeSplit
+
 FinishReason = Literal["eos", "stop_string", "length", "context"]
 OnTokens = Callable[[int, list[int]], None]  # (sequence, newly emitted tokens), for streaming
 
@@ -30,6 +32,7 @@ class DecodeStats:
     threshold above it the text is the same. −inf: none was; None: unknown.
     resumed: prompt tokens that were not read again (see prefix_cache.py).
     seconds: wall-clock of the whole call; prefill_seconds: the part of it up to the first tokens.
+    split: of the others; None: the decoder does not tell.
     """
 
     tokens: int = 0
@@ -47,6 +50,7 @@ class DecodeStats:
     exits: dict[int, int] = field(default_factory=dict)
     doubted: int = 0
     refused: float | None = None
+    split: TimeSplit | None = None
 
     def count_exits(self, layers: int, tokens: int) -> None:
         """`tokens` tokens were emitted after `layers` layers."""

@@ -4,6 +4,7 @@ method.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -43,6 +44,8 @@ class SpeculativeStep(Step):
     watch: told of every step what became of the draft; None: nobody is.
     """
 
+    tells_split = True
+
     def __init__(self, drafter: Drafter, acceptance: Acceptance | None = None) -> None:
         self.drafter = drafter
         self.acceptance: Acceptance = acceptance or Exact()
@@ -77,6 +80,7 @@ class SpeculativeStep(Step):
         if self._controller is not None:
             self._controller.pause()
         self.drafter.ends = session.stops.ends
+        self.drafting_seconds = self.drafter.drafting_seconds = 0.0
         begin = self.drafter.resume if resumed else self.drafter.begin
         begin(session.cache, session.sampler)
 
@@ -98,6 +102,7 @@ class SpeculativeStep(Step):
         self.drafter.prefill(seqs, prompts, hidden, taps)
 
     def finish(self, session: Session) -> None:
+        self.drafting_seconds += self.drafter.drafting_seconds
         session.stats.refused = self.drafter.refused
 
     def costs(self, decoder: Decoder) -> CostModel | None:
@@ -141,11 +146,13 @@ class SpeculativeStep(Step):
             for b in seqs:
                 session.note_narrow(b, cache.lengths[b])
         last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
+        begin = time.perf_counter()
         drafts = self.drafter.draft(seqs, last_tokens, limits, session.sampler)
         drafts = [
             draft.cut(limit, self.drafter.max_nodes)
             for draft, limit in zip(drafts, limits, strict=True)
         ]
+        self.drafting_seconds += time.perf_counter() - begin
         whole = self._verify_whole(session, seqs, last_tokens, drafts)
         found = self._verify(session, seqs, last_tokens, drafts) if whole is None else [whole]
         for b, draft, verified, bonus in found:
@@ -165,7 +172,9 @@ class SpeculativeStep(Step):
             else:
                 cache.commit(b, kept)
             if stops.reasons[b] is None:
+                begin = time.perf_counter()
                 self.drafter.accept(b, verified)
+                self.drafting_seconds += time.perf_counter() - begin
 
     def _count(self, seq: int, emitted: int, levels: int, nodes: int) -> None:
         if self._controller is not None and seq in self._matched:

@@ -38,6 +38,8 @@ class Step(ABC):
         distribution when sampling.
     repeats_text: whether a seed's sampled text is that of plain decoding with this seed.
     in_stages: of a step of drafts, as `Drafter.in_stages`.
+    drafting_seconds: what drafts of the generation under way have taken outside of the decoder.
+    tells_split: whether `DecodeStats.split` is known: its passes are ones that a decoder times.
     prompt_decoder: what reads the prompts; None: the session's decoder. Their K/V are then no
         other step's, nor are those that the prefix cache keeps for this one.
     """
@@ -48,6 +50,8 @@ class Step(ABC):
     repeats_text: bool = True
     in_stages: bool = False
     prompt_decoder: Decoder | None = None
+    drafting_seconds: float = 0.0
+    tells_split: bool = False
 
     @property
     def lossless_when_greedy(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from multirate.model.kv_cache import KVCache
 from multirate.model.noise import Noise, noisy_argmax
 from multirate.model.rows import Rows
+from multirate.model.time_split import TimeSplit
 
 
 class NotPlain(str):
@@ -181,6 +182,10 @@ class Decoder(ABC):
         logits = self.logits(hidden)
         chosen = argmax_rows(logits) if noise is None else self.noisy_argmax(logits, noise)
         return hidden, chosen
+
+    def spent(self) -> TimeSplit | None:
+        """What its calls have spent so far, prompts' passes apart; None: it does not tell."""
+        return None
 
     def verify_draft(
         self,

@@ -7,6 +7,7 @@ weights verify.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -126,6 +127,7 @@ class StagedDrafter(WrappedDrafter):
         """A step that the narrow copy verifies."""
         assert self._ahead is not None
         narrow, controller = self._ahead
+        begin = time.perf_counter()
         text, last = self._sampler.tokens[seq], self._sampler.tokens[seq][-1]
         self.worth = controller.thresholds()[1]
         (matched,) = self.matched([seq])
@@ -135,6 +137,7 @@ class StagedDrafter(WrappedDrafter):
         draft = draft.cut(most, self.max_nodes)
         draft.check()
         tokens = [last, *draft.tokens]
+        drafted = time.perf_counter()
         done = narrow.run(
             self._cache,
             seq,
@@ -145,11 +148,13 @@ class StagedDrafter(WrappedDrafter):
             draft.hidden,
             self.start,
         )
+        verified = time.perf_counter()
         text += done.tokens
         self._cache.commit(seq, len(done.path))
         levels = max(draft.depths)
         controller.emitted(len(done.tokens), levels, len(draft.tokens), matched)
         self.accept(seq, Verified(done.path, tokens, done.hidden, top=done.best))
+        self.drafting_seconds += drafted - begin + time.perf_counter() - verified
         return [FusedStep(done.tokens, len(draft.tokens), levels)]
 
     def _verify(self, seq: int, ahead: Sequence[int]) -> FusedStep:

@@ -46,6 +46,7 @@ from multirate.model.native.packing import (
 from multirate.model.native.plain import unknown_part
 from multirate.model.noise import NOT_FINITE, Noise
 from multirate.model.rows import Rows
+from multirate.model.time_split import TimeSplit
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SPARE_BYTES = 64 << 20  # the largest K/V memory kept for the next generation
@@ -464,6 +465,9 @@ class NativeDecoder(Decoder):
             table=self.table.data_ptr(),
             **fields,
         )
+
+    def spent(self) -> TimeSplit:
+        return self.workspace.spent()
 
     def verify_draft(
         self,

@@ -21,11 +21,13 @@ import subprocess
 import tempfile
 import threading
 import weakref
+from dataclasses import fields
 from pathlib import Path
 
 from multirate.errors import UserError, say_once
 from multirate.io import cache_folder, replace_file
 from multirate.model.native import abi
+from multirate.model.time_split import TimeSplit
 
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wno-psabi")
 
@@ -271,6 +273,16 @@ class Workspace:
     def set_threads(self, threads: int) -> None:
         """From the next call on."""
         self._library.mr_workspace_set_threads(self.address, threads)
+
+    def spent(self) -> TimeSplit:
+        """What its calls have spent so far."""
+        seconds = abi.ffi.new("double[]", abi.constant("SPENT_KINDS"))
+        self._library.mr_spent(self.address, seconds)
+        kinds = {
+            field.name: seconds[abi.constant(f"SPENT_{field.name.upper()}")]
+            for field in fields(TimeSplit)
+        }
+        return TimeSplit(**kinds)
 
     def after_fork(self) -> None:
         """In a forked process: begins anew."""

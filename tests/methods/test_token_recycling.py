@@ -63,7 +63,7 @@ def test_greedy_is_generate(settings: dict[str, Any], batch: int, penalty: float
 def test_an_end_inside_a_draft_ends_the_text() -> None:
     model, decoder = tiny()
     text = [*PROMPTS[0], *reference(model, PROMPTS[0], 40)]
-    made = drafter(decoder)
+    made = drafter(decoder, prompt_tokens=40)
     inside = 0
     for begin in range(20, 40, 2):
         first, end = text[begin], text[begin + 1]  # the end is the first token that is drafted
@@ -88,7 +88,7 @@ def test_the_matrix_holds_what_the_target_said() -> None:
     rows, too.
     """
     model, decoder = tiny()
-    made = drafter(decoder, k=3)
+    made = drafter(decoder, k=3, prompt_tokens=64)
     told: list[int] = []  # of the last draft
     hears = made.accept
 
@@ -177,7 +177,7 @@ def test_settings_refuse() -> None:
         ({"nodes": 0}, "'nodes' is 0; accepted: from 1 to 63"),
         (
             {"width": 4},
-            "no setting 'width'; accepted: lookup, lookup_least, lookup_tokens, texts, k, tree",
+            "no setting 'width'; accepted: staged, lookup, lookup_least, lookup_tokens, texts, k, tree",
         ),
     ):
         with pytest.raises(UserError, match=message):

@@ -32,6 +32,7 @@ class TokenRecyclingDrafter(Drafter):
         self.tree = static_tree(config.tree or STATIC_TREE, self.top)
         self._grown_nodes = 0 if config.tree else config.nodes  # of a draft, at most
         self.max_nodes = max(len(self.tree), self._grown_nodes)
+        self._prompt_tokens = config.prompt_tokens
         self._successors: dict[int, list[int]] = {}
         self.rates = RankRates(self.top)
         self._sampler: Sampler | None = None
@@ -54,8 +55,9 @@ class TokenRecyclingDrafter(Drafter):
         hidden_final: Sequence[Tensor],
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
-        """What the target would have said after each token of the prompts."""
-        for prompt, hidden in zip(prompts, hidden_final, strict=True):
+        """What the target would have said after each of the prompts' newest tokens."""
+        for prompt, read in zip(prompts, hidden_final, strict=True):
+            hidden = read[max(len(read) - self._prompt_tokens, 0) :]
             tokens = prompt[len(prompt) - len(hidden) :]
             for begin in range(0, len(tokens), _PROMPT_ROWS):
                 part = slice(begin, begin + _PROMPT_ROWS)

@@ -276,19 +276,16 @@ class Workspace:
 
     def spent(self) -> TimeSplit:
         """What its calls have spent so far."""
-        seconds = abi.ffi.new("double[]", abi.constant("SPENT_KINDS"))
+        seconds = abi.ffi.new("double[]", len(_SPENT))
         self._library.mr_spent(self.address, seconds)
-        kinds = {
-            field.name: seconds[abi.constant(f"SPENT_{field.name.upper()}")]
-            for field in fields(TimeSplit)
-        }
-        return TimeSplit(**kinds)
+        return TimeSplit(**{kind: seconds[place] for kind, place in _SPENT.items()})
 
     def after_fork(self) -> None:
         """In a forked process: begins anew."""
         self._library.mr_workspace_after_fork(self.address)
 
 
+_SPENT = {field.name: abi.constant(f"SPENT_{field.name.upper()}") for field in fields(TimeSplit)}
 _workspaces: weakref.WeakSet[Workspace] = weakref.WeakSet()
 _loaded: list[abi.CData] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -25,6 +26,15 @@ def test_the_tiny_model_is_tiny() -> None:
     assert folder is not None
     sizes = [path.stat().st_size for path in folder.parent.rglob("*") if path.is_file()]
     assert sum(sizes) <= TINY_BYTES
+
+
+def test_the_draft_model_has_the_vocabulary_that_it_drafts_for() -> None:
+    """And is much smaller than what it drafts for."""
+    folder = NAMED["smollm2-draft"].folder
+    assert folder is not None
+    config = json.loads((folder / "config.json").read_text())
+    assert config["vocab_size"] == 49_152
+    assert (folder / "model.safetensors").stat().st_size < 16_000_000
 
 
 @pytest.mark.parametrize("name", ["m2r2", "m2r2-carry", "kangaroo"])

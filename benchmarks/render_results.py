@@ -105,9 +105,8 @@ def method_table(model: str, data: dict[str, Any]) -> str:
         if name.endswith(OWN) and name.removesuffix(OWN) in rows:
             continue
         own = rows.get(name + OWN)
-        in_stages = own is not None
-        unstaged = row if own is None else own
         runs = [row] if own is None else [row, own]
+        steps = runs[-1]["tokens_per_step"]
         same = f"{sum(run['identical'] for run in runs)} of {len(runs) * data['prompts']}"
         if not row["lossless"]:
             same += ", its own arithmetic"
@@ -119,10 +118,8 @@ def method_table(model: str, data: dict[str, Any]) -> str:
                 display_name(model, name),
                 f"{row['tokens_per_second']:.0f}",
                 _times(row["speedup"]),
-                _times(unstaged["speedup"]) if in_stages else "–",
-                "–"
-                if unstaged["tokens_per_step"] is None
-                else f"{unstaged['tokens_per_step']:.2f}",
+                "–" if own is None else _times(own["speedup"]),
+                "–" if steps is None else f"{steps:.2f}",
                 same,
             )
         )

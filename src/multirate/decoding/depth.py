@@ -36,11 +36,14 @@ class DepthPolicy(ABC):  # noqa: B024 - a policy overrides `leave` or `schedule`
     lossless: whether the output is the base model's all the same. Leaving early never is, unless
         the policy knows that the layers left out change nothing.
     adapters: what changes layers for the accelerated rows, where there are any.
+    checks_waiting: whether the policy is shown the last layer's logits of the tokens that left and
+        whose deeper layers ran later (`final_logits`), which takes the LM head for each of them.
     """
 
     exits: tuple[int, ...] = ()
     lossless: bool = False
     adapters: Mapping[int, LayerAdapter] | None = None
+    checks_waiting: bool = False
 
     def begin(self, session: Session) -> None:  # noqa: B027 - optional
         """A generation begins; forget the one before."""
@@ -52,6 +55,13 @@ class DepthPolicy(ABC):  # noqa: B024 - a policy overrides `leave` or `schedule`
         self, layers: int, hidden: Tensor, seqs: Sequence[int]
     ) -> None:
         """The tokens of `seqs` are done after `layers` layers, with residuals hidden [n, d]."""
+
+    def final_logits(  # noqa: B027 - optional
+        self, logits: Sequence[Tensor], seqs: Sequence[int]
+    ) -> None:
+        """With `checks_waiting`: logits [m, V] of each of `seqs`, whose last token has run all
+        layers, and with it m − 1 tokens that had waited, the oldest first.
+        """
 
     def schedule(self, session: Session, seqs: Sequence[int]) -> Sequence[LayerRange] | None:
         """The layers that all rows of this step run, as rising ranges; None: rows leave at `exits`.

@@ -43,15 +43,29 @@ class FreeDecodeConfig(DepthDecodeConfig):
     """Settings.
 
     threshold: the least top-1 probability with which a token leaves, from 0 to 1; null: none does.
+    adaptive: the paper's adaptive threshold: between texts it moves to where what the exit says is
+    what the last layer says with at least this posterior probability, above 0 and below 1 (the
+    paper: 0.4); `threshold` is the first one. null: it stays.
     kv: what later tokens read of the layers that a token skipped: deferred (the paper's: computed
     in parallel with the next token that goes deep) or propagate (from the residual it left with).
     weights: of a reduced head on the native kernel: int8 or bf16. [ours]
     """
 
     threshold: float | None = 0.9
+    adaptive: float | None = None
     kv: Literal["propagate", "deferred"] = "deferred"
     weights: ExitWeights = "int8"
 
     def check(self) -> None:
         super().check()
         self.require_share("threshold")
+        self.require(
+            self.adaptive is None or 0 < self.adaptive < 1,
+            "adaptive",
+            "null or a number above 0 and below 1",
+        )
+        self.require(
+            self.adaptive is None or (self.threshold is not None and self.kv == "deferred"),
+            "adaptive",
+            "null, or a threshold and kv=deferred beside it",
+        )

@@ -725,7 +725,7 @@ def test_a_margin_without_products_of_bytes_is_said_and_lossless(
     with pytest.warns(Notice, match="margin=0.5.*all drafts are verified with the model's own"):
         drafter = M2R2Drafter(decoder, carry(), M2R2DecodeConfig(margin=0.5))
     assert drafter.lossless
-    with pytest.raises(UserError, match=r"margin=-1 is out of range; accepted: 0 or above"):
+    with pytest.raises(UserError, match=r"'margin' is -1; accepted: 0 or above"):
         M2R2DecodeConfig(margin=-1)
 
 

@@ -33,6 +33,8 @@ class CalmDecodeConfig(DepthDecodeConfig):
     weights: of a reduced head on the native kernel: int8 or bf16. [ours]
     """
 
+    METHOD: ClassVar[str] = "calm"
+
     threshold: float | None = 0.9
     decay: float = 4.0
     expected_tokens: int = 0
@@ -81,6 +83,8 @@ class CalmClassifierDecodeConfig(CalmDecodeConfig):
     confidence: the classifier's, or one of those without training, over the accelerator's reduced
     head where it has one.
     """
+
+    METHOD: ClassVar[str] = "calm-classifier"
 
     threshold: float | None = 0.5
     confidence: Confidence = "classifier"

@@ -92,13 +92,18 @@ class MethodConfig:
         """Range checks of the subclass."""
 
     @classmethod
+    def owner(cls) -> str:
+        """Whose settings these are, as errors say it."""
+        return cls.METHOD or cls.__name__
+
+    @classmethod
     def names(cls) -> list[str]:
         """The fields' names."""
         return [f.name for f in fields(cls)]
 
     def refuse(self, field: str, value: Any, accepted: str) -> None:
         raise UserError(
-            f"{type(self).__name__} field '{field}' is {reprlib.repr(value)}; accepted: {accepted}."
+            f"{self.owner()}: '{field}' is {reprlib.repr(value)}; accepted: {accepted}."
         )
 
     def require(self, condition: bool, field: str, accepted: str) -> None:
@@ -137,15 +142,15 @@ class MethodConfig:
     def from_json(cls: type[C], data: Any) -> C:
         """Read what ``to_json`` wrote. Unknown, missing or invalid fields raise UserError."""
         if not isinstance(data, dict):
-            raise UserError(f"{cls.__name__} must be a JSON object, got {type(data).__name__}.")
+            raise UserError(f"{cls.owner()} must be a JSON object, got {type(data).__name__}.")
         known = cls.names()
         for name in data:
             if name not in known:
                 raise UserError(
-                    f"{cls.__name__} has no field {reprlib.repr(name)} (value "
+                    f"{cls.owner()} has no field {reprlib.repr(name)} (value "
                     f"{reprlib.repr(data[name])}); accepted fields: {', '.join(known)}."
                 )
         try:
             return cls(**data)
         except TypeError as error:
-            raise UserError(f"{cls.__name__} is incomplete: {error}.") from None
+            raise UserError(f"{cls.owner()} is incomplete: {error}.") from None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from multirate.errors import UserError
-from multirate.methods.common.config import DraftWeights, MethodConfig, PromptWeights
+from multirate.methods.common.config import DraftWeights, PromptWeights
 from multirate.methods.common.lookup import LookupName, check_texts
+from multirate.methods.common.staged_config import StagedConfig
 from multirate.model.rows import MAX_TREE_BIT
 
 TUNABLE = {"nodes": (7, 11, 16), "depth": (4, 8), "width": (1, 2)}
@@ -18,7 +18,7 @@ MAX_CANDIDATES = 17  # of a node: the kernel's arrays end there
 
 
 @dataclass(frozen=True)
-class StreamDecodeConfig(MethodConfig):
+class StreamDecodeConfig(StagedConfig):
     """How drafts grow.
 
     depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified
@@ -46,11 +46,6 @@ class StreamDecodeConfig(MethodConfig):
     prompt no others are read before the first draft. None: all. [ours]
     weights: of what only drafts on the native kernel: int4 (a third of the memory read, other
     drafts, the same text), int8 (half of it) or bf16. [ours]
-    staged: drafts are first verified with a narrow copy of the model's weights, and up to so many
-    tokens of it at once by the model's own: lossless, and faster where the copy is read in much
-    less time (stages.py). Decoding of one sequence by argmax, with or without temperature, on the
-    native kernel, where the processor multiplies bytes; the copy is made after 300 tokens.
-    0: never. [ours]
     margin: dynamic mode (lossy): drafts are verified with a narrow copy of the model's weights,
     and a token whose two likeliest candidates' logits are less than this apart is decided by the
     model's own; None: all are. Greedy decoding of one sequence on the native kernel, where the
@@ -73,44 +68,28 @@ class StreamDecodeConfig(MethodConfig):
     weights: DraftWeights = "int4"
     margin: float | None = None
     prompt_weights: PromptWeights = "own"
-    staged: int = 11
 
     def check(self) -> None:
+        super().check()
         for name, low, high in self.ranges():
             value = getattr(self, name)
-            if not isinstance(value, str) and not low <= value <= high:
-                raise UserError(
-                    f"{self.METHOD} setting {name}={value} is out of range; "
-                    f"accepted: {low} to {high}"
-                )
-        if not self.sharpness > 0:
-            raise UserError(
-                f"{self.METHOD} setting sharpness={self.sharpness} is out of range; "
-                "accepted: above 0"
-            )
+            self.require(isinstance(value, str) or low <= value <= high, name, f"{low} to {high}")
+        self.require(self.sharpness > 0, "sharpness", "above 0")
         check_texts(self, self.texts, bool(self.lookup))
-        if self.margin is not None and not self.margin >= 0:
-            raise UserError(
-                f"{self.METHOD} setting margin={self.margin} is out of range; accepted: 0 or above "
-                "(logits), or None"
-            )
+        self.require(
+            self.margin is None or self.margin >= 0, "margin", "0 or above (logits), or null"
+        )
         self.require(
             self.prompt_weights == "own" or self.margin is not None,
             "prompt_weights",
             "own, or narrow with a margin beside it",
         )
-        if self.window is not None and not 1 <= self.window <= MAX_WINDOW:
-            raise UserError(
-                f"{self.METHOD} setting window={self.window} is out of range; accepted: 1 to "
-                f"{MAX_WINDOW}, or None"
-            )
-        for name in ("draft_threshold", "verify_threshold"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise UserError(
-                    f"{self.METHOD} setting {name}={value} is out of range; "
-                    "accepted: 0 to 1, or None"
-                )
+        self.require(
+            self.window is None or 1 <= self.window <= MAX_WINDOW,
+            "window",
+            f"1 to {MAX_WINDOW}, or null",
+        )
+        self.require_share("draft_threshold", "verify_threshold")
 
     def ranges(self) -> list[tuple[str, int, int]]:
         """Whole numbers: their names, least and greatest values."""
@@ -119,6 +98,5 @@ class StreamDecodeConfig(MethodConfig):
             ("width", 1, 16),
             ("nodes", 1, MAX_TREE_BIT),
             ("lookup", 0, 64),
-            ("staged", 0, MAX_TREE_BIT),
             ("sampled_candidates", 1, MAX_CANDIDATES),
         ]

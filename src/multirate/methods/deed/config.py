@@ -44,6 +44,8 @@ class DeedDecodeConfig(DepthDecodeConfig):
     weights: of a reduced head on the native kernel: int8 or bf16. [ours]
     """
 
+    METHOD: ClassVar[str] = "deed"
+
     threshold: float | None = 0.9
     kv: Literal["propagate", "deferred"] = "deferred"
     weights: ExitWeights = "int8"

@@ -51,6 +51,8 @@ class FreeDecodeConfig(DepthDecodeConfig):
     weights: of a reduced head on the native kernel: int8 or bf16. [ours]
     """
 
+    METHOD: ClassVar[str] = "free"
+
     threshold: float | None = 0.9
     adaptive: float | None = None
     kv: Literal["propagate", "deferred"] = "deferred"

@@ -55,6 +55,8 @@ class HydraDecodeConfig(AcceptanceConfig, JoinedConfig):
     head on the native kernel. The others: AcceptanceConfig, JoinedConfig.
     """
 
+    METHOD: ClassVar[str] = "hydra"
+
     nodes: int = 11
     width: int = 2
     depth: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from multirate.methods.common.config import MethodConfig, PromptWeights
 
@@ -16,6 +17,8 @@ class Int8WeightsConfig(MethodConfig):
     prompt_weights: what reads prompts: own, or narrow, the copy, which takes less time and changes
     some tokens. [ours]
     """
+
+    METHOD: ClassVar[str] = "int8_weights"
 
     margin: float = 0.0
     prompt_weights: PromptWeights = "own"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from multirate.errors import UserError
 from multirate.methods.common.staged_config import StagedConfig
@@ -20,6 +21,8 @@ class LayerSkipConfig(StagedConfig):
     adaptive: instead of `confidence`, stop where another token does not pay for its measured time;
     without stages. The others: StagedConfig.
     """
+
+    METHOD: ClassVar[str] = "layerskip"
 
     exit_layer: int = 0
     tokens: int = 6

@@ -66,6 +66,8 @@ class LiteDecodeConfig(DepthDecodeConfig):
     weights: of a reduced head on the native kernel: int8 or bf16. [ours]
     """
 
+    METHOD: ClassVar[str] = "lite"
+
     thresholds: tuple[float | None, ...] | None = None
     kv: Literal["propagate", "deferred"] = "propagate"
     weights: ExitWeights = "int8"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from multirate.decoding.drafter import MAX_TREE_NODES
 from multirate.methods.common.staged_config import StagedConfig
@@ -14,6 +15,8 @@ class LookaheadConfig(StagedConfig):
     guesses: n-grams verified at once (G). A pass has (ngram − 1) · (window + guesses) rows more
     than a plain one. The others: StagedConfig.
     """
+
+    METHOD: ClassVar[str] = "lookahead"
 
     ngram: int = 3
     window: int = 4

@@ -50,4 +50,6 @@ class M2R2DecodeConfig(StreamDecodeConfig):
 class CarryDecodeConfig(M2R2DecodeConfig):
     """As M2R2DecodeConfig, joined to the text by its suffix automaton."""
 
+    METHOD: ClassVar[str] = "m2r2-carry"
+
     lookup: int | LookupName = "sam"

@@ -48,6 +48,8 @@ class MedusaDecodeConfig(AcceptanceConfig, JoinedConfig):
     JoinedConfig.
     """
 
+    METHOD: ClassVar[str] = "medusa"
+
     widths: tuple[int, ...] | None = None
 
     def check(self) -> None:

@@ -58,6 +58,8 @@ class MixtureOfDepthsDecodeConfig(DepthDecodeConfig):
     leaves it out is at least this, from 0 to 1; null: it runs every block.
     """
 
+    METHOD: ClassVar[str] = "mixture_of_depths"
+
     threshold: float | None = 0.5
 
     def check(self) -> None:

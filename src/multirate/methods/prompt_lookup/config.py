@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from multirate.methods.common.staged_config import StagedConfig
 
@@ -12,6 +13,8 @@ class PromptLookupConfig(StagedConfig):
     """max_ngram: longest n-gram looked up (shorter ones are tried next). tokens: length of a draft.
     The others: StagedConfig.
     """
+
+    METHOD: ClassVar[str] = "prompt_lookup"
 
     max_ngram: int = 3
     tokens: int = 10

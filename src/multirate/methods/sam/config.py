@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from multirate.methods.common.staged_config import StagedConfig
 
@@ -16,6 +17,8 @@ class SAMConfig(StagedConfig):
     `per_match` of drafts that the narrow copy verifies, where a row costs more. [ours] The others:
     StagedConfig.
     """
+
+    METHOD: ClassVar[str] = "sam"
 
     tokens: int = 10
     least: int = 1

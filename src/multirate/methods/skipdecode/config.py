@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from multirate.decoding.depth import LayerRange
 from multirate.methods.common.model_weights import DepthDecodeConfig
@@ -21,6 +22,8 @@ class SkipDecodeConfig(DepthDecodeConfig):
     expected_tokens: the expected length, in new tokens; 0: the most that a sequence of the batch
     may have.
     """
+
+    METHOD: ClassVar[str] = "skipdecode"
 
     max_share: float = 1.0
     min_share: float = 0.8

@@ -58,6 +58,8 @@ class SpecEEDecodeConfig(DepthDecodeConfig):
     weights: of a reduced head on the native kernel: int8 or bf16. [ours]
     """
 
+    METHOD: ClassVar[str] = "specee"
+
     threshold: float | None = 0.5
     hot: int = 4
     kv: Literal["propagate", "deferred"] = "propagate"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from multirate.decoding.drafter import MAX_TREE_NODES
 from multirate.methods.common.joined_drafter import JoinedConfig
@@ -18,6 +19,8 @@ class TokenRecyclingConfig(JoinedConfig):
     `tree`, at most. prompt_tokens: newest tokens of a prompt whose successors are remembered before
     the first draft, each for the time of a row of the head. The others: JoinedConfig.
     """
+
+    METHOD: ClassVar[str] = "token_recycling"
 
     k: int = 8
     tree: tuple[int, ...] | None = None

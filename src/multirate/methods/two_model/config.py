@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from multirate.methods.common.joined_drafter import JoinedConfig
 
@@ -13,6 +14,8 @@ class TwoModelConfig(JoinedConfig):
     confidence: a draft ends with the first token whose probability is lower (the token itself is
     still verified); 0: never. The others: JoinedConfig.
     """
+
+    METHOD: ClassVar[str] = "two_model"
 
     draft: str | None = None
     tokens: int = 4

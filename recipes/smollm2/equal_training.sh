@@ -34,6 +34,14 @@ for method in ${METHODS:-kangaroo medusa hydra eagle eagle3 m2r2-carry}; do
     folders+=(-a "$method=$OUT/$method")
     train_equally "$method" "$OUT/$method" 300 20 "${options[@]}"
 done
+rows=autoregressive
+for method in kangaroo medusa hydra eagle eagle3 m2r2-carry; do
+    for lookup in 0 sam; do
+        # only M2R2 is joined unless it is told otherwise
+        row=$method:lookup=$lookup
+        [ "$row" = "$method:lookup=0" ] && [ "$method" != m2r2-carry ] && row=$method
+        rows+=,$row,$row:staged=0
+    done
+done
 multirate bench "$MODEL" "${folders[@]}" --no-tuned --suite mt_bench --data "$QUESTIONS" --limit 8 \
-    -n 128 --repeats 1 --json "$OUT/equal_training.json" --methods \
-    autoregressive,kangaroo,kangaroo:lookup=sam,medusa,medusa:lookup=sam,hydra,hydra:lookup=sam,eagle,eagle:lookup=sam,eagle3,eagle3:lookup=sam,m2r2-carry:lookup=0,m2r2-carry:lookup=sam
+    -n 128 --repeats 1 --json "$OUT/equal_training.json" --methods "$rows"

@@ -21,17 +21,20 @@ from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import Engine, attach
 from multirate.errors import UserError
+from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.common.teacher import Teacher
 from multirate.methods.medusa.config import MedusaConfig, MedusaDecodeConfig
 from multirate.methods.medusa.decode import MedusaDrafter
 from multirate.methods.medusa.modules import MedusaHeads
+from multirate.methods.medusa.runner import MedusaRunner, NativeMedusaRunner
 from multirate.methods.medusa.train import MedusaObjective
 from multirate.methods.spec import find
 from multirate.model.load import load_decoder
 from multirate.training.checkpoint import Accelerator
 
 from . import heads as every
+from .test_kangaroo import native_base
 from .tiny import base, ids
 
 PROMPTS = every.PROMPTS
@@ -120,6 +123,43 @@ def test_on_the_native_decoder() -> None:
     every.check_native("medusa")
 
 
+@pytest.mark.parametrize(("weights", "error"), [("bf16", 0.03), ("int8", 0.1)])
+@pytest.mark.parametrize("draft_vocab", [40, None])
+def test_packed_heads_are_the_heads(
+    weights: DraftWeights, error: float, draft_vocab: int | None
+) -> None:
+    decoder, shape = native_base()
+    heads = MedusaHeads(MedusaConfig.for_base(shape, draft_vocab=draft_vocab), shape)
+    every.disturb(heads, 0.05)
+    heads.requires_grad_(False)
+    packed = NativeMedusaRunner.where_supported(decoder, heads, weights)
+    plain = MedusaRunner(decoder, heads)
+    assert isinstance(packed, NativeMedusaRunner)
+    x, found = decoder.norm(torch.randn(5, 128)), []
+    for runner in (packed, plain):
+        for count in (1, 3):
+            students = runner.students(x, count)
+            found.append((students, *runner.top(students, 4)))
+    for (ours, _, probs), (theirs, _, wanted) in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=error, rtol=0.02)
+        torch.testing.assert_close(torch.tensor(probs), torch.tensor(wanted), atol=error, rtol=0.02)
+    said = {token for _, tokens, _ in found for row in tokens for token in row}
+    assert (max(said) < 40) == (draft_vocab == 40)
+
+
+def test_a_reduced_head_drafts_its_own_tokens_alone() -> None:
+    model, decoder = tiny()
+    heads = heads_for(model, draft_vocab=7)
+    assert heads.draft_tokens is not None
+    heads.draft_tokens.copy_(torch.arange(0, 13, 2))
+    made = MedusaDrafter(decoder, heads, MedusaDecodeConfig())
+    step, drafted = SpeculativeStep(made), set[int]()
+    step.watch = lambda b, draft, nodes: drafted.update(draft.tokens)
+    out = generate(decoder, step, PROMPTS, stop=StopSettings(max_new_tokens=24))
+    assert out.sequences == [reference(model, prompt, 24) for prompt in PROMPTS]
+    assert len(drafted) > 3 and not any(token % 2 for token in drafted)
+
+
 def engine_with_heads() -> tuple[Any, Engine]:
     model, _ = tiny()
     heads = heads_for(model)
@@ -167,6 +207,8 @@ def test_refusals() -> None:
         ({"heads": 1}, "'widths' is .*at most `heads`"),
         ({"widths": [9, 9]}, "'widths' is .*at most 63 nodes"),
         ({"width": 2}, "no field 'width'"),
+        ({"draft_vocab": 1}, "'draft_vocab' is 1; accepted: null or at least 2"),
+        ({"draft_vocab": 9999}, "'draft_vocab' is 9999; accepted: at most the base model's"),
     ):
         with pytest.raises(UserError, match=message):
             MedusaConfig.for_base(BaseShape.of(model.config), **options)

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 from multirate.decoding.drafter import MAX_TREE_NODES
 from multirate.methods.common.acceptance_config import AcceptanceConfig
-from multirate.methods.common.config import MethodConfig
+from multirate.methods.common.config import DraftWeights, MethodConfig
 from multirate.methods.common.joined_drafter import JoinedConfig
+from multirate.methods.common.reduced_head import default_draft_vocab
 from multirate.methods.common.shape import BaseShape
 
 _ACCEPTED = f"a list of at most `heads` whole numbers of at least 1, at most {MAX_TREE_NODES} nodes"
@@ -23,34 +24,42 @@ def nodes_of(widths: tuple[int, ...]) -> int:
 @dataclass(frozen=True)
 class MedusaConfig(MethodConfig):
     """heads: K; head k drafts the token k places after the next. widths: children at depth 1, 2,
-    …
+    … draft_vocab: size of the draft head (the most frequent tokens of the training data); null: the
+    whole vocabulary. [ours]
     """
 
     METHOD: ClassVar[str] = "medusa"
 
     heads: int = 3
     widths: tuple[int, ...] = (3, 2, 1)
+    draft_vocab: int | None = None
 
     def check(self) -> None:
         self.require(1 <= self.heads <= 16, "heads", "a whole number from 1 to 16")
         fits = 1 <= len(self.widths) <= self.heads and min(self.widths) >= 1
         self.require(fits and nodes_of(self.widths) <= MAX_TREE_NODES, "widths", _ACCEPTED)
+        self.require_draft_vocab()
 
     @staticmethod
     def for_base(base: BaseShape, **options: Any) -> MedusaConfig:
-        """The defaults fit every base."""
-        return MedusaConfig.from_json(options)
+        """The defaults for a base model, with `options` replacing them."""
+        config = MedusaConfig.from_json(
+            {"draft_vocab": default_draft_vocab(base.vocab_size)} | options
+        )
+        config.require_draft_vocab(base.vocab_size)
+        return config
 
 
 @dataclass(frozen=True)
 class MedusaDecodeConfig(AcceptanceConfig, JoinedConfig):
-    """widths: overrides the accelerator's own; null keeps them. The others: AcceptanceConfig,
-    JoinedConfig.
+    """widths: overrides the accelerator's own; null keeps them. weights: of the heads and the draft
+    head on the native kernel. [ours] The others: AcceptanceConfig, JoinedConfig.
     """
 
     METHOD: ClassVar[str] = "medusa"
 
     widths: tuple[int, ...] | None = None
+    weights: DraftWeights = "int8"
 
     def check(self) -> None:
         super().check()

@@ -12,9 +12,10 @@ from torch import Tensor
 from multirate.decoding.drafter import Draft, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
-from multirate.methods.common.heads_drafter import HeadsDrafter, likeliest
+from multirate.methods.common.heads_drafter import HeadsDrafter
 from multirate.methods.medusa.config import MedusaDecodeConfig, nodes_of
 from multirate.methods.medusa.modules import MedusaHeads
+from multirate.methods.medusa.runner import NativeMedusaRunner
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 
@@ -26,7 +27,9 @@ class MedusaDrafter(HeadsDrafter):
 
     def __init__(self, decoder: Decoder, heads: MedusaHeads, config: MedusaDecodeConfig) -> None:
         super().__init__(decoder, config)
-        self.heads = heads.to(self.row.dtype)
+        self._runner = NativeMedusaRunner.where_supported(
+            decoder, heads.to(self.row.dtype), config.weights
+        )
         self.widths = config.widths or heads.config.widths
         if len(self.widths) > heads.config.heads:
             raise UserError(
@@ -64,7 +67,7 @@ class MedusaDrafter(HeadsDrafter):
         students = self._students(torch.cat([self._last[b] for b in seqs]))
         places = [(b, ahead) for ahead in range(len(self.widths)) for b in seqs]
         noise = self.noise(sampler, places)
-        best, _ = likeliest(self.decoder, students, max(self.widths), noise)
+        best, _ = self._runner.top(students, max(self.widths), noise)
         return [self._tree(best[i :: len(seqs)]) for i in range(len(seqs))]
 
     def accept(self, seq: int, verified: Verified) -> None:
@@ -72,12 +75,12 @@ class MedusaDrafter(HeadsDrafter):
 
     def trial_step(self) -> Callable[[], object]:
         """All heads at once: dearer than one more depth, as it is paid whole from the first."""
-        return lambda: likeliest(self.decoder, self._students(self.row), max(self.widths))
+        return lambda: self._runner.top(self._students(self.row), max(self.widths))
 
     @torch.no_grad()
     def _students(self, hidden: Tensor) -> Tensor:
         """h_L [n, d] → what each head says of each row, head after head: [K · n, d], normed."""
-        return self.heads(self.decoder.norm(hidden), len(self.widths)).flatten(0, 1)
+        return self._runner.students(self.decoder.norm(hidden), len(self.widths))
 
     def _tree(self, best: Sequence[Sequence[int]]) -> Draft:
         tokens: list[int] = []

@@ -1,5 +1,5 @@
 """Medusa's heads [Cai et al. 2024, Medusa-1]: student_k = x + SiLU(W_k x), read by the base's
-frozen LM head.
+frozen LM head, or by its rows of fewer tokens.
 
 x is the base's final residual after its final norm. W_k starts at zero: an untrained head repeats
 the base's next token.
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from multirate.methods.common.layers import zero_linear
+from multirate.methods.common.reduced_head import first_tokens
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.medusa.config import MedusaConfig
 
@@ -19,11 +20,15 @@ from multirate.methods.medusa.config import MedusaConfig
 class MedusaHeads(nn.Module):
     """See the module's docstring."""
 
+    draft_tokens: Tensor | None
+    """[draft_vocab] int64 ids of the reduced draft head's rows, increasing; None: the full head."""
+
     def __init__(self, config: MedusaConfig, base: BaseShape) -> None:
         super().__init__()
         self.config = config
         size = base.hidden_size
         self.heads = nn.ModuleList(zero_linear(size, size) for _ in range(config.heads))
+        self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
 
     def student(self, k: int, x: Tensor) -> Tensor:
         """x [..., d], normed → what head k, from 1, says: [..., d], normed."""

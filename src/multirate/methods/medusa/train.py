@@ -16,6 +16,10 @@ class MedusaObjective(HeadsObjective):
         super().__init__(teacher, heads.config.heads, step_decay)
         self.heads = heads
 
+    @property
+    def draft_tokens(self) -> Tensor | None:
+        return self.heads.draft_tokens
+
     def students(self, teacher: Teacher, slow: SlowPass, before: RowsBefore) -> list[Tensor]:
         normed = slow.normed.float()
         return [self.heads.student(k, before(normed, k)) for k in range(1, self.count + 1)]

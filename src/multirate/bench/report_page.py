@@ -51,8 +51,12 @@ def render(content: Mapping[str, Any]) -> str:
         heads=HEADS,
         rows=[_cells(content, row) for row in rows],
         figures=figures(content),
-        categories=_categories(content),
-        methods=[row["method"] for row in rows],
+        kinds=_kinds(content),
+        by_kind=[
+            (row["method"], [_shade(row, kind, rate) for kind, rate in _kinds(content).items()])
+            for row in rows
+            if row.get("categories")
+        ],
         accelerators=_accelerators(content),
         notes=_notes(content),
         facts=_facts(content),
@@ -133,15 +137,13 @@ def _lead(content: Mapping[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
-def _categories(content: Mapping[str, Any]) -> list[tuple[str, list[Shade]]]:
-    """Speedup of every row in every category; empty where there are less than two."""
+def _kinds(content: Mapping[str, Any]) -> Mapping[str, float]:
+    """The baseline's tokens/s in every category of the suite; empty where there are less than
+    two.
+    """
     reference = next((r for r in content["rows"] if r["method"] == content["baseline"]), None)
-    known = {} if reference is None else reference.get("categories") or {}
-    if len(known) < 2:
-        return []
-    return [
-        (name, [_shade(row, name, rate) for row in content["rows"]]) for name, rate in known.items()
-    ]
+    known: dict[str, float] = {} if reference is None else reference.get("categories") or {}
+    return known if len(known) > 1 else {}
 
 
 def _shade(row: Mapping[str, Any], category: str, rate: float) -> Shade:

@@ -67,21 +67,25 @@ def two_model(decoder: NativeDecoder, **settings: Any) -> Any:
 
 
 JOINED = {"lookup": "sam", "lookup_least": 2}
+DIRECT = {"direct_match": 2}
+"""Matches of the tests' short texts are short."""
 DRAFTERS: dict[str, Callable[..., Any]] = {
     "m2r2-carry": lambda decoder, **more: m2r2(decoder, lookup="sam", **more),
     "m2r2-carry by fixed thresholds": lambda decoder, **more: m2r2(decoder, **EAGER, **more),
     "m2r2-carry at gate 2": lambda decoder, **more: m2r2(decoder, 2, lookup=4, **more),
     "m2r2": lambda decoder, **more: m2r2(decoder, 1, "m2r2", **EAGER, **more),
-    "a window of three": lambda decoder, **more: m2r2(decoder, window=3, lookup=3, **more),
-    "eagle": lambda decoder, **more: trained(decoder, lookup="sam", **more),
+    "a window of three": lambda decoder, **more: m2r2(
+        decoder, window=3, lookup=3, **DIRECT, **more
+    ),
+    "eagle": lambda decoder, **more: trained(decoder, lookup="sam", **(DIRECT | more)),
     "eagle3": lambda decoder, **more: trained(decoder, "eagle3", **EAGER, **more),
     "sam": lambda decoder, **more: untrained(decoder, "sam", **more),
-    "prompt_lookup": lambda decoder, **more: untrained(decoder, "prompt_lookup", **more),
+    "prompt_lookup": lambda decoder, **more: untrained(decoder, "prompt_lookup", **DIRECT, **more),
 }
 NOT_FUSED: dict[str, Callable[..., Any]] = {
     "token_recycling": lambda decoder, **more: untrained(decoder, "token_recycling", **more),
     "token_recycling, joined": lambda decoder, **more: untrained(
-        decoder, "token_recycling", **JOINED, **more
+        decoder, "token_recycling", **JOINED, **DIRECT, **more
     ),
     "layerskip": lambda decoder, **more: untrained(decoder, "layerskip", confidence=0.0, **more),
     "lookahead": lambda decoder, **more: untrained(decoder, "lookahead", **more),
@@ -199,6 +203,56 @@ def test_a_conversation_goes_on_in_the_kept_cache(decoder: NativeDecoder, name: 
         assert drafter.in_stages and (out.stats.resumed > 0) == (turn > 0)
         assert out.sequences == plain(decoder, prompt, stop=STOP).sequences
         prompt = [*prompt, *out.sequences[0], 5, 6]
+
+
+@pytest.mark.parametrize("direct", [3, 0])
+@pytest.mark.parametrize("name", ["m2r2-carry", "eagle", "sam"])
+def test_what_follows_a_long_match_goes_to_the_models_own_weights_at_once(
+    decoder: NativeDecoder, name: str, direct: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step of the narrow copy begins there, of those of one call neither; and the text is what
+    followed the match. 0: every token of a pass is one that the narrow copy has emitted.
+    """
+    run_ahead, settle = FusedSteps.run_ahead, FusedSteps.settle
+    ahead, copied = list[int](), 0
+
+    def text_of(steps: FusedSteps) -> list[int]:
+        text = steps._step.text
+        return [text.tokens[i] for i in range(text.count)]
+
+    def matched(tokens: list[int], most: int = 1) -> tuple[list[int], int]:
+        return SuffixAutomaton(8).look_up(tokens, most)
+
+    def is_long(tokens: list[int]) -> bool:
+        return bool(direct) and matched(tokens)[1] >= direct
+
+    def ran(steps: FusedSteps, growth: Any, following: Any) -> Any:
+        text = text_of(steps)
+        assert not is_long(text)
+        done = run_ahead(steps, growth, following)
+        for step in done:
+            ahead.extend(step.tokens)
+        for step in done[:-1]:
+            text += step.tokens
+            assert not is_long(text)
+        return done
+
+    def settled(steps: FusedSteps, tokens: Any) -> Any:
+        nonlocal copied
+        text, straight = text_of(steps), list(tokens[len(ahead) :])
+        if straight:
+            assert is_long(text) and matched(text, len(straight))[0] == straight
+            copied += 1
+        ahead.clear()
+        return settle(steps, tokens)
+
+    monkeypatch.setattr(FusedSteps, "run_ahead", ran)
+    monkeypatch.setattr(FusedSteps, "settle", settled)
+    drafter = DRAFTERS[name](decoder, direct_match=direct)
+    for prompt in (*PROMPTS, PROMPTS[0] * 4):
+        out = in_stages(decoder, drafter, prompt, stop=STOP)
+        assert out.sequences == plain(decoder, prompt, stop=STOP).sequences
+    assert (copied > 0) == (direct > 0)
 
 
 def test_the_copy_is_made_when_it_pays(

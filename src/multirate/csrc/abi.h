@@ -295,6 +295,7 @@ typedef struct {
 } SpeculativeStep;
 
 #define MAX_STEPS 32 // of one call
+#define STEPS_END -2 // of Steps.by_match
 
 // One of several steps of a call, as SpeculativeStep has them.
 typedef struct {
@@ -306,7 +307,8 @@ typedef struct {
 // others as the text's match says.
 typedef struct {
     const int32_t *by_match; // [matches as they are told] how many tokens of the text's
-                             // continuation are the draft; -1: the stream drafts
+                             // continuation are the draft; -1: the stream drafts; STEPS_END: the
+                             // steps end before
     int32_t tokens;          // the steps end when they have emitted so many …
     const int64_t *ends;     // [end_count] … or one of these
     int32_t end_count;

@@ -12,15 +12,19 @@ static int among(const int64_t *tokens, int count, const int64_t *wanted, int wa
 }
 
 // What the next step drafts with, by what the text has after the tokens it ends in.
-static void choose_draft(const SpeculativeStep *step, const Steps *steps, int left,
-                         DraftLimits *limits) {
+// Returns 0 where the steps end instead.
+static int choose_draft(const SpeculativeStep *step, const Steps *steps, int left,
+                        DraftLimits *limits) {
     int64_t next;
     int longest = limits->ngram.longest,
         matched = longest ? mr_look_up(&step->text, 0, longest, 1, &next) : 0,
         copied = steps->by_match[matched], deepest = copied < 0 ? steps->deepest : copied;
+    if (copied == STEPS_END)
+        return 0;
     limits->stream = copied < 0;
     limits->depth = steps->depth < left ? steps->depth : left;
     limits->deepest = deepest < left ? deepest : left;
+    return 1;
 }
 
 int mr_speculative_run(Workspace *work, SpeculativeStep *step, int length, int entering,
@@ -56,8 +60,8 @@ int mr_speculative_run(Workspace *work, SpeculativeStep *step, int length, int e
         if (all >= steps->tokens || steps->count == MAX_STEPS || entering > steps->most ||
             among(steps->emitted + all - emitted, emitted, steps->ends, steps->end_count))
             break;
-        choose_draft(step, steps, steps->limit - all, &those);
-        if (those.stream && !steps->streams)
+        if (!choose_draft(step, steps, steps->limit - all, &those) ||
+            (those.stream && !steps->streams))
             break;
         if (!further++) { // the first one's draft stays as it is
             told = *step;

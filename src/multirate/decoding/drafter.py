@@ -330,6 +330,12 @@ class Drafter(ABC):
         """
         return [0] * len(seqs)
 
+    def continuation(self, seq: int, most: int) -> tuple[list[int], int]:
+        """Of drafts that continue the text: so many tokens at most that sequence `seq` had after
+        those it ends in, and how many of these matched; 0: none, or not in this text.
+        """
+        return [], 0
+
     def fused_steps(
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
     ) -> list[list[FusedStep]] | None:

@@ -59,14 +59,19 @@ class Growth:
     stream: bool = True
 
 
+ENDS: int = abi.constant("STEPS_END")
+"""Of `Following.by_match`."""
+
+
 @dataclass(frozen=True)
 class Following:
     """Steps that follow one in the same kernel call, without being asked for.
 
     by_match: int32, for each length of the text's match as it is told: how many tokens of its
-    continuation are the draft; −1: the stream drafts. tokens: steps follow until so many have been
-    emitted, the first step's included, or one of `ends`. limit: tokens that may be emitted, less
-    the one after a draft. depth, deepest: as Growth's, of the stream's drafts.
+    continuation are the draft; −1: the stream drafts; ENDS: the steps end before. tokens: steps
+    follow until so many have been emitted, the first step's included, or one of `ends`. limit:
+    tokens that may be emitted, less the one after a draft. depth, deepest: as Growth's, of the
+    stream's drafts.
     """
 
     by_match: np.ndarray

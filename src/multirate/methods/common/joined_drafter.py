@@ -14,7 +14,7 @@ from multirate.decoding.drafter import Draft, Drafter, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
 from multirate.methods.common.lookup import Lookup, LookupName, check_texts
-from multirate.methods.common.staged_config import StagedConfig
+from multirate.methods.common.staged_config import StagedTextConfig
 from multirate.methods.common.staged_drafter import in_stages
 from multirate.methods.common.wrapped_drafter import WrappedDrafter
 from multirate.model.decoder import Decoder
@@ -22,12 +22,12 @@ from multirate.model.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
-class JoinedConfig(StagedConfig):
+class JoinedConfig(StagedTextConfig):
     """lookup: by what the end of the text is looked up; null: it is not. lookup_least: the shortest
     match that is drafted from; lookup_least_ahead: of drafts that a narrow copy verifies.
     lookup_tokens: of such a draft, at most. texts: a file of other texts (`multirate texts`) in
     which it is looked up, too; a model's name: those that the package has of it. The others:
-    StagedConfig.
+    StagedTextConfig.
     """
 
     lookup: LookupName | None = None
@@ -47,7 +47,7 @@ class JoinedConfig(StagedConfig):
         """
         if self.lookup is not None:
             drafter = JoinedDrafter(drafter, self, decoder)
-        return in_stages(drafter, decoder, self.staged if stages else 0)
+        return in_stages(drafter, decoder, self.staged if stages else 0, self.direct_match)
 
 
 class JoinedDrafter(WrappedDrafter):
@@ -115,6 +115,12 @@ class JoinedDrafter(WrappedDrafter):
         assert self._sampler is not None
         told = [self._texts[b].look_up(self._sampler.tokens[b], 1)[1] for b in seqs]
         return [n if self._drafts(n) else 0 for n in told]
+
+    def continuation(self, seq: int, most: int) -> tuple[list[int], int]:
+        """See Drafter."""
+        assert self._sampler is not None
+        tokens, matched = self._texts[seq].look_up(self._sampler.tokens[seq], most)
+        return tokens, 0 if self._lookup.in_given(matched) else matched
 
     def settle(self, seq: int, verified: Verified) -> None:
         if len(verified.path) < len(verified.tokens):

@@ -28,26 +28,28 @@ from multirate.model.noise import Noise
 _MEASURING_SECONDS = 0.1
 
 
-def in_stages(drafter: Drafter, decoder: Decoder, tokens: int) -> Drafter:
+def in_stages(drafter: Drafter, decoder: Decoder, tokens: int, direct_match: int = 0) -> Drafter:
     """`drafter` with steps in stages of up to so many tokens, where `decoder` can have a narrow
-    copy; 0: itself.
+    copy; 0: itself. direct_match: as StagedTextConfig's.
     """
     if tokens and narrow_weights(decoder) and drafter.max_nodes <= MAX_NODES:
-        return StagedDrafter(drafter, decoder, tokens)
+        return StagedDrafter(drafter, decoder, tokens, direct_match)
     return drafter
 
 
 class StagedDrafter(WrappedDrafter):
     """Verifies `drafter`'s drafts with the narrow copy, and its tokens with the model's own
-    weights. tokens: of a pass of these, at most.
+    weights. tokens: of a pass of these, at most. direct_match: as StagedTextConfig's.
 
     How far to draft is decided by what drafts bring ahead and NARROW_COSTS, but for the time that
     drafting takes, which is measured. What the text drafts (JoinedDrafter) is taken as it is.
     """
 
-    def __init__(self, drafter: Drafter, decoder: NativeDecoder, tokens: int) -> None:
+    def __init__(
+        self, drafter: Drafter, decoder: NativeDecoder, tokens: int, direct_match: int = 0
+    ) -> None:
         super().__init__(drafter)
-        self._decoder, self._stages = decoder, Stages(decoder, tokens)
+        self._decoder, self._stages = decoder, Stages(decoder, tokens, direct_match)
         self._ahead: tuple[DraftVerification, DraftLengthController] | None = None
         # the tokens that the last step began with and what became of them, until the next one
         self._settled: Verified | None = None
@@ -111,7 +113,8 @@ class StagedDrafter(WrappedDrafter):
 
         self.ahead = self.drafter.ahead = True
         try:
-            step = self._stages.run(limit, partial(self._run_ahead, seq), settle, self.ends)
+            run, follow = partial(self._run_ahead, seq), partial(self.continuation, seq)
+            step = self._stages.run(limit, run, settle, self.ends, follow)
         finally:
             self.ahead = self.drafter.ahead = False
             self._cut(seq, known, committed)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from multirate.methods.common.config import DraftWeights, PromptWeights
 from multirate.methods.common.lookup import LookupName, check_texts
-from multirate.methods.common.staged_config import StagedConfig
+from multirate.methods.common.staged_config import StagedTextConfig
 from multirate.model.rows import MAX_TREE_BIT
 
 TUNABLE = {"nodes": (7, 11, 16), "depth": (4, 8), "width": (1, 2)}
@@ -18,7 +18,7 @@ MAX_CANDIDATES = 17  # of a node: the kernel's arrays end there
 
 
 @dataclass(frozen=True)
-class StreamDecodeConfig(StagedConfig):
+class StreamDecodeConfig(StagedTextConfig):
     """How drafts grow.
 
     depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified

@@ -28,6 +28,7 @@ from multirate.methods.common.draft_grower import DraftGrower, GrowingDraft, Tru
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.draft_tree import DraftTree
 from multirate.methods.common.fused_steps import (
+    ENDS,
     Following,
     FusedSequences,
     FusedSteps,
@@ -99,7 +100,9 @@ class StreamDrafter(Drafter):
         if self._margin is not None and config.prompt_weights == "narrow":
             assert isinstance(decoder, NativeDecoder)
             self.prompt_decoder = decoder.in_8_bits()
-        self._stages = Stages(decoder, config.staged if fuses and self.lossless else 0)
+        self._stages = Stages(
+            decoder, config.staged if fuses and self.lossless else 0, config.direct_match
+        )
         self.max_nodes = config.nodes
         if trusting is not None:
             most = min(_MOST_NODES, config.nodes + trusting.nodes)
@@ -429,7 +432,8 @@ class StreamDrafter(Drafter):
         if self.in_stages:
             (seq,), (limit,) = seqs, limits
             run = partial(self._run_on, seq)
-            settled = self._stages.run(limit, run, fused[seq].settle, self.ends)
+            follow = partial(self._continuation, seq) if self._lookup.longest else None
+            settled = self._stages.run(limit, run, fused[seq].settle, self.ends, follow)
             self._note_read(seq, len(settled.tokens))
             return [[settled]]
         if self._margin is not None and self._sampler.plain:
@@ -479,13 +483,24 @@ class StreamDrafter(Drafter):
     def _by_match(self, seq: int) -> np.ndarray:
         """As Following's."""
         known = self._estimates(seq)
-        if known.controller is None:
-            return np.full(self._lookup.told + 1, -1, np.int32)
         known.told_steps += 1
         if known.by_match is None or known.told_steps % _CHOSEN_AGAIN == 0:
-            chosen = known.controller.by_match(self.config.nodes, self.rests)
+            chosen = [-1] * (self._lookup.told + 1)
+            if known.controller is not None:
+                chosen = known.controller.by_match(self.config.nodes, self.rests)
+            if self.in_stages:
+                own = range(self._lookup.longest + 1)
+                chosen[: len(own)] = (
+                    ENDS if self._stages.is_direct(matched) else chosen[matched] for matched in own
+                )
             known.by_match = np.array(chosen, np.int32)
         return known.by_match
+
+    def _continuation(self, seq: int, most: int) -> tuple[list[int], int]:
+        """As `Stages.run` is told of it."""
+        assert self._fused is not None
+        tokens, matched = self._fused[seq].look_up(most)
+        return tokens, 0 if self._lookup.in_given(matched) else matched
 
     def _alike(self, seqs: Sequence[int]) -> list[list[int]]:
         """The places of sequences that go by the same estimates, together."""

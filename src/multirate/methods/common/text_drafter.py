@@ -11,6 +11,7 @@ from multirate.decoding.drafter import Draft, Drafter, FusedStep
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
 from multirate.methods.common.fused_steps import (
+    ENDS,
     Following,
     FusedSequences,
     FusedSteps,
@@ -42,6 +43,7 @@ class TextDrafter(Drafter):
         tokens: int,
         length: Callable[[int, bool], int] | None = None,
         staged: int = 0,
+        direct_match: int = 0,
     ) -> None:
         self.max_nodes = tokens
         self.longest = lookup.told
@@ -53,10 +55,14 @@ class TextDrafter(Drafter):
             and decoder.supports_fused
             and FusedSteps.can_draft(tokens)
         )
-        self._stages = Stages(decoder, staged if fuses else 0)
+        self._stages = Stages(decoder, staged if fuses else 0, direct_match)
         # of steps in stages: how much is copied after a match of so many tokens
         self._by_match = np.array(
-            [min(tokens, self._wanted(n, True)) for n in range(lookup.told + 1)], np.int32
+            [
+                ENDS if self._is_direct(n) else min(tokens, self._wanted(n, True))
+                for n in range(lookup.told + 1)
+            ],
+            np.int32,
         )
         if fuses and isinstance(decoder, NativeDecoder):
             self._stream = decoder.stream()
@@ -129,9 +135,20 @@ class TextDrafter(Drafter):
         if self.in_stages:
             (steps,), (limit,) = every, limits
             run = partial(self._run_on, steps)
-            return [[self._stages.run(limit, run, steps.settle, self.ends)]]
+            settled = self._stages.run(
+                limit, run, steps.settle, self.ends, partial(self._continuation, steps)
+            )
+            return [[settled]]
         growths = [self._growth(one, limit) for one, limit in zip(every, limits, strict=True)]
         return [[step] for step in run_together(every, growths)]
+
+    def _is_direct(self, matched: int) -> bool:
+        return not self._lookup.in_given(matched) and self._stages.is_direct(matched)
+
+    def _continuation(self, steps: FusedSteps, most: int) -> tuple[list[int], int]:
+        """As `Stages.run` is told of it."""
+        tokens, matched = steps.look_up(most)
+        return tokens, 0 if self._lookup.in_given(matched) else matched
 
     def _run_on(self, steps: FusedSteps, limit: int) -> list[FusedStep]:
         """Steps that the narrow copy verifies."""

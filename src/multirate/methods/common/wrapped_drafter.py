@@ -68,6 +68,9 @@ class WrappedDrafter(Drafter):
     def matched(self, seqs: Sequence[int]) -> list[int]:
         return self.drafter.matched(seqs)
 
+    def continuation(self, seq: int, most: int) -> tuple[list[int], int]:
+        return self.drafter.continuation(seq, most)
+
     def accept(self, seq: int, verified: Verified) -> None:
         self.drafter.accept(seq, verified)
 

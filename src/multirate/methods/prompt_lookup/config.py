@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from multirate.methods.common.staged_config import StagedConfig
+from multirate.methods.common.staged_config import StagedTextConfig
 
 
 @dataclass(frozen=True)
-class PromptLookupConfig(StagedConfig):
+class PromptLookupConfig(StagedTextConfig):
     """max_ngram: longest n-gram looked up (shorter ones are tried next). tokens: length of a draft.
-    The others: StagedConfig.
+    The others: StagedTextConfig.
     """
 
     METHOD: ClassVar[str] = "prompt_lookup"
 
     max_ngram: int = 3
     tokens: int = 10
+    direct_match: int = 3
 
     def check(self) -> None:
         super().check()

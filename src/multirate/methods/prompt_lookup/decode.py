@@ -16,4 +16,10 @@ class PromptLookupDrafter(TextDrafter):
     """
 
     def __init__(self, decoder: Decoder, config: PromptLookupConfig) -> None:
-        super().__init__(decoder, Lookup(config.max_ngram), config.tokens, staged=config.staged)
+        super().__init__(
+            decoder,
+            Lookup(config.max_ngram),
+            config.tokens,
+            staged=config.staged,
+            direct_match=config.direct_match,
+        )

@@ -6,16 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from multirate.methods.common.staged_config import StagedConfig
+from multirate.methods.common.staged_config import StagedTextConfig
 
 
 @dataclass(frozen=True)
-class SAMConfig(StagedConfig):
+class SAMConfig(StagedTextConfig):
     """tokens: longest draft. least: shortest match that is drafted from. per_match: tokens drafted
     for each matched one. texts: a file of other texts (`multirate texts`) in which the end of the
     text is looked up, too; a model's name: those that the package has of it. per_match_ahead:
     `per_match` of drafts that the narrow copy verifies, where a row costs more. [ours] The others:
-    StagedConfig.
+    StagedTextConfig.
     """
 
     METHOD: ClassVar[str] = "sam"

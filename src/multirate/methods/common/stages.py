@@ -28,10 +28,9 @@ _PAYS = 300
 class Stages:
     """Whether a drafter's steps are in stages, and how they go.
 
-    direct_match: as StagedTextConfig's.
     tokens: of a pass of the model's own weights, at most; 0: steps are never in stages. They are in
     generations of one sequence whose tokens are chosen by argmax, of logits or of logits and noise,
-    on the native kernel, where the processor multiplies bytes.
+    on the native kernel, where the processor multiplies bytes. direct_match: as StagedTextConfig's.
     """
 
     def __init__(self, decoder: Decoder, tokens: int, direct_match: int = 0) -> None:

@@ -14,9 +14,9 @@ SPEC = register(
         settings=SAMConfig,
         tunable={
             "tokens": (7, 10, 16),
-            "per_match": (2.0, 4.0, 8.0),
+            "per_match": (2.0, 4.0),
             "per_match_ahead": (1.0, 2.0),
-            "least": (1, 2),
+            "direct_match": (4, 8, 0),
         },
         drafter=lambda decoder, module, settings: SAMDrafter(decoder, settings),
     )

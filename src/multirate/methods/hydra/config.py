@@ -62,7 +62,7 @@ class HydraDecodeConfig(AcceptanceConfig, JoinedConfig):
     depth: int | None = None
     draft_threshold: float = 0.15
     verify_threshold: float = 0.05
-    weights: DraftWeights = "int8"
+    weights: DraftWeights = "int4"
 
     def check(self) -> None:
         super().check()

@@ -59,7 +59,7 @@ class MedusaDecodeConfig(AcceptanceConfig, JoinedConfig):
     METHOD: ClassVar[str] = "medusa"
 
     widths: tuple[int, ...] | None = None
-    weights: DraftWeights = "int8"
+    weights: DraftWeights = "int4"
 
     def check(self) -> None:
         super().check()

@@ -41,7 +41,7 @@ def write(folder: Path, content: Mapping[str, Any]) -> Path:
 def render(content: Mapping[str, Any]) -> str:
     """The page of a run's JSON. UserError where something that draws it is not installed."""
     page.check_installed()
-    rows = content["rows"]
+    rows, kinds = content["rows"], _kinds(content)
     return page.render(
         "multirate.bench",
         TEMPLATE,
@@ -51,9 +51,9 @@ def render(content: Mapping[str, Any]) -> str:
         heads=HEADS,
         rows=[_cells(content, row) for row in rows],
         figures=figures(content),
-        kinds=_kinds(content),
+        kinds=kinds,
         by_kind=[
-            (row["method"], [_shade(row, kind, rate) for kind, rate in _kinds(content).items()])
+            (row["method"], [_shade(row, kind, rate) for kind, rate in kinds.items()])
             for row in rows
             if row.get("categories")
         ],

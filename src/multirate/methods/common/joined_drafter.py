@@ -120,7 +120,7 @@ class JoinedDrafter(WrappedDrafter):
         """See Drafter."""
         assert self._sampler is not None
         tokens, matched = self._texts[seq].look_up(self._sampler.tokens[seq], most)
-        return tokens, 0 if self._lookup.in_given(matched) else matched
+        return tokens, self._lookup.in_own(matched)
 
     def settle(self, seq: int, verified: Verified) -> None:
         if len(verified.path) < len(verified.tokens):

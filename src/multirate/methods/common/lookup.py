@@ -57,6 +57,10 @@ class Lookup:
         """
         return max(told - self.longest, 0)
 
+    def in_own(self, told: int) -> int:
+        """The same of a match in the text itself; 0: it is in given texts."""
+        return 0 if self.in_given(told) else told
+
     def source(self) -> TextSource:
         """For a new text."""
         own = SuffixAutomaton(self.longest) if self.automaton else TextIndex(self.longest)

@@ -500,7 +500,7 @@ class StreamDrafter(Drafter):
         """As `Stages.run` is told of it."""
         assert self._fused is not None
         tokens, matched = self._fused[seq].look_up(most)
-        return tokens, 0 if self._lookup.in_given(matched) else matched
+        return tokens, self._lookup.in_own(matched)
 
     def _alike(self, seqs: Sequence[int]) -> list[list[int]]:
         """The places of sequences that go by the same estimates, together."""

@@ -59,7 +59,9 @@ class TextDrafter(Drafter):
         # of steps in stages: how much is copied after a match of so many tokens
         self._by_match = np.array(
             [
-                ENDS if self._is_direct(n) else min(tokens, self._wanted(n, True))
+                ENDS
+                if self._stages.is_direct(lookup.in_own(n))
+                else min(tokens, self._wanted(n, True))
                 for n in range(lookup.told + 1)
             ],
             np.int32,
@@ -142,13 +144,10 @@ class TextDrafter(Drafter):
         growths = [self._growth(one, limit) for one, limit in zip(every, limits, strict=True)]
         return [[step] for step in run_together(every, growths)]
 
-    def _is_direct(self, matched: int) -> bool:
-        return not self._lookup.in_given(matched) and self._stages.is_direct(matched)
-
     def _continuation(self, steps: FusedSteps, most: int) -> tuple[list[int], int]:
         """As `Stages.run` is told of it."""
         tokens, matched = steps.look_up(most)
-        return tokens, 0 if self._lookup.in_given(matched) else matched
+        return tokens, self._lookup.in_own(matched)
 
     def _run_on(self, steps: FusedSteps, limit: int) -> list[FusedStep]:
         """Steps that the narrow copy verifies."""

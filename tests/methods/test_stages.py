@@ -151,7 +151,7 @@ def test_a_wrong_copy_costs_time_alone(
         check_invariants(session, step, atol=1e-3)
         fused = drafter._fused if name in DRAFTERS else ()
         steps = fused[0] if session.active and 0 in fused else None
-        if steps is not None and steps._automaton is not None:
+        if steps is not None and steps._text._automaton is not None:
             tokens, index = session.sampler.tokens[0], SuffixAutomaton(steps._longest)
             found, matched = index.look_up(tokens, 4)
             assert steps.look_up(4) == (found if matched else [], matched)

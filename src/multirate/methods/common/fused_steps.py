@@ -26,6 +26,7 @@ from multirate.decoding.given_texts import GivenTexts
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.methods.common.draft_head import DraftHead
+from multirate.methods.common.kernel_text import KernelText
 from multirate.methods.common.waiting_tokens import UnreadTokens
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
@@ -149,10 +150,6 @@ class FusedSteps:
         self._free = np.zeros(nodes)
         self._no_threshold = abi.doubles(self._free)
         self._limits, self._longest = limits, limits.ngram.longest
-        self._text = np.empty(0, np.int32)
-        self._automaton = abi.new("Automaton") if automaton else None
-        self._found = np.empty(nodes, np.int64)
-        self._found_at = abi.longs(self._found)
         self._step = abi.new(
             "SpeculativeStep",
             stream=stream,
@@ -174,24 +171,11 @@ class FusedSteps:
             draft_vocab=head.vocab if head else 0,
             layers=decoder.info.num_layers,
         )
-        self._text_at = abi.ffi.addressof(self._step, "text")
+        self._text = KernelText(self._step, nodes + 1, automaton, given)
         self._narrow: tuple[NarrowWeights, abi.CData] | None = None
         self._margin = margin
         if margin is not None:
             self._verify_narrowly(margin)
-        if self._automaton is not None:
-            self._step.text.automaton = self._automaton
-        if given is not None:
-            self._given = (
-                given,
-                abi.new(
-                    "GivenTexts",
-                    tokens=abi.ints(given.tokens),
-                    order=abi.ints(given.order),
-                    count=len(given.tokens),
-                ),
-            )
-            self._step.text.given = self._given[1]
 
     def _verify_narrowly(self, margin: float) -> None:
         weights = self._decoder.narrow()
@@ -256,7 +240,7 @@ class FusedSteps:
         text: all tokens so far, for drafts that look themselves up in it; None: these do not.
         """
         self._limits.ngram.longest = 0 if text is None else self._longest
-        self._set_text([] if text is None else text)
+        self._text.set([] if text is None else text)
         self._step.sequence = seq
         if self._narrow is not None:
             self._narrow[1].pending_count = 0
@@ -373,7 +357,7 @@ class FusedSteps:
         returns.
         """
         if not self._ahead:
-            self._begun = int(self._step.text.count), int(self._ids[self._entered - 1])
+            self._begun = len(self._text), int(self._ids[self._entered - 1])
 
     def settle(self, tokens: Sequence[int]) -> FusedStep:
         """The model's own weights verify the first tokens of the steps ahead in one pass, as the
@@ -385,7 +369,7 @@ class FusedSteps:
         self._wait_from_committed()
         self._grow_caches()
         length = self._read_caches()
-        step.text.count = known
+        self._text.cut(known)
         self._ids[0] = last
         self._tokens[:count] = tokens
         self._parents[:count] = np.arange(count)
@@ -404,9 +388,7 @@ class FusedSteps:
         )
         if emitted < 0:
             raise UserError(NOT_FINITE)
-        automaton = self._automaton
-        if automaton is not None and emitted <= count and automaton.count >= known + emitted:
-            self._library.mr_automaton_clear(automaton)  # it has taken in a refused token
+        self._text.forget_beyond(known + emitted - 1)  # the last one may not be that of the steps
         return self._ended(emitted)
 
     def _wait_from_committed(self) -> None:
@@ -550,10 +532,7 @@ class FusedSteps:
 
     def look_up(self, most: int) -> tuple[list[int], int]:
         """What the text had after the tokens it ends in, as `TextSource.look_up`."""
-        matched = self._library.mr_look_up(
-            self._text_at, 0, self._limits.ngram.longest, most, self._found_at
-        )
-        return (self._found[:most].tolist() if matched else []), matched
+        return self._text.look_up(self._limits.ngram.longest, most)
 
     def confidence(self) -> list[float]:
         """The stream's own probability of each node of the last draft; −1: not its node."""
@@ -612,18 +591,6 @@ class FusedSteps:
         count = self._step.drafted
         return self._tokens[:count].tolist(), self._parents[:count].tolist()
 
-    def _set_text(self, tokens: Sequence[int] | np.ndarray, room: int = 1024) -> None:
-        text = self._step.text
-        self._text = np.empty(len(tokens) + room + 2 * (self._nodes + 1), np.int32)
-        self._text[: len(tokens)] = tokens
-        text.tokens, text.count = (abi.ints(self._text) if len(tokens) else abi.NULL), len(tokens)
-        if self._automaton is not None and len(tokens):
-            # it takes the text in again: no more often than the text's room doubles
-            room = len(self._text)
-            self._memory = np.empty(self._library.mr_automaton_words(room), np.int32)
-            self._automaton.memory, self._automaton.room = abi.ints(self._memory), room
-            self._library.mr_automaton_clear(self._automaton)
-
     @property
     def _length(self) -> int:
         """Tokens with keys and values: the committed ones, and those of narrow steps since."""
@@ -640,8 +607,7 @@ class FusedSteps:
         """The step is told where the caches are; → the sequence's committed length."""
         cache, own, step = self._cache, self._own, self._step
         step.caches, step.capacity = cache.address, cache.capacity
-        if step.text.count + following + 2 * (self._nodes + 1) > len(self._text):
-            self._set_text(self._text[: step.text.count], room=len(self._text))
+        self._text.make_room(following)
         if own is not None:
             step.block_cache, step.block_capacity = own.address, own.capacity
         return self._length
@@ -731,46 +697,3 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
     )
     for one in behind:
         one._unread.clear()
-
-
-class FusedSequences:
-    """The fused steps of a generation's sequences. ``make`` gives those of one: called when it is
-    needed, and kept for later generations.
-    """
-
-    def __init__(self, make: Callable[[], FusedSteps]) -> None:
-        self._make = make
-        self._free: list[FusedSteps] = []
-        self._entered: dict[int, FusedSteps] = {}
-        self._begin: Callable[[FusedSteps], None] = lambda steps: None
-
-    @property
-    def any_of_them(self) -> FusedSteps:
-        """Those of no sequence yet."""
-        if not self._free:
-            self._free.append(self._make())
-        return self._free[-1]
-
-    def begin(self, begin: Callable[[FusedSteps], None]) -> None:
-        """A generation begins, and with `begin` the steps of each of its sequences."""
-        self._free += self._entered.values()
-        self._entered, self._begin = {}, begin
-
-    def start(self, seq: int) -> FusedSteps:
-        """Those of a sequence from now on, which enters them next."""
-        steps = self._free.pop() if self._free else self._make()
-        self._begin(steps)
-        self._entered[seq] = steps
-        return steps
-
-    def __contains__(self, seq: int) -> bool:
-        return seq in self._entered
-
-    def __getitem__(self, seq: int) -> FusedSteps:
-        """Those of a sequence that has been started."""
-        return self._entered[seq]
-
-    @property
-    def refused(self) -> float:
-        """The highest `FusedSteps.refused` of all."""
-        return max((steps.refused for steps in self._entered.values()), default=-np.inf)

@@ -27,10 +27,10 @@ from multirate.errors import say_once
 from multirate.methods.common.draft_grower import DraftGrower, GrowingDraft, Trusting, draws
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.draft_tree import DraftTree
+from multirate.methods.common.fused_sequences import FusedSequences
 from multirate.methods.common.fused_steps import (
     ENDS,
     Following,
-    FusedSequences,
     FusedSteps,
     Growth,
     run_together,

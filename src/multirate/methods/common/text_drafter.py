@@ -10,10 +10,10 @@ import numpy as np
 from multirate.decoding.drafter import Draft, Drafter, FusedStep
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
+from multirate.methods.common.fused_sequences import FusedSequences
 from multirate.methods.common.fused_steps import (
     ENDS,
     Following,
-    FusedSequences,
     FusedSteps,
     Growth,
     run_together,

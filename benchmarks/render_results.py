@@ -474,8 +474,7 @@ def dynamic_section() -> list[str]:
         "do not run into loops, which the full model would go on with, too:",
         frontier_table(run["frontier"]),
         f"Trained: {', '.join(trained)}. Those of {budget['tokens'] / 1e6:.1f}M tokens saw the "
-        f"same answers in the same 100 steps of 2,048 tokens at most, one core "
-        f"each{equal}.",
+        f"same answers in as many steps of 2,048 tokens at most, one core each{equal}.",
         "Reproduce with `bash recipes/smollm2/dynamic_rivals.sh DATA runs/dynamic`. All settings "
         "(*perplexity*: of the answers, under the full model; *repeats*: the share of the answers' "
         "tokens that only repeat what stands right before, for the third time or more):",

@@ -14,16 +14,15 @@ EQUAL=${EQUAL:-runs/equal} HERE=$(dirname "$0")
 [ -f "$EQUAL/heldout.jsonl" ] || bash "$HERE/equal_training.sh" "$DATA" "$EQUAL"
 mkdir -p "$OUT"
 folders=()
-for method in ${METHODS:-lite deed calm-classifier specee free mixture_of_depths m2r2-carry}; do
+for method in ${METHODS:-lite deed calm-classifier specee free mixture_of_depths}; do
     case $method in
         calm-classifier | mixture_of_depths) options=(--lr 0.001) ;;
-        m2r2-carry) options=("${M2R2_CARRY[@]}") ;;
         *) options=(--lr 0.001 --option draft_vocab=12288) ;;
     esac
-    name=$method
-    [ "$method" = m2r2-carry ] && name=m2r2-carry-equal
-    folders+=(-a "$name=$OUT/$method")
-    train_equally "$method" "$OUT/$method" 100 10 "${options[@]}"
+    folders+=(-a "$method=$OUT/$method")
+    train_equally "$method" "$OUT/$method" 300 20 "${options[@]}"
 done
+# as long on the same answers, by equal_training.sh
+folders+=(-a "m2r2-carry-equal=$EQUAL/m2r2-carry")
 multirate bench "$MODEL" "${folders[@]}" --no-tuned --suite mt_bench --data "$QUESTIONS" --limit 3 \
     -n 96 --points 4 --repeats 1 --methods dynamic --json "$OUT/dynamic.json"

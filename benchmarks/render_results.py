@@ -200,12 +200,13 @@ def reproduce(model: str, bench: dict[str, Any]) -> str:
 def readme() -> dict[str, list[str]]:
     """The README's parts by name."""
     bench = load(f"mt_bench_{REAL}.json")
-    note = "Everything else that was measured is in [docs/results.md](docs/results.md)."
     return {
         "results": [
             setting(REAL, bench),
             method_table(REAL, bench),
-            f"{reproduce(REAL, bench)} {note}",
+            "Reproduce with [`bash recipes/smollm2/lossless.sh EVAL runs/lossless mt_bench`]"
+            "(recipes/smollm2/lossless.sh), where EVAL holds the questions. Everything else that "
+            "was measured is in [docs/results.md](docs/results.md).",
         ],
         "suites": [suites_summary()],
         "dynamic": [frontier_table(load(f"margin_{REAL}.json")["frontier"])],

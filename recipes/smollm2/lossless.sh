@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Every lossless method on every suite: the README's tables. Half an hour of an idle machine with
+# two cores.
+#
+#   bash recipes/smollm2/lossless.sh EVAL runs/lossless [SUITE...]
+#
+# EVAL: a folder with mt_bench/question.jsonl, spec_bench/question.jsonl, gsm8k/test.jsonl and
+# humaneval/HumanEval.jsonl.gz. SUITE: mt_bench, spec_bench, humaneval, gsm8k, t1 (MT-Bench at
+# temperature 1), b4 (in batches of 4) or mt_bench_all (all of it); without any, all of these.
+# What has been measured is left as it is. llama.cpp's rows need 'multirate[rivals]'.
+set -euo pipefail
+EVAL=$1 OUT=$2 MODEL=${MODEL:-smollm2}
+shift 2
+mkdir -p "$OUT"
+DRAFT=two_model:draft=smollm2-draft
+
+in_stages_and_without() {
+    local method
+    for method in "$@"; do printf ',%s,%s:staged=0' "$method" "$method"; done
+}
+EVERY=$(in_stages_and_without lookahead prompt_lookup sam token_recycling \
+    token_recycling:lookup=sam "$DRAFT" "$DRAFT:lookup=sam" layerskip kangaroo kangaroo:lookup=sam \
+    eagle eagle:lookup=sam m2r2 m2r2-carry:lookup=0 m2r2-carry)
+BEST=,prompt_lookup$(in_stages_and_without sam token_recycling:lookup=sam kangaroo:lookup=sam \
+    eagle eagle:lookup=sam m2r2-carry:lookup=0 m2r2-carry)
+# batches do not go in stages
+BATCHED=,prompt_lookup,sam,token_recycling:lookup=sam,kangaroo:lookup=sam,eagle,eagle:lookup=sam
+BATCHED+=,m2r2,m2r2-carry:lookup=0,m2r2-carry
+FASTEST=$(in_stages_and_without sam eagle:lookup=sam m2r2-carry)
+
+measure() { # NAME SUITE FILE METHODS OPTIONS...
+    local to=$OUT/$1.json suite=$2 data=$EVAL/$3 methods=$4
+    shift 4
+    [ -f "$to" ] || multirate bench "$MODEL" --no-tuned --suite "$suite" --data "$data" \
+        --methods "$methods" --repeats 1 --json "$to" "$@"
+}
+MT=mt_bench/question.jsonl
+[ $# -gt 0 ] || set -- mt_bench spec_bench humaneval gsm8k t1 b4 mt_bench_all
+for name in "$@"; do
+    case $name in
+        mt_bench) measure mt_bench_smollm2 mt_bench $MT "generate,autoregressive$EVERY" \
+            --rivals llamacpp --limit 8 -n 128 ;;
+        spec_bench) measure suite_spec_bench spec_bench spec_bench/question.jsonl \
+            "autoregressive$EVERY,sam:texts=smollm2" --limit 28 -n 96 ;;
+        humaneval) measure suite_humaneval humaneval humaneval/HumanEval.jsonl.gz \
+            "autoregressive$BEST" --limit 12 -n 96 ;;
+        gsm8k) measure suite_gsm8k gsm8k gsm8k/test.jsonl "autoregressive$BEST" \
+            --limit 12 -n 96 ;;
+        t1) measure suite_t1 mt_bench $MT "autoregressive$BEST" --temperature 1 --limit 6 -n 96 ;;
+        b4) measure suite_b4 mt_bench $MT "autoregressive$BATCHED" --batch 4 --limit 8 -n 96 ;;
+        mt_bench_all) measure suite_mt_bench_all mt_bench $MT "autoregressive$FASTEST" -n 96 ;;
+        *)
+            echo "$name is no suite; accepted: mt_bench, spec_bench, humaneval, gsm8k, t1, b4," \
+                "mt_bench_all" >&2
+            exit 2
+            ;;
+    esac
+done

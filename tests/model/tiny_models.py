@@ -98,14 +98,11 @@ WINDOWED = {"mistral", "qwen2", "gemma2", "gemma3_text", "phi3", "mixtral", "gpt
 MOE = {"olmoe", "mixtral", "qwen3_moe", "gpt_oss"}
 
 
-@cache
-def tiny_model(name: str) -> Any:
-    """A random float32 model in evaluation mode, the same object at every call: leave it as you
-    found it.
-    """
+def randomised(config: tf.PretrainedConfig, seed: int) -> Any:
+    """A random float32 model in evaluation mode, all of whose parts matter."""
     with torch.random.fork_rng():
-        torch.manual_seed(NAMES.index(name))
-        model = tf.AutoModelForCausalLM.from_config(_configs()[name]).float().eval()
+        torch.manual_seed(seed)
+        model = tf.AutoModelForCausalLM.from_config(config).float().eval()
         embeddings = model.get_input_embeddings().weight
         with torch.no_grad():
             for parameter in model.parameters():
@@ -116,6 +113,12 @@ def tiny_model(name: str) -> Any:
             # Small against what the layers add, else a tied head repeats the last token for ever.
             embeddings.mul_(0.2)
     return model
+
+
+@cache
+def tiny_model(name: str) -> Any:
+    """The model of a name, the same object at every call: leave it as you found it."""
+    return randomised(_configs()[name], seed=NAMES.index(name))
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:

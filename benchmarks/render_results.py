@@ -220,7 +220,7 @@ SUMMARY = {
     "suite_gsm8k": "GSM8K",
     "suite_humaneval": "HumanEval",
     "suite_t1": "MT-Bench, temperature 1",
-    "suite_b4": "MT-Bench, batches of 4, Zen 5",
+    "suite_b4": "MT-Bench, batches of 4",
 }
 SUMMARY_ROWS = (
     "prompt_lookup",
@@ -341,9 +341,13 @@ def equal_training_section() -> list[str]:
     bench = load(path.name)
     rows = {row["method"]: row for row in bench["rows"]}
 
-    def cell(name: str) -> str:
-        row = rows.get(name)
-        return "–" if row is None else f"{row['speedup']:.2f}x ({row['tokens_per_step']:.2f})"
+    def cells(name: str) -> tuple[str, str]:
+        """Without stages, with tokens per step, and in stages."""
+        plain, staged = rows.get(f"{name}:staged=0"), rows.get(name)
+        return (
+            "–" if plain is None else f"{plain['speedup']:.2f}x ({plain['tokens_per_step']:.2f})",
+            "–" if staged is None else f"{staged['speedup']:.2f}x",
+        )
 
     lines = []
     for name, about in bench["accelerators"].items():
@@ -352,10 +356,9 @@ def equal_training_section() -> list[str]:
             (
                 f"`{name}`",
                 f"{about['parameters'] / 1e6:.1f}M",
-                f"{about['minutes']:.0f}",
                 " / ".join(f"{share:.3f}" for share in about["agreement"]),
-                cell(own),
-                cell(f"{name}:lookup=sam"),
+                *cells(own),
+                *cells(f"{name}:lookup=sam"),
             )
         )
     tokens = max(about["tokens"] for about in bench["accelerators"].values())
@@ -367,7 +370,16 @@ def equal_training_section() -> list[str]:
         "tokens per step in brackets. *Held out*: the share of drafted tokens that are the "
         "model's, by draft step, on answers to 60 other questions.",
         table(
-            ("method", "parameters", "minutes", "held out", "alone", "joined (`lookup=sam`)"), lines
+            (
+                "method",
+                "parameters",
+                "held out",
+                "alone, `staged=0`",
+                "alone",
+                "joined, `staged=0`",
+                "joined (`lookup=sam`)",
+            ),
+            lines,
         ),
         "Reproduce with `bash recipes/smollm2/equal_training.sh DATA runs/equal`.",
     ]

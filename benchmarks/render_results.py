@@ -500,7 +500,7 @@ def dynamic_section() -> list[str]:
 
 def margin_section() -> list[str]:
     """Drafts verified with narrow weights first, beside lossless rows of the same run."""
-    path, other = (RESULTS / f"margin_{REAL}{which}.json" for which in ("", "_zen4"))
+    path, other = (RESULTS / f"margin_{REAL}{which}.json" for which in ("", "_zen5"))
     if not path.exists():
         return []
     run = load(path.name)
@@ -508,9 +508,9 @@ def margin_section() -> list[str]:
     if other.exists():
         there = load(other.name)
         again = [
-            "The same on a processor with half the products a cycle (Zen 4), where rows and "
-            "prompts cost more, and what it brings that the copy reads prompts, too "
-            "(`prompt_weights=narrow`):",
+            "The same on a processor with twice the products a cycle (Zen 5), where rows and "
+            "prompts cost less; there the model's own weights read all prompts, and "
+            "`int8_weights` read its answers again in a conversation:",
             setting(REAL, there),
             frontier_table(there["frontier"]),
             margin_table(there),

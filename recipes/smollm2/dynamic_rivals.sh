@@ -11,7 +11,7 @@ set -euo pipefail
 DATA=$1 OUT=$2 MODEL=${MODEL:-smollm2} QUESTIONS=${QUESTIONS:-question.jsonl}
 EQUAL=${EQUAL:-runs/equal} HERE=$(dirname "$0")
 . "$HERE/train_equally.sh"
-[ -f "$EQUAL/heldout.jsonl" ] || bash "$HERE/equal_training.sh" "$DATA" "$EQUAL"
+[ -f "$EQUAL/m2r2-carry/accelerator.json" ] || bash "$HERE/equal_training.sh" "$DATA" "$EQUAL"
 mkdir -p "$OUT"
 folders=()
 for method in ${METHODS:-lite deed calm-classifier specee free mixture_of_depths}; do

@@ -215,7 +215,7 @@ def readme() -> dict[str, list[str]]:
 
 SUMMARY = {
     "mt_bench_smollm2": "the table above",
-    "suite_mt_bench_all": "MT-Bench, all of it, Zen 5",
+    "suite_mt_bench_all": "MT-Bench, all of it",
     "suite_spec_bench": "Spec-Bench",
     "suite_gsm8k": "GSM8K",
     "suite_humaneval": "HumanEval",

@@ -28,7 +28,10 @@ for method in ${METHODS:-kangaroo medusa hydra eagle eagle3 m2r2-carry}; do
     case $method in
         kangaroo) options=(--lr 0.03 --option draft_vocab=12288) ;;
         medusa) options=(--lr 0.01) ;;
-        m2r2-carry) options=("${M2R2_CARRY[@]}") ;;
+        m2r2-carry)
+            options=(--lr 0.002 --option draft_vocab=12288 --option unroll_steps=3)
+            options+=(--option "taps=[8,15,22]" --option feature_weight=10 --option noise=0.2)
+            ;;
         *) options=(--lr 0.002 --option draft_vocab=12288) ;;
     esac
     folders+=(-a "$method=$OUT/$method")

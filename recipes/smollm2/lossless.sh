@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every lossless method on every suite: the README's tables. Half an hour of an idle machine with
-# two cores.
+# Every lossless method on every suite: the README's tables. Three quarters of an hour of an idle
+# machine with two cores.
 #
 #   bash recipes/smollm2/lossless.sh EVAL runs/lossless [SUITE...]
 #

@@ -5,10 +5,6 @@
 #
 # A finished one is left as it is, an interrupted one goes on.
 
-# what m2r2-carry is trained with in both
-M2R2_CARRY=(--lr 0.002 --option draft_vocab=12288 --option unroll_steps=3)
-M2R2_CARRY+=(--option "taps=[8,15,22]" --option feature_weight=10 --option noise=0.2)
-
 train_equally() {
     local method=$1 folder=$2 steps=$3 warmup=$4
     shift 4

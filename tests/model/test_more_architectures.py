@@ -14,7 +14,7 @@ from multirate.decoding.stopping import StopSettings
 from multirate.engine import Engine
 from multirate.model.load import load_decoder
 
-from .tiny_models import VOCAB, prompts, randomised
+from .tiny_models import SHAPE, prompts, randomised
 
 _GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4, "n_positions": 96}
 _EXPERTS: dict[str, Any] = {
@@ -59,17 +59,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MORE)
 def test_the_text_is_that_of_generate(name: str) -> None:
-    shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 96,
-    }
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-    config = tf.AutoConfig.for_model(name, **{**shape, **tokens, **MORE[name]})
+    config = tf.AutoConfig.for_model(name, **{**SHAPE, **MORE[name]})
     model = randomised(config, seed=len(name))
     (prompt,) = prompts(11)
     with torch.no_grad():

@@ -12,7 +12,7 @@ VOCAB = 89
 WINDOW = 6
 MAX_POSITIONS = 96
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -30,18 +30,18 @@ _MOE: dict[str, Any] = {"num_experts_per_tok": 2}
 
 def _configs() -> dict[str, tf.PretrainedConfig]:
     gpt_shape = {
-        k: _SHAPE[k] for k in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
+        k: SHAPE[k] for k in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
     }
     return {
-        "llama": tf.LlamaConfig(**_SHAPE, tie_word_embeddings=True),
-        "mistral": tf.MistralConfig(**_SHAPE, sliding_window=WINDOW),
+        "llama": tf.LlamaConfig(**SHAPE, tie_word_embeddings=True),
+        "mistral": tf.MistralConfig(**SHAPE, sliding_window=WINDOW),
         "qwen2": tf.Qwen2Config(
-            **_SHAPE, use_sliding_window=True, sliding_window=WINDOW, layer_types=_MIXED
+            **SHAPE, use_sliding_window=True, sliding_window=WINDOW, layer_types=_MIXED
         ),
-        "qwen3": tf.Qwen3Config(**_SHAPE, head_dim=12),
-        "gemma": tf.GemmaConfig(**_SHAPE, head_dim=12),
+        "qwen3": tf.Qwen3Config(**SHAPE, head_dim=12),
+        "gemma": tf.GemmaConfig(**SHAPE, head_dim=12),
         "gemma2": tf.Gemma2Config(
-            **_SHAPE,
+            **SHAPE,
             head_dim=12,
             sliding_window=WINDOW,
             layer_types=_MIXED,
@@ -50,7 +50,7 @@ def _configs() -> dict[str, tf.PretrainedConfig]:
             final_logit_softcapping=3.0,
         ),
         "gemma3_text": tf.Gemma3TextConfig(
-            **_SHAPE,
+            **SHAPE,
             head_dim=12,
             sliding_window=WINDOW,
             layer_types=_MIXED,
@@ -60,8 +60,8 @@ def _configs() -> dict[str, tf.PretrainedConfig]:
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
             },
         ),
-        "phi3": tf.Phi3Config(**_SHAPE, sliding_window=WINDOW),
-        "olmo2": tf.Olmo2Config(**_SHAPE),
+        "phi3": tf.Phi3Config(**SHAPE, sliding_window=WINDOW),
+        "olmo2": tf.Olmo2Config(**SHAPE),
         "gpt2": tf.GPT2Config(
             **gpt_shape,
             n_embd=32,
@@ -70,10 +70,10 @@ def _configs() -> dict[str, tf.PretrainedConfig]:
             n_positions=MAX_POSITIONS,
             scale_attn_by_inverse_layer_idx=True,
         ),
-        "olmoe": tf.OlmoeConfig(**_SHAPE, **_MOE, num_experts=5, clip_qkv=2.0),
-        "mixtral": tf.MixtralConfig(**_SHAPE, **_MOE, num_local_experts=5, sliding_window=WINDOW),
+        "olmoe": tf.OlmoeConfig(**SHAPE, **_MOE, num_experts=5, clip_qkv=2.0),
+        "mixtral": tf.MixtralConfig(**SHAPE, **_MOE, num_local_experts=5, sliding_window=WINDOW),
         "qwen3_moe": tf.Qwen3MoeConfig(
-            **_SHAPE,
+            **SHAPE,
             **_MOE,
             num_experts=5,
             moe_intermediate_size=24,
@@ -82,7 +82,7 @@ def _configs() -> dict[str, tf.PretrainedConfig]:
             mlp_only_layers=[1],
         ),
         "gpt_oss": tf.GptOssConfig(
-            **_SHAPE,
+            **SHAPE,
             **_MOE,
             num_local_experts=5,
             head_dim=12,

@@ -31,6 +31,7 @@ from multirate.generation_lock import GenerationLock, lock_of
 from multirate.hub import LoadedModel, load_model, resolve_accelerator
 from multirate.methods import spec
 from multirate.methods.spec import PLAIN, MethodSpec, SecondModel, write_variant
+from multirate.model.attention_kernels import kernels_of_any_shape
 from multirate.model.decoder import Decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.load import load_decoder
@@ -337,6 +338,7 @@ class Engine:
             finally:
                 self._generating_in = None
 
+    @kernels_of_any_shape()
     def _generate(
         self,
         prompts: Sequence[Sequence[int]],

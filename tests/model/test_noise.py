@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from multirate.errors import UserError
-from multirate.model.noise import Noise, NoiseStream, noisy_argmax, random_bits
+from multirate.model.noise import Noise, NoiseStream, noisy_argmax, random_bits, values_on
 
 ALARM = 1e-6
 
@@ -113,3 +113,11 @@ def test_temperatures_beyond_all_bounds() -> None:
 def test_logits_that_are_not_finite_are_refused(bad: float) -> None:
     with pytest.raises(UserError, match="not finite"):
         noisy_argmax(torch.tensor([[0.0, bad, 1.0]]), [NoiseStream(0, 0).at(3)])
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.7, 37.5, 1e-30, 1e30])
+def test_numbers_made_by_torch_are_the_same_bits(scale: float) -> None:
+    places = [(0, 0), (2**64 - 1, 5), (0x123456789ABCDEF0, 2**40)]
+    noise = [Noise(key, place, scale) for key, place in places]
+    made = values_on(torch.device("cpu"), noise, 300_000)
+    assert np.array_equal(made.numpy(), np.stack([one.values(300_000) for one in noise]))

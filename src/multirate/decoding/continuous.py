@@ -18,6 +18,11 @@ from multirate.decoding.session import Session
 from multirate.decoding.stopping import StopSettings
 from multirate.model.decoder import Decoder
 
+REFILL_SHARE = 16
+"""Of a batch: so many of its places are filled together, as a pass over several prompts costs
+little more than one over one prompt.
+"""
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -68,8 +73,11 @@ def generate_continuously(
                 assert reason is not None
                 yield Finished(numbers.pop(seq), session.stops.new_tokens[seq], reason)
             fresh = []
-            for seq in range(len(first)) if ended else ():
-                if seq not in numbers and (replacement := next_prompt()) is not None:
+            free = [seq for seq in range(len(first)) if seq not in numbers]
+            if not ended or (numbers and len(free) < len(first) // REFILL_SHARE):
+                continue
+            for seq in free:
+                if (replacement := next_prompt()) is not None:
                     session.replace(seq, replacement, following)
                     numbers[seq] = following
                     following += 1

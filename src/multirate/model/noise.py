@@ -146,11 +146,39 @@ class NoiseStream:
         return found
 
 
+def values_on(device: torch.device, noise: Sequence[Noise], vocab: int) -> Tensor:
+    """`Noise.values` of n places at once, the same bits, made on a device of torch: float32 [n,
+    vocab]. All of one scale. (64-bit integers, whose products keep their lowest 32 bits.)
+    """
+    words = [place_words(one.key, one.place) for one in noise]
+    first, second = torch.tensor(words, dtype=torch.int64).to(device).unbind(1)
+    x = (torch.arange(vocab, device=device) + first[:, None]) & _BITS_32
+    x ^= x >> 17
+    x = (x * 0xED5AD4BB) & _BITS_32
+    x ^= x >> 11
+    x ^= second[:, None]
+    x = (x * 0xAC4C1B51) & _BITS_32
+    x ^= x >> 15
+    x = (x * 0x31848BAB) & _BITS_32
+    x ^= x >> 14
+    upper = x > _BITS_32 >> 1
+    distance = (torch.where(upper, x ^ _BITS_32, x) | 1).float().view(torch.int32)
+    knot = (distance >> _FRACTION_BITS) - _FIRST_KNOT
+    knot += upper * KNOTS
+    distance &= (1 << _FRACTION_BITS) - 1
+    table = torch.from_numpy(noise[0].table.reshape(-1).copy()).to(device)
+    numbers = table[knot]
+    step = (table[knot + 1] - numbers) * distance
+    numbers += step >> _FRACTION_BITS
+    return numbers.float() * noise[0].unit
+
+
 def with_noise(logits: Tensor, noise: Sequence[Noise]) -> Tensor:
     """logits [n, V], float32, and noise[i] added to row i → float32 [n, V]."""
-    added = [one.values(logits.shape[-1]) for one in noise]
+    vocab = logits.shape[-1]
     if logits.device.type != "cpu":
-        return logits + torch.from_numpy(np.stack(added)).to(logits.device)
+        return logits + values_on(logits.device, noise, vocab)
+    added = [one.values(vocab) for one in noise]
     # torch's threads stay out of the native kernel's way
     rows, out = logits.numpy(), np.empty(logits.shape, np.float32)
     for row, values, to in zip(rows, added, out, strict=True):
@@ -167,7 +195,7 @@ def noisy_argmax(logits: Tensor, noise: Sequence[Noise]) -> list[int]:
     # numpy for the same reason
     tokens = scores.numpy().argmax(-1) if scores.device.type == "cpu" else scores.argmax(-1)
     chosen: list[int] = tokens.tolist()
-    best = [float(scores[row, token]) for row, token in enumerate(chosen)]
+    best = scores[torch.arange(len(chosen)), chosen].tolist()
     if not all(map(math.isfinite, best)):
         raise UserError(NOT_FINITE)
     return chosen

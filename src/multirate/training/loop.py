@@ -31,6 +31,7 @@ from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.objective import Report, Summary
 from multirate.methods.common.teacher import Known, Teacher
 from multirate.methods.spec import Training, find_training, recommended
+from multirate.model.attention_kernels import kernels_of_any_shape
 from multirate.model.load import load_decoder
 from multirate.training.checkpoint import Accelerator, describe_base
 from multirate.training.data import (
@@ -97,8 +98,11 @@ def train(
         )
     elif settings.precision == "fp32":
         model.float()
-    run = _Run(launcher, model, tokenizer, name, data_files, out, method, settings, options or {})
-    return run.run()
+    with kernels_of_any_shape():
+        run = _Run(
+            launcher, model, tokenizer, name, data_files, out, method, settings, options or {}
+        )
+        return run.run()
 
 
 def _name(model: Any) -> str:

@@ -20,6 +20,10 @@ ELEMENTS_PER_CHUNK = 1 << 21
 """Logits held at once per stream (8 MiB of float32: stays in the last-level cache of a small
 machine).
 """
+ELEMENTS_PER_CHUNK_ON_GPU = 1 << 27
+"""There a chunk costs some tens of kernel launches, so chunks are as large as memory allows easily
+(512 MiB of float32).
+"""
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,8 @@ class _Target:
 
     probs: Tensor
     """[n, outputs], or [n, k] at `columns`"""
-    negative_entropy: float
-    """sum over rows"""
+    negative_entropy: Tensor
+    """[] sum over rows"""
     choice: Tensor
     """[n] the full model's argmax"""
     columns: Tensor | None = None
@@ -139,12 +143,12 @@ class _Target:
         known = logits if tokens is None else logits[:, tokens]
         log_p = known.sub_(known.logsumexp(-1, keepdim=True))
         p = log_p.exp()
-        return _Target(p, float((p * log_p).sum()), choice)
+        return _Target(p, (p * log_p).sum(), choice)
 
     @staticmethod
     def kept(top: TopTokens, sharpness: float, columns: Tensor | None) -> _Target:
         places, p, known = top.sharpened(sharpness, columns)
-        return _Target(p, float(torch.xlogy(p, p).sum()), top.tokens[:, 0], places, known)
+        return _Target(p, torch.xlogy(p, p).sum(), top.tokens[:, 0], places, known)
 
     def expected(self, z: Tensor) -> Tensor:
         """Sum over rows of the mean of z [n, outputs] under the teacher."""
@@ -198,7 +202,9 @@ class _ChunkedKL(torch.autograd.Function):
         agree = torch.empty(count, rows, dtype=torch.bool, device=students.device)
         confidence = torch.empty(count, rows, device=students.device)
         widest = draft_head if isinstance(teacher, TopTokens) else head
-        chunk = max(16, ELEMENTS_PER_CHUNK // len(widest.weight))
+        on_cpu = students.device.type == "cpu"
+        elements = ELEMENTS_PER_CHUNK if on_cpu else ELEMENTS_PER_CHUNK_ON_GPU
+        chunk = max(16, elements // len(widest.weight))
         for begin in range(0, rows, chunk):
             part = slice(begin, min(begin + chunk, rows))
             if isinstance(teacher, TopTokens):

@@ -45,26 +45,21 @@ class Report:
         processes are sums of these.
         """
         agree, rows = self.result.agree, self.result.agree.shape[1]
-        parts = [
-            torch.full((len(agree),), float(rows)),
+        counts = (
+            torch.full((len(agree),), float(rows), device=agree.device),
             agree.sum(1),
-            self.result.overlap.cpu() * rows,
-            self.result.kl.detach().cpu() * rows,
-        ]
-        table = [torch.stack([p.double().cpu() for p in parts], dim=1)]
+            self.result.overlap * rows,
+            self.result.kl.detach() * rows,
+        )
+        table = [torch.stack([part.double() for part in counts], dim=1)]
         for score in (self.result.confidence, self.arla):
             for wanted in (agree, ~agree):
-                table.append(
-                    torch.zeros(len(agree), BINS, dtype=torch.float64)
-                    if score is None
-                    else torch.stack(
-                        [
-                            torch.histc(s[w].float().cpu(), BINS, 0, 1).double()
-                            for s, w in zip(score, wanted, strict=True)
-                        ]
-                    )
-                )
-        return torch.cat(table, dim=1)
+                if score is None:
+                    table.append(torch.zeros(len(agree), BINS, device=agree.device).double())
+                    continue
+                chosen = score.float().where(wanted, -1.0)  # what is below the bins is not counted
+                table.append(torch.stack([torch.histc(s, BINS, 0, 1).double() for s in chosen]))
+        return torch.cat(table, dim=1).cpu()  # the only wait for a GPU
 
 
 class Objective(nn.Module):

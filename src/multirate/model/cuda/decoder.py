@@ -34,6 +34,10 @@ launching kernels.
 """
 MAX_RECORDINGS = 64
 """Recordings kept for one cache; the least recently used goes first."""
+FREE_STORAGES = 2
+"""Storages that no cache uses, kept with their recordings for caches to come; the least recently
+used goes first.
+"""
 _WARM_UPS = 3
 
 Replay = Callable[[], Tensor]
@@ -65,9 +69,12 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
+        self._pool: Any = None
 
     def record(self, function: Callable[[], Tensor]) -> Replay:
+        if not self._graphs:  # a pool whose last graph is gone cannot be recorded into any more
+            self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self.device):
             # Libraries allocate workspaces and pick kernels at first use, which a capture may not
             # contain.
@@ -81,6 +88,7 @@ class CudaRecorder:
             # Other threads of the user's program may go on using the device meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 output = function()
+        self._graphs.add(graph)
 
         def replay() -> Tensor:
             graph.replay()
@@ -98,9 +106,9 @@ class GraphedDecoder(HFDecoder):
     be recorded, or whose recording gives other numbers, runs as HFDecoder from then on, and
     `graph_fallback` says why (None: recordings are in use).
 
-    The storage of the last cache is kept and given to the next one, so that recordings outlive a
-    generation. A recording holds the weights' addresses: weights may change in place, not be
-    replaced (nor may `deltas()`).
+    The storages of released and dropped caches are kept and given to the next ones, so that
+    recordings outlive a generation. A recording holds the weights' addresses: weights may change in
+    place, not be replaced (nor may `deltas()`).
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder | None = None) -> None:
@@ -110,18 +118,21 @@ class GraphedDecoder(HFDecoder):
             on_cuda = self.info.device.type == "cuda"
             recorder = CudaRecorder(self.info.device) if on_cuda else EagerRecorder()
         self.recorder = recorder
-        self._kept: StaticStorage | None = None
-        self._kept_by: Callable[[], KVCache | None] = lambda: None
+        self._storages: list[tuple[StaticStorage, Callable[[], StaticKVCache | None]]] = []
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         if self.graph_fallback is not None:
             return super().new_cache(batch, capacity)
-        kept = self._kept if self._kept_by() is None else None
-        if kept is not None and (kept.batch != batch or kept.capacity < capacity):
-            self._kept = kept = None  # freed before the new storage is allocated
+        kept = self._free_storage(batch, capacity)
         cache = StaticKVCache(batch, capacity, self._kv_layout, kept)
-        self._keep_storage(cache)
+        self._note_owner(cache)
         return cache
+
+    def release_cache(self, cache: KVCache) -> None:
+        self._storages = [
+            (storage, owner if owner() is not cache else _nobody)
+            for storage, owner in self._storages
+        ]
 
     @torch.no_grad()
     def layers(
@@ -141,7 +152,7 @@ class GraphedDecoder(HFDecoder):
         end = int(rows.visible_end().max())
         if end > cache.capacity:
             raise ValueError(f"rows look at {end} slots; the cache has {cache.capacity}")
-        self._keep_storage(cache)
+        self._note_owner(cache)
 
         used: dict[int, LayerAdapter] = {}
         if adapters and rows.accelerated is not None and rows.accelerated.any():
@@ -170,7 +181,7 @@ class GraphedDecoder(HFDecoder):
             self.graph_fallback = _disagreement(got, expected)
         if self.graph_fallback is not None:
             storage.recordings.clear()
-            self._kept = None
+            self._storages.clear()
             return expected
         storage.recordings[key] = (run, replay)
         if len(storage.recordings) > MAX_RECORDINGS:
@@ -189,9 +200,36 @@ class GraphedDecoder(HFDecoder):
         width = next((w for w in WIDTHS if w >= most), None)
         return width if width is not None and width * cache.batch <= MAX_ROWS else None
 
-    def _keep_storage(self, cache: StaticKVCache) -> None:
-        if self._kept is not cache.storage or self._kept_by() is not cache:
-            self._kept, self._kept_by = cache.storage, weakref.ref(cache)
+    def _free_storage(self, batch: int, capacity: int) -> StaticStorage | None:
+        """The last used one that is free and large enough. Where there is none, old ones are
+        dropped: before another one is allocated.
+        """
+        free = [storage for storage, owner in self._storages if not _owns(owner, storage)]
+        fits = [s for s in free if s.batch == batch and s.capacity >= capacity]
+        if fits:
+            return fits[-1]
+        dropped = {id(storage) for storage in free[: max(0, len(free) - FREE_STORAGES + 1)]}
+        self._storages = [entry for entry in self._storages if id(entry[0]) not in dropped]
+        return None
+
+    def _note_owner(self, cache: StaticKVCache) -> None:
+        """`cache` is used now; its storage (another one since it grew) is the last to be freed."""
+        if self._storages:
+            storage, owner = self._storages[-1]
+            if storage is cache.storage and owner() is cache:
+                return
+        others = [entry for entry in self._storages if entry[0] is not cache.storage]
+        self._storages = [*others, (cache.storage, weakref.ref(cache))]
+
+
+def _nobody() -> None:
+    return None
+
+
+def _owns(owner: Callable[[], StaticKVCache | None], storage: StaticStorage) -> bool:
+    """Whether somebody may still read the storage."""
+    cache = owner()
+    return cache is not None and cache.storage is storage
 
 
 class StaticRows:

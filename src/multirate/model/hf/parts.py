@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from multirate.model.attention_kernels import kernels_of_any_shape
 from multirate.model.hf.layer_caches import RecordingKV
 
 PositionEmbeddings = Mapping[str | None, Any]
@@ -315,14 +316,15 @@ class ModelParts:
         name.
         """
         before, wanted = self.config._attn_implementation, self.implementation()
-        if before == wanted:
-            yield wanted
-            return
-        self.config._attn_implementation = wanted
-        try:
-            yield wanted
-        finally:
-            self.config._attn_implementation = before
+        with kernels_of_any_shape():
+            if before == wanted:
+                yield wanted
+                return
+            self.config._attn_implementation = wanted
+            try:
+                yield wanted
+            finally:
+                self.config._attn_implementation = before
 
     def causal_masks(
         self, length: int, token_mask: Tensor | None = None, dtype: torch.dtype | None = None

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.stopping import StopSettings
+from multirate.engine import Engine
 from multirate.model.cuda import decoder as cuda_graphs
 from multirate.model.cuda.decoder import EagerRecorder, GraphedDecoder
-from multirate.model.cuda.static_cache import SPAN, StaticKVCache
+from multirate.model.cuda.static_cache import LEAST_CAPACITY, StaticKVCache
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.load import own_layers_decoder
@@ -160,10 +161,8 @@ def test_outputs_survive_later_replays() -> None:
 def test_growth_of_the_cache_records_anew_and_keeps_its_contents(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("decoder", "static_cache"):
-        monkeypatch.setattr(
-            f"multirate.model.cuda.{module}.round_up", lambda slots: -(-slots // 8) * 8
-        )
+    monkeypatch.setattr(cuda_graphs, "round_up", lambda slots: -(-slots // 8) * 8)
+    monkeypatch.setattr("multirate.model.cuda.static_cache.LEAST_CAPACITY", 8)
     graphed, reference = (
         GraphedDecoder(tiny_model(name), TapeRecorder()),
         HFDecoder(tiny_model(name)),
@@ -238,10 +237,30 @@ def test_recordings_outlive_a_generation_and_go_with_their_cache() -> None:
         isinstance(second, StaticKVCache) and second.storage is not storage and tape.recorded == 4
     )
     del second
-    assert graphed.new_cache(1, SPAN + 1).capacity == 2 * SPAN
+    assert graphed.new_cache(1, LEAST_CAPACITY + 1).capacity == 2 * LEAST_CAPACITY
     assert graphed.new_cache(3, 1).keys[0].shape[0] == 3
     step(again)
     assert tape.recorded == 4
+
+
+def test_generations_of_many_lengths_and_methods_share_recordings() -> None:
+    """What a method keeps for a next turn does not make the others record anew."""
+    model = tiny_model("llama")
+    decoder = GraphedDecoder(model, EagerRecorder())
+    engine, tape = Engine(model, decoder, None, "hf"), TapeRecorder()
+    decoder.recorder = tape
+
+    def round_of_generations() -> None:
+        for length in (40, 9, 70):
+            for method in ("autoregressive", "layerskip:exit_layer=1:tokens=2"):
+                stop = StopSettings(max_new_tokens=12)
+                (text,) = prompts(length, seed=length)
+                engine.generate([text.tolist()], stop=stop, method=method, speculate="always")
+
+    round_of_generations()
+    recorded = tape.recorded
+    round_of_generations()
+    assert recorded and tape.recorded == recorded
 
 
 def test_least_recently_used_recordings_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +291,7 @@ def test_calls_without_a_static_shape_run_as_before() -> None:
     assert torch.isfinite(forward(graphed, [5], Rows.causal(0, 0, 1), plain)).all()
     assert tape_of(graphed).recorded == 0
     with pytest.raises(ValueError, match="rows look at"):
-        hidden = Rows(np.zeros(1), -np.ones(1), np.zeros(1), np.full(1, 999), np.zeros(1))
+        hidden = Rows(np.zeros(1), -np.ones(1), np.zeros(1), np.full(1, 9999), np.zeros(1))
         graphed.layers(torch.ones(1, 32), hidden, 0, 1, caches[0])
     with pytest.raises(ValueError, match="2 rows but rows describes 1"):
         graphed.layers(torch.ones(2, 32), Rows.causal(0, 0, 1), 0, 1, caches[0])

@@ -15,12 +15,21 @@ import torch
 from multirate.model.kv_cache import KVCache, LayerKV
 
 SPAN = 256
-"""Slots by which storage grows and by which the attended part of it is rounded up."""
+"""Slots by which the attended part of a storage is rounded up."""
+LEAST_CAPACITY = 1024
+"""Slots of a storage, of each sequence."""
 
 
 def round_up(slots: int) -> int:
     """The next multiple of SPAN."""
     return -(-slots // SPAN) * SPAN
+
+
+def storage_capacity(slots: int) -> int:
+    """Slots that a storage gets: a power of two, so that prompts of many lengths share one and what
+    was recorded over it (on an H200 with a slow processor 0.2 s a recording).
+    """
+    return max(LEAST_CAPACITY, 1 << (slots - 1).bit_length())
 
 
 class StaticStorage:
@@ -42,8 +51,7 @@ class StaticStorage:
 
 
 class StaticKVCache(KVCache):
-    """A KVCache over a StaticStorage: the capacity is a multiple of SPAN; growing takes a new
-    storage.
+    """A KVCache over a StaticStorage: the capacity is a power of two; growing takes a new storage.
 
     kept: the storage of a dropped cache of the same batch and layout. Used (emptied) when large
     enough, and then what was recorded over it stays valid.
@@ -71,7 +79,7 @@ class StaticKVCache(KVCache):
             for tensor in kept.keys + kept.values:
                 tensor.zero_()
         else:
-            storage = StaticStorage(self.batch, round_up(capacity), self.layout)
+            storage = StaticStorage(self.batch, storage_capacity(capacity), self.layout)
         for new, old in zip(storage.keys + storage.values, self.keys + self.values, strict=True):
             new[:, :, : self.capacity] = old
         positions = np.zeros((self.batch, storage.capacity), np.int32)

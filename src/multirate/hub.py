@@ -264,8 +264,8 @@ def find_device(name: str) -> torch.device:
         if not torch.cuda.is_available():
             return torch.device("cpu")
         say_once(
-            "running on CUDA, whose speed has not been measured: compare with --device cpu, or run "
-            "benchmarks/gpu_campaign.py"
+            "running on CUDA: what drafts bring there has not been measured; compare with "
+            "--method autoregressive, or run benchmarks/gpu_campaign.py"
         )
         return torch.device("cuda")
     try:

@@ -695,7 +695,7 @@ def test_auto_says_once_that_cuda_is_unmeasured(monkeypatch: pytest.MonkeyPatch)
     from multirate.hub import find_device
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.warns(Notice, match="speed has not been measured"):
+    with pytest.warns(Notice, match="what drafts bring there has not been measured"):
         assert find_device("auto").type == "cuda"
     with warnings.catch_warnings():
         warnings.simplefilter("error")

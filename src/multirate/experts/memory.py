@@ -4,7 +4,7 @@ RAM.
 On a GPU: the store is read into pinned host memory once; records then go to the device on a copy
 stream of their own. A slot is READY when its copy has ended on the device, so computing need not
 wait for an event; it is overwritten only behind the event that ends the last compute with it,
-because that compute runs after the Python that asked for it. Written without a GPU at hand: the
+because that compute runs after the Python that asked for it. Not run on a GPU yet: the
 order of copies and events is tested on CPU with a recorder, its speed is unmeasured.
 """
 

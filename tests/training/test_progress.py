@@ -47,7 +47,7 @@ def test_answers_write_lines(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli_progress, "SAY_EVERY", 0.0)
-    with cli_progress.Lines("answering") as lines:
+    with cli_progress.Bar("answering") as lines:
         lines.to(16, 48)
         lines.to(32, 48)
     said = capfd.readouterr().err.splitlines()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -20,10 +21,11 @@ class Divergence:
     """The first place where an answer parts from the reference.
 
     `position` counts new tokens from 0. `gap` and `bound` are in logits and None where no tie can
-    explain the difference (an answer that ends early or runs on).
+    explain the difference (an answer that ends early or runs on), or none has to: a lossy method's
+    is "lossy".
     """
 
-    kind: Literal["near-tie", "bug"]
+    kind: Literal["near-tie", "bug", "lossy"]
     position: int
     reference: int | None
     answer: int | None
@@ -63,17 +65,21 @@ class Judge:
 
     @torch.no_grad()
     def classify(
-        self, prompt: Sequence[int], reference: Sequence[int], answer: Sequence[int]
+        self,
+        prompt: Sequence[int],
+        reference: Sequence[int],
+        answer: Sequence[int],
+        lossless: bool = True,
     ) -> Divergence | None:
         """None when the answers are equal, else the divergence. All are token ids; answers hold new
-        tokens only.
+        tokens only. lossless: whether a difference wants explaining, for which the model runs.
         """
         position = first_difference(reference, answer)
         if position is None:
             return None
-        if position >= len(reference) or position >= len(answer):
+        if not lossless or position >= len(reference) or position >= len(answer):
             return Divergence(
-                "bug",
+                "bug" if lossless else "lossy",
                 position,
                 reference[position] if position < len(reference) else None,
                 answer[position] if position < len(answer) else None,
@@ -100,4 +106,6 @@ class Judge:
 def _last_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
     """float64 [V]: the model's logits after `ids`, which has at least one token."""
     tokens = torch.tensor([list(ids)], dtype=torch.long, device=model.device)
-    return model(input_ids=tokens, use_cache=False).logits[0, -1].double()
+    # the head of the last one alone, where the model can
+    last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    return model(input_ids=tokens, use_cache=False, **last).logits[0, -1].double()

@@ -271,25 +271,27 @@ def summarise(
     lossy: Sequence[str] = (),
     full_model: Callable[[Sequence[int], Sequence[int]], Verdict] | None = None,
     scoring: Scoring | None = None,
+    on_row: Callable[[], None] = lambda: None,
 ) -> list[Row]:
     """One Row per method, in the order given; identity is against the first repeat of PLAIN,
     prompt by prompt. scoring: of the first repeat's answers, where the suite is a task.
 
     full_model(prompt, answer): what it says of an answer's tokens, for the quality that lossy
-    methods kept; None: it is not measured.
+    methods kept; None: it is not measured. on_row: called whenever a row has been judged.
     """
     repeats = measurements.usable()
     if not repeats:
         return []
-    rows = [
-        _row(name, name not in lossy, repeats, measurements.prompts, judge)
-        for name in measurements.methods
-    ]
+    rows = []
+    for name in measurements.methods:
+        row = _row(name, name not in lossy, repeats, measurements.prompts, judge)
+        if full_model is not None and (name == PLAIN or not row.lossless):
+            _judge(row, repeats[0], measurements.prompts, full_model)
+        rows.append(row)
+        on_row()
     reference = baseline(rows)
     for row in rows:
         row.note = measurements.notes.get(row.method)
-        if full_model is not None and (row.method == PLAIN or not row.lossless):
-            _judge(row, repeats[0], measurements.prompts, full_model)
         if reference is not None and not row.diverged and row.tokens_per_second > 0:
             row.speedup = row.tokens_per_second / reference.tokens_per_second
     if scoring is not None:
@@ -368,7 +370,7 @@ def _row(
         None if None in prefills else sum(seconds) - sum(p for p in prefills if p is not None)
     )
     stepped = sum(answer.stepped for answer in answers)
-    found = _divergences(name, repeats, prompts, judge)
+    found = _divergences(name, lossless, repeats, prompts, judge)
     differing = {index for index, _ in found}
     # A lossy method may answer otherwise, but it has to answer.
     wrong = {
@@ -429,7 +431,11 @@ def _rates_of_categories(
 
 
 def _divergences(
-    name: str, repeats: list[list[dict[str, Sample]]], prompts: Sequence[Prompt], judge: Judge
+    name: str,
+    lossless: bool,
+    repeats: list[list[dict[str, Sample]]],
+    prompts: Sequence[Prompt],
+    judge: Judge,
 ) -> list[tuple[int, Divergence]]:
     """(prompt index, divergence) of every distinct answer, over all repeats, that is not the
     reference's.
@@ -438,7 +444,8 @@ def _divergences(
     for index in range(len(repeats[0])):
         reference = repeats[0][index][PLAIN].answer.tokens
         for tokens in sorted({tuple(repeat[index][name].answer.tokens) for repeat in repeats}):
-            divergence = judge.classify(prompts[index].tokens, reference, tokens)
+            prompt = prompts[index].tokens
+            divergence = judge.classify(prompt, reference, tokens, lossless)
             if divergence is not None:
                 found.append((index, divergence))
     return found

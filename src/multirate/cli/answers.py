@@ -47,7 +47,7 @@ def command(
         raise UserError("nothing to answer: pass --data FILE, --questions COUNT, or both")
     options.set_threads(threads)
 
-    from multirate.cli.progress import Lines
+    from multirate.cli.progress import Bar
     from multirate.engine import attach
     from multirate.io import check_writable
     from multirate.training.fingerprint import fingerprint
@@ -61,7 +61,7 @@ def command(
     eos = engine.stopping().eos_token_ids
     if questions:
         path = out.with_name(f"{out.name.removesuffix('.jsonl')}.questions.jsonl")
-        with Lines("asking", questions) as bar:
+        with Bar("asking", questions) as bar:
             sampled = sample_questions(
                 engine.decoder,
                 loaded.tokenizer,
@@ -80,7 +80,7 @@ def command(
             + (f" (left out now: {reasons})" if reasons else "")
         )
         asked += [Questions((text,)) for text in sampled.questions]
-    with Lines("answering", len(asked)) as bar:
+    with Bar("answering", len(asked)) as bar:
         count = answer_questions(
             engine.decoder, loaded.tokenizer, asked, out, eos, max_new_tokens, batch, bar.to
         )

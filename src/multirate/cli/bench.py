@@ -411,13 +411,15 @@ def run(
                 else None,
                 on_answer=lambda name: bar.advance(),
             )
-    rows = summarise(
-        measurements,
-        Judge(engine.model),
-        [c.name for c in method_runs if not c.lossless],
-        lambda prompt, tokens: full_model_on(engine.decoder, prompt, tokens),
-        None if tasks is None else scoring(tasks, engine.tokenizer),
-    )
+    with Bar("judging", len(method_runs)) as bar:
+        rows = summarise(
+            measurements,
+            Judge(engine.model),
+            [c.name for c in method_runs if not c.lossless],
+            lambda prompt, tokens: full_model_on(engine.decoder, prompt, tokens),
+            None if tasks is None else scoring(tasks, engine.tokenizer),
+            on_row=bar.advance,
+        )
     read = bandwidth.read_bandwidth(device)
     weights = bandwidth.bytes_per_step(engine.model, engine.decoder)
     share = bandwidth.share_of(read, weights, rows, batch)

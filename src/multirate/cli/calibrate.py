@@ -100,7 +100,7 @@ def command(
         dynamic_mode,
     )
     from multirate.calibration.measure import Measured, read_prompts
-    from multirate.cli.progress import Lines
+    from multirate.cli.progress import Bar
     from multirate.engine import attach
     from multirate.io import check_writable
     from multirate.methods.spec import find, parse_settings
@@ -129,7 +129,7 @@ def command(
     for one in qualities:
         check_promise(one, confidence, len(prompts), ", ".join(names))
     measured: dict[float, list[Measured]] = {}
-    with Lines("calibrating") as bar:
+    with Bar("calibrating") as bar:
         threshold: float | None = None
 
         def progress(now: float, done: int, total: int) -> None:

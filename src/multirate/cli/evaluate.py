@@ -84,7 +84,7 @@ def command(
     options.set_threads(threads)
 
     from multirate.bench import provenance
-    from multirate.cli.progress import Lines
+    from multirate.cli.progress import Bar
     from multirate.engine import SPECULATE, attach
     from multirate.evaluation.modes import FULL, SPECULATIVE, Mode, decoding
     from multirate.evaluation.run import evaluate
@@ -112,7 +112,7 @@ def command(
             reference_accelerators(model),
         )
     how = decoding(engine, wanted, speculate)
-    with Lines("evaluating") as bar:
+    with Bar("evaluating") as bar:
         found = evaluate(engine, how, asked, limit, chat=not raw, progress=bar.to)
     if engine.promise is not None:
         options.note(f"note: {engine.promise.sentence()}")

@@ -77,7 +77,7 @@ def command(
     options.set_threads(threads)
 
     from multirate.calibration.promise import check_quality
-    from multirate.cli.progress import Lines
+    from multirate.cli.progress import Bar
     from multirate.engine import attach
     from multirate.inspection.inspect import inspect
     from multirate.io import check_writable, write_atomically
@@ -91,7 +91,7 @@ def command(
     if name is not None:
         _notes(engine.accelerators[name], quality)
     prompts = _prompts(engine, prompt, data or [], limit, max_new_tokens, raw)
-    with Lines("inspecting") as bar:
+    with Bar("inspecting") as bar:
         found = inspect(
             engine, prompts, engine.stopping(max_new_tokens), name, quality, progress=bar.to
         )

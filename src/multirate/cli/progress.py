@@ -1,5 +1,5 @@
-"""A progress bar on stderr that disappears when it is full, and is not shown when stderr is not a
-terminal.
+"""A progress bar on stderr that disappears when it is full. Where stderr is not a terminal, a line
+now and then instead.
 """
 
 from __future__ import annotations
@@ -41,34 +41,14 @@ class Bar:
             *columns, console=console, transient=True, disable=not console.is_terminal
         )
         self._task = self._progress.add_task(text, total=total)
-
-    def to(self, done: int, total: int) -> None:
-        """So far `done` of `total`."""
-        self._progress.update(self._task, completed=done, total=total)
-
-    def advance(self) -> None:
-        """One more."""
-        self._progress.advance(self._task)
-
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-
-class Lines(Bar):
-    """A bar that, where stderr is not a terminal, writes a line now and then instead."""
-
-    def __init__(self, text: str, total: int | None = None) -> None:
-        super().__init__(text, total)
-        self._text, self._began, self._said = text, time.monotonic(), time.monotonic()
+        self._text, self._done, self._total = text, 0, total
+        self._began = self._said = time.monotonic()
         self._first: int | None = None
 
     def to(self, done: int, total: int) -> None:
         """So far `done` of `total`."""
-        super().to(done, total)
+        self._done, self._total = done, total
+        self._progress.update(self._task, completed=done, total=total)
         now = time.monotonic()
         if self._first is None:
             self._first, self._began = done, now  # what an earlier run had done took no time
@@ -78,3 +58,15 @@ class Lines(Bar):
         pace = (done - self._first) / max(1e-9, now - self._began)
         left = f", {pace:.3g}/s, {duration((total - done) / pace)} left" if pace > 0 else ""
         options.note(f"{self._text}: {done} of {total}{left}")
+
+    def advance(self) -> None:
+        """One more of a known total."""
+        assert self._total is not None
+        self.to(self._done + 1, self._total)
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

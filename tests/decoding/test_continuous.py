@@ -10,6 +10,7 @@ from multirate.decoding.continuous import generate_continuously
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
+from multirate.decoding.session import Session
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 
@@ -35,6 +36,20 @@ def test_answers_are_those_of_a_prompt_alone(batch):
         alone = generate(decoder, PlainStep(), [PROMPTS[finished.number]], stop=stop)
         assert finished.tokens == alone.sequences[0]
         assert finished.reason == alone.finish_reasons[0]
+
+
+def test_free_places_of_a_large_batch_are_filled_together(monkeypatch):
+    read, prefill = [], Session.prefill
+
+    def noted(session, *arguments, **options):
+        read.append(len(options["seqs"]))
+        return prefill(session, *arguments, **options)
+
+    monkeypatch.setattr(Session, "prefill", noted)
+    stop = StopSettings(max_new_tokens=12, eos_token_ids=(3, 7))
+    found = run(PROMPTS * 12, 48, stop=stop)
+    assert sorted(f.number for f in found) == list(range(96))
+    assert read[0] == 48 and min(read[1:-1]) >= 3 and sum(read) == 96
 
 
 def test_sampled_answers_depend_on_their_number_only():

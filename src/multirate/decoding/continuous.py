@@ -19,8 +19,8 @@ from multirate.decoding.stopping import StopSettings
 from multirate.model.decoder import Decoder
 
 REFILL_SHARE = 16
-"""Of a batch: so many of its places are filled together, as a pass over several prompts costs
-little more than one over one prompt.
+"""Prompts are taken once a sixteenth of the batch's places is free, as a pass over several prompts
+costs little more than one over one.
 """
 
 

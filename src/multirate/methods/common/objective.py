@@ -51,15 +51,15 @@ class Report:
             self.result.overlap * rows,
             self.result.kl.detach() * rows,
         )
-        table = [torch.stack([part.double() for part in counts], dim=1)]
+        table = [torch.stack([part.float() for part in counts], dim=1)]
         for score in (self.result.confidence, self.arla):
             for wanted in (agree, ~agree):
                 if score is None:
-                    table.append(torch.zeros(len(agree), BINS, device=agree.device).double())
+                    table.append(torch.zeros(len(agree), BINS, device=agree.device))
                     continue
                 chosen = score.float().where(wanted, -1.0)  # what is below the bins is not counted
-                table.append(torch.stack([torch.histc(s, BINS, 0, 1).double() for s in chosen]))
-        return torch.cat(table, dim=1).cpu()  # the only wait for a GPU
+                table.append(torch.stack([torch.histc(s, BINS, 0, 1) for s in chosen]))
+        return torch.cat(table, dim=1).cpu().double()  # the only wait for a GPU
 
 
 class Objective(nn.Module):

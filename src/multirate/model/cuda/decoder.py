@@ -37,7 +37,7 @@ FREE_STORAGES = 2
 """Storages that no cache uses, kept with their recordings for caches to come; the least recently
 used goes first.
 """
-_WARM_UPS = 1
+_WARM_UPS = 3
 
 Replay = Callable[[], Tensor]
 

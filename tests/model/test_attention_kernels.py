@@ -1,0 +1,24 @@
+"""Which of torch's attention kernels run on a GPU: not those that are planned for one shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from multirate.model.attention_kernels import kernels_of_any_shape
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_planned_kernels_are_off_for_the_duration(
+    wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(wanted)
+        with pytest.raises(ZeroDivisionError), kernels_of_any_shape(), kernels_of_any_shape():
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            1 / 0  # noqa: B018
+        assert torch.backends.cuda.cudnn_sdp_enabled() is wanted
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multirate.bench.tune import candidates, tune, tuning_prompts
+from multirate.bench.tune import Tried, candidates, tune, tuning_prompts
 from multirate.decoding.results import DecodeStats
 from multirate.errors import UserError
 from multirate.methods.spec import PLAIN, all_specs, find, parse_variant
@@ -34,7 +34,7 @@ class Machine:
 def test_the_fastest_wins_and_losers_are_not_measured_on() -> None:
     machine, dropped = Machine(), []
     choices = [{}, *({"tokens": n} for n in range(2, 6))]
-    best, plain, tried = tune(
+    best, (plain, other), tried = tune(
         machine.run,
         "sam",
         choices,
@@ -42,14 +42,26 @@ def test_the_fastest_wins_and_losers_are_not_measured_on() -> None:
         60.0,
         clock=lambda: machine.now,
         drop=dropped.append,
+        beside=["token_recycling"],
     )
     assert best.settings == {"tokens": 2} and best is tried[0]
+    assert other.prompts == plain.prompts == best.prompts and other.speed == pytest.approx(90)
     assert plain.speed == pytest.approx(80)
     assert machine.now < 75
     by_name = {one.name: one for one in tried}
     assert by_name["sam:tokens=4"].prompts < best.prompts == by_name["sam"].prompts
     assert "sam:tokens=4" in dropped and "sam" not in dropped
-    assert best.figures(plain.speed)["speedup"] == pytest.approx(1.625)
+    assert best.figures(plain)["speedup"] == pytest.approx(1.625)
+
+
+def test_a_speedup_is_over_the_prompts_of_both() -> None:
+    def seen(*seconds: float) -> list[DecodeStats]:
+        return [DecodeStats(tokens=10, sequence_steps=5, seconds=s) for s in seconds]
+
+    plain, early = Tried(PLAIN, {}, seen(1.0, 4.0, 4.0)), Tried("sam:tokens=4", {}, seen(0.5))
+    figures = early.figures(plain)
+    assert figures["speedup"] == pytest.approx(2.0) and figures["prompts"] == 1
+    assert plain.speed == pytest.approx(10 / 3) and figures["tokens_per_step"] == 2.0
 
 
 def test_the_defaults_stay_where_nothing_is_faster() -> None:

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,35 +45,41 @@ _BENCHMARK_FIELDS = {"turns", "task_id", "question_id", "instances", "idx", "can
 
 @dataclass
 class Tried:
-    """Settings with what they were measured at; rounds: how many rounds they lasted."""
+    """Settings with what they were measured at; seen: of each prompt, in the order of all others;
+    rounds: how many rounds they lasted.
+    """
 
     name: str
     settings: dict[str, Any]
-    tokens: int = 0
-    seconds: float = 0.0
-    steps: int = 0
-    prompts: int = 0
+    seen: list[DecodeStats] = field(default_factory=list)
     rounds: int = 0
+
+    @property
+    def prompts(self) -> int:
+        """How many were answered."""
+        return len(self.seen)
 
     @property
     def speed(self) -> float:
         """Tokens a second."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return self.speed_of(self.prompts)
 
-    def add(self, seen: DecodeStats) -> None:
-        """Another prompt's."""
-        self.tokens += seen.tokens
-        self.seconds += seen.seconds
-        self.steps += seen.sequence_steps
-        self.prompts += 1
+    def speed_of(self, prompts: int) -> float:
+        """Tokens a second over the first `prompts`."""
+        seconds = sum(one.seconds for one in self.seen[:prompts])
+        return sum(one.tokens for one in self.seen[:prompts]) / seconds if seconds else 0.0
 
-    def figures(self, plain: float) -> dict[str, Any]:
-        """For the file. plain: tokens a second of plain decoding."""
+    def figures(self, plain: Tried) -> dict[str, Any]:
+        """For the file. plain: plain decoding, which answered the same prompts and others."""
+        tokens, steps = (
+            sum(getattr(one, name) for one in self.seen) for name in ("tokens", "sequence_steps")
+        )
+        compared = plain.speed_of(self.prompts)
         return {
             "settings": self.settings,
             "tokens_per_second": round(self.speed, 2),
-            "speedup": round(self.speed / plain, 3) if plain else None,
-            "tokens_per_step": round(self.tokens / max(self.steps, 1), 3),
+            "speedup": round(self.speed / compared, 3) if compared else None,
+            "tokens_per_step": round(tokens / max(steps, 1), 3),
             "prompts": self.prompts,
         }
 
@@ -106,21 +112,24 @@ def tune(
     clock: Callable[[], float] = time.perf_counter,
     on_round: Callable[[int, int, float], None] = lambda number, left, speed: None,
     drop: Callable[[str], None] = lambda name: None,
-) -> tuple[Tried, Tried, list[Tried]]:
-    """The fastest settings, plain decoding, and all that was tried, the fastest first.
+    beside: Sequence[str] = (),
+) -> tuple[Tried, list[Tried], list[Tried]]:
+    """The fastest settings; plain decoding and the methods `beside`, to compare with; and all
+    settings that were tried, the fastest first.
 
     run(method, prompt, most tokens or None) decodes. Each round has the same share of `seconds`;
-    all that are left, and plain decoding, answer the same prompts, one after the other in turns.
+    all that are left, and those to compare with, answer the same prompts, one after the other in
+    turns.
     The first choice, the defaults, stays to the end: another one has to be faster by 1%. Where the
     time is up after fewer rounds, the fastest so far is the best.
     """
-    plain = Tried(PLAIN, {})
+    others = [Tried(other, {}) for other in (PLAIN, *beside)]
     tried = [Tried(write_variant(name, chosen), dict(chosen)) for chosen in choices]
     left = list(tried)
     rounds = max(1, math.ceil(math.log2(len(tried))))
     queue = _in_turn(prompts)
     begin = clock()
-    for one in (plain, *left):
+    for one in (*others, *left):
         run(one.name, prompts[0], _WARM_UP)
     begin_rounds = clock()
     seconds = max(seconds - (begin_rounds - begin), seconds / 2)
@@ -128,10 +137,10 @@ def tune(
         until = begin_rounds + seconds * number / rounds
         while True:
             prompt = next(queue)
-            turn = (plain, *left)
-            first = plain.prompts % len(turn)  # nobody is always the first
+            turn = (*others, *left)
+            first = others[0].prompts % len(turn)  # nobody is always the first
             for one in (*turn[first:], *turn[:first]):
-                one.add(run(one.name, prompt, None))
+                one.seen.append(run(one.name, prompt, None))
             if clock() >= until:
                 break
         for one in left:
@@ -147,7 +156,7 @@ def tune(
             break
     best = left[0] if left[0].speed > _WORTH * tried[0].speed else tried[0]
     tried.sort(key=lambda one: (one is not best, -one.rounds, -one.speed))
-    return best, plain, tried
+    return best, others, tried
 
 
 def _in_turn(prompts: Sequence[list[int]]) -> Iterator[list[int]]:

@@ -11,6 +11,9 @@ import typer
 from multirate.cli import options
 from multirate.errors import UserError
 
+TEXT = "sam"
+"""What needs no training and is hard to beat: measured beside whatever is tuned."""
+
 
 def command(
     model: options.Model = None,
@@ -85,7 +88,7 @@ def command(
     if path.parent.is_dir():
         check_writable(path)
     options.note(f"{len(choices)} settings of {name}, {minutes:g} minutes")
-    best, plain, tried = tune(
+    best, (plain, *others), tried = tune(
         runner(engine, max_new_tokens),
         name,
         choices,
@@ -95,12 +98,15 @@ def command(
             f"round {number}: {left} left, the fastest {speed:.1f} tokens/s"
         ),
         drop=engine.drop,
+        beside=[] if name == TEXT else [TEXT],
     )
-    table = Table(caption=f"Plain decoding: {plain.speed:.1f} tokens/s. The first row is kept.")
+    compared = "".join(f"; {one.name}: {one.speed:.1f}" for one in others)
+    caption = f"Plain decoding: {plain.speed:.1f} tokens/s{compared}. The first row is kept."
+    table = Table(caption=caption)
     for head in ("settings", "tokens/s", "speedup", "tokens/step", "prompts"):
         table.add_column(head, justify="left" if head == "settings" else "right")
     for one in tried:
-        figures = one.figures(plain.speed)
+        figures = one.figures(plain)
         changed = one.name.partition(":")[2].replace(":", " ")
         table.add_row(
             changed or "(defaults)",
@@ -121,7 +127,12 @@ def command(
             datetime.now(timezone.utc).isoformat(timespec="seconds"),
             f"{len(prompts)} of {'the package' if data is None else data.name}",
             minutes,
-            [one.figures(plain.speed) for one in tried],
+            [one.figures(plain) for one in tried],
         ),
     )
+    for one in others:
+        if one.speed > best.speed:
+            options.note(
+                f"note: {one.name}, which needs no training, is faster here: --method {one.name}"
+            )
     typer.echo(str(path))

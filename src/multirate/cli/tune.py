@@ -11,9 +11,6 @@ import typer
 from multirate.cli import options
 from multirate.errors import UserError
 
-TEXT = "sam"
-"""What needs no training and is hard to beat: measured beside whatever is tuned."""
-
 
 def command(
     model: options.Model = None,
@@ -64,7 +61,7 @@ def command(
     from multirate.engine import attach
     from multirate.hub import reference_accelerators
     from multirate.io import check_writable
-    from multirate.methods.spec import PLAIN, find, recommended
+    from multirate.methods.spec import PLAIN, all_specs, find, recommended
     from multirate.training.fingerprint import fingerprint
 
     if method is not None:
@@ -98,7 +95,7 @@ def command(
             f"round {number}: {left} left, the fastest {speed:.1f} tokens/s"
         ),
         drop=engine.drop,
-        beside=[] if name == TEXT else [TEXT],
+        beside=[other for other, one in all_specs().items() if one.yardstick and other != name],
     )
     compared = "".join(f"; {one.name}: {one.speed:.1f}" for one in others)
     caption = f"Plain decoding: {plain.speed:.1f} tokens/s{compared}. The first row is kept."

@@ -175,7 +175,8 @@ class MethodSpec:
     where none is named; drafter and step then get it, a SecondModel, as their module.
     tunable: the settings that decide how fast it is on a machine, and for each the values that
     `multirate tune` tries, all combinations of them.
-    recommended: the default of its role.
+    recommended: the default of its role. yardstick: needs no training and is hard to beat, so that
+    `multirate tune` measures it beside what it tunes.
     """
 
     name: str
@@ -193,6 +194,7 @@ class MethodSpec:
     role: Literal["drafter", "depth", "experts"] = "drafter"
     lossless: bool = True
     recommended: bool = False
+    yardstick: bool = False
 
     def read_settings(self, values: Any = None) -> Any:
         """The settings from None (defaults), a mapping of fields, or an instance. UserError

@@ -19,5 +19,6 @@ SPEC = register(
             "direct_match": (4, 8, 0),
         },
         drafter=lambda decoder, module, settings: SAMDrafter(decoder, settings),
+        yardstick=True,
     )
 )

@@ -66,14 +66,14 @@ class Tried:
 
     def speed_of(self, prompts: int) -> float:
         """Tokens a second over the first `prompts`."""
-        seconds = sum(one.seconds for one in self.seen[:prompts])
-        return sum(one.tokens for one in self.seen[:prompts]) / seconds if seconds else 0.0
+        seen = self.seen[:prompts]
+        seconds = sum(one.seconds for one in seen)
+        return sum(one.tokens for one in seen) / seconds if seconds else 0.0
 
     def figures(self, plain: Tried) -> dict[str, Any]:
         """For the file. plain: plain decoding, which answered the same prompts and others."""
-        tokens, steps = (
-            sum(getattr(one, name) for one in self.seen) for name in ("tokens", "sequence_steps")
-        )
+        tokens = sum(one.tokens for one in self.seen)
+        steps = sum(one.sequence_steps for one in self.seen)
         compared = plain.speed_of(self.prompts)
         return {
             "settings": self.settings,

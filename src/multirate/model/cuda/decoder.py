@@ -117,21 +117,19 @@ class GraphedDecoder(HFDecoder):
             on_cuda = self.info.device.type == "cuda"
             recorder = CudaRecorder(self.info.device) if on_cuda else EagerRecorder()
         self.recorder = recorder
-        self._storages: list[tuple[StaticStorage, Callable[[], StaticKVCache | None]]] = []
+        self._storages: list[StaticStorage] = []  # the last used one last
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         if self.graph_fallback is not None:
             return super().new_cache(batch, capacity)
         kept = self._free_storage(batch, capacity)
         cache = StaticKVCache(batch, capacity, self._kv_layout, kept)
-        self._note_owner(cache)
+        self._note_use(cache.storage)
         return cache
 
     def release_cache(self, cache: KVCache) -> None:
-        self._storages = [
-            (storage, owner if owner() is not cache else _nobody)
-            for storage, owner in self._storages
-        ]
+        if isinstance(cache, StaticKVCache):
+            cache.storage.user = None
 
     @torch.no_grad()
     def layers(
@@ -151,7 +149,7 @@ class GraphedDecoder(HFDecoder):
         end = int(rows.visible_end().max())
         if end > cache.capacity:
             raise ValueError(f"rows look at {end} slots; the cache has {cache.capacity}")
-        self._note_owner(cache)
+        self._note_use(cache.storage)
 
         used: dict[int, LayerAdapter] = {}
         if adapters and rows.accelerated is not None and rows.accelerated.any():
@@ -203,32 +201,19 @@ class GraphedDecoder(HFDecoder):
         """The last used one that is free and large enough. Where there is none, old ones are
         dropped: before another one is allocated.
         """
-        free = [storage for storage, owner in self._storages if not _owns(owner, storage)]
+        free = [storage for storage in self._storages if storage.free]
         fits = [s for s in free if s.batch == batch and s.capacity >= capacity]
         if fits:
             return fits[-1]
-        dropped = {id(storage) for storage in free[: max(0, len(free) - FREE_STORAGES + 1)]}
-        self._storages = [entry for entry in self._storages if id(entry[0]) not in dropped]
+        dropped = free[: max(0, len(free) - FREE_STORAGES + 1)]
+        self._storages = [storage for storage in self._storages if storage not in dropped]
         return None
 
-    def _note_owner(self, cache: StaticKVCache) -> None:
-        """`cache` is used now; its storage (another one since it grew) is the last to be freed."""
-        if self._storages:
-            storage, owner = self._storages[-1]
-            if storage is cache.storage and owner() is cache:
-                return
-        others = [entry for entry in self._storages if entry[0] is not cache.storage]
-        self._storages = [*others, (cache.storage, weakref.ref(cache))]
-
-
-def _nobody() -> None:
-    return None
-
-
-def _owns(owner: Callable[[], StaticKVCache | None], storage: StaticStorage) -> bool:
-    """Whether somebody may still read the storage."""
-    cache = owner()
-    return cache is not None and cache.storage is storage
+    def _note_use(self, storage: StaticStorage) -> None:
+        """It is the last to be dropped."""
+        if not self._storages or self._storages[-1] is not storage:
+            others = [one for one in self._storages if one is not storage]
+            self._storages = [*others, storage]
 
 
 class StaticRows:

@@ -4,10 +4,10 @@ scratch slot that is never read.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -36,7 +36,8 @@ class StaticStorage:
     """K/V tensors `keys[i]`, `values[i]`: [B, H_kv, capacity + 1, D]; the last slot, `scratch`, is
     only written.
 
-    What was recorded over these tensors is kept beside them, so that it goes when they go.
+    What was recorded over these tensors is kept beside them, so that it goes when they go. user:
+    the cache over it, weakly; None before there is one, and once it was released.
     """
 
     def __init__(self, batch: int, capacity: int, layout: Sequence[LayerKV]) -> None:
@@ -47,7 +48,16 @@ class StaticStorage:
             torch.zeros(*s, k.value_dim, dtype=k.dtype, device=k.device) for k, s in shapes
         ]
         self.recordings: OrderedDict[Hashable, Any] = OrderedDict()
-        self.inputs: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
+        self.inputs = weakref.WeakValueDictionary[Hashable, Any]()
+        self.user: weakref.ref[StaticKVCache] | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody reads it any more: its cache is gone, was released or has grown out of
+        it.
+        """
+        cache = None if self.user is None else self.user()
+        return cache is None or cache.storage is not self
 
 
 class StaticKVCache(KVCache):
@@ -85,6 +95,7 @@ class StaticKVCache(KVCache):
         positions = np.zeros((self.batch, storage.capacity), np.int32)
         positions[:, : self.capacity] = self.positions
         self.storage, self.positions, self.capacity = storage, positions, storage.capacity
+        storage.user = weakref.ref(self)
         self.keys = [k[:, :, : self.capacity] for k in storage.keys]
         self.values = [v[:, :, : self.capacity] for v in storage.values]
         self.version += 1

@@ -358,6 +358,36 @@ def test_a_recording_that_gives_other_numbers_is_not_used() -> None:
     )
 
 
+def test_what_is_rounding_is_no_disagreement() -> None:
+    """Weights so large that attention is all or nothing: a rounding decides which."""
+    model = tiny_model("llama").to(torch.bfloat16)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                weight *= 30
+    differing: list[float] = []
+    measure = cuda_graphs._relative_difference
+
+    def noted(got: torch.Tensor, expected: torch.Tensor) -> float:
+        differing.append(measure(got, expected))
+        return differing[-1]
+
+    graphed, reference = GraphedDecoder(model, EagerRecorder()), HFDecoder(model)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cuda_graphs, "_relative_difference", noted)
+        for seed in range(8):
+            caches = [graphed.new_cache(1, 64), reference.new_cache(1, 64)]
+            draw = torch.Generator().manual_seed(seed)
+            rows, ids = Rows.causal(0, 0, 33), torch.randint(VOCAB, (33,), generator=draw).tolist()
+            for decoder, cache in zip((graphed, reference), caches, strict=True):
+                forward(decoder, ids, rows, cache)
+            for ours, own in zip(caches[0].keys, caches[1].keys, strict=True):
+                assert torch.equal(ours[:, :, :33], own[:, :, :33])
+            assert graphed.graph_fallback is None
+            graphed._storages.clear()
+    assert max(differing) > 3e-2, "no difference above the limit: the test shows nothing"
+
+
 def test_cuda_models_get_the_graphed_decoder() -> None:
     assert own_layers_decoder(torch.device("cuda")) is GraphedDecoder
     assert own_layers_decoder(torch.device("cpu")) is HFDecoder

@@ -168,6 +168,23 @@ def test_reduced_head_takes_the_frequent_tokens(
     assert Accelerator.from_pretrained(tmp_path, model).module.draft_tokens.tolist() == chosen
 
 
+@pytest.mark.parametrize(
+    ("method", "options"), [("eagle3", {}), ("m2r2-carry", {"own_head": True})]
+)
+def test_a_trained_head_keeps_the_rows_of_tokens_that_stay(
+    method: str, options: dict[str, Any], tmp_path: Path, model_dir: Path, data: Path
+) -> None:
+    first, other = tmp_path / "first", tmp_path / "other"
+    chosen = {**(OPTIONS if method == "m2r2-carry" else {}), **options, "draft_vocab": 64}
+    train(model_dir, [data], first, method, settings(steps=5, lr=0.02), chosen)
+    still = settings(steps=1, lr=1e-12, weight_decay=0.0, start_from=str(first))
+    train(model_dir, [data], other, method, still, {"draft_vocab": 32})
+    began, ended = weights(first), weights(other)
+    places = torch.isin(began["draft_tokens"], ended["draft_tokens"])
+    assert ended["head.weight"].shape[0] == 32 and int(places.sum()) == 32
+    assert torch.equal(ended["head.weight"], began["head.weight"][places])
+
+
 def test_a_run_goes_on_from_a_trained_accelerator(
     tmp_path: Path, model_dir: Path, data: Path
 ) -> None:
@@ -207,6 +224,14 @@ def test_a_run_goes_on_from_a_trained_accelerator(
     assert with_taps.keys() - began.keys() == {"features.proj.weight", "features.sizes"}
     assert with_taps["features.proj.weight"].abs().max() < 1e-9
     assert len(with_taps["features.sizes"].unique()) > 1
+
+    # so may a head of its own: it starts as the base's rows
+    headed = tmp_path / "headed"
+    train(model_dir, [data], headed, "m2r2-carry", still, {"own_head": True})
+    with_head = weights(headed)
+    assert with_head.keys() - began.keys() == {"head.weight"}
+    base = AutoModelForCausalLM.from_pretrained(model_dir).lm_head.weight
+    assert torch.equal(with_head["head.weight"], base[began["draft_tokens"]].bfloat16())
 
     for options, method, word in (
         ({"rank": 4}, "m2r2-carry", "adapters.0.*leave out options"),

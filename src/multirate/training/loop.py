@@ -220,6 +220,8 @@ class _Run:
         given, wanted = before.module.state_dict(), self.stream.state_dict()
         if other_tokens:
             self._choose_draft_tokens()
+            if "head.weight" in given:
+                given["head.weight"] = self._head_of_other_tokens(before, given["head.weight"])
             given.pop("draft_tokens", None)
             wanted.pop("draft_tokens", None)
         added = {name.split(".")[0] for name in wanted.keys() - given.keys()} & trained.added.keys()
@@ -236,6 +238,20 @@ class _Run:
         self.stream.to(device=self.launcher.device, dtype=torch.float32)
         for part in sorted(added):
             trained.added[part](self.teacher, self.stream, self._starting_batches())
+
+    def _head_of_other_tokens(self, before: Accelerator, rows: Tensor) -> Tensor:
+        """A draft head that was trained itself, over the tokens that this run has chosen: its rows
+        where it had them, else the base's.
+        """
+        every_token = torch.arange(self.teacher.shape.vocab_size)
+        old, new = (
+            kept.cpu() if isinstance(kept := module.draft_tokens, Tensor) else every_token
+            for module in (before.module, self.stream)
+        )
+        head = self.teacher.head
+        every = head.weight.detach().cpu().float() * head.scale
+        every[old] = rows.float()
+        return every[new]
 
     def _choose_draft_tokens(self) -> None:
         """A reduced draft head takes the tokens that responses use most."""

@@ -73,6 +73,24 @@ class DraftHead:
         return DraftHead(linear, len(ids), owner.address(ids), tokens=ids.tolist(), exact=exact)
 
     @staticmethod
+    def own(
+        owner: Owner, weight: Tensor, tokens: Tensor | None, norm: Tensor | None = None
+    ) -> DraftHead:
+        """A head of the draft's own, weight [vocab, hidden], over the outputs ``tokens`` (None: all
+        of the model's), after its own norm [hidden] (None: the model's).
+        """
+        linear, exact = DraftHead.packed(owner, weight)
+        ids = None if tokens is None else tokens.cpu().to(torch.int64).contiguous()
+        return DraftHead(
+            linear,
+            len(weight),
+            None if ids is None else owner.address(ids),
+            None if norm is None else owner.floats(norm),
+            None if ids is None else ids.tolist(),
+            exact,
+        )
+
+    @staticmethod
     def packed(
         owner: Owner, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[abi.CData, int | None]:

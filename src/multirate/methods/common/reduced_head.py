@@ -7,7 +7,7 @@ training computes. A token outside is never drafted; the model itself still says
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multirate.model.decoder import Decoder
 
@@ -27,11 +27,27 @@ def first_tokens(count: int | None) -> Tensor | None:
     return None if count is None else torch.arange(count)
 
 
-def draft_logits(decoder: Decoder, draft_tokens: Tensor | None, p: Tensor) -> Tensor:
+def draft_logits(
+    decoder: Decoder, draft_tokens: Tensor | None, p: Tensor, own: nn.Linear | None = None
+) -> Tensor:
     """What residuals p [n, d] say when a draft is read from them: float32 [n, V], −inf outside a
-    reduced draft head's draft_tokens.
+    reduced draft head's draft_tokens. own: a head of the draft's own over these; None: the model's.
     """
-    return limited_to(draft_tokens, decoder.logits(p))
+    if own is None:
+        return limited_to(draft_tokens, decoder.logits(p))
+    said: Tensor = own(decoder.norm(p).to(own.weight.dtype)).float()
+    return spread_over(draft_tokens, said, decoder.info.vocab_size)
+
+
+def spread_over(draft_tokens: Tensor | None, said: Tensor, vocab_size: int) -> Tensor:
+    """A reduced head's logits [n, draft_vocab] → [n, V], −inf outside draft_tokens; None: as they
+    are.
+    """
+    if draft_tokens is None:
+        return said
+    full = torch.full((len(said), vocab_size), -torch.inf, device=said.device)
+    full[:, draft_tokens.to(said.device)] = said
+    return full
 
 
 def limited_to(draft_tokens: Tensor | None, full: Tensor) -> Tensor:

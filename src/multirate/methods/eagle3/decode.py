@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from multirate.methods.common.draft_head import DraftHead
@@ -31,17 +30,8 @@ class NativeEagle3Runner(NativeFeatureRunner):
         return {"norm_beside": beside, "norm_attention": carried}
 
     def draft_head(self, owner: Owner) -> DraftHead:
-        tokens = self.stream.draft_tokens
-        ids = None if tokens is None else tokens.cpu().to(torch.int64).contiguous()
-        linear, exact = DraftHead.packed(owner, self.stream.head.weight)
-        return DraftHead(
-            linear,
-            len(self.stream.head.weight),
-            owner.address(ids),
-            owner.floats(self.stream.norm.weight),
-            None if ids is None else ids.tolist(),
-            exact,
-        )
+        stream = self.stream
+        return DraftHead.own(owner, stream.head.weight, stream.draft_tokens, stream.norm.weight)
 
     def stream_fields(self, owner: Owner) -> dict[str, Any]:
         self._packed_taps = PackedTaps(self.decoder, self.taps, self.stream.features(), added=False)

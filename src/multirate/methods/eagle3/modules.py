@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from multirate.methods.common.feature_stream import FeatureStream
 from multirate.methods.common.layers import RMSNorm
+from multirate.methods.common.reduced_head import spread_over
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.eagle3.config import Eagle3Config
 from multirate.model.decoder import Decoder
@@ -57,8 +58,4 @@ class Eagle3Layer(FeatureStream):
 
     def logits(self, decoder: Decoder, p: Tensor) -> Tensor:
         own = self.head(self.norm(p.to(self.head.weight.dtype))).float()
-        if self.draft_tokens is None:
-            return own
-        full = torch.full((len(p), self.base.vocab_size), -torch.inf, device=p.device)
-        full[:, self.draft_tokens] = own
-        return full
+        return spread_over(self.draft_tokens, own, self.base.vocab_size)

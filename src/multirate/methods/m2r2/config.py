@@ -80,6 +80,8 @@ class M2R2Config(MethodConfig):
     """Size of the reduced draft head (the most frequent tokens of the training data) [ours]; null:
     the full head.
     """
+    own_head: bool = False
+    """Drafts are read with a head of their own, which starts as the base's [ours, as EAGLE-3]."""
     preset: str = "m2r2"
 
     def check(self) -> None:

@@ -13,7 +13,6 @@ from multirate.decoding.session import Session
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.errors import UserError
-from multirate.methods.common.reduced_head import draft_logits
 from multirate.methods.m2r2.decode import M2R2Drafter, arla_of
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
@@ -70,8 +69,6 @@ class GateExits(DepthPolicy):
         self._stream = stream
         self._arla = arla_of(stream, "exit_score") if config.exit_score == "arla" else None
         self._reinitialise = stream.config.reinitialise
-        tokens = stream.draft_tokens
-        self._draft_tokens = None if tokens is None else tokens.to(info.device)
         self._passed: dict[int, list[Tensor]] = {}  # the normed stream at the gates, by sequence
 
     def begin(self, session: Session) -> None:
@@ -102,4 +99,4 @@ class GateExits(DepthPolicy):
         return Leaving((self._arla.score(passed) >= threshold).tolist())
 
     def logits(self, decoder: Decoder, exit: int, hidden: Tensor) -> Tensor:
-        return draft_logits(decoder, self._draft_tokens, self._stream.fuse(exit, hidden, None))
+        return self._stream.logits(decoder, self._stream.fuse(exit, hidden, None))

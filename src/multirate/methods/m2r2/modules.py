@@ -10,7 +10,7 @@ with taps i, j, …, h_L + W_t [h_i; h_j; …] / s when verified):
               at positions ≤ t
     f       = W_f [RMSNorm(p_G), RMSNorm(c)]                (fuse; else p_G)
     p       = block_G(f)                                    (block; else f)
-    draft   = lm_head(final_norm(p)), both the base's own and frozen
+    draft   = lm_head(final_norm(p)), both the base's own and frozen (own_head: the head trained)
 
 With several gates and ``reinitialise`` the stream restarts as h_{G_j} after gate j (paper); the
 carry enters layer 0 only, and the fusion. Every added path starts at zero, so that without training
@@ -26,10 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from multirate.methods.common.layers import KeysValues, OwnAttention, RMSNorm, SwiGLU
-from multirate.methods.common.reduced_head import first_tokens
+from multirate.methods.common.reduced_head import draft_logits, first_tokens
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.config import M2R2Config
+from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
 
@@ -202,6 +203,8 @@ class AcceleratedStream(nn.Module):
     arla: ARLA | None
     draft_tokens: Tensor | None
     """[draft_vocab] int64 ids of the reduced draft head's rows, increasing; None: the full head."""
+    head: nn.Linear | None
+    """The draft head where it is the stream's own; None: the base's."""
 
     def __init__(self, config: M2R2Config, base: BaseShape) -> None:
         super().__init__()
@@ -230,6 +233,8 @@ class AcceleratedStream(nn.Module):
             ARLA(base.hidden_size, config.arla_dim, len(config.gates)) if config.arla_dim else None
         )
         self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
+        outputs = config.draft_vocab or base.vocab_size
+        self.head = nn.Linear(base.hidden_size, outputs, bias=False) if config.own_head else None
 
     def carried(self, hidden: Tensor, inner: Mapping[int, Tensor]) -> Tensor:
         """What is carried of verified tokens: of their h_L [..., d] and what enters the taps."""
@@ -257,3 +262,7 @@ class AcceleratedStream(nn.Module):
     def block(self, gate: int) -> GateBlock | None:
         """The block at ``gate``, None without blocks."""
         return self.blocks[str(gate)] if self.blocks else None  # type: ignore[return-value]
+
+    def logits(self, decoder: Decoder, p: Tensor) -> Tensor:
+        """What outputs p [n, d] say: float32 [n, V], −inf outside draft_tokens."""
+        return draft_logits(decoder, self.draft_tokens, p, self.head)

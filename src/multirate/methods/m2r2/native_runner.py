@@ -60,7 +60,10 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
         self._mixing = mixing = Owner(mixing_layout(weights))
         self._d = decoder.info.hidden_size
         config, carry = stream.config, stream.carry
-        self.head = DraftHead.of(decoder, owner, stream.draft_tokens)
+        if stream.head is None:
+            self.head = DraftHead.of(decoder, owner, stream.draft_tokens)
+        else:
+            self.head = DraftHead.own(owner, stream.head.weight, stream.draft_tokens)
         features = stream.features
         self._packed_taps = (
             None

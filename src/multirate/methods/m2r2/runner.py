@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from multirate.methods.common.draft_runner import DraftRunner
-from multirate.methods.common.reduced_head import draft_logits
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
@@ -32,9 +31,6 @@ class StreamRunner(DraftRunner):
         self._block = stream.block(gate)
         self._arla = None if stream.arla is None else copy.deepcopy(stream.arla).float()
         self._block_cache: KVCache | None = None
-        self._tokens = (
-            None if stream.draft_tokens is None else stream.draft_tokens.to(decoder.info.device)
-        )
 
     def begin(self, cache: KVCache) -> None:
         """A new generation over the slow residual's `cache`."""
@@ -82,7 +78,7 @@ class StreamRunner(DraftRunner):
 
     def logits(self, p: Tensor) -> Tensor:
         """float32 [n, V]; tokens outside a reduced draft vocabulary get −inf."""
-        return draft_logits(self.decoder, self._tokens, p)
+        return self.stream.logits(self.decoder, p)
 
     def agreement(self, p: Tensor) -> list[float]:
         """ARLA's probability, for each row of p [n, d] at the first gate, that its argmax is the

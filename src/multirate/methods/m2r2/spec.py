@@ -13,7 +13,12 @@ from multirate.methods.m2r2.exits import step_of
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.tracing import M2R2Tracer
-from multirate.methods.m2r2.train import M2R2Objective, start_from_least_squares, start_taps
+from multirate.methods.m2r2.train import (
+    M2R2Objective,
+    start_from_least_squares,
+    start_head,
+    start_taps,
+)
 from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
 from multirate.model.decoder import Decoder
 from multirate.model.native.decoder import narrow_weights
@@ -27,7 +32,7 @@ def _training(preset: str) -> Training:
         M2R2Objective,
         configure=configure,
         start=start_from_least_squares,
-        added={"features": start_taps},
+        added={"features": start_taps, "head": start_head},
     )
 
 

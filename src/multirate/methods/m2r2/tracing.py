@@ -11,7 +11,6 @@ from multirate.methods.common.stream_tracing import Interval, StreamTracer
 from multirate.methods.m2r2.decode import arla_of
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.methods.m2r2.runner import draft_logits
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
@@ -31,8 +30,6 @@ class M2R2Tracer(StreamTracer):
         self._adapters = stream.layer_adapters() or None
         self._arla = None if stream.arla is None else arla_of(stream, "trust")
         self._sharpness = M2R2DecodeConfig().sharpness
-        tokens = stream.draft_tokens
-        self._draft_tokens = None if tokens is None else tokens.to(info.device)
         self.gates = stream.config.gates
         self._cache: KVCache | None = None
         self._block_caches: dict[int, KVCache] = {}
@@ -70,7 +67,7 @@ class M2R2Tracer(StreamTracer):
             block = stream.block(gate)
             if block is not None:
                 p = block.rows(p.to(dtype), causal, self._block_caches[gate]).to(p.dtype)
-            logits = draft_logits(self._decoder, self._draft_tokens, p)
+            logits = stream.logits(self._decoder, p)
             top = torch.softmax(self._sharpness * logits, dim=-1).amax(dim=-1)
             scores = {"confidence": top.tolist()}
             if self._arla is not None:

@@ -127,7 +127,8 @@ class M2R2Objective(Objective):
     def _score(self, outputs: list[Tensor], slow: SlowPass, mask: Tensor) -> tuple[Tensor, Report]:
         teacher, stream = self._teacher[0], self.stream
         normed = torch.stack([teacher.norm(x[mask]) for x in outputs])  # [K, N, d]
-        result = distil(normed, slow.target(mask), teacher.head, stream.draft_tokens)
+        own = None if stream.head is None else stream.head.weight
+        result = distil(normed, slow.target(mask), teacher.head, stream.draft_tokens, own)
         weight = torch.tensor([t.weight for t in self.terms], device=result.kl.device)
         losses = result.kl
         if stream.config.feature_weight:
@@ -192,6 +193,17 @@ def start_taps(
 
 
 @torch.no_grad()
+def start_head(
+    teacher: Teacher, stream: AcceleratedStream, batches: Iterable[tuple[Tensor, Tensor, Any]]
+) -> None:
+    """The stream's own head as the base's."""
+    assert stream.head is not None
+    rows, tokens = teacher.head.weight, stream.draft_tokens
+    rows = rows if tokens is None else rows[tokens.to(rows.device)]
+    stream.head.weight.copy_(rows.float() * teacher.head.scale)
+
+
+@torch.no_grad()
 def start_from_least_squares(
     teacher: Teacher, stream: AcceleratedStream, batches: Iterable[tuple[Tensor, Tensor, Any]]
 ) -> None:
@@ -201,6 +213,8 @@ def start_from_least_squares(
     The block's output starts at zero, so this is where the loss of the first step comes from: near
     4 nats on a vocabulary of 49,152 instead of 13.
     """
+    if stream.head is not None:
+        start_head(teacher, stream, ())
     batches = iter(batches)
     if stream.features is not None:
         first = list(islice(batches, TAP_BATCHES))

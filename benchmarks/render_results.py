@@ -334,11 +334,34 @@ def published_section() -> list[str]:
 
 
 def equal_training_section() -> list[str]:
-    """Trained methods with the same data and steps, from nothing."""
-    path = RESULTS / "equal_training.json"
-    if not path.exists():
-        return []
-    bench = load(path.name)
+    """Trained methods from nothing on the same answers: for as many steps, and for as long."""
+    steps, seconds = "equal_training.json", "equal_training_gpu.json"
+    return [
+        "### Equal training",
+        "Every trained method from nothing on the same answers of the model's own, in one run of "
+        "`bench` each; tokens per step in brackets. *Held out*: the share of drafted tokens that "
+        "are the model's, by draft step, on answers to 60 other questions.",
+        "#### The same time on a GPU",
+        *_equal_training(
+            seconds,
+            "All seven side by side on one H200, which gave each of them 283 seconds: as many "
+            "tokens as its steps leave time for, of answers to 46,592 questions (8.1M tokens).",
+            "bash recipes/smollm2/on_a_gpu.sh DATA runs/on_a_gpu",
+        ),
+        "M2R2 is second: after as long, EAGLE-3's drafts are right more often at every step, and "
+        "its step is the cheaper one. What it has and `m2r2-carry` has not is a draft head of its "
+        "own, and 30% more tokens in the same time.",
+        "#### The same steps on a CPU",
+        *_equal_training(
+            steps,
+            "0.56M tokens of answers to 2,730 questions, 300 steps, one core.",
+            "bash recipes/smollm2/equal_training.sh DATA runs/equal",
+        ),
+    ]
+
+
+def _equal_training(file: str, told: str, command: str) -> list[str]:
+    bench = load(file)
     rows = {row["method"]: row for row in bench["rows"]}
 
     def cells(name: str) -> tuple[str, str]:
@@ -356,23 +379,21 @@ def equal_training_section() -> list[str]:
             (
                 f"`{name}`",
                 f"{about['parameters'] / 1e6:.1f}M",
+                f"{about['tokens'] / 1e6:.1f}M",
                 " / ".join(f"{share:.3f}" for share in about["agreement"]),
                 *cells(own),
                 *cells(f"{name}:lookup=sam"),
             )
         )
-    tokens = max(about["tokens"] for about in bench["accelerators"].values())
+    alone = f"; `sam` {rows['sam']['speedup']:.2f}x" if "sam" in rows else ""
+    date = bench["date"][:10]
     return [
-        "### Equal training",
-        "Every trained method from nothing on the same answers, the same steps: "
-        f"{tokens / 1e6:.2f}M tokens of the model's own answers to 2,730 questions, 300 steps, one "
-        f"core. {bench['prompts']} MT-Bench prompts, {machine(bench)}, {bench['date'][:10]}; "
-        "tokens per step in brackets. *Held out*: the share of drafted tokens that are the "
-        "model's, by draft step, on answers to 60 other questions.",
+        f"{told} {bench['prompts']} MT-Bench prompts, {machine(bench)}, {date}{alone}.",
         table(
             (
                 "method",
                 "parameters",
+                "tokens",
                 "held out",
                 "alone, `staged=0`",
                 "alone",
@@ -381,7 +402,7 @@ def equal_training_section() -> list[str]:
             ),
             lines,
         ),
-        "Reproduce with `bash recipes/smollm2/equal_training.sh DATA runs/equal`.",
+        f"Reproduce with `{command}`.",
     ]
 
 

@@ -63,9 +63,10 @@ def attach(
     """An engine for a causal LM of transformers (or its folder, hub id, or what hub.load_model
     gave), never changed.
 
-    accelerator: a trained one, its folder or hub id, or the name of an embedded one; None: plain
-    decoding and the methods that need no training. One that was trained for other weights of the
-    same shape is accepted: before its first drafts it is measured on a few short texts, and said.
+    accelerator: a trained one, its folder or hub id, or the name of an embedded one; None: the
+    methods that need no training, of which one is the default (`Engine.default`). One that was
+    trained for other weights of the same shape is accepted: before its first drafts it is measured
+    on a few short texts, and said.
     backend: "auto", "hf" (the model's own layers) or "native" (packed bf16 weights).
     tokenizer: needed with stop strings, and for that measurement.
     experts: for a mixture of experts named by folder or hub id, the store (`multirate pack`) that
@@ -97,6 +98,7 @@ def attach(
                 model, offloaded.start(backend, expert_policy, expert_memory), tokenizer, backend
             )
             engine.experts = offloaded
+            engine.default = PLAIN  # every row of a draft has experts to read
     if accelerator is not None:
         engine.add(accelerator)
     return engine
@@ -122,7 +124,9 @@ class Engine:
     notice: what the user should know about the last call (that its method is lossy, that
     speculation does not pay here, with the numbers), else None. promise: what calibration vouches
     for of the last call, None in lossless mode. default: the method that `generate` uses when none
-    is named. experts: where they are read from, if on disk.
+    is named: the first accelerator's; without any, drafts of the text's own continuations where
+    they leave every bit as it is (backend "native", no experts on disk), else plain decoding.
+    experts: where they are read from, if on disk.
     uses_tuned: whether a method named without settings takes those that `multirate tune` found
     fastest on this machine, which is said once; tuned_settings: the ones taken, by method.
     keep_bytes: the last generation of each method stays in memory, up to so many bytes of K/V in
@@ -145,7 +149,7 @@ class Engine:
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.accelerators: dict[str, Accelerator] = {}
-        self.default = PLAIN
+        self.default = spec.recommended(trained=False) if self.backend == "native" else PLAIN
         self.notice: str | None = None
         self.promise: Promise | None = None
         self.keep_bytes = KEPT_BYTES
@@ -204,7 +208,7 @@ class Engine:
         for known in (self._decodings, self._prefix_caches):
             for variant in [v for v in known if spec.parse_variant(v)[0] == name]:
                 del known[variant]
-        if self.default == PLAIN:
+        if self.default in (PLAIN, spec.recommended(trained=False)):
             self.default = name
         return name
 
@@ -275,7 +279,7 @@ class Engine:
         quality: float | None = None,
     ) -> GenerationOutput:
         """Continues every prompt (token ids). Defaults: greedy, 256 new tokens or the model's EOS,
-        the first accelerator's method.
+        the method `default`.
 
         speculate: "auto" drafts where and as long as that is measured to pay, within a text too;
         it decodes plainly, and says so in `notice`, where no acceptance could make drafts pay on

@@ -67,7 +67,7 @@ def decoding(engine: Engine, mode: Mode, speculate: str = "auto") -> Decoding:
     if mode.name == FULL:
         return Decoding(mode, PLAIN, True, {"method": PLAIN})
     name = engine.default
-    if name == PLAIN:
+    if name not in engine.accelerators:
         raise UserError(
             f"mode {mode.name!r} needs an accelerator (--accelerator); this model has none"
         )

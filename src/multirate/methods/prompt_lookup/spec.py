@@ -14,6 +14,5 @@ SPEC = register(
         settings=PromptLookupConfig,
         tunable={"tokens": (4, 7, 10, 16), "max_ngram": (2, 3, 5), "direct_match": (3, 0)},
         drafter=lambda decoder, module, settings: PromptLookupDrafter(decoder, settings),
-        recommended=True,
     )
 )

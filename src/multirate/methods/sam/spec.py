@@ -20,5 +20,6 @@ SPEC = register(
         },
         drafter=lambda decoder, module, settings: SAMDrafter(decoder, settings),
         yardstick=True,
+        recommended=True,
     )
 )

@@ -20,7 +20,9 @@ def test_without_an_accelerator_the_native_kernel_drafts_from_the_text() -> None
     stop = engine.stopping(48)
     ids = loaded.tokenizer("one two three one two three one two")["input_ids"]
     own = engine.generate([ids], stop=stop)
+    assert engine.used == UNTRAINED
     plain = engine.generate([ids], stop=stop, method=PLAIN)
+    assert engine.used == PLAIN
     assert own.sequences == plain.sequences and own.stats.drafted > 0
     name, folder = next(iter(reference_accelerators("tiny").items()))
     engine.add(folder, name)

@@ -123,7 +123,8 @@ class Engine:
 
     notice: what the user should know about the last call (that its method is lossy, that
     speculation does not pay here, with the numbers), else None. promise: what calibration vouches
-    for of the last call, None in lossless mode. default: the method that `generate` uses when none
+    for of the last call, None in lossless mode. used: the method of the last call, "" before it:
+    plain decoding where drafts do not pay. default: the method that `generate` uses when none
     is named: the first accelerator's; without any, drafts of the text's own continuations where
     they leave every bit as it is (backend "native", no experts on disk), else plain decoding.
     experts: where they are read from, if on disk.
@@ -152,6 +153,7 @@ class Engine:
         self.default = spec.recommended(trained=False) if self.backend == "native" else PLAIN
         self.notice: str | None = None
         self.promise: Promise | None = None
+        self.used = ""
         self.keep_bytes = KEPT_BYTES
         self.uses_tuned = False
         self.tuned_settings: dict[str, dict[str, Any]] = {}
@@ -361,7 +363,7 @@ class Engine:
             adapts = decoding.step.adapt(self.decoder, speculate == "auto")
             if speculate == "auto" and not self._pays(decoding, adapts):
                 decoding = None
-        used = PLAIN if decoding is None else (method or self.default)
+        self.used = used = PLAIN if decoding is None else (method or self.default)
         if decoding is not None:
             self._say_lossy(
                 used, decoding.step, sampling or SamplingSettings(), chosen=method is not None

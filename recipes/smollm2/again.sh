@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The package's accelerators of SmolLM2-135M-Instruct go on from where go_on.sh left them: once more
-# over its answers, and then over these and 4,500 new ones (1.2M tokens); Kangaroo once over all.
+# How the package's m2r2-carry of SmolLM2-135M-Instruct went on (the other methods' are those of
+# on_a_gpu.sh now) from where go_on.sh left it: once more over its answers, and then over these and
+# 4,500 new ones (1.2M tokens); Kangaroo once over all.
 #
 #   bash recipes/smollm2/again.sh DATA runs/go_on runs/again
 #

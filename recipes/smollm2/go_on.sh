@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The package's accelerators of SmolLM2-135M-Instruct go on from where accelerators.sh left them, on
-# new answers, each seen once: the same ones, in the same order, for each method.
+# How the package's m2r2-carry of SmolLM2-135M-Instruct went on (the other methods' are those of
+# on_a_gpu.sh now) from where accelerators.sh left it, on new answers, each seen once: the same ones,
+# in the same order, for each method.
 #
 #   bash recipes/smollm2/go_on.sh DATA runs/go_on
 #

@@ -7,7 +7,8 @@
 # EVAL: a folder with mt_bench/question.jsonl, spec_bench/question.jsonl, gsm8k/test.jsonl and
 # humaneval/HumanEval.jsonl.gz. SUITE: mt_bench, spec_bench, humaneval, gsm8k, t1 (MT-Bench at
 # temperature 1), b4 (in batches of 4) or mt_bench_all (all of it); without any, all of these.
-# What has been measured is left as it is. llama.cpp's rows need 'multirate[rivals]'.
+# What has been measured is left as it is. ACCELERATORS: a folder with eagle3/ and hydra/, which are
+# too large for the package (on_a_gpu.sh makes them); without it there are no such rows. llama.cpp's rows need 'multirate[rivals]'.
 set -euo pipefail
 EVAL=$1 OUT=$2 MODEL=${MODEL:-smollm2}
 shift 2
@@ -18,20 +19,28 @@ in_stages_and_without() {
     local method
     for method in "$@"; do printf ',%s,%s:staged=0' "$method" "$method"; done
 }
+GIVEN=() LARGE= LARGEST= LARGE_BATCHED=
+if [ -n "${ACCELERATORS:-}" ]; then
+    GIVEN=(-a "eagle3=$ACCELERATORS/eagle3" -a "hydra=$ACCELERATORS/hydra")
+    LARGE=$(in_stages_and_without eagle3 eagle3:lookup=sam)
+    LARGEST=$LARGE$(in_stages_and_without hydra)
+    LARGE_BATCHED=,eagle3,eagle3:lookup=sam
+fi
 EVERY=$(in_stages_and_without lookahead prompt_lookup sam token_recycling \
-    token_recycling:lookup=sam "$DRAFT" "$DRAFT:lookup=sam" layerskip kangaroo kangaroo:lookup=sam \
-    eagle eagle:lookup=sam m2r2 m2r2-carry:lookup=0 m2r2-carry)
+    token_recycling:lookup=sam "$DRAFT" "$DRAFT:lookup=sam" layerskip medusa kangaroo \
+    kangaroo:lookup=sam eagle eagle:lookup=sam m2r2 m2r2-carry:lookup=0 m2r2-carry)$LARGEST
 BEST=,prompt_lookup$(in_stages_and_without sam token_recycling:lookup=sam kangaroo:lookup=sam \
-    eagle eagle:lookup=sam m2r2-carry:lookup=0 m2r2-carry)
+    eagle eagle:lookup=sam m2r2-carry:lookup=0 m2r2-carry)$LARGE
 # batches do not go in stages
 BATCHED=,prompt_lookup,sam,token_recycling:lookup=sam,kangaroo:lookup=sam,eagle,eagle:lookup=sam
-BATCHED+=,m2r2,m2r2-carry:lookup=0,m2r2-carry
+BATCHED+=,m2r2,m2r2-carry:lookup=0,m2r2-carry$LARGE_BATCHED
 FASTEST=$(in_stages_and_without sam eagle:lookup=sam m2r2-carry)
+[ -z "$LARGE" ] || FASTEST+=$(in_stages_and_without eagle3:lookup=sam)
 
 measure() { # NAME SUITE FILE METHODS OPTIONS...
     local to=$OUT/$1.json suite=$2 data=$EVAL/$3 methods=$4
     shift 4
-    [ -f "$to" ] || multirate bench "$MODEL" --no-tuned --suite "$suite" --data "$data" \
+    [ -f "$to" ] || multirate bench "$MODEL" "${GIVEN[@]}" --no-tuned --suite "$suite" --data "$data" \
         --methods "$methods" --repeats 1 --json "$to" "$@"
 }
 MT=mt_bench/question.jsonl

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The package's m2r2-carry and eagle of SmolLM2-135M-Instruct go on from where again.sh left them, over
-# 3,100 new answers (2,600 to questions that the model asks itself, 500 about long texts) and those
-# that again.sh brought.
+# How the package's m2r2-carry of SmolLM2-135M-Instruct went on (eagle's is that of on_a_gpu.sh now)
+# from where again.sh left it, over 3,100 new answers (2,600 to questions that the model asks itself,
+# 500 about long texts) and those that again.sh brought.
 #
 #   bash recipes/smollm2/once_more.sh DATA runs/go_on runs/again runs/once_more
 #

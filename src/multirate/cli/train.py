@@ -47,6 +47,7 @@ _HELP = {
     "max_length": "Samples are cut to this many tokens.",
     "gradient_accumulation": "Forward passes per optimizer step.",
     "lr": "Peak learning rate.",
+    "head_lr": "Share of the rate that a draft head of the method's own has.",
     "final_lr": "Share of the peak rate at the end of the cosine.",
     "step_decay": "Loss weight of draft step s is this to the power s - 1.",
     "heldout_files": "Evaluated at the end (repeatable; default: a part of the data is set aside).",

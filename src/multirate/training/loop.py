@@ -398,7 +398,7 @@ class _Run:
                 nn.utils.clip_grad_norm_(self.stream.parameters(), s.grad_clip)
                 for optimizer in self.optimizers:
                     for group in optimizer.param_groups:
-                        group["lr"] = learning_rate(self.step, s)
+                        group["lr"] = learning_rate(self.step, s) * group.get("share", 1.0)
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
                 self.step += 1

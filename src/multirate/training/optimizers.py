@@ -10,12 +10,22 @@ from torch import nn
 from multirate.training.muon import Muon
 from multirate.training.settings import TrainSettings
 
+HEAD = "head.weight"
+"""A draft head of a module's own, which starts as the base's."""
+
 
 def optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """AdamW on everything, or Muon on matrices and AdamW on vectors (no decay on those)."""
-    trained = [p for p in module.parameters() if p.requires_grad]
+    """AdamW on everything, or Muon on matrices and AdamW on vectors (no decay on those) and on a
+    draft head. A group with a "share" has this share of the rate.
+    """
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    head = [p for name, p in named if name == HEAD]
+    trained = [p for name, p in named if name != HEAD]
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     out: list[torch.optim.Optimizer] = []
+    if head:
+        group = {"params": head, "share": settings.head_lr}
+        out.append(torch.optim.AdamW([group], lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0))
     if settings.optimizer == "muon":
         out.append(Muon(matrices, lr=settings.lr, weight_decay=settings.weight_decay))
     elif matrices:

@@ -23,6 +23,10 @@ class TrainSettings(MethodConfig):
     """muon: our batched Muon (training/muon.py) on matrices, AdamW on the rest."""
     lr: float = 4e-3
     """Peak rate (Muon's is matched to AdamW's update size)."""
+    head_lr: float = 0.1
+    """Share of ``lr`` that a draft head of the method's own has: it starts as the base's, which is
+    nearly right.
+    """
     final_lr: float = 0.05
     """Share of ``lr`` at the end of the cosine."""
     warmup_steps: int = 50
@@ -73,6 +77,7 @@ class TrainSettings(MethodConfig):
         self.require(self.warmup_steps >= 0, "warmup_steps", "0 or more")
         self.require(self.weight_decay >= 0, "weight_decay", "0 or more")
         self.require(0 <= self.final_lr <= 1, "final_lr", "0 to 1")
+        self.require(0 < self.head_lr <= 1, "head_lr", "above 0, at most 1")
         self.require(
             self.checkpoint_steps is None or self.checkpoint_steps >= 1,
             "checkpoint_steps",

@@ -205,8 +205,9 @@ def readme() -> dict[str, list[str]]:
             setting(REAL, bench),
             method_table(REAL, bench),
             "Reproduce with [`bash recipes/smollm2/lossless.sh EVAL runs/lossless mt_bench`]"
-            "(recipes/smollm2/lossless.sh), where EVAL holds the questions. Everything else that "
-            "was measured is in [docs/results.md](docs/results.md).",
+            "(recipes/smollm2/lossless.sh), where EVAL holds the questions (and ACCELERATORS what "
+            "[`on_a_gpu.sh`](recipes/smollm2/on_a_gpu.sh) trained, for EAGLE-3 and Hydra). "
+            "Everything else that was measured is in [docs/results.md](docs/results.md).",
         ],
         "suites": [suites_summary()],
         "dynamic": [frontier_table(load(f"margin_{REAL}.json")["frontier"])],
@@ -228,11 +229,14 @@ SUMMARY_ROWS = (
     "token_recycling:lookup=sam",
     "kangaroo:lookup=sam",
     "eagle:lookup=sam",
+    "eagle3:lookup=sam",
     "m2r2-carry",
     "sam:staged=0",
     "eagle:lookup=sam:staged=0",
+    "eagle3:lookup=sam:staged=0",
     "m2r2-carry:staged=0",
     "eagle:staged=0",
+    "eagle3:staged=0",
     "m2r2-carry:lookup=0:staged=0",
 )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from multirate.errors import UserError
+from multirate.training import data as data_module
 from multirate.training.data import (
     BatchPlan,
     Conversation,
@@ -21,6 +23,11 @@ from multirate.training.data import (
 )
 
 from .tiny import tokenizer
+
+
+def encoded(conversation: Conversation, tokenizer: Any, max_length: int) -> Sample:
+    """One conversation by itself."""
+    return next(iter(encode([conversation], tokenizer, max_length)))
 
 
 def responses(sample: Sample, tok: object) -> str:
@@ -54,7 +61,7 @@ def test_forms(
     path.write_text(json.dumps([record]) if array else json.dumps(record) + "\n\n")
     assert read_conversations(path) == [Conversation((("user", user), ("assistant", answer)))]
     tok = tokenizer()
-    sample = encode(read_conversations(path)[0], tok, 100)
+    sample = encoded(read_conversations(path)[0], tok, 100)
     assert tok.decode(sample.ids) == f"<|user|>{user}<|end|>\n<|assistant|>{answer}<|end|>"
     assert responses(sample, tok) == f"{answer}<|end|>"
 
@@ -62,14 +69,14 @@ def test_forms(
 def test_several_turns_and_plain_format_and_text() -> None:
     turns = (("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "gh"))
     tok = tokenizer()
-    assert responses(encode(Conversation(turns), tok, 100), tok) == "cd<|end|>gh<|end|>"
+    assert responses(encoded(Conversation(turns), tok, 100), tok) == "cd<|end|>gh<|end|>"
     plain = tokenizer(template=False)
-    sample = encode(Conversation(turns[:2]), plain, 100)
+    sample = encoded(Conversation(turns[:2]), plain, 100)
     assert plain.decode(sample.ids) == "User: ab\n\nAssistant: cd<|end|>"
     assert responses(sample, plain) == " cd<|end|>"
-    text = encode(Conversation(text="abc"), tok, 100)
+    text = encoded(Conversation(text="abc"), tok, 100)
     assert text.response.all() and tok.decode(text.ids) == "abc<|end|>"
-    assert len(encode(Conversation(turns), tok, 7).ids) == 7
+    assert len(encoded(Conversation(turns), tok, 7).ids) == 7
 
 
 @pytest.mark.parametrize(
@@ -185,7 +192,7 @@ def test_no_prompt_is_on_both_sides_of_the_split() -> None:
     """
     texts = [f"Question {n % 40}" if n % 3 else f"  question   {n % 40} " for n in range(1200)]
     samples = [
-        encode(Conversation((("user", t), ("assistant", f"{n}"))), tokenizer(), 99)
+        encoded(Conversation((("user", t), ("assistant", f"{n}"))), tokenizer(), 99)
         for n, t in enumerate(texts)
     ]
     trained, heldout = set_aside(samples, 100, 0)
@@ -195,10 +202,33 @@ def test_no_prompt_is_on_both_sides_of_the_split() -> None:
     )  # each held-out prompt is evaluated once
     # Other order, more data: a prompt stays on its side.
     more = [
-        encode(Conversation((("user", f"more {n}"), ("assistant", "x"))), tokenizer(), 99)
+        encoded(Conversation((("user", f"more {n}"), ("assistant", "x"))), tokenizer(), 99)
         for n in range(300)
     ]
     trained_more, heldout_more = set_aside([*more, *reversed(samples)], 1000, 0)
     assert {s.prompt for s in heldout} <= {s.prompt for s in heldout_more}
     assert {s.prompt for s in trained} <= {s.prompt for s in trained_more}
     assert len(set_aside(more, 5, 0)[1]) == 5 and set_aside(samples[:1], 5, 0) == (samples[:1], [])
+
+
+def test_conversations_tokenised_together_are_what_each_is_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(data_module, "TOKENISED_TOGETHER", 3)
+    two = (("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "gh"))
+    conversations = [
+        Conversation(two),
+        Conversation(two[:2]),
+        Conversation(text="abcdef"),
+        Conversation(two[:1]),  # nothing is said: no tokens
+        Conversation(two[:3]),
+        Conversation((("user", "a"), ("assistant", "bcdefgh"))),
+        Conversation(two),
+    ]
+    together = list(encode(conversations, tokenizer(), 9))
+    assert len(together) == len(conversations) and len(together[3].ids) == 0
+    for conversation, sample in zip(conversations, together, strict=True):
+        alone = encoded(conversation, tokenizer(), 9)
+        assert np.array_equal(sample.ids, alone.ids) and len(sample.ids) <= 9
+        assert np.array_equal(sample.response, alone.response)
+        assert sample.prompt == alone.prompt

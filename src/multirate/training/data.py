@@ -29,6 +29,8 @@ ACCEPTED = (
     '{"prompt", "completion"}, {"messages"}, '
     '{"question", "answer"} or {"text"}'
 )
+TOKENISED_TOGETHER = 1024
+"""Conversations."""
 POOL = 32
 """Batches drawn together and cut from one length-sorted pool."""
 
@@ -210,10 +212,6 @@ def read_conversations(path: str | Path, answered: bool = True) -> list[Conversa
     return out
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
 def render_prompt(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
     """The text that precedes the model's next answer, by the tokenizer's chat template or "role:
     content" lines.
@@ -241,9 +239,8 @@ def _render(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def encode(conversation: Conversation, tokenizer: Any, max_length: int) -> Sample:
-    """Token ids and response mask of one conversation, at most ``max_length`` tokens (the rest is
-    cut).
+def _pieces(conversation: Conversation, tokenizer: Any) -> list[tuple[str, bool]]:
+    """The texts that a conversation is tokenised in, and whether each is a response.
 
     A response is what an assistant turn adds after the generation prompt, its end-of-turn token
     included; the text after that token (which no one generates) is left out. Plain text counts as a
@@ -251,11 +248,8 @@ def encode(conversation: Conversation, tokenizer: Any, max_length: int) -> Sampl
     """
     if not conversation.turns:
         bos, eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
-        ids = _ids(tokenizer, bos + conversation.text + eos)[:max_length]
-        return Sample(
-            np.asarray(ids, np.int32), np.ones(len(ids), np.bool_), prompt_of(conversation)
-        )
-    ids, response = [], []
+        return [(bos + conversation.text + eos, True)]
+    pieces = []
     done = ""
     for number, (role, _) in enumerate(conversation.turns, start=1):
         if role != "assistant":
@@ -269,14 +263,36 @@ def encode(conversation: Conversation, tokenizer: Any, max_length: int) -> Sampl
         eos = tokenizer.eos_token
         answer = whole[len(prompt) :]
         end = answer.rfind(eos) + len(eos) if eos and eos in answer else len(answer)
-        before, after = _ids(tokenizer, prompt[len(done) :]), _ids(tokenizer, answer[:end])
-        ids += before + after
-        response += [False] * len(before) + [True] * len(after)
+        pieces += [(prompt[len(done) :], False), (answer[:end], True)]
         done = prompt + answer[:end]
-        if len(ids) >= max_length:
-            break
-    mask = np.asarray(response[:max_length], np.bool_)
-    return Sample(np.asarray(ids[:max_length], np.int32), mask, prompt_of(conversation))
+    return pieces
+
+
+def encode(
+    conversations: Sequence[Conversation], tokenizer: Any, max_length: int
+) -> Iterator[Sample]:
+    """Token ids and response mask of each conversation, at most ``max_length`` tokens (the rest is
+    cut).
+    """
+    for begin in range(0, len(conversations), TOKENISED_TOGETHER):
+        part = conversations[begin : begin + TOKENISED_TOGETHER]
+        pieces = [_pieces(conversation, tokenizer) for conversation in part]
+        texts = [text for of_one in pieces for text, _ in of_one]
+        # all in one call, which a fast tokenizer answers on all cores
+        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        tokenised = iter(encoded)
+        for conversation, of_one in zip(part, pieces, strict=True):
+            ids: list[int] = []
+            response: list[bool] = []
+            for _, is_response in of_one:
+                found = next(tokenised)
+                ids += found
+                response += [is_response] * len(found)
+            yield Sample(
+                np.asarray(ids[:max_length], np.int32),
+                np.asarray(response[:max_length], np.bool_),
+                prompt_of(conversation),
+            )
 
 
 def load_samples(paths: Sequence[str | Path], tokenizer: Any, max_length: int) -> list[Sample]:
@@ -285,7 +301,8 @@ def load_samples(paths: Sequence[str | Path], tokenizer: Any, max_length: int) -
     """
     if not paths:
         raise UserError("No data file was given; --data needs at least one JSONL or JSON file.")
-    samples = [encode(c, tokenizer, max_length) for path in paths for c in read_conversations(path)]
+    conversations = [c for path in paths for c in read_conversations(path)]
+    samples = encode(conversations, tokenizer, max_length)
     kept = [s for s in samples if len(s.ids) >= 2 and s.response[1:].any()]
     if not kept:
         raise UserError(

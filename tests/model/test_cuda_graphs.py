@@ -4,6 +4,7 @@ CUDA graph does.
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 
@@ -360,7 +361,7 @@ def test_a_recording_that_gives_other_numbers_is_not_used() -> None:
 
 def test_what_is_rounding_is_no_disagreement() -> None:
     """Weights so large that attention is all or nothing: a rounding decides which."""
-    model = tiny_model("llama").to(torch.bfloat16)
+    model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)  # tests share the model
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:

@@ -359,6 +359,16 @@ def test_a_recording_that_gives_other_numbers_is_not_used() -> None:
     )
 
 
+def test_a_recording_that_gives_no_numbers_is_not_used() -> None:
+    class Broken(EagerRecorder):
+        def record(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+            return lambda: function() * torch.nan
+
+    graphed = GraphedDecoder(tiny_model("llama"), Broken())
+    assert not forward(graphed, [7], Rows.causal(0, 0, 1), graphed.new_cache(1, 8)).isnan().any()
+    assert graphed.graph_fallback is not None and "nan" in graphed.graph_fallback
+
+
 def test_what_is_rounding_is_no_disagreement() -> None:
     """Weights so large that attention is all or nothing: a rounding decides which."""
     model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)  # tests share the model

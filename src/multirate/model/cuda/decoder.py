@@ -185,10 +185,10 @@ class GraphedDecoder(HFDecoder):
         expected = reference(x, adapters=adapters)
         if self.graph_fallback is None:
             difference = _relative_difference(got, expected)
-            if difference > _limit(x.dtype):
+            if not difference <= _limit(x.dtype):  # nor is what is no number
                 other = reference(_rounded(x), adapters=adapters)
                 expected = reference(x, adapters=adapters)
-                if difference > _ROUNDINGS * _relative_difference(other, expected):
+                if not difference <= _ROUNDINGS * _relative_difference(other, expected):
                     self.graph_fallback = (
                         "a recorded pass gave other numbers than the model's own layers (relative "
                         f"difference {difference:.1e})"

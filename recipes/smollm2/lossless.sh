@@ -8,7 +8,8 @@
 # humaneval/HumanEval.jsonl.gz. SUITE: mt_bench, spec_bench, humaneval, gsm8k, t1 (MT-Bench at
 # temperature 1), b4 (in batches of 4) or mt_bench_all (all of it); without any, all of these.
 # What has been measured is left as it is. ACCELERATORS: a folder with eagle3/ and hydra/, which are
-# too large for the package (on_a_gpu.sh makes them); without it there are no such rows. llama.cpp's rows need 'multirate[rivals]'.
+# too large for the package (on_a_gpu.sh makes them); without it there are no such rows. llama.cpp's
+# rows need 'multirate[rivals]'.
 set -euo pipefail
 EVAL=$1 OUT=$2 MODEL=${MODEL:-smollm2}
 shift 2

@@ -377,7 +377,7 @@ def test_what_is_rounding_is_no_disagreement() -> None:
             if "q_proj" in name or "k_proj" in name:
                 weight *= 30
     differing: list[float] = []
-    measure = cuda_graphs._relative_difference
+    measure = cuda_graphs.relative_difference
 
     def noted(got: torch.Tensor, expected: torch.Tensor) -> float:
         differing.append(measure(got, expected))
@@ -385,7 +385,7 @@ def test_what_is_rounding_is_no_disagreement() -> None:
 
     graphed, reference = GraphedDecoder(model, EagerRecorder()), HFDecoder(model)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cuda_graphs, "_relative_difference", noted)
+        patched.setattr(cuda_graphs, "relative_difference", noted)
         for seed in range(8):
             caches = [graphed.new_cache(1, 64), reference.new_cache(1, 64)]
             draw = torch.Generator().manual_seed(seed)

@@ -248,8 +248,7 @@ class _Run:
             kept.cpu() if isinstance(kept := module.draft_tokens, Tensor) else every_token
             for module in (before.module, self.stream)
         )
-        head = self.teacher.head
-        every = head.weight.detach().cpu().float() * head.scale
+        every = self.teacher.head.own_start().cpu()
         every[old] = rows.float()
         return every[new]
 

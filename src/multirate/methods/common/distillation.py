@@ -102,6 +102,11 @@ class Head:
         bias = None if self.bias is None else self.bias[tokens]
         return replace(self, weight=self.weight[tokens], bias=bias)
 
+    def own_start(self, tokens: Tensor | None = None) -> Tensor:
+        """What a student's own head over ``tokens`` [n] (None: all) starts as: float32 [n, d]."""
+        rows = self.weight if tokens is None else self.weight[tokens.to(self.weight.device)]
+        return rows.detach().float() * self.scale
+
     def in_float32(self) -> Head:
         """The head with a weight in float32."""
         return replace(self, weight=self.weight.float())

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from multirate.methods.common.config import ExitWeights
 from multirate.methods.common.draft_head import DraftHead
+from multirate.methods.common.reduced_head import spread_over
 from multirate.model.decoder import Decoder
 from multirate.model.native import NativeDecoder
 from multirate.model.native.packing import Owner, draft_layout
@@ -62,9 +63,7 @@ class ExitHead:
             rows = np.full(shape, -np.inf, np.float32)
             rows[:, self._tokens.numpy()] = logits.numpy()
             return torch.from_numpy(rows)
-        wide = torch.full(shape, -torch.inf, device=logits.device)
-        wide[:, self._tokens] = logits
-        return wide
+        return spread_over(self._tokens, logits, self._decoder.info.vocab_size)
 
     def tokens(self, places: Tensor) -> Tensor:
         """Places [...] among this head's logits → token ids [...]."""

@@ -54,6 +54,4 @@ def limited_to(draft_tokens: Tensor | None, full: Tensor) -> Tensor:
     """Logits [n, V] with −inf outside a reduced draft head's draft_tokens; None: as they are."""
     if draft_tokens is None:
         return full
-    limited = torch.full_like(full, -torch.inf)
-    limited[:, draft_tokens] = full[:, draft_tokens]
-    return limited
+    return spread_over(draft_tokens, full[:, draft_tokens], full.shape[-1])

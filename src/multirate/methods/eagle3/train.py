@@ -74,9 +74,8 @@ def start_from_least_squares(
     The embedding goes through attention, whose queries and keys start so that a token sees itself
     best, into the directions that the taps' part uses least; the MLP reads both.
     """
-    tokens, d = layer.draft_tokens, teacher.shape.hidden_size
-    head = teacher.head.weight.float() * teacher.head.scale
-    layer.head.weight.copy_(head if tokens is None else head[tokens])
+    d = teacher.shape.hidden_size
+    layer.head.weight.copy_(teacher.head.own_start(layer.draft_tokens))
     some = [
         _rows(teacher, layer, *batch)
         for batch in islice((batch for batch in batches if batch[1].any()), _STARTING_BATCHES)

@@ -198,9 +198,7 @@ def start_head(
 ) -> None:
     """The stream's own head as the base's."""
     assert stream.head is not None
-    rows, tokens = teacher.head.weight, stream.draft_tokens
-    rows = rows if tokens is None else rows[tokens.to(rows.device)]
-    stream.head.weight.copy_(rows.float() * teacher.head.scale)
+    stream.head.weight.copy_(teacher.head.own_start(stream.draft_tokens))
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from multirate.model.cuda.fused_norms import FusedNorms
 from multirate.model.cuda.static_cache import StaticKVCache, StaticStorage, round_up
 from multirate.model.decoder import LayerAdapter
 from multirate.model.hf.adapter_hooks import apply_adapter
-from multirate.model.hf.decoder import HFDecoder
+from multirate.model.hf.decoder import HFDecoder, relative_difference, rounding_limit
 from multirate.model.hf.parts import ModelParts, additive
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import MAX_TREE_BIT, Rows
@@ -184,11 +184,11 @@ class GraphedDecoder(HFDecoder):
         reference = partial(super().layers, rows=rows, start=start, stop=stop, cache=cache)
         expected = reference(x, adapters=adapters)
         if self.graph_fallback is None:
-            difference = _relative_difference(got, expected)
-            if not difference <= _limit(x.dtype):  # nor is what is no number
+            difference = relative_difference(got, expected)
+            if not difference <= rounding_limit(x.dtype):  # nor is what is no number
                 other = reference(_rounded(x), adapters=adapters)
                 expected = reference(x, adapters=adapters)
-                if not difference <= _ROUNDINGS * _relative_difference(other, expected):
+                if not difference <= _ROUNDINGS * relative_difference(other, expected):
                     self.graph_fallback = (
                         "a recorded pass gave other numbers than the model's own layers (relative "
                         f"difference {difference:.1e})"
@@ -411,15 +411,6 @@ def unsupported(parts: ModelParts) -> str | None:
     if len(devices) > 1:
         return f"its weights are on several devices ({', '.join(sorted(map(str, devices)))})"
     return None
-
-
-def _limit(dtype: torch.dtype) -> float:
-    return 1e-3 if dtype in (torch.float32, torch.float64) else 3e-2
-
-
-def _relative_difference(got: Tensor, expected: Tensor) -> float:
-    difference = got.float() - expected.float()
-    return float(difference.norm() / expected.float().norm().clamp(min=1e-12))
 
 
 def _rounded(x: Tensor) -> Tensor:

@@ -167,20 +167,28 @@ class HFDecoder(Decoder):
                 f"for {_PROBE_TOKENS} "
                 "tokens (a prompt of its own put before them?), so it has a part that is not known"
             )
-        difference = (logits.float() - expected.float()).norm() / expected.float().norm().clamp(
-            min=1e-12
-        )
-        limit = 1e-3 if self.info.dtype in (torch.float32, torch.float64) else 3e-2
-        if not difference <= limit:
+        difference = relative_difference(logits, expected)
+        if not difference <= rounding_limit(self.info.dtype):
             raise UserError(
                 f"{name} cannot be run: its layers run one by one give other logits than its own "
                 "forward "
-                f"(relative difference {float(difference):.1e}), so it has a part that is not known"
+                f"(relative difference {difference:.1e}), so it has a part that is not known"
             )
         return [
             LayerKV(k.shape[1], k.shape[3], recorded.values[i].shape[3], k.dtype, k.device)
             for i, k in sorted(recorded.keys.items())
         ]
+
+
+def relative_difference(got: Tensor, expected: Tensor) -> float:
+    """The norm of the difference, of the expected one's."""
+    difference = got.float() - expected.float()
+    return float(difference.norm() / expected.float().norm().clamp(min=1e-12))
+
+
+def rounding_limit(dtype: torch.dtype) -> float:
+    """What of a relative difference rounding alone explains, after all layers."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 3e-2
 
 
 @contextmanager

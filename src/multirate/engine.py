@@ -586,7 +586,8 @@ class Engine:
 
     def _pays(self, decoding: _Decoding, adapts: bool) -> bool:
         """Whether to begin with drafts. A step that adapts finds out by itself, unless no
-        acceptance is high enough.
+        acceptance is high enough and it has the method's own drafts alone: the text's continuations
+        may pay where those cannot.
         """
         rates = decoding.acceptance.rates()
         if rates is None:
@@ -595,7 +596,8 @@ class Engine:
         if costs is None:
             return True
         verdict = costs.verdict(rates)
-        if verdict.pays or (adapts and verdict.break_even is not None):
+        finds_out = verdict.break_even is not None or decoding.step.looks_up
+        if verdict.pays or (adapts and finds_out):
             return True
         self.notice = verdict.message
         return False

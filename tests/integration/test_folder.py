@@ -196,7 +196,8 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
     costs = CostModel(StepCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step))
     monkeypatch.setattr("multirate.decoding.drafter.measure_costs", lambda *_: costs)
     expected = model.generate(prompt(), do_sample=False, max_new_tokens=6)[0, 4:].tolist()
-    output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(6))
+    own = "m2r2-carry:lookup=0"
+    output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(6), method=own)
     assert output.sequences == [expected]
     if pays:
         assert output.stats.drafted > 0 and engine.notice is None
@@ -204,9 +205,26 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
         assert output.stats.drafted == 0
         assert engine.notice is not None and "speculation does not pay here" in engine.notice
         forced = engine.generate(
-            [prompt()[0].tolist()], stop=engine.stopping(6), speculate="always"
+            [prompt()[0].tolist()], stop=engine.stopping(6), method=own, speculate="always"
         )
         assert forced.stats.drafted > 0 and engine.notice is None
+
+
+def test_auto_drafts_from_the_text_where_own_drafts_cannot_pay(
+    model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = Accelerator.from_pretrained(folder, model)
+    accelerator.results["terms"] = [{"gate": 1, "draft_step": 1, "agreement": 0.6}]
+    engine = multirate.attach(model, accelerator, backend="hf")
+    # a level of an own draft takes longer than twenty plain steps, a row of the text's nothing
+    costs = CostModel(StepCosts(0.01, {1: 0.01, 16: 0.01}, 0.2, 0.2))
+    monkeypatch.setattr("multirate.decoding.drafter.measure_costs", lambda *_: costs)
+    repeating = [5, 6, 7, 8] * 6
+    expected = engine.generate([repeating], stop=engine.stopping(48), speculate="never").sequences
+    output = engine.generate([repeating], stop=engine.stopping(48))
+    assert engine.used == "m2r2-carry" and engine.notice is None
+    assert output.sequences == expected
+    assert output.stats.drafted > 0, "no continuation was drafted"
 
 
 def test_costs_are_measured_on_first_use(

@@ -233,6 +233,14 @@ def test_a_run_goes_on_from_a_trained_accelerator(
     base = AutoModelForCausalLM.from_pretrained(model_dir).lm_head.weight
     assert torch.equal(with_head["head.weight"], base[began["draft_tokens"]].bfloat16())
 
+    # and it may be left out again: drafts are read with the base's
+    bare = tmp_path / "bare"
+    from_headed = settings(steps=1, lr=1e-12, weight_decay=0.0, start_from=str(headed))
+    train(model_dir, [data], bare, "m2r2-carry", from_headed, {"own_head": False})
+    without = weights(bare)
+    assert without.keys() == began.keys()
+    assert all(torch.equal(with_head[name], without[name]) for name in without)
+
     for options, method, word in (
         ({"rank": 4}, "m2r2-carry", "adapters.0.*leave out options"),
         ({"taps": [1]}, "m2r2-carry", "'taps' is .*above the last gate"),

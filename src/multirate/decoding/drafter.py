@@ -214,6 +214,7 @@ class Drafter(ABC):
     expected: acceptance of its drafts by depth as measured before, the first guess of what they
         bring; empty: unknown.
     longest: the longest match that `matched` tells; 0: it tells none.
+    looks_up: whether it may draft the text's continuation instead, which takes no time to make.
     rests: whether one that adapts may leave a step without a draft; `SpeculativeStep.adapt` says.
     ends: tokens that end a sequence: drafts and steps after one are of no use.
     worth: [max_nodes], the least chance of being accepted with which the n-th node of the next
@@ -240,6 +241,7 @@ class Drafter(ABC):
     adapts: bool = False
     expected: Sequence[float] = ()
     longest: int = 0
+    looks_up: bool = False
     rests: bool = True
     ends: Sequence[int] = ()
     worth: np.ndarray | None = None

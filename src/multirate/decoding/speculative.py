@@ -69,6 +69,10 @@ class SpeculativeStep(Step):
         return self._may_fuse and self.drafter.in_stages
 
     @property
+    def looks_up(self) -> bool:  # type: ignore[override]
+        return self.drafter.looks_up
+
+    @property
     def prompt_decoder(self) -> Decoder | None:  # type: ignore[override]
         return self.drafter.prompt_decoder
 

@@ -39,6 +39,7 @@ class Step(ABC):
     repeats_text: whether a seed's sampled text is that of plain decoding with this seed.
     in_stages: of a step of drafts, as `Drafter.in_stages`.
     drafting_seconds: what drafts of the generation under way have taken outside of the decoder.
+    looks_up: of a step of drafts, as `Drafter.looks_up`.
     tells_split: whether `DecodeStats.split` is known: its passes are ones that a decoder times.
     prompt_decoder: what reads the prompts; None: the session's decoder. Their K/V are then no
         other step's, nor are those that the prefix cache keeps for this one.
@@ -51,6 +52,7 @@ class Step(ABC):
     in_stages: bool = False
     prompt_decoder: Decoder | None = None
     drafting_seconds: float = 0.0
+    looks_up: bool = False
     tells_split: bool = False
 
     @property

@@ -224,8 +224,11 @@ class _Run:
                 given["head.weight"] = self._head_of_other_tokens(before, given["head.weight"])
             given.pop("draft_tokens", None)
             wanted.pop("draft_tokens", None)
-        added = {name.split(".")[0] for name in wanted.keys() - given.keys()} & trained.added.keys()
+        optional = trained.added.keys()
+        added = {name.split(".")[0] for name in wanted.keys() - given.keys()} & optional
+        left_out = {name.split(".")[0] for name in given.keys() - wanted.keys()} & optional
         wanted = {name: x for name, x in wanted.items() if name.split(".")[0] not in added}
+        given = {name: x for name, x in given.items() if name.split(".")[0] not in left_out}
         for name in sorted(given.keys() | wanted.keys()):
             shapes = [tuple(each[name].shape) if name in each else None for each in (given, wanted)]
             if shapes[0] != shapes[1]:

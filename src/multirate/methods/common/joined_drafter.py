@@ -60,6 +60,7 @@ class JoinedDrafter(WrappedDrafter):
     def __init__(self, drafter: Drafter, config: JoinedConfig, decoder: Decoder) -> None:
         assert config.lookup is not None
         super().__init__(drafter)
+        self.looks_up = True
         if drafter.start:
             raise ValueError(f"{type(drafter).__name__} cannot leave a draft to the text")
         self._least, self._least_ahead = config.lookup_least, config.lookup_least_ahead

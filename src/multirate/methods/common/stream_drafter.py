@@ -83,6 +83,7 @@ class StreamDrafter(Drafter):
         self.decoder, self.runner, self.config = decoder, runner, config
         self.start, self.taps = start, runner.taps
         self._lookup = Lookup.of(config.lookup, config.texts, decoder)
+        self.looks_up = self._lookup.longest > 0
         self._trusting = trusting
         fuses = (
             not judged_by_arla

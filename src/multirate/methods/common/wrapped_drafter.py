@@ -24,6 +24,7 @@ class WrappedDrafter(Drafter):
         self.drafter, self.start = drafter, drafter.start
         self.max_nodes, self.top, self.longest = drafter.max_nodes, drafter.top, drafter.longest
         self.lossless, self.repeats_text = drafter.lossless, drafter.repeats_text
+        self.looks_up = drafter.looks_up
 
     def costs(self, decoder: Decoder) -> CostModel:
         return self.drafter.costs(decoder)

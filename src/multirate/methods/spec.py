@@ -65,7 +65,8 @@ class Training:
     (methods/common/objective.py). start(teacher, modules, batches of (ids, mask, known)): sets in
     the modules what does not begin at random or at zero. added: parts of the modules that a run may
     add to an accelerator it goes on from, as they begin by changing nothing, each with what sets
-    the rest of it, called as ``start``; it may leave them out, too. published: another layout that is read and written, too.
+    the rest of it, called as ``start``; it may leave them out, too. published: another layout that
+    is read and written, too.
     """
 
     config: type[MethodConfig]

@@ -62,8 +62,8 @@ to 1.5 plain steps, by the machine's state, sixteen 1.6 and more and sixty more 
 most. A level of a draft costs 2% to 5% of a plain step of so small a model, whose head of 49,152
 tokens alone is a fifth of it. A model of
 135M repeats itself more than one of 7B, which is what look-ups live on. And accelerators were
-trained for five minutes of a GPU or six hours of a core, on 46,600 answers at most; EAGLE's own on
-68,000 rounds of conversations."""
+trained for five minutes of a GPU, or for six hours of a core and six minutes of a GPU, on some
+50,000 answers; EAGLE's own on 68,000 rounds of conversations."""
 
 
 OWN = ":staged=0"

@@ -219,8 +219,15 @@ def test_auto_drafts_from_the_text_where_own_drafts_cannot_pay(
     # a level of an own draft takes longer than twenty plain steps, a row of the text's nothing
     costs = CostModel(StepCosts(0.01, {1: 0.01, 16: 0.01}, 0.2, 0.2))
     monkeypatch.setattr("multirate.decoding.drafter.measure_costs", lambda *_: costs)
+
+    def own_drafts(*_: Any, **__: Any) -> Any:
+        raise AssertionError("own drafts were made")
+
     repeating = [5, 6, 7, 8] * 6
     expected = engine.generate([repeating], stop=engine.stopping(48), speculate="never").sequences
+    speculation = engine._decoding("m2r2-carry")
+    assert speculation is not None
+    monkeypatch.setattr(speculation.step.drafter._grower, "grow", own_drafts)  # type: ignore[attr-defined]
     output = engine.generate([repeating], stop=engine.stopping(48))
     assert engine.used == "m2r2-carry" and engine.notice is None
     assert output.sequences == expected

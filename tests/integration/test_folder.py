@@ -177,6 +177,15 @@ def test_attach_by_folder_and_by_object(model: Any, method: str, tmp_path: Path)
         engine.add(folder, "generate")
 
 
+def attach_with_card(model: Any, folder: Path, *agreement: float) -> multirate.Engine:
+    """The accelerator, whose card says how often drafts agreed at each draft step."""
+    accelerator = Accelerator.from_pretrained(folder, model)
+    accelerator.results["terms"] = [
+        {"gate": 1, "draft_step": step, "agreement": each} for step, each in enumerate(agreement, 1)
+    ]
+    return multirate.attach(model, accelerator, backend="hf")
+
+
 @pytest.mark.parametrize(("draft_step", "pays"), [(0.02, False), (0.0001, True)])
 def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
     model: Any, folder: Path, draft_step: float, pays: bool, monkeypatch: pytest.MonkeyPatch
@@ -184,11 +193,7 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
     """With costs given instead of measured: on a busy machine measured ones would decide by
     chance.
     """
-    accelerator = Accelerator.from_pretrained(folder, model)
-    accelerator.results["terms"] = [
-        {"gate": 1, "draft_step": step, "agreement": 0.6} for step in (1, 2, 3)
-    ]
-    engine = multirate.attach(model, accelerator, backend="hf")
+    engine = attach_with_card(model, folder, 0.6, 0.6, 0.6)
     speculation = engine._decoding("m2r2-carry")
     assert speculation is not None
     rates = speculation.acceptance.rates()
@@ -213,9 +218,7 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
 def test_auto_drafts_from_the_text_where_own_drafts_cannot_pay(
     model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator = Accelerator.from_pretrained(folder, model)
-    accelerator.results["terms"] = [{"gate": 1, "draft_step": 1, "agreement": 0.6}]
-    engine = multirate.attach(model, accelerator, backend="hf")
+    engine = attach_with_card(model, folder, 0.6)
     # a level of an own draft takes longer than twenty plain steps, a row of the text's nothing
     costs = CostModel(StepCosts(0.01, {1: 0.01, 16: 0.01}, 0.2, 0.2))
     monkeypatch.setattr("multirate.decoding.drafter.measure_costs", lambda *_: costs)
@@ -237,9 +240,7 @@ def test_auto_drafts_from_the_text_where_own_drafts_cannot_pay(
 def test_costs_are_measured_on_first_use(
     model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator = Accelerator.from_pretrained(folder, model)
-    accelerator.results["terms"] = [{"gate": 1, "draft_step": 1, "agreement": 0.5}]
-    engine = multirate.attach(model, accelerator, backend="hf")
+    engine = attach_with_card(model, folder, 0.5)
     measured = []
 
     def recorded(*arguments: Any) -> CostModel:

@@ -63,6 +63,40 @@ def recorded(answers: dict[str, list[list[int]]], seconds: dict[str, list[float]
     return Measurements(list(answers), PROMPTS, samples)
 
 
+LOOP = [7, 8] * 12
+NO_LOOP = list(range(24))
+
+
+def test_answers_in_loops_are_left_out_whatever_the_others_say() -> None:
+    mixed = [NO_LOOP, LOOP, NO_LOOP, LOOP]
+    runs = recorded(
+        {"autoregressive": mixed, "kangaroo": [LOOP] * 4},
+        {"autoregressive": [2.0, 3.0], "kangaroo": [1.0, 1.0]},
+    )
+    runs.interrupted = True
+    counted, left_out = runs.without_loops()
+    assert left_out == ["1", "3"]
+    assert [prompt.id for prompt in counted.prompts] == ["0", "2"] and counted.interrupted
+    assert [len(repeat) for repeat in counted.usable()] == [2, 2]
+    assert [taken["autoregressive"].answer.tokens for taken in counted.samples[1]] == [NO_LOOP] * 2
+    row = summarise(counted, Judge(tiny_model.model()), ["kangaroo"])[0]
+    assert row.tokens == 48 and row.seconds_per_repeat == [4.0, 6.0] and row.repeats == 0.0
+    assert len(runs.prompts) == 4 and len(runs.samples[0]) == 4
+
+
+def test_a_repeat_that_was_cut_off_stays_incomplete_without_loops() -> None:
+    runs = recorded(
+        {"autoregressive": [LOOP, NO_LOOP, NO_LOOP, NO_LOOP]}, {"autoregressive": [2.0, 3.0]}
+    )
+    runs.samples[1] = runs.samples[1][:2]
+    counted, left_out = runs.without_loops()
+    assert left_out == ["0"]
+    assert [len(repeat) for repeat in counted.samples] == [3, 1]
+    assert [len(repeat) for repeat in counted.usable()] == [3]
+    nothing = Measurements(["autoregressive"], PROMPTS, [[]], interrupted=True).without_loops()
+    assert nothing[1] == [] and nothing[0].usable() == []
+
+
 def test_first_difference_is_by_length_and_content() -> None:
     assert first_difference([1, 2], [1, 2]) is None
     assert first_difference([1, 2], [1]) == 1

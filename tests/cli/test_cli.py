@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from bench import tiny_model
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 import multirate
@@ -406,6 +407,28 @@ def test_bench_reports_and_writes(model: str, data: str, tmp_path: Path) -> None
         assert row["speedup"] > 0 and len(row["seconds_per_repeat"]) == 2
     assert max(r["tokens_per_second"] for r in read["rows"] if r["method"] == read["baseline"]) > 0
     assert read["rows"][1]["tokens_per_step"] == 1
+
+
+def test_bench_leaves_out_answers_in_loops(data: str, tmp_path: Path) -> None:
+    """A model without weights says one token for ever."""
+    weights = tiny_model.save(tmp_path) / "model.safetensors"
+    tensors = load_file(weights)
+    for tensor in tensors.values():
+        tensor.zero_()
+    save_file(tensors, weights, {"format": "pt"})
+    out = tmp_path / "out.json"
+    words = ["bench", str(tmp_path), "--data", data, "--repeats", "1", "--leave-out-loops"]
+    words += ["--methods", "autoregressive", "--json", str(out)]
+    result = run(*words, "-n", "2")
+    assert result.exit_code == 0 and "0 of 3 answers run into loops" in result.stderr
+    content = json.loads(out.read_text())
+    assert content["prompts"] == 3 and content["loops"] == []
+    result = run(*words, "-n", "64")
+    assert "3 of 3 answers run into loops" in result.stderr
+    assert "Nothing was measured: all answers run into loops." in result.stdout
+    content = json.loads(out.read_text())
+    assert content["prompts"] == 0 and len(content["loops"]) == 3 and not content["rows"]
+    refused(run(*words, "--batch", "2"), "--leave-out-loops", "leave out --batch 2")
 
 
 def test_bench_in_batches(model: str, data: str, tmp_path: Path) -> None:

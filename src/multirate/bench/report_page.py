@@ -188,6 +188,7 @@ def _facts(content: Mapping[str, Any]) -> dict[str, str]:
     """Where the figures come from."""
     commit = "" if content.get("commit") is None else f" ({str(content['commit'])[:12]})"
     argv: Sequence[str] = content["argv"]
+    loops: Sequence[str] | None = content.get("loops")
     return {
         "machine": f"{content.get('cpu', '')}, {content['device']}, {content['threads']} threads, "
         f"{content['read_bandwidth_bytes_per_second'] / 1e9:.1f} GB/s read",
@@ -196,6 +197,7 @@ def _facts(content: Mapping[str, Any]) -> dict[str, str]:
         f"transformers {content['transformers']}, Python {content['python']}, "
         f"backend {content['backend']}",
         "questions": f"{content['prompts']} prompts of {Path(content['data']).name}, at most "
-        f"{content['max_new_tokens']} new tokens, {content['repeats']} measured passes",
+        f"{content['max_new_tokens']} new tokens, {content['repeats']} measured passes"
+        + (f"; {len(loops)} more run into loops and are not counted" if loops else ""),
         "command": shlex.join([Path(argv[0]).name, *argv[1:]]),
     }

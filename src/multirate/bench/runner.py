@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from time import perf_counter
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from multirate.bench.divergence import Divergence, Judge
 from multirate.bench.prompts import Prompt
 from multirate.calibration.measure import Verdict
-from multirate.calibration.repetition import share_in_loops
+from multirate.calibration.repetition import MOST_LOOPING, share_in_loops
 from multirate.methods.spec import PLAIN
 from multirate.model.time_split import TimeSplit
 
@@ -97,8 +97,25 @@ class Measurements:
 
     def usable(self) -> list[list[dict[str, Sample]]]:
         """The complete repeats; if an interruption left none, what there is of the first one."""
-        complete = [repeat for repeat in self.samples if len(repeat) == len(self.prompts)]
-        return complete or [repeat for repeat in self.samples[:1] if repeat]
+        begun = [repeat for repeat in self.samples if repeat]
+        return [repeat for repeat in begun if len(repeat) == len(self.prompts)] or begun[:1]
+
+    def without_loops(self) -> tuple[Measurements, list[str]]:
+        """Without the prompts whose answer by PLAIN has more than MOST_LOOPING of its tokens in
+        loops, and these prompts' ids: speculation on text that repeats itself is no speedup.
+        """
+        looping = {
+            index
+            for index, taken in enumerate((self.usable() or [[]])[0])
+            if share_in_loops([taken[PLAIN].answer.tokens]) > MOST_LOOPING
+        }
+        kept = [index for index in range(len(self.prompts)) if index not in looping]
+        counted = replace(
+            self,
+            prompts=[self.prompts[index] for index in kept],
+            samples=[[repeat[i] for i in kept if i < len(repeat)] for repeat in self.samples],
+        )
+        return counted, [self.prompts[index].id for index in sorted(looping)]
 
 
 @dataclass

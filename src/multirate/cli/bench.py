@@ -99,6 +99,14 @@ def command(
             "--truncate", help="Cut long prompts from the left (default: skip and count them)."
         ),
     ] = False,
+    leave_out_loops: Annotated[
+        bool,
+        typer.Option(
+            "--leave-out-loops",
+            help="Do not count prompts that the model itself answers with loops, which flatter "
+            "every method.",
+        ),
+    ] = False,
     tuned: options.Tuned = True,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
@@ -167,6 +175,8 @@ def command(
         raise UserError("--rivals are measured greedily: leave out --temperature")
     if rivals and batch > 1:
         raise UserError(f"--rivals answer one prompt at a time: leave out --batch {batch}")
+    if leave_out_loops and batch > 1:
+        raise UserError(f"--leave-out-loops counts answer by answer: leave out --batch {batch}")
     tasks = task_suite(suite, data, limit, task) if is_task(suite) else None
     questions = tasks.questions if tasks else load_suite(suite, data, limit, task)
 
@@ -190,6 +200,8 @@ def command(
             raise UserError(
                 f"--batch {batch}: with experts from disk one prompt is answered at a time"
             )
+        if leave_out_loops:
+            raise UserError("--leave-out-loops is not for experts from disk: leave it out")
         same, interrupted = bench_experts.command(
             model,
             questions,
@@ -266,6 +278,7 @@ def command(
         warmup=warmup,
         batch=batch,
         truncate=truncate,
+        leave_out_loops=leave_out_loops,
         title=f"{suite}, {loaded.name}, {dtype}, batch {batch}, "
         + ("greedy" if sampling.greedy else f"temperature {temperature:g}, seed {seed}"),
         settings={
@@ -338,6 +351,7 @@ def run(
     warmup: int,
     batch: int = 1,
     truncate: bool,
+    leave_out_loops: bool = False,
     title: str,
     settings: dict[str, Any],
     sampling: SamplingSettings | None = None,
@@ -411,6 +425,13 @@ def run(
                 else None,
                 on_answer=lambda name: bar.advance(),
             )
+    loops: list[str] = []
+    if leave_out_loops:
+        measurements, loops = measurements.without_loops()
+        options.note(
+            f"note: {len(loops)} of {len(prompts.prompts)} answers run into loops "
+            "and are not counted"
+        )
     with Bar("judging", len(method_runs)) as bar:
         rows = summarise(
             measurements,
@@ -431,9 +452,12 @@ def run(
             console.print(report.score_table(rows))
         console.print(report.bandwidth_line(read, share))
     else:
-        console.print(
-            "Nothing was measured: the run ended before every method had answered a prompt."
+        reason = (
+            "all answers run into loops"
+            if loops
+            else "the run ended before every method had answered a prompt"
         )
+        console.print(f"Nothing was measured: {reason}.")
     content = report.document(
         provenance.collect(
             device,
@@ -450,6 +474,7 @@ def run(
         warmup=warmup,
         skipped=prompts.skipped,
         truncated=prompts.truncated,
+        loops=loops if leave_out_loops else None,
         interrupted=measurements.interrupted,
         unavailable=unavailable,
         tuned=engine.tuned_settings,

@@ -177,8 +177,8 @@ def setting(model: str, bench: dict[str, Any]) -> str:
     """What was run, where and when."""
     return (
         f"MT-Bench questions, {TITLES[model]}, {bench['dtype']}, batch 1, greedy, "
-        f"{bench['max_new_tokens']} new tokens at most, {bench['prompts']} prompts, "
-        f"{bench['threads']} threads of an {machine(bench)}, {str(bench.get('date', ''))[:10]}."
+        f"{bench['max_new_tokens']} new tokens at most, {bench['prompts']} prompts"
+        f"{_of_loops(bench)}, {bench['threads']} threads of an {machine(bench)}, {str(bench.get('date', ''))[:10]}."
     )
 
 
@@ -188,6 +188,9 @@ def reproduce(model: str, bench: dict[str, Any]) -> str:
         argv[argv.index(name) :][:2] for name in ("--limit", "-n", "--repeats") if name in argv
     ]
     options = " ".join(" ".join(pair) for pair in given)
+    options += " --leave-out-loops" if "--leave-out-loops" in argv else ""
+    own = [argv[at + 1] for at, word in enumerate(argv) if word == "-a"]
+    options += "".join(f" -a {accelerator}" for accelerator in own)
     rivals = (" --rivals " + argv[argv.index("--rivals") + 1]) if "--rivals" in argv else ""
     theirs = [row["method"] for row in bench["rows"] if row["method"].startswith("llamacpp")]
     methods = ",".join(row["method"] for row in bench["rows"] if row["method"] not in theirs)
@@ -210,13 +213,14 @@ def readme() -> dict[str, list[str]]:
             "Everything else that was measured is in [docs/results.md](docs/results.md).",
         ],
         "suites": [suites_summary()],
-        "dynamic": [frontier_table(load(f"margin_{REAL}.json")["frontier"])],
+        "dynamic": [frontier_table(load(f"margin_long_{REAL}.json")["frontier"])],
     }
 
 
 SUMMARY = {
     "mt_bench_smollm2": "the table above",
-    "suite_mt_bench_all": "MT-Bench, all of it",
+    "suite_mt_bench_long": "MT-Bench, longer answers",
+    "suite_mt_bench_all": "all of MT-Bench, longer answers",
     "suite_spec_bench": "Spec-Bench",
     "suite_gsm8k": "GSM8K",
     "suite_humaneval": "HumanEval",
@@ -281,7 +285,7 @@ def suites_section() -> list[str]:
     for run in runs:
         drawn = f", temperature {run['temperature']:g}" if "temperature" in run else ""
         batch = f", batch {run['batch']}" if run.get("batch", 1) > 1 else ""
-        title = f"{run['suite']}{drawn}{batch}"
+        title = f"{run['suite']}{drawn}{batch}{_of_loops(run)}"
         ours = [row for row in run["rows"] if row["method"] not in ROWS]
         columns[title] = {row["method"]: row["speedup"] for row in ours}
         same = sum(row["identical"] for row in ours)
@@ -309,6 +313,14 @@ def suites_section() -> list[str]:
         ),
         *published_section(),
     ]
+
+
+def _of_loops(run: dict[str, Any]) -> str:
+    """How many answers were not counted, where they were looked at."""
+    loops = run.get("loops")
+    if loops is None:
+        return ""
+    return f", without {len(loops)} of {run['prompts'] + len(loops)} answers that run into loops"
 
 
 def _methods_of(runs: list[dict[str, Any]]) -> list[str]:
@@ -528,7 +540,7 @@ def margin_section() -> list[str]:
     path, other = (RESULTS / f"margin_{REAL}{which}.json" for which in ("", "_zen5"))
     if not path.exists():
         return []
-    run = load(path.name)
+    run, longer = load(path.name), load(f"margin_long_{REAL}.json")
     again = []
     if other.exists():
         there = load(other.name)
@@ -543,7 +555,7 @@ def margin_section() -> list[str]:
         ]
     return [
         "### Verified with narrow weights first",
-        setting(REAL, run),
+        setting(REAL, longer),
         "`margin`: drafts are verified with a narrow copy of the weights, of 4 bits where they are "
         "such numbers (all layers of SmolLM2, whose file has 4) and else of 8, and a token whose "
         "two likeliest candidates are nearer than this (in logits) is decided by the model's own "
@@ -551,9 +563,15 @@ def margin_section() -> list[str]:
         "verified drafts. EAGLE's and Kangaroo's drafts are verified in the same way, by the same "
         "kernel. The fastest setting of each method at a share of the tokens (in brackets: what it "
         "kept):",
-        frontier_table(run["frontier"]),
+        frontier_table(longer["frontier"]),
         "All of them; *over lossless*: over `m2r2-carry`'s own lossless drafts in this run; *kept* "
         "and *repeats* as above.",
+        margin_table(longer),
+        reproduce(REAL, longer),
+        "Where answers end after 96 tokens, reading prompts, which no draft makes faster, takes a "
+        "larger share of the time:",
+        setting(REAL, run),
+        frontier_table(run["frontier"]),
         margin_table(run),
         reproduce(REAL, run),
         *again,

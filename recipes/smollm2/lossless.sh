@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Every lossless method on every suite: the README's tables. Three quarters of an hour of an idle
+# Every lossless method on every suite: the README's tables. An hour and a quarter of an idle
 # machine with two cores.
 #
 #   bash recipes/smollm2/lossless.sh EVAL runs/lossless [SUITE...]
 #
 # EVAL: a folder with mt_bench/question.jsonl, spec_bench/question.jsonl, gsm8k/test.jsonl and
 # humaneval/HumanEval.jsonl.gz. SUITE: mt_bench, spec_bench, humaneval, gsm8k, t1 (MT-Bench at
-# temperature 1), b4 (in batches of 4) or mt_bench_all (all of it); without any, all of these.
+# temperature 1), b4 (in batches of 4), mt_bench_long (answers of up to 256 tokens, but for those that
+# run into loops) or mt_bench_all (all questions, in the same way); without any, all of these.
 # What has been measured is left as it is. ACCELERATORS: a folder with eagle3/ and hydra/, which are
 # too large for the package (on_a_gpu.sh makes them); without it there are no such rows. llama.cpp's
 # rows need 'multirate[rivals]'.
@@ -35,8 +36,8 @@ BEST=,prompt_lookup$(in_stages_and_without sam token_recycling:lookup=sam kangar
 # batches do not go in stages
 BATCHED=,prompt_lookup,sam,token_recycling:lookup=sam,kangaroo:lookup=sam,eagle,eagle:lookup=sam
 BATCHED+=,m2r2,m2r2-carry:lookup=0,m2r2-carry$LARGE_BATCHED
-FASTEST=$(in_stages_and_without sam eagle:lookup=sam m2r2-carry)
-[ -z "$LARGE" ] || FASTEST+=$(in_stages_and_without eagle3:lookup=sam)
+FASTEST=$(in_stages_and_without sam eagle:lookup=sam m2r2-carry),m2r2-carry:lookup=0:staged=0
+[ -z "$LARGE" ] || FASTEST+=$(in_stages_and_without eagle3:lookup=sam),eagle3:staged=0
 
 measure() { # NAME SUITE FILE METHODS OPTIONS...
     local to=$OUT/$1.json suite=$2 data=$EVAL/$3 methods=$4
@@ -45,7 +46,7 @@ measure() { # NAME SUITE FILE METHODS OPTIONS...
         --methods "$methods" --repeats 1 --json "$to" "$@"
 }
 MT=mt_bench/question.jsonl
-[ $# -gt 0 ] || set -- mt_bench spec_bench humaneval gsm8k t1 b4 mt_bench_all
+[ $# -gt 0 ] || set -- mt_bench spec_bench humaneval gsm8k t1 b4 mt_bench_long mt_bench_all
 for name in "$@"; do
     case $name in
         mt_bench) measure mt_bench_smollm2 mt_bench $MT "generate,autoregressive$EVERY" \
@@ -58,10 +59,13 @@ for name in "$@"; do
             --limit 12 -n 96 ;;
         t1) measure suite_t1 mt_bench $MT "autoregressive$BEST" --temperature 1 --limit 6 -n 96 ;;
         b4) measure suite_b4 mt_bench $MT "autoregressive$BATCHED" --batch 4 --limit 8 -n 96 ;;
-        mt_bench_all) measure suite_mt_bench_all mt_bench $MT "autoregressive$FASTEST" -n 96 ;;
+        mt_bench_long) measure suite_mt_bench_long mt_bench $MT "autoregressive$BEST" \
+            --limit 12 -n 256 --leave-out-loops ;;
+        mt_bench_all) measure suite_mt_bench_all mt_bench $MT "autoregressive$FASTEST" \
+            -n 256 --leave-out-loops ;;
         *)
             echo "$name is no suite; accepted: mt_bench, spec_bench, humaneval, gsm8k, t1, b4," \
-                "mt_bench_all" >&2
+                "mt_bench_long, mt_bench_all" >&2
             exit 2
             ;;
     esac

@@ -178,7 +178,8 @@ def setting(model: str, bench: dict[str, Any]) -> str:
     return (
         f"MT-Bench questions, {TITLES[model]}, {bench['dtype']}, batch 1, greedy, "
         f"{bench['max_new_tokens']} new tokens at most, {bench['prompts']} prompts"
-        f"{_of_loops(bench)}, {bench['threads']} threads of an {machine(bench)}, {str(bench.get('date', ''))[:10]}."
+        f"{_of_loops(bench)}, {bench['threads']} threads of an {machine(bench)}, "
+        f"{str(bench.get('date', ''))[:10]}."
     )
 
 

@@ -64,7 +64,7 @@ def test_rows_equal_the_training_pass() -> None:
     disturb(adapter)
     x = teacher.parts.trace(ids(1, 9)).hidden[2]
     with torch.no_grad():
-        cache = adapter.new_cache(1, 2)
+        cache = adapter.attn.new_cache(1, 2)
         got = torch.cat(
             [
                 adapter.rows(x[0, :5], Rows.causal(0, 0, 5), cache),

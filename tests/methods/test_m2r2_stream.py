@@ -102,7 +102,7 @@ def test_training_steps_compute_what_drafting_computes(options: dict[str, object
     final, inner = decoder.layers_with_taps(x, every, 0, 4, cache, stream.config.taps)
     final = stream.carried(final, inner)
     block = stream.block(gate)
-    own_cache = block.new_cache(1, length) if block is not None else None
+    own_cache = block.attn.new_cache(1, length) if block is not None else None
 
     def draft_row(position: int, carried: torch.Tensor) -> torch.Tensor:
         at = np.array([position], np.int32)
@@ -160,7 +160,7 @@ def test_block_rows_see_only_their_tree_path() -> None:
     assert block is not None
     x = torch.randn(6, 32, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        cache = block.new_cache(1, 3)  # grows by itself
+        cache = block.attn.new_cache(1, 3)  # grows by itself
         block.rows(x[:2], Rows.causal(0, 0, 2), cache)
         tree = Rows.draft_tree(
             0, 2, [0, 0, 1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 from multirate.methods.common.draft_head import DraftHead
+from multirate.methods.common.layers import OwnAttention
+from multirate.model.cuda.decoder import GraphedDecoder
+from multirate.model.cuda.recorded_rows import RecordedRows, RowsFunction
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi, library
@@ -39,6 +43,24 @@ class DraftRunner(ABC):
     taps: tuple[int, ...] = ()
 
     _slow_cache: KVCache | None = None
+    _recorded: RecordedRows | None = None
+
+    def _record_on(self, decoder: Decoder) -> None:
+        """What is computed beside the model's own layers is recorded where their passes are."""
+        if isinstance(decoder, GraphedDecoder):
+            self._recorded = RecordedRows(decoder)
+
+    def _new_own_cache(self, attention: OwnAttention) -> KVCache:
+        """An empty cache for the own layer's `attention`, as large as that of the generation."""
+        return attention.new_cache(self._cache.batch, self._cache.capacity, self._recorded)
+
+    def _own_rows(
+        self, function: RowsFunction, rows: Rows, own: KVCache | None, *inputs: Tensor
+    ) -> Tensor:
+        """function(*inputs, rows, own), the part of a step that looks at the own layer's K/V."""
+        if self._recorded is None or own is None:
+            return function(*inputs, rows, own)
+        return self._recorded.with_cache("own layer", function, rows, own, *inputs)
 
     @property
     def window(self) -> int | None:
@@ -107,12 +129,34 @@ class DraftRunner(ABC):
         """The `count` likeliest tokens of each row and their probabilities under softmax(sharpness
         · logits). noise[i]: added to the logits of row i.
         """
+        if noise is None and self._recorded is not None:
+            with_ids = partial(self._likeliest, count, sharpness)
+            found = self._recorded.alone(
+                ("top", count, sharpness), with_ids, p, judged=lambda out: out.chunk(2, -1)[1]
+            )
+            ids, probabilities = found.chunk(2, -1)
+            return ids.long().tolist(), probabilities.tolist()
         logits = self.logits(p)
         if noise is not None:
             logits = with_noise(logits, noise)
-        logits = sharpness * logits
-        best, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
-        return ids.tolist(), torch.exp(best - logits.logsumexp(-1, keepdim=True)).tolist()
+        best, ids = likeliest(logits, count, sharpness)
+        return ids.tolist(), best.tolist()
+
+    def _likeliest(self, count: int, sharpness: float, p: Tensor) -> Tensor:
+        """Of outputs p [n, d]: their likeliest tokens' ids, which float64 holds exactly, and these
+        tokens' probabilities, side by side [n, 2 · count].
+        """
+        best, ids = likeliest(self.logits(p), count, sharpness)
+        return torch.cat([ids.double(), best.double()], dim=-1)
+
+
+def likeliest(logits: Tensor, count: int, sharpness: float) -> tuple[Tensor, Tensor]:
+    """logits [n, V] → the probabilities under softmax(sharpness · logits) of the `count` likeliest
+    tokens, and their ids, [n, count] each.
+    """
+    logits = sharpness * logits
+    best, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    return torch.exp(best - logits.logsumexp(-1, keepdim=True)), ids
 
 
 class NativeDraftRunner(DraftRunner):

@@ -14,6 +14,7 @@ from multirate.methods.common.layers import KeysValues, OwnAttention, RMSNorm, S
 from multirate.methods.common.objective import shift
 from multirate.methods.common.reduced_head import first_tokens
 from multirate.methods.common.shape import BaseShape
+from multirate.model.cuda.recorded_rows import StaticSlots
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
@@ -65,12 +66,16 @@ class FeatureStream(nn.Module, ABC):
         y = x + mixed
         return y + self.mlp(self.mlp_norm(y)), keys_values
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty one-layer cache for ``rows``."""
-        return self.attn.new_cache(batch, capacity)
-
-    def rows(self, embedded: Tensor, carried: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        """Decoding: [N, d] each → [N, d]; K/V of every row are written at ``rows.slot``."""
+    def rows(
+        self,
+        embedded: Tensor,
+        carried: Tensor,
+        rows: Rows | StaticSlots,
+        cache: KVCache | None,
+    ) -> Tensor:
+        """Decoding: [N, d] each → [N, d]; K/V of every row are written at ``rows.slot``, over a
+        ``cache`` that attn.new_cache made (OwnAttention.rows).
+        """
         x, read = self.entering(embedded, carried)
         y = x + self.attn.rows(read, rows, cache)
         return y + self.mlp(self.mlp_norm(y))

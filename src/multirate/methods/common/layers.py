@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multirate.model.cuda.recorded_rows import RecordedRows, StaticSlots
 from multirate.model.kv_cache import KVCache, LayerKV
 from multirate.model.rows import MAX_TREE_BIT, Rows
 
@@ -145,19 +146,33 @@ class OwnAttention(nn.Module):
             mixed = mixed + weights[..., length + j, None] * near_v[:, :, None]
         return mixed.reshape(batch, heads, length, dim)
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty one-layer cache for ``rows``, in this module's dtype and device."""
+    def new_cache(self, batch: int, capacity: int, recorded: RecordedRows | None = None) -> KVCache:
+        """An empty one-layer cache for ``rows``, in this module's dtype and device; one that
+        ``recorded`` can record over.
+        """
         weight = self.k.weight
-        return KVCache(
-            batch,
-            capacity,
-            [LayerKV(self.kv_heads, self.head_dim, self.head_dim, weight.dtype, weight.device)],
-        )
+        layout = [LayerKV(self.kv_heads, self.head_dim, self.head_dim, weight.dtype, weight.device)]
+        if recorded is not None:
+            return recorded.new_cache(batch, capacity, layout)
+        return KVCache(batch, capacity, layout)
 
-    def rows(self, x: Tensor, rows: Rows, cache: KVCache) -> Tensor:
+    def rows(self, x: Tensor, rows: Rows | StaticSlots, cache: KVCache | None) -> Tensor:
         """Decode form, x [N, inputs] → [N, d]: K/V go to ``rows.slot`` (≥ 0) of the one-layer
         ``cache`` before any row attends; row n then sees the slots its prefix and tree name.
+        StaticSlots stand for both, in passes that are recorded.
         """
+        if isinstance(rows, StaticSlots):
+            q, k, v = self.project(x[None], rows.pos)
+            keys, values = rows.attended(k, v)
+            mixed = F.scaled_dot_product_attention(
+                q,
+                keys.to(q.dtype),
+                values.to(q.dtype),
+                attn_mask=rows.seen,
+                enable_gqa=self.heads != self.kv_heads,
+            )
+            return self.o(mixed[0].transpose(0, 1).reshape(x.shape[0], -1))
+        assert cache is not None
         cache.note_positions(rows)
         keys, values = cache.keys[0], cache.values[0]  # [B, H_kv, capacity, D]
         q, k, v = self.project(x[None], torch.as_tensor(rows.pos, device=x.device))  # [1, H, N, D]

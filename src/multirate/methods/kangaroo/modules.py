@@ -17,6 +17,7 @@ from multirate.methods.common.layers import OwnAttention, RMSNorm
 from multirate.methods.common.reduced_head import first_tokens
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.kangaroo.config import KangarooConfig
+from multirate.model.cuda.recorded_rows import StaticSlots
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
 
@@ -45,11 +46,9 @@ class KangarooAdapter(nn.Module):
         out: Tensor = self.norm_out(x + mixed)
         return out
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty one-layer cache for ``rows``."""
-        return self.attn.new_cache(batch, capacity)
-
-    def rows(self, x: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        """Decoding: h_E [N, d] → y [N, d]; K/V of every row are written at ``rows.slot``."""
+    def rows(self, x: Tensor, rows: Rows | StaticSlots, cache: KVCache | None) -> Tensor:
+        """Decoding: h_E [N, d] → y [N, d]; K/V of every row are written at ``rows.slot``, over a
+        ``cache`` that attn.new_cache made (OwnAttention.rows).
+        """
         out: Tensor = self.norm_out(x + self.attn.rows(self.norm(x), rows, cache))
         return out

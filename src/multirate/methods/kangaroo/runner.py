@@ -43,10 +43,12 @@ class KangarooRunner(DraftRunner):
         self.stream = adapter.to(device=decoder.info.device, dtype=probe.dtype)
         self._exit = adapter.config.exit_layer
         self._own: KVCache | None = None
+        self._record_on(decoder)
 
     def begin(self, cache: KVCache) -> None:
         self._slow_cache = cache
-        self._own = self.stream.new_cache(cache.batch, cache.capacity)
+        self._own = None  # its memory may be the next one's
+        self._own = self._new_own_cache(self.stream.attn)
 
     @torch.no_grad()
     def step(
@@ -57,7 +59,7 @@ class KangarooRunner(DraftRunner):
         slot = rows.slot.copy()
         slot[:committed] = -1
         x = self.slow(ids, replace(rows, slot=slot))
-        return x[committed:], self.stream.rows(x, rows, self._own)
+        return x[committed:], self._own_rows(self.stream.rows, rows, self._own, x)
 
     def slow(self, ids: list[int], rows: Rows) -> Tensor:
         """Layers below the exit → h_E [N, d]."""

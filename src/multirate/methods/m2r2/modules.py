@@ -30,6 +30,7 @@ from multirate.methods.common.reduced_head import draft_logits, first_tokens
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.config import M2R2Config
+from multirate.model.cuda.recorded_rows import StaticSlots
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
@@ -181,13 +182,9 @@ class GateBlock(nn.Module):
         y = x + mixed
         return y + self.mlp(self.mlp_norm(y)), keys_values
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache for ``rows``: one layer, [B, H_kv, capacity, D]."""
-        return self.attn.new_cache(batch, capacity)
-
-    def rows(self, x: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        """Decode step: x [N, d] → [N, d]. ``cache`` comes from ``new_cache``; ``rows.slot`` says
-        where each row's K/V go (−1: nowhere), as everywhere.
+    def rows(self, x: Tensor, rows: Rows | StaticSlots, cache: KVCache | None) -> Tensor:
+        """Decode step: x [N, d] → [N, d]. ``cache`` comes from ``attn.new_cache``; ``rows.slot``
+        says where each row's K/V go (−1: nowhere), as everywhere.
         """
         y = x + self.attn.rows(self.attn_norm(x), rows, cache)
         return y + self.mlp(self.mlp_norm(y))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,23 +32,23 @@ class StreamRunner(DraftRunner):
         self._block = stream.block(gate)
         self._arla = None if stream.arla is None else copy.deepcopy(stream.arla).float()
         self._block_cache: KVCache | None = None
+        self._record_on(decoder)
 
     def begin(self, cache: KVCache) -> None:
         """A new generation over the slow residual's `cache`."""
         self._slow_cache = cache
-        self._block_cache = (
-            None if self._block is None else self._block.new_cache(cache.batch, cache.capacity)
-        )
+        self._block_cache = None  # its memory may be the next one's
+        if self._block is not None:
+            self._block_cache = self._new_own_cache(self._block.attn)
 
+    @torch.no_grad()
     def step(
         self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
     ) -> tuple[Tensor, Tensor]:
         h0 = self.decoder.embed(torch.tensor(ids, device=self.decoder.info.device), rows.pos)
-        n = len(ids)
-        p = self.stream.start(
-            h0.to(self.decoder.info.dtype),
-            None if carried is None else carried.to(self.decoder.info.dtype),
-        ).to(h0.dtype)
+        dtype, n = self.decoder.info.dtype, len(ids)
+        carried = None if carried is None else carried.to(dtype)
+        p = self._started(h0.to(dtype), carried).to(h0.dtype)
         reading = replace(rows, slot=np.full(n, -1, np.int32), accelerated=np.ones(n, np.bool_))
         if fresh:
             new = slice(n - fresh, n)
@@ -62,14 +63,22 @@ class StreamRunner(DraftRunner):
         else:
             p = self.decoder.layers(p, reading, 0, self.gate, self._cache, self.adapters)
             h_gate = p[:0]
-        p = self.stream.fuse(
-            self.gate,
-            p.to(self.decoder.info.dtype),
-            None if carried is None else carried.to(self.decoder.info.dtype),
-        ).to(p.dtype)
-        if self._block is not None and self._block_cache is not None:
-            p = self._block.rows(p.to(self.decoder.info.dtype), rows, self._block_cache).to(p.dtype)
-        return h_gate, p
+        given = (p.to(dtype),) if carried is None else (p.to(dtype), carried)
+        return h_gate, self._own_rows(self._at_gate, rows, self._block_cache, *given).to(p.dtype)
+
+    def _started(self, h0: Tensor, carried: Tensor | None) -> Tensor:
+        """p_0 [n, d]."""
+        if self._recorded is None or carried is None:
+            return self.stream.start(h0, carried)
+        return self._recorded.alone("start", self.stream.start, h0, carried)
+
+    def _at_gate(self, p: Tensor, *rest: Any) -> Tensor:
+        """Fusion and block, [n, d] → [n, d]. rest: the carried residuals, if any; rows and cache as
+        of GateBlock.rows.
+        """
+        *carried, rows, cache = rest
+        p = self.stream.fuse(self.gate, p, carried[0] if carried else None)
+        return p if self._block is None else self._block.rows(p, rows, cache)
 
     def slow(self, ids: list[int], rows: Rows) -> Tensor:
         """The slow residual alone through layers < gate → h_G [N, d]."""

@@ -40,7 +40,7 @@ class M2R2Tracer(StreamTracer):
         for gate in self.gates:
             block = self._stream.block(gate)
             if block is not None:
-                self._block_caches[gate] = block.new_cache(cache.batch, cache.capacity)
+                self._block_caches[gate] = block.attn.new_cache(cache.batch, cache.capacity)
 
     @torch.no_grad()
     def trace(self, ids: Sequence[int], start: int, residuals: Sequence[Tensor]) -> list[Interval]:

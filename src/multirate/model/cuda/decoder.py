@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from multirate.model.cuda.fused_norms import FusedNorms
-from multirate.model.cuda.static_cache import StaticKVCache, StaticStorage, round_up
+from multirate.model.cuda.static_cache import StaticKVCache, StaticStorage, round_up, seen_slots
 from multirate.model.decoder import LayerAdapter
 from multirate.model.hf.adapter_hooks import apply_adapter
 from multirate.model.hf.decoder import HFDecoder, relative_difference, rounding_limit
 from multirate.model.hf.parts import ModelParts, additive
 from multirate.model.kv_cache import KVCache
-from multirate.model.rows import MAX_TREE_BIT, Rows
+from multirate.model.rows import Rows
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Rows of one sequence are padded to one of these; a call with more (a long prompt) runs as
@@ -284,10 +284,7 @@ class StaticRows:
         """The additive mask [B, 1, width, span], computed on the device from the tensors above
         alone.
         """
-        slots = torch.arange(self.span, device=self.x.device)
-        k = slots - self.prefix[:, :, None]
-        bit = (self.tree[:, :, None] >> k.clamp(0, MAX_TREE_BIT)) & 1
-        seen = (k < 0) | (bit.bool() & (k <= MAX_TREE_BIT))
+        seen = seen_slots(self.prefix, self.tree, self.span)
         if window is not None:
             seen = seen & (self.positions[:, None, :] > self.position_ids[:, :, None] - window)
         return additive(seen[:, None], self.x.dtype)

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from multirate.model.kv_cache import KVCache, LayerKV
+from multirate.model.rows import MAX_TREE_BIT
 
 SPAN = 256
 """Slots by which the attended part of a storage is rounded up."""
@@ -30,6 +32,15 @@ def storage_capacity(slots: int) -> int:
     was recorded over it (on an H200 with a slow processor 0.2 s a recording).
     """
     return max(LEAST_CAPACITY, 1 << (slots - 1).bit_length())
+
+
+def seen_slots(prefix: Tensor, tree: Tensor, span: int) -> Tensor:
+    """bool [..., span] of int64 [...]: the slots below each prefix, and those that the bits of tree
+    say (Rows), found on the device.
+    """
+    k = torch.arange(span, device=prefix.device) - prefix[..., None]
+    bit = (tree[..., None] >> k.clamp(0, MAX_TREE_BIT)) & 1
+    return (k < 0) | (bit.bool() & (k <= MAX_TREE_BIT))
 
 
 class StaticStorage:

@@ -130,7 +130,7 @@ class DraftRunner(ABC):
         · logits). noise[i]: added to the logits of row i.
         """
         if noise is None and self._recorded is not None:
-            with_ids = partial(self._likeliest, count, sharpness)
+            with_ids = partial(self._top_rows, count, sharpness)
             found = self._recorded.alone(
                 ("top", count, sharpness), with_ids, p, judged=lambda out: out.chunk(2, -1)[1]
             )
@@ -139,18 +139,18 @@ class DraftRunner(ABC):
         logits = self.logits(p)
         if noise is not None:
             logits = with_noise(logits, noise)
-        best, ids = likeliest(logits, count, sharpness)
+        best, ids = top_of(logits, count, sharpness)
         return ids.tolist(), best.tolist()
 
-    def _likeliest(self, count: int, sharpness: float, p: Tensor) -> Tensor:
+    def _top_rows(self, count: int, sharpness: float, p: Tensor) -> Tensor:
         """Of outputs p [n, d]: their likeliest tokens' ids, which float64 holds exactly, and these
         tokens' probabilities, side by side [n, 2 · count].
         """
-        best, ids = likeliest(self.logits(p), count, sharpness)
+        best, ids = top_of(self.logits(p), count, sharpness)
         return torch.cat([ids.double(), best.double()], dim=-1)
 
 
-def likeliest(logits: Tensor, count: int, sharpness: float) -> tuple[Tensor, Tensor]:
+def top_of(logits: Tensor, count: int, sharpness: float) -> tuple[Tensor, Tensor]:
     """logits [n, V] → the probabilities under softmax(sharpness · logits) of the `count` likeliest
     tokens, and their ids, [n, count] each.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from multirate.methods.common.draft_runner import DraftRunner
 from multirate.methods.m2r2.modules import AcceleratedStream
+from multirate.model.cuda.recorded_rows import StaticSlots
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
@@ -63,8 +63,10 @@ class StreamRunner(DraftRunner):
         else:
             p = self.decoder.layers(p, reading, 0, self.gate, self._cache, self.adapters)
             h_gate = p[:0]
-        given = (p.to(dtype),) if carried is None else (p.to(dtype), carried)
-        return h_gate, self._own_rows(self._at_gate, rows, self._block_cache, *given).to(p.dtype)
+        own, x = self._block_cache, p.to(dtype)
+        if carried is None:
+            return h_gate, self._at_gate(x, None, rows, own).to(p.dtype)
+        return h_gate, self._own_rows(self._at_gate, rows, own, x, carried).to(p.dtype)
 
     def _started(self, h0: Tensor, carried: Tensor | None) -> Tensor:
         """p_0 [n, d]."""
@@ -72,12 +74,11 @@ class StreamRunner(DraftRunner):
             return self.stream.start(h0, carried)
         return self._recorded.alone("start", self.stream.start, h0, carried)
 
-    def _at_gate(self, p: Tensor, *rest: Any) -> Tensor:
-        """Fusion and block, [n, d] → [n, d]. rest: the carried residuals, if any; rows and cache as
-        of GateBlock.rows.
-        """
-        *carried, rows, cache = rest
-        p = self.stream.fuse(self.gate, p, carried[0] if carried else None)
+    def _at_gate(
+        self, p: Tensor, carried: Tensor | None, rows: Rows | StaticSlots, cache: KVCache | None
+    ) -> Tensor:
+        """Fusion and block, [n, d] → [n, d]. rows, cache: as of GateBlock.rows."""
+        p = self.stream.fuse(self.gate, p, carried)
         return p if self._block is None else self._block.rows(p, rows, cache)
 
     def slow(self, ids: list[int], rows: Rows) -> Tensor:

@@ -220,8 +220,8 @@ def readme() -> dict[str, list[str]]:
 
 SUMMARY = {
     "mt_bench_smollm2": "the table above",
-    "suite_mt_bench_long": "MT-Bench, longer answers",
-    "suite_mt_bench_all": "all of MT-Bench, longer answers",
+    "suite_mt_bench_long": "MT-Bench, more of it",
+    "suite_mt_bench_all": "MT-Bench, all of it",
     "suite_spec_bench": "Spec-Bench",
     "suite_gsm8k": "GSM8K",
     "suite_humaneval": "HumanEval",

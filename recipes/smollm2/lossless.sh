@@ -50,7 +50,7 @@ MT=mt_bench/question.jsonl
 for name in "$@"; do
     case $name in
         mt_bench) measure mt_bench_smollm2 mt_bench $MT "generate,autoregressive$EVERY" \
-            --rivals llamacpp --limit 8 -n 128 ;;
+            --rivals llamacpp --limit 8 -n 256 --leave-out-loops ;;
         spec_bench) measure suite_spec_bench spec_bench spec_bench/question.jsonl \
             "autoregressive$EVERY,sam:texts=smollm2" --limit 28 -n 96 ;;
         humaneval) measure suite_humaneval humaneval humaneval/HumanEval.jsonl.gz \

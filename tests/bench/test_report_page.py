@@ -150,6 +150,12 @@ def test_what_a_run_lacks_is_left_out(lacking: dict[str, Any]) -> None:
     assert "<h1>" in render(copy.deepcopy(CONTENT) | lacking)
 
 
+def test_answers_that_were_not_counted_are_told() -> None:
+    said = "2 more run into loops and are not counted"
+    assert said in " ".join(render(CONTENT | {"loops": ["1", "2"]}).split())
+    assert all("not counted" not in render(CONTENT | {"loops": none}) for none in (None, []))
+
+
 def test_the_folder_holds_what_the_page_was_made_from(tmp_path: Path) -> None:
     page = write(tmp_path / "new" / "report", CONTENT)
     assert page.read_text() == render(CONTENT)

@@ -221,8 +221,7 @@ def test_turns_are_as_if_read_from_the_start(
 def own_store(drafter: StreamDrafter, begin: int, end: int) -> list[torch.Tensor]:
     """Slots [begin, end) of the drafter's own keys and values."""
     runner: Any = drafter.runner
-    own = "_block_cache" if isinstance(drafter, M2R2Drafter) else "_own"
-    cache = runner.own_cache if isinstance(runner, NativeDraftRunner) else getattr(runner, own)
+    cache = runner.own_cache if isinstance(runner, NativeDraftRunner) else runner._own
     assert cache is not None
     stores = (
         cache.standard(0) if isinstance(cache, NativeKVCache) else (cache.keys[0], cache.values[0])

@@ -43,6 +43,7 @@ class DraftRunner(ABC):
     taps: tuple[int, ...] = ()
 
     _slow_cache: KVCache | None = None
+    _own: KVCache | None = None
     _recorded: RecordedRows | None = None
 
     def _record_on(self, decoder: Decoder) -> None:
@@ -50,17 +51,18 @@ class DraftRunner(ABC):
         if isinstance(decoder, GraphedDecoder):
             self._recorded = RecordedRows(decoder)
 
-    def _new_own_cache(self, attention: OwnAttention) -> KVCache:
-        """An empty cache for the own layer's `attention`, as large as that of the generation."""
-        return attention.new_cache(self._cache.batch, self._cache.capacity, self._recorded)
+    def _begin(self, cache: KVCache, attention: OwnAttention | None) -> None:
+        """`begin` with the own layer's `attention`, if there is one: its K/V are empty."""
+        self._slow_cache = cache
+        self._own = None  # its memory may be the next one's
+        if attention is not None:
+            self._own = attention.new_cache(cache.batch, cache.capacity, self._recorded)
 
-    def _own_rows(
-        self, function: RowsFunction, rows: Rows, own: KVCache | None, *inputs: Tensor
-    ) -> Tensor:
-        """function(*inputs, rows, own), the part of a step that looks at the own layer's K/V."""
-        if self._recorded is None or own is None:
-            return function(*inputs, rows, own)
-        return self._recorded.with_cache("own layer", function, rows, own, *inputs)
+    def _own_rows(self, function: RowsFunction, rows: Rows, *inputs: Tensor) -> Tensor:
+        """function(*inputs, rows, K/V of the own layer), the part of a step that looks at these."""
+        if self._recorded is None or self._own is None:
+            return function(*inputs, rows, self._own)
+        return self._recorded.with_cache("own layer", function, rows, self._own, *inputs)
 
     @property
     def window(self) -> int | None:

@@ -32,22 +32,19 @@ class FeatureRunner(DraftRunner):
         self.decoder = decoder
         self.stream = stream.to(device=decoder.info.device, dtype=decoder.info.dtype).eval()
         self.taps = stream.taps
-        self._own: KVCache | None = None
         self._record_on(decoder)
 
     def begin(self, cache: KVCache) -> None:
-        self._slow_cache = cache
-        self._own = None  # its memory may be the next one's
-        self._own = self._new_own_cache(self.stream.attn)
+        self._begin(cache, self.stream.attn)
 
     @torch.no_grad()
     def step(
         self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
     ) -> tuple[Tensor, Tensor]:
-        assert self._own is not None and carried is not None
+        assert carried is not None
         h0 = self.decoder.embed(torch.tensor(ids, device=self.decoder.info.device), rows.pos)
         dtype = self.decoder.info.dtype
-        p = self._own_rows(self.stream.rows, rows, self._own, h0.to(dtype), carried.to(dtype))
+        p = self._own_rows(self.stream.rows, rows, h0.to(dtype), carried.to(dtype))
         return h0[len(ids) - fresh :], p.to(h0.dtype)
 
     @torch.no_grad()

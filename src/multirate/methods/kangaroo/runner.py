@@ -42,24 +42,20 @@ class KangarooRunner(DraftRunner):
         self.decoder = decoder
         self.stream = adapter.to(device=decoder.info.device, dtype=probe.dtype)
         self._exit = adapter.config.exit_layer
-        self._own: KVCache | None = None
         self._record_on(decoder)
 
     def begin(self, cache: KVCache) -> None:
-        self._slow_cache = cache
-        self._own = None  # its memory may be the next one's
-        self._own = self._new_own_cache(self.stream.attn)
+        self._begin(cache, self.stream.attn)
 
     @torch.no_grad()
     def step(
         self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
     ) -> tuple[Tensor, Tensor]:
-        assert self._own is not None
         committed = len(ids) - fresh  # their K/V are written already
         slot = rows.slot.copy()
         slot[:committed] = -1
         x = self.slow(ids, replace(rows, slot=slot))
-        return x[committed:], self._own_rows(self.stream.rows, rows, self._own, x)
+        return x[committed:], self._own_rows(self.stream.rows, rows, x)
 
     def slow(self, ids: list[int], rows: Rows) -> Tensor:
         """Layers below the exit → h_E [N, d]."""

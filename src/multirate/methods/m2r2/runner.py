@@ -31,15 +31,11 @@ class StreamRunner(DraftRunner):
         self.taps = stream.config.taps
         self._block = stream.block(gate)
         self._arla = None if stream.arla is None else copy.deepcopy(stream.arla).float()
-        self._block_cache: KVCache | None = None
         self._record_on(decoder)
 
     def begin(self, cache: KVCache) -> None:
         """A new generation over the slow residual's `cache`."""
-        self._slow_cache = cache
-        self._block_cache = None  # its memory may be the next one's
-        if self._block is not None:
-            self._block_cache = self._new_own_cache(self._block.attn)
+        self._begin(cache, None if self._block is None else self._block.attn)
 
     @torch.no_grad()
     def step(
@@ -63,10 +59,10 @@ class StreamRunner(DraftRunner):
         else:
             p = self.decoder.layers(p, reading, 0, self.gate, self._cache, self.adapters)
             h_gate = p[:0]
-        own, x = self._block_cache, p.to(dtype)
+        x = p.to(dtype)
         if carried is None:
-            return h_gate, self._at_gate(x, None, rows, own).to(p.dtype)
-        return h_gate, self._own_rows(self._at_gate, rows, own, x, carried).to(p.dtype)
+            return h_gate, self._at_gate(x, None, rows, self._own).to(p.dtype)
+        return h_gate, self._own_rows(self._at_gate, rows, x, carried).to(p.dtype)
 
     def _started(self, h0: Tensor, carried: Tensor | None) -> Tensor:
         """p_0 [n, d]."""

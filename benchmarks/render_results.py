@@ -549,10 +549,7 @@ def margin_section() -> list[str]:
             "The same on a processor with twice the products a cycle (Zen 5), where rows and "
             "prompts cost less; there the model's own weights read all prompts, and "
             "`int8_weights` read its answers again in a conversation:",
-            setting(REAL, there),
-            frontier_table(there["frontier"]),
-            margin_table(there),
-            reproduce(REAL, there),
+            *margin_run(there),
         ]
     return [
         "### Verified with narrow weights first",
@@ -571,12 +568,15 @@ def margin_section() -> list[str]:
         reproduce(REAL, longer),
         "Where answers end after 96 tokens, reading prompts, which no draft makes faster, takes a "
         "larger share of the time:",
-        setting(REAL, run),
-        frontier_table(run["frontier"]),
-        margin_table(run),
-        reproduce(REAL, run),
+        *margin_run(run),
         *again,
     ]
+
+
+def margin_run(run: dict[str, Any]) -> list[str]:
+    """All of a run of `margin_section` whose rows are explained before."""
+    frontier = frontier_table(run["frontier"])
+    return [setting(REAL, run), frontier, margin_table(run), reproduce(REAL, run)]
 
 
 def margin_table(run: dict[str, Any]) -> str:

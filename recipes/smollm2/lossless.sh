@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Every lossless method on every suite: the README's tables. An hour and a quarter of an idle
+# Every lossless method on every suite: the README's tables. An hour and a half of an idle
 # machine with two cores.
 #
 #   bash recipes/smollm2/lossless.sh EVAL runs/lossless [SUITE...]
 #
 # EVAL: a folder with mt_bench/question.jsonl, spec_bench/question.jsonl, gsm8k/test.jsonl and
 # humaneval/HumanEval.jsonl.gz. SUITE: mt_bench, spec_bench, humaneval, gsm8k, t1 (MT-Bench at
-# temperature 1), b4 (in batches of 4), mt_bench_long (answers of up to 256 tokens, but for those that
-# run into loops) or mt_bench_all (all questions, in the same way); without any, all of these.
+# temperature 1), b4 (in batches of 4), mt_bench_long (more questions) or mt_bench_all (all of them);
+# without any, all of these. Answers of the three mt_bench suites have up to 256 tokens, and those that
+# run into loops are not counted.
 # What has been measured is left as it is. ACCELERATORS: a folder with eagle3/ and hydra/, which are
 # too large for the package (on_a_gpu.sh makes them); without it there are no such rows. llama.cpp's
 # rows need 'multirate[rivals]'.

@@ -56,7 +56,7 @@ def drafter_of(method: str, decoder: HFDecoder, **given: Any) -> Any:
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(METHODS), st.data())
 def test_random_steps_equal_those_without_recordings(method: str, data: st.DataObject) -> None:
-    """Waiting rows, chains and trees of drafts, over a cache that grows."""
+    """Waiting rows, chains and trees of drafts, over what earlier ones have left."""
     decoders = GraphedDecoder(MODEL, TapeRecorder()), HFDecoder(MODEL)
     runners = [drafter_of(method, decoder).runner for decoder in decoders]
     size, length = decoders[1].info.hidden_size, 0

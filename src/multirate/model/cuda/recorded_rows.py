@@ -6,7 +6,7 @@ longer to launch than to run.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, MutableMapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,7 @@ class RecordedRows:
 
     def _replayed(
         self,
-        recordings: MutableMapping[Hashable, Any],
+        recordings: OrderedDict[Hashable, Any],
         key: Hashable,
         width: int,
         function: RowsFunction,
@@ -139,8 +139,8 @@ class RecordedRows:
         """itself: what is recorded, without padding."""
         rows = len(inputs[-1])
         if key in recordings:
+            recordings.move_to_end(key)
             fixed, replay = recordings[key]
-            recordings[key] = recordings.pop(key)  # the last to go
             _load(fixed, inputs)
             return _own(replay, rows)
         fixed = [x.new_zeros(width, *x.shape[1:]) for x in inputs]
@@ -149,25 +149,25 @@ class RecordedRows:
             replay = self._decoder.recorder.record(lambda: function(*fixed))
             got = judged(_own(replay, rows))
         except RuntimeError as error:
-            return self._fall_back(
-                f"it could not be recorded ({str(error).splitlines()[0]})", itself
-            )
+            self._fall_back(f"it could not be recorded ({str(error).splitlines()[0]})")
+            return itself()
         out = itself()
         expected = judged(out)
         difference = relative_difference(got, expected)
         if not difference <= rounding_limit(self._decoder.info.dtype):
-            why = f"its recording gave other numbers (relative difference {difference:.1e})"
-            return self._fall_back(why, itself)
+            self._fall_back(
+                f"its recording gave other numbers (relative difference {difference:.1e})"
+            )
+            return out
         recordings[key] = (fixed, replay)
         if len(recordings) > MAX_RECORDINGS:
-            recordings.pop(next(iter(recordings)))
+            recordings.popitem(last=False)
         return out
 
-    def _fall_back(self, why: str, itself: Callable[[], Tensor]) -> Tensor:
+    def _fall_back(self, why: str) -> None:
         self.fallback = why
         self._recordings.clear()
         say_once(f"a draft's own layer runs kernel by kernel: {why}")
-        return itself()
 
 
 def _load(fixed: list[Tensor], inputs: tuple[Tensor, ...]) -> None:

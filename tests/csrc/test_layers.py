@@ -197,6 +197,34 @@ def test_threads_share_the_queries_and_change_no_bit(threads: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 3, 5])
+def test_threads_take_parts_of_many_rows_and_change_no_bit(threads: int) -> None:
+    """Two prompts in several parts, one of which goes on at an odd slot; and their rows by turns,
+    whose slots are in no order that parts could have.
+    """
+    shape = dict(heads=6, kv_heads=3, dim=32, window=50)
+    one, shared = (
+        Case(**shape, threads=n)  # type: ignore[arg-type]
+        for n in (1, threads)
+    )
+    begin = Rows.concat([Rows.causal(0, 0, 5), Rows.causal(1, 0, 2)])
+    prompts = Rows.concat([Rows.causal(0, 5, 83), Rows.causal(1, 2, 83)])
+    by_turns = Rows.concat([Rows.causal(s, (5, 2)[s] + i, 1) for i in range(83) for s in (0, 1)])
+    for _ in range(20):  # where a part did not wait for another, this would happen now and then
+        for x, rows in (
+            (randn(7, HIDDEN), begin),
+            (randn(166, HIDDEN, seed=1), prompts),
+            (randn(1, HIDDEN, seed=2), Rows.causal(0, 88, 1)),
+            (randn(166, HIDDEN, seed=3), by_turns),
+        ):
+            assert torch.equal(one.run(x, rows), shared.run(x, rows))
+            for i in range(2):
+                for own, theirs in zip(
+                    one.cache.standard(i), shared.cache.standard(i), strict=True
+                ):
+                    assert torch.equal(own, theirs)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
 def test_threads_share_outputs_beside_adapters_and_change_no_bit(threads: int) -> None:
     shape = dict(heads=6, kv_heads=3, dim=32, adapted=True)
     one, shared = (

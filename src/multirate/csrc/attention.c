@@ -288,9 +288,8 @@ void fetch_slots(const Shape *s, const LayerCache *cache, const Rows *rows, int 
         }
 }
 
-// Norms, rotates and writes the keys and values of the thread's K/V heads.
-static void write_keys_and_values(Workspace *work, const Shape *s, const Layer *layer,
-                                  const LayerCache *cache, const Rows *rows, int id, int threads) {
+void write_keys_and_values(Workspace *work, const Shape *s, const Layer *layer,
+                           const LayerCache *cache, const Rows *rows, int id, int threads) {
     int dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim;
     for (int h = first_head(s, id, threads); h < first_head(s, id + 1, threads); h++)
         for (int n = 0; n < rows->count; n++) {
@@ -357,9 +356,6 @@ static void attend_queries(Workspace *work, const Shape *s, const Layer *layer,
 void attention_of_heads(Workspace *work, const Shape *s, const Layer *layer,
                         const LayerCache *cache, const Rows *rows, int key_rows, int id,
                         int threads) {
-    write_keys_and_values(work, s, layer, cache, rows, id, threads);
-    if (key_rows == rows->count)
-        return;
     int before = key_rows * (s->heads / s->kv_heads),
         queries = rows->count * (s->heads / s->kv_heads) - before; // of a K/V head
     // All K/V heads' queries one after the other: where the heads themselves cannot be shared out

@@ -10,8 +10,14 @@ static inline int first_head(const Shape *s, int id, int threads) {
     return s->kv_heads * id / threads;
 }
 
-// From work->qkv [rows, heads + 2 kv_heads, head_dim] to work->heads [rows, heads, head_dim], for
-// the thread's share of the queries. The first `key_rows` rows only leave their keys and values.
+// Norms, rotates and writes the keys and values of the thread's K/V heads, which lie in work->qkv
+// [rows, heads + 2 kv_heads, head_dim].
+void write_keys_and_values(Workspace *work, const Shape *s, const Layer *layer,
+                           const LayerCache *cache, const Rows *rows, int id, int threads);
+
+// From work->qkv to work->heads [rows, heads, head_dim], for the thread's share of the queries of
+// all rows but the first `key_rows`. The keys and values that it sees have been written, but for
+// those of other threads' heads.
 void attention_of_heads(Workspace *work, const Shape *s, const Layer *layer,
                         const LayerCache *cache, const Rows *rows, int key_rows, int id,
                         int threads);

@@ -153,7 +153,9 @@ void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, i
     Outliers *outliers = mine->outliers =
         grown(mine->outliers, &mine->outliers_size, (size_t)rows * sizeof *outliers);
     out->outliers = outliers;
-    int tiles = (rows + FIXED_LANES - 1) / FIXED_LANES, share = (rows + tiles - 1) / tiles;
+    int tiles = (rows + FIXED_LANES - 1) / FIXED_LANES, share = rows;
+    if (tiles > 1) // lanes beyond a tile's rows are work for nothing: only the last has some
+        share = fixed_lanes((rows + tiles - 1) / tiles);
     int16_t *to = copy + all_rows;
     out->tiles = 0;
     for (int first = 0; first < rows; first += share) {

@@ -10,13 +10,16 @@
 #include "fixed_tile.h"
 #if INTEGER_PRODUCTS && defined(__AVX512F__)
 
-// Tiles of 1, 2, … 12, 16, 20 and 24 lanes. N_r(F) writes F(0) … F(r − 1).
-#define N_16(F) N_12(F) F(12) F(13) F(14) F(15)
-#define N_20(F) N_16(F) F(16) F(17) F(18) F(19)
-#define N_24(F) N_20(F) F(20) F(21) F(22) F(23)
+// Tiles of 1, 2, … 12, 14, 16, … 24 lanes. N_r(F) writes F(0) … F(r − 1).
+#define N_14(F) N_12(F) F(12) F(13)
+#define N_16(F) N_14(F) F(14) F(15)
+#define N_18(F) N_16(F) F(16) F(17)
+#define N_20(F) N_18(F) F(18) F(19)
+#define N_22(F) N_20(F) F(20) F(21)
+#define N_24(F) N_22(F) F(22) F(23)
 
 int fixed_lanes(int rows) {
-    return rows <= 12 ? rows : (rows + 3) / 4 * 4;
+    return rows <= 12 ? rows : (rows + 1) / 2 * 2;
 }
 
 // Four rows from [4][16 pairs] to [16 pairs][4], the pairs `lanes` words apart.
@@ -127,8 +130,11 @@ static const int16_t INT12_POWERS[32]
     PASS(NAME, 10, WEIGHTS)                                                                        \
     PASS(NAME, 11, WEIGHTS)                                                                        \
     PASS(NAME, 12, WEIGHTS)                                                                        \
+    PASS(NAME, 14, WEIGHTS)                                                                        \
     PASS(NAME, 16, WEIGHTS)                                                                        \
+    PASS(NAME, 18, WEIGHTS)                                                                        \
     PASS(NAME, 20, WEIGHTS)                                                                        \
+    PASS(NAME, 22, WEIGHTS)                                                                        \
     PASS(NAME, 24, WEIGHTS)
 PASSES(wide, LINE)
 PASSES(narrow, NARROW_LINE)
@@ -191,15 +197,34 @@ PASS_12_ONCE(9)
 PASS_12_ONCE(10)
 PASS_12_ONCE(11)
 PASS_12_ONCE(12)
+PASS_12_ONCE(14)
 PASS_12_ONCE(16)
+PASS_12_ONCE(18)
 PASS_12_ONCE(20)
+PASS_12_ONCE(22)
 PASS_12_ONCE(24)
 
 typedef void (*Pass)(const void *, const int32_t *, long, const Ahead *, float *, long);
 #define OF_LANES(NAME)                                                                             \
-    {NULL,      NAME##_1,         NAME##_2,         NAME##_3,        NAME##_4,  NAME##_5,          \
-     NAME##_6,  NAME##_7,         NAME##_8,         NAME##_9,        NAME##_10, NAME##_11,         \
-     NAME##_12, [16] = NAME##_16, [20] = NAME##_20, [24] = NAME##_24}
+    {NULL,                                                                                         \
+     NAME##_1,                                                                                     \
+     NAME##_2,                                                                                     \
+     NAME##_3,                                                                                     \
+     NAME##_4,                                                                                     \
+     NAME##_5,                                                                                     \
+     NAME##_6,                                                                                     \
+     NAME##_7,                                                                                     \
+     NAME##_8,                                                                                     \
+     NAME##_9,                                                                                     \
+     NAME##_10,                                                                                    \
+     NAME##_11,                                                                                    \
+     NAME##_12,                                                                                    \
+     [14] = NAME##_14,                                                                             \
+     [16] = NAME##_16,                                                                             \
+     [18] = NAME##_18,                                                                             \
+     [20] = NAME##_20,                                                                             \
+     [22] = NAME##_22,                                                                             \
+     [24] = NAME##_24}
 static const Pass passes[3][FIXED_LANES + 1] = {OF_LANES(wide), OF_LANES(narrow), OF_LANES(short)};
 
 void fixed_tile(const void *weight, int format, const int16_t *rows, int count, int pairs,

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "norm.h"
+#include "row_parts.h"
 
 // Whether a thread can compute the queries, keys and values of just its own heads: no barrier
 // before attention then.
@@ -97,10 +98,13 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
                 barrier(work, threads);
             }
         }
-        attention_of_heads(work, s, layer, &call->caches[l], &call->rows, call->key_rows, id,
-                           threads);
+        write_keys_and_values(work, s, layer, &call->caches[l], &call->rows, id, threads);
         if (call->key_rows == count)
             return;
+        if (call->turn.of)
+            wait_for_earlier_rows(&call->turn, l - call->start);
+        attention_of_heads(work, s, layer, &call->caches[l], &call->rows, call->key_rows, id,
+                           threads);
         barrier(work, threads);
         const element *attended = work->heads + (size_t)call->key_rows * heads;
         float *x = call->x + (size_t)call->key_rows * d;
@@ -165,6 +169,10 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
 // The call on any number of rows, MAX_ROWS at a time.
 static void run_all_rows(Workspace *work, LayerCall call) {
     Rows rows = call.rows;
+    if (rows_go_in_parts(work, &rows)) {
+        run_row_parts(work, &call);
+        return;
+    }
     make_room(work, call.shape, call.adapters != NULL);
     for (int n = 0; n < rows.count; n += call.rows.count) {
         call.rows = some_rows(&rows, n, rows.count - n < MAX_ROWS ? rows.count - n : MAX_ROWS);

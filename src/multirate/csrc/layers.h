@@ -3,6 +3,13 @@
 #define MULTIRATE_LAYERS_H
 #include "gemm.h"
 
+// The place of a call's rows among those that other threads run meanwhile (row_parts.c).
+typedef struct {
+    const Workspace *of; // whose threads these are; NULL: no others
+    int part, threads;   // part `part`, of thread part % threads
+    int layers;          // of the call
+} Turn;
+
 // Layers [start, stop) on at most MAX_ROWS rows.
 typedef struct {
     const Shape *shape;
@@ -18,6 +25,7 @@ typedef struct {
     const int32_t *taps; // [tap_count] layers in [start, stop], rising, whose entering residuals …
     float *noted;        // … are noted: [rows, taps, hidden]
     int tap_count;
+    Turn turn;
 } LayerCall;
 
 void run_layers(Workspace *work, void *context, int id, int threads);

@@ -91,6 +91,7 @@ void mr_workspace_close(Workspace *work) {
         free(mine->fixed);
         free(mine->rest);
         free(mine->outliers);
+        mr_workspace_close(work->apart[id]);
     }
     free(work);
 }

@@ -39,6 +39,9 @@ struct Workspace {
     // Written by every thread at every barrier: on a cache line of their own.
     _Alignas(64) atomic_uint barrier_count;
     atomic_uint barrier_phase;
+    // Of a thread that runs rows of its own (row_parts.c): the layers whose keys and values it has
+    // written, of all its parts.
+    _Alignas(64) atomic_int reached;
     _Alignas(64) int threads;
     double spent[SPENT_KINDS]; // as mr_spent has it
     // Shared by the threads of a call; grown on demand, never shrunk.
@@ -55,6 +58,7 @@ struct Workspace {
     size_t beside_size, screened_size, reach_size, highest_size, trees_size, levels_size;
     size_t verified_size;
     ThreadScratch own[MAX_THREADS];
+    struct Workspace *apart[MAX_THREADS]; // those of threads that run rows of their own
 };
 
 double seconds_now(void);

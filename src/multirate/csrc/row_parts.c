@@ -1,0 +1,90 @@
+// A pass of many rows, such as a prompt's, in parts that each one thread takes through all layers.
+//
+// Where all threads take the same rows and share out the outputs (layers.c), each norms and rounds
+// every row, and they meet five times a layer: with dozens of rows up to a quarter of the time, and
+// more where one of them is held up. Here a thread has rows of its own, and reads all weights for
+// them; so many rows' arithmetic takes longer than that, and what one thread has read the others
+// find in the cache that they share.
+//
+//   rows     | part 0 | part 1 | part 2 | part 3 | …
+//   thread   |   0    |   1    |   0    |   1    |       of two
+//
+// A row sees the keys and values of rows before it. So a thread that has written its part's of a
+// layer says so, and waits until the parts before have, too: those that other threads are at. What
+// is further back was waited for by them.
+#include "row_parts.h"
+
+#define PART_ROWS 48 // at most: whole tiles of 24, and of 12
+
+// A part's rows, at least, so that all threads together read less than memory has for them:
+// measured with two threads (docs/experiments.md), for more an estimate.
+static int least_rows(int threads) {
+    int least = 4 * threads;
+    return least < PART_ROWS ? least : PART_ROWS;
+}
+
+int rows_go_in_parts(const Workspace *work, const Rows *rows) {
+    int threads = work->threads;
+    if (threads == 1 || rows->count < least_rows(threads) * threads || rows->slot[0] < 0)
+        return 0;
+    // the values of two slots share a word, which two threads must not write: only of rows in order
+    // is it known which two these are
+    for (int n = 1; n < rows->count; n++)
+        if (rows->seq[n] < rows->seq[n - 1] ||
+            (rows->seq[n] == rows->seq[n - 1] && rows->slot[n] <= rows->slot[n - 1]))
+            return 0;
+    return 1;
+}
+
+// Where part `part` of `parts` begins: they are even, but two slots of a word stay together.
+static int begin_of(const Rows *rows, int part, int parts) {
+    int n = (int)((long)rows->count * part / parts);
+    int split = n > 0 && n < rows->count && rows->seq[n] == rows->seq[n - 1] &&
+                rows->slot[n] / 2 == rows->slot[n - 1] / 2;
+    return n - split;
+}
+
+void wait_for_earlier_rows(const Turn *turn, int layer) {
+    Workspace *const *others = turn->of->apart;
+    int threads = turn->threads, layers = turn->layers;
+    atomic_store_explicit(&others[turn->part % threads]->reached,
+                          turn->part / threads * layers + layer + 1, memory_order_release);
+    for (int part = turn->part - 1; part >= 0 && part > turn->part - threads; part--) {
+        int wanted = part / threads * layers + layer + 1;
+        const atomic_int *reached = &others[part % threads]->reached;
+        for (int spins = 0; atomic_load_explicit(reached, memory_order_acquire) < wanted; spins++) {
+            if (spins < SPINS_BEFORE_YIELD)
+                RELAX();
+            else
+                sched_yield();
+        }
+    }
+}
+
+static void run_parts(Workspace *work, void *context, int id, int threads) {
+    const LayerCall *call = context;
+    const Rows *rows = &call->rows;
+    int rounds = (rows->count + PART_ROWS * threads - 1) / (PART_ROWS * threads),
+        parts = rounds * threads;
+    for (int part = id; part < parts; part += threads) {
+        int begin = begin_of(rows, part, parts), end = begin_of(rows, part + 1, parts);
+        LayerCall own = *call;
+        own.rows = some_rows(rows, begin, end - begin);
+        own.x += (size_t)begin * call->shape->hidden;
+        if (own.tap_count)
+            own.noted += (size_t)begin * call->tap_count * call->shape->hidden;
+        own.turn = (Turn){work, part, threads, call->stop - call->start};
+        run_layers(work->apart[id], &own, 0, 1);
+    }
+}
+
+void run_row_parts(Workspace *work, const LayerCall *call) {
+    for (int id = 0; id < work->threads; id++) {
+        if (!work->apart[id] && !(work->apart[id] = mr_workspace_open(1)))
+            abort();
+        make_room(work->apart[id], call->shape, call->adapters != NULL);
+        atomic_store(&work->apart[id]->reached, 0);
+    }
+    LayerCall all = *call;
+    run_parallel(work, run_parts, &all);
+}

@@ -23,6 +23,7 @@
 #include "gemm.h"
 
 #include "norm.h"
+#include "shares.h"
 
 static inline int integer_weights(const Linear *linear) {
     return INTEGER_PRODUCTS && linear->format != WEIGHTS_BF16;
@@ -129,6 +130,28 @@ void matmul(Workspace *work, const Linear *linear, const element *const *x, int 
     prepare(&operands, &work->own[thread], linear, x, rows);
     matmul_columns(linear, &operands, target, mode, out, begin, end,
                    then ? column_of(then, first_column(then, 0, thread, threads)) : NULL);
+}
+
+void matmul_balanced(Workspace *work, const Linear *linear, const element *const *x, int rows,
+                     int mode, Output out, const Linear *then, int thread, int threads) {
+    int whole = mode == SILU_GATE,
+        unit = whole || linear->format == WEIGHTS_BF16 ? GROUP_COLUMNS : 1,
+        units = linear->outputs / 16 / unit;
+    if (threads == 1 || units > MOST_UNITS) {
+        matmul(work, linear, x, rows, NULL, mode, whole, out, then, thread, threads);
+        return;
+    }
+    Operand operands;
+    prepare(&operands, &work->own[thread], linear, x, rows);
+    int end = first_column(linear, whole, thread + 1, threads), first, count;
+    const uint32_t *later = then ? column_of(then, first_column(then, 0, thread, threads)) : NULL;
+    Shares shares = open_shares(work, units, thread, threads);
+    while ((count = take_units(&shares, &first) * unit)) {
+        first *= unit;
+        int more = own_units(&shares) && first + count < end;
+        matmul_columns(linear, &operands, NULL, mode, out, first, first + count,
+                       more ? column_of(linear, first + count) : later);
+    }
 }
 
 const element **row_pointers(const element *base, int stride, const int *index, int count,

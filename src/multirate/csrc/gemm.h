@@ -114,6 +114,11 @@ void matmul(Workspace *work, const Linear *linear, const element *const *x, int 
             const int *target, int mode, int whole, Output out, const Linear *then, int thread,
             int threads);
 
+// The same, but a thread that is done goes on with others' outputs (shares.c). All threads meet
+// after it, before the next such product.
+void matmul_balanced(Workspace *work, const Linear *linear, const element *const *x, int rows,
+                     int mode, Output out, const Linear *then, int thread, int threads);
+
 // to[n] = row index[n] (or n, when NULL) of `base`. Returns `to`.
 const element **row_pointers(const element *base, int stride, const int *index, int count,
                              const element **to);

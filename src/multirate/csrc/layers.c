@@ -50,6 +50,15 @@ static void note_residuals(const LayerCall *call, int tap, int id, int threads) 
                d * sizeof(float));
 }
 
+// Adds to the residual. whole: each thread goes on with its own outputs, as in matmul.
+static void sum_up(Workspace *work, const Linear *linear, const element *const *x, int rows,
+                   int whole, Output out, const Linear *then, int id, int threads) {
+    if (whole)
+        matmul(work, linear, x, rows, NULL, ADD, 1, out, then, id, threads);
+    else
+        matmul_balanced(work, linear, x, rows, ADD, out, then, id, threads);
+}
+
 void run_layers(Workspace *work, void *context, int id, int threads) {
     ThreadScratch *mine = &work->own[id];
     const LayerCall *call = context;
@@ -91,7 +100,7 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
         } else if (heads_are_groups(s, threads) && !(adapter && adapter->q.rank)) {
             qkv_of_heads(work, s, layer, from, count, qkv, id, threads);
         } else {
-            matmul(work, &layer->qkv, from, count, NULL, STORE, 0, qkv, &layer->o, id, threads);
+            matmul_balanced(work, &layer->qkv, from, count, STORE, qkv, &layer->o, id, threads);
             barrier(work, threads);
             if (adapter && adapter->q.rank) {
                 low_rank_out(work, &adapter->q, work->qkv, width, fast, fast_count, id, threads);
@@ -111,9 +120,9 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
         count -= call->key_rows;
         if (adapter && adapter->o.rank)
             low_rank_in(work, &adapter->o, attended, heads, fast, fast_count, id, threads);
-        matmul(work, &layer->o, row_pointers(attended, heads, NULL, count, from), count, NULL, ADD,
-               whole, (Output){.y = x, .stride = d}, layer->gate_up.weight ? &layer->gate_up : NULL,
-               id, threads);
+        row_pointers(attended, heads, NULL, count, from);
+        sum_up(work, &layer->o, from, count, whole, (Output){.y = x, .stride = d},
+               layer->gate_up.weight ? &layer->gate_up : NULL, id, threads);
         if (adapter && adapter->o.rank)
             low_rank_out(work, &adapter->o, x, d, fast, fast_count, id, threads);
         barrier(work, threads);
@@ -143,9 +152,10 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
                                         silu_vector(load_v(y)) * load_v(y + 32));
                     }
         } else {
-            matmul(work, &layer->gate_up, row_pointers(normed, d, NULL, count, from), count, NULL,
-                   SILU_GATE, 1, (Output){.activation = work->activation, .stride = inner},
-                   &layer->down, id, threads);
+            matmul_balanced(work, &layer->gate_up, row_pointers(normed, d, NULL, count, from),
+                            count, SILU_GATE,
+                            (Output){.activation = work->activation, .stride = inner}, &layer->down,
+                            id, threads);
         }
         barrier(work, threads);
         if (adapter && adapter->down.rank)
@@ -153,8 +163,8 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
                         threads);
         if (adapter && adapter->mlp.rank && !adapter->down.rank)
             low_rank_in(work, &adapter->mlp, normed, d, fast, fast_count, id, threads);
-        matmul(work, &layer->down, row_pointers(work->activation, inner, NULL, count, from), count,
-               NULL, ADD, whole, (Output){.y = x, .stride = d},
+        row_pointers(work->activation, inner, NULL, count, from);
+        sum_up(work, &layer->down, from, count, whole, (Output){.y = x, .stride = d},
                l + 1 < call->stop ? &layer[1].qkv : NULL, id, threads);
         if (adapter && adapter->down.rank)
             low_rank_out(work, &adapter->down, x, d, fast, fast_count, id, threads);

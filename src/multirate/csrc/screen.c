@@ -16,6 +16,7 @@
 #include "head.h"
 #include "noise.h"
 #include "norm.h"
+#include "shares.h"
 #include "simd.h"
 
 #if BYTE_PRODUCTS && FIXED_POINT
@@ -86,17 +87,19 @@ static void run_screen(Workspace *work, void *context, int id, int threads) {
         reach[n] = reach_of(from[n], in, operand.rounded_off[n]);
     if (id == 0)
         memcpy(call->reach, reach, (size_t)count * sizeof *reach);
-    int stop = (int)((long)chunks * (id + 1) / threads);
-    for (int c = (int)((long)chunks * id / threads); c < stop; c++) {
-        int begin = c * CHUNK, width = outputs - begin < CHUNK ? outputs - begin : CHUNK;
-        matmul_columns(linear, &operand, NULL, STORE, (Output){.y = call->upper, .stride = outputs},
-                       begin / 16, (begin + width) / 16,
-                       c + 1 < stop ? column_of(linear, (begin + CHUNK) / 16) : NULL);
-        for (int n = 0; n < count; n++)
-            call->highest[(size_t)n * chunks + c] =
-                raise(call->upper + (size_t)n * outputs + begin, call->screen->error + begin,
-                      call->screen->norm + begin, width, call->vocab - begin, reach[n]);
-    }
+    Shares shares = open_shares(work, chunks, id, threads);
+    for (int first, taken; (taken = take_units(&shares, &first));)
+        for (int c = first; c < first + taken; c++) {
+            int begin = c * CHUNK, width = outputs - begin < CHUNK ? outputs - begin : CHUNK;
+            matmul_columns(linear, &operand, NULL, STORE,
+                           (Output){.y = call->upper, .stride = outputs}, begin / 16,
+                           (begin + width) / 16,
+                           c + 1 < chunks ? column_of(linear, (begin + CHUNK) / 16) : NULL);
+            for (int n = 0; n < count; n++)
+                call->highest[(size_t)n * chunks + c] =
+                    raise(call->upper + (size_t)n * outputs + begin, call->screen->error + begin,
+                          call->screen->norm + begin, width, call->vocab - begin, reach[n]);
+        }
 }
 
 void screen_rows(Workspace *work, const Linear *head, const Screen *screen, const float *x,

@@ -102,6 +102,7 @@ static void run_in_pool(Workspace *work, Job job, void *context, int threads) {
 static int forked;
 
 void run_parallel(Workspace *work, Job job, void *context) {
+    work->calls++;
     if (work->threads == 1) {
         job(work, context, 0, 1);
         return;

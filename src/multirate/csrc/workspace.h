@@ -33,7 +33,13 @@ typedef struct {
     element *rest;
     Outliers *outliers;
     size_t normed_size, fixed_size, rest_size, outliers_size;
+    uint32_t call, pieces; // of that call's work that the threads balance (shares.c): so many
 } ThreadScratch;
+
+// What nobody has taken yet of a thread's share of a piece of work (shares.c).
+typedef struct {
+    _Alignas(64) _Atomic uint64_t left;
+} Claims;
 
 struct Workspace {
     // Written by every thread at every barrier: on a cache line of their own.
@@ -43,6 +49,7 @@ struct Workspace {
     // written, of all its parts.
     _Alignas(64) atomic_int reached;
     _Alignas(64) int threads;
+    uint32_t calls;            // of run_parallel
     double spent[SPENT_KINDS]; // as mr_spent has it
     // Shared by the threads of a call; grown on demand, never shrunk.
     float *qkv, *low, *neurons, *beside;
@@ -58,6 +65,7 @@ struct Workspace {
     size_t beside_size, screened_size, reach_size, highest_size, trees_size, levels_size;
     size_t verified_size;
     ThreadScratch own[MAX_THREADS];
+    Claims claims[MAX_THREADS];
     struct Workspace *apart[MAX_THREADS]; // those of threads that run rows of their own
 };
 

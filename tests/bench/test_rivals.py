@@ -37,7 +37,7 @@ for line in sys.stdin:
     elif request["prompt"] == [666]:
         sys.exit("out of memory")
     else:
-        reply = {"tokens": [7] * request["count"]}
+        reply = {"tokens": [7] * request["count"], "passes": 2}
     print(json.dumps(reply), flush=True)
 """
 
@@ -64,9 +64,10 @@ def contest(engine: Engine, stack: ExitStack, argument: str | None, model: str =
 
 
 def test_names_and_arguments() -> None:
-    assert set(all_rivals()) >= {"llamacpp", "assisted"}
+    assert set(all_rivals()) >= {"llamacpp", "assisted", "assistant"}
+    assert parse_rivals("assistant=a/b") == {"assistant": "a/b"}
     assert parse_rivals("llamacpp=a/b.gguf, assisted") == {"llamacpp": "a/b.gguf", "assisted": None}
-    with pytest.raises(UserError, match="names 'vllm': accepted are assisted, llamacpp"):
+    with pytest.raises(UserError, match="names 'vllm': accepted are assistant, assisted, llamacpp"):
         parse_rivals("vllm")
     with pytest.raises(UserError, match="assisted takes no argument"):
         parse_rivals("assisted=3")
@@ -91,12 +92,84 @@ def test_a_rival_answers_as_long_as_we_do_and_is_never_the_baseline(
     }
     plain = found["autoregressive"]
     for name in ("llamacpp-bf16", "llamacpp-q8_0", "llamacpp-q4_0"):
-        assert found[name].tokens == plain.tokens and not found[name].lossless
+        for row in (found[name], found[f"{name}-lookup"]):
+            assert row.tokens == plain.tokens and not row.lossless
         assert found[name].note == "llama-cpp-python 9.9, 1 threads"
-    assert found["generate-lookup"].identical == len(PROMPTS)
+        assert found[name].tokens_per_step == 1.0
+        assert found[f"{name}-lookup"].tokens_per_step == plain.tokens / (2 * len(PROMPTS))
+    for name in ("generate-lookup", "generate-early-exit"):
+        assert found[name].identical == len(PROMPTS)
     assert plain.speedup == 1.0  # however fast the others are
     kept = sorted(p.read_text() for p in (installed.parent / "cache/multirate/rivals").iterdir())
     assert kept == ["BF16", "Q4_0", "Q8_0"]
+
+
+def test_passes_of_assisted_generation_are_counted(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The model itself as its assistant is always right, its own drafts' passes not counted."""
+    for part in (engine.model, engine.tokenizer):
+        part.save_pretrained(tmp_path)
+    forward, calls = type(engine.model).forward, []
+
+    def counted(self: object, *args: object, **kwargs: object) -> object:
+        if self is engine.model:
+            calls.append(self.config.num_hidden_layers)  # type: ignore[attr-defined]
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(engine.model), "forward", counted)
+    layers, steps = engine.model.config.num_hidden_layers, {}
+    with ExitStack() as stack:
+        rows, missing = prepare(
+            {"assisted": None, "assistant": str(tmp_path)},
+            lambda argument: contest(engine, stack, argument),
+        )
+        for row in rows:
+            calls.clear()
+            answer = row.run(PROMPTS[0].tokens)
+            assert len(answer.tokens) == answer.stepped == 6
+            assert answer.steps == calls.count(layers)
+            steps[row.name] = answer.steps
+    assert not missing and list(steps) == [
+        "generate-lookup",
+        "generate-early-exit",
+        "generate-assistant",
+    ]
+    assert steps["generate-assistant"] < 6
+
+
+def test_an_assistant_that_cannot_be_used_is_said(engine: Engine, tmp_path: Path) -> None:
+    for part in (tiny_model.model(vocab_size=77), engine.tokenizer):
+        part.save_pretrained(tmp_path)
+    with ExitStack() as stack:
+        for argument, reason in (
+            (None, "--rivals assistant=MODEL"),
+            (str(tmp_path / "none"), "none"),
+            (str(tmp_path), "a vocabulary of 77, the model one of 261"),
+        ):
+            rows, missing = prepare({"assistant": argument}, lambda a: contest(engine, stack, a))
+            assert not rows and reason in missing[0]["reason"]
+
+
+def test_a_rival_that_ends_is_left_out_and_the_others_go_on(engine: Engine) -> None:
+    asked = []
+
+    def run_for(prompt: list[int], count: int) -> method_runs.Answer:
+        asked.append(prompt)
+        if len(asked) == 3:
+            raise Unavailable("out of memory")
+        return method_runs.Answer([1] * count)
+
+    rows = [
+        MethodRun("rival", lambda p: run_for(p, 1), lossless=False, run_for=run_for, note="9.9"),
+        method_run(engine, "autoregressive", 4),
+    ]
+    measured = measure(rows, PROMPTS, repeats=2, warmup=1)
+    assert len(asked) == 3 and measured.ended == {"rival": "out of memory"}
+    assert measured.methods == ["autoregressive"] and not measured.notes
+    assert [len(repeat) for repeat in measured.samples] == [3, 3]
+    (row,) = summarise(measured, Judge(engine.model), ["rival"])
+    assert row.method == "autoregressive" and row.identical == 3
 
 
 def test_a_named_model_is_the_file_that_its_package_brought(

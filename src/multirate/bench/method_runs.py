@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,10 +82,16 @@ def transformers_run(
     eos_token_ids: tuple[int, ...],
     max_new_tokens: int,
     name: str = GENERATE,
+    assistant: Any = None,
+    drafts: bool = False,
+    note: str | None = None,
     **settings: Any,
 ) -> MethodRun:
     """transformers' own greedy decoding, with further `settings` of its GenerationConfig. In a
     batch, shorter prompts are padded on their left.
+
+    assistant: another model, which drafts. drafts: whether it, or what `settings` say, does: a pass
+    may then give several tokens, the prompt's own among them, and passes are counted.
     """
     padding = eos_token_ids[0] if eos_token_ids else 0
     config = GenerationConfig(
@@ -102,15 +110,42 @@ def transformers_run(
         rows = zip(before, prompts, strict=True)
         ids = torch.tensor([[padding] * count + prompt for count, prompt in rows])
         mask = torch.tensor([[0] * count + [1] * (longest - count) for count in before])
-        out = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            generation_config=config,
-        )
+        with _counted_passes(model) as passes:
+            out = model.generate(
+                input_ids=ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                generation_config=config,
+                **({} if assistant is None else {"assistant_model": assistant}),
+            )
         answers = [_up_to_end(new, eos_token_ids) for new in out[:, longest:].tolist()]
+        if drafts:  # of one prompt
+            return [Answer(a, stepped=len(a), steps=len(passes)) for a in answers]
         return [Answer(a, stepped=len(a) - 1, steps=len(a) - 1) for a in answers]
 
-    return MethodRun(name, lambda prompt: run_batch([prompt])[0], run_batch=run_batch)
+    return MethodRun(
+        name,
+        lambda prompt: run_batch([prompt])[0],
+        note=note,
+        run_batch=None if drafts else run_batch,
+    )
+
+
+@contextmanager
+def _counted_passes(model: Any) -> Iterator[list[None]]:
+    """A list that grows with every pass through all of the model's layers."""
+    config = model.config.get_text_config()
+    layers = config.num_hidden_layers
+    passes: list[None] = []
+
+    def count(module: Any, args: Any, output: Any) -> None:
+        if config.num_hidden_layers == layers:  # fewer: its own first layers draft
+            passes.append(None)
+
+    hook = model.register_forward_hook(count)
+    try:
+        yield passes
+    finally:
+        hook.remove()
 
 
 def _up_to_end(tokens: list[int], eos_token_ids: tuple[int, ...]) -> list[int]:

@@ -8,6 +8,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from time import perf_counter
 from typing import Any
@@ -87,18 +88,30 @@ class Sample:
 
 @dataclass
 class Measurements:
-    """`samples[repeat][prompt][method]`; every method has answered every prompt that is in it."""
+    """`samples[repeat][prompt][method]`; every method has answered every prompt that is in it.
+    ended: methods that could not go on, and why; they are in nothing else here.
+    """
 
     methods: list[str]
     prompts: list[Prompt]
     samples: list[list[dict[str, Sample]]] = field(default_factory=list)
     interrupted: bool = False
     notes: dict[str, str] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
 
     def usable(self) -> list[list[dict[str, Sample]]]:
         """The complete repeats; if an interruption left none, what there is of the first one."""
         begun = [repeat for repeat in self.samples if repeat]
         return [repeat for repeat in begun if len(repeat) == len(self.prompts)] or begun[:1]
+
+    def leave_out(self, method: str, why: str) -> None:
+        """The method has ended."""
+        self.ended[method] = why
+        self.methods.remove(method)
+        self.notes.pop(method, None)
+        for repeat in self.samples:
+            for taken in repeat:
+                taken.pop(method, None)
 
     def without_loops(self) -> tuple[Measurements, list[str]]:
         """Without the prompts whose answer by PLAIN has more than MOST_LOOPING of its tokens in
@@ -205,7 +218,8 @@ def measure(
     All methods answer a prompt before the next one comes, and their order rotates, so that a
     machine that slows down or warms up slows all of them alike. batch: prompts that are answered at
     once (`batches`). A conversation's later turns may use what a method kept of the earlier ones;
-    every other prompt is new to it. Ctrl-C ends the run with what is complete.
+    every other prompt is new to it. Ctrl-C ends the run with what is complete. A method that raises
+    Unavailable is left out from then on, and so are its answers before.
     """
     groups = batches(prompts, batch)
     result = Measurements(
@@ -214,42 +228,58 @@ def measure(
         notes={c.name: c.note for c in method_runs if c.note is not None},
     )
     wait = synchronize or (lambda: None)
+    tell = on_answer or (lambda name: None)
+    running = list(method_runs)
+
+    def answered(method_run: MethodRun, answer: Callable[[], list[Answer]]) -> list[Answer]:
+        """None of a method that has just ended."""
+        try:
+            return answer()
+        except Unavailable as error:
+            running.remove(method_run)
+            result.leave_out(method_run.name, str(error))
+            return []
+        finally:
+            tell(method_run.name)
+
     gc.collect()
     gc.freeze()  # a full collection among a model's many objects takes longer than some answers
     try:
         for group in groups[:warmup]:
-            _forget(method_runs, group)
-            for method_run in method_runs:
-                method_run.answers([prompt.tokens for prompt in group])
-                if on_answer is not None:
-                    on_answer(method_run.name)
+            _forget(running, group)
+            for method_run in tuple(running):
+                answered(method_run, partial(method_run.answers, [p.tokens for p in group]))
         for repeat in range(repeats):
             result.samples.append([])
             for index, group in enumerate(groups):
                 taken: list[dict[str, Sample]] = [{} for _ in group]
-                _forget(method_runs, group)
-                for method_run in _order(method_runs, repeat + index):
+                _forget(running, group)
+                for method_run in _order(running, repeat + index):
                     wait()
                     start = perf_counter()
-                    if method_run.run_for is None:
-                        answers = method_run.answers([prompt.tokens for prompt in group])
-                    else:
-                        answers = [
-                            method_run.run_for(prompt.tokens, len(own[PLAIN].answer.tokens))
-                            for prompt, own in zip(group, taken, strict=True)
-                        ]
+                    answers = answered(method_run, partial(_answers, method_run, group, taken))
                     wait()
                     share = (perf_counter() - start) / len(group)
-                    for own, answer in zip(taken, answers, strict=True):
+                    for own, answer in zip(taken, answers, strict=False):
                         own[method_run.name] = Sample(answer, share)
-                    if on_answer is not None:
-                        on_answer(method_run.name)
                 result.samples[repeat].extend(taken)
     except KeyboardInterrupt:
         result.interrupted = True
     finally:
         gc.unfreeze()
     return result
+
+
+def _answers(
+    method_run: MethodRun, group: Sequence[Prompt], taken: Sequence[dict[str, Sample]]
+) -> list[Answer]:
+    """`taken`: PLAIN's answers, for a method that answers as long as it did."""
+    if method_run.run_for is None:
+        return method_run.answers([prompt.tokens for prompt in group])
+    return [
+        method_run.run_for(prompt.tokens, len(own[PLAIN].answer.tokens))
+        for prompt, own in zip(group, taken, strict=True)
+    ]
 
 
 def batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:

@@ -76,7 +76,8 @@ def command(
     rivals: Annotated[
         str | None,
         typer.Option(
-            help="Measured too, comma-separated: llamacpp (or llamacpp=FILE.gguf), assisted.",
+            help="Measured too, comma-separated: llamacpp (or llamacpp=FILE.gguf), assisted "
+            "(transformers' drafts by lookup and early exit), assistant=MODEL (by a model).",
             show_default=False,
         ),
     ] = None,
@@ -425,13 +426,14 @@ def run(
                 else None,
                 on_answer=lambda name: bar.advance(),
             )
+    for name, why in measurements.ended.items():
+        unavailable.append({"method": name, "reason": why})
+        options.note(f"note: no row for {name}: {why}")
     loops: list[str] = []
     if leave_out_loops:
+        answered = max(map(len, measurements.samples), default=0)
         measurements, loops = measurements.without_loops()
-        options.note(
-            f"note: {len(loops)} of {len(prompts.prompts)} answers run into loops "
-            "and are not counted"
-        )
+        options.note(f"note: {len(loops)} of {answered} answers run into loops and are not counted")
     with Bar("judging", len(method_runs)) as bar:
         rows = summarise(
             measurements,
@@ -454,7 +456,7 @@ def run(
     else:
         reason = (
             "all answers run into loops"
-            if loops
+            if loops and not measurements.prompts
             else "the run ended before every method had answered a prompt"
         )
         console.print(f"Nothing was measured: {reason}.")

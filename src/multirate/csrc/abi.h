@@ -527,8 +527,10 @@ void mr_automaton_clear(Automaton *automaton);
 
 // draft.c: one level of a draft. ids [rows]: adapted rows of these tokens; of the last `fresh` the
 // target model runs a row, too. carried [rows, hidden] or NULL. x [fresh + rows, hidden] out: the
-// residuals of the target rows at the exit layer, then the stream's outputs. With merged layers
-// target rows leave their keys and values, as merged layers have them, and enter layer 0 again.
+// residuals of the target rows at the exit layer, then the stream's outputs, of use where a target
+// row runs, too: of the others the block's keys and values are all that comes of it. With merged
+// layers target rows leave their keys and values, as merged layers have them, and enter layer 0
+// again.
 void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *caches,
                     const LayerCache *block_cache, int block_capacity, const Rows *rows, int fresh,
                     const int64_t *ids, const float *carried, float *x);

@@ -109,8 +109,9 @@ static void draft_level(Workspace *work, const Stream *stream, const Surrounding
         Rows own = *rows;
         own.adapted = NULL;
         own.capacity = around->block_capacity;
+        // of a token that is committed already the block's keys and values are all that is read
         level.block = (LayerCall){
-            stream->block_shape, stream->block, around->block_cache, NULL, own, p, 0, 1, 0};
+            stream->block_shape, stream->block, around->block_cache, NULL, own, p, 0, 1, old};
         if (stream->block->norm_beside)
             level.block.beside = put_aside(work, stream, carried, n, p);
     }

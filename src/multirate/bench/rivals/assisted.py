@@ -1,25 +1,32 @@
-"""transformers' own prompt lookup (assisted generation with `prompt_lookup_num_tokens`)."""
+"""transformers' assisted generation without another model: drafts by prompt lookup
+(`prompt_lookup_num_tokens`), and by the model's own first layers (`assistant_early_exit`).
+"""
 
 from __future__ import annotations
+
+from functools import partial
+
+import transformers
 
 from multirate.bench.method_runs import transformers_run
 from multirate.bench.rivals import Contest, Rival
 from multirate.bench.runner import MethodRun
 
 TOKENS = 10
-"""Drafted at most; the value of transformers' documentation."""
+"""Drafted at most by prompt lookup; the value of transformers' documentation."""
+EXIT_SHARE = 4
+"""The first of so many equal parts of the layers drafts."""
 
 
 def _prepare(contest: Contest) -> list[MethodRun]:
-    eos = contest.engine.stopping().eos_token_ids
+    model, eos = contest.engine.model, contest.engine.stopping().eos_token_ids
+    version = f"transformers {transformers.__version__}"
+    row = partial(transformers_run, model, eos, contest.max_new_tokens, drafts=True)
+    layers = max(1, model.config.get_text_config().num_hidden_layers // EXIT_SHARE)
+    drafting = f"{version}, {layers} layers draft"
     return [
-        transformers_run(
-            contest.engine.model,
-            eos,
-            contest.max_new_tokens,
-            "generate-lookup",
-            prompt_lookup_num_tokens=TOKENS,
-        )
+        row("generate-lookup", note=version, prompt_lookup_num_tokens=TOKENS),
+        row("generate-early-exit", note=drafting, assistant_early_exit=layers),
     ]
 
 

@@ -1,4 +1,6 @@
-"""llama.cpp on the same weights, in bf16, Q8_0 and Q4_0: each in its own process."""
+"""llama.cpp on the same weights, in bf16, Q8_0 and Q4_0, plainly and with the drafts that its
+Python package has, by prompt lookup: each in its own process.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,8 @@ from multirate.io import cache_folder
 from multirate.named_models import named
 
 FORMATS = ("BF16", "Q8_0", "Q4_0")
+LOOKUP_TOKENS = 2
+"""Drafted at a time by prompt lookup; what its documentation recommends on a CPU."""
 _WORKER = Path(__file__).with_name("llamacpp_worker.py")
 
 
@@ -114,13 +118,19 @@ def _prepare(contest: Contest) -> list[MethodRun]:
             "llama.cpp is not installed: pip install llama-cpp-python (builds for some minutes)"
         )
     source = find_gguf(contest.model, contest.argument)
-    return [_row(contest, _converted(source, wanted), wanted) for wanted in FORMATS]
+    files = {wanted: _converted(source, wanted) for wanted in FORMATS}
+    return [
+        _row(contest, files[wanted], wanted, n) for n in (0, LOOKUP_TOKENS) for wanted in FORMATS
+    ]
 
 
-def _row(contest: Contest, file: Path, wanted: str) -> MethodRun:
+def _row(contest: Contest, file: Path, wanted: str, lookup: int) -> MethodRun:
+    """lookup: tokens that are drafted at a time; 0: it decodes plainly."""
     worker = Worker()
     contest.stack.callback(worker.close)
-    loaded = worker.ask(load=str(file), positions=contest.positions, threads=contest.threads)
+    loaded = worker.ask(
+        load=str(file), positions=contest.positions, threads=contest.threads, lookup=lookup
+    )
     vocabulary = contest.engine.decoder.info.vocab_size
     if loaded["vocabulary"] != vocabulary:
         raise Unavailable(
@@ -128,15 +138,19 @@ def _row(contest: Contest, file: Path, wanted: str) -> MethodRun:
         )
 
     def run_for(prompt: list[int], count: int) -> Answer:
-        tokens = worker.ask(prompt=prompt, count=count)["tokens"]
+        reply = worker.ask(prompt=prompt, count=count)
+        tokens = reply["tokens"]
+        if lookup:  # the pass over the prompt drafts, too
+            return Answer(tokens, stepped=len(tokens), steps=reply["passes"])
         return Answer(tokens, stepped=len(tokens) - 1, steps=len(tokens) - 1)
 
     return MethodRun(
-        f"llamacpp-{wanted.lower()}",
+        f"llamacpp-{wanted.lower()}" + ("-lookup" if lookup else ""),
         lambda prompt: run_for(prompt, 8),  # to warm up
         lossless=False,  # its arithmetic, and in other formats its weights, are others
         run_for=run_for,
-        note=f"llama-cpp-python {worker.version}, {contest.threads} threads",
+        note=f"llama-cpp-python {worker.version}, {contest.threads} threads"
+        + (f", {lookup} tokens at a time" if lookup else ""),
     )
 
 

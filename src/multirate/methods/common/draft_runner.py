@@ -106,7 +106,8 @@ class DraftRunner(ABC):
         The last `fresh` rows are new to the slow residual as well: it runs beside them and writes
         its K/V. Rows before them refresh the own layer's K/V of tokens that are committed already.
         → (slow residuals of the fresh rows where verification begins [fresh, d], unless keys_only;
-        the stream's outputs p [N, d])
+        the stream's outputs p [N, d], of which those of rows before the fresh ones are of no use:
+        what comes after their keys and values need not have run)
         """
 
     def slow(self, ids: list[int], rows: Rows) -> Tensor:

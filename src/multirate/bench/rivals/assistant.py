@@ -1,0 +1,38 @@
+"""transformers' assisted generation with another model that drafts (`assistant_model`)."""
+
+from __future__ import annotations
+
+import transformers
+
+from multirate.bench.method_runs import transformers_run
+from multirate.bench.rivals import Contest, Rival
+from multirate.bench.runner import MethodRun, Unavailable
+from multirate.errors import UserError
+from multirate.hub import load_model
+
+
+def _prepare(contest: Contest) -> list[MethodRun]:
+    model, name = contest.engine.model, contest.argument
+    if name is None:
+        raise Unavailable("it needs a model that drafts: --rivals assistant=MODEL")
+    try:
+        drafts = load_model(name, str(model.dtype).removeprefix("torch.")).model
+    except UserError as error:
+        raise Unavailable(str(error)) from None
+    theirs, ours = (one.config.get_text_config().vocab_size for one in (drafts, model))
+    if theirs != ours:
+        raise Unavailable(f"{name} has a vocabulary of {theirs}, the model one of {ours}")
+    return [
+        transformers_run(
+            model,
+            contest.engine.stopping().eos_token_ids,
+            contest.max_new_tokens,
+            "generate-assistant",
+            assistant=drafts.to(model.device),
+            drafts=True,
+            note=f"transformers {transformers.__version__}, {name} drafts",
+        )
+    ]
+
+
+RIVAL = Rival("assistant", _prepare, argument="a model that drafts")

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from multirate.calibration import promise as promises
 from multirate.calibration import tuned
 from multirate.calibration.calibrate import dynamic_mode
@@ -76,6 +78,11 @@ def attach(
     expert_predictor: what `train --objective experts` made, a folder or hub id.
     Raises UserError with the reason for what cannot be used.
     """
+    if not isinstance(model, (str, os.PathLike, LoadedModel, nn.Module)):
+        raise UserError(
+            f"the model is {model!r}: accepted are a causal LM of transformers, or its folder or "
+            "hub id"
+        )
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
         model = load_model(name) if experts is None else load_offloaded(name, experts)
@@ -90,6 +97,12 @@ def attach(
     ).held():  # building a decoder may run the model, and exchanges what reads its experts
         offloaded = experts_on_disk(model)
         if offloaded is None:
+            for what, value in (
+                ("expert_memory", expert_memory),
+                ("expert_predictor", expert_predictor),
+            ):
+                if value is not None:
+                    raise UserError(f"{what} is {value!r}: the model has no experts on disk")
             engine = Engine(model, load_decoder(model, backend), tokenizer, backend)
         else:
             if expert_predictor is not None:
@@ -102,6 +115,28 @@ def attach(
     if accelerator is not None:
         engine.add(accelerator)
     return engine
+
+
+def check_mode(mode: str, quality: float | None, speculate: str) -> None:
+    """UserError for values of these arguments of `generate` that do not exist, or go together."""
+    if speculate not in SPECULATE:
+        raise UserError(f"speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
+    if mode not in MODES:
+        raise UserError(f"mode is {mode!r}; accepted: {', '.join(MODES)}")
+    if mode == "lossless":
+        if quality is not None:
+            raise UserError(f"quality {quality!r} needs mode 'dynamic'; given: 'lossless'")
+        return
+    if quality is None:
+        raise UserError(
+            "mode 'dynamic' needs a quality: a number above 0 and at most 1, the share of "
+            "tokens that are to be the full model's"
+        )
+    check_quality(quality)
+    if speculate == "never":
+        raise UserError(
+            "speculate 'never' decodes plainly; with mode 'dynamic' accepted are auto, always"
+        )
 
 
 @dataclass
@@ -294,34 +329,20 @@ class Engine:
         thread generates with this engine. Raises UserError for an unknown method, an empty prompt,
         one longer than the context, an id out of range, or a quality that is not calibrated.
         """
-        if speculate not in SPECULATE:
-            raise UserError(f"speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
-        method = self._in_mode(method, mode, quality, speculate)
+        check_mode(mode, quality, speculate)
+        for what, value, kind in (
+            ("sampling", sampling, SamplingSettings),
+            ("stop", stop, StopSettings),
+            ("method", method, str),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise UserError(f"{what} is {value!r}: accepted is a {kind.__name__}")
+        if mode == "dynamic":
+            method = f"{method or self.default}:quality={quality!r}"
         with self._turn():
             return self._generate(
                 prompts, sampling, stop or self.stopping(), method, on_tokens, speculate
             )
-
-    def _in_mode(
-        self, method: str | None, mode: str, quality: float | None, speculate: str
-    ) -> str | None:
-        """The method's name with the quality among its settings."""
-        if mode not in MODES:
-            raise UserError(f"mode is {mode!r}; accepted: {', '.join(MODES)}")
-        if mode == "lossless":
-            if quality is not None:
-                raise UserError(f"quality {quality!r} needs mode 'dynamic'; given: 'lossless'")
-            return method
-        if quality is None:
-            raise UserError(
-                "mode 'dynamic' needs a quality: a number above 0 and at most 1, the share of "
-                "tokens that are to be the full model's"
-            )
-        if speculate == "never":
-            raise UserError(
-                "speculate 'never' decodes plainly; with mode 'dynamic' accepted are auto, always"
-            )
-        return f"{method or self.default}:quality={check_quality(quality)!r}"
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -356,7 +377,9 @@ class Engine:
     ) -> GenerationOutput:
         self.notice = self.promise = None
         self._follow_model()
-        decoding = self._decoding(method or self.default) if speculate != "never" else None
+        decoding = None
+        if speculate != "never" and len(prompts):
+            decoding = self._decoding(method or self.default)
         if decoding is not None:
             self.promise = decoding.promise
             self._try_relative(decoding, spec.parse_variant(method or self.default)[0])
@@ -430,7 +453,8 @@ class Engine:
         if found is None or found.training is not None:
             hint = " (it needs a trained accelerator, and none is attached)" if found else ""
             raise UserError(
-                f"method {name!r} cannot be used{hint}; accepted: {', '.join(self.methods())}"
+                f"method {name!r} cannot be used{hint}; accepted: {', '.join(self.methods())}, "
+                "and those of trained accelerators"
             )
         return found
 

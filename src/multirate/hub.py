@@ -205,6 +205,8 @@ def resolve_accelerator(name: str | os.PathLike[str], config: Any = None) -> Pat
     config: of the model that it is for. Several named models may have an accelerator of that name:
     the first is taken whose base has this config's sizes, else the first.
     """
+    if not isinstance(name, (str, os.PathLike)):
+        raise UserError(f"the accelerator is {name!r}: accepted are its folder, name or hub id")
     text = os.fspath(name)
     if not Path(text).exists():
         found = [of[text] for of in map(_accelerators_of, NAMED.values()) if text in of]
@@ -270,6 +272,8 @@ def find_device(name: str) -> torch.device:
         return torch.device("cuda")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise NotImplementedError
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError):
         raise UserError(
@@ -340,10 +344,13 @@ def _sentence(what: str, error: BaseException) -> str:
 
 
 def _unreachable(what: str) -> str:
-    accelerators = {name for known in NAMED.values() for name in _accelerators_of(known)}
+    """what: "model NAME", or "accelerator NAME"."""
+    names = list(NAMED)
+    if what.startswith("accelerator "):
+        names = sorted({name for known in NAMED.values() for name in _accelerators_of(known)})
     return (
         f"{what} is not on this machine and {_why_unreachable()}: accepted are a local folder, a "
-        f"name ({', '.join([*NAMED, *sorted(accelerators)])}), or with a connection a hub id"
+        f"name ({', '.join(names)}), or with a connection a hub id"
     )
 
 

@@ -167,9 +167,9 @@ def command(
         if value < least:
             raise UserError(f"{name} is {value}: at least {least} is needed")
 
-    from multirate.bench.suites import load_suite
+    from multirate.bench.suites import READERS, load_suite
     from multirate.decoding.logits import SamplingSettings
-    from multirate.evaluation.task_suite import is_task
+    from multirate.evaluation.task_suite import is_task, local_tasks
 
     sampling = SamplingSettings(temperature, seed=None if temperature == 0 else seed)
     if rivals and not sampling.greedy:
@@ -178,6 +178,9 @@ def command(
         raise UserError(f"--rivals answer one prompt at a time: leave out --batch {batch}")
     if leave_out_loops and batch > 1:
         raise UserError(f"--leave-out-loops counts answer by answer: leave out --batch {batch}")
+    if suite not in READERS and not is_task(suite):
+        known = ", ".join([*READERS, *local_tasks()])
+        raise UserError(f"unknown suite {suite!r}: accepted are {known}")
     tasks = task_suite(suite, data, limit, task) if is_task(suite) else None
     questions = tasks.questions if tasks else load_suite(suite, data, limit, task)
 
@@ -196,7 +199,16 @@ def command(
     chosen = method_names(methods) if methods else []
     if points is not None and DYNAMIC not in chosen:
         raise UserError(f"--points {points} needs --methods {DYNAMIC}")
-    if experts is not None or bench_experts.EXPERTS in chosen:
+    with_experts = experts is not None or bench_experts.EXPERTS in chosen
+    for name, given in (
+        ("--expert-memory", expert_memory),
+        ("--disk-speed", disk_speed),
+        ("--expert-predictor", expert_predictor),
+        ("--html", page),
+    ):
+        if given is not None and not with_experts:
+            raise UserError(f"{name} {given} needs --methods {bench_experts.EXPERTS}")
+    if with_experts:
         if batch > 1:
             raise UserError(
                 f"--batch {batch}: with experts from disk one prompt is answered at a time"

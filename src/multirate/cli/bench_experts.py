@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from multirate.cli import options
 from multirate.cli.bench_prompts import prepared
 from multirate.cli.progress import Bar
@@ -135,7 +137,7 @@ def command(
         write_json(json, content)
     if given.page is not None:
         write_atomically(given.page, expert_report.page(run, content))
-        console.print(f"page: {given.page}")
+        typer.echo(f"page: {given.page}")
     engine.experts.remove()
     return all(row.identical for row in run.rows), run.interrupted
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from multirate.cli import options
+from multirate.errors import UserError
 
 
 def command(
@@ -18,14 +19,18 @@ def command(
         str, typer.Option("--accelerator", "-a", help="Folder or hub id.", show_default=False)
     ],
     out: Annotated[Path, typer.Option(help="The checkpoint's folder.", show_default=False)],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")
+    ] = False,
 ) -> None:
     """Write an accelerator as others of its method are published.
 
     eagle3: the layout of vLLM's speculators, config.json and model.safetensors.
     """
-    from multirate.hub import load_model
     from multirate.training.checkpoint import Accelerator
 
-    loaded = load_model(model, "auto", "cpu")
+    if (out / "config.json").exists() and not overwrite:
+        raise UserError(f"{out} already holds a checkpoint: name another folder, or --overwrite")
+    loaded = options.load(model, "auto", "cpu")
     Accelerator.from_pretrained(accelerator, loaded.model).export(out)
-    options.console().print(str(out))
+    typer.echo(str(out))

@@ -82,16 +82,14 @@ def command(
     options.set_threads(threads)
 
     from multirate.bench.prompts import encode_chat
-    from multirate.calibration.promise import check_quality
     from multirate.decoding.logits import SamplingSettings
-    from multirate.engine import attach
+    from multirate.engine import attach, check_mode
     from multirate.experts.named_policies import parse_bytes, policy_named
     from multirate.hub import reference_accelerators
     from multirate.methods.spec import recommended
 
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    if quality is not None:
-        check_quality(quality)
+    check_mode(mode, quality, speculate)
     policy_named(expert_policy)  # a wrong word is said before anything is loaded
     parse_bytes(expert_memory)
     if experts is None and expert_memory is not None:
@@ -126,7 +124,14 @@ def command(
 
     from multirate.cli.stream import TextStream
 
-    printer = TextStream(tokenizer, lambda piece: typer.echo(piece, nl=False))
+    begun = False
+
+    def write(piece: str) -> None:
+        nonlocal begun
+        begun = True
+        typer.echo(piece, nl=False)
+
+    printer = TextStream(tokenizer, write)
     try:
         output = engine.generate(
             [list(ids)],
@@ -139,7 +144,7 @@ def command(
             quality=quality,
         )
     finally:
-        if stream:
+        if stream and begun:
             printer.end()
             typer.echo("")
     if not stream:

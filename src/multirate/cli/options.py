@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,6 +71,12 @@ def set_threads(threads: int | None) -> None:
         return
     if threads < 1:
         raise UserError(f"--threads is {threads}: at least 1 is needed")
+    most = 2 * (os.cpu_count() or 1)
+    if threads > most:
+        raise UserError(
+            f"--threads is {threads}: this machine has {os.cpu_count()} processors, and at most "
+            f"{most} are accepted"
+        )
     import torch
 
     torch.set_num_threads(threads)
@@ -139,9 +146,14 @@ def add_accelerators(
     name.
     """
     for text in given:
+        before = dict(engine.accelerators)
         name, separator, path = text.partition("=")
         named = bool(separator) and not Path(text).exists()
-        engine.add(path if named else text, name if named else None)
+        added = engine.add(path if named else text, name if named else None)
+        if added in before:
+            raise UserError(
+                f"two accelerators are named {added}: name them apart, as in -a NAME=FOLDER"
+            )
     from multirate.methods.spec import parse_variant
 
     bases = {parse_variant(method)[0] for method in methods}

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from multirate.cli import options
-
 
 def command(
     model: Annotated[
@@ -44,7 +42,7 @@ def command(
     from multirate.bench.expert_report import size
 
     record = index.record.bytes
-    options.console().print(
+    typer.echo(
         f"{out}: {len(index.layers)} layers of {index.num_experts} experts, {size(record)} each, "
         f"{size(index.data_bytes)} in all. A token needs {index.top_k} of each layer: "
         f"{size(len(index.layers) * index.top_k * record)}. The least memory is "

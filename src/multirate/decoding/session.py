@@ -4,6 +4,8 @@ on.
 
 from __future__ import annotations
 
+import operator
+import reprlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -256,6 +258,16 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _check_prompt(number: int, prompt: Sequence[int], vocab_size: int) -> None:
+    try:
+        if isinstance(prompt, str):
+            raise TypeError
+        for token in prompt:
+            operator.index(token)
+    except TypeError:
+        raise UserError(
+            f"prompt {number} is {reprlib.repr(prompt)}: accepted are lists of token ids, such as "
+            '[tokenizer(text)["input_ids"]] for one text'
+        ) from None
     if len(prompt) == 0:
         raise UserError(f"prompt {number} is empty; accepted are prompts of at least one token")
     if min(prompt) < 0 or max(prompt) >= vocab_size:

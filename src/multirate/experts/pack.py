@@ -45,16 +45,19 @@ def pack(
     with Shards(model) as shards:
         experts = ExpertTensors(shards)
         revision = shards.revision()
+        config = _config(model)
+        chosen = _layout(layout, config, experts)
         if (out / INDEX).is_file() and not force:
             store = ExpertStore.open(out)
             if store.index.revision == revision and layout in ("auto", store.index.layout):
                 return store.index
+            other = f"{store.index.model}, another model or another revision"
+            if store.index.revision == revision:
+                other = f"{store.index.model} in the layout {store.index.layout}"
             raise UserError(
-                f"{out} holds the experts of {store.index.model}, another revision: name another "
-                "folder or replace it with --force"
+                f"{out} holds the experts of {other}: name another folder or replace it with "
+                "--force"
             )
-        config = _config(model)
-        chosen = _layout(layout, config, experts)
         return _Packer(
             experts, out, revision, name or model.name, _top_k(model, config), chosen
         ).run(on_expert)

@@ -276,9 +276,9 @@ class ExpertStore:
         store = ExpertStore(folder, StoreIndex.from_json(content, place))
         if revision is not None and store.index.revision != revision:
             raise UserError(
-                f"{folder} was packed from another revision of {store.index.model} "
-                f"({store.index.revision[:12]}, the "
-                f"model given is {revision[:12]}): pack it again"
+                f"{folder} holds the experts of {store.index.model}, revision "
+                f"{store.index.revision[:12]}: the model given is another one, or another revision "
+                f"({revision[:12]}); pack it again"
             )
         store._check_data(on_bytes)
         return store

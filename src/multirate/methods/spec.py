@@ -376,6 +376,8 @@ def parse_settings(given: Sequence[str], where: str) -> dict[str, Any]:
         name, separator, value = text.partition("=")
         if not separator or not name:
             raise UserError(f"{where} {text!r} is not NAME=VALUE")
+        if name in values:
+            raise UserError(f"{where} {name} is given twice")
         try:
             values[name] = json.loads(value)
         except (ValueError, RecursionError):

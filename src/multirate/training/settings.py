@@ -74,7 +74,8 @@ class TrainSettings(MethodConfig):
         )
         for name in ("lr", "grad_clip", "step_decay", "sharpness", "checkpoint_seconds"):
             self.require(getattr(self, name) > 0, name, "above 0")
-        self.require(self.warmup_steps >= 0, "warmup_steps", "0 or more")
+        for name in ("warmup_steps", "seed"):
+            self.require(getattr(self, name) >= 0, name, "0 or more")
         self.require(self.weight_decay >= 0, "weight_decay", "0 or more")
         self.require(0 <= self.final_lr <= 1, "final_lr", "0 to 1")
         self.require(0 < self.head_lr <= 1, "head_lr", "above 0, at most 1")

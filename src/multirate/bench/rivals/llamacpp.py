@@ -129,7 +129,11 @@ def _row(contest: Contest, file: Path, wanted: str, lookup: int) -> MethodRun:
     worker = Worker()
     contest.stack.callback(worker.close)
     loaded = worker.ask(
-        load=str(file), positions=contest.positions, threads=contest.threads, lookup=lookup
+        load=str(file),
+        positions=contest.positions
+        + lookup,  # the package's own loop drafts beyond an answer's end
+        threads=contest.threads,
+        lookup=lookup,
     )
     vocabulary = contest.engine.decoder.info.vocab_size
     if loaded["vocabulary"] != vocabulary:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from multirate.errors import UserError
 from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.shape import BaseShape
 
@@ -62,8 +63,9 @@ class ExpertPredictorConfig(MethodConfig):
     def check_base(self, base: BaseShape) -> None:
         """Refuse a base that has no experts or too few layers."""
         if not base.is_moe:
-            self.refuse(
-                "METHOD", self.METHOD, "for mixtures of experts only, and this model is none"
+            raise UserError(
+                f"{self.METHOD} predicts which experts are needed: it is for mixtures of experts, "
+                "and this model is none"
             )
         self.require(
             self.ahead < base.num_layers,

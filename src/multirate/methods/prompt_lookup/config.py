@@ -7,6 +7,9 @@ from typing import ClassVar
 
 from multirate.methods.common.staged_config import StagedTextConfig
 
+MOST_TOKENS = 4096
+"""Of a draft; each has a row of the head's outputs in memory."""
+
 
 @dataclass(frozen=True)
 class PromptLookupConfig(StagedTextConfig):
@@ -22,5 +25,7 @@ class PromptLookupConfig(StagedTextConfig):
 
     def check(self) -> None:
         super().check()
-        for name in ("max_ngram", "tokens"):
-            self.require(getattr(self, name) >= 1, name, "a whole number of at least 1")
+        self.require_count("max_ngram")
+        self.require(
+            1 <= self.tokens <= MOST_TOKENS, "tokens", f"a whole number from 1 to {MOST_TOKENS}"
+        )

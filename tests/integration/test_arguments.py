@@ -1,0 +1,77 @@
+"""What the Python interface says of arguments that it cannot take: one sentence, never an error of
+something inside.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench import tiny_model
+
+import multirate
+from multirate.engine import Engine, attach
+from multirate.errors import UserError
+from multirate.methods.spec import untrained_drafters
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return attach(tiny_model.model(), tokenizer=tiny_model.tokenizer())
+
+
+@pytest.mark.parametrize("prompts", [[1, 2, 3], "hello", ["hello"], [[1.5, 2.0]], [[1, "2"]]])
+def test_prompts_that_are_no_token_ids(engine: Engine, prompts: Any) -> None:
+    with pytest.raises(UserError, match=r"prompt 0 is .*accepted are lists of token ids"):
+        engine.generate(prompts)
+
+
+@pytest.mark.parametrize("method", [None, "autoregressive", *untrained_drafters()])
+def test_no_prompts_have_no_answers(engine: Engine, method: str | None) -> None:
+    if method is not None and "two_model" in method:
+        pytest.skip("it needs a second model")
+    assert engine.generate([], method=method).sequences == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"method": 5}, {"sampling": {"temperature": 1}}, {"stop": 5}, {"speculate": 1}, {"mode": 1}],
+)
+def test_arguments_of_another_type(engine: Engine, arguments: dict[str, Any]) -> None:
+    (name,) = arguments
+    with pytest.raises(UserError, match=f"{name} is "):
+        engine.generate([[1, 2]], **arguments)
+
+
+def test_models_and_accelerators_that_are_none(engine: Engine) -> None:
+    for model in (None, 3):
+        with pytest.raises(UserError, match=f"the model is {model}: accepted"):
+            attach(model)
+    with pytest.raises(UserError, match="the accelerator is 5: accepted"):
+        attach(engine.model, 5)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="the accelerator is 5: accepted"):
+        engine.model.generate(
+            torch.tensor([[1, 2]]),
+            custom_generate=multirate.custom_generate(5),  # type: ignore[arg-type]
+        )
+    with pytest.raises(UserError, match="expert_memory is '2GB': the model has no experts on disk"):
+        attach(engine.model, expert_memory="2GB")
+
+
+def test_two_accelerators_of_one_name(engine: Engine, tmp_path: Path) -> None:
+    from multirate.cli.options import add_accelerators
+
+    class Named:
+        def __init__(self) -> None:
+            self.accelerators: dict[str, str] = {}
+
+        def add(self, folder: str, name: str | None) -> str:
+            self.accelerators[name or "m2r2"] = folder
+            return name or "m2r2"
+
+    one = Named()
+    add_accelerators(one, ["a=x", "y"], [], {})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"two accelerators are named m2r2: .*NAME=FOLDER"):
+        add_accelerators(one, ["z"], [], {})  # type: ignore[arg-type]

@@ -27,10 +27,15 @@ TITLES = {REAL: "SmolLM2-135M-Instruct"}
 ROWS = {
     "generate": "`transformers` generate",
     "generate-static": "`transformers` generate, static cache and compile",
-    "generate-lookup": "`transformers` generate, its own prompt lookup",
+    "generate-lookup": "`transformers` generate, its own prompt lookup (10 tokens)",
+    "generate-early-exit": "`transformers` generate, its own early exit (7 of 30 layers draft)",
+    "generate-assistant": "`transformers` generate, `smollm2-draft` as its assistant",
     "llamacpp-bf16": "llama.cpp, BF16",
     "llamacpp-q8_0": "llama.cpp, Q8_0",
     "llamacpp-q4_0": "llama.cpp, Q4_0",
+    "llamacpp-bf16-lookup": "llama.cpp, BF16, its prompt lookup (2 tokens)",
+    "llamacpp-q8_0-lookup": "llama.cpp, Q8_0, its prompt lookup (2 tokens)",
+    "llamacpp-q4_0-lookup": "llama.cpp, Q4_0, its prompt lookup (2 tokens)",
 }
 """Rows that are no methods of ours; what follows a space in a row's name is kept."""
 
@@ -193,7 +198,11 @@ def reproduce(model: str, bench: dict[str, Any]) -> str:
     own = [argv[at + 1] for at, word in enumerate(argv) if word == "-a"]
     options += "".join(f" -a {accelerator}" for accelerator in own)
     rivals = (" --rivals " + argv[argv.index("--rivals") + 1]) if "--rivals" in argv else ""
-    theirs = [row["method"] for row in bench["rows"] if row["method"].startswith("llamacpp")]
+    theirs = [
+        name
+        for name in (row["method"] for row in bench["rows"])
+        if name.startswith(("llamacpp", "generate-"))
+    ]
     methods = ",".join(row["method"] for row in bench["rows"] if row["method"] not in theirs)
     return (
         f"Reproduce with `multirate bench {model} --suite mt_bench --data question.jsonl "
@@ -319,7 +328,7 @@ def suites_section() -> list[str]:
 def _of_loops(run: dict[str, Any]) -> str:
     """How many answers were not counted, where they were looked at."""
     loops = run.get("loops")
-    if loops is None:
+    if not loops:
         return ""
     return f", without {len(loops)} of {run['prompts'] + len(loops)} answers that run into loops"
 
@@ -328,6 +337,23 @@ def _methods_of(runs: list[dict[str, Any]]) -> list[str]:
     """Our rows of all runs, the plain one first."""
     names = dict.fromkeys(row["method"] for run in runs for row in run["rows"])
     return [name for name in names if name not in ROWS]
+
+
+def rivals_section() -> list[str]:
+    """What others make of the same drafts."""
+    bench = load("rivals_smollm2.json")
+    return [
+        "### As others run it",
+        f"{setting(REAL, bench)} Transformers' assisted generation with its own settings, and "
+        "llama.cpp's Python package plainly and with the drafts that it has, in the same run, "
+        "prompt by prompt. Theirs count the pass over the prompt among the tokens per step; ours "
+        "are in stages, whose steps are passes of the model's own weights.",
+        method_table(REAL, bench),
+        "Of their drafts only transformers' prompt lookup gains anything here, over its own loop. "
+        "llama.cpp's package samples in Python where it drafts, and computes the head's output for "
+        "every row; and the first layers of a model that was not trained for it draft badly. "
+        + reproduce(REAL, bench),
+    ]
 
 
 def published_section() -> list[str]:
@@ -746,6 +772,7 @@ def page() -> str:
         f"{setting(REAL, faster)} A Zen 5, with twice the products a cycle of the table above's "
         "Zen 4. `lookahead`, `token_recycling` and `two_model` did not go in stages yet.",
         method_table(REAL, faster),
+        *rivals_section(),
         *suites_section(),
         *equal_training_section(),
         *layerskip_section(),

@@ -338,7 +338,7 @@ class Engine:
             if value is not None and not isinstance(value, kind):
                 raise UserError(f"{what} is {value!r}: accepted is a {kind.__name__}")
         if mode == "dynamic":
-            method = f"{method or self.default}:quality={quality!r}"
+            method = f"{method or self.default}:quality={check_quality(quality)!r}"
         with self._turn():
             return self._generate(
                 prompts, sampling, stop or self.stopping(), method, on_tokens, speculate

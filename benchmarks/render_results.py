@@ -71,6 +71,8 @@ trained for five minutes of a GPU, or for six hours of a core and six minutes of
 50,000 answers; EAGLE's own on 68,000 rounds of conversations."""
 
 
+RIVALS = ("llamacpp", "generate-lookup", "generate-early-exit", "generate-assistant")
+"""How the names of rows begin that `--rivals` adds."""
 OWN = ":staged=0"
 STAGES = (
     "In stages a narrow copy verifies drafts, and the model's own weights ten of its tokens at a "
@@ -198,11 +200,7 @@ def reproduce(model: str, bench: dict[str, Any]) -> str:
     own = [argv[at + 1] for at, word in enumerate(argv) if word == "-a"]
     options += "".join(f" -a {accelerator}" for accelerator in own)
     rivals = (" --rivals " + argv[argv.index("--rivals") + 1]) if "--rivals" in argv else ""
-    theirs = [
-        name
-        for name in (row["method"] for row in bench["rows"])
-        if name.startswith(("llamacpp", "generate-"))
-    ]
+    theirs = [row["method"] for row in bench["rows"] if row["method"].startswith(RIVALS)]
     methods = ",".join(row["method"] for row in bench["rows"] if row["method"] not in theirs)
     return (
         f"Reproduce with `multirate bench {model} --suite mt_bench --data question.jsonl "

@@ -200,7 +200,10 @@ def test_what_generate_refuses(model: str, tmp_path: Path) -> None:
     refused(run("generate", model, "-p", "hi", "--device", "meta"), "meta", "cpu, or cuda")
     refused(run("generate", model, "-p", "hi", "--mode", "fast"), "fast", "lossless, dynamic")
     refused(run("generate", model, "-p", "hi", "--quality", "0.9"), "needs mode 'dynamic'")
-    refused(run("generate", model, "-p", "hi", "--stop", ""), "stop")
+    late = run("generate", model, "-p", "hi", "--stop", "")
+    refused(late, "stop")
+    assert late.stdout == ""  # no line was begun
+    assert run("generate", model, "-p", "hi", "-n", "0").stdout == "\n"
     for setting in ("tokens=4097", "tokens=0", "max_ngram=0"):
         refused(
             run("generate", model, "-p", "hi", "--method", f"prompt_lookup:{setting}"),

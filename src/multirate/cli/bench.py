@@ -169,7 +169,8 @@ def command(
 
     from multirate.bench.suites import READERS, load_suite
     from multirate.decoding.logits import SamplingSettings
-    from multirate.evaluation.task_suite import is_task, local_tasks
+    from multirate.evaluation.task_files import local_tasks
+    from multirate.evaluation.task_suite import is_task
 
     sampling = SamplingSettings(temperature, seed=None if temperature == 0 else seed)
     if rivals and not sampling.greedy:

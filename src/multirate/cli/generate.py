@@ -124,27 +124,30 @@ def command(
 
     from multirate.cli.stream import TextStream
 
+    printer = TextStream(tokenizer, lambda piece: typer.echo(piece, nl=False))
     begun = False
 
-    def write(piece: str) -> None:
+    def push(_: int, tokens: list[int]) -> None:
         nonlocal begun
         begun = True
-        typer.echo(piece, nl=False)
+        printer.push(tokens)
 
-    printer = TextStream(tokenizer, write)
     try:
         output = engine.generate(
             [list(ids)],
             sampling,
             engine.stopping(max_new_tokens, stop or ()),
             method=method,
-            on_tokens=(lambda _, tokens: printer.push(tokens)) if stream else None,
+            on_tokens=push if stream else None,
             speculate=speculate,
             mode=mode,
             quality=quality,
         )
+    except UserError:
+        stream = stream and begun  # refused before the first token: there is no line to end
+        raise
     finally:
-        if stream and begun:
+        if stream:
             printer.end()
             typer.echo("")
     if not stream:

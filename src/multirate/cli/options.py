@@ -146,7 +146,7 @@ def add_accelerators(
     name.
     """
     for text in given:
-        before = dict(engine.accelerators)
+        before = set(engine.accelerators)
         name, separator, path = text.partition("=")
         named = bool(separator) and not Path(text).exists()
         added = engine.add(path if named else text, name if named else None)

@@ -52,12 +52,8 @@ void wait_for_earlier_rows(const Turn *turn, int layer) {
     for (int part = turn->part - 1; part >= 0 && part > turn->part - threads; part--) {
         int wanted = part / threads * layers + layer + 1;
         const atomic_int *reached = &others[part % threads]->reached;
-        for (int spins = 0; atomic_load_explicit(reached, memory_order_acquire) < wanted; spins++) {
-            if (spins < SPINS_BEFORE_YIELD)
-                RELAX();
-            else
-                sched_yield();
-        }
+        for (int spins = 0; atomic_load_explicit(reached, memory_order_acquire) < wanted; spins++)
+            wait_a_little(spins);
     }
 }
 
@@ -78,13 +74,12 @@ static void run_parts(Workspace *work, void *context, int id, int threads) {
     }
 }
 
-void run_row_parts(Workspace *work, const LayerCall *call) {
+void run_row_parts(Workspace *work, LayerCall *call) {
     for (int id = 0; id < work->threads; id++) {
         if (!work->apart[id] && !(work->apart[id] = mr_workspace_open(1)))
             abort();
         make_room(work->apart[id], call->shape, call->adapters != NULL);
         atomic_store(&work->apart[id]->reached, 0);
     }
-    LayerCall all = *call;
-    run_parallel(work, run_parts, &all);
+    run_parallel(work, run_parts, call);
 }

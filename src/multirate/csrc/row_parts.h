@@ -8,7 +8,7 @@
 int rows_go_in_parts(const Workspace *work, const Rows *rows);
 
 // The call, of any number of rows, in parts.
-void run_row_parts(Workspace *work, const LayerCall *call);
+void run_row_parts(Workspace *work, LayerCall *call);
 
 // Says that a part's keys and values are in the call's `layer`-th layer, and waits until those of
 // all rows before it are.

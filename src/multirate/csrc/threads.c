@@ -42,10 +42,8 @@ static void *worker(void *argument) {
     for (;;) {
         for (int waits = 0; atomic_load_explicit(&pool.call, memory_order_acquire) == seen;
              waits++) {
-            if (waits < SPINS_BEFORE_YIELD)
-                RELAX();
-            else if (waits < SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP)
-                sched_yield();
+            if (waits < SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP)
+                wait_a_little(waits);
             else {
                 pthread_mutex_lock(&pool.mutex);
                 atomic_fetch_add(&pool.sleeping, 1);
@@ -91,12 +89,8 @@ static void run_in_pool(Workspace *work, Job job, void *context, int threads) {
     }
     job(work, context, 0, threads);
     unsigned others = (unsigned)threads - 1;
-    for (int spins = 0; atomic_load_explicit(&pool.done, memory_order_acquire) != others; spins++) {
-        if (spins < SPINS_BEFORE_YIELD)
-            RELAX();
-        else
-            sched_yield();
-    }
+    for (int spins = 0; atomic_load_explicit(&pool.done, memory_order_acquire) != others; spins++)
+        wait_a_little(spins);
 }
 
 static int forked;

@@ -19,7 +19,16 @@ void run_parallel(Workspace *work, Job job, void *context);
 #define RELAX() ((void)0)
 #endif
 
-// Everyone waits for everyone; yields when the machine is busy with other work.
+// Between two looks at what a thread waits for, the `spins`-th of which has just been in vain;
+// yields when the machine is busy with other work.
+static inline void wait_a_little(int spins) {
+    if (spins < SPINS_BEFORE_YIELD)
+        RELAX();
+    else
+        sched_yield();
+}
+
+// Everyone waits for everyone.
 static inline void barrier(Workspace *work, int threads) {
     if (threads == 1)
         return;
@@ -30,11 +39,7 @@ static inline void barrier(Workspace *work, int threads) {
         return;
     }
     for (int spins = 0; atomic_load_explicit(&work->barrier_phase, memory_order_acquire) == phase;
-         spins++) {
-        if (spins < SPINS_BEFORE_YIELD)
-            RELAX();
-        else
-            sched_yield();
-    }
+         spins++)
+        wait_a_little(spins);
 }
 #endif

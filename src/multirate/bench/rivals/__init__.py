@@ -32,6 +32,12 @@ class Contest:
     threads: int
     stack: ExitStack
 
+    def check_vocabulary(self, name: str, size: int) -> None:
+        """Raises Unavailable where `name` has another number of tokens than the model."""
+        ours = self.engine.decoder.info.vocab_size
+        if size != ours:
+            raise Unavailable(f"{name} has a vocabulary of {size}, the model one of {ours}")
+
 
 @dataclass(frozen=True)
 class Rival:

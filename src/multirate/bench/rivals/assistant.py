@@ -19,9 +19,7 @@ def _prepare(contest: Contest) -> list[MethodRun]:
         drafts = load_model(name, str(model.dtype).removeprefix("torch.")).model
     except UserError as error:
         raise Unavailable(str(error)) from None
-    theirs, ours = (one.config.get_text_config().vocab_size for one in (drafts, model))
-    if theirs != ours:
-        raise Unavailable(f"{name} has a vocabulary of {theirs}, the model one of {ours}")
+    contest.check_vocabulary(name, drafts.config.get_text_config().vocab_size)
     return [
         transformers_run(
             model,

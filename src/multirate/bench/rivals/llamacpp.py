@@ -128,18 +128,9 @@ def _row(contest: Contest, file: Path, wanted: str, lookup: int) -> MethodRun:
     """lookup: tokens that are drafted at a time; 0: it decodes plainly."""
     worker = Worker()
     contest.stack.callback(worker.close)
-    loaded = worker.ask(
-        load=str(file),
-        positions=contest.positions
-        + lookup,  # the package's own loop drafts beyond an answer's end
-        threads=contest.threads,
-        lookup=lookup,
-    )
-    vocabulary = contest.engine.decoder.info.vocab_size
-    if loaded["vocabulary"] != vocabulary:
-        raise Unavailable(
-            f"{file.name} has a vocabulary of {loaded['vocabulary']}, the model one of {vocabulary}"
-        )
+    positions = contest.positions + lookup  # its loop drafts beyond an answer's end
+    loaded = worker.ask(load=str(file), positions=positions, threads=contest.threads, lookup=lookup)
+    contest.check_vocabulary(file.name, loaded["vocabulary"])
 
     def run_for(prompt: list[int], count: int) -> Answer:
         reply = worker.ask(prompt=prompt, count=count)

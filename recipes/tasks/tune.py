@@ -6,8 +6,9 @@ model.
 
 AdamW; the loss is cross-entropy of the answers' tokens and the one that ends them. Embeddings, head
 and the layers below `--first-layer` stay as they are, which takes a third less time on a processor
-than LoRA in all layers; with `--whole` everything is trained. Resumable: the state is written every
-`--checkpoint-steps`.
+than LoRA in all layers; with `--whole` everything is trained, with `--rank` LoRA of every layer's
+matrices (arXiv 2106.09685; on a GPU, where it is what is quick to send from there). Resumable: the
+state is written every `--checkpoint-steps`.
 
 With `--exits` it is LayerSkip's tuning (arXiv 2404.16710): the head reads the residual at one of
 these exits, too, in turn, and layers are left out at random, the deeper the more often
@@ -22,11 +23,14 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from multirate.hub import load_model
 from multirate.training.data import Batch, BatchPlan, load_samples
@@ -34,6 +38,36 @@ from multirate.training.data import Batch, BatchPlan, load_samples
 STATE = "tuning_state.pt"
 MOST_TOKENS = 768
 """Of a sample; the rest is cut off."""
+
+
+class LowRank(nn.Module):
+    """LoRA: a weight [out, in] plus up [out, rank] · down [rank, in]; up begins at zero."""
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        out, size = weight.shape
+        self.down = nn.Parameter(torch.empty(rank, size, device=weight.device))
+        self.up = nn.Parameter(torch.zeros(out, rank, device=weight.device))
+        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+def add_low_rank(layers: nn.Module, rank: int) -> list[nn.Parameter]:
+    """Gives every linear layer in `layers` a LowRank of its own → their parameters."""
+    parameters: list[nn.Parameter] = []
+    for linear in [m for m in layers.modules() if isinstance(m, nn.Linear)]:
+        low_rank = LowRank(linear.weight, rank)
+        parametrize.register_parametrization(linear, "weight", low_rank)
+        parameters += low_rank.parameters()
+    return parameters
+
+
+def merge_low_rank(layers: nn.Module) -> None:
+    """Adds what add_low_rank's parameters learned to the weights themselves."""
+    for linear in [m for m in layers.modules() if parametrize.is_parametrized(m, "weight")]:
+        parametrize.remove_parametrizations(linear, "weight")
 
 
 def answer_loss(model: Any, batch: Batch, exit_layer: int | None = None) -> torch.Tensor:
@@ -91,6 +125,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--first-layer", type=int, help="default: half of the layers")
     parser.add_argument("--whole", action="store_true", help="embeddings, head and norms, too")
+    parser.add_argument("--rank", type=int, help="LoRA of this rank, in every layer")
     parser.add_argument("--exits", type=exits_of, help="LayerSkip: after so many layers, as 4,7")
     parser.add_argument(
         "--dropout", type=float, default=0.1, help="of the last layer; with --exits"
@@ -102,13 +137,16 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
 
-    loaded = load_model(arguments.model, "float32", "cpu")
+    loaded = load_model(arguments.model, "float32", "auto")
     tokenizer, model = loaded.tokenizer, loaded.model
     layers = model.model.layers
     first = len(layers) // 2 if arguments.first_layer is None else arguments.first_layer
     model.requires_grad_(False)
-    tuned = [model] if arguments.whole else layers[first:]
-    parameters = [p.requires_grad_() for part in tuned for p in part.parameters()]
+    if arguments.rank:
+        parameters = add_low_rank(layers, arguments.rank)
+    else:
+        tuned = [model] if arguments.whole else layers[first:]
+        parameters = [p.requires_grad_() for part in tuned for p in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=arguments.lr, weight_decay=0.0)
     samples = load_samples(arguments.data, tokenizer, MOST_TOKENS)
     plan = BatchPlan(samples, arguments.tokens_per_batch, arguments.seed)
@@ -128,6 +166,7 @@ def main() -> None:
         drop_layers(layers, arguments.dropout)
     started, seen = time.monotonic(), 0
     for batch in plan.batches(start=step):
+        batch = replace(batch, ids=batch.ids.to(model.device), mask=batch.mask.to(model.device))
         if step >= arguments.steps:
             break
         for group in optimizer.param_groups:
@@ -153,6 +192,8 @@ def main() -> None:
             }
             torch.save(state, state_file.with_suffix(".tmp"))
             state_file.with_suffix(".tmp").replace(state_file)
+    if arguments.rank:
+        merge_low_rank(layers)
     model.to(torch.bfloat16).save_pretrained(arguments.out)
     tokenizer.save_pretrained(arguments.out)
     state_file.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ from multirate.decoding.trial import TEXTS, try_drafts
 from multirate.errors import Notice, UserError, say_once
 from multirate.experts.load import load_offloaded
 from multirate.generation_lock import GenerationLock, lock_of
-from multirate.hub import LoadedModel, load_model, resolve_accelerator
+from multirate.hub import LoadedModel, load_model, packaged_accelerators, resolve_accelerator
 from multirate.methods import spec
 from multirate.methods.spec import PLAIN, MethodSpec, SecondModel, write_variant
 from multirate.model.attention_kernels import kernels_of_any_shape
@@ -444,19 +444,42 @@ class Engine:
         while sum(kept.nbytes() for kept in self._prefix_caches.values()) > self.keep_bytes:
             self._prefix_caches.pop(next(iter(self._prefix_caches)))
 
-    def _spec(self, name: str) -> MethodSpec:
-        """A method of this engine by its name, which may carry settings."""
+    def _spec(self, name: str, besides: Sequence[str] = ()) -> MethodSpec:
+        """A method of this engine by its name, which may carry settings. besides: other names that
+        the caller accepts, for the sentence about one that is not.
+        """
         name, _ = spec.parse_variant(name)
         if name in self.accelerators:
             return spec.find(self.accelerators[name].method)
         found = spec.known(name)
         if found is None or found.training is not None:
-            hint = " (it needs a trained accelerator, and none is attached)" if found else ""
             raise UserError(
-                f"method {name!r} cannot be used{hint}; accepted: {', '.join(self.methods())}, "
-                "and those of trained accelerators"
+                f"method {name!r} cannot be used{_lacking(found)}; accepted: "
+                f"{', '.join([*besides, *self.methods()])}{self._to_attach()}"
             )
         return found
+
+    def _to_attach(self) -> str:
+        """The methods that accelerators would add, to be said after those that there are."""
+        packaged = packaged_accelerators(self.model.config)
+        trained = [
+            name
+            for name, known in spec.all_specs().items()
+            if known.training is not None
+            and known.role != "experts"
+            and name not in self.accelerators
+        ]
+        ours = [name for name in trained if name in packaged]
+        theirs = [name for name in trained if name not in packaged]
+        sources = (
+            ("of this package (-a NAME, in Python Engine.add)", ours),
+            ("of your own (-a FOLDER)", theirs),
+        )
+        return "".join(
+            f"; with an accelerator {source}: {', '.join(names)}"
+            for source, names in sources
+            if names
+        )
 
     def _decoding(self, name: str) -> _Decoding | None:
         if name not in self._decodings:
@@ -518,9 +541,11 @@ class Engine:
             if decoding is not None:
                 decoding.step.prepare()
 
-    def spec_of(self, name: str) -> MethodSpec:
-        """The method that a name of this engine stands for. UserError for an unknown one."""
-        return self._spec(name)
+    def spec_of(self, name: str, besides: Sequence[str] = ()) -> MethodSpec:
+        """The method that a name of this engine stands for. UserError for an unknown one, which
+        lists those that there are, and before them `besides`, which the caller accepts, too.
+        """
+        return self._spec(name, besides)
 
     def drop(self, name: str) -> None:
         """Forgets a method's step, with its packed weights; it is made anew when it is used."""
@@ -625,6 +650,15 @@ class Engine:
             return True
         self.notice = verdict.message
         return False
+
+
+def _lacking(known: MethodSpec | None) -> str:
+    """Why a method that is known cannot be used without an accelerator."""
+    if known is None:
+        return ""
+    if known.role == "experts":
+        return " (it predicts experts, no text is decoded with it)"
+    return " (it needs a trained accelerator of its own, and none is attached)"
 
 
 def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:

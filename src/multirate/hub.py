@@ -74,6 +74,18 @@ def _accelerators_of(known: NamedModel) -> dict[str, Path]:
     return {path.name: path for path in found if (path / ACCELERATOR_FILES[0]).is_file()}
 
 
+def packaged_accelerators(config: Any) -> list[str]:
+    """The names of this package's accelerators whose base has this config's sizes."""
+    return sorted(
+        {
+            name
+            for known in NAMED.values()
+            for name, folder in _accelerators_of(known).items()
+            if _is_for(folder, config)
+        }
+    )
+
+
 def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto") -> LoadedModel:
     """A model and tokenizer by local folder, GGUF file, hub id, `REPO:FILE.gguf` of the hub, or a
     name of named_models.py; None is the default one of these.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -122,12 +123,20 @@ def check_writable(path: str | Path) -> Path:
 
 
 def check_folder(path: str | Path) -> Path:
-    """A folder to write into, made where there is none. Raises UserError."""
+    """The path of a folder to write into, after a trial; what the trial had to make is removed, so
+    that a run which ends without a result leaves nothing. Raises UserError.
+    """
     path = Path(path)
+    missing: list[Path] = []
     try:
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
+        check_writable(path / "results")
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UserError(f"folder {path} cannot be made: {reason}") from None
-    check_writable(path / "results")
+    finally:
+        for folder in missing:
+            with suppress(OSError):  # it was not made, or someone else has put something there
+                folder.rmdir()
     return path

@@ -164,8 +164,25 @@ def test_the_folder_holds_what_the_page_was_made_from(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file cannot be made"):
-        check_folder(tmp_path / "file")
+    for folder in ("file", "file/below", "new/" + 300 * "x"):
+        with pytest.raises(UserError, match=f"{folder} cannot be made"):
+            check_folder(tmp_path / folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_checking_a_folder_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    check_folder(tmp_path / "runs" / "first")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "runs").mkdir()
+    check_folder(tmp_path / "runs")
+    check_folder(tmp_path / "runs" / "first")
+    assert (tmp_path / "runs").is_dir() and not list((tmp_path / "runs").iterdir())
+
+
+def test_a_page_that_cannot_be_drawn_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        write(tmp_path / "new", {"rows": []})
+    assert not list(tmp_path.iterdir())
 
 
 def test_tokens_are_counted_by_their_place_in_the_draft() -> None:

@@ -17,6 +17,7 @@ import multirate
 from multirate.cli.bench import method_names
 from multirate.cli.main import app
 from multirate.engine import attach
+from multirate.hub import reference_accelerators
 from multirate.methods.spec import untrained_drafters
 
 
@@ -535,6 +536,28 @@ def test_bench_of_all_methods_with_a_report(model: str, data: str, tmp_path: Pat
     refused(
         run("bench", model, "--data", data, "--report", str(tmp_path / "file")), "cannot be made"
     )
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_bench_that_measured_nothing_leaves_no_new_folder(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existed: bool
+) -> None:
+    out = tmp_path / "runs" / "first"
+    if existed:
+        out.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    words = ("bench", "tiny", "--data", data, "--report", str(out), "--methods")
+    own = list(reference_accelerators("tiny"))
+    refused(run(*words, f"{own[0]},magic"), "'magic'", "all, dynamic, generate, ", *own)
+    assert sorted(tmp_path.rglob("*")) == before
+
+    def interrupted(*arguments: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("multirate.cli.options.load", interrupted)
+    result = run(*words, "autoregressive")
+    assert result.exit_code == 130 and result.stderr == "interrupted\n", result.output
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_bench_skips_what_does_not_fit_and_says_so(model: str, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from bench import tiny_model
 import multirate
 from multirate.engine import Engine, attach
 from multirate.errors import UserError
-from multirate.methods.spec import untrained_drafters
+from multirate.hub import reference_accelerators
+from multirate.methods.spec import all_specs, trainable, untrained_drafters
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,28 @@ def test_models_and_accelerators_that_are_none(engine: Engine) -> None:
         )
     with pytest.raises(UserError, match="expert_memory is '2GB': the model has no experts on disk"):
         attach(engine.model, expert_memory="2GB")
+
+
+def test_an_unknown_method_is_told_all_that_there_are() -> None:
+    """Those that are attached, and those that an accelerator of the package or another one adds."""
+    engine = attach("tiny", backend="hf")
+    first, *others = reference_accelerators("tiny")
+    assert others
+    engine.add(first)
+
+    def said(method: str) -> list[list[str]]:
+        with pytest.raises(UserError, match=f"method '{method}' cannot be used") as caught:
+            engine.generate([[1, 2]], method=method)
+        lists = str(caught.value).split("; ")[1:]
+        return [names.rpartition(": ")[2].split(", ") for names in lists]
+
+    accepted, ours, theirs = said("magic")
+    assert accepted == engine.methods() and first in accepted and ours == others
+    *trained, predictor = sorted(trainable(), key=lambda name: all_specs()[name].role == "experts")
+    assert sorted([first, *ours, *theirs]) == sorted(trained)
+    for name, lacking in ((theirs[0], "none is attached"), (predictor, "no text is decoded")):
+        with pytest.raises(UserError, match=lacking):
+            engine.generate([[1, 2]], method=name)
 
 
 def test_two_accelerators_of_one_name(engine: Engine, tmp_path: Path) -> None:

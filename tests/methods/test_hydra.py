@@ -198,10 +198,9 @@ def test_packed_heads_are_the_heads(weights: DraftWeights, error: float) -> None
         cache = runner.new_cache(1, 16)
         parts = [(0, 6), (6, 7), (7, 11)]
         read = [runner.prefixed(hidden[a:b], Rows.causal(0, a, b - a), cache) for a, b in parts]
-        z = decoder.norm(torch.cat(read))
-        for tokens in embedded:
-            z = heads.joined(z, tokens)
-        y = runner.student(2, z)
+        z = torch.cat(read)
+        for k, tokens in enumerate(embedded, start=1):
+            z, y = runner.student(k, z, tokens)
         found.append((y, runner.top(y, 5)))
     (ours, (tokens, probs)), (theirs, (_, wanted)) = found
     torch.testing.assert_close(ours, theirs, atol=error, rtol=0.02)

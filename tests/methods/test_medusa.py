@@ -135,10 +135,10 @@ def test_packed_heads_are_the_heads(
     packed = NativeMedusaRunner.where_supported(decoder, heads, weights)
     plain = MedusaRunner(decoder, heads)
     assert isinstance(packed, NativeMedusaRunner)
-    x, found = decoder.norm(torch.randn(5, 128)), []
+    hidden, found = torch.randn(5, 128), []
     for runner in (packed, plain):
         for count in (1, 3):
-            students = runner.students(x, count)
+            students = runner.students(hidden, count)
             found.append((students, *runner.top(students, 4)))
     for (ours, _, probs), (theirs, _, wanted) in zip(found[:2], found[2:], strict=True):
         torch.testing.assert_close(ours, theirs, atol=error, rtol=0.02)

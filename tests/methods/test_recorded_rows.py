@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model.tape_recorder import TapeRecorder
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -32,25 +34,45 @@ from multirate.model.rows import Rows
 from .tiny import VOCAB, base, disturb, ids
 
 METHODS = ["m2r2", "m2r2-carry", "kangaroo", "eagle", "eagle3"]
+HEADS: dict[str, list[dict[str, Any]]] = {
+    "medusa": [{}, {"draft_vocab": 40}],
+    "hydra": [{}, {"prefix": False, "layers": 1, "draft_vocab": 40}],
+}
+"""Methods whose heads read the last verified row, and the heads' options to be tested."""
+DRAFT_ALL = {"draft_threshold": 0.01, "verify_threshold": 0.01}
+SETTINGS = {method: {"depth": 3, **DRAFT_ALL} for method in METHODS} | {
+    "medusa": {},
+    "hydra": DRAFT_ALL,
+}
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 STOP = StopSettings(max_new_tokens=12)
 MODEL = base()
 _streams: dict[str, Any] = {}
 
 
-def stream_of(method: str) -> Any:
+def stream_of(method: str, **options: Any) -> Any:
     """An accelerator whose every weight matters."""
-    if method not in _streams:
+    key = repr((method, options))
+    if key not in _streams:
         training, shape = find_training(method), Teacher(MODEL).shape
         torch.manual_seed(4)
-        module = training.build(training.config_for(shape), shape)
+        module = training.build(training.config_for(shape, **options), shape)
         disturb(module)
-        _streams[method] = module.eval()
-    return copy.deepcopy(_streams[method])
+        _streams[key] = module.eval()
+    return copy.deepcopy(_streams[key])
 
 
 def drafter_of(method: str, decoder: HFDecoder, **given: Any) -> Any:
     return find(method).make_drafter(decoder, stream_of(method), given or None)
+
+
+def heads_runners(method: str, options: dict[str, Any]) -> tuple[list[Any], TapeRecorder]:
+    """Those of a decoder with recordings, on the tape, and of one without."""
+    tape = TapeRecorder()
+    heads = [stream_of(method, **options) for _ in range(2)]
+    decoders = GraphedDecoder(MODEL, tape), HFDecoder(MODEL)
+    made = [find(method).make_drafter(d, h) for d, h in zip(decoders, heads, strict=True)]
+    return [drafter.runner for drafter in made], tape  # type: ignore[union-attr]
 
 
 @settings(max_examples=20, deadline=None)
@@ -93,12 +115,67 @@ def test_random_steps_equal_those_without_recordings(method: str, data: st.DataO
     assert recorded is not None and recorded.fallback is None and runners[1]._recorded is None
 
 
-@pytest.mark.parametrize("method", METHODS)
+def check_top(runners: list[Any], said: list[torch.Tensor]) -> None:
+    torch.testing.assert_close(said[0], said[1], **CLOSE)
+    (ids, probs), (wanted, expected) = (
+        runner.top(rows, 4) for runner, rows in zip(runners, said, strict=True)
+    )
+    assert ids == wanted
+    np.testing.assert_allclose(probs, expected, rtol=1e-3, atol=1e-6)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from(HEADS["medusa"]), st.data())
+def test_heads_of_one_row_equal_those_without_recordings(
+    options: dict[str, Any], data: st.DataObject
+) -> None:
+    runners, tape = heads_runners("medusa", options)
+    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    for count in data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)):
+        hidden = torch.randn(data.draw(st.integers(1, 9)), MODEL.config.hidden_size, generator=draw)
+        check_top(runners, [runner.students(hidden, count) for runner in runners])
+    assert tape.replayed and runners[0]._recorded.fallback is None and runners[1]._recorded is None
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from(HEADS["hydra"]), st.data())
+def test_heads_of_a_path_equal_those_without_recordings(
+    options: dict[str, Any], data: st.DataObject
+) -> None:
+    """The prefix layer reads what waits, over what it has read; each level has rows of its own."""
+    runners, tape = heads_runners("hydra", options)
+    size, length, layer = MODEL.config.hidden_size, 0, options.get("prefix", True)
+    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    own = [runner.new_cache(1, 64) if layer else None for runner in runners]
+    for _ in range(data.draw(st.integers(1, 4))):
+        hidden = torch.randn(data.draw(st.integers(1, 9)), size, generator=draw)
+        rows = Rows.causal(0, length, len(hidden))
+        length += len(hidden)
+        read = [
+            runner.prefixed(hidden, rows, cache) if layer else runner.normed(hidden)
+            for runner, cache in zip(runners, own, strict=True)
+        ]
+        torch.testing.assert_close(read[0], read[1], **CLOSE)
+        known = [x[-1:] for x in read]
+        for k in range(1, data.draw(st.integers(1, 4)) + 1):
+            embedded = torch.randn(len(known[0]), size, generator=draw)
+            said = [
+                runner.student(k, z, embedded) for runner, z in zip(runners, known, strict=True)
+            ]
+            torch.testing.assert_close(said[0][0], said[1][0], **CLOSE)
+            check_top(runners, [y for _, y in said])
+            parents = data.draw(st.lists(st.integers(0, len(embedded) - 1), min_size=1, max_size=5))
+            known = [z[parents] for z, _ in said]
+    assert tape.replayed and runners[0]._recorded.fallback is None and runners[1]._recorded is None
+
+
+@pytest.mark.parametrize("method", SETTINGS)
 def test_generations_are_the_base_s_and_share_recordings(method: str) -> None:
     tape = TapeRecorder()
     graphed, plain = GraphedDecoder(MODEL, EagerRecorder()), HFDecoder(MODEL)
-    fixed = {"depth": 3, "draft_threshold": 0.01, "verify_threshold": 0.01}
-    drafter, other = (drafter_of(method, decoder, **fixed) for decoder in (graphed, plain))
+    drafter, other = (
+        drafter_of(method, decoder, **SETTINGS[method]) for decoder in (graphed, plain)
+    )
     graphed.recorder = tape
 
     def rounds() -> list[Any]:
@@ -119,10 +196,88 @@ def test_generations_are_the_base_s_and_share_recordings(method: str) -> None:
     assert drafter.runner._recorded.fallback is None
 
 
-def test_sequences_side_by_side_run_without_recordings_of_their_own_layer() -> None:
+class _Launches(TorchDispatchMode):
+    """Counts what a GPU would be asked for: operations but views of memory that is there."""
+
+    count = 0
+    paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        view = func.is_view or func.overloadpacket is torch.ops.aten._unsafe_view
+        self.count += not self.paused and not view
+        return func(*args, **(kwargs or {}))
+
+
+class _OneLaunch(EagerRecorder):
+    """A replay counts as one."""
+
+    def __init__(self, launches: _Launches) -> None:
+        self.launches = launches
+
+    def record(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def replay() -> torch.Tensor:
+            self.launches.paused = True
+            out = function()
+            self.launches.paused = False
+            self.launches.count += 1
+            return out
+
+        return replay
+
+
+def level_of(method: str, runner: Any, decoder: HFDecoder) -> Callable[[], object]:
+    """A level of one row; of heads that do not know one another's tokens, all three. prefix: of the
+    layer that reads verified tokens before the first level.
+    """
+    x, token = torch.randn(2, 1, MODEL.config.hidden_size), torch.tensor([5])
+    position, rows = np.zeros(1, np.int32), Rows.causal(0, 0, 1)
+    if method == "medusa":
+        return lambda: runner.top(runner.students(x[0], 3), 3)
+    if method == "hydra":
+        embed = partial(decoder.embed, token, position)
+        return lambda: runner.top(runner.student(1, x[0], embed())[1], 3)
+    if method == "hydra, prefix":
+        return partial(runner.prefixed, x[0], rows, runner.new_cache(1, 64))
+    runner.begin(decoder.new_cache(1, 64))
+    return lambda: runner.top(runner.step([5], rows, x[1], 1)[1], 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "most"),
+    [
+        ("m2r2-carry", 19),
+        ("kangaroo", 13),
+        ("eagle", 10),
+        ("eagle3", 10),
+        ("medusa", 8),
+        ("hydra", 9),
+        ("hydra, prefix", 4),
+    ],
+)
+def test_a_level_is_few_launches(method: str, most: int) -> None:
+    """Fewer than half of those without recordings beside the model's own."""
+    counts = []
+    for recorded in (False, True):
+        launches = _Launches()
+        decoder = GraphedDecoder(MODEL, _OneLaunch(launches))
+        runner = drafter_of(method.split(",")[0], decoder).runner
+        if not recorded:
+            runner._recorded = None
+        level = level_of(method, runner, decoder)
+        with torch.no_grad():
+            level()  # records
+            launches.count = 0
+            with launches:
+                level()
+        counts.append(launches.count)
+    assert counts[1] <= most < counts[0] / 2
+
+
+@pytest.mark.parametrize("method", ["m2r2-carry", *HEADS])
+def test_sequences_side_by_side_run_without_recordings_of_their_own_layer(method: str) -> None:
     graphed, plain = GraphedDecoder(MODEL, TapeRecorder()), HFDecoder(MODEL)
     prompts = [[3, 4, 5], [9], [8, 7]]
-    out = generate(graphed, SpeculativeStep(drafter_of("m2r2-carry", graphed)), prompts, stop=STOP)
+    out = generate(graphed, SpeculativeStep(drafter_of(method, graphed)), prompts, stop=STOP)
     assert out.sequences == generate(plain, PlainStep(), prompts, stop=STOP).sequences
 
 

@@ -31,8 +31,8 @@ class Shade:
 
 def write(folder: Path, content: Mapping[str, Any]) -> Path:
     """results.json and report.html in `folder`, which is made where there is none → the page."""
-    folder.mkdir(parents=True, exist_ok=True)
     rendered = render(content)
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / JSON, dict(content))
     write_atomically(folder / PAGE, rendered)
     return folder / PAGE

@@ -236,6 +236,7 @@ def command(
         return
 
     from multirate.bench import frontier
+    from multirate.bench.method_runs import GENERATE, GENERATE_STATIC
     from multirate.bench.runner import BASELINES
     from multirate.engine import attach
     from multirate.hub import reference_accelerators
@@ -279,6 +280,10 @@ def command(
                 ]
             )
         )
+    transformers_own = (GENERATE, GENERATE_STATIC)
+    for name in names:  # an unknown one is said before anything is packed or compiled
+        if name not in transformers_own:
+            engine.spec_of(name, besides=(ALL, DYNAMIC, *transformers_own))
     if PLAIN not in names:
         options.note(f"note: {PLAIN} is added, answers are compared with its answers")
         names = [PLAIN, *names]

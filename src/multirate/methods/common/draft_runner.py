@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.layers import OwnAttention
-from multirate.model.cuda.decoder import GraphedDecoder
-from multirate.model.cuda.recorded_rows import RecordedRows, RowsFunction
+from multirate.methods.common.recorded_runner import RecordedRunner, top_of
+from multirate.model.cuda.recorded_rows import RowsFunction
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi, library
@@ -29,7 +28,7 @@ from multirate.model.noise import Noise, with_noise
 from multirate.model.rows import Rows
 
 
-class DraftRunner(ABC):
+class DraftRunner(RecordedRunner, ABC):
     """Runs `stream` beside `decoder`. Owns the keys and values of the stream's own layer.
 
     keys_only: the slow rows of `step` leave at most the keys and values that drafts read; before
@@ -44,12 +43,6 @@ class DraftRunner(ABC):
 
     _slow_cache: KVCache | None = None
     _own: KVCache | None = None
-    _recorded: RecordedRows | None = None
-
-    def _record_on(self, decoder: Decoder) -> None:
-        """What is computed beside the model's own layers is recorded where their passes are."""
-        if isinstance(decoder, GraphedDecoder):
-            self._recorded = RecordedRows(decoder)
 
     def _begin(self, cache: KVCache, attention: OwnAttention | None) -> None:
         """`begin` with the own layer's `attention`, if there is one: its K/V are empty."""
@@ -60,9 +53,7 @@ class DraftRunner(ABC):
 
     def _own_rows(self, function: RowsFunction, rows: Rows, *inputs: Tensor) -> Tensor:
         """function(*inputs, rows, K/V of the own layer), the part of a step that looks at these."""
-        if self._recorded is None or self._own is None:
-            return function(*inputs, rows, self._own)
-        return self._recorded.with_cache("own layer", function, rows, self._own, *inputs)
+        return self._over(function, rows, self._own, *inputs)
 
     @property
     def window(self) -> int | None:
@@ -133,33 +124,12 @@ class DraftRunner(ABC):
         · logits). noise[i]: added to the logits of row i.
         """
         if noise is None and self._recorded is not None:
-            with_ids = partial(self._top_rows, count, sharpness)
-            found = self._recorded.alone(
-                ("top", count, sharpness), with_ids, p, judged=lambda out: out.chunk(2, -1)[1]
-            )
-            ids, probabilities = found.chunk(2, -1)
-            return ids.long().tolist(), probabilities.tolist()
+            return self._top_recorded(self._recorded, self.logits, p, count, sharpness)
         logits = self.logits(p)
         if noise is not None:
             logits = with_noise(logits, noise)
         best, ids = top_of(logits, count, sharpness)
         return ids.tolist(), best.tolist()
-
-    def _top_rows(self, count: int, sharpness: float, p: Tensor) -> Tensor:
-        """Of outputs p [n, d]: their likeliest tokens' ids, which float64 holds exactly, and these
-        tokens' probabilities, side by side [n, 2 · count].
-        """
-        best, ids = top_of(self.logits(p), count, sharpness)
-        return torch.cat([ids.double(), best.double()], dim=-1)
-
-
-def top_of(logits: Tensor, count: int, sharpness: float) -> tuple[Tensor, Tensor]:
-    """logits [n, V] → the probabilities under softmax(sharpness · logits) of the `count` likeliest
-    tokens, and their ids, [n, count] each.
-    """
-    logits = sharpness * logits
-    best, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
-    return torch.exp(best - logits.logsumexp(-1, keepdim=True)), ids
 
 
 class NativeDraftRunner(DraftRunner):

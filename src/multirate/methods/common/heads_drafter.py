@@ -8,15 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.sampler import Sampler
 from multirate.methods.common.acceptance_config import AcceptanceConfig
-from multirate.methods.common.reduced_head import limited_to
 from multirate.model.decoder import Decoder
-from multirate.model.native import NativeDecoder
-from multirate.model.noise import Noise, with_noise
+from multirate.model.noise import Noise
 
 
 class HeadsDrafter(Drafter):
@@ -39,21 +36,3 @@ class HeadsDrafter(Drafter):
         if sampler.greedy or not self._coupled:
             return None
         return [sampler.noise(b, ahead) for b, ahead in places]
-
-
-def likeliest(
-    decoder: Decoder,
-    students: Tensor,
-    count: int,
-    noise: Sequence[Noise] | None = None,
-    tokens: Tensor | None = None,
-) -> tuple[list[list[int]], list[list[float]]]:
-    """The `count` likeliest tokens by each of the students [n, d], normed, and their probabilities,
-    best first. noise[i]: added to the logits of row i. tokens: of a reduced head; None: all.
-    """
-    count = min(count, decoder.info.vocab_size)
-    if isinstance(decoder, NativeDecoder) and tokens is None:
-        vocab = decoder.info.vocab_size
-        return decoder.top(decoder.head, vocab, students, count, noise=noise, normed=True)
-    logits = limited_to(tokens, decoder.unembed(students))
-    return decoder.likeliest(logits if noise is None else with_noise(logits, noise), count)

@@ -46,7 +46,7 @@ class HydraDrafter(HeadsDrafter):
     def __init__(self, decoder: Decoder, heads: HydraHeads, config: HydraDecodeConfig) -> None:
         super().__init__(decoder, config)
         self.heads, self.config = heads.to(self.row.dtype), config
-        self._runner = NativeHydraRunner.where_supported(decoder, self.heads, config.weights)
+        self.runner = NativeHydraRunner.where_supported(decoder, self.heads, config.weights)
         self.depth = min(config.depth or heads.config.heads, heads.config.heads)
         self.max_nodes = config.nodes
         self._draft_threshold = np.full(config.nodes, config.draft_threshold)
@@ -58,7 +58,8 @@ class HydraDrafter(HeadsDrafter):
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         self._cache, self._verified = cache, {}
         if self.heads.prefix is not None:
-            self._own = self._runner.new_cache(cache.batch, cache.capacity)
+            self._own = None  # its memory may be the next one's
+            self._own = self.runner.new_cache(cache.batch, cache.capacity)
 
     def usable(self, cache: KVCache, length: int) -> int:
         if self.heads.prefix is None:
@@ -113,9 +114,12 @@ class HydraDrafter(HeadsDrafter):
         return sum(len(part) for b in seqs for part in self._verified[b].waiting)
 
     def trial_step(self) -> Callable[[], object]:
+        return self._first_head
+
+    @torch.no_grad()
+    def _first_head(self) -> object:
         """The first head on one row."""
-        z = torch.cat([self.row, self.row], dim=-1)
-        return lambda: self._top(1, z)
+        return self._top(self.runner.student(1, self.row, self.row)[1])
 
     @torch.no_grad()
     def draft(
@@ -134,8 +138,8 @@ class HydraDrafter(HeadsDrafter):
         tokens = [last_tokens[i] for i, _ in nodes]
         for k in range(1, self.depth + 1):
             places = [(seqs[i], k - 1) for i, _ in nodes]
-            z = self._joined(z, tokens, places)
-            ids, probs = self._top(k, z, self.noise(sampler, places))
+            z, said = self.runner.student(k, z, self._embedded(tokens, places))
+            ids, probs = self._top(said, self.noise(sampler, places))
             row_of = {node: row for row, node in enumerate(nodes)}
             nodes = self._grow(trees, nodes, ids, probs)
             if not nodes:
@@ -172,35 +176,29 @@ class HydraDrafter(HeadsDrafter):
             chosen += [(i, node) for node in grown]
         return chosen
 
-    def _joined(
-        self, z: Tensor, tokens: Sequence[int], places: Sequence[tuple[int, int]]
-    ) -> Tensor:
-        """z [n, k · d] with the embeddings of the next tokens; places: of each its sequence, and
-        its depth.
-        """
+    def _embedded(self, tokens: Sequence[int], places: Sequence[tuple[int, int]]) -> Tensor:
+        """The embeddings [n, d] of tokens; places: of each its sequence, and its depth."""
         assert self._cache is not None
         lengths = self._cache.lengths
         positions = np.array([lengths[b] + depth for b, depth in places], np.int32)
-        ids = torch.tensor(tokens, device=self.decoder.info.device)
-        return self.heads.joined(z, self.decoder.embed(ids, positions))
+        return self.decoder.embed(torch.tensor(tokens, device=self.decoder.info.device), positions)
 
     def _read(self, seq: int) -> Tensor:
         """What the heads read of the sequence's last verified token: x [1, d]."""
         known = self._verified[seq]
         hidden = known.waiting[0] if len(known.waiting) == 1 else torch.cat(known.waiting)
         if self.heads.prefix is None:
-            return self.decoder.norm(hidden)
+            return self.runner.normed(hidden)
         assert self._own is not None
         for part in hidden.split(_ROWS):
             rows = Rows.causal(seq, known.count, len(part))
-            out = self._runner.prefixed(part, rows, self._own)
+            out = self.runner.prefixed(part, rows, self._own)
             known.count += len(part)
         known.waiting = []
-        return self.decoder.norm(out[-1:])
+        return out[-1:]
 
-    @torch.no_grad()
     def _top(
-        self, k: int, z: Tensor, noise: Sequence[Noise] | None = None
+        self, said: Tensor, noise: Sequence[Noise] | None = None
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """The candidates by head k of each row of z [n, (k + 1) · d]: tokens and probabilities."""
-        return self._runner.top(self._runner.student(k, z), self.config.width + 1, noise)
+        """The candidates by what a head says [n, d]: tokens and probabilities."""
+        return self.runner.top(said, self.config.width + 1, noise)

@@ -21,6 +21,7 @@ from multirate.methods.common.layers import OwnAttention, RMSNorm, SwiGLU, zero_
 from multirate.methods.common.reduced_head import first_tokens
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.hydra.config import HydraConfig
+from multirate.model.cuda.recorded_rows import StaticSlots
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
 
@@ -65,8 +66,10 @@ class PrefixLayer(nn.Module):
         mixed: Tensor = self.attn(self.attn_norm(x))[0]
         return self._finished(x + mixed)
 
-    def rows(self, x: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        """Decoding: [N, d] → [N, d]; K/V of every row are written at ``rows.slot``."""
+    def rows(self, x: Tensor, rows: Rows | StaticSlots, cache: KVCache | None) -> Tensor:
+        """Decoding: [N, d] → [N, d]; K/V of every row are written at ``rows.slot``, over a
+        ``cache`` that attn.new_cache made (OwnAttention.rows).
+        """
         return self._finished(x + self.attn.rows(self.attn_norm(x), rows, cache))
 
     def _finished(self, x: Tensor) -> Tensor:

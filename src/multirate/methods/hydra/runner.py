@@ -11,9 +11,10 @@ from torch import Tensor
 
 from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.draft_head import DraftHead
-from multirate.methods.common.heads_drafter import likeliest
+from multirate.methods.common.heads_runner import HeadsRunner
 from multirate.methods.common.packed_layer import packed_layer
 from multirate.methods.hydra.modules import HydraHeads
+from multirate.model.cuda.recorded_rows import StaticSlots
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
@@ -24,33 +25,51 @@ from multirate.model.noise import Noise
 from multirate.model.rows import Rows
 
 
-class HydraRunner:
+class HydraRunner(HeadsRunner):
     """What drafting needs of the heads."""
 
-    def __init__(self, decoder: Decoder, heads: HydraHeads) -> None:
-        self.decoder, self.heads = decoder, heads
+    heads: HydraHeads
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for `prefixed`."""
         assert self.heads.prefix is not None
-        return self.heads.prefix.attn.new_cache(batch, capacity)
+        return self.heads.prefix.attn.new_cache(batch, capacity, self._recorded)
 
     def prefixed(self, hidden: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        """The prefix layer: h_L [n, d] → [n, d]; writes K/V at ``rows.slot``."""
-        assert self.heads.prefix is not None
-        return self.heads.prefix.rows(hidden, rows, cache)
+        """Prefix layer and final norm, h_L → x: [n, d] each; writes K/V at ``rows.slot``."""
+        return self._over(self._prefixed_rows, rows, cache, hidden)
 
-    def student(self, k: int, z: Tensor) -> Tensor:
-        """See HydraHeads."""
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Where there is no prefix layer: h_L → x, [n, d] each."""
+        return self._alone("norm", self.decoder.norm, hidden)
+
+    def student(self, k: int, z: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """z [n, k · d] of head k - 1 (of the first head: x) and the next tokens' embeddings [n, d]
+        → z of head k, and what head k says [n, d], normed.
+        """
+        if self._recorded is None:
+            return self._student(k, z, embedded)
+
+        def in_one(z: Tensor, embedded: Tensor) -> Tensor:
+            return torch.cat(self._student(k, z, embedded), dim=-1)
+
+        both = self._recorded.alone(("head", k), in_one, z, embedded)
+        read = z.shape[-1] + embedded.shape[-1]
+        return both[:, :read], both[:, read:]
+
+    def _student(self, k: int, z: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.heads.joined(z, embedded)
+        return z, self._said(k, z)
+
+    def _said(self, k: int, z: Tensor) -> Tensor:
+        """See HydraHeads.student."""
         return self.heads.student(k, z)
 
-    def top(
-        self, y: Tensor, count: int, noise: Sequence[Noise] | None = None
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """The `count` likeliest tokens by each row of y [n, d] and their probabilities, best first.
-        noise[i]: added to the logits of row i.
-        """
-        return likeliest(self.decoder, y, count, noise, self.heads.draft_tokens)
+    def _prefixed_rows(
+        self, hidden: Tensor, rows: Rows | StaticSlots, cache: KVCache | None
+    ) -> Tensor:
+        assert self.heads.prefix is not None
+        return self.decoder.norm(self.heads.prefix.rows(hidden, rows, cache))
 
 
 class NativeHydraRunner(HydraRunner):
@@ -90,9 +109,9 @@ class NativeHydraRunner(HydraRunner):
 
     def prefixed(self, hidden: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         assert self._prefix is not None and isinstance(cache, NativeKVCache)
-        return self._prefix.rows(hidden, rows, cache)
+        return self.decoder.norm(self._prefix.rows(hidden, rows, cache))
 
-    def student(self, k: int, z: Tensor) -> Tensor:
+    def _said(self, k: int, z: Tensor) -> Tensor:
         first, *later = self._layers[k - 1]
         d = self.decoder.info.hidden_size
         both = self.decoder.product(first, z, None)
@@ -102,9 +121,9 @@ class NativeHydraRunner(HydraRunner):
         return y
 
     def top(
-        self, y: Tensor, count: int, noise: Sequence[Noise] | None = None
+        self, said: Tensor, count: int, noise: Sequence[Noise] | None = None
     ) -> tuple[list[list[int]], list[list[float]]]:
-        return self._head.top(self.decoder, y, count, noise=noise, normed=True)
+        return self._head.top(self.decoder, said, count, noise=noise, normed=True)
 
 
 def _packed(head: Any, owner: Owner) -> list[abi.CData]:

@@ -27,7 +27,7 @@ class MedusaDrafter(HeadsDrafter):
 
     def __init__(self, decoder: Decoder, heads: MedusaHeads, config: MedusaDecodeConfig) -> None:
         super().__init__(decoder, config)
-        self._runner = NativeMedusaRunner.where_supported(
+        self.runner = NativeMedusaRunner.where_supported(
             decoder, heads.to(self.row.dtype), config.weights
         )
         self.widths = config.widths or heads.config.widths
@@ -67,7 +67,7 @@ class MedusaDrafter(HeadsDrafter):
         students = self._students(torch.cat([self._last[b] for b in seqs]))
         places = [(b, ahead) for ahead in range(len(self.widths)) for b in seqs]
         noise = self.noise(sampler, places)
-        best, _ = self._runner.top(students, max(self.widths), noise)
+        best, _ = self.runner.top(students, max(self.widths), noise)
         return [self._tree(best[i :: len(seqs)]) for i in range(len(seqs))]
 
     def accept(self, seq: int, verified: Verified) -> None:
@@ -75,12 +75,12 @@ class MedusaDrafter(HeadsDrafter):
 
     def trial_step(self) -> Callable[[], object]:
         """All heads at once: dearer than one more depth, as it is paid whole from the first."""
-        return lambda: self._runner.top(self._students(self.row), max(self.widths))
+        return lambda: self.runner.top(self._students(self.row), max(self.widths))
 
     @torch.no_grad()
     def _students(self, hidden: Tensor) -> Tensor:
         """h_L [n, d] → what each head says of each row, head after head: [K · n, d], normed."""
-        return self._runner.students(self.decoder.norm(hidden), len(self.widths))
+        return self.runner.students(hidden, len(self.widths))
 
     def _tree(self, best: Sequence[Sequence[int]]) -> Draft:
         tokens: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.draft_head import DraftHead
-from multirate.methods.common.heads_drafter import likeliest
+from multirate.methods.common.heads_runner import HeadsRunner
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.model.decoder import Decoder
 from multirate.model.native import NativeDecoder
@@ -18,25 +19,19 @@ from multirate.model.native.packing import Owner, draft_layout
 from multirate.model.noise import Noise
 
 
-class MedusaRunner:
+class MedusaRunner(HeadsRunner):
     """What drafting needs of the heads."""
 
-    def __init__(self, decoder: Decoder, heads: MedusaHeads) -> None:
-        self.decoder, self.heads = decoder, heads
+    heads: MedusaHeads
 
-    def students(self, x: Tensor, count: int) -> Tensor:
-        """x [n, d], normed → what the first `count` heads say, head after head [count · n, d],
-        normed.
-        """
-        return self.heads(x, count).flatten(0, 1)
+    def students(self, hidden: Tensor, count: int) -> Tensor:
+        """h_L [n, d] → what the first `count` heads say, head after head [count · n, d], normed."""
+        said = self._alone(("students", count), partial(self._of_rows, count), hidden)
+        return said.transpose(0, 1).flatten(0, 1)
 
-    def top(
-        self, students: Tensor, count: int, noise: Sequence[Noise] | None = None
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """The `count` likeliest tokens by each of the students [n, d] and their probabilities, best
-        first. noise[i]: added to the logits of row i.
-        """
-        return likeliest(self.decoder, students, count, noise, self.heads.draft_tokens)
+    def _of_rows(self, count: int, hidden: Tensor) -> Tensor:
+        """The same row after row [n, count, d]: of rows is what a recording pads and cuts."""
+        return self.heads(self.decoder.norm(hidden), count).transpose(0, 1)
 
 
 class NativeMedusaRunner(MedusaRunner):
@@ -61,12 +56,13 @@ class NativeMedusaRunner(MedusaRunner):
         self._head = DraftHead.of(decoder, owner, heads.draft_tokens)
         self._maps = owner.linear(torch.cat([*heads.heads.parameters()]))
 
-    def students(self, x: Tensor, count: int) -> Tensor:
+    def students(self, hidden: Tensor, count: int) -> Tensor:
+        x = self.decoder.norm(hidden)
         n, d = x.shape
         mapped = self.decoder.product(self._maps, x, None)[:, : count * d].view(n, count, d)
         return (x[:, None] + F.silu(mapped)).transpose(0, 1).flatten(0, 1)
 
     def top(
-        self, students: Tensor, count: int, noise: Sequence[Noise] | None = None
+        self, said: Tensor, count: int, noise: Sequence[Noise] | None = None
     ) -> tuple[list[list[int]], list[list[float]]]:
-        return self._head.top(self.decoder, students, count, noise=noise, normed=True)
+        return self._head.top(self.decoder, said, count, noise=noise, normed=True)

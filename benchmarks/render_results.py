@@ -622,7 +622,9 @@ def tasks_section() -> list[str]:
     first = runs[0]
     parts = [
         "### By a task's score",
-        f"SmolLM2-135M-Instruct tuned on three tasks (recipes/tasks), {first['dtype']}, batch 1, "
+        "SmolLM2-135M-Instruct tuned on three tasks by LoRA, its accelerators trained side by "
+        "side for 130 seconds of an H200 each (M2R2's and EAGLE's go on from the package's, the "
+        f"others, of which it has none, begin from nothing), {first['dtype']}, batch 1, "
         f"greedy, no examples in the prompts, {first['threads']} threads of an {machine(first)}, "
         f"{str(first['date'])[:10]}. The fastest setting of each method that keeps so much of the "
         "full model's score, one interleaved run a task; over plain decoding, prompts' passes "
@@ -633,7 +635,11 @@ def tasks_section() -> list[str]:
         shown = ", ".join(f"{name} {value:.3g}" for name, value in scores.items())
         parts.append(f"`{run['suite']}`, {run['prompts']} documents; the full model has {shown}.")
         parts.append(frontier_table(run["frontier"]))
-    parts.append("Reproduce with `bash recipes/tasks/tasks.sh DATA runs/tasks`.")
+    parts.append(
+        "Reproduce with `bash recipes/tasks/on_a_gpu.sh DATA runs/tasks` (without a GPU "
+        "`tasks.sh`, which trains for a fifth as long, in two hours), then "
+        "`bash recipes/tasks/compare.sh DATA runs/tasks`."
+    )
     return parts
 
 

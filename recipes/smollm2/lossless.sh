@@ -7,8 +7,8 @@
 # EVAL: a folder with mt_bench/question.jsonl, spec_bench/question.jsonl, gsm8k/test.jsonl and
 # humaneval/HumanEval.jsonl.gz. SUITE: mt_bench, spec_bench, humaneval, gsm8k, t1 (MT-Bench at
 # temperature 1), b4 (in batches of 4), mt_bench_long (more questions) or mt_bench_all (all of them);
-# without any, all of these. Answers of the three mt_bench suites have up to 256 tokens, and those that
-# run into loops are not counted.
+# without any, all of these. Answers have up to 256 tokens (in batches 96), and those that run into
+# loops are not counted.
 # What has been measured is left as it is. ACCELERATORS: a folder with eagle3/ and hydra/, which are
 # too large for the package (on_a_gpu.sh makes them); without it there are no such rows. llama.cpp's
 # rows need 'multirate[rivals]'.
@@ -46,24 +46,24 @@ measure() { # NAME SUITE FILE METHODS OPTIONS...
     [ -f "$to" ] || multirate bench "$MODEL" "${GIVEN[@]}" --no-tuned --suite "$suite" --data "$data" \
         --methods "$methods" --repeats 1 --json "$to" "$@"
 }
-MT=mt_bench/question.jsonl
+MT=mt_bench/question.jsonl LONG="-n 256 --leave-out-loops"
 [ $# -gt 0 ] || set -- mt_bench spec_bench humaneval gsm8k t1 b4 mt_bench_long mt_bench_all
 for name in "$@"; do
     case $name in
         mt_bench) measure mt_bench_smollm2 mt_bench $MT "generate,autoregressive$EVERY" \
-            --rivals llamacpp --limit 8 -n 256 --leave-out-loops ;;
+            --rivals llamacpp --limit 8 $LONG ;;
         spec_bench) measure suite_spec_bench spec_bench spec_bench/question.jsonl \
-            "autoregressive$EVERY,sam:texts=smollm2" --limit 28 -n 96 ;;
+            "autoregressive$EVERY,sam:texts=smollm2" --limit 24 $LONG ;;
         humaneval) measure suite_humaneval humaneval humaneval/HumanEval.jsonl.gz \
-            "autoregressive$BEST" --limit 12 -n 96 ;;
+            "autoregressive$BEST" --limit 12 $LONG ;;
         gsm8k) measure suite_gsm8k gsm8k gsm8k/test.jsonl "autoregressive$BEST" \
-            --limit 12 -n 96 ;;
-        t1) measure suite_t1 mt_bench $MT "autoregressive$BEST" --temperature 1 --limit 6 -n 96 ;;
+            --limit 12 $LONG ;;
+        t1) measure suite_t1 mt_bench $MT "autoregressive$BEST" --temperature 1 --limit 6 $LONG ;;
         b4) measure suite_b4 mt_bench $MT "autoregressive$BATCHED" --batch 4 --limit 8 -n 96 ;;
         mt_bench_long) measure suite_mt_bench_long mt_bench $MT "autoregressive$BEST" \
-            --limit 12 -n 256 --leave-out-loops ;;
+            --limit 12 $LONG ;;
         mt_bench_all) measure suite_mt_bench_all mt_bench $MT "autoregressive$FASTEST" \
-            -n 256 --leave-out-loops ;;
+            $LONG ;;
         *)
             echo "$name is no suite; accepted: mt_bench, spec_bench, humaneval, gsm8k, t1, b4," \
                 "mt_bench_long, mt_bench_all" >&2

@@ -636,6 +636,10 @@ def test_what_bench_refuses(model: str, data: str, tmp_path: Path) -> None:
     refused(run("bench", model, "--data", data, "--suite", "glue"), "glue", "wikisql")
     refused(run("bench", model, "--data", data, "--html", "p.html"), "needs --methods experts")
     refused(run("bench", model, "--data", data, "--disk-speed", "1MB/s"), "needs --methods experts")
+    experts = ["bench", model, "--data", data, "--methods", "experts"]
+    for words in (["--report", str(tmp_path / "r")], ["--rivals", "llamacpp"]):
+        refused(run(*experts, *words), words[0], "not for experts from disk")
+    assert not (tmp_path / "r").exists()
     refused(run("bench", model, "--data", data, "--repeats", "0"), "--repeats is 0")
     refused(run("bench", model, "--data", data, "-n", "512"), "at most 511")
     refused(run("bench", model, "--data", data, "--accelerator", "mine=./x"), "./x")

@@ -214,8 +214,14 @@ def command(
             raise UserError(
                 f"--batch {batch}: with experts from disk one prompt is answered at a time"
             )
-        if leave_out_loops:
-            raise UserError("--leave-out-loops is not for experts from disk: leave it out")
+        for name, unused in (
+            ("--leave-out-loops", leave_out_loops),
+            ("--report (--html FILE writes their page)", report is not None),
+            ("--rivals", bool(rivals)),
+            ("--temperature", not sampling.greedy),
+        ):
+            if unused:
+                raise UserError(f"{name} is not for experts from disk: leave it out")
         same, interrupted = bench_experts.command(
             model,
             questions,

@@ -398,8 +398,6 @@ class Engine:
             else None
         )
         output = generate(self.decoder, step, prompts, sampling, stop, on_tokens, prefix_cache=kept)
-        if (fact := self.decoder.slowed_by()) is not None:
-            say_once(fact)
         if decoding is not None:
             decoding.observe(output.stats)
         if kept is not None:

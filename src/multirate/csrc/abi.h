@@ -15,8 +15,7 @@
 #define CONFIDENCE_BINS 10     // of acceptance_statistics.py's Calibration …
 #define CALIBRATION_STRENGTH 4 // … and the tries that a confidence counts as there
 #define MAX_TAPS 4             // layers whose residuals a draft may read
-#define MAX_THREADS 64
-#define MAX_RANK 4096 // of a low-rank site with gate and up stacked
+#define MAX_RANK 4096          // of a low-rank site with gate and up stacked
 #define MAX_HEAD_DIM 256
 #define NOISE_KNOTS 3970 // of half of Noise.table
 
@@ -446,21 +445,7 @@ void mr_workspace_close(Workspace *work);
 #define SPENT_HEAD 3
 #define SPENT_KINDS 4
 void mr_spent(const Workspace *work, double *to);
-// With how many threads its next call makes do, as other programs keep the others from running.
-int mr_threads_now(const Workspace *work);
 void mr_after_fork(void);
-
-// load.c: what is known of these other programs.
-typedef struct {
-    double wall, lost[MAX_THREADS]; // seconds of calls on all threads; of them, without thread t
-    double until, pause;            // when all threads are tried again, and after how long
-    int32_t fewer;                  // threads in use until then; 0: all
-} Load;
-// How many threads a call uses now, of those that are wanted. now: seconds.
-int mr_threads_under_load(const Load *load, int wanted, double now);
-// A call on `threads` threads took `wall` seconds, during which thread t was kept from running for
-// lost[t] of them.
-void mr_note_call(Load *load, int threads, double now, double wall, const double *lost);
 
 // pack.c: lays weights out as `format`, outputs padded with zeros to a multiple of 64. to: room for
 // them, whole cache lines. scale: Linear.scale's, NULL for WEIGHTS_BF16. nearest: of 4 bits,

@@ -6,7 +6,6 @@
 #include "threads.h"
 
 #include <pthread.h>
-#include <time.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -96,69 +95,28 @@ static void run_in_pool(Workspace *work, Job job, void *context, int threads) {
 
 static int forked;
 
-// The job on so many threads, or fewer.
-static void run_on(Workspace *work, Job job, void *context, int threads) {
+void run_parallel(Workspace *work, Job job, void *context) {
+    work->calls++;
+    if (work->threads == 1) {
+        job(work, context, 0, 1);
+        return;
+    }
 #ifdef _OPENMP
     if (!forked) {
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(work->threads)
         job(work, context, omp_get_thread_num(), omp_get_num_threads());
         return;
     }
 #endif
     int free_pool = !pthread_mutex_trylock(
         &pool.busy); // taken: another call's threads are busy, this one needs none
-    int given = free_pool ? pool_threads(threads) : 1;
-    if (given > 1)
-        run_in_pool(work, job, context, given);
+    int threads = free_pool ? pool_threads(work->threads) : 1;
+    if (threads > 1)
+        run_in_pool(work, job, context, threads);
     else
         job(work, context, 0, 1);
     if (free_pool)
         pthread_mutex_unlock(&pool.busy);
-}
-
-// Seconds that the calling thread has run.
-static double seconds_run(void) {
-    struct timespec ran;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &ran);
-    return (double)ran.tv_sec + 1e-9 * (double)ran.tv_nsec;
-}
-
-typedef struct {
-    Job job;
-    void *context;
-    double began;
-    int threads;
-} Watched;
-
-static void run_watched(Workspace *work, void *context, int thread, int threads) {
-    Watched *watched = context;
-    double ran = seconds_run();
-    watched->job(work, watched->context, thread, threads);
-    // since the call began, not this thread: it may have been kept from beginning
-    work->own[thread].lost = seconds_now() - watched->began - (seconds_run() - ran);
-    if (thread == 0)
-        watched->threads = threads;
-}
-
-void run_parallel(Workspace *work, Job job, void *context) {
-    work->calls++;
-    double now = work->threads > 1 ? seconds_now() : 0;
-    int threads = mr_threads_under_load(&work->load, work->threads, now);
-    if (threads == 1) {
-        job(work, context, 0, 1);
-        return;
-    }
-    Watched watched = {job, context, now, 1};
-    run_on(work, run_watched, &watched, threads);
-    double lost[MAX_THREADS], done = seconds_now();
-    for (int t = 0; t < watched.threads; t++)
-        lost[t] = work->own[t].lost;
-    if (watched.threads == work->threads)
-        mr_note_call(&work->load, watched.threads, done, done - now, lost);
-}
-
-int mr_threads_now(const Workspace *work) {
-    return mr_threads_under_load(&work->load, work->threads, seconds_now());
 }
 
 // In a process made by fork(), before any other call: it has no threads but the caller's, and other

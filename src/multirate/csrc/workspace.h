@@ -6,6 +6,8 @@
 
 #include "tile.h"
 
+#define MAX_THREADS 64
+
 typedef struct AttentionScratch AttentionScratch;
 
 #define MOST_OUTLIERS 32
@@ -32,7 +34,6 @@ typedef struct {
     Outliers *outliers;
     size_t normed_size, fixed_size, rest_size, outliers_size;
     uint32_t call, pieces; // of that call's work that the threads balance (shares.c): so many
-    double lost;           // seconds of the latest call in which it was kept from running (load.c)
 } ThreadScratch;
 
 // What nobody has taken yet of a thread's share of a piece of work (shares.c).
@@ -49,7 +50,6 @@ struct Workspace {
     _Alignas(64) atomic_int reached;
     _Alignas(64) int threads;
     uint32_t calls;            // of run_parallel
-    Load load;                 // what note_call noted of them
     double spent[SPENT_KINDS]; // as mr_spent has it
     // Shared by the threads of a call; grown on demand, never shrunk.
     float *qkv, *low, *neurons, *beside;

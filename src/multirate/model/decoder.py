@@ -183,10 +183,6 @@ class Decoder(ABC):
         chosen = argmax_rows(logits) if noise is None else self.noisy_argmax(logits, noise)
         return hidden, chosen
 
-    def slowed_by(self) -> str | None:
-        """What keeps its passes from being as fast as they were, to be said; None: nothing."""
-        return None
-
     def spent(self) -> TimeSplit | None:
         """What its calls have spent so far, prompts' passes apart; None: it does not tell."""
         return None

@@ -466,15 +466,6 @@ class NativeDecoder(Decoder):
             **fields,
         )
 
-    def slowed_by(self) -> str | None:
-        used, wanted = self.workspace.threads_now(), self.workspace.threads
-        if used == wanted:
-            return None
-        return (
-            f"other programs keep the processors busy: decoding makes do with {used} of {wanted} "
-            "threads while they do"
-        )
-
     def spent(self) -> TimeSplit:
         return self.workspace.spent()
 

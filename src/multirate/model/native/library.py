@@ -267,19 +267,11 @@ class Workspace:
         self.address: abi.CData = self._library.mr_workspace_open(threads)
         if not self.address:
             raise MemoryError("no memory for a kernel workspace")
-        self.threads = _at_most(threads)
         weakref.finalize(self, self._library.mr_workspace_close, self.address).atexit = False
         _workspaces.add(self)
 
-    def threads_now(self) -> int:
-        """With how many threads its next call makes do: fewer where other programs keep the others
-        from running (load.c).
-        """
-        return int(self._library.mr_threads_now(self.address))
-
     def set_threads(self, threads: int) -> None:
         """From the next call on."""
-        self.threads = _at_most(threads)
         self._library.mr_workspace_set_threads(self.address, threads)
 
     def spent(self) -> TimeSplit:
@@ -291,11 +283,6 @@ class Workspace:
     def after_fork(self) -> None:
         """In a forked process: begins anew."""
         self._library.mr_workspace_after_fork(self.address)
-
-
-def _at_most(threads: int) -> int:
-    """So many, or the most that a call can use."""
-    return max(1, min(threads, abi.constant("MAX_THREADS")))
 
 
 _SPENT = {field.name: abi.constant(f"SPENT_{field.name.upper()}") for field in fields(TimeSplit)}

@@ -7,8 +7,7 @@ model.
 AdamW; the loss is cross-entropy of the answers' tokens and the one that ends them. Embeddings, head
 and the layers below `--first-layer` stay as they are, which takes a third less time on a processor
 than LoRA in all layers; with `--whole` everything is trained, with `--rank` LoRA of every layer's
-matrices (arXiv 2106.09685; on a GPU, where it is what is quick to send from there). Resumable: the
-state is written every `--checkpoint-steps`.
+matrices (arXiv 2106.09685). Resumable: the state is written every `--checkpoint-steps`.
 
 With `--exits` it is LayerSkip's tuning (arXiv 2404.16710): the head reads the residual at one of
 these exits, too, in turn, and layers are left out at random, the deeper the more often

@@ -1,4 +1,4 @@
-"""LayerSkip's loss and layer dropout in recipes/tasks/tune.py, on a model of two layers."""
+"""recipes/tasks/tune.py on a model of two layers: LayerSkip's loss and layer dropout, and LoRA."""
 
 from __future__ import annotations
 
@@ -67,3 +67,38 @@ def test_the_head_reads_the_exit_too(tune: ModuleType, model: Any) -> None:
     torch.testing.assert_close(tune.answer_loss(model, batch), end)
     torch.testing.assert_close(tune.answer_loss(model, batch, 1), (end + early) / 2)
     assert not torch.isclose(end, early)
+
+
+def test_low_rank_changes_are_learned_beside_the_weights_and_merged(
+    tune: ModuleType, model: Any
+) -> None:
+    model.requires_grad_(False)
+    layers = model.model.layers
+    names = set(model.state_dict())
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    said = model(IDS).logits
+    parameters = tune.add_low_rank(layers, 3)
+    assert len(parameters) == 2 * 7 * len(layers)
+    torch.testing.assert_close(model(IDS).logits, said)
+
+    batch = Batch(IDS, torch.ones_like(IDS, dtype=torch.bool))
+    optimizer = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0)
+    losses = []
+    for _ in range(5):
+        loss = tune.answer_loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+
+    learned = model(IDS).logits
+    tune.merge_low_rank(layers)
+    assert set(model.state_dict()) == names
+    torch.testing.assert_close(model(IDS).logits, learned)
+    for name, x in model.state_dict().items():
+        changed = x - before[name]
+        if name.startswith("model.layers") and "_proj" in name:
+            assert 0 < torch.linalg.matrix_rank(changed, rtol=1e-4) <= 3
+        else:
+            assert not changed.any()

@@ -8,8 +8,8 @@
 # (accelerators.sh makes them). A batch has 8,192 tokens. The steps are those that each method made
 # in 283 seconds on an H200 beside the others. There the rate's cosine was that of 1,900 steps,
 # cut short: in the last tenth of the time it went to its end. The eagle3 and hydra of the README's
-# tables are of another such run: 316 and, with --start-from, 664 steps; 253 and 420. LICENCES of the questions: see
-# questions.py and long_questions.py.
+# tables are of another such run: 316 and, with --start-from, 664 steps; 253 and 420. LICENCES of the
+# questions: see questions.py and long_questions.py.
 set -euo pipefail
 DATA=$1 OUT=$2 MODEL=${MODEL:-smollm2} HELDOUT=${HELDOUT:-runs/smollm2/heldout.jsonl} HERE=$(dirname "$0")
 mkdir -p "$OUT"

@@ -22,7 +22,7 @@ from multirate.model.cuda import decoder as cuda_graphs
 from multirate.model.cuda.decoder import EagerRecorder, GraphedDecoder
 from multirate.model.cuda.static_cache import LEAST_CAPACITY, StaticKVCache
 from multirate.model.hf.decoder import HFDecoder
-from multirate.model.kv_cache import KVCache
+from multirate.model.kv_cache import KVCache, LayerKV
 from multirate.model.load import own_layers_decoder
 from multirate.model.rows import Rows
 
@@ -432,3 +432,92 @@ def test_a_dropped_decoder_and_cache_leave_no_storage() -> None:
         assert keys() is None
     finally:
         gc.enable()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(SOME), st.integers(1, 3), st.data())
+def test_whole_passes_equal_those_without_recordings(
+    name: str, batch: int, data: st.DataObject
+) -> None:
+    """From tokens or from residuals, with and without taps, to the tokens that come next."""
+    graphed, reference = pair(name)
+    decoders, total = (graphed, reference), graphed.info.num_layers
+    caches = [decoder.new_cache(batch, 4) for decoder in decoders]
+    for _ in range(data.draw(st.integers(1, 4))):
+        seqs = data.draw(st.sets(st.integers(0, batch - 1), min_size=1))
+        parts = [
+            Rows.causal(b, caches[0].lengths[b], data.draw(st.integers(1, 5))) for b in sorted(seqs)
+        ]
+        rows, first = Rows.concat(parts), data.draw(st.integers(0, total - 1))
+        ids = [data.draw(st.integers(2, VOCAB - 1)) for _ in range(len(rows))]
+        taps = data.draw(st.sets(st.integers(first, total)))
+        found = []
+        for decoder, cache in zip(decoders, caches, strict=True):
+            direct = decoder.next_tokens(rows, cache, ids)
+            entering = decoder.first_layers(ids, rows, first, cache)
+            hidden, inner = decoder.layers_with_taps(
+                entering, rows, first, total, cache, sorted(taps)
+            )
+            assert set(inner) == taps
+            after = decoder.next_tokens(rows, cache, x=entering, start=first)
+            assert direct[1] == after[1] and len(direct[1]) == len(rows)
+            found.append([direct[0], after[0], entering, hidden, *(inner[t] for t in sorted(taps))])
+            found[-1].append(decoder.logits(direct[0])[range(len(rows)), direct[1]])
+            for part in parts:
+                cache.commit(int(part.seq[0]), len(part))
+        for got, expected in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
+    assert graphed.graph_fallback is None
+
+
+def test_a_recording_that_chooses_other_tokens_is_not_used() -> None:
+    class Wrong(EagerRecorder):
+        def record(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+            def replay() -> torch.Tensor:
+                out = function()
+                if function.run.chooses:  # type: ignore[attr-defined]
+                    function.inputs.chosen += 1  # type: ignore[attr-defined]
+                return out
+
+            return replay
+
+    graphed, reference = (
+        GraphedDecoder(tiny_model("llama"), Wrong()),
+        HFDecoder(tiny_model("llama")),
+    )
+    cache, other = graphed.new_cache(1, 8), reference.new_cache(1, 8)
+    for i in range(2):
+        rows = Rows.causal(0, i, 1)
+        got, expected = (
+            graphed.next_tokens(rows, cache, [7]),
+            reference.next_tokens(rows, other, [7]),
+        )
+        assert got[1] == expected[1] and torch.equal(got[0], expected[0])
+    assert graphed.graph_fallback is not None and "other tokens" in graphed.graph_fallback
+
+
+def test_plain_decoding_asks_the_device_for_one_thing_a_token() -> None:
+    tape = TapeRecorder()
+    graphed = GraphedDecoder(tiny_model("llama"), tape)
+    cache = graphed.new_cache(1, 8)
+    for i in range(4):
+        graphed.next_tokens(Rows.causal(0, i, 1), cache, [5])
+    assert (tape.recorded, tape.replayed) == (1, 4)
+
+
+def test_an_accepted_path_moves_in_all_layers_at_once() -> None:
+    """One block of a model's layers, or several where their shapes differ."""
+    for shapes in ([(2, 4, 4)] * 3, [(2, 4, 4), (1, 8, 4), (2, 4, 4)]):
+        layout = [LayerKV(*shape, torch.float32, torch.device("cpu")) for shape in shapes]
+        cache = StaticKVCache(2, 16, layout)
+        assert len(cache.storage.blocks) == len(
+            {d for h, *ds in shapes for d in ((h, s) for s in ds)}
+        )
+        for tensor in cache.keys + cache.values:
+            tensor.normal_()
+        before = [tensor.clone() for tensor in cache.keys + cache.values]
+        cache.lengths = [0, 3]
+        cache.keep(1, [3, 5, 9])
+        for now, old in zip(cache.keys + cache.values, before, strict=True):
+            assert torch.equal(now[1, :, 3:6], old[1, :, [3, 5, 9]]) and torch.equal(now[0], old[0])
+        assert cache.lengths == [0, 6]

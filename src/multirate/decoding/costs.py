@@ -141,19 +141,20 @@ def measure_costs(
     # spread over the vocabulary: its first tokens are often ones that no text has
     places = torch.arange(1, _CONTEXT + max(VERIFY_ROWS) + 1, device=info.device)
     ids = places * _TOKEN_STRIDE % info.vocab_size
-    context = Rows.causal(0, 0, _CONTEXT)
+    context, tokens = Rows.causal(0, 0, _CONTEXT), ids.tolist()
     hidden = decoder.embed(ids[:_CONTEXT], context.pos)
     decoder.layers(hidden, context, 0, info.num_layers, cache)  # warms up, too
     cache.commit(0, _CONTEXT)
 
     def run(rows_count: int, first: int, last: int) -> None:
-        rows = Rows.causal(0, _CONTEXT, rows_count)
-        x = decoder.embed(ids[:rows_count], rows.pos) if first == 0 else hidden[:rows_count]
+        rows, entering = Rows.causal(0, _CONTEXT, rows_count), tokens[:rows_count]
         if last < info.num_layers:
-            x = decoder.layers(x, rows, first, last, cache)
+            x = decoder.first_layers(entering, rows, last, cache)
             greedy_tokens(decoder.logits(x), GREEDY)
+        elif first:
+            decoder.next_tokens(rows, cache, x=hidden[:rows_count], start=first)
         else:
-            decoder.next_tokens(rows, cache, x=x, start=first)
+            decoder.next_tokens(rows, cache, entering)
 
     layers = info.num_layers
     draft = draft_step if draft_step is not None else (lambda: run(1, 0, start)) if start else None

@@ -15,6 +15,7 @@ from multirate.decoding.sampler import Sampler
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import MAX_TREE_BIT, Rows
+from multirate.model.transfer import to_device
 
 MAX_TREE_NODES = MAX_TREE_BIT + 1
 
@@ -174,7 +175,8 @@ class Verified:
         """
         if self.path[-1] == len(self.path) - 1:
             return states[: len(self.path)]
-        return states[self.path]
+        path = to_device(np.array(self.path, np.int64), states.device)
+        return states.index_select(0, path)
 
     @property
     def accepted(self) -> Tensor:

@@ -187,11 +187,8 @@ class Session:
 
     def forward(self, ids: list[int], rows: Rows, stop: int | None = None) -> Tensor:
         """Embeds ids [N] and runs layers [0, stop) on `rows` (None: all layers) → [N, d]."""
-        info = self.decoder.info
-        x = self.decoder.embed(torch.tensor(ids, device=info.device), rows.pos)
-        return self.decoder.layers(
-            x, rows, 0, info.num_layers if stop is None else stop, self.cache
-        )
+        stop = self.decoder.info.num_layers if stop is None else stop
+        return self.decoder.first_layers(ids, rows, stop, self.cache)
 
     def emit(self, seq: int, block: list[int]) -> int:
         """Appends a block of tokens to a sequence, cut where it ends; streams them; returns how

@@ -114,6 +114,11 @@ class Decoder(ABC):
         `adapters[i]` modifies layer i for rows with `rows.accelerated` only.
         """
 
+    def first_layers(self, ids: Sequence[int], rows: Rows, stop: int, cache: KVCache) -> Tensor:
+        """The rows' tokens, embedded, and layers [0, stop): as `embed` and `layers` → [N, d]."""
+        x = self.embed(torch.as_tensor(ids, device=self.info.device), rows.pos)
+        return self.layers(x, rows, 0, stop, cache)
+
     def layers_with_taps(
         self, x: Tensor, rows: Rows, start: int, stop: int, cache: KVCache, taps: Sequence[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:

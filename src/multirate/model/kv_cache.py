@@ -127,14 +127,19 @@ class KVCache:
         while done < len(wanted) and wanted[done] == start + done:
             done += 1
         if done < len(wanted):
+            self._move(seq, wanted[done:], start + done)
             to = slice(start + done, start + len(wanted))
-            for store in (self.keys, self.values):
-                for tensor in store:
-                    index = torch.tensor(wanted[done:], device=tensor.device)
-                    tensor[seq, :, to] = tensor[seq].index_select(1, index)
             self.positions[seq, to] = self.positions[seq, wanted[done:]]
             self.version += 1
         self.lengths[seq] += len(wanted)
+
+    def _move(self, seq: int, slots: Sequence[int], start: int) -> None:
+        """Copies K/V of `slots` of a sequence to the slots from `start` on."""
+        to = slice(start, start + len(slots))
+        for store in (self.keys, self.values):
+            for tensor in store:
+                index = torch.tensor(slots, device=tensor.device)
+                tensor[seq, :, to] = tensor[seq].index_select(1, index)
 
     def standard(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [B, H_kv, capacity, D] each, whatever layout they are

@@ -16,6 +16,7 @@ from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
 from multirate.methods.common.draft_runner import DraftRunner
 from multirate.methods.common.draft_tree import DraftTree
+from multirate.methods.common.recorded_runner import Likeliest
 from multirate.methods.common.stream_config import StreamDecodeConfig
 from multirate.methods.common.stream_estimates import StreamEstimates
 from multirate.methods.common.waiting_tokens import WaitingTokens
@@ -78,6 +79,9 @@ class DraftGrower:
         self._runner, self._config, self._max_nodes = runner, config, max_nodes
         self._carry, self._trusting, self._judged_by_arla = carry, trusting, judged_by_arla
         self.refused = -np.inf
+        # how many of the frontier's likeliest tokens a level is to tell at once, and what it told
+        self._asked = 0
+        self._told: Likeliest | None = None
 
     def grow(
         self, growing: Sequence[GrowingDraft], sampler: Sampler, candidates: int
@@ -86,6 +90,8 @@ class DraftGrower:
         tokens looked at below a node.
         """
         in_trees = not sampler.settings.uses_context and not draws(self._config, sampler)
+        noisy = not sampler.greedy and self._config.drafts == "coupled"
+        self._asked = candidates if in_trees and not noisy and len(growing) == 1 else 0
         self._first_pass(growing)
         live = [one for one in growing if one.tree.depth_limit > 0]
         while live:
@@ -115,13 +121,9 @@ class DraftGrower:
             parts.append(Rows.causal(one.seq, one.length, 1))
             ids.append(one.last_token)
             carried.append(one.waiting.last[None])
-        h_gate, p = self._runner.step(
-            ids,
-            Rows.concat(parts),
-            torch.cat(carried) if self._carry else None,
-            fresh=len(growing),
+        h_gate, p = self._run(
+            ids, Rows.concat(parts), torch.cat(carried) if self._carry else None, len(growing)
         )
-        p = p[len(ids) - len(growing) :]
         for one, hidden, output in zip(growing, h_gate.split(1), p.split(1), strict=True):
             one.waiting.keep(0)
             one.hidden.append(hidden)
@@ -133,15 +135,19 @@ class DraftGrower:
         carried = None
         if self._carry:
             carried = torch.cat([one.outputs[one.tree.parents[node - 1]] for one, node in nodes])
-        h_gate, p = self._runner.step(
-            [one.tree.tokens[node - 1] for one, node in nodes],
-            _rows_of(nodes),
-            carried,
-            fresh=len(nodes),
-        )
+        ids = [one.tree.tokens[node - 1] for one, node in nodes]
+        h_gate, p = self._run(ids, _rows_of(nodes), carried, len(nodes))
         for (one, node), hidden, output in zip(nodes, h_gate.split(1), p.split(1), strict=True):
             one.hidden.append(hidden)
             one.outputs[node] = output
+
+    def _run(
+        self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
+    ) -> tuple[Tensor, Tensor]:
+        """A level: of its last `fresh` rows, which is the frontier, residuals and outputs."""
+        count, sharpness = self._asked, self._config.sharpness
+        hidden, p, self._told = self._runner.level(ids, rows, carried, fresh, count, sharpness)
+        return hidden, p
 
     # -- growing -----------------------------------------------------------------------------------
 
@@ -157,7 +163,8 @@ class DraftGrower:
                 for node in one.frontier
             ]
         p = _frontier_outputs(live)
-        ids, best = self._runner.top(p, candidates, config.sharpness, noise)
+        told = self._told or self._runner.top(p, candidates, config.sharpness, noise)
+        ids, best = told
         trusted = self._trusted(p, lambda: [row[0] for row in best])
         if self._judged_by_arla:
             best = [

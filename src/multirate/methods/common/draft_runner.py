@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from multirate.methods.common.draft_head import DraftHead
+from multirate.methods.common.draft_level import Level, RowsLevel
 from multirate.methods.common.layers import OwnAttention
-from multirate.methods.common.recorded_runner import RecordedRunner, top_of
+from multirate.methods.common.recorded_levels import RecordedLevels
+from multirate.methods.common.recorded_runner import Likeliest, RecordedRunner, top_of
+from multirate.model.cuda.decoder import GraphedDecoder
 from multirate.model.cuda.recorded_rows import RowsFunction
-from multirate.model.decoder import Decoder
+from multirate.model.decoder import Decoder, LayerAdapter
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
@@ -33,16 +36,26 @@ class DraftRunner(RecordedRunner, ABC):
 
     keys_only: the slow rows of `step` leave at most the keys and values that drafts read; before
     they are verified they run through the first layers once more. taps: layers whose entering
-    residuals `carried` reads.
+    residuals `carried` reads. first_layers: how many of the model's layers a level runs; streams: 2
+    where it runs rows of the model and of the stream through them, these with `adapters`, else 1.
     """
 
     decoder: Decoder
     stream: Any
     keys_only: bool = False
     taps: tuple[int, ...] = ()
+    first_layers: int = 0
+    streams: int = 1
+    adapters: Mapping[int, LayerAdapter] | None = None
 
     _slow_cache: KVCache | None = None
     _own: KVCache | None = None
+    _levels: RecordedLevels | None = None
+
+    def _record_on(self, decoder: Decoder) -> None:
+        super()._record_on(decoder)
+        if isinstance(decoder, GraphedDecoder):
+            self._levels = RecordedLevels(decoder)
 
     def _begin(self, cache: KVCache, attention: OwnAttention | None) -> None:
         """`begin` with the own layer's `attention`, if there is one: its K/V are empty."""
@@ -51,14 +64,22 @@ class DraftRunner(RecordedRunner, ABC):
         if attention is not None:
             self._own = attention.new_cache(cache.batch, cache.capacity, self._recorded)
 
-    def _own_rows(self, function: RowsFunction, rows: Rows, *inputs: Tensor) -> Tensor:
+    def _own_rows(self, function: RowsFunction, rows: Rows, *inputs: Tensor | None) -> Tensor:
         """function(*inputs, rows, K/V of the own layer), the part of a step that looks at these."""
-        return self._over(function, rows, self._own, *inputs)
+        given = [x for x in inputs if x is not None]
+        if len(given) < len(inputs):
+            return function(*inputs, rows, self._own)
+        return self._over(function, rows, self._own, *given)
 
     @property
     def window(self) -> int | None:
         """How many of the newest tokens the own layer sees; None: all."""
         return None
+
+    @property
+    def caches(self) -> tuple[KVCache | None, KVCache | None]:
+        """What a level looks at: of the model, where its layers run, and of the own layer."""
+        return (self._cache if self.first_layers else None), self._own
 
     @abstractmethod
     def begin(self, cache: KVCache) -> None:
@@ -87,7 +108,7 @@ class DraftRunner(RecordedRunner, ABC):
         found: Tensor = self.stream.carried(hidden.to(dtype), inner)
         return found.to(hidden.dtype)
 
-    @abstractmethod
+    @torch.no_grad()
     def step(
         self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
     ) -> tuple[Tensor, Tensor]:
@@ -100,10 +121,44 @@ class DraftRunner(RecordedRunner, ABC):
         the stream's outputs p [N, d], of which those of rows before the fresh ones are of no use:
         what comes after their keys and values need not have run)
         """
+        decoder = self.decoder
+        h0 = decoder.embed(torch.tensor(ids, device=decoder.info.device), rows.pos)
+        level = RowsLevel(
+            decoder, self._cache, self.first_layers, self.adapters, rows, fresh, self._own_rows
+        )
+        hidden, p = self.level_of(h0, carried, level)
+        return hidden[len(hidden) - fresh :], p
+
+    def level(
+        self,
+        ids: list[int],
+        rows: Rows,
+        carried: Tensor | None,
+        fresh: int,
+        count: int = 0,
+        sharpness: float = 1.0,
+    ) -> tuple[Tensor, Tensor, Likeliest | None]:
+        """`step`, of whose outputs those of the fresh rows alone [fresh, d], and these rows'
+        `top` without noise where that is known at once; None: it is yet to be asked for.
+        """
+        if self._levels is not None:
+            found = self._levels.run(self, ids, rows, carried, fresh, count, sharpness)
+            if found is not None:
+                return found
+        hidden, p = self.step(ids, rows, carried, fresh)
+        return hidden, p[len(p) - fresh :], None
+
+    @abstractmethod
+    def level_of(
+        self, embedded: Tensor, carried: Tensor | None, level: Level
+    ) -> tuple[Tensor, Tensor]:
+        """What the stream computes of the rows of a `level`: their embeddings and what is carried,
+        [N, d] each → slow residuals and outputs, as `step`. It may read no number of a tensor.
+        """
 
     def slow(self, ids: list[int], rows: Rows) -> Tensor:
         """The slow residual alone up to where verification begins → [N, d]; not where keys_only."""
-        raise NotImplementedError
+        return self.decoder.first_layers(ids, rows, self.first_layers, self._cache)
 
     @abstractmethod
     def logits(self, p: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.draft_head import DraftHead
+from multirate.methods.common.draft_level import Level
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.feature_stream import FeatureStream
 from multirate.methods.common.packed_layer import packed_layer
@@ -20,7 +21,6 @@ from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder
 from multirate.model.native.own_layer import tiles
 from multirate.model.native.packing import Owner, draft_layout, mixing_layout
-from multirate.model.rows import Rows
 
 
 class FeatureRunner(DraftRunner):
@@ -37,15 +37,13 @@ class FeatureRunner(DraftRunner):
     def begin(self, cache: KVCache) -> None:
         self._begin(cache, self.stream.attn)
 
-    @torch.no_grad()
-    def step(
-        self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
+    def level_of(
+        self, embedded: Tensor, carried: Tensor | None, level: Level
     ) -> tuple[Tensor, Tensor]:
         assert carried is not None
-        h0 = self.decoder.embed(torch.tensor(ids, device=self.decoder.info.device), rows.pos)
         dtype = self.decoder.info.dtype
-        p = self._own_rows(self.stream.rows, rows, h0.to(dtype), carried.to(dtype))
-        return h0[len(ids) - fresh :], p.to(h0.dtype)
+        p = level.own(self.stream.rows, embedded.to(dtype), carried.to(dtype))
+        return embedded, p.to(embedded.dtype)
 
     @torch.no_grad()
     def logits(self, p: Tensor) -> Tensor:

@@ -16,6 +16,9 @@ from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
 
+Likeliest = tuple[list[list[int]], list[list[float]]]
+"""Of each row some tokens and their probabilities, best first."""
+
 
 class RecordedRunner:
     """Functions run as they are where nothing is recorded."""
@@ -48,18 +51,17 @@ class RecordedRunner:
         x: Tensor,
         count: int,
         sharpness: float = 1.0,
-    ) -> tuple[list[list[int]], list[list[float]]]:
+    ) -> Likeliest:
         """The `count` likeliest tokens by logits(x) [n, V] of each row of x [n, d] and their
         probabilities under softmax(sharpness · logits), best first.
         """
         found = recorded.alone(
             ("top", count, sharpness),
-            partial(_top_rows, logits, count, sharpness),
+            partial(top_rows, logits, count, sharpness),
             x,
             judged=lambda out: out.chunk(2, -1)[1],
         )
-        ids, probabilities = found.chunk(2, -1)
-        return ids.long().tolist(), probabilities.tolist()
+        return likeliest_of(found)
 
 
 def top_of(logits: Tensor, count: int, sharpness: float) -> tuple[Tensor, Tensor]:
@@ -71,11 +73,15 @@ def top_of(logits: Tensor, count: int, sharpness: float) -> tuple[Tensor, Tensor
     return torch.exp(best - logits.logsumexp(-1, keepdim=True)), ids
 
 
-def _top_rows(
-    logits: Callable[[Tensor], Tensor], count: int, sharpness: float, x: Tensor
-) -> Tensor:
+def top_rows(logits: Callable[[Tensor], Tensor], count: int, sharpness: float, x: Tensor) -> Tensor:
     """Of rows x [n, d]: their likeliest tokens' ids, which float64 holds exactly, and these tokens'
     probabilities, side by side [n, 2 · count].
     """
     best, ids = top_of(logits(x), count, sharpness)
     return torch.cat([ids.double(), best.double()], dim=-1)
+
+
+def likeliest_of(found: Tensor) -> Likeliest:
+    """What `top_rows` found, in one copy from the device."""
+    ids, probabilities = found.cpu().chunk(2, dim=-1)
+    return ids.long().tolist(), probabilities.tolist()

@@ -206,8 +206,9 @@ class StreamDrafter(Drafter):
         carried = torch.zeros(1, self.decoder.info.hidden_size, device=self.decoder.info.device)
 
         def level() -> object:
-            _, p = self.runner.step([0], rows, carried if self._carry else None, fresh=1)
-            return self.runner.top(p, self._candidates)
+            count, given = self._candidates, carried if self._carry else None
+            _, p, best = self.runner.level([0], rows, given, 1, count, self.config.sharpness)
+            return best or self.runner.top(p, count, self.config.sharpness)
 
         return level
 

@@ -9,6 +9,7 @@ from operator import itemgetter
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from multirate.decoding.drafter import Draft, Verified
@@ -20,7 +21,6 @@ from multirate.methods.hydra.modules import HydraHeads
 from multirate.methods.hydra.runner import NativeHydraRunner
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
-from multirate.model.noise import Noise
 from multirate.model.rows import Rows
 
 _ROWS = 1024  # of one call of the prefix layer; bounds the memory of its attention
@@ -119,7 +119,7 @@ class HydraDrafter(HeadsDrafter):
     @torch.no_grad()
     def _first_head(self) -> object:
         """The first head on one row."""
-        return self._top(self.runner.student(1, self.row, self.row)[1])
+        return self.runner.best(1, self.row, [0], np.zeros(1, np.int32), self._candidates)
 
     @torch.no_grad()
     def draft(
@@ -138,8 +138,9 @@ class HydraDrafter(HeadsDrafter):
         tokens = [last_tokens[i] for i, _ in nodes]
         for k in range(1, self.depth + 1):
             places = [(seqs[i], k - 1) for i, _ in nodes]
-            z, said = self.runner.student(k, z, self._embedded(tokens, places))
-            ids, probs = self._top(said, self.noise(sampler, places))
+            z, (ids, probs) = self.runner.best(
+                k, z, tokens, self._positions(places), self._candidates, self.noise(sampler, places)
+            )
             row_of = {node: row for row, node in enumerate(nodes)}
             nodes = self._grow(trees, nodes, ids, probs)
             if not nodes:
@@ -176,12 +177,11 @@ class HydraDrafter(HeadsDrafter):
             chosen += [(i, node) for node in grown]
         return chosen
 
-    def _embedded(self, tokens: Sequence[int], places: Sequence[tuple[int, int]]) -> Tensor:
-        """The embeddings [n, d] of tokens; places: of each its sequence, and its depth."""
+    def _positions(self, places: Sequence[tuple[int, int]]) -> NDArray[np.int32]:
+        """Of tokens: of each its sequence, and its depth."""
         assert self._cache is not None
         lengths = self._cache.lengths
-        positions = np.array([lengths[b] + depth for b, depth in places], np.int32)
-        return self.decoder.embed(torch.tensor(tokens, device=self.decoder.info.device), positions)
+        return np.array([lengths[b] + depth for b, depth in places], np.int32)
 
     def _read(self, seq: int) -> Tensor:
         """What the heads read of the sequence's last verified token: x [1, d]."""
@@ -197,8 +197,7 @@ class HydraDrafter(HeadsDrafter):
         known.waiting = []
         return out[-1:]
 
-    def _top(
-        self, said: Tensor, noise: Sequence[Noise] | None = None
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """The candidates by what a head says [n, d]: tokens and probabilities."""
-        return self.runner.top(said, self.config.width + 1, noise)
+    @property
+    def _candidates(self) -> int:
+        """Tokens looked at below a node."""
+        return self.config.width + 1

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.heads_runner import HeadsRunner
 from multirate.methods.common.packed_layer import packed_layer
+from multirate.methods.common.recorded_runner import Likeliest, likeliest_of, top_rows
 from multirate.methods.hydra.modules import HydraHeads
+from multirate.model.cuda.decoder import GraphedDecoder
 from multirate.model.cuda.recorded_rows import StaticSlots
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
@@ -23,6 +28,7 @@ from multirate.model.native.own_layer import OwnLayer, tiles
 from multirate.model.native.packing import Owner, draft_layout
 from multirate.model.noise import Noise
 from multirate.model.rows import Rows
+from multirate.model.transfer import to_device
 
 
 class HydraRunner(HeadsRunner):
@@ -47,19 +53,36 @@ class HydraRunner(HeadsRunner):
         """z [n, k · d] of head k - 1 (of the first head: x) and the next tokens' embeddings [n, d]
         → z of head k, and what head k says [n, d], normed.
         """
-        if self._recorded is None:
-            return self._student(k, z, embedded)
-
-        def in_one(z: Tensor, embedded: Tensor) -> Tensor:
-            return torch.cat(self._student(k, z, embedded), dim=-1)
-
-        both = self._recorded.alone(("head", k), in_one, z, embedded)
-        read = z.shape[-1] + embedded.shape[-1]
-        return both[:, :read], both[:, read:]
-
-    def _student(self, k: int, z: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         z = self.heads.joined(z, embedded)
         return z, self._said(k, z)
+
+    def best(
+        self,
+        k: int,
+        z: Tensor,
+        tokens: Sequence[int],
+        positions: NDArray[np.int32],
+        count: int,
+        noise: Sequence[Noise] | None = None,
+    ) -> tuple[Tensor, Likeliest]:
+        """`student` of the next tokens, and `top` of what it says."""
+        decoder = self.decoder
+        if noise is not None or self._recorded is None:
+            ids = torch.tensor(tokens, device=decoder.info.device)
+            z, said = self.student(k, z, decoder.embed(ids, positions))
+            return z, self.top(said, count, noise)
+        assert isinstance(decoder, GraphedDecoder)
+        parts, count = decoder.parts, min(count, decoder.info.vocab_size)
+
+        def level(z: Tensor, numbers: Tensor) -> Tensor:
+            z, said = self.student(k, z, parts.embed(*numbers.unbind(1)))
+            return torch.cat([z.double(), top_rows(self.logits, count, 1.0, said)], dim=-1)
+
+        numbers = to_device(np.stack([tokens, positions], axis=1).astype(np.int64), z.device)
+        found = self._recorded.alone(
+            ("head", k, count), level, z, numbers, judged=partial(_without_ids, count)
+        )
+        return found[:, : -2 * count].to(z.dtype), likeliest_of(found[:, -2 * count :])
 
     def _said(self, k: int, z: Tensor) -> Tensor:
         """See HydraHeads.student."""
@@ -124,6 +147,11 @@ class NativeHydraRunner(HydraRunner):
         self, said: Tensor, count: int, noise: Sequence[Noise] | None = None
     ) -> tuple[list[list[int]], list[list[float]]]:
         return self._head.top(self.decoder, said, count, noise=noise, normed=True)
+
+
+def _without_ids(count: int, found: Tensor) -> Tensor:
+    """z and probabilities: tokens as likely may change places."""
+    return torch.cat([found[:, : -2 * count], found[:, -count:]], dim=-1)
 
 
 def _packed(head: Any, owner: Owner) -> list[abi.CData]:

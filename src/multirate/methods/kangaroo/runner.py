@@ -6,14 +6,13 @@ kernel call, so that the rival is not slowed by another implementation.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.draft_head import DraftHead
+from multirate.methods.common.draft_level import Level
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.packed_layer import packed_layer
 from multirate.methods.common.reduced_head import draft_logits
@@ -23,7 +22,6 @@ from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder
 from multirate.model.native.own_layer import tiles
 from multirate.model.native.packing import Owner, draft_layout
-from multirate.model.rows import Rows
 
 
 class KangarooRunner(DraftRunner):
@@ -41,26 +39,17 @@ class KangarooRunner(DraftRunner):
         )
         self.decoder = decoder
         self.stream = adapter.to(device=decoder.info.device, dtype=probe.dtype)
-        self._exit = adapter.config.exit_layer
+        self.first_layers = adapter.config.exit_layer
         self._record_on(decoder)
 
     def begin(self, cache: KVCache) -> None:
         self._begin(cache, self.stream.attn)
 
-    @torch.no_grad()
-    def step(
-        self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
+    def level_of(
+        self, embedded: Tensor, carried: Tensor | None, level: Level
     ) -> tuple[Tensor, Tensor]:
-        committed = len(ids) - fresh  # their K/V are written already
-        slot = rows.slot.copy()
-        slot[:committed] = -1
-        x = self.slow(ids, replace(rows, slot=slot))
-        return x[committed:], self._own_rows(self.stream.rows, rows, x)
-
-    def slow(self, ids: list[int], rows: Rows) -> Tensor:
-        """Layers below the exit → h_E [N, d]."""
-        x = self.decoder.embed(torch.tensor(ids, device=self.decoder.info.device), rows.pos)
-        return self.decoder.layers(x, rows, 0, self._exit, self._cache)
+        x = level.slow(embedded)
+        return x, level.own(self.stream.rows, x)
 
     def logits(self, p: Tensor) -> Tensor:
         return draft_logits(self.decoder, self.stream.draft_tokens, p)

@@ -136,8 +136,7 @@ class LayerSkipDrafter(Drafter):
             slot + 1,
             np.zeros(len(seqs), dtype=np.int64),
         )
-        x = self._decoder.embed(torch.tensor(tokens, device=self._decoder.info.device), slot)
-        return self._decoder.layers(x, rows, 0, self.start, self._cache)
+        return self._decoder.first_layers(tokens, rows, self.start, self._cache)
 
     def _confidence(self, logits: Tensor) -> list[float]:
         """Top-1 probability of each row of logits [n, V]; not computed where nothing depends on

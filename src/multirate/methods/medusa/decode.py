@@ -13,11 +13,13 @@ from multirate.decoding.drafter import Draft, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.methods.common.heads_drafter import HeadsDrafter
+from multirate.methods.common.recorded_runner import Likeliest
 from multirate.methods.medusa.config import MedusaDecodeConfig, nodes_of
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.methods.medusa.runner import NativeMedusaRunner
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
+from multirate.model.noise import Noise
 
 
 class MedusaDrafter(HeadsDrafter):
@@ -64,10 +66,10 @@ class MedusaDrafter(HeadsDrafter):
     ) -> list[Draft]:
         if not max(limits):
             return [Draft([], []) for _ in seqs]
-        students = self._students(torch.cat([self._last[b] for b in seqs]))
+        hidden = torch.cat([self._last[b] for b in seqs])
         places = [(b, ahead) for ahead in range(len(self.widths)) for b in seqs]
         noise = self.noise(sampler, places)
-        best, _ = self.runner.top(students, max(self.widths), noise)
+        best, _ = self._best(hidden, noise)
         return [self._tree(best[i :: len(seqs)]) for i in range(len(seqs))]
 
     def accept(self, seq: int, verified: Verified) -> None:
@@ -75,12 +77,12 @@ class MedusaDrafter(HeadsDrafter):
 
     def trial_step(self) -> Callable[[], object]:
         """All heads at once: dearer than one more depth, as it is paid whole from the first."""
-        return lambda: self.runner.top(self._students(self.row), max(self.widths))
+        return lambda: self._best(self.row)
 
     @torch.no_grad()
-    def _students(self, hidden: Tensor) -> Tensor:
-        """h_L [n, d] → what each head says of each row, head after head: [K · n, d], normed."""
-        return self.runner.students(hidden, len(self.widths))
+    def _best(self, hidden: Tensor, noise: list[Noise] | None = None) -> Likeliest:
+        """h_L [n, d] → each head's best tokens after each row, head after head."""
+        return self.runner.best(hidden, len(self.widths), max(self.widths), noise)
 
     def _tree(self, best: Sequence[Sequence[int]]) -> Draft:
         tokens: list[int] = []

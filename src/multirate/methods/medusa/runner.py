@@ -12,6 +12,7 @@ from torch import Tensor
 from multirate.methods.common.config import DraftWeights
 from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.heads_runner import HeadsRunner
+from multirate.methods.common.recorded_runner import Likeliest, likeliest_of, top_rows
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.model.decoder import Decoder
 from multirate.model.native import NativeDecoder
@@ -28,6 +29,23 @@ class MedusaRunner(HeadsRunner):
         """h_L [n, d] → what the first `count` heads say, head after head [count · n, d], normed."""
         said = self._alone(("students", count), partial(self._of_rows, count), hidden)
         return said.transpose(0, 1).flatten(0, 1)
+
+    def best(
+        self, hidden: Tensor, heads: int, count: int, noise: Sequence[Noise] | None = None
+    ) -> Likeliest:
+        """`top` of what the first `heads` heads say of h_L [n, d], head after head."""
+        if noise is not None or self._recorded is None:
+            return self.top(self.students(hidden, heads), count, noise)
+        count = min(count, self.decoder.info.vocab_size)
+
+        def found(hidden: Tensor) -> Tensor:
+            said = self._of_rows(heads, hidden).flatten(0, 1)
+            return top_rows(self.logits, count, 1.0, said).view(len(hidden), heads, 2 * count)
+
+        rows = self._recorded.alone(
+            ("best", heads, count), found, hidden, judged=lambda out: out.chunk(2, -1)[1]
+        )
+        return likeliest_of(rows.transpose(0, 1).flatten(0, 1))
 
     def _of_rows(self, count: int, hidden: Tensor) -> Tensor:
         """The same row after row [n, count, d]: of rows is what a recording pads and cuts."""

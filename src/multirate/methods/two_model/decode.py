@@ -130,9 +130,7 @@ class TwoModelDrafter(Drafter):
     def _layers(self, ids: Sequence[int], rows: Rows) -> Tensor:
         """ids [n] through the draft model → h_L [n, d]."""
         assert self._cache is not None
-        info = self._draft.info
-        x = self._draft.embed(torch.tensor(ids, device=info.device), rows.pos)
-        return self._draft.layers(x, rows, 0, info.num_layers, self._cache)
+        return self._draft.first_layers(ids, rows, self._draft.info.num_layers, self._cache)
 
     def _pass(
         self,

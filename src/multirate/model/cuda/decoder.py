@@ -7,8 +7,9 @@ Its logic is tested on CPU with recorders that replay the same static-shape code
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 
 from multirate.model.cuda.fused_norms import FusedNorms
 from multirate.model.cuda.static_cache import StaticKVCache, StaticStorage, round_up, seen_slots
-from multirate.model.decoder import LayerAdapter
+from multirate.model.decoder import LayerAdapter, argmax_rows
 from multirate.model.hf.adapter_hooks import apply_adapter
 from multirate.model.hf.decoder import HFDecoder, relative_difference, rounding_limit
 from multirate.model.hf.parts import ModelParts, additive
 from multirate.model.kv_cache import KVCache
+from multirate.model.noise import Noise
 from multirate.model.rows import Rows
+from multirate.model.transfer import copy_to, to_device
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Rows of one sequence are padded to one of these; a call with more (a long prompt) runs as
@@ -39,6 +42,8 @@ FREE_STORAGES = 2
 """Storages that no cache uses, kept with their recordings for caches to come; the least recently
 used goes first.
 """
+NUMBERS = 6
+"""Of a row, in StaticRows."""
 _WARM_UPS = 3
 _ROUNDINGS = 16.0
 """How much more than another rounding of its inputs a recorded pass may change the result, as it
@@ -148,67 +153,164 @@ class GraphedDecoder(HFDecoder):
         cache: KVCache,
         adapters: Mapping[int, LayerAdapter] | None = None,
     ) -> Tensor:
-        width = self._width(x, rows, start, stop, cache)
-        if width is None:
+        used: dict[int, LayerAdapter] = {}
+        if adapters and rows.accelerated is not None and rows.accelerated.any():
+            used = {i: adapters[i] for i in range(start, stop) if i in adapters}
+        found = self._replayed(Pass(start, stop, used), rows, cache, x)
+        if found is None:
             return super().layers(x, rows, start, stop, cache, adapters)
+        return found[0]
+
+    @torch.no_grad()
+    def layers_with_taps(
+        self, x: Tensor, rows: Rows, start: int, stop: int, cache: KVCache, taps: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        wanted = tuple(sorted(taps))
+        found = None
+        if wanted and start <= wanted[0] and wanted[-1] <= stop:
+            found = self._replayed(Pass(start, stop, taps=wanted), rows, cache, x)
+        if found is None:
+            return super().layers_with_taps(x, rows, start, stop, cache, taps)
+        *inner, x = found[0].chunk(len(wanted) + 1, dim=-1)
+        return x, dict(zip(wanted, inner, strict=True))
+
+    @torch.no_grad()
+    def first_layers(self, ids: Sequence[int], rows: Rows, stop: int, cache: KVCache) -> Tensor:
+        found = self._replayed(Pass(0, stop, embeds=True), rows, cache, None, ids)
+        if found is not None:
+            return found[0]
+        x = self.embed(to_device(np.asarray(ids, np.int64), self.info.device), rows.pos)
+        return self.layers(x, rows, 0, stop, cache)
+
+    @torch.no_grad()
+    def next_tokens(
+        self,
+        rows: Rows,
+        cache: KVCache,
+        ids: Sequence[int] | None = None,
+        x: Tensor | None = None,
+        start: int = 0,
+        noise: Sequence[Noise] | None = None,
+    ) -> tuple[Tensor, list[int]]:
+        if noise is None:
+            run = Pass(start, self.info.num_layers, embeds=x is None, chooses=True)
+            found = self._replayed(run, rows, cache, x, ids)
+            if found is not None:
+                return found
+        return super().next_tokens(rows, cache, ids, x, start, noise)
+
+    def _replayed(
+        self,
+        run: Pass,
+        rows: Rows,
+        cache: KVCache,
+        x: Tensor | None,
+        ids: Sequence[int] | None = None,
+    ) -> tuple[Tensor, list[int]] | None:
+        """A pass of residuals x [N, d], or of tokens `ids` → its outputs [N, ...], and the tokens
+        that it chooses, if it does. None: it has no static shape, and nothing has been done.
+        """
+        width = self._width(x, rows, run, cache)
+        if width is None:
+            return None
         assert isinstance(cache, StaticKVCache)
+        storage, span = self.ready(cache, rows)
+        inputs = storage.inputs.get((width, span))
+        if inputs is None:
+            inputs = StaticRows(self.parts, storage, width, span, self.info.hidden_size)
+            storage.inputs[width, span] = inputs
+        inputs.load(rows, cache, x, ids)
+        key = (width, span, run.key)
+        if key in storage.recordings:
+            storage.recordings.move_to_end(key)
+            _, replay = storage.recordings[key]
+            return inputs.unload(replay()), inputs.chosen_tokens() if run.chooses else []
+        function = LayerRun(self.parts, self.norms, inputs, storage, run)
+        got, tokens = None, list[int]()
+        try:
+            replay = self.record(function)
+            got = inputs.unload(replay())
+            tokens = inputs.chosen_tokens() if run.chooses else []
+        except RuntimeError as error:
+            self.graph_fallback = f"a pass could not be recorded ({str(error).splitlines()[0]})"
+
+        # After the replay, so that the keys and values in the cache are the reference's.
+        if x is None:
+            x = self.embed(torch.as_tensor(ids, device=self.info.device), rows.pos)
+        reference = partial(self._reference, run, rows, cache)
+        expected = reference(x)
+        logits = self.logits(expected) if run.chooses else None
+        if got is not None:
+            self._compare(got, expected, x, reference)
+            if logits is not None:
+                self._compare_tokens(tokens, logits)
+        if self.graph_fallback is not None:
+            storage.recordings.clear()
+            self._storages.clear()
+        else:
+            storage.recordings[key] = (function, replay)
+            if len(storage.recordings) > MAX_RECORDINGS:
+                storage.recordings.popitem(last=False)
+        return expected, [] if logits is None else argmax_rows(logits)
+
+    def record(self, function: Callable[[], Tensor]) -> Replay:
+        """Of a function that runs the model's layers. Raises RuntimeError where that is not
+        possible.
+        """
+        with self._frozen():
+            return self.recorder.record(function)
+
+    def ready(self, cache: StaticKVCache, rows: Rows) -> tuple[StaticStorage, int]:
+        """`rows` are about to run over `cache` → its storage, and the slots that they attend to,
+        rounded up.
+        """
         cache.note_positions(rows)
         end = int(rows.visible_end().max())
         if end > cache.capacity:
             raise ValueError(f"rows look at {end} slots; the cache has {cache.capacity}")
         self._note_use(cache.storage)
+        return cache.storage, round_up(max(end, 1))
 
-        used: dict[int, LayerAdapter] = {}
-        if adapters and rows.accelerated is not None and rows.accelerated.any():
-            used = {i: adapters[i] for i in range(start, stop) if i in adapters}
-        storage, span = cache.storage, round_up(max(end, 1))
-        inputs = storage.inputs.get((width, span))
-        if inputs is None:
-            inputs = StaticRows(self.parts, storage, width, span, self.info.hidden_size)
-            storage.inputs[width, span] = inputs
-        inputs.load(x, rows, cache)
-        key = (width, span, start, stop, tuple((i, id(a)) for i, a in used.items()))
-        if key in storage.recordings:
-            storage.recordings.move_to_end(key)
-            _, replay = storage.recordings[key]
-            return inputs.unload(replay())
-        run = LayerRun(self.parts, self.norms, inputs, storage, start, stop, used)
-        try:
-            with self._frozen():
-                replay = self.recorder.record(run)
-                got = inputs.unload(replay())
-        except RuntimeError as error:
-            self.graph_fallback = f"a pass could not be recorded ({str(error).splitlines()[0]})"
+    def _reference(self, run: Pass, rows: Rows, cache: KVCache, x: Tensor) -> Tensor:
+        """What a pass gives without recordings."""
+        inner, begin = [], run.start
+        for tap in run.taps:
+            x = HFDecoder.layers(self, x, rows, begin, tap, cache)
+            begin = tap
+            inner.append(x)
+        x = HFDecoder.layers(self, x, rows, begin, run.stop, cache, run.adapters)
+        return torch.cat([*inner, x], dim=-1) if inner else x
 
-        # After the replay, so that the keys and values in the cache are the reference's.
-        reference = partial(super().layers, rows=rows, start=start, stop=stop, cache=cache)
-        expected = reference(x, adapters=adapters)
-        if self.graph_fallback is None:
-            difference = relative_difference(got, expected)
-            if not difference <= rounding_limit(x.dtype):  # nor is what is no number
-                other = reference(_rounded(x), adapters=adapters)
-                expected = reference(x, adapters=adapters)
-                if not difference <= _ROUNDINGS * relative_difference(other, expected):
-                    self.graph_fallback = (
-                        "a recorded pass gave other numbers than the model's own layers (relative "
-                        f"difference {difference:.1e})"
-                    )
-        if self.graph_fallback is not None:
-            storage.recordings.clear()
-            self._storages.clear()
-            return expected
-        storage.recordings[key] = (run, replay)
-        if len(storage.recordings) > MAX_RECORDINGS:
-            storage.recordings.popitem(last=False)
-        return expected
+    def _compare(
+        self, got: Tensor, expected: Tensor, x: Tensor, reference: Callable[[Tensor], Tensor]
+    ) -> None:
+        difference = relative_difference(got, expected)
+        if difference <= rounding_limit(x.dtype):  # what is no number is not
+            return
+        other = reference(_rounded(x))
+        reference(x)  # whose keys and values stay
+        if not difference <= _ROUNDINGS * relative_difference(other, expected):
+            self.graph_fallback = (
+                "a recorded pass gave other numbers than the model's own layers (relative "
+                f"difference {difference:.1e})"
+            )
 
-    def _width(self, x: Tensor, rows: Rows, start: int, stop: int, cache: KVCache) -> int | None:
+    def _compare_tokens(self, tokens: Sequence[int], logits: Tensor) -> None:
+        """Whether the tokens that a recording chose are the likeliest, but for rounding."""
+        at = torch.tensor(tokens, device=logits.device)[:, None]
+        behind = logits.amax(dim=-1) - logits.gather(1, at)[:, 0]
+        if not bool((behind <= _ROUNDINGS * rounding_limit(self.info.dtype) * logits.std()).all()):
+            self.graph_fallback = "a recorded pass chose other tokens than the model's own head"
+
+    def _width(self, x: Tensor | None, rows: Rows, run: Pass, cache: KVCache) -> int | None:
         """The rows per sequence of the static shape for this call; None: it is not one for a
         recording.
         """
         if self.graph_fallback is not None or not isinstance(cache, StaticKVCache):
             return None
-        if not len(rows) or len(rows) != len(x) or start >= stop or len(rows) > MAX_ROWS:
+        if not len(rows) or (x is not None and len(rows) != len(x)) or len(rows) > MAX_ROWS:
+            return None
+        if run.start >= run.stop and not run.chooses:
             return None
         most = len(rows) if cache.batch == 1 else int(np.bincount(rows.seq).max())
         width = next((w for w in WIDTHS if w >= most), None)
@@ -233,14 +335,36 @@ class GraphedDecoder(HFDecoder):
             self._storages = [*others, storage]
 
 
+@dataclass(frozen=True)
+class Pass:
+    """What is recorded: layers [start, stop), with adapters on accelerated rows.
+
+    taps: layers whose entering residuals stand before the last ones, [N, (taps + 1) · d].
+    embeds: whether it begins with tokens, not with residuals. chooses: whether it ends with the
+    argmax of each row's logits.
+    """
+
+    start: int
+    stop: int
+    adapters: Mapping[int, LayerAdapter] = field(default_factory=dict)
+    taps: tuple[int, ...] = ()
+    embeds: bool = False
+    chooses: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        adapters = tuple((i, id(adapter)) for i, adapter in self.adapters.items())
+        return self.start, self.stop, adapters, self.taps, self.embeds, self.chooses
+
+
 class StaticRows:
     """What changes from one replay to the next, in tensors that stay: B sequences of `width` rows
     seeing `span` slots.
 
-    `x` [B, width, d]; `numbers` [5, B, width] int64 (position, slot written, prefix, tree,
-    accelerated): all of a call's rows cross to the device in one copy; `positions` [B, span] int64
-    of the slots, for sliding windows. Padding rows see nothing and write to the scratch slot, which
-    lies behind every span.
+    `x` [B, width, d]; `numbers` [6, B, width] int64 (position, slot written, prefix, tree,
+    accelerated, token): all of a call's rows cross to the device in one copy; `positions` [B, span]
+    int64 of the slots, for sliding windows. Padding rows see nothing and write to the scratch slot,
+    which lies behind every span. `chosen` [B, width] int64: the tokens that a replay chose.
     """
 
     def __init__(
@@ -249,10 +373,11 @@ class StaticRows:
         self.shape, self.span, self.scratch = (storage.batch, width), span, storage.scratch
         self.windowed = any(window is not None for window in parts.windows)
         self.x = torch.zeros(*self.shape, size, dtype=parts.dtype, device=parts.device)
-        self.numbers = torch.zeros(5, *self.shape, dtype=torch.int64, device=parts.device)
-        self.position_ids, self.slot, self.prefix, self.tree, self.accelerated = (
+        self.numbers = torch.zeros(NUMBERS, *self.shape, dtype=torch.int64, device=parts.device)
+        self.position_ids, self.slot, self.prefix, self.tree, self.accelerated, self.ids = (
             self.numbers.unbind()
         )
+        self.chosen = torch.zeros(self.shape, dtype=torch.int64, device=parts.device)
         self.positions = torch.zeros(storage.batch, span, dtype=torch.int64, device=parts.device)
         self._rows: Rows | None = None
         self._cache: Callable[[], KVCache | None] = lambda: None
@@ -260,12 +385,17 @@ class StaticRows:
         self._count = 0
         self._at: Tensor | None = None
 
-    def load(self, x: Tensor, rows: Rows, cache: KVCache) -> None:
-        """Copies x [N, d] and the rows' numbers (these only when they changed: layers are often run
-        in pieces).
+    def load(
+        self, rows: Rows, cache: KVCache, x: Tensor | None, ids: Sequence[int] | None = None
+    ) -> None:
+        """Copies the rows' numbers (these only when they changed: layers are often run in pieces)
+        and residuals x [N, d], or tokens.
         """
-        if self._rows is not rows or self._cache() is not cache or self._version != cache.version:
-            self._load_rows(rows, cache)
+        known = self._rows is rows and self._cache() is cache and self._version == cache.version
+        if ids is not None or not known:
+            self._load_rows(rows, cache, ids)
+        if x is None:
+            return
         flat = self.x.view(-1, self.x.shape[-1])
         if self._at is not None:
             flat.zero_()
@@ -280,6 +410,13 @@ class StaticRows:
         flat = hidden.reshape(-1, hidden.shape[-1])
         return flat[: self._count].clone() if self._at is None else flat.index_select(0, self._at)
 
+    def chosen_tokens(self) -> list[int]:
+        """Of the N rows."""
+        flat = self.chosen.view(-1)
+        mine = flat[: self._count] if self._at is None else flat.index_select(0, self._at)
+        tokens: list[int] = mine.tolist()
+        return tokens
+
     def mask(self, window: int | None) -> Tensor:
         """The additive mask [B, 1, width, span], computed on the device from the tensors above
         alone.
@@ -289,7 +426,7 @@ class StaticRows:
             seen = seen & (self.positions[:, None, :] > self.position_ids[:, :, None] - window)
         return additive(seen[:, None], self.x.dtype)
 
-    def _load_rows(self, rows: Rows, cache: KVCache) -> None:
+    def _load_rows(self, rows: Rows, cache: KVCache, ids: Sequence[int] | None) -> None:
         n, (batch, width) = len(rows), self.shape
         b, t = np.zeros(n, np.int64), np.arange(n)
         self._count, self._at = n, None
@@ -301,24 +438,29 @@ class StaticRows:
             )
             at = b * width + t
             if not np.array_equal(at, np.arange(n)):
-                self._at = torch.from_numpy(at).to(self.x.device)
-        grid = np.zeros((5, batch, width), np.int64)
+                self._at = to_device(at, self.x.device)
+        grid = np.zeros((NUMBERS, batch, width), np.int64)
         grid[1] = self.scratch
         slot = np.where(rows.slot < 0, self.scratch, rows.slot)
         accelerated = 0 if rows.accelerated is None else rows.accelerated
+        tokens = 0 if ids is None else np.asarray(ids)
         for row, values in zip(
-            grid, (rows.pos, slot, rows.prefix, rows.tree, accelerated), strict=True
+            grid, (rows.pos, slot, rows.prefix, rows.tree, accelerated, tokens), strict=True
         ):
             row[b, t] = values
-        self.numbers.copy_(torch.from_numpy(grid))
-        if self.windowed:
-            self.positions.copy_(torch.from_numpy(cache.positions[:, : self.span]))
+        copy_to(self.numbers, grid)
+        self.load_positions(cache)
         self._rows, self._cache, self._version = rows, weakref.ref(cache), cache.version
+
+    def load_positions(self, cache: KVCache) -> None:
+        """Of the slots, where a layer has a window."""
+        if self.windowed:
+            copy_to(self.positions, cache.positions[:, : self.span].astype(np.int64))
 
 
 class LayerRun:
-    """Layers [start, stop) on a StaticRows: what is recorded. Calling it reads no number that is
-    not in a tensor.
+    """A pass on a StaticRows: what is recorded. Calling it reads no number that is not in a
+    tensor.
     """
 
     def __init__(
@@ -327,34 +469,35 @@ class LayerRun:
         norms: FusedNorms,
         inputs: StaticRows,
         storage: StaticStorage,
-        start: int,
-        stop: int,
-        adapters: Mapping[int, LayerAdapter],
+        run: Pass,
     ) -> None:
-        self.parts, self.norms, self.inputs = parts, norms, inputs
-        self.start, self.stop = start, stop
+        # The pass has the original adapters: recordings are known by their ids, which stay taken.
+        self.parts, self.norms, self.inputs, self.run = parts, norms, inputs, run
         # Not the storage itself: it holds this object, and a circle would hold its memory.
         self.keys, self.values = storage.keys, storage.values
-        # The originals too: recordings are known by their adapters' ids, which must stay taken.
-        self.originals = dict(adapters)
         self.adapters = {
-            i: _RowsOnly(adapter, inputs.accelerated) for i, adapter in adapters.items()
+            i: _RowsOnly(adapter, inputs.accelerated) for i, adapter in run.adapters.items()
         }
 
     def __call__(self) -> Tensor:
-        parts, inputs = self.parts, self.inputs
-        hidden, masks = (
-            inputs.x,
-            {w: inputs.mask(w) for w in set(parts.windows[self.start : self.stop])},
-        )
+        parts, inputs, run = self.parts, self.inputs, self.run
+        hidden = parts.embed(inputs.ids, inputs.position_ids) if run.embeds else inputs.x
+        masks = {w: inputs.mask(w) for w in set(parts.windows[run.start : run.stop])}
         rotary = parts.position_embeddings(hidden, inputs.position_ids)
+        inner = {}
         with self.norms.active():
-            for i in range(self.start, self.stop):
+            for i in range(run.start, run.stop):
+                inner[i] = hidden
                 layer, adapter = parts.layers[i], self.adapters.get(i)
                 with nullcontext() if adapter is None else apply_adapter(layer, adapter):
                     hidden = parts.run_layer(
                         i, hidden, masks[layer.window], inputs.position_ids, rotary, self
                     )
+            inner[run.stop] = hidden
+            if run.chooses:
+                inputs.chosen.copy_(parts.logits(hidden).float().argmax(dim=-1))
+        if run.taps:
+            return torch.cat([*(inner[tap] for tap in run.taps), hidden], dim=-1)
         return hidden
 
     def update(

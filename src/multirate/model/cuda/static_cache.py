@@ -5,7 +5,7 @@ scratch slot that is never read.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from multirate.model.kv_cache import KVCache, LayerKV
 from multirate.model.rows import MAX_TREE_BIT
+from multirate.model.transfer import to_device
 
 SPAN = 256
 """Slots by which the attended part of a storage is rounded up."""
@@ -47,17 +48,26 @@ class StaticStorage:
     """K/V tensors `keys[i]`, `values[i]`: [B, H_kv, capacity + 1, D]; the last slot, `scratch`, is
     only written.
 
-    What was recorded over these tensors is kept beside them, so that it goes when they go. user:
-    the cache over it, weakly; None before there is one, and once it was released.
+    blocks: all of these by shape, [count, B, H_kv, capacity + 1, D] each, so that an accepted path
+    moves in all layers at once. What was recorded over these tensors is kept beside them, so that
+    it goes when they go. user: the cache over it, weakly; None before there is one, and once it was
+    released.
     """
 
     def __init__(self, batch: int, capacity: int, layout: Sequence[LayerKV]) -> None:
         self.batch, self.capacity, self.scratch = batch, capacity, capacity
-        shapes = [(k, (batch, k.heads, capacity + 1)) for k in layout]
-        self.keys = [torch.zeros(*s, k.key_dim, dtype=k.dtype, device=k.device) for k, s in shapes]
-        self.values = [
-            torch.zeros(*s, k.value_dim, dtype=k.dtype, device=k.device) for k, s in shapes
+        kinds = [
+            (batch, k.heads, capacity + 1, size, k.dtype, k.device)
+            for k in layout
+            for size in (k.key_dim, k.value_dim)
         ]
+        self.blocks = {
+            kind: torch.zeros(count, *kind[:4], dtype=kind[4], device=kind[5])
+            for kind, count in Counter(kinds).items()
+        }
+        unused = {kind: iter(block.unbind()) for kind, block in self.blocks.items()}
+        tensors = [next(unused[kind]) for kind in kinds]
+        self.keys, self.values = tensors[::2], tensors[1::2]
         self.recordings: OrderedDict[Hashable, Any] = OrderedDict()
         self.inputs = weakref.WeakValueDictionary[Hashable, Any]()
         self.user: weakref.ref[StaticKVCache] | None = None
@@ -110,3 +120,9 @@ class StaticKVCache(KVCache):
         self.keys = [k[:, :, : self.capacity] for k in storage.keys]
         self.values = [v[:, :, : self.capacity] for v in storage.values]
         self.version += 1
+
+    def _move(self, seq: int, slots: Sequence[int], start: int) -> None:
+        stop = start + len(slots)
+        for block in self.storage.blocks.values():
+            index = to_device(np.array(slots, np.int64), block.device)
+            block[:, seq, :, start:stop] = block[:, seq].index_select(2, index)

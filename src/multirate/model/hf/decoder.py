@@ -20,6 +20,7 @@ from multirate.model.hf.parts import ModelParts
 from multirate.model.hf.row_plan import RowPlan
 from multirate.model.kv_cache import KVCache, LayerKV
 from multirate.model.rows import Rows
+from multirate.model.transfer import to_device
 
 _PROBE_TOKENS = 4
 
@@ -60,7 +61,7 @@ class HFDecoder(Decoder):
 
     @torch.no_grad()
     def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
-        positions = torch.as_tensor(np.asarray(pos, dtype=np.int64), device=self.info.device)
+        positions = to_device(np.asarray(pos, dtype=np.int64), self.info.device)
         return self.parts.embed(ids.to(self.info.device), positions)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@
 # humaneval/HumanEval.jsonl.gz. SUITE: mt_bench, spec_bench, humaneval, gsm8k, t1 (MT-Bench at
 # temperature 1), b4 (in batches of 4), mt_bench_long (more questions) or mt_bench_all (all of them);
 # without any, all of these. Answers have up to 256 tokens, and those that run into loops are not
-# counted; on Spec-Bench and in batches they have up to 96, and all count.
+# counted; in batches they have up to 96, and all count.
 # What has been measured is left as it is. ACCELERATORS: a folder with eagle3/ and hydra/, which are
 # too large for the package (on_a_gpu.sh makes them); without it there are no such rows. llama.cpp's
 # rows need 'multirate[rivals]'.
@@ -53,7 +53,7 @@ for name in "$@"; do
         mt_bench) measure mt_bench_smollm2 mt_bench $MT "generate,autoregressive$EVERY" \
             --rivals llamacpp --limit 8 $LONG ;;
         spec_bench) measure suite_spec_bench spec_bench spec_bench/question.jsonl \
-            "autoregressive$EVERY,sam:texts=smollm2" --limit 28 -n 96 ;;
+            "autoregressive$EVERY,sam:texts=smollm2" --limit 28 $LONG ;;
         humaneval) measure suite_humaneval humaneval humaneval/HumanEval.jsonl.gz \
             "autoregressive$BEST" --limit 12 $LONG ;;
         gsm8k) measure suite_gsm8k gsm8k gsm8k/test.jsonl "autoregressive$BEST" \

@@ -171,9 +171,36 @@ def test_a_copy_that_is_the_model_is_never_refused(
     )
     monkeypatch.setattr(decoder, "_narrow", same)
     for sampling in (GREEDY, DRAWN):
-        out = in_stages(decoder, m2r2(decoder), PROMPTS[0], sampling=sampling, stop=STOP)
+        drafter = m2r2(decoder, staged_ahead=11)
+        out = in_stages(decoder, drafter, PROMPTS[0], sampling=sampling, stop=STOP)
         assert out.stats.accepted == out.stats.drafted
         assert out.stats.target_passes <= -(-out.stats.tokens // 10) + 1
+
+
+@pytest.mark.parametrize("name", ["sam", "m2r2-carry by fixed thresholds", "two_model, joined"])
+@pytest.mark.parametrize("ahead", [1, 3, 11])
+def test_behind_so_many_tokens_ahead_the_rest_is_a_draft(
+    decoder: NativeDecoder, name: str, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eleven nodes together; from eleven tokens ahead on there is none."""
+    run, behind = stages.Stages.run, list[int]()
+
+    def noted(self: Any, limit: int, run_ahead: Any, settle: Any, *rest: Any) -> Any:
+        def settled(tokens: Any, drafted: Any) -> Any:
+            if drafted[0]:
+                assert ahead <= len(tokens) and len(tokens) + len(drafted[0]) <= min(11, limit)
+                assert all(0 <= parent <= node for node, parent in enumerate(drafted[1]))
+            behind.append(len(drafted[0]))
+            return settle(tokens, drafted)
+
+        return run(self, limit, run_ahead, settled, *rest)
+
+    monkeypatch.setattr(stages.Stages, "run", noted)
+    drafter = EVERY[name](decoder, staged_ahead=ahead)
+    for sampling in (GREEDY, DRAWN):
+        out = in_stages(decoder, drafter, PROMPTS[0], sampling=sampling, stop=STOP)
+        assert out.sequences == plain(decoder, PROMPTS[0], sampling=sampling, stop=STOP).sequences
+    assert any(behind) == (ahead < 11)
 
 
 @pytest.mark.parametrize("name", ["m2r2-carry", "sam", *NOT_FUSED])
@@ -237,14 +264,15 @@ def test_what_follows_a_long_match_goes_to_the_models_own_weights_at_once(
             assert not is_long(text)
         return done
 
-    def settled(steps: FusedSteps, tokens: Any) -> Any:
+    def settled(steps: FusedSteps, tokens: Any, behind: Any) -> Any:
         nonlocal copied
         text, straight = text_of(steps), list(tokens[len(ahead) :])
         if straight:
             assert is_long(text) and matched(text, len(straight))[0] == straight
+            assert not behind[0]
             copied += 1
         ahead.clear()
-        return settle(steps, tokens)
+        return settle(steps, tokens, behind)
 
     monkeypatch.setattr(FusedSteps, "run_ahead", ran)
     monkeypatch.setattr(FusedSteps, "settle", settled)
@@ -331,8 +359,8 @@ def test_what_waits_for_the_stream_is_read_once(
     """After every pass of the model's own weights what waits ends right before the last tokens."""
     settle = FusedSteps.settle
 
-    def checked(steps: FusedSteps, tokens: Any) -> Any:
-        done = settle(steps, tokens)
+    def checked(steps: FusedSteps, tokens: Any, behind: Any) -> Any:
+        done = settle(steps, tokens, behind)
         committed = steps._cache.lengths[steps._step.sequence]
         waiting = len(steps.unread)
         assert waiting == sum(len(piece) for piece in steps.unread.carried)

@@ -564,6 +564,9 @@ void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, in
                           const DraftLimits *limits);
 void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *path,
                            const int64_t *tokens, int count);
+// A step's draft alone, into step->tokens and parents → its nodes. Nothing is verified or emitted.
+int mr_draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
+             const DraftLimits *limits);
 // The step of a draft that its caller has made: step->tokens and parents hold `nodes` of them,
 // step->ids the last token alone. start 0: they are embedded; else step->hidden holds the residuals
 // of all of them as they enter that layer, and the layers below have their keys and values. best

@@ -395,6 +395,13 @@ void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, in
     run_target(work, step, &target, &table, start);
 }
 
+int mr_draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
+             const DraftLimits *limits) {
+    Part part = part_of(step, limits, length, first, count);
+    draft(work, &part, 1);
+    return step->drafted;
+}
+
 int run_step(Workspace *work, const Part *part) {
     SpeculativeStep *step = part->step;
     int32_t path[MAX_NODES + 1];

@@ -161,6 +161,7 @@ class Verified:
     taps: for each layer of `Drafter.taps` the residual entering it, [n+1, d].
     top: [n+1][k], the target's k likeliest tokens after each node (by its own logits, before any
         sampling settings), the likeliest first; None unless `Drafter.top` asks for them.
+    ahead: of nodes 1 … n the first that steps ahead had emitted (`Drafter.settle`).
     """
 
     path: list[int]
@@ -168,6 +169,7 @@ class Verified:
     hidden: Tensor
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     top: list[list[int]] | None = None
+    ahead: int = 0
 
     def of_path(self, states: Tensor) -> Tensor:
         """The accepted nodes' rows of states [n+1, d] → [len(path), d]; a view where they are
@@ -360,9 +362,10 @@ class Drafter(ABC):
         """
 
     def settle(self, seq: int, verified: Verified) -> None:
-        """Sequence `seq` goes on with the nodes of `verified.path` after all. They are the first of
-        the tokens that its steps since the last `settle` emitted, as a chain; `accept` was told of
-        these steps when a narrow copy of the model had verified them. verified.top: None. Otherwise
-        as `accept`, which it is by default.
+        """Sequence `seq` goes on with the nodes of `verified.path` after all. The first
+        `verified.ahead` nodes are the tokens that its steps since the last `settle` emitted, as a
+        chain; `accept` was told of these steps when a narrow copy of the model had verified them.
+        Behind them is what `draft` proposed after the last one. verified.top: None. Otherwise as
+        `accept`, which it is by default.
         """
         self.accept(seq, verified)

@@ -27,6 +27,7 @@ from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.kernel_text import KernelText
+from multirate.methods.common.stages import NOTHING, Behind
 from multirate.methods.common.waiting_tokens import UnreadTokens
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
@@ -359,11 +360,33 @@ class FusedSteps:
         if not self._ahead:
             self._begun = len(self._text), int(self._ids[self._entered - 1])
 
-    def settle(self, tokens: Sequence[int]) -> FusedStep:
-        """The model's own weights verify the first tokens of the steps ahead in one pass, as the
-        draft of a step. tokens: `staged` at most.
+    def draft_behind(self, growth: Growth, nodes: int) -> Behind:
+        """The stream's draft behind the tokens of the steps ahead, so many nodes at most. Nothing
+        of it is verified.
         """
-        step, count = self._step, len(tokens)
+        self._note_begun()
+        self._grow_caches()
+        length, first = self._prepare(growth)
+        _catch_up([self])
+        self._limits.nodes = min(nodes, self._drafted_nodes)
+        self._library.mr_draft(
+            self._decoder.workspace.address,
+            self._step,
+            length,
+            first,
+            self._entered - first,
+            self._limits,
+        )
+        self._limits.nodes = self._drafted_nodes
+        return self.draft()
+
+    def settle(self, tokens: Sequence[int], behind: Behind = NOTHING) -> FusedStep:
+        """The model's own weights verify the first tokens of the steps ahead, and a draft behind
+        them, in one pass, as the draft of a step. `staged` at most.
+        """
+        step, ahead = self._step, len(tokens)
+        drafted, parents = behind
+        count = ahead + len(drafted)
         self._note_begun()
         known, last = self._begun
         self._wait_from_committed()
@@ -371,8 +394,8 @@ class FusedSteps:
         length = self._read_caches()
         self._text.cut(known)
         self._ids[0] = last
-        self._tokens[:count] = tokens
-        self._parents[:count] = np.arange(count)
+        self._tokens[:count] = [*tokens, *drafted]
+        self._parents[:count] = [*range(ahead), *(ahead + parent for parent in parents)]
         self._take_noise()
         if self._narrow is not None:
             self._narrow[1].pending_count = 0

@@ -47,7 +47,7 @@ class JoinedConfig(StagedTextConfig):
         """
         if self.lookup is not None:
             drafter = JoinedDrafter(drafter, self, decoder)
-        return in_stages(drafter, decoder, self.staged if stages else 0, self.direct_match)
+        return in_stages(drafter, decoder, self) if stages else drafter
 
 
 class JoinedDrafter(WrappedDrafter):
@@ -124,7 +124,7 @@ class JoinedDrafter(WrappedDrafter):
         return tokens, self._lookup.in_own(matched)
 
     def settle(self, seq: int, verified: Verified) -> None:
-        if len(verified.path) < len(verified.tokens):
+        if len(verified.path) <= verified.ahead:
             self._texts[seq] = self._lookup.source()  # it has taken in refused tokens
         super().settle(seq, verified)
 

@@ -15,12 +15,18 @@ class StagedConfig(MethodConfig):
     much less time (stages.py). Decoding of one sequence by argmax, with or without temperature, on
     the native kernel, where the processor multiplies bytes; the copy is made after 300 tokens. 0:
     never. [ours]
+
+    staged_ahead: where at least so many of these have been verified by the copy, the rest is a
+    draft behind them that has not been: the model's own weights read it at once. From `staged` on:
+    all have been. [ours]
     """
 
     staged: int = 11
+    staged_ahead: int = 5
 
     def check(self) -> None:
         super().check()
+        self.require_count("staged_ahead")
         self.require(0 <= self.staged <= MAX_TREE_BIT, "staged", f"0 to {MAX_TREE_BIT}")
 
 

@@ -13,9 +13,10 @@ from functools import partial
 
 from multirate.decoding.costs import measure_costs
 from multirate.decoding.draft_length import DraftLengthController, StepCosts
-from multirate.decoding.drafter import Drafter, FusedStep, Verified
+from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.sampler import Sampler
-from multirate.methods.common.stages import Stages
+from multirate.methods.common.staged_config import StagedConfig
+from multirate.methods.common.stages import NOTHING, Behind, Stages
 from multirate.methods.common.stream_estimates import NARROW_COSTS
 from multirate.methods.common.wrapped_drafter import WrappedDrafter
 from multirate.model.decoder import Decoder
@@ -28,28 +29,30 @@ from multirate.model.noise import Noise
 _MEASURING_SECONDS = 0.1
 
 
-def in_stages(drafter: Drafter, decoder: Decoder, tokens: int, direct_match: int = 0) -> Drafter:
-    """`drafter` with steps in stages of up to so many tokens, where `decoder` can have a narrow
-    copy; 0: itself. direct_match: as StagedTextConfig's.
+def in_stages(
+    drafter: Drafter, decoder: Decoder, config: StagedConfig, stages: bool = True
+) -> Drafter:
+    """`drafter` with steps in stages as the settings say, where `decoder` can have a narrow copy;
+    not stages, or settings without them: itself.
     """
-    if tokens and narrow_weights(decoder) and drafter.max_nodes <= MAX_NODES:
-        return StagedDrafter(drafter, decoder, tokens, direct_match)
+    stages = stages and config.staged > 0 and drafter.max_nodes <= MAX_NODES
+    if stages and narrow_weights(decoder):
+        return StagedDrafter(drafter, decoder, config)
     return drafter
 
 
 class StagedDrafter(WrappedDrafter):
     """Verifies `drafter`'s drafts with the narrow copy, and its tokens with the model's own
-    weights. tokens: of a pass of these, at most. direct_match: as StagedTextConfig's.
+    weights.
 
     How far to draft is decided by what drafts bring ahead and NARROW_COSTS, but for the time that
     drafting takes, which is measured. What the text drafts (JoinedDrafter) is taken as it is.
     """
 
-    def __init__(
-        self, drafter: Drafter, decoder: NativeDecoder, tokens: int, direct_match: int = 0
-    ) -> None:
+    def __init__(self, drafter: Drafter, decoder: NativeDecoder, config: StagedConfig) -> None:
         super().__init__(drafter)
-        self._decoder, self._stages = decoder, Stages(decoder, tokens, direct_match)
+        self._decoder, self._stages = decoder, Stages(decoder, config)
+        self._draws = True  # whether the last step ahead drafted with the drafter
         self._ahead: tuple[DraftVerification, DraftLengthController] | None = None
         # the tokens that the last step began with and what became of them, until the next one
         self._settled: Verified | None = None
@@ -107,14 +110,15 @@ class StagedDrafter(WrappedDrafter):
         text = self._sampler.tokens[seq]
         known, committed = len(text), self._cache.lengths[seq]
 
-        def settle(tokens: Sequence[int]) -> FusedStep:
+        def settle(tokens: Sequence[int], behind: Behind) -> FusedStep:
             self._cut(seq, known, committed)
-            return self._verify(seq, tokens)
+            return self._verify(seq, tokens, behind)
 
         self.ahead = self.drafter.ahead = True
         try:
             run, follow = partial(self._run_ahead, seq), partial(self.continuation, seq)
-            step = self._stages.run(limit, run, settle, self.ends, follow)
+            behind = partial(self._draft_behind, seq)
+            step = self._stages.run(limit, run, settle, behind, self.ends, follow)
         finally:
             self.ahead = self.drafter.ahead = False
             self._cut(seq, known, committed)
@@ -125,7 +129,19 @@ class StagedDrafter(WrappedDrafter):
         del self._sampler.tokens[seq][known:]
         self._cache.truncate(seq, committed)
 
-    def _run_ahead(self, seq: int, limit: int) -> list[FusedStep]:
+    def _draft_behind(self, seq: int, most: int) -> Behind:
+        """As `Stages.run` asks for it; of the drafter where the last step ahead asked it, too."""
+        (matched,) = self.matched([seq])
+        if not (matched or self._draws):
+            return NOTHING
+        begin = time.perf_counter()
+        last = self._sampler.tokens[seq][-1]
+        (draft,) = self.draft([seq], [last], [most], self._sampler)
+        draft = draft.cut(most, most)
+        self.drafting_seconds += time.perf_counter() - begin
+        return draft.tokens, draft.parents
+
+    def _run_ahead(self, seq: int, limit: int, wanted: int) -> list[FusedStep]:
         """A step that the narrow copy verifies."""
         assert self._ahead is not None
         narrow, controller = self._ahead
@@ -135,7 +151,8 @@ class StagedDrafter(WrappedDrafter):
         most = limit
         if not matched:  # else the text drafts, which takes no time
             self.worth = controller.thresholds()[1]
-            most *= controller.choose([(0, 0)], limit, self.behind([seq])).stream
+            self._draws = controller.choose([(0, 0)], limit, self.behind([seq])).stream
+            most *= self._draws
         (draft,) = self.draft([seq], [last], [most], self._sampler)
         draft = draft.cut(most, self.max_nodes)
         draft.check()
@@ -161,13 +178,15 @@ class StagedDrafter(WrappedDrafter):
         self.drafting_seconds += drafted - begin + time.perf_counter() - verified
         return [FusedStep(done.tokens, len(draft.tokens), levels)]
 
-    def _verify(self, seq: int, ahead: Sequence[int]) -> FusedStep:
-        """The model's own weights verify the tokens ahead."""
-        tokens, count = [self._sampler.tokens[seq][-1], *ahead], len(ahead)
-        done = self._decoder.verify_draft(self._cache, seq, tokens, range(count), self._noise(seq))
+    def _verify(self, seq: int, ahead: Sequence[int], behind: Behind) -> FusedStep:
+        """The model's own weights verify the tokens ahead, and a draft behind them."""
+        drafted, below = behind
+        tokens, count = [self._sampler.tokens[seq][-1], *ahead, *drafted], len(ahead)
+        parents = [*range(count), *(count + parent for parent in below)]
+        done = self._decoder.verify_draft(self._cache, seq, tokens, parents, self._noise(seq))
         assert done is not None
-        self._settled = Verified(done.path, tokens, done.hidden)
-        return FusedStep(done.tokens, count, count)
+        self._settled = Verified(done.path, tokens, done.hidden, ahead=count)
+        return FusedStep(done.tokens, len(parents), max(Draft(tokens[1:], parents).depths))
 
     def _noise(self, seq: int) -> Noise | None:
         return None if self._sampler.plain else self._sampler.noise(seq)

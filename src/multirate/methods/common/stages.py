@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from multirate.decoding.drafter import FusedStep
 from multirate.decoding.sampler import Sampler
+from multirate.methods.common.staged_config import StagedConfig
 from multirate.model.decoder import Decoder
 from multirate.model.native.decoder import NativeDecoder, narrow_weights
 
@@ -19,6 +20,11 @@ Continuation = Callable[[int], tuple[list[int], int]]
 """most → so many tokens at most that the text had after those it ends in, and how many of these
 matched; 0: none, or those of a match in other texts.
 """
+Behind = tuple[Sequence[int], Sequence[int]]
+"""A draft behind the tokens of steps ahead: its nodes' tokens, and their parents, 0 the last one
+before it.
+"""
+NOTHING: Behind = (), ()
 _PAYS = 300
 """Tokens after which the narrow copy is made: making it takes about as long as it saves on as many
 (SmolLM2-135M: a quarter of a second), and a process may end before.
@@ -28,15 +34,18 @@ _PAYS = 300
 class Stages:
     """Whether a drafter's steps are in stages, and how they go.
 
-    tokens: of a pass of the model's own weights, at most; 0: steps are never in stages. They are in
-    generations of one sequence whose tokens are chosen by argmax, of logits or of logits and noise,
-    on the native kernel, where the processor multiplies bytes. direct_match: as StagedTextConfig's.
+    config: None: steps are never in stages, as where its `staged` is 0. They are in generations of
+    one sequence whose tokens are chosen by argmax, of logits or of logits and noise, on the native
+    kernel, where the processor multiplies bytes. tokens: of a pass of the model's own weights, at
+    most.
     """
 
-    def __init__(self, decoder: Decoder, tokens: int, direct_match: int = 0) -> None:
-        self.tokens, self.direct_match = tokens, direct_match
+    def __init__(self, decoder: Decoder, config: StagedConfig | None) -> None:
+        self.tokens = 0 if config is None else config.staged
+        self.direct_match = getattr(config, "direct_match", 0)  # StagedTextConfig's
+        self._ahead = 0 if config is None else config.staged_ahead
         self._decoder: NativeDecoder | None = None
-        if tokens and narrow_weights(decoder):
+        if self.tokens and narrow_weights(decoder):
             self._decoder = decoder
         self._left, self._counted = _PAYS, 0
         self._sampler: Sampler | None = None
@@ -65,25 +74,31 @@ class Stages:
     def run(
         self,
         limit: int,
-        run: Callable[[int], list[FusedStep]],
-        settle: Callable[[Sequence[int]], FusedStep],
+        run: Callable[[int, int], list[FusedStep]],
+        settle: Callable[[Sequence[int], Behind], FusedStep],
+        draft: Callable[[int], Behind],
         ends: Sequence[int],
         continuation: Continuation | None = None,
     ) -> FusedStep:
         """A step in stages. limit: as of `Drafter.draft`. run: runs steps ahead that emit at most
-        one token more than so many, as many steps as it likes. settle: verifies their first tokens,
-        `tokens` at most, with the model's own weights. ends: as of `Drafter`. continuation: what
-        the text had after the tokens it ends in; None: it is not looked up.
+        one token more than so many, as many steps as it likes until they have emitted as many as
+        the second number says. settle: verifies their first tokens, and a draft behind them,
+        `tokens` at most together, with the model's own weights. draft: a draft behind them of so
+        many nodes at most. ends: as of `Drafter`. continuation: what the text had after the tokens
+        it ends in; None: it is not looked up.
         """
         most, tokens = min(self.tokens, limit), list[int]()
         # the last one of a pass may be left out: it would be a step without a draft
-        while len(tokens) < most - 1 or (most == 1 and not tokens):
-            copied, matched = continuation(most - len(tokens)) if continuation else ([], 0)
+        wanted = min(max(min(self._ahead, most - 1), 1), most)
+        while len(tokens) < wanted:
+            left = most - len(tokens)
+            copied, matched = continuation(left) if continuation else ([], 0)
             if copied and self.is_direct(matched):
-                tokens += copied
-                break
-            for step in run(most - len(tokens) - 1):
+                return settle([*tokens, *copied][:most], NOTHING)
+            for step in run(left - 1, wanted - len(tokens)):
                 tokens += step.tokens
             if any(token in ends for token in tokens):
-                break
-        return settle(tokens[:most])
+                return settle(tokens[:most], NOTHING)
+        left = most - len(tokens)
+        # with one node it would take longer than the step ahead that it saves
+        return settle(tokens[:most], draft(left) if left > 1 else NOTHING)

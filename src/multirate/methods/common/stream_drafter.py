@@ -36,7 +36,7 @@ from multirate.methods.common.fused_steps import (
     run_together,
 )
 from multirate.methods.common.lookup import Lookup
-from multirate.methods.common.stages import Stages
+from multirate.methods.common.stages import Behind, Stages
 from multirate.methods.common.stream_config import StreamDecodeConfig
 from multirate.methods.common.stream_estimates import (
     LOSSY_COSTS,
@@ -101,9 +101,7 @@ class StreamDrafter(Drafter):
         if self._margin is not None and config.prompt_weights == "narrow":
             assert isinstance(decoder, NativeDecoder)
             self.prompt_decoder = decoder.in_8_bits()
-        self._stages = Stages(
-            decoder, config.staged if fuses and self.lossless else 0, config.direct_match
-        )
+        self._stages = Stages(decoder, config if fuses and self.lossless else None)
         self.max_nodes = config.nodes
         if trusting is not None:
             most = min(_MOST_NODES, config.nodes + trusting.nodes)
@@ -433,9 +431,9 @@ class StreamDrafter(Drafter):
                 self._enter_fused(fused, seq, last_token)
         if self.in_stages:
             (seq,), (limit,) = seqs, limits
-            run = partial(self._run_on, seq)
+            run, behind = partial(self._run_on, seq), partial(self._draft_behind, seq)
             follow = partial(self._continuation, seq) if self._lookup.longest else None
-            settled = self._stages.run(limit, run, fused[seq].settle, self.ends, follow)
+            settled = self._stages.run(limit, run, fused[seq].settle, behind, self.ends, follow)
             self._note_read(seq, len(settled.tokens))
             return [[settled]]
         if self._margin is not None and self._sampler.plain:
@@ -481,6 +479,19 @@ class StreamDrafter(Drafter):
         done = run(growth, following)
         self._learn_fused(seq, fused, done[0])
         return done
+
+    def _draft_behind(self, seq: int, most: int) -> Behind:
+        """As `Stages.run` asks for it: the stream's, or what the text had, as steps that nobody
+        chooses for.
+        """
+        assert self._fused is not None
+        fused = self._fused[seq]
+        text, matched = fused.look_up(most) if self._lookup.longest else ([], 0)
+        copied = int(self._by_match(seq)[matched])
+        if copied < 0 and copied != ENDS:
+            return fused.draft_behind(self._growth(seq, most, None), most)
+        text = text if copied == ENDS else text[:copied]
+        return text, range(len(text))
 
     def _by_match(self, seq: int) -> np.ndarray:
         """As Following's."""

@@ -19,7 +19,8 @@ from multirate.methods.common.fused_steps import (
     run_together,
 )
 from multirate.methods.common.lookup import Lookup
-from multirate.methods.common.stages import Stages
+from multirate.methods.common.staged_config import StagedConfig
+from multirate.methods.common.stages import Behind, Stages
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
@@ -42,8 +43,7 @@ class TextDrafter(Drafter):
         lookup: Lookup,
         tokens: int,
         length: Callable[[int, bool], int] | None = None,
-        staged: int = 0,
-        direct_match: int = 0,
+        staged: StagedConfig | None = None,
     ) -> None:
         self.max_nodes = tokens
         self.longest = lookup.told
@@ -55,7 +55,7 @@ class TextDrafter(Drafter):
             and decoder.supports_fused
             and FusedSteps.can_draft(tokens)
         )
-        self._stages = Stages(decoder, staged if fuses else 0, direct_match)
+        self._stages = Stages(decoder, staged if fuses else None)
         # of steps in stages: how much is copied after a match of so many tokens
         self._by_match = np.array(
             [
@@ -137,9 +137,8 @@ class TextDrafter(Drafter):
         if self.in_stages:
             (steps,), (limit,) = every, limits
             run = partial(self._run_on, steps)
-            settled = self._stages.run(
-                limit, run, steps.settle, self.ends, partial(self._continuation, steps)
-            )
+            behind, follow = partial(self._behind, steps), partial(self._continuation, steps)
+            settled = self._stages.run(limit, run, steps.settle, behind, self.ends, follow)
             return [[settled]]
         growths = [self._growth(one, limit) for one, limit in zip(every, limits, strict=True)]
         return [[step] for step in run_together(every, growths)]
@@ -149,9 +148,16 @@ class TextDrafter(Drafter):
         tokens, matched = steps.look_up(most)
         return tokens, self._lookup.in_own(matched)
 
-    def _run_on(self, steps: FusedSteps, limit: int) -> list[FusedStep]:
-        """Steps that the narrow copy verifies."""
-        following = Following(self._by_match, limit, limit, ends=self.ends)
+    def _behind(self, steps: FusedSteps, most: int) -> Behind:
+        """As `Stages.run` asks for it."""
+        tokens, matched = steps.look_up(most)
+        copied = int(self._by_match[matched])
+        tokens = tokens if copied == ENDS else tokens[:copied]
+        return tokens, range(len(tokens))
+
+    def _run_on(self, steps: FusedSteps, limit: int, tokens: int) -> list[FusedStep]:
+        """Steps that the narrow copy verifies, until there are so many tokens."""
+        following = Following(self._by_match, tokens, limit, ends=self.ends)
         return steps.run_ahead(self._growth(steps, limit), following)
 
     def _growth(self, steps: FusedSteps, limit: int) -> Growth:

@@ -15,9 +15,7 @@ SPEC = register(
         settings=LayerSkipConfig,
         tunable={"tokens": (3, 6, 9), "confidence": (0.4, 0.6, 0.8)},
         drafter=lambda decoder, module, settings: in_stages(
-            LayerSkipDrafter(decoder, settings),
-            decoder,
-            0 if settings.adaptive else settings.staged,
+            LayerSkipDrafter(decoder, settings), decoder, settings, not settings.adaptive
         ),
     )
 )

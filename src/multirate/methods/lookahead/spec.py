@@ -15,7 +15,7 @@ SPEC = register(
         settings=LookaheadConfig,
         tunable={"ngram": (3, 4), "window": (2, 4, 6), "guesses": (1, 2, 4)},
         drafter=lambda decoder, module, settings: in_stages(
-            LookaheadDrafter(decoder, settings), decoder, settings.staged
+            LookaheadDrafter(decoder, settings), decoder, settings
         ),
     )
 )

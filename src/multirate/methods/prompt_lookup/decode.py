@@ -20,6 +20,5 @@ class PromptLookupDrafter(TextDrafter):
             decoder,
             Lookup(config.max_ngram),
             config.tokens,
-            staged=config.staged,
-            direct_match=config.direct_match,
+            staged=config,
         )

@@ -75,9 +75,9 @@ RIVALS = ("llamacpp", "generate-lookup", "generate-early-exit", "generate-assist
 """How the names of rows begin that `--rivals` adds."""
 OWN = ":staged=0"
 STAGES = (
-    "In stages a narrow copy verifies drafts, and the model's own weights ten of its tokens at a "
-    "time: tokens per step are of these passes (docs/methods/m2r2.md). `staged=0`: each draft is "
-    "verified by the model's own."
+    "In stages a narrow copy verifies drafts, and the model's own weights then verify its tokens "
+    "(ten at a time in these runs; a draft behind five is later): tokens per step are of these "
+    "passes (docs/methods/m2r2.md). `staged=0`: each draft is verified by the model's own."
 )
 
 
@@ -227,7 +227,6 @@ def readme() -> dict[str, list[str]]:
 
 SUMMARY = {
     "mt_bench_smollm2": "the table above",
-    "suite_mt_bench_long": "MT-Bench, more of it",
     "suite_mt_bench_all": "MT-Bench, all of it",
     "suite_spec_bench": "Spec-Bench",
     "suite_gsm8k": "GSM8K",

@@ -6,7 +6,7 @@
 #
 # EVAL: a folder with mt_bench/question.jsonl, spec_bench/question.jsonl, gsm8k/test.jsonl and
 # humaneval/HumanEval.jsonl.gz. SUITE: mt_bench, spec_bench, humaneval, gsm8k, t1 (MT-Bench at
-# temperature 1), b4 (in batches of 4), mt_bench_long (more questions) or mt_bench_all (all of them);
+# temperature 1), b4 (in batches of 4) or mt_bench_all (all of its questions, the fastest rows);
 # without any, all of these. Answers have up to 256 tokens, and those that run into loops are not
 # counted; in batches they have up to 96, and all count.
 # What has been measured is left as it is. ACCELERATORS: a folder with eagle3/ and hydra/, which are
@@ -47,7 +47,7 @@ measure() { # NAME SUITE FILE METHODS OPTIONS...
         --methods "$methods" --repeats 1 --json "$to" "$@"
 }
 MT=mt_bench/question.jsonl LONG="-n 256 --leave-out-loops"
-[ $# -gt 0 ] || set -- mt_bench spec_bench humaneval gsm8k t1 b4 mt_bench_long mt_bench_all
+[ $# -gt 0 ] || set -- mt_bench spec_bench humaneval gsm8k t1 b4 mt_bench_all
 for name in "$@"; do
     case $name in
         mt_bench) measure mt_bench_smollm2 mt_bench $MT "generate,autoregressive$EVERY" \
@@ -60,13 +60,11 @@ for name in "$@"; do
             --limit 12 $LONG ;;
         t1) measure suite_t1 mt_bench $MT "autoregressive$BEST" --temperature 1 --limit 6 $LONG ;;
         b4) measure suite_b4 mt_bench $MT "autoregressive$BATCHED" --batch 4 --limit 8 -n 96 ;;
-        mt_bench_long) measure suite_mt_bench_long mt_bench $MT "autoregressive$BEST" \
-            --limit 12 $LONG ;;
         mt_bench_all) measure suite_mt_bench_all mt_bench $MT "autoregressive$FASTEST" \
             $LONG ;;
         *)
             echo "$name is no suite; accepted: mt_bench, spec_bench, humaneval, gsm8k, t1, b4," \
-                "mt_bench_long, mt_bench_all" >&2
+                "mt_bench_all" >&2
             exit 2
             ;;
     esac

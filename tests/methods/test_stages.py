@@ -177,7 +177,7 @@ def test_a_copy_that_is_the_model_is_never_refused(
         assert out.stats.target_passes <= -(-out.stats.tokens // 10) + 1
 
 
-@pytest.mark.parametrize("name", ["sam", "m2r2-carry by fixed thresholds", "two_model, joined"])
+@pytest.mark.parametrize("name", ["sam", "m2r2-carry by fixed thresholds"])
 @pytest.mark.parametrize("ahead", [1, 3, 11])
 def test_behind_so_many_tokens_ahead_the_rest_is_a_draft(
     decoder: NativeDecoder, name: str, ahead: int, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,8 @@ Behind = tuple[Sequence[int], Sequence[int]]
 before it.
 """
 NOTHING: Behind = (), ()
+LEAST_BEHIND = 2
+"""Nodes of such a draft, at least; where there are fewer, the narrow copy goes on."""
 _PAYS = 300
 """Tokens after which the narrow copy is made: making it takes about as long as it saves on as many
 (SmolLM2-135M: a quarter of a second), and a process may end before.
@@ -89,16 +91,22 @@ class Stages:
         """
         most, tokens = min(self.tokens, limit), list[int]()
         # the last one of a pass may be left out: it would be a step without a draft
-        wanted = min(max(min(self._ahead, most - 1), 1), most)
-        while len(tokens) < wanted:
+        whole = min(max(most - 1, 1), most)
+        wanted = min(self._ahead, whole)
+        while True:
+            while len(tokens) < wanted:
+                left = most - len(tokens)
+                copied, matched = continuation(left) if continuation else ([], 0)
+                if copied and self.is_direct(matched):
+                    return settle([*tokens, *copied][:most], NOTHING)
+                for step in run(left - 1, wanted - len(tokens)):
+                    tokens += step.tokens
+                if any(token in ends for token in tokens):
+                    return settle(tokens[:most], NOTHING)
             left = most - len(tokens)
-            copied, matched = continuation(left) if continuation else ([], 0)
-            if copied and self.is_direct(matched):
-                return settle([*tokens, *copied][:most], NOTHING)
-            for step in run(left - 1, wanted - len(tokens)):
-                tokens += step.tokens
-            if any(token in ends for token in tokens):
+            if len(tokens) >= whole or left < LEAST_BEHIND:
                 return settle(tokens[:most], NOTHING)
-        left = most - len(tokens)
-        # with one node it would take longer than the step ahead that it saves
-        return settle(tokens[:most], draft(left) if left > 1 else NOTHING)
+            behind = draft(left)
+            if len(behind[0]) >= LEAST_BEHIND:
+                return settle(tokens, behind)
+            wanted = whole  # it would not save what the smaller pass costs: more steps ahead

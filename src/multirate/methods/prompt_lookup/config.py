@@ -14,13 +14,15 @@ MOST_TOKENS = 4096
 @dataclass(frozen=True)
 class PromptLookupConfig(StagedTextConfig):
     """max_ngram: longest n-gram looked up (shorter ones are tried next). tokens: length of a draft.
-    The others: StagedTextConfig.
+    staged_ahead: all of a pass, as drafts of one length, however short the match, are dear behind
+    it. The others: StagedTextConfig.
     """
 
     METHOD: ClassVar[str] = "prompt_lookup"
 
     max_ngram: int = 3
     tokens: int = 10
+    staged_ahead: int = 11
     direct_match: int = 3
 
     def check(self) -> None:

@@ -15,6 +15,7 @@ from multirate.model.kv_cache import KVCache
 from multirate.model.noise import Noise, noisy_argmax
 from multirate.model.rows import Rows
 from multirate.model.time_split import TimeSplit
+from multirate.model.transfer import to_device
 
 
 class NotPlain(str):
@@ -116,7 +117,7 @@ class Decoder(ABC):
 
     def first_layers(self, ids: Sequence[int], rows: Rows, stop: int, cache: KVCache) -> Tensor:
         """The rows' tokens, embedded, and layers [0, stop): as `embed` and `layers` → [N, d]."""
-        x = self.embed(torch.as_tensor(ids, device=self.info.device), rows.pos)
+        x = self.embed(to_device(np.asarray(ids, np.int64), self.info.device), rows.pos)
         return self.layers(x, rows, 0, stop, cache)
 
     def layers_with_taps(

@@ -163,8 +163,7 @@ class DraftGrower:
                 for node in one.frontier
             ]
         p = _frontier_outputs(live)
-        told = self._told or self._runner.top(p, candidates, config.sharpness, noise)
-        ids, best = told
+        ids, best = self._told or self._runner.top(p, candidates, config.sharpness, noise)
         trusted = self._trusted(p, lambda: [row[0] for row in best])
         if self._judged_by_arla:
             best = [

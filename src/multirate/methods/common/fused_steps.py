@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
 from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.kernel_text import KernelText
-from multirate.methods.common.stages import NOTHING, Behind
+from multirate.methods.common.stages import NOTHING, Behind, with_behind
 from multirate.methods.common.waiting_tokens import UnreadTokens
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
@@ -256,25 +257,25 @@ class FusedSteps:
 
     def run(self, growth: Growth) -> FusedStep:
         """One step. The accepted tokens' K/V are in place, uncommitted."""
-        self._grow_caches()
-        length, first = self._prepare(growth)
-        _catch_up([self])
         sampler = self._sampler
         bare = sampler is None or sampler.bare
         run = self._library.mr_speculative_step if bare else self._library.mr_speculative_draft
-        emitted = run(
-            self._decoder.workspace.address,
-            self._step,
-            length,
-            first,
-            self._entered - first,
-            self._limits,
-        )
+        length, emitted = self._call(run, growth)
         if sampler is not None and not bare:
             emitted = self._choose(sampler, length)
         if emitted < 0:
             raise UserError(NOT_FINITE)
         return self._ended(emitted)
+
+    def _call(self, kernel: Callable[..., Any], growth: Growth) -> tuple[int, Any]:
+        """One of the kernel's functions that draft, of the tokens that enter → how many have keys
+        and values, and what it returned.
+        """
+        self._grow_caches()
+        length, first = self._prepare(growth)
+        _catch_up([self])
+        entering, workspace = self._entered - first, self._decoder.workspace.address
+        return length, kernel(workspace, self._step, length, first, entering, self._limits)
 
     def run_on(self, growth: Growth, following: Following) -> list[FusedStep]:
         """A step and those that follow it: of the first one's draft all is told. Tokens are chosen
@@ -365,18 +366,8 @@ class FusedSteps:
         of it is verified.
         """
         self._note_begun()
-        self._grow_caches()
-        length, first = self._prepare(growth)
-        _catch_up([self])
         self._limits.nodes = min(nodes, self._drafted_nodes)
-        self._library.mr_draft(
-            self._decoder.workspace.address,
-            self._step,
-            length,
-            first,
-            self._entered - first,
-            self._limits,
-        )
+        self._call(self._library.mr_draft, growth)
         self._limits.nodes = self._drafted_nodes
         return self.draft()
 
@@ -384,9 +375,9 @@ class FusedSteps:
         """The model's own weights verify the first tokens of the steps ahead, and a draft behind
         them, in one pass, as the draft of a step. `staged` at most.
         """
-        step, ahead = self._step, len(tokens)
-        drafted, parents = behind
-        count = ahead + len(drafted)
+        step = self._step
+        drafted, parents = with_behind(tokens, behind)
+        count = len(drafted)
         self._note_begun()
         known, last = self._begun
         self._wait_from_committed()
@@ -394,8 +385,7 @@ class FusedSteps:
         length = self._read_caches()
         self._text.cut(known)
         self._ids[0] = last
-        self._tokens[:count] = [*tokens, *drafted]
-        self._parents[:count] = [*range(ahead), *(ahead + parent for parent in parents)]
+        self._tokens[:count], self._parents[:count] = drafted, parents
         self._take_noise()
         if self._narrow is not None:
             self._narrow[1].pending_count = 0
@@ -552,6 +542,16 @@ class FusedSteps:
         for name in ("tries", "hits"):
             counts = None if calibration is None else getattr(calibration, name)
             setattr(self._limits, name, abi.NULL if counts is None else abi.doubles(counts))
+
+    def copied(self, most: int, by_match: np.ndarray) -> list[int] | None:
+        """What a step that nobody chooses for copies of the text, so many tokens at most; None: the
+        stream drafts. by_match: as Following's; what would end the steps is copied whole.
+        """
+        tokens, matched = self.look_up(most) if self._limits.ngram.longest else ([], 0)
+        count = int(by_match[matched])
+        if count == ENDS:
+            return tokens
+        return tokens[:count] if count >= 0 else None
 
     def look_up(self, most: int) -> tuple[list[int], int]:
         """What the text had after the tokens it ends in, as `TextSource.look_up`."""

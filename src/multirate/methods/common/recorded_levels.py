@@ -23,6 +23,7 @@ from multirate.model.cuda.decoder import (
     LayerRun,
     Pass,
     StaticRows,
+    width_of,
 )
 from multirate.model.cuda.recorded_rows import RowsFunction, StaticSlots
 from multirate.model.cuda.static_cache import StaticKVCache, StaticStorage, round_up, seen_slots
@@ -55,7 +56,7 @@ class RecordedLevels:
         sharpness: float,
     ) -> tuple[Tensor, Tensor, Likeliest | None] | None:
         """As `DraftRunner.level`; None: it has no static shape, and nothing has been done."""
-        width = next((w for w in WIDTHS if w >= len(ids)), None)
+        width = width_of(len(ids))
         if (
             self.fallback is not None
             or self._decoder.graph_fallback is not None

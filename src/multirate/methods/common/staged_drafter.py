@@ -16,7 +16,7 @@ from multirate.decoding.draft_length import DraftLengthController, StepCosts
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.methods.common.staged_config import StagedConfig
-from multirate.methods.common.stages import NOTHING, Behind, Stages
+from multirate.methods.common.stages import NOTHING, Behind, Stages, with_behind
 from multirate.methods.common.stream_estimates import NARROW_COSTS
 from multirate.methods.common.wrapped_drafter import WrappedDrafter
 from multirate.model.decoder import Decoder
@@ -180,13 +180,12 @@ class StagedDrafter(WrappedDrafter):
 
     def _verify(self, seq: int, ahead: Sequence[int], behind: Behind) -> FusedStep:
         """The model's own weights verify the tokens ahead, and a draft behind them."""
-        drafted, below = behind
-        tokens, count = [self._sampler.tokens[seq][-1], *ahead, *drafted], len(ahead)
-        parents = [*range(count), *(count + parent for parent in below)]
+        drafted, parents = with_behind(ahead, behind)
+        tokens = [self._sampler.tokens[seq][-1], *drafted]
         done = self._decoder.verify_draft(self._cache, seq, tokens, parents, self._noise(seq))
         assert done is not None
-        self._settled = Verified(done.path, tokens, done.hidden, ahead=count)
-        return FusedStep(done.tokens, len(parents), max(Draft(tokens[1:], parents).depths))
+        self._settled = Verified(done.path, tokens, done.hidden, ahead=len(ahead))
+        return FusedStep(done.tokens, len(parents), max(Draft(drafted, parents).depths))
 
     def _noise(self, seq: int) -> Noise | None:
         return None if self._sampler.plain else self._sampler.noise(seq)

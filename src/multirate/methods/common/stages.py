@@ -33,6 +33,13 @@ _PAYS = 300
 """
 
 
+def with_behind(tokens: Sequence[int], behind: Behind) -> tuple[list[int], list[int]]:
+    """A chain of `tokens`, and below the last of them the draft: all tokens and their parents."""
+    drafted, parents = behind
+    count = len(tokens)
+    return [*tokens, *drafted], [*range(count), *(count + parent for parent in parents)]
+
+
 class Stages:
     """Whether a drafter's steps are in stages, and how they go.
 

@@ -486,11 +486,9 @@ class StreamDrafter(Drafter):
         """
         assert self._fused is not None
         fused = self._fused[seq]
-        text, matched = fused.look_up(most) if self._lookup.longest else ([], 0)
-        copied = int(self._by_match(seq)[matched])
-        if copied < 0 and copied != ENDS:
+        text = fused.copied(most, self._by_match(seq))
+        if text is None:
             return fused.draft_behind(self._growth(seq, most, None), most)
-        text = text if copied == ENDS else text[:copied]
         return text, range(len(text))
 
     def _by_match(self, seq: int) -> np.ndarray:

@@ -150,9 +150,7 @@ class TextDrafter(Drafter):
 
     def _behind(self, steps: FusedSteps, most: int) -> Behind:
         """As `Stages.run` asks for it."""
-        tokens, matched = steps.look_up(most)
-        copied = int(self._by_match[matched])
-        tokens = tokens if copied == ENDS else tokens[:copied]
+        tokens = steps.copied(most, self._by_match) or []  # there is no stream
         return tokens, range(len(tokens))
 
     def _run_on(self, steps: FusedSteps, limit: int, tokens: int) -> list[FusedStep]:

@@ -53,6 +53,11 @@ rounds otherwise in every layer.
 Replay = Callable[[], Tensor]
 
 
+def width_of(rows: int) -> int | None:
+    """What so many rows of a sequence are padded to; None: they are too many."""
+    return next((width for width in WIDTHS if width >= rows), None)
+
+
 class Recorder(Protocol):
     """Turns a function without arguments, reading and writing fixed tensors, into one
     that repeats its device work.
@@ -177,10 +182,7 @@ class GraphedDecoder(HFDecoder):
     @torch.no_grad()
     def first_layers(self, ids: Sequence[int], rows: Rows, stop: int, cache: KVCache) -> Tensor:
         found = self._replayed(Pass(0, stop, embeds=True), rows, cache, None, ids)
-        if found is not None:
-            return found[0]
-        x = self.embed(to_device(np.asarray(ids, np.int64), self.info.device), rows.pos)
-        return self.layers(x, rows, 0, stop, cache)
+        return super().first_layers(ids, rows, stop, cache) if found is None else found[0]
 
     @torch.no_grad()
     def next_tokens(
@@ -312,8 +314,7 @@ class GraphedDecoder(HFDecoder):
             return None
         if run.start >= run.stop and not run.chooses:
             return None
-        most = len(rows) if cache.batch == 1 else int(np.bincount(rows.seq).max())
-        width = next((w for w in WIDTHS if w >= most), None)
+        width = width_of(len(rows) if cache.batch == 1 else int(np.bincount(rows.seq).max()))
         return width if width is not None and width * cache.batch <= MAX_ROWS else None
 
     def _free_storage(self, batch: int, capacity: int) -> StaticStorage | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from multirate.errors import say_once
-from multirate.model.cuda.decoder import MAX_RECORDINGS, WIDTHS, GraphedDecoder, Replay
+from multirate.model.cuda.decoder import MAX_RECORDINGS, GraphedDecoder, Replay, width_of
 from multirate.model.cuda.static_cache import StaticKVCache, StaticStorage, round_up, seen_slots
 from multirate.model.hf.decoder import relative_difference, rounding_limit
 from multirate.model.kv_cache import KVCache, LayerKV
@@ -124,7 +124,7 @@ class RecordedRows:
     def _width(self, rows: int) -> int | None:
         if self.fallback is not None or self._decoder.graph_fallback is not None:
             return None
-        return next((width for width in WIDTHS if width >= rows > 0), None)
+        return width_of(rows) if rows else None
 
     def _replayed(
         self,

@@ -75,9 +75,9 @@ RIVALS = ("llamacpp", "generate-lookup", "generate-early-exit", "generate-assist
 """How the names of rows begin that `--rivals` adds."""
 OWN = ":staged=0"
 STAGES = (
-    "In stages a narrow copy verifies drafts, and the model's own weights then verify its tokens "
-    "(ten at a time in these runs, before there was a draft behind them): tokens per step are of "
-    "these passes (docs/methods/m2r2.md). `staged=0`: each draft is verified by the model's own."
+    "In stages a narrow copy verifies drafts, and the model's own weights then verify its tokens, "
+    "and a draft behind them, in one pass: tokens per step are of these passes "
+    "(docs/methods/m2r2.md). `staged=0`: each draft is verified by the model's own."
 )
 
 

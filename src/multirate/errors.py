@@ -25,3 +25,9 @@ def say_once(sentence: str) -> None:
     if sentence not in _said:
         _said.add(sentence)
         warnings.warn(sentence, Notice, stacklevel=3)
+
+
+def first_line(error: BaseException) -> str:
+    """An error's kind and the first line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

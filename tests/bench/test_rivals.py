@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,20 @@ def test_a_rival_that_ends_is_left_out_and_the_others_go_on(engine: Engine) -> N
     assert [len(repeat) for repeat in measured.samples] == [3, 3]
     (row,) = summarise(measured, Judge(engine.model), ["rival"])
     assert row.method == "autoregressive" and row.identical == 3
+
+
+def test_a_row_that_fails_does_not_take_the_others_with_it(engine: Engine) -> None:
+    def fails(prompt: list[int]) -> method_runs.Answer:
+        raise ValueError("an empty list\nof tensors")
+
+    plain = method_run(engine, "autoregressive", 4)
+    measured = measure([MethodRun("broken", fails), plain], PROMPTS, repeats=1)
+    assert measured.ended == {"broken": "it failed (ValueError: an empty list)"}
+    assert "in fails" in measured.failed["broken"]
+    (row,) = summarise(measured, Judge(engine.model))
+    assert row.method == "autoregressive" and row.identical == 3
+    with pytest.raises(ValueError, match="an empty list"):  # nothing to compare with
+        measure([replace(plain, run=fails, run_batch=None)], PROMPTS)
 
 
 def test_a_named_model_is_the_file_that_its_package_brought(

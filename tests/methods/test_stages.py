@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from multirate.decoding.draft_length import DraftLengthController
+from multirate.decoding.draft_length import DraftLengthController, Plan
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
@@ -136,6 +136,34 @@ def test_text_and_kv_are_the_models_own(
         out = in_stages(decoder, drafter, prompt, sampling=sampling, stop=STOP, after_step=check)
         assert out.sequences == plain(decoder, prompt, sampling=sampling, stop=STOP).sequences
         assert out.stats.target_passes <= out.stats.tokens
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("name", EVERY)
+def test_a_draft_behind_that_is_not_used_leaves_no_trace(
+    decoder: NativeDecoder, name: str, sampling: SamplingSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it has too few nodes: the copy goes on from there."""
+    run, made = stages.Stages.run, list[int]()
+
+    def without(self: Any, limit: int, ahead: Any, settle: Any, draft: Any, *rest: Any) -> Any:
+        def unused(most: int) -> Any:
+            made.append(len(draft(most)[0]))
+            return stages.NOTHING
+
+        return run(self, limit, ahead, settle, unused, *rest)
+
+    def check(session: Any, step: Any) -> None:
+        check_invariants(session, step, atol=1e-3)
+
+    monkeypatch.setattr(stages.Stages, "run", without)
+    always = Plan(True)  # even drafts that are not worth it
+    monkeypatch.setattr(DraftLengthController, "choose", lambda *_, **__: always)
+    drafter = EVERY[name](decoder, staged_ahead=2)
+    for prompt in PROMPTS:
+        out = in_stages(decoder, drafter, prompt, sampling=sampling, stop=STOP, after_step=check)
+        assert out.sequences == plain(decoder, prompt, sampling=sampling, stop=STOP).sequences
+    assert any(made)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from multirate.bench.runner import Answer, MethodRun, Unavailable
 from multirate.decoding.logits import SamplingSettings
 from multirate.engine import Engine
+from multirate.errors import first_line
 
 GENERATE = "generate"
 GENERATE_STATIC = "generate-static"
@@ -175,9 +176,3 @@ def static_run(model: Any, eos_token_ids: tuple[int, ...], max_new_tokens: int) 
     except Exception as error:  # whatever the compiler, or a model it does not suit, raises
         raise Unavailable(f"{GENERATE_STATIC}: {first_line(error)}") from error
     return run
-
-
-def first_line(error: BaseException) -> str:
-    """An error's kind and the first line that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from time import perf_counter
+from traceback import format_exc
 from typing import Any
 
 from multirate.bench.divergence import Divergence, Judge
 from multirate.bench.prompts import Prompt
 from multirate.calibration.measure import Verdict
 from multirate.calibration.repetition import MOST_LOOPING, share_in_loops
+from multirate.errors import UserError, first_line
 from multirate.methods.spec import PLAIN
 from multirate.model.time_split import TimeSplit
 
@@ -89,7 +91,8 @@ class Sample:
 @dataclass
 class Measurements:
     """`samples[repeat][prompt][method]`; every method has answered every prompt that is in it.
-    ended: methods that could not go on, and why; they are in nothing else here.
+    ended: methods that could not go on, and why; they are in nothing else here. failed: those of
+    them that raised an error which nobody expects, and its traceback.
     """
 
     methods: list[str]
@@ -98,6 +101,7 @@ class Measurements:
     interrupted: bool = False
     notes: dict[str, str] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
     def usable(self) -> list[list[dict[str, Sample]]]:
         """The complete repeats; if an interruption left none, what there is of the first one."""
@@ -219,7 +223,9 @@ def measure(
     machine that slows down or warms up slows all of them alike. batch: prompts that are answered at
     once (`batches`). A conversation's later turns may use what a method kept of the earlier ones;
     every other prompt is new to it. Ctrl-C ends the run with what is complete. A method that raises
-    Unavailable is left out from then on, and so are its answers before.
+    Unavailable is left out from then on, and so are its answers before; one that fails, too, as an
+    hour of the others' must not be lost. What is wrong with the input (UserError) ends the run, and
+    so does PLAIN's failure.
     """
     groups = batches(prompts, batch)
     result = Measurements(
@@ -234,13 +240,23 @@ def measure(
     def answered(method_run: MethodRun, answer: Callable[[], list[Answer]]) -> list[Answer]:
         """None of a method that has just ended."""
         try:
-            return answer()
+            answers = answer()
         except Unavailable as error:
-            running.remove(method_run)
-            result.leave_out(method_run.name, str(error))
-            return []
+            why = str(error)
+        except UserError:
+            raise
+        except Exception as error:
+            if method_run.name == PLAIN:
+                raise
+            result.failed[method_run.name] = format_exc()
+            why = f"it failed ({first_line(error)})"
+        else:
+            return answers
         finally:
             tell(method_run.name)
+        running.remove(method_run)
+        result.leave_out(method_run.name, why)
+        return []
 
     gc.collect()
     gc.freeze()  # a full collection among a model's many objects takes longer than some answers

@@ -16,13 +16,14 @@ from multirate.cli.progress import Bar
 from multirate.errors import UserError
 
 if TYPE_CHECKING:
-    from multirate.bench.runner import Row, Scoring
+    from multirate.bench.runner import Measurements, Row, Scoring
     from multirate.bench.suites import Question
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import Engine
     from multirate.evaluation.task_suite import TaskSuite
 
-WRONG_ANSWERS = 1
+WRONG_ANSWERS = FAILED = 1
+"""Exit codes: a lossless method that gave another text, or one that raised an error."""
 DYNAMIC = "dynamic"
 """In --methods: dynamic modes along their dials (bench/frontier.py)."""
 ALL = "all"
@@ -293,7 +294,7 @@ def command(
     if PLAIN not in names:
         options.note(f"note: {PLAIN} is added, answers are compared with its answers")
         names = [PLAIN, *names]
-    content, rows, interrupted = run(
+    content, rows, measured = run(
         engine,
         questions,
         names,
@@ -321,8 +322,8 @@ def command(
     )
     if dials or any(not row.lossless for row in rows if row.method in names):
         bests = frontier.frontier(rows)
-        measured = [] if tasks is None else [tasks.metric]
-        options.console().print(frontier.table(bests, *measured))
+        metrics = [] if tasks is None else [tasks.metric]
+        options.console().print(frontier.table(bests, *metrics))
         content["frontier"] = [best.as_dict() for best in bests]
     if json is not None:
         write_json(json, content)
@@ -330,9 +331,11 @@ def command(
         typer.echo(str(write_report(report, content)))
     if any(row.diverged for row in rows):
         raise typer.Exit(WRONG_ANSWERS)
-    if interrupted:
+    if measured.interrupted:
         options.note("interrupted: the figures are of what was complete")
         raise typer.Exit(INTERRUPTED)
+    if measured.failed:
+        raise typer.Exit(FAILED)
 
 
 def task_suite(suite: str, data: Path, limit: int | None, category: str | None) -> TaskSuite:
@@ -382,8 +385,8 @@ def run(
     sampling: SamplingSettings | None = None,
     optional: Sequence[str] = (),
     tasks: TaskSuite | None = None,
-) -> tuple[dict[str, Any], list[Row], bool]:
-    """Measures, prints the table → (the run's JSON, its rows, whether Ctrl-C ended it early).
+) -> tuple[dict[str, Any], list[Row], Measurements]:
+    """Measures, prints the table → (the run's JSON, its rows, and what they are of).
 
     optional: names that are left out, with the reason, where they cannot be used. tasks: whose
     questions these are; answers are scored then.
@@ -453,6 +456,8 @@ def run(
     for name, why in measurements.ended.items():
         unavailable.append({"method": name, "reason": why})
         options.note(f"note: no row for {name}: {why}")
+    for traceback in measurements.failed.values():
+        typer.echo(traceback, err=True)
     loops: list[str] = []
     if leave_out_loops:
         answered = max(map(len, measurements.samples), default=0)
@@ -512,4 +517,4 @@ def run(
             if (about := trained(accelerator)) is not None
         },
     )
-    return content, rows, measurements.interrupted
+    return content, rows, measurements

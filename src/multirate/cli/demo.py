@@ -96,7 +96,7 @@ def command(
     drafting = recommended() if recommended() in engine.accelerators else recommended(trained=False)
     for method in (PLAIN, drafting):
         answer(engine, method, max_new_tokens)
-    _, rows, interrupted = run(
+    _, rows, measured = run(
         engine,
         [Question(str(number), (text,)) for number, text in enumerate(QUESTIONS, start=1)],
         [*BASELINES, recommended(trained=False), *engine.accelerators],
@@ -108,9 +108,9 @@ def command(
         title=f"{len(QUESTIONS)} prompts, up to {max_new_tokens} tokens each, batch 1, greedy",
         settings={},
     )
-    if interrupted:
+    if measured.interrupted:
         raise typer.Exit(INTERRUPTED)
-    if any(row.diverged for row in rows):
+    if measured.failed or any(row.diverged for row in rows):
         raise typer.Exit(WRONG_ANSWERS)
     exact = all(row.identical == len(QUESTIONS) for row in rows)
     typer.echo(

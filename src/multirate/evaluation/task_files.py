@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from multirate.bench.method_runs import first_line
-from multirate.errors import UserError
+from multirate.errors import UserError, first_line
 from multirate.evaluation.installed import check_installed
 
 FOLDER = Path(__file__).parent / "tasks"

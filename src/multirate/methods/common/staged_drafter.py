@@ -56,6 +56,9 @@ class StagedDrafter(WrappedDrafter):
         self._ahead: tuple[DraftVerification, DraftLengthController] | None = None
         # the tokens that the last step began with and what became of them, until the next one
         self._settled: Verified | None = None
+        # one for behind the tokens ahead, which the next step ahead takes where it has not been
+        # used there: a drafter is asked once for a draft after the same text
+        self._unused: Draft | None = None
 
     def prepare(self) -> None:
         super().prepare()
@@ -107,6 +110,7 @@ class StagedDrafter(WrappedDrafter):
         if self._settled is not None:
             self.settle(seq, self._settled)
             self._settled = None
+        self._unused = None
         text = self._sampler.tokens[seq]
         known, committed = len(text), self._cache.lengths[seq]
 
@@ -137,7 +141,7 @@ class StagedDrafter(WrappedDrafter):
         begin = time.perf_counter()
         last = self._sampler.tokens[seq][-1]
         (draft,) = self.draft([seq], [last], [most], self._sampler)
-        draft = draft.cut(most, most)
+        self._unused = draft = draft.cut(most, most)
         self.drafting_seconds += time.perf_counter() - begin
         return draft.tokens, draft.parents
 
@@ -153,7 +157,9 @@ class StagedDrafter(WrappedDrafter):
             self.worth = controller.thresholds()[1]
             self._draws = controller.choose([(0, 0)], limit, self.behind([seq])).stream
             most *= self._draws
-        (draft,) = self.draft([seq], [last], [most], self._sampler)
+        draft, self._unused = self._unused, None
+        if draft is None:
+            (draft,) = self.draft([seq], [last], [most], self._sampler)
         draft = draft.cut(most, self.max_nodes)
         draft.check()
         tokens = [last, *draft.tokens]

@@ -76,6 +76,7 @@ def main() -> None:
                 n_threads=request["threads"],
                 n_threads_batch=request["threads"],
                 draft_model=drafts,
+                logits_all=bool(lookup),  # else it has room for drafts' logits up to token 512
                 verbose=False,
             )
             reply = {"vocabulary": model.n_vocab()}

@@ -150,7 +150,9 @@ def _measured(campaign: Campaign, engine: Any, prompts: list[Prompt], names: lis
         repeats = 1 if campaign.tiny else 3
         measured = measure(runs, copies, repeats=repeats, batch=batch, synchronize=wait)
         found = [row.as_dict() for row in summarise(measured, Judge(engine.model))]
-        rows[str(batch)] = {"rows": found, "unavailable": unavailable}
+        for failure in measured.failed.values():
+            print(failure, file=sys.stderr)
+        rows[str(batch)] = {"rows": found, "unavailable": unavailable | measured.ended}
     return rows
 
 

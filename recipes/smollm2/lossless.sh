@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Every lossless method on every suite: the README's tables. An hour and a half of an idle
+# Every lossless method on every suite: the README's tables. Two hours of an idle
 # machine with two cores.
 #
 #   bash recipes/smollm2/lossless.sh EVAL runs/lossless [SUITE...]
 #
 # EVAL: a folder with mt_bench/question.jsonl, spec_bench/question.jsonl, gsm8k/test.jsonl and
 # humaneval/HumanEval.jsonl.gz. SUITE: mt_bench, spec_bench, humaneval, gsm8k, t1 (MT-Bench at
-# temperature 1), b4 (in batches of 4) or mt_bench_all (all of its questions, the fastest rows);
+# temperature 1), b4 (in batches of 4), mt_bench_all (all of its questions, the fastest rows) or
+# eight_bits (the same, the narrow copy in 8 bits, as of a model whose file has no 4-bit weights);
 # without any, all of these. Answers have up to 256 tokens, and those that run into loops are not
 # counted; in batches they have up to 96, and all count.
 # What has been measured is left as it is. ACCELERATORS: a folder with eagle3/ and hydra/, which are
@@ -47,7 +48,7 @@ measure() { # NAME SUITE FILE METHODS OPTIONS...
         --methods "$methods" --repeats 1 --json "$to" "$@"
 }
 MT=mt_bench/question.jsonl LONG="-n 256 --leave-out-loops"
-[ $# -gt 0 ] || set -- mt_bench spec_bench humaneval gsm8k t1 b4 mt_bench_all
+[ $# -gt 0 ] || set -- mt_bench spec_bench humaneval gsm8k t1 b4 mt_bench_all eight_bits
 for name in "$@"; do
     case $name in
         mt_bench) measure mt_bench_smollm2 mt_bench $MT "generate,autoregressive$EVERY" \
@@ -62,9 +63,11 @@ for name in "$@"; do
         b4) measure suite_b4 mt_bench $MT "autoregressive$BATCHED" --batch 4 --limit 8 -n 96 ;;
         mt_bench_all) measure suite_mt_bench_all mt_bench $MT "autoregressive$FASTEST" \
             $LONG ;;
+        eight_bits) MULTIRATE_NARROW_BITS=8 measure suite_eight_bits mt_bench $MT \
+            "autoregressive$FASTEST" $LONG ;;
         *)
             echo "$name is no suite; accepted: mt_bench, spec_bench, humaneval, gsm8k, t1, b4," \
-                "mt_bench_all" >&2
+                "mt_bench_all, eight_bits" >&2
             exit 2
             ;;
     esac

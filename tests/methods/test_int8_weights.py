@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from multirate.bench import provenance
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
@@ -163,9 +164,10 @@ def test_what_is_refused() -> None:
         step_of(None, "skipdecode", 0.5, model_weights="int4")  # type: ignore[arg-type]
 
 
-def test_layers_of_four_bit_numbers_are_copied_in_four() -> None:
+def test_layers_of_four_bit_numbers_are_copied_in_four(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a model from a quantised file; the head, which is none, in eight. What the copy
     says is as near as with eight bits for all, and the model's own text where it is never believed.
+    In eight, too, where the environment says so.
     """
     model = model_of(LLAMA, torch.bfloat16)
     if NativeDecoder.supports(model) is not None:
@@ -198,6 +200,14 @@ def test_layers_of_four_bit_numbers_are_copied_in_four() -> None:
     assert not torch.equal(logits[0], logits[1])
     out = generate(decoder, int8_step(decoder, 1e9), PROMPTS, stop=STOP)
     assert out.sequences == plain_text(decoder)
+
+    monkeypatch.setenv("MULTIRATE_NARROW_BITS", "8")
+    copy = NativeDecoder(model).narrow()
+    assert copy is not None and copy.layers[0].down.format == W8A8
+    assert provenance.collect()["environment"] == {"MULTIRATE_NARROW_BITS": "8"}
+    monkeypatch.setenv("MULTIRATE_NARROW_BITS", "6")
+    with pytest.raises(UserError, match="MULTIRATE_NARROW_BITS is '6'; accepted: 4, 8"):
+        NativeDecoder(model).narrow()
 
 
 @pytest.mark.parametrize("method", ["int8_weights", "skipdecode"])

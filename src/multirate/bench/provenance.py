@@ -62,6 +62,15 @@ def cpu_features() -> list[str]:
     return []
 
 
+VARIABLES = (
+    "MULTIRATE_KERNEL_VARIANT",
+    "MULTIRATE_KERNEL_FLAGS",
+    "MULTIRATE_NATIVE",
+    "MULTIRATE_NARROW_BITS",
+)
+"""Of the environment, what decides how a model runs."""
+
+
 def collect(device: torch.device | str = "cpu", **more: Any) -> dict[str, Any]:
     """Everything needed to judge or repeat a figure, JSON-ready. `more` is added as given."""
     return {
@@ -78,5 +87,6 @@ def collect(device: torch.device | str = "cpu", **more: Any) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         **more,
     }

@@ -32,7 +32,7 @@ from multirate.model.native import abi, library
 from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.draft_verification import MAX_NODES, DraftVerification
-from multirate.model.native.narrow_weights import NarrowWeights
+from multirate.model.native.narrow_weights import NarrowWeights, least_bits
 from multirate.model.native.packing import (
     FINER_ROWS,
     W4A8,
@@ -409,7 +409,7 @@ class NativeDecoder(Decoder):
         layer does not tile.
         """
         if self._narrow is None and narrow_weights(self):
-            owner = Owner(W8A8, half_bytes=True)
+            owner = Owner(W8A8, half_bytes=least_bits() == 4)
             layers = [self.pack(i, owner) for i in range(len(self._layers))]
             for layer in layers:  # what later rows read: queries, keys and values of finer rows
                 layer.qkv.format = FINER_ROWS[layer.qkv.format]

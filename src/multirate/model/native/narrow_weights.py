@@ -4,10 +4,25 @@ tokens.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+from multirate.errors import UserError
 from multirate.model.native import abi
 from multirate.model.native.packing import Owner
+
+VARIABLE = "MULTIRATE_NARROW_BITS"
+
+
+def least_bits() -> int:
+    """Bits of a copy's weights at least: 4, where a model's weights are such numbers, or 8 for all
+    models, as the environment's `VARIABLE` says (to see on a model of a 4-bit file what others
+    have). Raises UserError.
+    """
+    bits = os.environ.get(VARIABLE, "4")
+    if bits not in ("4", "8"):
+        raise UserError(f"{VARIABLE} is '{bits}'; accepted: 4, 8")
+    return int(bits)
 
 
 @dataclass(frozen=True)

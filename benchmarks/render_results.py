@@ -220,7 +220,8 @@ def readme() -> dict[str, list[str]]:
             "[`on_a_gpu.sh`](recipes/smollm2/on_a_gpu.sh) trained, for EAGLE-3 and Hydra). "
             "Everything else that was measured is in [docs/results.md](docs/results.md).",
         ],
-        "suites": [suites_summary()],
+        "suites": [speeds_table(SUMMARY_ROWS, columns_of(SUMMARY))],
+        "eight": [speeds_table(EIGHT_ROWS, columns_of(EIGHT))],
         "dynamic": [frontier_table(load(f"margin_long_{REAL}.json")["frontier"])],
     }
 
@@ -252,18 +253,37 @@ SUMMARY_ROWS = (
 )
 
 
-def suites_summary() -> str:
-    """Speedups of the fastest rows on every suite. Batches do not go in stages, whatever a row
-    says.
+EIGHT = {
+    "eight_mt_bench": "MT-Bench, all of it",
+    "eight_spec_bench": "Spec-Bench",
+    "eight_gsm8k": "GSM8K",
+    "eight_humaneval": "HumanEval",
+    "eight_t1": "MT-Bench, temperature 1",
+}
+EIGHT_ROWS = (
+    "sam",
+    "eagle:lookup=sam",
+    "eagle3:lookup=sam",
+    "m2r2-carry",
+    "sam:staged=0",
+    "eagle:lookup=sam:staged=0",
+    "eagle3:lookup=sam:staged=0",
+    "m2r2-carry:staged=0",
+)
+
+
+def columns_of(titles: dict[str, str]) -> dict[str, dict[str, float]]:
+    """The speedups of the runs that are named, by their titles. Batches do not go in stages,
+    whatever a row says.
     """
-    runs = {title: load(f"{name}.json") for name, title in SUMMARY.items()}
     columns = {}
-    for title, run in runs.items():
+    for name, title in titles.items():
+        run = load(f"{name}.json")
         speeds = {row["method"]: row["speedup"] for row in run["rows"]}
         if run.get("batch", 1) > 1:
             speeds = {f"{method}{OWN}": speed for method, speed in speeds.items()}
         columns[f"{title} ({run['prompts']})"] = speeds
-    return speeds_table(SUMMARY_ROWS, columns)
+    return columns
 
 
 def speeds_table(methods: Sequence[str], columns: dict[str, dict[str, float]]) -> str:
@@ -288,6 +308,34 @@ def suites_section() -> list[str]:
     runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("suite_*.json"))]
     if not runs:
         return []
+    return [
+        "### Other suites, and sampling",
+        f"Speedup over our plain loop, one pass, {runs[0]['threads']} threads. At a temperature "
+        f"every method draws the same text for a seed. {STAGES} Batches do not go in stages.",
+        *suites_tables(runs),
+        *categories_tables(
+            [run for run in runs if "temperature" not in run and run.get("batch", 1) == 1]
+        ),
+        *eight_bits_section(),
+        *published_section(),
+    ]
+
+
+def eight_bits_section() -> list[str]:
+    """The fastest rows with a narrow copy that is as large as most models'."""
+    return [
+        "### With a narrow copy of 8 bits",
+        "SmolLM2's weights here come from a file of 4 bits a weight, so that its narrow copy has 4 "
+        "bits, too, and is all but exact. A model that is saved in bf16 has a copy of 8 bits, "
+        "which saves less; here SmolLM2 has one (`MULTIRATE_NARROW_BITS=8`), everything else being "
+        "as above.",
+        *suites_tables([load(f"{name}.json") for name in EIGHT]),
+        "Reproduce with `bash recipes/smollm2/lossless.sh EVAL runs/lossless eight_bits`.",
+    ]
+
+
+def suites_tables(runs: list[dict[str, Any]]) -> list[str]:
+    """The speedups of all methods, a run a column, and what the runs were."""
     columns, about = {}, []
     for run in runs:
         drawn = f", temperature {run['temperature']:g}" if "temperature" in run else ""
@@ -309,17 +357,7 @@ def suites_section() -> list[str]:
             )
         )
     heads = "suite", "prompts", "new tokens", "plain tokens/s", "identical", "processor", "date"
-    return [
-        "### Other suites, and sampling",
-        f"Speedup over our plain loop, one pass, {runs[0]['threads']} threads. At a temperature "
-        f"every method draws the same text for a seed. {STAGES} Batches do not go in stages.",
-        speeds_table(_methods_of(runs), columns),
-        table(heads, about),
-        *categories_tables(
-            [run for run in runs if "temperature" not in run and run.get("batch", 1) == 1]
-        ),
-        *published_section(),
-    ]
+    return [speeds_table(_methods_of(runs), columns), table(heads, about)]
 
 
 def _of_loops(run: dict[str, Any]) -> str:

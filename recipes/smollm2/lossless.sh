@@ -7,8 +7,8 @@
 # EVAL: a folder with mt_bench/question.jsonl, spec_bench/question.jsonl, gsm8k/test.jsonl and
 # humaneval/HumanEval.jsonl.gz. SUITE: mt_bench, spec_bench, humaneval, gsm8k, t1 (MT-Bench at
 # temperature 1), b4 (in batches of 4), mt_bench_all (all of its questions, the fastest rows) or
-# eight_bits (the same, the narrow copy in 8 bits, as of a model whose file has no 4-bit weights);
-# without any, all of these. Answers have up to 256 tokens, and those that run into loops are not
+# eight_bits (the fastest rows on all of MT-Bench and on the other suites, the narrow copy in 8
+# bits, as of a model whose file has no 4-bit weights); without any, all of these. Answers have up to 256 tokens, and those that run into loops are not
 # counted; in batches they have up to 96, and all count.
 # What has been measured is left as it is. ACCELERATORS: a folder with eagle3/ and hydra/, which are
 # too large for the package (on_a_gpu.sh makes them); without it there are no such rows. llama.cpp's
@@ -63,8 +63,16 @@ for name in "$@"; do
         b4) measure suite_b4 mt_bench $MT "autoregressive$BATCHED" --batch 4 --limit 8 -n 96 ;;
         mt_bench_all) measure suite_mt_bench_all mt_bench $MT "autoregressive$FASTEST" \
             $LONG ;;
-        eight_bits) MULTIRATE_NARROW_BITS=8 measure suite_eight_bits mt_bench $MT \
-            "autoregressive$FASTEST" $LONG ;;
+        eight_bits)
+            export MULTIRATE_NARROW_BITS=8
+            every="autoregressive$FASTEST"
+            measure eight_mt_bench mt_bench $MT "$every" $LONG
+            measure eight_spec_bench spec_bench spec_bench/question.jsonl "$every" --limit 28 $LONG
+            measure eight_gsm8k gsm8k gsm8k/test.jsonl "$every" --limit 12 $LONG
+            measure eight_humaneval humaneval humaneval/HumanEval.jsonl.gz "$every" --limit 12 $LONG
+            measure eight_t1 mt_bench $MT "$every" --temperature 1 --limit 6 $LONG
+            unset MULTIRATE_NARROW_BITS
+            ;;
         *)
             echo "$name is no suite; accepted: mt_bench, spec_bench, humaneval, gsm8k, t1, b4," \
                 "mt_bench_all, eight_bits" >&2

@@ -19,6 +19,7 @@ from multirate.cli.main import app
 from multirate.engine import attach
 from multirate.hub import reference_accelerators
 from multirate.methods.spec import untrained_drafters
+from multirate.methods.token_recycling.decode import TokenRecyclingDrafter
 
 
 @pytest.fixture(scope="module")
@@ -515,6 +516,29 @@ def test_sampled_answers_are_compared_token_by_token(model: str, data: str, tmp_
 
 def test_answers_needs_questions_from_somewhere(model: str, tmp_path: Path) -> None:
     refused(run("answers", model, "--out", str(tmp_path / "own.jsonl")), "--data", "--questions")
+
+
+def test_bench_goes_on_where_a_method_fails(
+    model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its traceback is told, and exit code 1; the others have their rows."""
+
+    def fail(*given: Any, **more: Any) -> None:
+        raise IndexError("no such thing")
+
+    monkeypatch.setattr(TokenRecyclingDrafter, "draft", fail)
+    out = tmp_path / "out.json"
+    result = run(
+        *("bench", model, "--data", data, "--limit", "1", "-n", "6", "--repeats", "1"),
+        *("--methods", "autoregressive,token_recycling,prompt_lookup", "--json", str(out)),
+    )
+    assert result.exit_code == 1, (result.output, result.exception)
+    assert "IndexError: no such thing" in result.stderr and "Traceback" in result.stderr
+    assert "Traceback" not in result.stdout
+    content = json.loads(out.read_text())
+    assert [row["method"] for row in content["rows"]] == ["autoregressive", "prompt_lookup"]
+    (told,) = content["unavailable"]
+    assert told["method"] == "token_recycling" and "no such thing" in told["reason"]
 
 
 def test_bench_of_all_methods_with_a_report(model: str, data: str, tmp_path: Path) -> None:

@@ -84,18 +84,22 @@ class Tried:
         }
 
 
-def candidates(known: MethodSpec) -> list[dict[str, Any]]:
+def candidates(known: MethodSpec, stages: bool = False) -> list[dict[str, Any]]:
     """The settings to try: the defaults ({}), then all combinations of what the method names.
-    UserError for a method that names none.
+    stages: whether steps can be in stages here; if so each is tried without them, too, where the
+    method has them. UserError for a method that names no settings.
     """
     if not known.tunable:
         raise UserError(f"method {known.name} has no settings that multirate tune could choose")
     defaults = known.read_settings()
+    tunable = dict(known.tunable)
+    if stages and hasattr(defaults, "staged"):
+        tunable["staged"] = (defaults.staged, 0)
     found: list[dict[str, Any]] = []
-    for values in itertools.product(*known.tunable.values()):
+    for values in itertools.product(*tunable.values()):
         chosen = {
             name: value
-            for name, value in zip(known.tunable, values, strict=True)
+            for name, value in zip(tunable, values, strict=True)
             if value != getattr(defaults, name)
         }
         if chosen not in found:

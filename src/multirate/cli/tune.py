@@ -62,6 +62,7 @@ def command(
     from multirate.hub import reference_accelerators
     from multirate.io import check_writable
     from multirate.methods.spec import PLAIN, all_specs, find, recommended
+    from multirate.model.native.decoder import narrow_weights
     from multirate.training.fingerprint import fingerprint
 
     if method is not None:
@@ -76,7 +77,7 @@ def command(
     if name == PLAIN:
         raise UserError("there is nothing to tune: give --accelerator, or --method NAME")
     known = engine.spec_of(name)
-    choices = candidates(known)
+    choices = candidates(known, stages=narrow_weights(engine.decoder))
     prompts = tuning_prompts(loaded.tokenizer, data)
     beside = engine.accelerators.get(name)
     base = fingerprint(loaded.model)

@@ -15,7 +15,7 @@ SPEC = register(
         title="EAGLE (arXiv 2401.15077), trees as EAGLE-2's",
         summary="drafts with a trained layer that goes on from the model's last feature",
         settings=EagleDecodeConfig,
-        tunable={**TUNABLE, "lookup": (0, "sam"), "window": (256, 64)},
+        tunable={**TUNABLE, "lookup": (0, "sam")},
         drafter=lambda decoder, module, settings: EagleDrafter(decoder, module, settings),
         training=Training(EagleConfig, EagleLayer, EagleObjective, start=start_from_least_squares),
     )

@@ -16,7 +16,7 @@ SPEC = register(
         title="EAGLE-3 (arXiv 2503.01840)",
         summary="drafts with a trained layer over residuals of three depths, and its own head",
         settings=Eagle3DecodeConfig,
-        tunable={**TUNABLE, "lookup": (0, "sam"), "window": (256, 64)},
+        tunable={**TUNABLE, "lookup": (0, "sam")},
         drafter=lambda decoder, module, settings: Eagle3Drafter(decoder, module, settings),
         training=Training(
             Eagle3Config,

@@ -207,7 +207,7 @@ def test_layers_of_four_bit_numbers_are_copied_in_four(monkeypatch: pytest.Monke
     assert provenance.collect()["environment"] == {"MULTIRATE_NARROW_BITS": "8"}
     monkeypatch.setenv("MULTIRATE_NARROW_BITS", "6")
     with pytest.raises(UserError, match="MULTIRATE_NARROW_BITS is '6'; accepted: 4, 8"):
-        NativeDecoder(model).narrow()
+        NativeDecoder(model)
 
 
 @pytest.mark.parametrize("method", ["int8_weights", "skipdecode"])

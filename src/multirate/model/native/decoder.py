@@ -186,6 +186,7 @@ class NativeDecoder(Decoder):
         self._spare: NativeKVCache | None = None
         self._verification: DraftVerification | None = None
         self._narrow: NarrowWeights | None = None
+        self._least_bits = least_bits()
         self._adapted: list[tuple[int, LayerAdapter]] = []
 
     def _shape(self, intermediate: int, tables: tuple[int | None, int | None, int]) -> abi.CData:
@@ -409,7 +410,7 @@ class NativeDecoder(Decoder):
         layer does not tile.
         """
         if self._narrow is None and narrow_weights(self):
-            owner = Owner(W8A8, half_bytes=least_bits() == 4)
+            owner = Owner(W8A8, half_bytes=self._least_bits == 4)
             layers = [self.pack(i, owner) for i in range(len(self._layers))]
             for layer in layers:  # what later rows read: queries, keys and values of finer rows
                 layer.qkv.format = FINER_ROWS[layer.qkv.format]

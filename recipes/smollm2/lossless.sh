@@ -8,8 +8,9 @@
 # humaneval/HumanEval.jsonl.gz. SUITE: mt_bench, spec_bench, humaneval, gsm8k, t1 (MT-Bench at
 # temperature 1), b4 (in batches of 4), mt_bench_all (all of its questions, the fastest rows) or
 # eight_bits (the fastest rows on all of MT-Bench and on the other suites, the narrow copy in 8
-# bits, as of a model whose file has no 4-bit weights); without any, all of these. Answers have up to 256 tokens, and those that run into loops are not
-# counted; in batches they have up to 96, and all count.
+# bits, as of a model whose file has no 4-bit weights); without any, all of these. Answers have up
+# to 256 tokens, and those that run into loops are not counted; in batches they have up to 96, and
+# all count.
 # What has been measured is left as it is. ACCELERATORS: a folder with eagle3/ and hydra/, which are
 # too large for the package (on_a_gpu.sh makes them); without it there are no such rows. llama.cpp's
 # rows need 'multirate[rivals]'.

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -77,7 +78,7 @@ class CostModel:
         depth) make it faster.
         """
         length, speedup = self.speedup(acceptance)
-        break_even = self._break_even()
+        break_even = self._break_even
         rate = (
             acceptance
             if isinstance(acceptance, (int, float))
@@ -106,7 +107,9 @@ class CostModel:
             )
         return Verdict(speedup > 1, speedup, length, break_even, message)
 
+    @cached_property
     def _break_even(self) -> float | None:
+        """Kept, as every generation asks for a verdict."""
         if self.speedup(1.0)[1] <= 1:
             return None
         low, high = 0.0, 1.0

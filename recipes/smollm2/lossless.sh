@@ -49,30 +49,30 @@ measure() { # NAME SUITE FILE METHODS OPTIONS...
         --methods "$methods" --repeats 1 --json "$to" "$@"
 }
 MT=mt_bench/question.jsonl LONG="-n 256 --leave-out-loops"
+measure_suite() { # SUITE NAME METHODS
+    case $1 in
+        mt_bench_all) measure "$2" mt_bench $MT "$3" $LONG ;;
+        spec_bench) measure "$2" spec_bench spec_bench/question.jsonl "$3" --limit 28 $LONG ;;
+        humaneval) measure "$2" humaneval humaneval/HumanEval.jsonl.gz "$3" --limit 12 $LONG ;;
+        gsm8k) measure "$2" gsm8k gsm8k/test.jsonl "$3" --limit 12 $LONG ;;
+        t1) measure "$2" mt_bench $MT "$3" --temperature 1 --limit 6 $LONG ;;
+    esac
+}
 [ $# -gt 0 ] || set -- mt_bench spec_bench humaneval gsm8k t1 b4 mt_bench_all eight_bits
 for name in "$@"; do
     case $name in
         mt_bench) measure mt_bench_smollm2 mt_bench $MT "generate,autoregressive$EVERY" \
             --rivals llamacpp --limit 8 $LONG ;;
-        spec_bench) measure suite_spec_bench spec_bench spec_bench/question.jsonl \
-            "autoregressive$EVERY,sam:texts=smollm2" --limit 28 $LONG ;;
-        humaneval) measure suite_humaneval humaneval humaneval/HumanEval.jsonl.gz \
-            "autoregressive$BEST" --limit 12 $LONG ;;
-        gsm8k) measure suite_gsm8k gsm8k gsm8k/test.jsonl "autoregressive$BEST" \
-            --limit 12 $LONG ;;
-        t1) measure suite_t1 mt_bench $MT "autoregressive$BEST" --temperature 1 --limit 6 $LONG ;;
+        spec_bench) measure_suite "$name" suite_spec_bench \
+            "autoregressive$EVERY,sam:texts=smollm2" ;;
+        humaneval | gsm8k | t1) measure_suite "$name" "suite_$name" "autoregressive$BEST" ;;
         b4) measure suite_b4 mt_bench $MT "autoregressive$BATCHED" --batch 4 --limit 8 -n 96 ;;
-        mt_bench_all) measure suite_mt_bench_all mt_bench $MT "autoregressive$FASTEST" \
-            $LONG ;;
+        mt_bench_all) measure_suite "$name" suite_mt_bench_all "autoregressive$FASTEST" ;;
         eight_bits)
-            export MULTIRATE_NARROW_BITS=8
-            every="autoregressive$FASTEST"
-            measure eight_mt_bench mt_bench $MT "$every" $LONG
-            measure eight_spec_bench spec_bench spec_bench/question.jsonl "$every" --limit 28 $LONG
-            measure eight_gsm8k gsm8k gsm8k/test.jsonl "$every" --limit 12 $LONG
-            measure eight_humaneval humaneval humaneval/HumanEval.jsonl.gz "$every" --limit 12 $LONG
-            measure eight_t1 mt_bench $MT "$every" --temperature 1 --limit 6 $LONG
-            unset MULTIRATE_NARROW_BITS
+            for suite in mt_bench_all spec_bench gsm8k humaneval t1; do
+                MULTIRATE_NARROW_BITS=8 measure_suite "$suite" "eight_${suite%_all}" \
+                    "autoregressive$FASTEST"
+            done
             ;;
         *)
             echo "$name is no suite; accepted: mt_bench, spec_bench, humaneval, gsm8k, t1, b4," \

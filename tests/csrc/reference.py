@@ -57,8 +57,9 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass
 class LayerWeights:
-    """One layer. Shapes [out, in]; vectors by their width; q_norm, k_norm None: no norms of
-    heads.
+    """One layer. Shapes [out, in]; vectors by their width; a norm that is None is left out.
+    norm_all_heads: q_norm and k_norm are of all heads together. rotated: so many dimensions of a
+    head are, the first ones.
     """
 
     q: Tensor
@@ -68,10 +69,15 @@ class LayerWeights:
     gate: Tensor
     up: Tensor
     down: Tensor
-    norm_attention: Tensor
-    norm_mlp: Tensor
+    norm_attention: Tensor | None
+    norm_mlp: Tensor | None
+    norm_attention_out: Tensor | None = None
+    norm_mlp_out: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    norm_all_heads: bool = False
+    rotated: int = 0
+    gelu: bool = False
     window: int = 0
     adapters: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -91,35 +97,57 @@ def layer(
     values: Tensor,
     cos: Tensor,
     sin: Tensor,
-    heads: int,
     eps: float,
 ) -> Tensor:
     """x [N, d] entering → leaving. keys, values [S, H_kv, capacity, D]: read, and written at the
     rows' slots.
     """
     w = weights
-    kv_heads, dim = keys.shape[1], keys.shape[3]
+    dim = keys.shape[3]
     adapted = (
         torch.zeros(len(rows))
         if rows.accelerated is None
         else torch.from_numpy(rows.accelerated).double()
     )
     pos = torch.from_numpy(rows.pos).long()
-    normed = rms_norm(x, w.norm_attention, eps)
-    q = (normed @ w.q.T + w.delta("q", normed, adapted)).unflatten(-1, (heads, dim))
-    k, v = ((normed @ one.T).unflatten(-1, (kv_heads, dim)) for one in (w.k, w.v))
-    if w.q_norm is not None and w.k_norm is not None:
-        q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
-    q, k = (rotate(one, cos[pos][:, None], sin[pos][:, None]) for one in (q, k))
+    normed = _normed(x, w.norm_attention, eps)
+    q = normed @ w.q.T + w.delta("q", normed, adapted)
+    k, v = (normed @ one.T for one in (w.k, w.v))
+    if w.norm_all_heads:
+        q, k = _normed(q, w.q_norm, eps), _normed(k, w.k_norm, eps)
+    q, k, v = (one.unflatten(-1, (-1, dim)) for one in (q, k, v))
+    if not w.norm_all_heads:
+        q, k = _normed(q, w.q_norm, eps), _normed(k, w.k_norm, eps)
+    if w.rotated:
+        q, k = (
+            torch.cat(
+                [
+                    rotate(one[..., : w.rotated], cos[pos][:, None], sin[pos][:, None]),
+                    one[..., w.rotated :],
+                ],
+                dim=-1,
+            )
+            for one in (q, k)
+        )
     for n, slot in enumerate(rows.slot):
         if slot >= 0:
             keys[rows.seq[n], :, slot], values[rows.seq[n], :, slot] = k[n], v[n]
     out = torch.stack([_attend(q[n], rows, n, keys, values, w.window) for n in range(len(rows))])
-    x = x + out @ w.o.T + w.delta("o", out, adapted)
-    normed = rms_norm(x, w.norm_mlp, eps)
+    x = x + _normed(out @ w.o.T + w.delta("o", out, adapted), w.norm_attention_out, eps)
+    normed = _normed(x, w.norm_mlp, eps)
     gate = normed @ w.gate.T + w.delta("gate", normed, adapted)
-    inner = torch.nn.functional.silu(gate) * (normed @ w.up.T + w.delta("up", normed, adapted))
-    return x + inner @ w.down.T + w.delta("down", inner, adapted) + w.delta("mlp", normed, adapted)
+    passed = (
+        torch.nn.functional.gelu(gate, approximate="tanh")
+        if w.gelu
+        else torch.nn.functional.silu(gate)
+    )
+    inner = passed * (normed @ w.up.T + w.delta("up", normed, adapted))
+    out = inner @ w.down.T + w.delta("down", inner, adapted) + w.delta("mlp", normed, adapted)
+    return x + _normed(out, w.norm_mlp_out, eps)
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else rms_norm(x, weight, eps)
 
 
 def visible_slots(rows: Rows, n: int, window: int) -> list[int]:

@@ -90,7 +90,7 @@ def test_best_is_top_without_probabilities(vocab: int, threads: int) -> None:
 
 
 def shape_of(hidden: int, vocab: int) -> abi.CData:
-    return abi.new("Shape", hidden=hidden, vocab=vocab, eps=1e-5)
+    return abi.new("Shape", hidden=hidden, vocab=vocab, eps=1e-5, embed_scale=1.0)
 
 
 @pytest.mark.parametrize("noisy", [False, True])

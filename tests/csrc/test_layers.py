@@ -35,6 +35,11 @@ class Case:
     dim: int
     window: int = 0
     norms: bool = False
+    norm_all_heads: bool = False
+    norms_in: bool = True
+    norms_out: bool = False
+    gelu: bool = False
+    rotated: int | None = None
     adapted: bool = False
     rank: int = 8
     threads: int = 2
@@ -42,9 +47,8 @@ class Case:
     def __post_init__(self) -> None:
         self.owner, self.workspace = Owner(), library.Workspace(self.threads)
         self.layers = [self._weights(100 * i) for i in range(2)]
-        angle = torch.arange(CAPACITY)[:, None] * 10000.0 ** -(
-            torch.arange(self.dim // 2) / (self.dim // 2)
-        )
+        half = (self.dim if self.rotated is None else self.rotated) // 2
+        angle = torch.arange(CAPACITY)[:, None] * 10000.0 ** -(torch.arange(half) / max(half, 1))
         self.cos, self.sin = angle.cos(), angle.sin()
         self.shape = abi.new(
             "Shape",
@@ -56,8 +60,8 @@ class Case:
             max_positions=CAPACITY,
             eps=EPS,
             attention_scale=self.dim**-0.5,
-            cos=self.owner.floats(self.cos),
-            sin=self.owner.floats(self.sin),
+            rotary=2 * half,
+            activation=abi.constant("ACTIVATION_GELU" if self.gelu else "ACTIVATION_SILU"),
         )
         self.packed = abi.array("Layer", [self._packed(one) for one in self.layers])
         self.adapter_structures = [self._adapter(one) for one in self.layers]
@@ -73,6 +77,9 @@ class Case:
         def weight(outputs: int, inputs: int, at: int) -> Tensor:
             return bf16_values(outputs, inputs, seed=seed + at, scale=inputs**-0.5)
 
+        def norm(size: int, at: int) -> Tensor:
+            return randn(size, seed=seed + at) * 0.1 + 1
+
         width, kv = self.heads * self.dim, self.kv_heads * self.dim
         made = reference.LayerWeights(
             weight(width, HIDDEN, 1),
@@ -82,14 +89,19 @@ class Case:
             weight(INNER, HIDDEN, 5),
             weight(INNER, HIDDEN, 6),
             weight(HIDDEN, INNER, 7),
-            randn(HIDDEN, seed=seed + 8) * 0.1 + 1,
-            randn(HIDDEN, seed=seed + 9) * 0.1 + 1,
+            norm(HIDDEN, 8) if self.norms_in else None,
+            norm(HIDDEN, 9) if self.norms_in else None,
+            norm_all_heads=self.norm_all_heads,
+            rotated=self.dim if self.rotated is None else self.rotated,
+            gelu=self.gelu,
             window=self.window,
         )
-        if self.norms:
-            made.q_norm, made.k_norm = (
-                randn(self.dim, seed=seed + at) * 0.1 + 1 for at in (10, 11)
-            )
+        if self.norms_out:
+            made.norm_attention_out, made.norm_mlp_out = norm(HIDDEN, 12), norm(HIDDEN, 13)
+        if self.norm_all_heads:
+            made.q_norm, made.k_norm = norm(width, 10), norm(kv, 11)
+        elif self.norms:
+            made.q_norm, made.k_norm = norm(self.dim, 10), norm(self.dim, 11)
         if self.adapted:
             sizes = {
                 "q": (width, HIDDEN),
@@ -114,8 +126,13 @@ class Case:
             down=owner.linear(w.down),
             norm_attention=owner.floats(w.norm_attention),
             norm_mlp=owner.floats(w.norm_mlp),
+            norm_attention_out=owner.floats(w.norm_attention_out),
+            norm_mlp_out=owner.floats(w.norm_mlp_out),
             q_norm=owner.floats(w.q_norm),
             k_norm=owner.floats(w.k_norm),
+            norm_all_heads=w.norm_all_heads,
+            cos=owner.floats(self.cos) if w.rotated else None,
+            sin=owner.floats(self.sin) if w.rotated else None,
             window=w.window,
         )
 
@@ -154,7 +171,7 @@ class Case:
                     for name, value in vars(weights).items()
                 }
             )
-            y = reference.layer(y, exact, rows, keys, values, *tables, self.heads, EPS)
+            y = reference.layer(y, exact, rows, keys, values, *tables, EPS)
         return y
 
     def assert_same(self, x: Tensor, rows: Rows) -> None:
@@ -169,6 +186,14 @@ CASES = {
     "norms of heads": dict(heads=4, kv_heads=4, dim=48, norms=True),
     "one key head": dict(heads=2, kv_heads=1, dim=128),
     "more threads than key heads": dict(heads=6, kv_heads=3, dim=32, threads=4),
+    "norms of what is added, and GELU": dict(
+        heads=4, kv_heads=2, dim=64, norms=True, norms_out=True, gelu=True
+    ),
+    "norms of all heads, none before": dict(
+        heads=4, kv_heads=2, dim=64, norm_all_heads=True, norms_in=False, norms_out=True
+    ),
+    "some dimensions rotated": dict(heads=4, kv_heads=2, dim=64, rotated=48),
+    "nothing rotated": dict(heads=4, kv_heads=2, dim=32, rotated=0),
 }
 
 
@@ -181,8 +206,9 @@ def test_a_prompt_then_a_tree_then_a_chain(name: str) -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 3, 4, 7])
-def test_threads_share_the_queries_and_change_no_bit(threads: int) -> None:
-    shape = dict(heads=6, kv_heads=3, dim=32, norms=True, window=20)
+@pytest.mark.parametrize("norms", ["norms", "norm_all_heads"])
+def test_threads_share_the_queries_and_change_no_bit(norms: str, threads: int) -> None:
+    shape = dict(heads=6, kv_heads=3, dim=64, norms_out=True, window=20) | {norms: True}
     one, shared = (
         Case(**shape, threads=n)  # type: ignore[arg-type]
         for n in (1, threads)
@@ -247,8 +273,9 @@ def test_sequences_share_a_pass() -> None:
     case.assert_same(randn(9, HIDDEN, seed=1), trees)
 
 
-def test_low_rank_adapters_change_the_rows_that_have_them_alone() -> None:
-    case = Case(heads=4, kv_heads=2, dim=32, adapted=True)
+@pytest.mark.parametrize("norms_out", [False, True])
+def test_low_rank_adapters_change_the_rows_that_have_them_alone(norms_out: bool) -> None:
+    case = Case(heads=4, kv_heads=2, dim=32, adapted=True, norms_out=norms_out, gelu=norms_out)
     case.assert_same(randn(11, HIDDEN), Rows.causal(0, 0, 11))
     rows = Rows.concat([Rows.causal(0, 11, 4), Rows.accelerated_at(0, np.arange(11, 15))])
     x = randn(4, HIDDEN, seed=1).repeat(2, 1)
@@ -258,8 +285,11 @@ def test_low_rank_adapters_change_the_rows_that_have_them_alone() -> None:
     assert (y[:4] - y[4:]).norm() > 0.05 * y[4:].norm()
 
 
-def test_filling_keys_and_values_is_what_layers_leave() -> None:
-    case, other = (Case(heads=4, kv_heads=2, dim=64) for _ in range(2))
+@pytest.mark.parametrize("norm_all_heads", [False, True])
+def test_filling_keys_and_values_is_what_layers_leave(norm_all_heads: bool) -> None:
+    case, other = (
+        Case(heads=4, kv_heads=2, dim=64, norm_all_heads=norm_all_heads) for _ in range(2)
+    )
     x, rows = randn(67, HIDDEN), Rows.causal(1, 0, 67)
     for i in range(2):
         case.run(x, rows, i, i + 1)

@@ -73,17 +73,26 @@ typedef struct {
 typedef struct {
     Linear qkv, o;                          // queries, then keys, then values
     Linear gate_up, down;                   // weight NULL: attention alone; 32 gates, 32 ups, …
-    const float *norm_attention, *norm_mlp; // [hidden]; norm_attention NULL: it reads x as it is
+    const float *norm_attention, *norm_mlp; // [hidden] of what they read; NULL: x as it is
+    const float *norm_attention_out,
+        *norm_mlp_out;        // [hidden] of what they add to x; NULL: as it is
     const float *norm_beside; // [hidden] where attention reads a second row of `hidden` values, so
                               // normed, and then x: qkv has 2 · hidden inputs. NULL: only x
-    const float *q_norm, *k_norm; // [head_dim] or NULL
+    const float *q_norm, *k_norm; // [head_dim], of each head, or NULL; where norm_all_heads
+    int32_t norm_all_heads;       // [heads · head_dim] and [kv_heads · head_dim], of all together
+    const float *cos, *sin;       // [max_positions, Shape.rotary / 2]; NULL: nothing is rotated
     int32_t window;               // positions that a row sees; 0: all before it
 } Layer;
 
+#define ACTIVATION_SILU 0
+#define ACTIVATION_GELU 1 // by tanh
+
 typedef struct {
     int32_t hidden, heads, kv_heads, head_dim, intermediate, vocab, max_positions;
+    int32_t rotary;     // dimensions of a head that are rotated: the first ones
+    int32_t activation; // of the gates
     float eps, attention_scale;
-    const float *cos, *sin; // [max_positions, head_dim / 2]
+    float embed_scale; // of the embedding's rows, as they enter layer 0
 } Shape;
 
 // Keys and values of one layer (attention.c draws them).

@@ -288,6 +288,29 @@ void fetch_slots(const Shape *s, const LayerCache *cache, const Rows *rows, int 
         }
 }
 
+void norm_all_heads(Workspace *work, const Shape *s, const Layer *layer, int rows, int keys_alone,
+                    int id, int threads) {
+    int queries = s->heads * s->head_dim, keys = s->kv_heads * s->head_dim;
+    for (int n = id; n < rows; n += threads) {
+        float *row = work->qkv + (size_t)n * (queries + 2 * keys);
+        if (!keys_alone)
+            norm_in_place(row, layer->q_norm, queries, s->eps);
+        norm_in_place(row + queries, layer->k_norm, keys, s->eps);
+    }
+    barrier(work, threads);
+}
+
+// A query's or a key's head, in place. norm: of each head, NULL: none.
+static void norm_and_rotate(const Shape *s, const Layer *layer, const float *norm, int pos,
+                            float *head) {
+    if (norm && !layer->norm_all_heads)
+        mr_rms_norm(head, norm, s->head_dim, s->eps);
+    if (!layer->cos)
+        return;
+    size_t at = (size_t)pos * (s->rotary / 2);
+    mr_rotate(head, layer->cos + at, layer->sin + at, s->rotary);
+}
+
 void write_keys_and_values(Workspace *work, const Shape *s, const Layer *layer,
                            const LayerCache *cache, const Rows *rows, int id, int threads) {
     int dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim;
@@ -297,10 +320,7 @@ void write_keys_and_values(Workspace *work, const Shape *s, const Layer *layer,
                 continue; // it reads what others have left
             float *row = work->qkv + (size_t)n * width, *k = row + (s->heads + h) * dim,
                   *v = row + (s->heads + s->kv_heads + h) * dim;
-            if (layer->k_norm)
-                mr_rms_norm(k, layer->k_norm, dim, s->eps);
-            mr_rotate(k, s->cos + (size_t)rows->pos[n] * (dim / 2),
-                      s->sin + (size_t)rows->pos[n] * (dim / 2), dim);
+            norm_and_rotate(s, layer, layer->k_norm, rows->pos[n], k);
             size_t at = ((size_t)rows->seq[n] * s->kv_heads + h) * rows->capacity * dim;
             write_k(cache->k + at, rows->slot[n], dim, k);
             write_v(cache->v + at, rows->slot[n], dim, v);
@@ -340,10 +360,7 @@ static void attend_queries(Workspace *work, const Shape *s, const Layer *layer,
             }
             element *query = scratch->queries + j * MAX_HEAD_DIM;
             float *from = work->qkv + (size_t)n * width + q * dim;
-            if (layer->q_norm)
-                mr_rms_norm(from, layer->q_norm, dim, s->eps);
-            mr_rotate(from, s->cos + (size_t)rows->pos[n] * (dim / 2),
-                      s->sin + (size_t)rows->pos[n] * (dim / 2), dim);
+            norm_and_rotate(s, layer, layer->q_norm, rows->pos[n], from);
             for (int d = 0; d < dim; d += 16)
                 store_elements(query + d, load(from + d) * splat(s->attention_scale));
             one->query = query;

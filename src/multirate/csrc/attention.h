@@ -10,6 +10,11 @@ static inline int first_head(const Shape *s, int id, int threads) {
     return s->kv_heads * id / threads;
 }
 
+// Of a layer with norm_all_heads: the queries of all heads of a row, and its keys, in work->qkv.
+// Every one of them has been written before. Ends in a barrier.
+void norm_all_heads(Workspace *work, const Shape *s, const Layer *layer, int rows, int keys_alone,
+                    int id, int threads);
+
 // Norms, rotates and writes the keys and values of the thread's K/V heads, which lie in work->qkv
 // [rows, heads + 2 kv_heads, head_dim].
 void write_keys_and_values(Workspace *work, const Shape *s, const Layer *layer,

@@ -68,7 +68,7 @@ static void draft_level(Workspace *work, const Stream *stream, const Surrounding
     float *p = x + (size_t)fresh * d;
     RowTable both;
     uint8_t adapted[MAX_ROWS];
-    mr_embed(stream->table, ids, n, d, 1.0f, p);
+    embed(stream, ids, n, p);
     memcpy(x, p + (size_t)old * d, (size_t)fresh * d * sizeof(float));
     for (int r = 0; r < total; r++) {
         int from = r < fresh ? old + r : r - fresh; // they write what the stream's rows read
@@ -569,7 +569,7 @@ static void run_leaves(Workspace *work, const Tree *trees, int count, const Leve
         const Tree *t = &trees[s];
         for (int node = t->ran; node <= t->n; node++) {
             float *x = hidden_of(t->step, node);
-            mr_embed(stream->table, t->step->tokens + node - 1, 1, d, 1.0f, x);
+            embed(stream, t->step->tokens + node - 1, 1, x);
             if (!layers)
                 continue;
             if (rows == MAX_ROWS) {

@@ -19,7 +19,7 @@
 //
 // So a group is read from its first byte to its last, and a pair of a row's inputs, broadcast,
 // meets 16 outputs in one instruction. gate_up has 32 gates and their 32 ups in each group, so that
-// SiLU(gate) · up is formed as soon as a group's sums are there.
+// gate · up is formed, the gate through SiLU or GELU, as soon as a group's sums are there.
 #include "gemm.h"
 
 #include "norm.h"
@@ -104,11 +104,12 @@ void matmul_columns(const Linear *linear, const Operand *x, const int *target, i
                 if (linear->bias)
                     for (int m = from; m < to; m++)
                         acc[r][m] += load(linear->bias + g * 64 + m * 16);
-                if (mode == SILU_GATE) {
+                if (is_gate(mode)) {
                     element *to_row = out.activation + row * out.stride + g * 32;
                     const float *gate = (const float *)acc[r], *up = gate + 32;
                     for (int i = 0; i < 32; i += LANES)
-                        store_element_v(to_row + i, silu_vector(load_v(gate + i)) * load_v(up + i));
+                        store_element_v(to_row + i,
+                                        gate_vector(mode, load_v(gate + i)) * load_v(up + i));
                     continue;
                 }
                 float *y = out.y + row * out.stride + g * 64;
@@ -134,8 +135,7 @@ void matmul(Workspace *work, const Linear *linear, const element *const *x, int 
 
 void matmul_balanced(Workspace *work, const Linear *linear, const element *const *x, int rows,
                      int mode, Output out, const Linear *then, int thread, int threads) {
-    int whole = mode == SILU_GATE,
-        unit = whole || linear->format == WEIGHTS_BF16 ? GROUP_COLUMNS : 1,
+    int whole = is_gate(mode), unit = whole || linear->format == WEIGHTS_BF16 ? GROUP_COLUMNS : 1,
         units = linear->outputs / 16 / unit;
     if (threads == 1 || units > MOST_UNITS) {
         matmul(work, linear, x, rows, NULL, mode, whole, out, then, thread, threads);

@@ -92,11 +92,23 @@ void product_half_bytes(const Linear *linear, int first, int last, const Operand
                         const uint32_t *after, f16 (*acc)[4]);
 #endif
 
-enum { STORE, ADD, SILU_GATE }; // what happens to the outputs; SILU_GATE: of whole groups
+// What happens to the outputs; gates: of whole groups.
+enum { STORE, ADD, SILU_GATE, GELU_GATE };
+
+static inline int is_gate(int mode) {
+    return mode == SILU_GATE || mode == GELU_GATE;
+}
+// How a model's gates are passed.
+static inline int gate_of(const Shape *shape) {
+    return shape->activation == ACTIVATION_GELU ? GELU_GATE : SILU_GATE;
+}
+INLINE fv gate_vector(int mode, fv gate) {
+    return mode == GELU_GATE ? gelu_vector(gate) : silu_vector(gate);
+}
 
 typedef struct {
     float *y;            // STORE, ADD: [rows, stride]
-    element *activation; // SILU_GATE: [rows, stride]: silu(gate)·up, 32 of each per group
+    element *activation; // gates: [rows, stride]: gate_vector(gate) · up, 32 of each per group
     int stride;
 } Output;
 
@@ -109,7 +121,7 @@ void matmul_columns(const Linear *linear, const Operand *x, const int *target, i
 // Thread `thread` of `threads` computes its share. x[n]: rows of length linear->inputs. `then`: the
 // product that comes next, or NULL. whole: groups are not parted, for products that another one's
 // share has to match, whatever the formats of both: where each thread goes on with its own outputs;
-// and for SILU_GATE.
+// and for gates.
 void matmul(Workspace *work, const Linear *linear, const element *const *x, int rows,
             const int *target, int mode, int whole, Output out, const Linear *then, int thread,
             int threads);

@@ -155,7 +155,7 @@ void mr_argmax_pass(Workspace *work, const Shape *shape, const Layer *layers,
                     int64_t *tokens) {
     double begin = seconds_now();
     if (ids)
-        mr_embed(table, ids, rows->count, shape->hidden, 1.0f, x);
+        mr_embed(table, ids, rows->count, shape->hidden, shape->embed_scale, x);
     mr_layers(work, shape, layers, caches, NULL, rows, x, start, stop);
     double layers_done = seconds_now();
     argmax_of_rows(work, rows->count, shape->vocab, shape->eps, x, head, screen, norm, noise,

@@ -50,13 +50,33 @@ static void note_residuals(const LayerCall *call, int tap, int id, int threads) 
                d * sizeof(float));
 }
 
-// Adds to the residual. whole: each thread goes on with its own outputs, as in matmul.
+// Where attention or the MLP leaves its sums: in the residual, or, where they are normed before
+// they are added to it, beside it, where nobody needs queries and keys any more.
+static Output sums_of(Workspace *work, const float *norm, float *x, int d) {
+    return (Output){.y = norm ? work->qkv : x, .stride = d};
+}
+
+// whole: each thread goes on with its own outputs, as in matmul.
 static void sum_up(Workspace *work, const Linear *linear, const element *const *x, int rows,
-                   int whole, Output out, const Linear *then, int id, int threads) {
+                   int whole, const float *norm, Output out, const Linear *then, int id,
+                   int threads) {
+    int mode = norm ? STORE : ADD;
     if (whole)
-        matmul(work, linear, x, rows, NULL, ADD, 1, out, then, id, threads);
+        matmul(work, linear, x, rows, NULL, mode, 1, out, then, id, threads);
     else
-        matmul_balanced(work, linear, x, rows, ADD, out, then, id, threads);
+        matmul_balanced(work, linear, x, rows, mode, out, then, id, threads);
+}
+
+// All sums are there: the residual with them. Ends in a barrier.
+static void add_sums(Workspace *work, const float *norm, float eps, Output sums, int rows, float *x,
+                     int id, int threads) {
+    barrier(work, threads);
+    if (!norm)
+        return;
+    int d = sums.stride;
+    for (int n = id; n < rows; n += threads)
+        add_normed(sums.y + (size_t)n * d, norm, d, eps, x + (size_t)n * d);
+    barrier(work, threads);
 }
 
 void run_layers(Workspace *work, void *context, int id, int threads) {
@@ -97,7 +117,8 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
             fetch_slots(s, &call->caches[l], &call->rows, id, threads);
         if (call->key_rows == count) {
             keys_and_values(work, s, layer, from, count, qkv, id, threads);
-        } else if (heads_are_groups(s, threads) && !(adapter && adapter->q.rank)) {
+        } else if (heads_are_groups(s, threads) && !layer->norm_all_heads &&
+                   !(adapter && adapter->q.rank)) {
             qkv_of_heads(work, s, layer, from, count, qkv, id, threads);
         } else {
             matmul_balanced(work, &layer->qkv, from, count, STORE, qkv, &layer->o, id, threads);
@@ -107,6 +128,8 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
                 barrier(work, threads);
             }
         }
+        if (layer->norm_all_heads)
+            norm_all_heads(work, s, layer, count, call->key_rows == count, id, threads);
         write_keys_and_values(work, s, layer, &call->caches[l], &call->rows, id, threads);
         if (call->key_rows == count)
             return;
@@ -121,19 +144,21 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
         if (adapter && adapter->o.rank)
             low_rank_in(work, &adapter->o, attended, heads, fast, fast_count, id, threads);
         row_pointers(attended, heads, NULL, count, from);
-        sum_up(work, &layer->o, from, count, whole, (Output){.y = x, .stride = d},
+        const float *norm = layer->norm_attention_out;
+        Output sums = sums_of(work, norm, x, d);
+        sum_up(work, &layer->o, from, count, whole, norm, sums,
                layer->gate_up.weight ? &layer->gate_up : NULL, id, threads);
         if (adapter && adapter->o.rank)
-            low_rank_out(work, &adapter->o, x, d, fast, fast_count, id, threads);
-        barrier(work, threads);
+            low_rank_out(work, &adapter->o, sums.y, d, fast, fast_count, id, threads);
+        add_sums(work, norm, s->eps, sums, count, x, id, threads);
         if (!layer->gate_up.weight)
             continue; // attention alone
         for (int n = 0; n < count; n++)
-            rms_norm(x + (size_t)n * d, layer->norm_mlp, d, s->eps, normed + (size_t)n * d);
-        int inner = s->intermediate;
+            read_row(x + (size_t)n * d, layer->norm_mlp, d, s->eps, normed + (size_t)n * d);
+        int inner = s->intermediate, gate = gate_of(s);
         if (adapter && adapter->gate_up.rank) {
-            // LoRA on gate and up needs their sums before SiLU, so this pass keeps raw sums for all
-            // rows.
+            // LoRA on gate and up needs the gates' sums as they are, so this pass keeps raw sums
+            // for all rows.
             low_rank_in(work, &adapter->gate_up, normed, d, fast, fast_count, id, threads);
             const element *low[MAX_ROWS];
             row_pointers(work->low_in, adapter->gate_up.a.outputs, NULL, fast_count, low);
@@ -149,13 +174,12 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
                     for (int i = 0; i < 32; i += LANES) {
                         const float *y = work->qkv + (size_t)n * 2 * inner + g * 64 + i;
                         store_element_v(work->activation + (size_t)n * inner + g * 32 + i,
-                                        silu_vector(load_v(y)) * load_v(y + 32));
+                                        gate_vector(gate, load_v(y)) * load_v(y + 32));
                     }
         } else {
             matmul_balanced(work, &layer->gate_up, row_pointers(normed, d, NULL, count, from),
-                            count, SILU_GATE,
-                            (Output){.activation = work->activation, .stride = inner}, &layer->down,
-                            id, threads);
+                            count, gate, (Output){.activation = work->activation, .stride = inner},
+                            &layer->down, id, threads);
         }
         barrier(work, threads);
         if (adapter && adapter->down.rank)
@@ -164,13 +188,15 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
         if (adapter && adapter->mlp.rank && !adapter->down.rank)
             low_rank_in(work, &adapter->mlp, normed, d, fast, fast_count, id, threads);
         row_pointers(work->activation, inner, NULL, count, from);
-        sum_up(work, &layer->down, from, count, whole, (Output){.y = x, .stride = d},
+        norm = layer->norm_mlp_out;
+        sums = sums_of(work, norm, x, d);
+        sum_up(work, &layer->down, from, count, whole, norm, sums,
                l + 1 < call->stop ? &layer[1].qkv : NULL, id, threads);
         if (adapter && adapter->down.rank)
-            low_rank_out(work, &adapter->down, x, d, fast, fast_count, id, threads);
+            low_rank_out(work, &adapter->down, sums.y, d, fast, fast_count, id, threads);
         else if (adapter && adapter->mlp.rank)
-            low_rank_out(work, &adapter->mlp, x, d, fast, fast_count, id, threads);
-        barrier(work, threads);
+            low_rank_out(work, &adapter->mlp, sums.y, d, fast, fast_count, id, threads);
+        add_sums(work, norm, s->eps, sums, count, x, id, threads);
     }
     if (tap < call->tap_count) // of the last layer's output
         note_residuals(call, tap, id, threads);

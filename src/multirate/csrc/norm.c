@@ -17,6 +17,18 @@ void rms_norm(const float *x, const float *weight, int d, float eps, element *ou
         store_elements(out + i, load(x + i) * scale * load(weight + i));
 }
 
+void norm_in_place(float *x, const float *weight, int d, float eps) {
+    f16 scale = splat(inverse_rms(x, d, eps));
+    for (int i = 0; i < d; i += 16)
+        store(x + i, load(x + i) * scale * load(weight + i));
+}
+
+void add_normed(const float *y, const float *weight, int d, float eps, float *x) {
+    f16 scale = splat(inverse_rms(y, d, eps));
+    for (int i = 0; i < d; i += 16)
+        store(x + i, load(x + i) + load(y + i) * scale * load(weight + i));
+}
+
 void read_row(const float *x, const float *weight, int d, float eps, element *out) {
     if (weight) {
         rms_norm(x, weight, d, eps, out);

@@ -205,12 +205,19 @@ INLINE fv exp_vector(fv x) {
     return (fv)((iv)p + exponent);
 #endif
 }
-INLINE fv silu_vector(fv g) {
-    // x·sigmoid(x) through exp(-|x|), so that the exponent never overflows
-    iv negative = g < all(0.0f);
-    fv e = exp_vector((fv)((iv)g | (iv)all(-0.0f)));
+INLINE fv sigmoid_vector(fv x) {
+    // through exp(-|x|), so that the exponent never overflows
+    iv negative = x < all(0.0f);
+    fv e = exp_vector((fv)((iv)x | (iv)all(-0.0f)));
     fv s = all(1.0f) / (all(1.0f) + e); // sigmoid(|x|)
     fv n = e * s;                       // sigmoid(-|x|)
-    return g * (fv)(((iv)n & negative) | ((iv)s & ~negative));
+    return (fv)(((iv)n & negative) | ((iv)s & ~negative));
+}
+INLINE fv silu_vector(fv g) {
+    return g * sigmoid_vector(g);
+}
+// x/2 · (1 + tanh(u)) = x · sigmoid(2u), u = √(2/π) · (x + 0.044715 x³)
+INLINE fv gelu_vector(fv g) {
+    return g * sigmoid_vector(all(1.5957691216f) * (g + all(0.044715f) * g * g * g));
 }
 #endif

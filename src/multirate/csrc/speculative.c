@@ -114,8 +114,8 @@ static void take_pending(const SpeculativeStep *step, int count, RowTable *to) {
     narrow->pending_count -= count;
     for (int i = 0; i < count; i++) {
         int slot = narrow->slots[narrow->pending_count + i];
-        mr_embed(step->stream->table, &narrow->pending[narrow->pending_count + i], 1, d, 1.0f,
-                 narrow->hidden + (size_t)i * d);
+        embed(step->stream, &narrow->pending[narrow->pending_count + i], 1,
+              narrow->hidden + (size_t)i * d);
         set_row(to, i, step->sequence, slot, slot, slot + 1, 0);
     }
 }
@@ -149,7 +149,7 @@ static void make_sure(Workspace *work, SpeculativeStep *step, Doubtful *rows_see
     for (int i = 0; i < doubted; i++) {
         int n = nodes[i];
         int64_t token = n ? step->tokens[n - 1] : rows_seen->last_token;
-        mr_embed(step->stream->table, &token, 1, d, 1.0f, narrow->hidden + (size_t)(old + i) * d);
+        embed(step->stream, &token, 1, narrow->hidden + (size_t)(old + i) * d);
         set_row(&again, old + i, step->sequence, table->slot[n], table->pos[n], table->prefix[n],
                 table->tree[n]);
     }
@@ -209,8 +209,8 @@ static int draft_from_text(SpeculativeStep *step, const DraftLimits *limits, int
             step->confidence[i] = -1.0;
     }
     text->continued = n;
-    mr_embed(stream->table, &last_token, 1, d, 1.0f, step->hidden);
-    mr_embed(stream->table, step->tokens, n, d, 1.0f, step->hidden + d);
+    embed(stream, &last_token, 1, step->hidden);
+    embed(stream, step->tokens, n, step->hidden + d);
     return n;
 }
 
@@ -500,8 +500,8 @@ int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int node
     step->trusted = step->unverified = 0;
     step->levels = verification_rows(step, length, nodes, &table);
     if (!start) {
-        mr_embed(stream->table, step->ids, 1, d, 1.0f, step->hidden);
-        mr_embed(stream->table, step->tokens, nodes, d, 1.0f, step->hidden + d);
+        embed(stream, step->ids, 1, step->hidden);
+        embed(stream, step->tokens, nodes, step->hidden + d);
     }
     run_target(work, step, &target, &table, start);
     double begin = seconds_now();

@@ -38,8 +38,10 @@ void room_for_adapters(Workspace *work) {
 
 void make_room(Workspace *work, const Shape *shape, int adapters) {
     int width = (shape->heads + 2 * shape->kv_heads) * shape->head_dim;
-    int inner = 2 * shape->intermediate;
-    size_t wide = MAX_ROWS * (size_t)(width > inner ? width : inner);
+    int widths[] = {2 * shape->intermediate, shape->hidden};
+    for (int i = 0; i < 2; i++)
+        width = width > widths[i] ? width : widths[i];
+    size_t wide = MAX_ROWS * (size_t)width;
     size_t heads = MAX_ROWS * (size_t)shape->heads * shape->head_dim;
     size_t activation = MAX_ROWS * (size_t)shape->intermediate;
     work->qkv = grown(work->qkv, &work->qkv_size, wide * sizeof(float));

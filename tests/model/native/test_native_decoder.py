@@ -11,12 +11,18 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from multirate.errors import UserError
@@ -55,6 +61,36 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "mha-head-80": LlamaConfig(
         **{**SIZES, "hidden_size": 320, "num_key_value_heads": 4}, head_dim=80
     ),
+    "gemma": GemmaConfig(**SIZES, head_dim=32),
+    "gemma3": Gemma3TextConfig(
+        **SIZES,
+        head_dim=64,
+        query_pre_attn_scalar=50,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "olmo2": Olmo2Config(**SIZES),
+    "olmo2-biases": Olmo2Config(**SIZES, attention_bias=True),
+    "olmo3": Olmo3Config(
+        **SIZES,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "phi3": Phi3Config(**SIZES, pad_token_id=0),
+    "phi3-partly-rotated": Phi3Config(
+        **{**SIZES, "hidden_size": 256},
+        pad_token_id=0,
+        sliding_window=24,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0 + 0.1 * i for i in range(24)],
+            "long_factor": [4.0 + 0.1 * i for i in range(24)],
+            "original_max_position_embeddings": 128,
+        },
+    ),
+    "smollm3": SmolLM3Config(**SIZES, pad_token_id=0, no_rope_layers=[1, 0, 1]),
 }
 
 

@@ -20,7 +20,7 @@ from multirate.model.hf.parts import (
     attention_function,
 )
 
-__all__ = ["LayerParts", "MoEParts", "ModelParts", "Site", "Trace", "find_parts"]
+__all__ = ["LayerParts", "MoEParts", "ModelParts", "Site", "Trace", "find_parts", "ropes"]
 
 _LAYER_ARGUMENTS = {
     "hidden_states",
@@ -299,22 +299,23 @@ def _logit_scale(config: Any) -> float:
     return float(getattr(config, "logit_scale", None) or 1.0)
 
 
-def _ropes(config: Any) -> list[dict[str, Any]]:
-    ropes = getattr(config, "rope_parameters", None) or {}
-    return [r for r in ropes.values() if isinstance(r, dict)] if _ropes_by_type(config) else [ropes]
+def ropes(config: Any) -> list[dict[str, Any]]:
+    """The parameters of a configuration's rotary embeddings, one for each layer type or for all."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return [r for r in found.values() if isinstance(r, dict)] if _ropes_by_type(config) else [found]
 
 
 def _ropes_by_type(config: Any) -> bool:
-    ropes = getattr(config, "rope_parameters", None) or {}
+    found = getattr(config, "rope_parameters", None) or {}
     return (
-        any(isinstance(r, dict) for r in ropes.values())
+        any(isinstance(r, dict) for r in found.values())
         and getattr(config, "layer_types", None) is not None
     )
 
 
 def _max_positions(config: Any) -> int | None:
     limits = [getattr(config, "max_position_embeddings", None)]
-    for rope in _ropes(config):
+    for rope in ropes(config):
         # These recompute their frequencies beyond the original length, so rotated keys already
         # cached would no longer be those of a fresh run; up to it they are fixed.
         if rope.get("rope_type") in ("dynamic", "longrope"):

@@ -26,12 +26,22 @@ from multirate.model.decoder import (
     NotPlain,
     VerifiedDraft,
 )
-from multirate.model.hf.inspect import find_parts
+from multirate.model.hf.inspect import find_parts, ropes
 from multirate.model.kv_cache import LayerKV
 from multirate.model.native import abi, library
 from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.draft_verification import MAX_NODES, DraftVerification
+from multirate.model.native.families import (
+    FAMILIES,
+    ROPES,
+    Family,
+    activation,
+    attention_scale,
+    embed_scale,
+    head_dim,
+    rotates,
+)
 from multirate.model.native.narrow_weights import NarrowWeights, least_bits
 from multirate.model.native.packing import (
     FINER_ROWS,
@@ -48,7 +58,6 @@ from multirate.model.noise import NOT_FINITE, Noise
 from multirate.model.rows import Rows
 from multirate.model.time_split import TimeSplit
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SPARE_BYTES = 64 << 20  # the largest K/V memory kept for the next generation
 LONGEST_TABLE = 1 << 20  # rotary tables are computed for this many positions at most
 TABLE_CHUNK = 16384  # positions computed at once
@@ -84,16 +93,15 @@ class NativeDecoder(Decoder):
     @staticmethod
     def supports(model: nn.Module) -> str | None:
         """None when the model can be run here, else the reason."""
-        config: Any = getattr(model, "config", None)
+        config = _text_config(model)
         kind = getattr(config, "model_type", "unknown")
         if kind not in FAMILIES:
             return f"the native kernel knows {', '.join(FAMILIES)}, not {kind}"
-        return NativeDecoder.cannot_run(config, model)
+        return NativeDecoder.cannot_run(config, model, FAMILIES[kind])
 
     @staticmethod
-    def cannot_run(config: Any, model: nn.Module) -> str | None:
+    def cannot_run(config: Any, model: nn.Module, family: Family) -> str | None:
         """What of a known family's configuration the kernel cannot run; None: nothing."""
-        kind = config.model_type
         parameter = next(model.parameters())
         if parameter.is_meta:
             return NotPlain("its weights are offloaded")
@@ -102,25 +110,23 @@ class NativeDecoder(Decoder):
                 f"the native kernel runs bfloat16 on CPU, not {parameter.dtype} on "
                 f"{parameter.device}"
             )
-        d, dim = config.hidden_size, _head_dim(config)
+        d, dim = config.hidden_size, head_dim(config)
         if d % 64 or config.intermediate_size % 32 or dim % 16 or dim > 256:
             return (
                 f"hidden size {d}, intermediate size {config.intermediate_size} or head size {dim} "
                 "does not tile"
             )
-        if config.hidden_act not in ("silu", "swish"):
-            return f"the native kernel has SiLU, not {config.hidden_act}"
         if (config.num_attention_heads * dim) % 64 or (2 * config.num_key_value_heads * dim) % 64:
             return "the query, key and value widths do not tile"
         if getattr(config, "mlp_bias", False) or (
-            kind == "llama" and getattr(config, "attention_bias", False)
+            config.model_type == "llama" and getattr(config, "attention_bias", False)
         ):
             return "biases in the output or MLP projections are not supported by the native kernel"
-        rope = getattr(config, "rope_parameters", None) or {}
-        if rope.get("rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
-            return f"rotary type {rope.get('rope_type')} changes with the length"
+        for rope in ropes(config):
+            if rope.get("rope_type", "default") not in ROPES:
+                return f"rotary type {rope.get('rope_type')} changes with the length"
         try:
-            unknown = unknown_part(find_parts(model), kind)
+            unknown = unknown_part(find_parts(model), family)
         except UserError as reason:  # no backend can run it
             return str(reason)
         if unknown is not None:
@@ -160,11 +166,12 @@ class NativeDecoder(Decoder):
         )
         self._owner = Owner()
         self.eps = float(config.rms_norm_eps)
-        self.head_dim = _head_dim(config)
+        self._family = self._family_of(config)
+        self.head_dim = head_dim(config)
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.table = parts.embed_tokens.weight.detach().contiguous()
-        self.norm_address = self._owner.floats(parts.norm.weight)
-        self.norm_weight = parts.norm.weight.detach().float()
+        self.norm_weight = self._family.norm_weight(parts.norm)
+        self.norm_address = self._owner.floats(self.norm_weight)
         self.head_weight, self.head_bias = (
             parts.head.weight.detach(),
             getattr(parts.head, "bias", None),
@@ -175,8 +182,9 @@ class NativeDecoder(Decoder):
         )
         if self.screen:  # a byte and its share of a scale in place of two
             self._owner.saved_bytes = self.head_weight.numel() * (W8_BLOCK - 2) // W8_BLOCK
-        self.shape = self._shape(config.intermediate_size, self._rotary(parts, config))
         self._layers = list(parts.layers)
+        self._rotary_tables = self._rotary(parts, config)
+        self.shape = self._shape(parts, config)
         self.packed_layers = abi.array(
             "Layer", [self.pack(i, self._owner) for i in range(len(self._layers))]
         )
@@ -189,24 +197,32 @@ class NativeDecoder(Decoder):
         self._least_bits = least_bits()
         self._adapted: list[tuple[int, LayerAdapter]] = []
 
-    def _shape(self, intermediate: int, tables: tuple[int | None, int | None, int]) -> abi.CData:
-        cos, sin, positions = tables
+    @staticmethod
+    def _family_of(config: Any) -> Family:
+        return FAMILIES[config.model_type]
+
+    def _shape(self, parts: Any, config: Any) -> abi.CData:
+        rotated = next(iter(self._rotary_tables.values()))[0].shape[1] * 2
         return abi.new(
             "Shape",
             hidden=self.info.hidden_size,
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            intermediate=intermediate,
+            intermediate=config.intermediate_size,
             vocab=self.info.vocab_size,
-            max_positions=positions,
+            max_positions=self.info.max_positions,
+            rotary=rotated,
+            activation=activation(self._layers[0]) or 0,  # of mixtures: their experts'
             eps=self.eps,
-            attention_scale=self.head_dim**-0.5,
-            cos=cos,
-            sin=sin,
+            attention_scale=attention_scale(config),
+            embed_scale=embed_scale(parts),
         )
 
-    def _rotary(self, parts: Any, config: Any) -> tuple[int | None, int | None, int]:
+    def _rotary(self, parts: Any, config: Any) -> dict[str | None, tuple[Tensor, Tensor]]:
+        """The model's rotary tables (cos, sin), fp32 [positions, rotated dimensions / 2]: one of
+        each layer type, or under None one for all layers. Says where they end.
+        """
         wanted = parts.max_positions or LONGEST_TABLE
         count = min(wanted, LONGEST_TABLE)
         if wanted > count:
@@ -216,13 +232,28 @@ class NativeDecoder(Decoder):
                 stacklevel=4,
             )
         self.info = DecoderInfo(**{**vars(self.info), "max_positions": count})
-        like, half = torch.zeros(1, 1, config.hidden_size, dtype=torch.float32), self.head_dim // 2
-        tables = torch.empty(2, count, half)
+        like = torch.zeros(1, 1, config.hidden_size, dtype=torch.float32)
+        # its own stays as it is: some types write to their buffers
+        rotary = replace(parts, rotary_module=copy.deepcopy(parts.rotary_module))
+        chunks: dict[str | None, list[tuple[Tensor, ...]]] = {}
         for start in range(0, count, TABLE_CHUNK):
             positions = torch.arange(start, min(start + TABLE_CHUNK, count))[None]
-            for table, values in zip(tables, parts.rotary_module(like, positions), strict=True):
-                table[start : start + TABLE_CHUNK] = values[0, :, :half]
-        return self._owner.address(tables[0]), self._owner.address(tables[1]), count
+            for kind, tables in rotary.position_embeddings(like, positions).items():
+                halves = tuple(table[0, :, : table.shape[-1] // 2] for table in tables)
+                chunks.setdefault(kind, []).append(halves)
+        made = {}
+        for kind, pieces in chunks.items():
+            cos, sin = (torch.cat(parts).contiguous() for parts in zip(*pieces, strict=True))
+            made[kind] = (cos, sin)
+        return made
+
+    def _tables_of(self, index: int) -> tuple[int | None, int | None]:
+        """The addresses of the tables by which layer `index` rotates; None: it does not."""
+        if not rotates(self._layers[index]):
+            return None, None
+        tables = self._rotary_tables
+        cos, sin = tables[None if None in tables else self._layers[index].layer_type]
+        return cos.data_ptr(), sin.data_ptr()
 
     def pack(
         self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None
@@ -230,31 +261,28 @@ class NativeDecoder(Decoder):
         """Layer `index` in the kernel's form. deltas: site (q, o, gate, up, down) → what is added
         to its weight.
         """
-        layer, module = self.pack_attention(index, owner, deltas), self._layers[index].module
-        mlp = module.mlp
-        gate, up = _weight("gate", mlp.gate_proj, deltas), _weight("up", mlp.up_proj, deltas)
+        layer = self.pack_attention(index, owner, deltas)
+        gate, up, down = self._family.gate_up_down(self._layers[index], deltas)
         layer.gate_up = owner.linear(interleave_gate_up(gate, up))[0]
-        layer.down = owner.linear(_weight("down", mlp.down_proj, deltas))[0]
-        layer.norm_mlp = abi.at(owner.floats(module.post_attention_layernorm.weight))
+        layer.down = owner.linear(down)[0]
         return layer
 
     def pack_attention(
         self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None
     ) -> abi.CData:
-        """The attention of layer `index` alone."""
-        layer, window = self._layers[index].module, self._layers[index].window
-        attention = layer.self_attn
-        queries = (attention.q_proj, attention.k_proj, attention.v_proj)
-        bias = None if queries[0].bias is None else torch.cat([p.bias for p in queries])
-        together = torch.cat([_weight(s, p, deltas) for s, p in zip("qkv", queries, strict=True)])
+        """Layer `index` without its MLP."""
+        layer, family = self._layers[index], self._family
+        norms = {name: family.norm_weight(norm) for name, norm in family.norms(layer).items()}
+        cos, sin = self._tables_of(index)
         return abi.new(
             "Layer",
-            qkv=owner.linear(together, bias),
-            o=owner.linear(_weight("o", attention.o_proj, deltas), attention.o_proj.bias),
-            norm_attention=owner.floats(layer.input_layernorm.weight),
-            q_norm=owner.floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
-            k_norm=owner.floats(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
-            window=window or 0,
+            qkv=owner.linear(*family.queries_keys_values(layer, deltas)),
+            o=owner.linear(*family.output(layer, deltas)),
+            **{name: owner.floats(weight) for name, weight in norms.items()},
+            norm_all_heads="q_norm" in norms and len(norms["q_norm"]) > self.head_dim,
+            cos=cos,
+            sin=sin,
+            window=layer.window or 0,
         )
 
     # -- Decoder -----------------------------------------------------------------------------------
@@ -284,7 +312,12 @@ class NativeDecoder(Decoder):
         ids = ids.to(torch.int64).contiguous()
         x = torch.empty(len(ids), self.info.hidden_size)
         self._library.mr_embed(
-            self._table, abi.at(ids.data_ptr()), len(ids), x.shape[1], 1.0, abi.at(x.data_ptr())
+            self._table,
+            abi.at(ids.data_ptr()),
+            len(ids),
+            x.shape[1],
+            self.shape.embed_scale,
+            abi.at(x.data_ptr()),
         )
         return x
 
@@ -641,12 +674,7 @@ def _finite(tokens: np.ndarray) -> list[int]:
     return chosen
 
 
-def _weight(site: str, linear: Any, deltas: Mapping[str, Tensor] | None) -> Tensor:
-    own: Tensor = linear.weight.detach()
-    return own if not deltas or site not in deltas else own.float() + deltas[site].float()
-
-
-def _head_dim(config: Any) -> int:
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+def _text_config(model: nn.Module) -> Any:
+    """The configuration of the language model in `model`, which may read images, too."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config

@@ -19,11 +19,12 @@ from multirate.model.decoder import Decoder, LayerAdapter
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import abi
 from multirate.model.native.decoder import NativeDecoder
+from multirate.model.native.families import MIXTURES, Family
 from multirate.model.native.packing import Owner, interleave_gate_up, padded
 from multirate.model.noise import Noise
 from multirate.model.rows import Rows
 
-MOE_FAMILIES = ("mixtral", "qwen3_moe")
+MOE_FAMILIES = tuple(MIXTURES)
 
 
 ComputeExperts = Callable[[Sequence[tuple[int, Mapping[str, Tensor]]]], None]
@@ -106,7 +107,11 @@ class NativeMoEDecoder(NativeDecoder):
         kind = getattr(config, "model_type", "unknown")
         if kind not in MOE_FAMILIES:
             return f"the native kernel knows mixtures of {', '.join(MOE_FAMILIES)}, not {kind}"
-        return NativeDecoder.cannot_run(config, model)
+        return NativeDecoder.cannot_run(config, model, MIXTURES[kind])
+
+    @staticmethod
+    def _family_of(config: Any) -> Family:
+        return MIXTURES[config.model_type]
 
     def __init__(self, model: nn.Module, provider: Callable[[], ExpertProvider]) -> None:
         self._provider = provider

@@ -56,11 +56,12 @@ class OwnLayer:
             intermediate=intermediate,
             vocab=0,
             max_positions=decoder.shape.max_positions,
+            rotary=head_dim,
             eps=eps,
             attention_scale=head_dim**-0.5,
-            cos=owner.floats(angle.cos()),
-            sin=owner.floats(angle.sin()),
+            embed_scale=decoder.shape.embed_scale,
         )
+        layer.cos, layer.sin = (abi.at(owner.floats(one)) for one in (angle.cos(), angle.sin()))
         self.layer = layer
 
     @property

@@ -17,30 +17,27 @@ from torch import Tensor, nn
 
 from multirate.model.decoder import NotPlain
 from multirate.model.hf.parts import LayerParts, ModelParts
+from multirate.model.native.families import Family, activation, attention_scale, epsilon
 from multirate.model.weight_watch import FUNCTIONS, foreign, global_hooks
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_LINEARS = {
-    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
+_WEIGHTED = (nn.Linear, nn.Embedding)
 
 
-def unknown_part(parts: ModelParts, family: str) -> NotPlain | None:
-    """The first module of a Llama-like model that is not plain, by name, and why; None: all of them
-    are.
+def unknown_part(parts: ModelParts, family: Family) -> NotPlain | None:
+    """The first module of a model that is not plain, by name, and why; None: all of them are.
 
-    family: transformers' name of the model type, whose classes are expected.
+    family: whose classes are expected.
     """
     names = {module: name for name, module in parts.model.named_modules(remove_duplicate=False)}
-    home = f"transformers.models.{family}.modeling_{family}"
+    home = family.module
     for hook in global_hooks():
         return NotPlain(f"torch calls a hook for every module ({_called(hook)})")
     for name in FUNCTIONS:
         function = getattr(sys.modules[home], name)
         if function.__module__ != home:
             return NotPlain(f"{home}.{name} was replaced ({_called(function)})")
-    for module, kind in _modules(parts):
+    for module, kind in _modules(parts, family):
         reason = (
             _own_behaviour(module)
             or _of_other_class(module, kind, home)
@@ -51,34 +48,36 @@ def unknown_part(parts: ModelParts, family: str) -> NotPlain | None:
     if parts.norm is not None and (reason := _other_epsilon(parts.norm, parts)):
         return NotPlain(f"{names[parts.norm]} {reason}")
     for layer in parts.layers:
-        reason = _other_arithmetic(layer, parts)
+        reason = _other_arithmetic(layer, parts, family)
         if reason is not None:
             return NotPlain(f"{names[layer.module]} {reason}")
     return None
 
 
-def _modules(parts: ModelParts) -> Iterator[tuple[nn.Module, type[nn.Module] | None]]:
+def _modules(
+    parts: ModelParts, family: Family
+) -> Iterator[tuple[nn.Module, type[nn.Module] | None]]:
     """Every module that the kernel stands in for, and its class where that is torch's (None: the
     family's own).
     """
     yield parts.model, None
     yield parts.base, None
-    yield parts.embed_tokens, nn.Embedding
+    scaled = hasattr(parts.embed_tokens, "embed_scale")
+    yield parts.embed_tokens, None if scaled else nn.Embedding
     for layer in parts.layers:
         module: Any = layer.module
         yield module, None
-        for block, linears in _LINEARS.items():
+        for block, linears in family.linears.items():
             inner = getattr(module, block)
             yield inner, None
             for name in linears if layer.moe is None or block == "self_attn" else ():
                 yield getattr(inner, name), nn.Linear
         if layer.moe is not None:
             yield layer.moe.router, None
-        for name in ("q_norm", "k_norm"):
-            if hasattr(module.self_attn, name):
-                yield getattr(module.self_attn, name), None
-        yield module.input_layernorm, None
-        yield module.post_attention_layernorm, None
+        for norm in family.norms(layer).values():
+            yield norm, None
+        for name in family.extra:
+            yield getattr(module, name), nn.Dropout
     if parts.rotary_module is not None:
         yield parts.rotary_module, None
     if parts.norm is not None:
@@ -128,44 +127,47 @@ def _unusual_weight(module: nn.Module, kind: type[nn.Module] | None) -> str | No
             return f"has a {name} of {str(parameter.dtype).removeprefix('torch.')}, not bfloat16"
     if getattr(module, "max_norm", None) is not None:
         return "scales its rows as they are looked up (max_norm)"
-    if kind is not None and not isinstance(vars(module)["_parameters"].get("weight"), Tensor):
+    if kind in _WEIGHTED and not isinstance(vars(module)["_parameters"].get("weight"), Tensor):
         return "has no weight among its parameters"
     return None
 
 
-def _other_arithmetic(layer: LayerParts, parts: ModelParts) -> str | None:
+def _other_arithmetic(layer: LayerParts, parts: ModelParts, family: Family) -> str | None:
     """A number or function that the family's forward reads from the instance and the kernel from
     the configuration.
     """
     module: Any = layer.module
     attention = module.self_attn
-    norms = [module.input_layernorm, module.post_attention_layernorm]
-    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
-    for norm in norms:
+    for norm in family.norms(layer).values():
         reason = _other_epsilon(norm, parts)
         if reason is not None:
             return reason
-    if attention.scaling != attention.head_dim**-0.5:
+    if attention.scaling != attention_scale(parts.config):
         return f"scales its attention scores by {attention.scaling}"
+    if getattr(attention, "attn_logit_softcapping", None) is not None:
+        return f"caps its attention scores at {attention.attn_logit_softcapping}"
     biases = {
-        name: getattr(attention, name).bias is not None for name in ("q_proj", "k_proj", "v_proj")
+        name: getattr(attention, name).bias is not None
+        for name in family.linears["self_attn"]
+        if name != "o_proj"
     }
     if len(set(biases.values())) > 1:
         return f"has a bias in {' and '.join(name for name, has in biases.items() if has)} alone"
     if layer.moe is None:
-        if type(module.mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
-            return f"has the activation {type(module.mlp.act_fn).__name__}"
-        for name in _LINEARS["mlp"]:
+        if activation(layer) is None or activation(layer) != activation(parts.layers[0]):
+            function = getattr(module.mlp, "act_fn", None) or module.mlp.activation_fn
+            return f"has the activation {type(function).__name__}"
+        for name in family.linears["mlp"]:
             if getattr(module.mlp, name).bias is not None:
                 return f"has a bias in {name}"
     return None
 
 
 def _other_epsilon(norm: Any, parts: ModelParts) -> str | None:
-    if norm.variance_epsilon == parts.config.rms_norm_eps:
+    if epsilon(norm) == parts.config.rms_norm_eps:
         return None
     return (
-        f"has a norm with epsilon {norm.variance_epsilon}, the configuration has "
+        f"has a norm with epsilon {epsilon(norm)}, the configuration has "
         f"{parts.config.rms_norm_eps}"
     )
 

@@ -1,0 +1,189 @@
+"""The families of models that the kernel runs: what their layers' modules are called, and what
+these compute that is not in their weights.
+
+A layer of any of them is
+
+    x += norm(attention(norm(x)))        x += norm(down(activation(gate(norm(x))) · up(norm(x))))
+
+in which some norms are left out, and queries and keys may be normed, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multirate.model.hf.parts import LayerParts, ModelParts
+from multirate.model.native import abi
+
+_ACTIVATIONS = {
+    "SiLU": abi.constant("ACTIVATION_SILU"),
+    "SiLUActivation": abi.constant("ACTIVATION_SILU"),
+    "GELUTanh": abi.constant("ACTIVATION_GELU"),
+}
+ROPES = ("default", "linear", "llama3", "yarn", "longrope")
+"""Rotary types whose angles do not change as a text grows (longrope's: up to the positions that
+ModelParts.max_positions has).
+"""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family. home: the folder of transformers that it is written in. The names of a layer's
+    norms, None where it has none: of what attention reads, of what it adds, of what the MLP reads,
+    of what that adds. added_one: a norm's weight w stands for 1 + w. fused: queries, keys and
+    values are one linear, and gates and ups another.
+    """
+
+    home: str
+    norm_attention: str | None = "input_layernorm"
+    norm_attention_out: str | None = None
+    norm_mlp: str | None = "post_attention_layernorm"
+    norm_mlp_out: str | None = None
+    added_one: bool = False
+    fused: bool = False
+    extra: tuple[str, ...] = ()
+    """Modules of a layer that do nothing when it is not trained."""
+
+    @property
+    def module(self) -> str:
+        """The module that its classes are defined in."""
+        return f"transformers.models.{self.home}.modeling_{self.home}"
+
+    @property
+    def linears(self) -> Mapping[str, tuple[str, ...]]:
+        """The linear layers of a layer's attention and MLP."""
+        if self.fused:
+            return {"self_attn": ("qkv_proj", "o_proj"), "mlp": ("gate_up_proj", "down_proj")}
+        return {
+            "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+            "mlp": ("gate_proj", "up_proj", "down_proj"),
+        }
+
+    def norms(self, layer: LayerParts) -> dict[str, nn.Module]:
+        """A layer's norms, by the fields of the kernel's Layer."""
+        names = {
+            "norm_attention": self.norm_attention,
+            "norm_attention_out": self.norm_attention_out,
+            "norm_mlp": self.norm_mlp,
+            "norm_mlp_out": self.norm_mlp_out,
+        }
+        found = {field: getattr(layer.module, name) for field, name in names.items() if name}
+        for name in ("q_norm", "k_norm"):
+            if hasattr(layer.attention, name):
+                found[name] = getattr(layer.attention, name)
+        return found
+
+    def norm_weight(self, norm: nn.Module) -> Tensor:
+        """What a norm multiplies by, fp32 [n]."""
+        weight: Tensor = norm.weight.detach().float()  # type: ignore[operator]
+        return weight + 1 if self.added_one else weight
+
+    def queries_keys_values(
+        self, layer: LayerParts, deltas: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """A layer's weights [queries, then keys, then values; d] and their bias, or None. deltas:
+        site (q, o, gate, up, down) → what is added to its weight.
+        """
+        attention: Any = layer.attention
+        if self.fused:
+            together, rows = attention.qkv_proj.weight.detach(), layer.sites["q"].out_features
+            pieces = {"q": together[:rows], "kv": together[rows:]}
+            return torch.cat([_changed(s, w, deltas) for s, w in pieces.items()]), None
+        linears = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj}
+        weights = [_changed(s, one.weight.detach(), deltas) for s, one in linears.items()]
+        if attention.q_proj.bias is None:
+            return torch.cat(weights), None
+        return torch.cat(weights), torch.cat([one.bias.detach() for one in linears.values()])
+
+    def gate_up_down(
+        self, layer: LayerParts, deltas: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The weights of a layer's MLP; deltas: as above."""
+        mlp: Any = layer.mlp
+        if self.fused:
+            gate, up = mlp.gate_up_proj.weight.detach().chunk(2)
+        else:
+            gate, up = mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()
+        down = mlp.down_proj.weight.detach()
+        gate, up, down = (
+            _changed(site, weight, deltas)
+            for site, weight in (("gate", gate), ("up", up), ("down", down))
+        )
+        return gate, up, down
+
+    def output(
+        self, layer: LayerParts, deltas: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The weight of attention's output projection and its bias, or None; deltas: as above."""
+        linear: Any = layer.linears["o"]
+        return _changed("o", linear.weight.detach(), deltas), linear.bias
+
+
+_POST_NORMS: dict[str, Any] = {
+    "norm_attention": None,
+    "norm_attention_out": "post_attention_layernorm",
+    "norm_mlp": None,
+    "norm_mlp_out": "post_feedforward_layernorm",
+}
+FAMILIES = {
+    **{name: Family(name) for name in ("llama", "mistral", "qwen2", "qwen3", "smollm3")},
+    "gemma": Family("gemma", added_one=True),
+    "gemma3_text": Family(
+        "gemma3",
+        norm_attention_out="post_attention_layernorm",
+        norm_mlp="pre_feedforward_layernorm",
+        norm_mlp_out="post_feedforward_layernorm",
+        added_one=True,
+    ),
+    "olmo2": Family("olmo2", **_POST_NORMS),
+    "olmo3": Family("olmo3", **_POST_NORMS),
+    "phi3": Family("phi3", fused=True, extra=("resid_attn_dropout", "resid_mlp_dropout")),
+}
+"""By transformers' name of the model type."""
+MIXTURES = {name: Family(name) for name in ("mixtral", "qwen3_moe")}
+
+
+def activation(layer: LayerParts) -> int | None:
+    """What a layer's gates pass, as the kernel calls it; None: it has no such."""
+    mlp: Any = layer.mlp
+    function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    found: int | None = _ACTIVATIONS.get(type(function).__name__)
+    return found
+
+
+def epsilon(norm: nn.Module) -> float:
+    """What a norm adds to the mean square."""
+    found: Any = getattr(norm, "variance_epsilon", None)
+    return float(found if found is not None else norm.eps)  # type: ignore[arg-type]
+
+
+def attention_scale(config: Any) -> float:
+    """By what attention scores are multiplied."""
+    scalar: Any = getattr(config, "query_pre_attn_scalar", None)
+    return float(head_dim(config) if scalar is None else scalar) ** -0.5
+
+
+def head_dim(config: Any) -> int:
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+
+
+def embed_scale(parts: ModelParts) -> float:
+    """By what the embedding's rows are multiplied, as the model rounds it."""
+    own = getattr(parts.embed_tokens, "embed_scale", None)
+    return parts.embed_scale * (1.0 if own is None else float(own.to(parts.dtype)))
+
+
+def rotates(layer: LayerParts) -> bool:
+    """Whether a layer's queries and keys are rotated."""
+    return bool(getattr(layer.attention, "use_rope", True))
+
+
+def _changed(site: str, weight: Tensor, deltas: Mapping[str, Tensor] | None) -> Tensor:
+    return weight if not deltas or site not in deltas else weight.float() + deltas[site].float()

@@ -13,7 +13,7 @@ from multirate.errors import Notice, UserError
 from multirate.model.cuda.decoder import GraphedDecoder
 from multirate.model.decoder import Decoder, NotPlain
 from multirate.model.hf.decoder import HFDecoder
-from multirate.model.native.decoder import NativeDecoder
+from multirate.model.native.decoder import NativeDecoder, OtherLogits
 
 BACKENDS = ("auto", "hf", "native")
 
@@ -38,7 +38,10 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
     if backend != "hf":
         reason = why_not_native(model)
         if reason is None:
-            return NativeDecoder(model)
+            try:
+                return NativeDecoder(model)
+            except OtherLogits as other:
+                reason = NotPlain(str(other))
         if backend == "native":
             raise UserError(
                 f"backend='native' cannot run this model: {reason}; use backend='hf' or 'auto'"

@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
@@ -25,7 +27,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from multirate.errors import UserError
+from multirate.errors import Notice, UserError
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.load import load_decoder
 from multirate.model.native import NativeDecoder
@@ -126,6 +128,51 @@ def test_closer_to_fp32_than_transformers_in_bf16(name):
         low = model(tokens).logits[0].float()
         exact = model.float()(tokens).logits[0]
     assert (ours - exact).norm() < 1.05 * (low - exact).norm() < 0.2 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "phi3", "smollm3"])
+def test_channels_hundreds_of_times_the_others_cost_no_more_than_transformers_rounding(name):
+    """As real models have them, Gemma above all."""
+    model = make(name)
+    with torch.no_grad():
+        for part, parameter in model.named_parameters():
+            if "norm" in part and not part.endswith(("q_norm.weight", "k_norm.weight")):
+                channels = torch.randperm(len(parameter))[:3]
+                parameter[channels] = 300 * (parameter[channels] + 1)
+        model.get_input_embeddings().weight[:, :2] *= 300
+    tokens = torch.randint(0, 133, (1, 71))
+    decoder = NativeDecoder(model)
+    ours = run(decoder, tokens[0].tolist(), 0, decoder.new_cache(1, 80))
+    with torch.no_grad():
+        low = model(tokens).logits[0].float()
+        exact = model.float()(tokens).logits[0]
+    assert (ours - exact).norm() < 1.05 * (low - exact).norm()
+
+
+def test_the_language_model_of_one_that_reads_images_is_packed():
+    config = Gemma3Config(
+        text_config=CONFIGS["gemma3"],
+        vision_config={"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+        | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    )
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(config).eval().to(torch.bfloat16)
+    tokens = torch.randint(0, 133, (1, 40))
+    decoder = NativeDecoder(model)
+    ours = run(decoder, tokens[0].tolist(), 0, decoder.new_cache(1, 40))
+    with torch.no_grad():
+        exact = model.float()(tokens).logits[0]
+    assert (ours - exact).norm() < 0.05 * exact.norm()
+
+
+def test_a_part_that_is_not_known_is_noticed(monkeypatch):
+    """As where another release of transformers computes otherwise."""
+    model = make("gemma3")
+    monkeypatch.setattr("multirate.model.native.decoder.embed_scale", lambda parts: 1.0)
+    with pytest.raises(UserError, match="native.*differ from the model's own by .*% of their norm"):
+        load_decoder(model, "native")
+    with pytest.warns(Notice, match="own layers are run.*a part that is not known"):
+        assert isinstance(load_decoder(model), HFDecoder)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -22,8 +22,6 @@ from multirate.model.kv_cache import KVCache, LayerKV
 from multirate.model.rows import Rows
 from multirate.model.transfer import to_device
 
-_PROBE_TOKENS = 4
-
 
 class HFDecoder(Decoder):
     """Runs rows through the layers of `model`, which is frozen: nothing of it is changed.
@@ -144,16 +142,14 @@ class HFDecoder(Decoder):
         shape.
         """
         parts, name = self.parts, type(self.parts.model).__name__
-        ids = (
-            torch.arange(1, _PROBE_TOKENS + 1, device=parts.device)[None] * 7 % self.info.vocab_size
-        )
-        positions = torch.arange(_PROBE_TOKENS, device=parts.device)[None]
+        ids = probe_tokens(self.info.vocab_size).to(parts.device)[None]
+        positions = torch.arange(ids.shape[1], device=parts.device)[None]
         recorded = RecordingKV()
         try:
             with self._frozen():
                 expected = parts.model(ids, use_cache=False).logits
                 hidden = parts.embed(ids, positions)
-                masks = parts.causal_masks(_PROBE_TOKENS, dtype=hidden.dtype)
+                masks = parts.causal_masks(ids.shape[1], dtype=hidden.dtype)
                 rotary = parts.position_embeddings(hidden, positions)
                 for i in range(len(parts.layers)):
                     hidden = parts.run_layer(i, hidden, masks[i], positions, rotary, recorded)
@@ -165,7 +161,7 @@ class HFDecoder(Decoder):
         if logits.shape != expected.shape:
             raise UserError(
                 f"{name} cannot be run: its own forward gives logits of {tuple(expected.shape)} "
-                f"for {_PROBE_TOKENS} "
+                f"for {ids.shape[1]} "
                 "tokens (a prompt of its own put before them?), so it has a part that is not known"
             )
         difference = relative_difference(logits, expected)
@@ -179,6 +175,11 @@ class HFDecoder(Decoder):
             LayerKV(k.shape[1], k.shape[3], recorded.values[i].shape[3], k.dtype, k.device)
             for i, k in sorted(recorded.keys.items())
         ]
+
+
+def probe_tokens(vocabulary: int) -> Tensor:
+    """Tokens by which a decoder is compared with its model's own forward."""
+    return torch.arange(1, 5) * 7 % vocabulary
 
 
 def relative_difference(got: Tensor, expected: Tensor) -> float:

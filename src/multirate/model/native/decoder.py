@@ -26,6 +26,7 @@ from multirate.model.decoder import (
     NotPlain,
     VerifiedDraft,
 )
+from multirate.model.hf.decoder import evaluation_mode, probe_tokens, relative_difference
 from multirate.model.hf.inspect import find_parts, ropes
 from multirate.model.kv_cache import LayerKV
 from multirate.model.native import abi, library
@@ -61,6 +62,14 @@ from multirate.model.time_split import TimeSplit
 SPARE_BYTES = 64 << 20  # the largest K/V memory kept for the next generation
 LONGEST_TABLE = 1 << 20  # rotary tables are computed for this many positions at most
 TABLE_CHUNK = 16384  # positions computed at once
+PROBE_LIMIT = 0.3
+"""What rounding, the model's own above all, explains of the logits' relative difference. A part
+that is not known makes more.
+"""
+
+
+class OtherLogits(UserError):
+    """What the kernel computes is not what the model does."""
 
 
 def narrow_weights(decoder: object) -> TypeGuard[NativeDecoder]:
@@ -85,6 +94,8 @@ class NativeDecoder(Decoder):
 
     info: DecoderInfo
     runs_the_model = False
+    probes = True
+    """Whether a few tokens are compared with the model's own forward when the decoder is made."""
     supports_fused = True
     """Whether the kernel can run all layers by itself, and so fused steps: draft and verification
     in one call.
@@ -196,6 +207,30 @@ class NativeDecoder(Decoder):
         self._narrow: NarrowWeights | None = None
         self._least_bits = least_bits()
         self._adapted: list[tuple[int, LayerAdapter]] = []
+        if self.probes:
+            self._probe(model)
+
+    @torch.no_grad()
+    def _probe(self, model: Any) -> None:
+        """Compares the kernel's logits of a few tokens with those of the model's own forward, so
+        that a part of it that is not known, of another release of transformers perhaps, cannot give
+        other text silently. Logits that are not finite are told where they are chosen from.
+        """
+        ids = probe_tokens(self.info.vocab_size)
+        with evaluation_mode(model):
+            expected = model(ids[None], use_cache=False).logits[0, :, : self.info.vocab_size]
+        rows = Rows.causal(0, 0, len(ids))
+        cache = self.new_cache(1, len(ids))
+        x = self.layers(self.embed(ids, rows.pos), rows, 0, self.info.num_layers, cache)
+        logits = self.logits(x)
+        if not expected.isfinite().all() or not logits.isfinite().all():
+            return
+        difference = relative_difference(logits, expected)
+        if difference > PROBE_LIMIT:
+            raise OtherLogits(
+                f"the kernel's logits of {len(ids)} tokens differ from the model's own by "
+                f"{difference:.0%} of their norm, so it has a part that is not known"
+            )
 
     @staticmethod
     def _family_of(config: Any) -> Family:

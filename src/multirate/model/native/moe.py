@@ -99,6 +99,7 @@ class NativeMoEDecoder(NativeDecoder):
     """
 
     runs_the_model = True
+    probes = False  # its experts may be on disk
     supports_fused = False
 
     @staticmethod

@@ -78,6 +78,7 @@ class LayerWeights:
     norm_all_heads: bool = False
     rotated: int = 0
     gelu: bool = False
+    residual_scale: float = 1.0
     window: int = 0
     adapters: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -133,7 +134,8 @@ def layer(
         if slot >= 0:
             keys[rows.seq[n], :, slot], values[rows.seq[n], :, slot] = k[n], v[n]
     out = torch.stack([_attend(q[n], rows, n, keys, values, w.window) for n in range(len(rows))])
-    x = x + _normed(out @ w.o.T + w.delta("o", out, adapted), w.norm_attention_out, eps)
+    out = _normed(out @ w.o.T + w.delta("o", out, adapted), w.norm_attention_out, eps)
+    x = x + w.residual_scale * out
     normed = _normed(x, w.norm_mlp, eps)
     gate = normed @ w.gate.T + w.delta("gate", normed, adapted)
     passed = (
@@ -143,7 +145,7 @@ def layer(
     )
     inner = passed * (normed @ w.up.T + w.delta("up", normed, adapted))
     out = inner @ w.down.T + w.delta("down", inner, adapted) + w.delta("mlp", normed, adapted)
-    return x + _normed(out, w.norm_mlp_out, eps)
+    return x + w.residual_scale * _normed(out, w.norm_mlp_out, eps)
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -39,6 +39,7 @@ class Case:
     norms_in: bool = True
     norms_out: bool = False
     gelu: bool = False
+    residual_scale: float = 1.0
     rotated: int | None = None
     adapted: bool = False
     rank: int = 8
@@ -61,6 +62,7 @@ class Case:
             eps=EPS,
             attention_scale=self.dim**-0.5,
             rotary=2 * half,
+            residual_scale=self.residual_scale,
             activation=abi.constant("ACTIVATION_GELU" if self.gelu else "ACTIVATION_SILU"),
         )
         self.packed = abi.array("Layer", [self._packed(one) for one in self.layers])
@@ -94,6 +96,7 @@ class Case:
             norm_all_heads=self.norm_all_heads,
             rotated=self.dim if self.rotated is None else self.rotated,
             gelu=self.gelu,
+            residual_scale=self.residual_scale,
             window=self.window,
         )
         if self.norms_out:
@@ -193,6 +196,7 @@ CASES = {
         heads=4, kv_heads=2, dim=64, norm_all_heads=True, norms_in=False, norms_out=True
     ),
     "some dimensions rotated": dict(heads=4, kv_heads=2, dim=64, rotated=48),
+    "a part of what is added": dict(heads=4, kv_heads=2, dim=32, residual_scale=0.22),
     "nothing rotated": dict(heads=4, kv_heads=2, dim=32, rotated=0),
 }
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import (
     Gemma3TextConfig,
+    GraniteConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
@@ -53,6 +54,13 @@ LAYER_TYPES = ["sliding_attention", "full_attention"] * 2
 CONFIGS: dict[str, PretrainedConfig] = {
     "gemma3": Gemma3TextConfig(
         **SIZES, head_dim=64, sliding_window=9, layer_types=LAYER_TYPES, query_pre_attn_scalar=64
+    ),
+    "granite": GraniteConfig(
+        **SIZES,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.1,
+        residual_multiplier=0.6,
+        logits_scaling=2.0,
     ),
     "olmo2": Olmo2Config(**SIZES),
     "phi3": Phi3Config(**SIZES),

@@ -92,7 +92,8 @@ typedef struct {
     int32_t rotary;     // dimensions of a head that are rotated: the first ones
     int32_t activation; // of the gates
     float eps, attention_scale;
-    float embed_scale; // of the embedding's rows, as they enter layer 0
+    float embed_scale;    // of the embedding's rows, as they enter layer 0
+    float residual_scale; // of what attention and the MLP add to x
 } Shape;
 
 // Keys and values of one layer (attention.c draws them).

@@ -50,17 +50,24 @@ static void note_residuals(const LayerCall *call, int tap, int id, int threads) 
                d * sizeof(float));
 }
 
-// Where attention or the MLP leaves its sums: in the residual, or, where they are normed before
-// they are added to it, beside it, where nobody needs queries and keys any more.
-static Output sums_of(Workspace *work, const float *norm, float *x, int d) {
-    return (Output){.y = norm ? work->qkv : x, .stride = d};
+// Where attention or the MLP leaves its sums: in the residual, or, where they are normed or scaled
+// before they are added to it, aside, where nobody needs queries and keys any more.
+typedef struct {
+    Output out;
+    int aside;
+    const float *norm;
+} Sums;
+
+static Sums sums_of(Workspace *work, const Shape *s, const float *norm, float *x) {
+    int aside = norm || s->residual_scale != 1.0f;
+    return (Sums){{.y = aside ? work->qkv : x, .stride = s->hidden}, aside, norm};
 }
 
 // whole: each thread goes on with its own outputs, as in matmul.
 static void sum_up(Workspace *work, const Linear *linear, const element *const *x, int rows,
-                   int whole, const float *norm, Output out, const Linear *then, int id,
-                   int threads) {
-    int mode = norm ? STORE : ADD;
+                   int whole, const Sums *sums, const Linear *then, int id, int threads) {
+    int mode = sums->aside ? STORE : ADD;
+    Output out = sums->out;
     if (whole)
         matmul(work, linear, x, rows, NULL, mode, 1, out, then, id, threads);
     else
@@ -68,14 +75,15 @@ static void sum_up(Workspace *work, const Linear *linear, const element *const *
 }
 
 // All sums are there: the residual with them. Ends in a barrier.
-static void add_sums(Workspace *work, const float *norm, float eps, Output sums, int rows, float *x,
-                     int id, int threads) {
+static void add_sums(Workspace *work, const Shape *s, const Sums *sums, int rows, float *x, int id,
+                     int threads) {
     barrier(work, threads);
-    if (!norm)
+    if (!sums->aside)
         return;
-    int d = sums.stride;
+    int d = s->hidden;
     for (int n = id; n < rows; n += threads)
-        add_normed(sums.y + (size_t)n * d, norm, d, eps, x + (size_t)n * d);
+        add_normed(sums->out.y + (size_t)n * d, sums->norm, d, s->eps, s->residual_scale,
+                   x + (size_t)n * d);
     barrier(work, threads);
 }
 
@@ -144,13 +152,12 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
         if (adapter && adapter->o.rank)
             low_rank_in(work, &adapter->o, attended, heads, fast, fast_count, id, threads);
         row_pointers(attended, heads, NULL, count, from);
-        const float *norm = layer->norm_attention_out;
-        Output sums = sums_of(work, norm, x, d);
-        sum_up(work, &layer->o, from, count, whole, norm, sums,
+        Sums sums = sums_of(work, s, layer->norm_attention_out, x);
+        sum_up(work, &layer->o, from, count, whole, &sums,
                layer->gate_up.weight ? &layer->gate_up : NULL, id, threads);
         if (adapter && adapter->o.rank)
-            low_rank_out(work, &adapter->o, sums.y, d, fast, fast_count, id, threads);
-        add_sums(work, norm, s->eps, sums, count, x, id, threads);
+            low_rank_out(work, &adapter->o, sums.out.y, d, fast, fast_count, id, threads);
+        add_sums(work, s, &sums, count, x, id, threads);
         if (!layer->gate_up.weight)
             continue; // attention alone
         for (int n = 0; n < count; n++)
@@ -188,15 +195,14 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
         if (adapter && adapter->mlp.rank && !adapter->down.rank)
             low_rank_in(work, &adapter->mlp, normed, d, fast, fast_count, id, threads);
         row_pointers(work->activation, inner, NULL, count, from);
-        norm = layer->norm_mlp_out;
-        sums = sums_of(work, norm, x, d);
-        sum_up(work, &layer->down, from, count, whole, norm, sums,
+        sums = sums_of(work, s, layer->norm_mlp_out, x);
+        sum_up(work, &layer->down, from, count, whole, &sums,
                l + 1 < call->stop ? &layer[1].qkv : NULL, id, threads);
         if (adapter && adapter->down.rank)
-            low_rank_out(work, &adapter->down, sums.y, d, fast, fast_count, id, threads);
+            low_rank_out(work, &adapter->down, sums.out.y, d, fast, fast_count, id, threads);
         else if (adapter && adapter->mlp.rank)
-            low_rank_out(work, &adapter->mlp, sums.y, d, fast, fast_count, id, threads);
-        add_sums(work, norm, s->eps, sums, count, x, id, threads);
+            low_rank_out(work, &adapter->mlp, sums.out.y, d, fast, fast_count, id, threads);
+        add_sums(work, s, &sums, count, x, id, threads);
     }
     if (tap < call->tap_count) // of the last layer's output
         note_residuals(call, tap, id, threads);

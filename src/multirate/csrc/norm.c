@@ -23,10 +23,12 @@ void norm_in_place(float *x, const float *weight, int d, float eps) {
         store(x + i, load(x + i) * scale * load(weight + i));
 }
 
-void add_normed(const float *y, const float *weight, int d, float eps, float *x) {
-    f16 scale = splat(inverse_rms(y, d, eps));
-    for (int i = 0; i < d; i += 16)
-        store(x + i, load(x + i) + load(y + i) * scale * load(weight + i));
+void add_normed(const float *y, const float *weight, int d, float eps, float factor, float *x) {
+    f16 scale = splat(weight ? factor * inverse_rms(y, d, eps) : factor);
+    for (int i = 0; i < d; i += 16) {
+        f16 scaled = load(y + i) * scale;
+        store(x + i, load(x + i) + (weight ? scaled * load(weight + i) : scaled));
+    }
 }
 
 void read_row(const float *x, const float *weight, int d, float eps, element *out) {

@@ -12,8 +12,8 @@ void read_row(const float *x, const float *weight, int d, float eps, element *ou
 // RMSNorm of x [d], a multiple of 16, in place.
 void norm_in_place(float *x, const float *weight, int d, float eps);
 
-// x += RMSNorm(y), both [d].
-void add_normed(const float *y, const float *weight, int d, float eps, float *x);
+// x += factor · RMSNorm(y), all [d]; weight NULL: y as it is.
+void add_normed(const float *y, const float *weight, int d, float eps, float factor, float *x);
 
 // 1 / RMS of x [d].
 float inverse_rms(const float *x, int d, float eps);

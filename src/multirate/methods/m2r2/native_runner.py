@@ -63,7 +63,8 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
         if stream.head is None:
             self.head = DraftHead.of(decoder, owner, stream.draft_tokens)
         else:
-            self.head = DraftHead.own(owner, stream.head.weight, stream.draft_tokens)
+            own, norm = stream.head.weight, decoder.norm_weight
+            self.head = DraftHead.own(owner, own, stream.draft_tokens, norm)
         features = stream.features
         self._packed_taps = (
             None

@@ -41,6 +41,7 @@ from multirate.model.native.families import (
     attention_scale,
     embed_scale,
     head_dim,
+    residual_scale,
     rotates,
 )
 from multirate.model.native.narrow_weights import NarrowWeights, least_bits
@@ -182,7 +183,8 @@ class NativeDecoder(Decoder):
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.table = parts.embed_tokens.weight.detach().contiguous()
         self.norm_weight = self._family.norm_weight(parts.norm)
-        self.norm_address = self._owner.floats(self.norm_weight)
+        self._logit_scale = parts.logit_scale  # in the weights of the norm that the head reads by
+        self.norm_address = self._owner.floats(self.norm_weight * self._logit_scale)
         self.head_weight, self.head_bias = (
             parts.head.weight.detach(),
             getattr(parts.head, "bias", None),
@@ -252,6 +254,7 @@ class NativeDecoder(Decoder):
             eps=self.eps,
             attention_scale=attention_scale(config),
             embed_scale=embed_scale(parts),
+            residual_scale=residual_scale(config),
         )
 
     def _rotary(self, parts: Any, config: Any) -> dict[str | None, tuple[Tensor, Tensor]]:
@@ -581,7 +584,8 @@ class NativeDecoder(Decoder):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.norm_weight
 
     def unembed(self, normed: Tensor) -> Tensor:
-        return self.product(self.head, normed, None)[:, : self.info.vocab_size]
+        logits = self.product(self.head, normed, None)[:, : self.info.vocab_size]
+        return logits if self._logit_scale == 1.0 else logits * self._logit_scale
 
     def logits(self, x: Tensor) -> Tensor:
         return self.product(self.head, x, self.norm_address)[:, : self.info.vocab_size]
@@ -632,6 +636,8 @@ class NativeDecoder(Decoder):
         [vocab, d], which has the last word on the likeliest; None: nothing has.
         """
         added = None if noise is None else abi.noise_of(noise)
+        if normed and self._logit_scale != 1.0:
+            x = x * self._logit_scale
         x, n = x.contiguous(), len(x)
         logits = torch.empty(n, head.outputs)
         ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)

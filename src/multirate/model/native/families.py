@@ -131,7 +131,7 @@ _POST_NORMS: dict[str, Any] = {
     "norm_mlp_out": "post_feedforward_layernorm",
 }
 FAMILIES = {
-    **{name: Family(name) for name in ("llama", "mistral", "qwen2", "qwen3", "smollm3")},
+    **{name: Family(name) for name in ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite")},
     "gemma": Family("gemma", added_one=True),
     "gemma3_text": Family(
         "gemma3",
@@ -164,8 +164,17 @@ def epsilon(norm: nn.Module) -> float:
 
 def attention_scale(config: Any) -> float:
     """By what attention scores are multiplied."""
+    multiplier: Any = getattr(config, "attention_multiplier", None)
+    if multiplier is not None:
+        return float(multiplier)
     scalar: Any = getattr(config, "query_pre_attn_scalar", None)
     return float(head_dim(config) if scalar is None else scalar) ** -0.5
+
+
+def residual_scale(config: Any) -> float:
+    """By what attention's and the MLP's outputs are multiplied before they are added."""
+    multiplier: Any = getattr(config, "residual_multiplier", None)
+    return 1.0 if multiplier is None else float(multiplier)
 
 
 def head_dim(config: Any) -> int:

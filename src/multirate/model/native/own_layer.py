@@ -60,6 +60,7 @@ class OwnLayer:
             eps=eps,
             attention_scale=head_dim**-0.5,
             embed_scale=decoder.shape.embed_scale,
+            residual_scale=1.0,
         )
         layer.cos, layer.sin = (abi.at(owner.floats(one)) for one in (angle.cos(), angle.sin()))
         self.layer = layer

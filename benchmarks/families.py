@@ -151,13 +151,15 @@ def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shapes", nargs="*", choices=[*SHAPES, []], default=list(SHAPES))
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)}; all")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if unknown := sorted(set(args.shapes) - set(SHAPES)):
+        parser.error(f"unknown shape {unknown[0]!r}; accepted: {', '.join(SHAPES)}")
     rows = []
-    for name in args.shapes:
+    for name in args.shapes or SHAPES:
         rows.append(measure(name, args.tokens, args.repeats))
         print(json.dumps(rows[-1]), flush=True)
     if args.json:

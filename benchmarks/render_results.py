@@ -783,6 +783,41 @@ def loop_section() -> list[str]:
     ]
 
 
+def families_section() -> list[str]:
+    run = load("families.json")
+    lines = []
+    for row in run["rows"]:
+        rates = row["tokens_per_second"]
+        lines.append(
+            (
+                row["shape"],
+                f"{row['parameters'] / 1e9:.2f}B",
+                f"{rates['generate']:.1f}",
+                f"{rates['own layers']:.1f}",
+                f"{rates['kernel']:.1f}",
+                f"{rates['kernel'] / rates['generate']:.1f}x",
+                f"{row['packing_seconds']:.1f} s",
+            )
+        )
+    heads = (
+        "sizes of",
+        "parameters",
+        "`generate`",
+        "our loop, the model's own layers",
+        "our loop, the kernel",
+        "kernel over `generate`",
+        "packing",
+    )
+    return [
+        "### Other families of models",
+        f"Plain decoding, {run['tokens']} tokens after 32, medians of {run['repeats']} repeats by "
+        f"turns, tokens a second; random weights of the published sizes. Batch 1, bf16, "
+        f"{machine(run)}, {run['date'][:10]}.",
+        table(heads, lines),
+        "Reproduce with `python benchmarks/families.py --json families.json`.",
+    ]
+
+
 def page() -> str:
     """docs/results.md."""
     bench, faster = load(f"mt_bench_{REAL}.json"), load(f"mt_bench_{REAL}_zen5.json")
@@ -809,6 +844,7 @@ def page() -> str:
         *batches_section(),
         *judges_section(),
         *loop_section(),
+        *families_section(),
         "## Experts loaded from disk",
         expert_tables.mixture(),
         "### Larger experts",

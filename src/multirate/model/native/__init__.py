@@ -1,4 +1,4 @@
-"""The native bf16 kernel for Llama-like models on CPU: packed weights, bit-identical rows, one call
+"""The native bf16 kernel for models on CPU: packed weights, bit-identical rows, one call
 per pass.
 """
 

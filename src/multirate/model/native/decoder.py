@@ -1,4 +1,4 @@
-"""NativeDecoder: a Llama-like model on CPU through the packed bf16 kernel.
+"""NativeDecoder: a model of one of `families.py`, on CPU, through the packed bf16 kernel.
 
 The residual stream stays fp32 between layers (a model run in bf16 by transformers rounds it after
 every layer); products take bf16 inputs and bf16 weights. A row's result does not depend on which
@@ -86,8 +86,8 @@ def narrow_weights(decoder: object) -> TypeGuard[NativeDecoder]:
 
 
 class NativeDecoder(Decoder):
-    """Runs `model` (bf16, CPU, Llama-like) with packed copies of its weights. Inputs and outputs
-    are fp32 [N, d].
+    """Runs `model` (bf16, CPU, of a family that the kernel knows) with packed copies of its
+    weights. Inputs and outputs are fp32 [N, d].
 
     Decoders may run side by side in several threads, each of them one call at a time. `workspace`:
     the memory its calls work in; they use as many threads as torch had when the decoder was made.

@@ -33,6 +33,7 @@ from multirate.model.hf.decoder import HFDecoder
 from multirate.model.load import load_decoder
 from multirate.model.native import NativeDecoder
 from multirate.model.native.cache import from_native
+from multirate.model.native.packing import packed_bytes
 from multirate.model.rows import Rows
 
 SIZES = dict(
@@ -156,6 +157,26 @@ def test_channels_hundreds_of_times_the_others_cost_no_more_than_transformers_ro
         low = model(tokens).logits[0].float()
         exact = model.float()(tokens).logits[0]
     assert (ours - exact).norm() < 1.2 * (low - exact).norm()  # some have rows of bf16, too
+
+
+def test_where_memory_is_short_the_models_own_layers_are_run(monkeypatch):
+    model = make("llama")
+    monkeypatch.setattr("multirate.model.native.decoder.free_memory", lambda: 10_000)
+    with pytest.raises(UserError, match=r"native.*takes .* GB of memory, and 0.0 GB are free"):
+        load_decoder(model, "native")
+    with pytest.warns(Notice, match="own layers are run"):
+        assert isinstance(load_decoder(model), HFDecoder)
+    for told in (None, 10**9):  # not told, or enough
+        monkeypatch.setattr("multirate.model.native.decoder.free_memory", lambda told=told: told)
+        assert isinstance(load_decoder(model), NativeDecoder)
+
+
+def test_what_packing_is_said_to_take_is_what_it_takes():
+    model = make("llama")
+    head, others = model.lm_head.weight.numel(), sum(p.numel() for p in model.parameters())
+    owner = NativeDecoder(model)._owner
+    taken = sum(t.numel() * t.element_size() for t in owner.tensors if t.dtype == torch.uint8)
+    assert 0.7 * taken < packed_bytes(others, head) < 1.5 * taken  # the embedding is not packed
 
 
 def test_the_language_model_of_one_that_reads_images_is_packed():

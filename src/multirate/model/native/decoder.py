@@ -29,6 +29,7 @@ from multirate.model.decoder import (
 from multirate.model.hf.decoder import evaluation_mode, probe_tokens, relative_difference
 from multirate.model.hf.inspect import find_parts, ropes
 from multirate.model.kv_cache import LayerKV
+from multirate.model.machine import free_memory
 from multirate.model.native import abi, library
 from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.cache import NativeKVCache
@@ -53,6 +54,7 @@ from multirate.model.native.packing import (
     Owner,
     byte_products,
     interleave_gate_up,
+    packed_bytes,
     screened,
 )
 from multirate.model.native.plain import unknown_part
@@ -109,7 +111,7 @@ class NativeDecoder(Decoder):
         kind = getattr(config, "model_type", "unknown")
         if kind not in FAMILIES:
             return f"the native kernel knows {', '.join(FAMILIES)}, not {kind}"
-        return NativeDecoder.cannot_run(config, model, FAMILIES[kind])
+        return NativeDecoder.cannot_run(config, model, FAMILIES[kind]) or _too_large(model)
 
     @staticmethod
     def cannot_run(config: Any, model: nn.Module, family: Family) -> str | None:
@@ -713,6 +715,19 @@ def _finite(tokens: np.ndarray) -> list[int]:
     if min(chosen, default=0) < 0:
         raise UserError(NOT_FINITE)
     return chosen
+
+
+def _too_large(model: nn.Module) -> str | None:
+    """Whether there is no room for packed weights beside the model's own."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    needed = packed_bytes(sum(p.numel() for p in model.parameters()), head.weight.numel())
+    free = free_memory()
+    if free is None or needed <= free:
+        return None
+    return NotPlain(
+        f"packing its weights takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are "
+        "free"
+    )
 
 
 def _text_config(model: nn.Module) -> Any:

@@ -80,6 +80,13 @@ def screened() -> bool:
     return byte_products() and exact_layout() == INT16
 
 
+def packed_bytes(weights: int, head: int) -> int:
+    """What so many weights take when packed for the model's own results, and a head's screen."""
+    layout = exact_layout()
+    twelve = layout == INT16 and library.kernel().mr_int12_products()
+    return weights * _BITS[INT12 if twelve else layout] // 8 + (head if screened() else 0)
+
+
 SLAB = 32 << 20
 HUGE_PAGE = 2 << 20
 

@@ -66,8 +66,15 @@ class WeightWatch:
         self._buffers = [module["_buffers"] for module in modules if module["_buffers"]]
         held = chain(self._model.parameters(), self._model.buffers())
         self._held = list({id(tensor): tensor for tensor in held}.values())
-        self._counted = [tensor for tensor in self._held if not tensor.is_inference()]
-        self._samples = [sample for tensor in self._held for sample in _sample(tensor)]
+        self._samples, self._counted = [], []
+        for tensor in self._held:
+            samples = list(_sample(tensor))
+            self._samples += samples
+            # of what is compared as a whole, writes need not be counted: some rotary embeddings
+            # write their frequencies anew in every forward
+            whole = samples and tensor.ndim < 2
+            if not whole and not tensor.is_inference():
+                self._counted.append(tensor)
         self._numbers = [(vars(m), name) for m in self._kept for name in _numbers(m)]
         self._classes = list({type(module): None for module in self._kept})
         homes = {cls.__module__ for cls in self._classes}

@@ -13,12 +13,14 @@ from typing import Any
 import peft
 import pytest
 import torch
+from model.native.test_native_decoder import CONFIGS
 from torch import nn
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     LlamaConfig,
     MixtralConfig,
+    Phi3Config,
     Qwen3Config,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -28,6 +30,7 @@ from multirate import attach
 from multirate.errors import Notice, UserError
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native import NativeDecoder
+from multirate.model.weight_watch import WeightWatch
 
 
 @pytest.fixture(autouse=True)
@@ -475,3 +478,36 @@ def test_a_check_is_cheap() -> None:
     assert (
         min(timeit.repeat(watch.changed, number=20, repeat=5)) / 20 < 0.001
     )  # 3 layers; about 0.02 ms
+
+
+def test_rotary_frequencies_that_every_forward_writes_are_no_change() -> None:
+    torch.manual_seed(0)
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 16,
+        "long_factor": [4.0] * 16,
+        "original_max_position_embeddings": 64,
+    }
+    config = Phi3Config(**SIZES, pad_token_id=0, rope_parameters=rope)
+    model = AutoModelForCausalLM.from_config(config).eval().to(torch.bfloat16)
+    frequencies = model.model.rotary_emb.inv_freq
+    watch, version = WeightWatch(model), frequencies._version
+    with torch.no_grad():
+        model(torch.tensor([[5, 6, 7]]))
+    assert frequencies._version > version and not watch.changed()
+    frequencies[3] *= 2
+    assert watch.changed()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_hook_on_any_module_of_any_family_is_heard(name: str) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval().to(torch.bfloat16)
+    assert NativeDecoder.supports(model) is None
+    for part, module in model.named_modules():
+        if type(module) is nn.ModuleList:  # nobody calls these
+            continue
+        handle = module.register_forward_hook(lambda *_: None)
+        reason = NativeDecoder.supports(model)
+        assert reason is not None and "forward hook" in reason, part
+        handle.remove()

@@ -148,11 +148,15 @@ FAMILIES = {
 MIXTURES = {name: Family(name) for name in ("mixtral", "qwen3_moe")}
 
 
-def activation(layer: LayerParts) -> int | None:
-    """What a layer's gates pass, as the kernel calls it; None: it has no such."""
+def activation_function(layer: LayerParts) -> nn.Module | None:
+    """What a layer's gates pass; None: it has no gates of its own."""
     mlp: Any = layer.mlp
-    function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-    found: int | None = _ACTIVATIONS.get(type(function).__name__)
+    return getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+
+
+def activation(layer: LayerParts) -> int | None:
+    """The same as the kernel calls it; None: it has no such."""
+    found: int | None = _ACTIVATIONS.get(type(activation_function(layer)).__name__)
     return found
 
 

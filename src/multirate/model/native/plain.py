@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from multirate.model.decoder import NotPlain
 from multirate.model.hf.parts import LayerParts, ModelParts
-from multirate.model.native.families import Family, activation, attention_scale, epsilon
+from multirate.model.native.families import (
+    Family,
+    activation,
+    activation_function,
+    attention_scale,
+    epsilon,
+)
 from multirate.model.weight_watch import FUNCTIONS, foreign, global_hooks
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -74,6 +80,8 @@ def _modules(
                 yield getattr(inner, name), nn.Linear
         if layer.moe is not None:
             yield layer.moe.router, None
+        if (function := activation_function(layer)) is not None:
+            yield function, type(function)
         for norm in family.norms(layer).values():
             yield norm, None
         for name in family.extra:
@@ -155,8 +163,7 @@ def _other_arithmetic(layer: LayerParts, parts: ModelParts, family: Family) -> s
         return f"has a bias in {' and '.join(name for name, has in biases.items() if has)} alone"
     if layer.moe is None:
         if activation(layer) is None or activation(layer) != activation(parts.layers[0]):
-            function = getattr(module.mlp, "act_fn", None) or module.mlp.activation_fn
-            return f"has the activation {type(function).__name__}"
+            return f"has the activation {type(activation_function(layer)).__name__}"
         for name in family.linears["mlp"]:
             if getattr(module.mlp, name).bias is not None:
                 return f"has a bias in {name}"

@@ -74,12 +74,13 @@ typedef struct {
     Linear qkv, o;                          // queries, then keys, then values
     Linear gate_up, down;                   // weight NULL: attention alone; 32 gates, 32 ups, …
     const float *norm_attention, *norm_mlp; // [hidden] of what they read; NULL: x as it is
-    const float *norm_attention_out,
-        *norm_mlp_out;        // [hidden] of what they add to x; NULL: as it is
+    const float *norm_attention_out;        // [hidden] of what attention adds to x; NULL: as it is
+    const float *norm_mlp_out;              // [hidden] of what the MLP adds
     const float *norm_beside; // [hidden] where attention reads a second row of `hidden` values, so
                               // normed, and then x: qkv has 2 · hidden inputs. NULL: only x
-    const float *q_norm, *k_norm; // [head_dim], of each head, or NULL; where norm_all_heads
-    int32_t norm_all_heads;       // [heads · head_dim] and [kv_heads · head_dim], of all together
+    const float *q_norm, *k_norm; // [head_dim] of each head; NULL: none
+    int32_t norm_all_heads;       // whether they are of all heads of a row together instead:
+                                  // [heads · head_dim], [kv_heads · head_dim]
     const float *cos, *sin;       // [max_positions, Shape.rotary / 2]; NULL: nothing is rotated
     int32_t window;               // positions that a row sees; 0: all before it
 } Layer;

@@ -283,7 +283,7 @@ class NativeDecoder(Decoder):
                 chunks.setdefault(kind, []).append(halves)
         made = {}
         for kind, pieces in chunks.items():
-            cos, sin = (torch.cat(parts).contiguous() for parts in zip(*pieces, strict=True))
+            cos, sin = (torch.cat(table).contiguous() for table in zip(*pieces, strict=True))
             made[kind] = (cos, sin)
         return made
 

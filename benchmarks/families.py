@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from decode_loop import seconds  # beside this file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -105,12 +105,6 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
 def build(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(SHAPES[name](), dtype=torch.bfloat16).eval()
-
-
-def seconds(function: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
 
 
 def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:

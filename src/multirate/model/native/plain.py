@@ -63,8 +63,8 @@ def unknown_part(parts: ModelParts, family: Family) -> NotPlain | None:
 def _modules(
     parts: ModelParts, family: Family
 ) -> Iterator[tuple[nn.Module, type[nn.Module] | None]]:
-    """Every module that the kernel stands in for, and its class where that is torch's (None: the
-    family's own).
+    """Every module that the kernel stands in for, and its class where that is not one of the
+    family's own file (None: it is).
     """
     yield parts.model, None
     yield parts.base, None

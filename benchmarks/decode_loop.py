@@ -77,6 +77,25 @@ def seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
+def prompt_of(model: Any) -> torch.Tensor:
+    """32 random tokens, [1, 32]."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, model.config.vocab_size, (1, 32), generator=generator)
+
+
+def our_loop(decoder: Decoder, prompt: torch.Tensor, tokens: int) -> list[int]:
+    stop = StopSettings(max_new_tokens=tokens)
+    return generate(decoder, PlainStep(), [prompt[0].tolist()], stop=stop).sequences[0]
+
+
+@torch.no_grad()
+def their_loop(model: Any, prompt: torch.Tensor, tokens: int) -> torch.Tensor:
+    found: torch.Tensor = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False
+    )
+    return found
+
+
 def read_bandwidth() -> float:
     """GB/s of summing 512 MB with all threads: what reading memory once can give."""
     block = torch.ones(1 << 26, dtype=torch.int64)
@@ -105,22 +124,13 @@ def main() -> None:
     args = parser.parse_args()
     model = build(args.shape)
     decoder = load_decoder(model)
-    prompt = torch.randint(
-        0, model.config.vocab_size, (1, 32), generator=torch.Generator().manual_seed(1)
-    )
-    stop = StopSettings(max_new_tokens=args.tokens)
+    prompt = prompt_of(model)
 
     def ours() -> list[int]:
-        return generate(decoder, PlainStep(), [prompt[0].tolist()], stop=stop).sequences[0]
+        return our_loop(decoder, prompt, args.tokens)
 
-    @torch.no_grad()
     def theirs() -> torch.Tensor:
-        return model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=args.tokens,
-            do_sample=False,
-        )
+        return their_loop(model, prompt, args.tokens)
 
     layers, d = decoder.info.num_layers, decoder.info.hidden_size
     cache = decoder.new_cache(1, 256)

@@ -13,11 +13,12 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from decode_loop import seconds  # beside this file
+from decode_loop import our_loop, prompt_of, seconds, their_loop  # beside this file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -29,9 +30,6 @@ from transformers import (
 )
 
 from multirate.bench.provenance import collect
-from multirate.decoding.loop import generate
-from multirate.decoding.plain import PlainStep
-from multirate.decoding.stopping import StopSettings
 from multirate.model.load import load_decoder
 
 _NO_ENDS: dict[str, Any] = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
@@ -109,24 +107,13 @@ def build(name: str) -> torch.nn.Module:
 
 def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:
     model: Any = build(name)
-    prompt = torch.randint(
-        0, model.config.vocab_size, (1, 32), generator=torch.Generator().manual_seed(1)
-    )
+    prompt = prompt_of(model)
     decoders: dict[str, Any] = {}
     packing = seconds(lambda: decoders.update(kernel=load_decoder(model, "native")))
     decoders["own layers"] = load_decoder(model, "hf")
-    stop = StopSettings(max_new_tokens=tokens)
-
-    @torch.no_grad()
-    def theirs() -> Any:
-        mask = torch.ones_like(prompt)
-        return model.generate(prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
-
-    ways: dict[str, Callable[[], Any]] = {"generate": theirs}
+    ways: dict[str, Callable[[], Any]] = {"generate": partial(their_loop, model, prompt, tokens)}
     for way, decoder in decoders.items():
-        ways[way] = lambda decoder=decoder: generate(  # type: ignore[misc]
-            decoder, PlainStep(), [prompt[0].tolist()], stop=stop
-        )
+        ways[way] = partial(our_loop, decoder, prompt, tokens)
     rates: dict[str, list[float]] = {way: [] for way in ways}
     for once in range(repeats + 1):
         for way, run in ways.items():

@@ -294,8 +294,8 @@ void norm_all_heads(Workspace *work, const Shape *s, const Layer *layer, int row
     for (int n = id; n < rows; n += threads) {
         float *row = work->qkv + (size_t)n * (queries + 2 * keys);
         if (!keys_alone)
-            norm_in_place(row, layer->q_norm, queries, s->eps);
-        norm_in_place(row + queries, layer->k_norm, keys, s->eps);
+            mr_rms_norm(row, layer->q_norm, queries, s->eps);
+        mr_rms_norm(row + queries, layer->k_norm, keys, s->eps);
     }
     barrier(work, threads);
 }

@@ -17,12 +17,6 @@ void rms_norm(const float *x, const float *weight, int d, float eps, element *ou
         store_elements(out + i, load(x + i) * scale * load(weight + i));
 }
 
-void norm_in_place(float *x, const float *weight, int d, float eps) {
-    f16 scale = splat(inverse_rms(x, d, eps));
-    for (int i = 0; i < d; i += 16)
-        store(x + i, load(x + i) * scale * load(weight + i));
-}
-
 void add_normed(const float *y, const float *weight, int d, float eps, float factor, float *x) {
     f16 scale = splat(weight ? factor * inverse_rms(y, d, eps) : factor);
     for (int i = 0; i < d; i += 16) {

@@ -9,9 +9,6 @@ void rms_norm(const float *x, const float *weight, int d, float eps, element *ou
 // The same; weight NULL: x as it is.
 void read_row(const float *x, const float *weight, int d, float eps, element *out);
 
-// RMSNorm of x [d], a multiple of 16, in place.
-void norm_in_place(float *x, const float *weight, int d, float eps);
-
 // x += factor · RMSNorm(y), all [d]; weight NULL: y as it is.
 void add_normed(const float *y, const float *weight, int d, float eps, float factor, float *x);
 

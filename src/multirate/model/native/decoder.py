@@ -97,6 +97,8 @@ class NativeDecoder(Decoder):
 
     info: DecoderInfo
     runs_the_model = False
+    families: Mapping[str, Family] = FAMILIES
+    """What it knows, by transformers' name of the model type."""
     probes = True
     """Whether a few tokens are compared with the model's own forward when the decoder is made."""
     supports_fused = True
@@ -180,7 +182,7 @@ class NativeDecoder(Decoder):
         )
         self._owner = Owner()
         self.eps = float(config.rms_norm_eps)
-        self._family = self._family_of(config)
+        self._family = self.families[config.model_type]
         self.head_dim = head_dim(config)
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.table = parts.embed_tokens.weight.detach().contiguous()
@@ -235,10 +237,6 @@ class NativeDecoder(Decoder):
                 f"the kernel's logits of {len(ids)} tokens differ from the model's own by "
                 f"{difference:.0%} of their norm, so it has a part that is not known"
             )
-
-    @staticmethod
-    def _family_of(config: Any) -> Family:
-        return FAMILIES[config.model_type]
 
     def _shape(self, parts: Any, config: Any) -> abi.CData:
         rotated = next(iter(self._rotary_tables.values()))[0].shape[1] * 2

@@ -19,7 +19,7 @@ from multirate.model.decoder import Decoder, LayerAdapter
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import abi
 from multirate.model.native.decoder import NativeDecoder
-from multirate.model.native.families import MIXTURES, Family
+from multirate.model.native.families import MIXTURES
 from multirate.model.native.packing import Owner, interleave_gate_up, padded
 from multirate.model.noise import Noise
 from multirate.model.rows import Rows
@@ -99,6 +99,7 @@ class NativeMoEDecoder(NativeDecoder):
     """
 
     runs_the_model = True
+    families = MIXTURES
     probes = False  # its experts may be on disk
     supports_fused = False
 
@@ -109,10 +110,6 @@ class NativeMoEDecoder(NativeDecoder):
         if kind not in MOE_FAMILIES:
             return f"the native kernel knows mixtures of {', '.join(MOE_FAMILIES)}, not {kind}"
         return NativeDecoder.cannot_run(config, model, MIXTURES[kind])
-
-    @staticmethod
-    def _family_of(config: Any) -> Family:
-        return MIXTURES[config.model_type]
 
     def __init__(self, model: nn.Module, provider: Callable[[], ExpertProvider]) -> None:
         self._provider = provider

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from native_kernel import skip_without_kernel
 
 import multirate
 from multirate.hub import load_model, reference_accelerators
@@ -15,7 +15,7 @@ def test_without_an_accelerator_the_native_kernel_drafts_from_the_text() -> None
     loaded = load_model("tiny", "bfloat16", "cpu")
     engine = multirate.attach(loaded)
     if engine.backend != "native":
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     assert engine.default == UNTRAINED
     stop = engine.stopping(48)
     ids = loaded.tokenizer("one two three one two three one two")["input_ids"]

@@ -58,8 +58,9 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 @dataclass
 class LayerWeights:
     """One layer. Shapes [out, in]; vectors by their width; a norm that is None is left out.
-    norm_all_heads: q_norm and k_norm are of all heads together. rotated: so many dimensions of a
-    head are, the first ones.
+    norm_all_heads: q_norm and k_norm are of all heads together. norm_after_rotary: they come after
+    the rotation. query_scale: by position. rotated: so many dimensions of a head are, the first
+    ones.
     """
 
     q: Tensor
@@ -76,6 +77,8 @@ class LayerWeights:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     norm_all_heads: bool = False
+    norm_after_rotary: bool = False
+    query_scale: Tensor | None = None
     rotated: int = 0
     gelu: bool = False
     residual_scale: float = 1.0
@@ -117,7 +120,7 @@ def layer(
     if w.norm_all_heads:
         q, k = _normed(q, w.q_norm, eps), _normed(k, w.k_norm, eps)
     q, k, v = (one.unflatten(-1, (-1, dim)) for one in (q, k, v))
-    if not w.norm_all_heads:
+    if not w.norm_all_heads and not w.norm_after_rotary:
         q, k = _normed(q, w.q_norm, eps), _normed(k, w.k_norm, eps)
     if w.rotated:
         q, k = (
@@ -130,6 +133,10 @@ def layer(
             )
             for one in (q, k)
         )
+    if w.norm_after_rotary:
+        q, k = _normed(q, w.q_norm, eps), _normed(k, w.k_norm, eps)
+    if w.query_scale is not None:
+        q = q * w.query_scale[pos][:, None, None]
     for n, slot in enumerate(rows.slot):
         if slot >= 0:
             keys[rows.seq[n], :, slot], values[rows.seq[n], :, slot] = k[n], v[n]

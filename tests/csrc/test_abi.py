@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from native_kernel import skip_without_kernel
 
 from multirate.model.native import abi, library
 
@@ -59,10 +60,8 @@ def test_sizes_and_offsets_are_the_compilers(tmp_path: Path) -> None:
 
 
 def test_every_function_of_the_header_is_in_the_library() -> None:
-    try:
-        kernel = library.kernel()
-    except library.NativeUnavailable as reason:
-        pytest.skip(str(reason))
+    skip_without_kernel()
+    kernel = library.kernel()
     functions = set(re.findall(r"\b(mr_\w+)\(", abi.declarations()))
     assert len(functions) > 30
     for name in functions:

@@ -36,6 +36,8 @@ class Case:
     window: int = 0
     norms: bool = False
     norm_all_heads: bool = False
+    norm_after_rotary: bool = False
+    scaled_queries: bool = False
     norms_in: bool = True
     norms_out: bool = False
     gelu: bool = False
@@ -94,6 +96,8 @@ class Case:
             norm(HIDDEN, 8) if self.norms_in else None,
             norm(HIDDEN, 9) if self.norms_in else None,
             norm_all_heads=self.norm_all_heads,
+            norm_after_rotary=self.norm_after_rotary,
+            query_scale=1 + 0.02 * torch.arange(CAPACITY) if self.scaled_queries else None,
             rotated=self.dim if self.rotated is None else self.rotated,
             gelu=self.gelu,
             residual_scale=self.residual_scale,
@@ -134,6 +138,8 @@ class Case:
             q_norm=owner.floats(w.q_norm),
             k_norm=owner.floats(w.k_norm),
             norm_all_heads=w.norm_all_heads,
+            norm_after_rotary=w.norm_after_rotary,
+            query_scale=owner.floats(w.query_scale),
             cos=owner.floats(self.cos) if w.rotated else None,
             sin=owner.floats(self.sin) if w.rotated else None,
             window=w.window,
@@ -197,6 +203,10 @@ CASES = {
     ),
     "some dimensions rotated": dict(heads=4, kv_heads=2, dim=64, rotated=48),
     "a part of what is added": dict(heads=4, kv_heads=2, dim=32, residual_scale=0.22),
+    "norms of heads after rotation": dict(
+        heads=4, kv_heads=2, dim=64, norms=True, norm_after_rotary=True
+    ),
+    "queries scaled by position": dict(heads=4, kv_heads=2, dim=32, scaled_queries=True),
     "nothing rotated": dict(heads=4, kv_heads=2, dim=32, rotated=0),
 }
 

@@ -12,6 +12,7 @@ import torch
 import transformers as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from native_kernel import skip_without_kernel
 
 from multirate.decoding.dynamic_depth import KV_OF_SKIPPED_LAYERS, DynamicDepthStep
 from multirate.decoding.invariants import check_invariants
@@ -53,8 +54,7 @@ def native() -> NativeDecoder:
         for parameter in model.parameters():
             parameter.mul_(2.5).add_(torch.randn_like(parameter) * 0.02)
     model = model.to(torch.bfloat16)
-    if (reason := NativeDecoder.supports(model)) is not None:
-        pytest.skip(reason)
+    skip_without_kernel()
     decoder = load_decoder(model, "native")
     assert isinstance(decoder, NativeDecoder)
     return decoder

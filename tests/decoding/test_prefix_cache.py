@@ -13,6 +13,7 @@ import torch
 import transformers as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from native_kernel import skip_without_kernel
 
 from multirate.decoding import session
 from multirate.decoding.drafter import Drafter
@@ -191,7 +192,7 @@ def test_turns_are_as_if_read_from_the_start(
     decoders: dict[str, Decoder], backend: str, name: str, seed: int
 ) -> None:
     if backend not in decoders:
-        pytest.skip("the native kernel cannot be built here")
+        skip_without_kernel()
     decoder, rng = decoders[backend], np.random.default_rng(seed)
     going_on = generator(name, decoder, checked=backend == "hf")
     prefix_cache, before = PrefixCache(), 0
@@ -242,7 +243,7 @@ def test_what_a_drafter_says_it_kept_is_what_it_would_compute(
     decoders: dict[str, Decoder], backend: str, name: str, seed: int
 ) -> None:
     if backend not in decoders:
-        pytest.skip("the native kernel cannot be built here")
+        skip_without_kernel()
     decoder, rng = decoders[backend], np.random.default_rng(seed)
     drafter, prefix_cache = drafter_of(name, decoder), PrefixCache()
     history: list[int] = rng.integers(3, VOCAB, 30).tolist()

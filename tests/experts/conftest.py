@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from native_kernel import skip_without_kernel
 
 from multirate.experts.model import OffloadedExperts, load_without_experts
 from multirate.experts.pack import pack
@@ -52,6 +53,22 @@ CONFIGS = {
     "mixtral": lambda: tf.MixtralConfig(
         **SHAPE, intermediate_size=64, num_local_experts=5, num_experts_per_tok=2
     ),
+    "olmoe": lambda: tf.OlmoeConfig(
+        **{**SHAPE, "head_dim": 32, "num_key_value_heads": 2},
+        intermediate_size=32,
+        num_experts=6,
+        num_experts_per_tok=3,
+    ),
+    "mellum": lambda: tf.MellumConfig(
+        **SHAPE,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_experts=6,
+        num_experts_per_tok=2,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+    ),
 }
 
 
@@ -67,9 +84,8 @@ def mixture(
     original.save_pretrained(folder)
     index = pack(folder, folder / "store")
     model = load_without_experts(folder)
-    reason = NativeMoEDecoder.supports(model)
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without_kernel()
+    assert NativeMoEDecoder.supports(model) is None
     assert index.layout == "native"
     offload = OffloadedExperts(model, ExpertStore.open(folder / "store"))
     shape = BaseShape.of(model.config)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_kernel import skip_without_kernel
 
 from multirate.experts.depth import MeasuredDepth, depth_that_covers, depth_that_pays
 from multirate.experts.expert_cache import ExpertCache, State
@@ -23,7 +24,6 @@ from multirate.model.native.accelerated_residual import (
     NativeAcceleratedResidual,
     NativeResidualWithAttention,
 )
-from multirate.model.native.library import NativeUnavailable, kernel
 
 SHAPE = SimpleNamespace(num_layers=5, hidden_size=128, is_moe=True, num_experts=6)
 
@@ -44,10 +44,7 @@ def expert_predictor(
 @pytest.fixture
 def native() -> None:
     """Skips where the kernel cannot be built."""
-    try:
-        kernel()
-    except NativeUnavailable as reason:
-        pytest.skip(str(reason))
+    skip_without_kernel()
 
 
 @pytest.mark.usefixtures("native")

@@ -11,6 +11,7 @@ import fresh_process
 import pytest
 import torch
 from bench import tiny_model
+from native_kernel import skip_without_kernel
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from multirate.experts.pack import pack
@@ -60,12 +61,7 @@ def test_peak_memory(backend: str, layout: str, tmp_path: Path) -> None:
     resident = sum(p.numel() * 2 for name, p in model.named_parameters() if ".experts." not in name)
     del model
     if backend == "native":
-        from multirate.model.native import library
-
-        try:
-            library.kernel()
-        except library.NativeUnavailable as reason:
-            pytest.skip(str(reason))
+        skip_without_kernel()
     done = fresh_process.run(SCRIPT, str(tmp_path), str(tmp_path / "store"), str(budget), backend)
     assert done.returncode == 0, done.stderr[-2000:]
     seen = json.loads(done.stdout.splitlines()[-1])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from native_kernel import skip_without_kernel
 
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -22,8 +23,10 @@ from multirate.experts.runtime import ExpertSettings
 from multirate.experts.store import ExpertStore
 from multirate.methods.spec import find
 from multirate.model.load import load_decoder
-from multirate.model.native.moe import pack_expert, unpack_expert
+from multirate.model.native.moe import NativeMoEDecoder, pack_expert, unpack_expert
 from multirate.model.rows import Rows
+
+from .conftest import CONFIGS
 
 PROMPTS = [[5, 9, 2, 44, 17, 30, 8], [3, 4, 50]]
 
@@ -115,3 +118,22 @@ def test_backends(mixture: Any, tmp_path: Path) -> None:
     other = OffloadedExperts(offload.model, ExpertStore.open(tmp_path / "plain"))
     with pytest.raises(UserError, match="--layout native"):
         other.decoder("native")
+
+
+@pytest.mark.parametrize(
+    "family, changes, why",
+    [
+        ("olmoe", {"clip_qkv": 8.0}, "clips its queries"),
+        ("mixtral", {"hidden_act": "gelu"}, "silu"),
+    ],
+)
+def test_what_the_kernel_does_not_compute_is_refused(
+    family: str, changes: dict[str, Any], why: str
+) -> None:
+    skip_without_kernel()
+    config = CONFIGS[family]()
+    for told, reason in (({}, None), (changes, why)):
+        for name, value in told.items():
+            setattr(config, name, value)
+        found = NativeMoEDecoder.supports(tf.AutoModelForCausalLM.from_config(config).bfloat16())
+        assert found is None if reason is None else reason in str(found)

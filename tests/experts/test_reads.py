@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_kernel import skip_without_kernel
 
 from multirate.experts.reader import Arena, RecordReader, Throttle
 from multirate.experts.reads import Ended, NativeReads, Reads, ThreadReads
-from multirate.model.native.library import NativeUnavailable, kernel
 
 SIZE, CHUNK, SLOTS = 16384, 4096, 12
 RATE = 2e6  # a chunk takes 2 ms, a record 8
@@ -41,10 +41,7 @@ def make(request: pytest.FixtureRequest, data: Path) -> Iterator[tuple[Make, Are
         reader = RecordReader(data, Throttle(rate), direct=False)
         readers.append(reader)
         if request.param != "threads":
-            try:
-                kernel()
-            except NativeUnavailable as reason:
-                pytest.skip(str(reason))
+            skip_without_kernel()
             address = arena.slots[0].data_ptr()
             own = 0 if request.param == "system" else threads
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from native_kernel import skip_without_kernel
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OlmoeConfig
 
 from multirate.methods.common.shape import BaseShape
@@ -54,8 +55,7 @@ def model_of(config, dtype=torch.float32):
 def narrow_decoder():
     """LLAMA on the native kernel of a processor that can make a narrow copy of it; else skips."""
     model = model_of(LLAMA, torch.bfloat16)
-    if NativeDecoder.supports(model) is not None:
-        pytest.skip("no native kernel here")
+    skip_without_kernel()
     decoder = NativeDecoder(model)
     if not narrow_weights(decoder):
         pytest.skip("this processor multiplies no bytes")

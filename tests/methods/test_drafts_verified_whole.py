@@ -14,6 +14,7 @@ import torch
 from decoding.helpers import KINDS, ScriptedDrafter, scripts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from native_kernel import skip_without_kernel
 
 from multirate.decoding.drafter import Drafter, Verified
 from multirate.decoding.logits import SamplingSettings
@@ -46,8 +47,7 @@ def decoder_of(repeated_rows: int = 0) -> NativeDecoder:
     bit for bit.
     """
     model = model_of(LLAMA, torch.bfloat16)
-    if NativeDecoder.supports(model) is not None:
-        pytest.skip("no native kernel here")
+    skip_without_kernel()
     if repeated_rows:
         with torch.no_grad():
             head = model.lm_head.weight

@@ -8,6 +8,7 @@ import pytest
 import torch
 from decoding.helpers import tiny
 from decoding.test_lossless_sampling import ALARM, SETTINGS, VOCAB, analytic, p_value, sampled
+from native_kernel import skip_without_kernel
 
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
@@ -69,7 +70,7 @@ def decoders() -> dict[str, Decoder]:
 
 def need(decoders: dict[str, Decoder], backend: str) -> Decoder:
     if backend not in decoders:
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     return decoders[backend]
 
 

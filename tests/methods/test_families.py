@@ -1,5 +1,6 @@
 """Methods on models that are built otherwise than Llama: norms of what is added, scaled embeddings,
-GELU gates, rotary tables by layer, fused projections. On the native kernel.
+GELU gates, rotary tables by layer, interleaved rotary embeddings, fused projections. On the native
+kernel.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from native_kernel import skip_without_kernel
 from transformers import (
     Gemma3TextConfig,
+    Glm4Config,
     GraniteConfig,
+    HunYuanDenseV1Config,
+    Ministral3Config,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
@@ -55,12 +60,26 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gemma3": Gemma3TextConfig(
         **SIZES, head_dim=64, sliding_window=9, layer_types=LAYER_TYPES, query_pre_attn_scalar=64
     ),
+    "glm4": Glm4Config(**SIZES, head_dim=64, attention_bias=True),
     "granite": GraniteConfig(
         **SIZES,
         embedding_multiplier=3.0,
         attention_multiplier=0.1,
         residual_multiplier=0.6,
         logits_scaling=2.0,
+    ),
+    "hunyuan": HunYuanDenseV1Config(
+        **SIZES, head_dim=32, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    ),
+    "ministral3": Ministral3Config(
+        **SIZES,
+        head_dim=32,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 10,
+            "llama_4_scaling_beta": 0.5,
+        },
     ),
     "olmo2": Olmo2Config(**SIZES),
     "phi3": Phi3Config(**SIZES),
@@ -85,8 +104,7 @@ METHODS = [
 @functools.cache
 def decoder_of(name: str) -> NativeDecoder:
     model = model_of(CONFIGS[name], torch.bfloat16)
-    if NativeDecoder.supports(model) is not None:
-        pytest.skip("no native kernel here")
+    skip_without_kernel()
     return NativeDecoder(model)
 
 

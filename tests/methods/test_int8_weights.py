@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_kernel import skip_without_kernel
 
 from multirate.bench import provenance
 from multirate.decoding.invariants import check_invariants
@@ -171,8 +172,7 @@ def test_layers_of_four_bit_numbers_are_copied_in_four(monkeypatch: pytest.Monke
     """
     monkeypatch.delenv("MULTIRATE_NARROW_BITS", raising=False)
     model = model_of(LLAMA, torch.bfloat16)
-    if NativeDecoder.supports(model) is not None:
-        pytest.skip("no native kernel here")
+    skip_without_kernel()
     with torch.no_grad():
         for module in model.model.layers.modules():
             if isinstance(module, torch.nn.Linear):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_kernel import skip_without_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multirate.decoding import draft_length
@@ -177,8 +178,7 @@ def native_base() -> tuple[NativeDecoder, BaseShape]:
             head_dim=32,
         )
     ).bfloat16()
-    if NativeDecoder.supports(model) is not None:
-        pytest.skip("no native kernel here")
+    skip_without_kernel()
     return NativeDecoder(model), BaseShape.of(model.config)
 
 

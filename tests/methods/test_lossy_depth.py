@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_kernel import skip_without_kernel
 
 from multirate.calibration.calibrate import calibrate
 from multirate.calibration.risk import samples_needed
@@ -92,7 +93,7 @@ def decoders() -> dict[str, Decoder]:
 @pytest.fixture(params=["hf", "native"])
 def decoder(decoders: dict[str, Decoder], request: pytest.FixtureRequest) -> Decoder:
     if request.param not in decoders:
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     return decoders[request.param]
 
 
@@ -275,7 +276,7 @@ def test_calibration_finds_a_threshold_that_keeps_the_quality(
 @pytest.mark.parametrize("name", ["deed", "free", "lite"])
 def test_the_kernels_exits_are_the_modules(decoders: dict[str, Decoder], name: str) -> None:
     if "native" not in decoders:
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     step = step_of(decoders["native"], name, 0.5)
     hidden = 3 * torch.randn(3, LLAMA.hidden_size, generator=torch.Generator().manual_seed(2))
     for exit in step.policy.exits:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from native_kernel import skip_without_kernel
 
 from multirate.decoding.costs import CostModel
 from multirate.decoding.draft_length import DraftLengthController, Plan, StepCosts
@@ -112,7 +113,7 @@ def test_greedy_is_the_base_token_for_token(
     own_head,
 ):
     if backend not in decoders:
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     decoder = decoders[backend]
     options = {
         "draft_vocab": reduced,
@@ -212,7 +213,7 @@ def test_a_perfect_stream_is_accepted_whole(decoders):
 def test_sampled_text_is_plain_decodings(decoders, backend, drafts, sampling):
     """Token for token, in trees, in chains (with a penalty), in a batch and alone."""
     if backend not in decoders:
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     decoder, sampling = decoders[backend], replace(sampling, seed=5)
     stream, stop = stream_of(LLAMA, "m2r2-carry", rank=8), StopSettings(max_new_tokens=12)
     config = replace(EAGER_TREE, drafts=drafts, lookup=3)
@@ -293,7 +294,7 @@ def test_sampling_keeps_the_base_distribution(decoders, drafts):
 @pytest.mark.parametrize("weights, error", [("bf16", 0.02), ("int8", 0.04)])
 def test_kernel_and_torch_modules_draft_alike(decoders, gate, weights, error):
     if "native" not in decoders:
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     low, exact = decoders["native"], HFDecoder(model_of(LLAMA))
     for preset in ("m2r2", "m2r2-carry"):
         streams = [stream_of(LLAMA, preset, gates=(gate,), rank=8) for _ in range(2)]
@@ -367,7 +368,7 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     values, bit for bit.
     """
     if "native" not in decoders:
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     decoder = decoders["native"]
     options = {
         "draft_vocab": reduced,
@@ -417,7 +418,7 @@ def test_steps_that_choose_their_draft_are_the_same_in_one_call_and_in_parts(
     decoders, untimed, texts, preset, lookup, seed
 ):
     if "native" not in decoders:
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     decoder = decoders["native"]
     stream = stream_of(LLAMA, preset, seed, gates=(1 + seed,), rank=8)
     assert_fused_steps_are_steps_in_parts(
@@ -433,7 +434,7 @@ def test_steps_that_choose_their_draft_are_the_same_in_one_call_and_in_parts(
 def test_fused_batches_larger_than_a_pass(decoders, preset, sampling):
     """More rows than the kernel takes at once: of last tokens, of levels and of verification."""
     if "native" not in decoders:
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     decoder, stop = decoders["native"], StopSettings(max_new_tokens=8)
     prompts = [[3 + i % 9, 4, 5 + i % 5] * (1 + i % 3) for i in range(37)]
     config = M2R2DecodeConfig(
@@ -458,7 +459,7 @@ def test_fused_batches_larger_than_a_pass(decoders, preset, sampling):
 @pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=0.02, seed=1)])
 def test_a_useless_stream_is_left_alone(decoders, untimed, backend, sampling):
     if backend not in decoders:
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     decoder = decoders[backend]
     stop = StopSettings(max_new_tokens=100)
     drafter = adaptive(decoder, stream_of(LLAMA, "m2r2-carry", rank=8))
@@ -472,7 +473,7 @@ def test_a_useless_stream_is_left_alone(decoders, untimed, backend, sampling):
 @pytest.mark.parametrize("backend", ["hf", "native"])
 def test_a_conversation_goes_on_in_its_cache_though_the_stream_rested(decoders, untimed, backend):
     if backend not in decoders:
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     decoder, stop = decoders[backend], StopSettings(max_new_tokens=20)
     drafter = adaptive(decoder, stream_of(LLAMA, "m2r2-carry", rank=8))
     kept, prompt = PrefixCache(), [5, 9, 2, 44, 17, 8, 30, 31, 7, 6]
@@ -525,7 +526,7 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
     follow alike.
     """
     if backend not in decoders:
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     model = model_of(LLAMA, torch.bfloat16 if backend == "native" else torch.float32)
     with (
         torch.no_grad()
@@ -572,7 +573,7 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
 def test_drafts_too_long_for_a_whole_round_run_in_parts(decoders):
     """The kernel's arrays end at 63 nodes; a chain from outside the model may be longer."""
     if "native" not in decoders:
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     decoder, prompt, stop = decoders["native"], [[8, 9] * 20], StopSettings(max_new_tokens=90)
     plain = generate(decoder, PlainStep(), prompt, stop=stop)
     for tokens in (63, 64, 100):

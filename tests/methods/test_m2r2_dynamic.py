@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_kernel import skip_without_kernel
 
 from multirate import errors
 from multirate.decoding import draft_length
@@ -67,7 +68,7 @@ def decoders() -> dict[str, Decoder]:
 
 def of(decoders: dict[str, Decoder], backend: str) -> Decoder:
     if backend not in decoders:
-        pytest.skip("no native kernel here")
+        skip_without_kernel()
     return decoders[backend]
 
 
@@ -782,8 +783,7 @@ def test_the_kernels_arla_is_the_modules(decoders: dict[str, Decoder]) -> None:
 def test_the_trained_accelerators_steps_are_fused(score: str) -> None:
     """To the token as in parts, and in fewer passes the more is trusted."""
     model = load_model("tiny", dtype="bfloat16")
-    if NativeDecoder.supports(model.model) is not None:
-        pytest.skip("no native kernel here")
+    skip_without_kernel()
     decoder = NativeDecoder(model.model)
     stream = Accelerator.from_pretrained(
         reference_accelerators("tiny")["m2r2-carry"], model.model

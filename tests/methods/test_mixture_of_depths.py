@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_kernel import skip_without_kernel
 from torch import Tensor
 from transformers import MistralConfig
 
@@ -87,8 +88,7 @@ def test_a_passed_block_leaves_nothing_that_later_tokens_read() -> None:
 
 def test_one_kernel_call_says_what_calls_for_each_block_say() -> None:
     low = model_of(LLAMA, torch.bfloat16)
-    if NativeDecoder.supports(low) is not None:
-        pytest.skip("no native kernel here")
+    skip_without_kernel()
     decoder, routers = NativeDecoder(low), routers_of(BaseShape.of(LLAMA))
     settings, stop = MixtureOfDepthsDecodeConfig(), StopSettings(max_new_tokens=40)
     found = [

@@ -7,12 +7,12 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from native_kernel import skip_without_kernel
 
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import Engine, attach
 from multirate.hub import load_model, reference_accelerators
-from multirate.model.native import library
 
 PROMPTS = ["Once upon a time", "The little dog", "One day Lily and her mother"]
 _ALWAYS = ":draft_threshold=0.05:verify_threshold=0.02"  # as no clock is to decide what is tested
@@ -52,10 +52,7 @@ def plain_texts(backend: str, sampling: SamplingSettings) -> list[list[int]]:
 @pytest.fixture(params=["hf", "native"])
 def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "native":
-        try:
-            library.kernel()
-        except library.NativeUnavailable as reason:
-            pytest.skip(str(reason))
+        skip_without_kernel()
     name: str = request.param
     return name
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_kernel import skip_without_kernel
 from torch import Tensor
 
 from multirate.decoding.depth import LayerRange, Leaving
@@ -177,8 +178,7 @@ def test_the_proposer_starts_from_least_squares() -> None:
 
 def test_the_kernels_proposer_is_the_module() -> None:
     low = model_of(LLAMA, torch.bfloat16)
-    if NativeDecoder.supports(low) is not None:
-        pytest.skip("no native kernel here")
+    skip_without_kernel()
     module = module_of(BaseShape.of(LLAMA))
     from multirate.methods.specee.exits import _proposer
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bench import tiny_model
+from native_kernel import skip_without_kernel
 from tokenizers import AddedToken
 
 from multirate.decoding.invariants import check_invariants
@@ -22,7 +23,6 @@ from multirate.errors import UserError
 from multirate.methods.spec import SecondModel, find
 from multirate.model.decoder import Decoder
 from multirate.model.load import load_decoder
-from multirate.model.native import NativeDecoder
 
 PROMPTS = [list(b"Once upon"), [7], list(range(40, 60))]
 STOP = StopSettings(max_new_tokens=16)
@@ -40,8 +40,8 @@ def decoder_of(backend: str, seed: int = 0, **changes: Any) -> Decoder:
     if backend == "native":
         changes |= {"hidden_size": 128}
     network = tiny_model.model(seed, dtype, **changes)
-    if backend == "native" and NativeDecoder.supports(network) is not None:
-        pytest.skip("no native kernel here")
+    if backend == "native":
+        skip_without_kernel()
     return load_decoder(network, backend)
 
 

@@ -81,6 +81,8 @@ typedef struct {
     const float *q_norm, *k_norm; // [head_dim] of each head; NULL: none
     int32_t norm_all_heads;       // whether they are of all heads of a row together instead:
                                   // [heads · head_dim], [kv_heads · head_dim]
+    int32_t norm_after_rotary;    // whether a head is normed when it has been rotated
+    const float *query_scale;     // [max_positions] what queries are multiplied by; NULL: nothing
     const float *cos, *sin;       // [max_positions, Shape.rotary / 2]; NULL: nothing is rotated
     int32_t window;               // positions that a row sees; 0: all before it
 } Layer;

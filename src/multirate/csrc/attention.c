@@ -303,12 +303,15 @@ void norm_all_heads(Workspace *work, const Shape *s, const Layer *layer, int row
 // A query's or a key's head, in place. norm: of each head, NULL: none.
 static void norm_and_rotate(const Shape *s, const Layer *layer, const float *norm, int pos,
                             float *head) {
-    if (norm && !layer->norm_all_heads)
+    int own_norm = norm && !layer->norm_all_heads;
+    if (own_norm && !layer->norm_after_rotary)
         mr_rms_norm(head, norm, s->head_dim, s->eps);
-    if (!layer->cos)
-        return;
-    size_t at = (size_t)pos * (s->rotary / 2);
-    mr_rotate(head, layer->cos + at, layer->sin + at, s->rotary);
+    if (layer->cos) {
+        size_t at = (size_t)pos * (s->rotary / 2);
+        mr_rotate(head, layer->cos + at, layer->sin + at, s->rotary);
+    }
+    if (own_norm && layer->norm_after_rotary)
+        mr_rms_norm(head, norm, s->head_dim, s->eps);
 }
 
 void write_keys_and_values(Workspace *work, const Shape *s, const Layer *layer,
@@ -361,8 +364,11 @@ static void attend_queries(Workspace *work, const Shape *s, const Layer *layer,
             element *query = scratch->queries + j * MAX_HEAD_DIM;
             float *from = work->qkv + (size_t)n * width + q * dim;
             norm_and_rotate(s, layer, layer->q_norm, rows->pos[n], from);
+            float scale = s->attention_scale;
+            if (layer->query_scale)
+                scale *= layer->query_scale[rows->pos[n]];
             for (int d = 0; d < dim; d += 16)
-                store_elements(query + d, load(from + d) * splat(s->attention_scale));
+                store_elements(query + d, load(from + d) * splat(scale));
             one->query = query;
             one->out = work->heads + ((size_t)n * s->heads + q) * dim;
         }

@@ -3,16 +3,12 @@ other processor.
 """
 
 import pytest
-
-from multirate.model.native import library
+from native_kernel import skip_without_kernel
 
 
 @pytest.fixture(autouse=True, params=["native", "avx2", "portable"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     variant: str = request.param
     monkeypatch.setenv("MULTIRATE_KERNEL_VARIANT", variant)
-    try:
-        library.kernel()
-    except library.NativeUnavailable as reason:
-        pytest.skip(str(reason))
+    skip_without_kernel()
     return variant

@@ -4,6 +4,8 @@ company.
 
 from __future__ import annotations
 
+import statistics
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -11,13 +13,23 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CwmConfig,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
     GraniteConfig,
+    HeliumConfig,
+    HunYuanDenseV1Config,
+    InternLM3Config,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -25,6 +37,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -102,12 +115,57 @@ CONFIGS: dict[str, PretrainedConfig] = {
             "original_max_position_embeddings": 128,
         },
     ),
+    "llama-biases": LlamaConfig(**SIZES, head_dim=32, attention_bias=True),
+    "cwm": CwmConfig(
+        **SIZES,
+        head_dim=32,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "ernie": Ernie4_5Config(**SIZES, head_dim=32),
+    "exaone4": Exaone4Config(**SIZES, sliding_window=24, sliding_window_pattern=3),
+    "exaone4-no-windows": Exaone4Config(
+        **SIZES, sliding_window=None, layer_types=["full_attention"] * 3
+    ),
+    "glm": GlmConfig(**SIZES, head_dim=32, pad_token_id=0, attention_bias=True),
+    "glm4": Glm4Config(**SIZES, head_dim=64, pad_token_id=0, attention_bias=True),
+    "helium": HeliumConfig(**SIZES, head_dim=32),
+    "hunyuan": HunYuanDenseV1Config(
+        **SIZES,
+        head_dim=32,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0}
+        | {"factor": 1.0},
+    ),
+    "internlm3": InternLM3Config(**SIZES, head_dim=32),
+    "ministral": MinistralConfig(
+        **SIZES,
+        head_dim=32,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "ministral3": Ministral3Config(
+        **SIZES,
+        head_dim=32,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
+    "seed-oss": SeedOssConfig(**SIZES, head_dim=32, attention_bias=True),
     "smollm3": SmolLM3Config(**SIZES, pad_token_id=0, no_rope_layers=[1, 0, 1]),
 }
 
 
-def make(name: str):
-    torch.manual_seed(sorted(CONFIGS).index(name))
+def make(name: str, seed: int | None = None):
+    torch.manual_seed(zlib.crc32(name.encode()) if seed is None else seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
     with torch.no_grad():
         for parameter in (
@@ -147,18 +205,28 @@ def test_closer_to_fp32_than_transformers_in_bf16(name):
     assert ours < 1.05 * theirs < 0.2 * size
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "granite", "olmo2", "phi3", "smollm3"])
-def test_channels_hundreds_of_times_the_others_cost_no_more_than_transformers_rounding(name):
-    """As real models have them, Gemma above all."""
-    model = make(name)
-    with torch.no_grad():
-        for part, parameter in model.named_parameters():
-            if "norm" in part and not part.endswith(("q_norm.weight", "k_norm.weight")):
-                channels = torch.randperm(len(parameter))[:3]
-                parameter[channels] = 300 * (parameter[channels] + 1)
-        model.get_input_embeddings().weight[:, :2] *= 300
-    ours, theirs, _ = distances_from_fp32(model)
-    assert ours < 1.2 * theirs  # some have rows of bf16, too
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "glm4", "granite", "hunyuan", "olmo2", "phi3", "smollm3"]
+)
+def test_channels_hundreds_of_times_the_others_cost_no_more_than_transformers_rounding(
+    name, monkeypatch
+):
+    """As real models have them, Gemma above all. Of some such models either rounding leaves little,
+    so that what is asked is the median of five.
+    """
+    monkeypatch.setattr(NativeDecoder, "probes", False)
+    ratios = []
+    for seed in range(5):
+        model = make(name, seed)
+        with torch.no_grad():
+            for part, parameter in model.named_parameters():
+                if "norm" in part and "self_attn" not in part:
+                    channels = torch.randperm(len(parameter))[:3]
+                    parameter[channels] = 300 * (parameter[channels] + 1)
+            model.get_input_embeddings().weight[:, :2] *= 300
+        ours, theirs, _ = distances_from_fp32(model)
+        ratios.append(float(ours / theirs))
+    assert statistics.median(ratios) < 1.2  # some builds have rows of bf16, too
 
 
 def test_where_memory_is_short_the_models_own_layers_are_run(monkeypatch):

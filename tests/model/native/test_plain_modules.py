@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 from model.native.test_native_decoder import CONFIGS
+from native_kernel import skip_without_kernel
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -36,8 +37,7 @@ from multirate.model.weight_watch import WeightWatch
 @pytest.fixture(autouse=True)
 def kernel() -> None:
     """In place of conftest's: what is packed is the same for every processor."""
-    if (reason := NativeDecoder.supports(make())) is not None:
-        pytest.skip(reason)
+    skip_without_kernel()
 
 
 SIZES: dict[str, Any] = dict(

@@ -72,7 +72,9 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
             else PackedTaps(decoder, features.taps, features.weight(), added=True)
         )
         self._adapters = (
-            AdapterPack(self.adapters, decoder.info.num_layers) if self.adapters else None
+            AdapterPack(self.adapters, decoder.info.num_layers, decoder.rotary_halves)
+            if self.adapters
+            else None
         )
         self.packed = decoder.stream(
             adapters=None if self._adapters is None else self._adapters.address,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +18,17 @@ KERNEL_RANK = abi.constant("MAX_RANK")  # widest low-rank site the kernel's scra
 class AdapterPack:
     """Packed copies of `adapters` (layer index → LayerAdapter) for a model of `num_layers` layers.
 
-    A site must be a module with `down` and `up` linears: f(x) = up(down(x)). Raises UserError for
-    another form.
+    rotary_halves: what the decoder does to all that makes queries. A site must be a module with
+    `down` and `up` linears: f(x) = up(down(x)). Raises UserError for another form.
     """
 
-    def __init__(self, adapters: Mapping[int, Any], num_layers: int) -> None:
-        self._owner = Owner()
+    def __init__(
+        self,
+        adapters: Mapping[int, Any],
+        num_layers: int,
+        rotary_halves: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._owner, self._rotary_halves = Owner(), rotary_halves
         self._structures: dict[int, abi.CData] = {}
         addresses: list[int | None] = [None] * num_layers
         for i, adapter in adapters.items():
@@ -46,7 +51,7 @@ class AdapterPack:
                 raise UserError(
                     f"adapter site '{site}' has rank {a.shape[0]}; the kernel takes at most {most}"
                 )
-            return a, b
+            return a, self._rotary_halves(b) if site == "q" else b
 
         packed = {site: self._owner.low_rank(*halves(site)) for site in ("q", "o", "down", "mlp")}
         (gate_a, gate_b), (up_a, up_b) = halves("gate"), halves("up")

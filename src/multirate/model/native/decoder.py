@@ -28,6 +28,7 @@ from multirate.model.decoder import (
 )
 from multirate.model.hf.decoder import evaluation_mode, probe_tokens, relative_difference
 from multirate.model.hf.inspect import find_parts, ropes
+from multirate.model.hf.parts import LayerParts
 from multirate.model.kv_cache import LayerKV
 from multirate.model.machine import free_memory
 from multirate.model.native import abi, library
@@ -36,14 +37,12 @@ from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.draft_verification import MAX_NODES, DraftVerification
 from multirate.model.native.families import (
     FAMILIES,
-    ROPES,
     Family,
     activation,
     attention_scale,
     embed_scale,
     head_dim,
     residual_scale,
-    rotates,
 )
 from multirate.model.native.narrow_weights import NarrowWeights, least_bits
 from multirate.model.native.packing import (
@@ -134,12 +133,10 @@ class NativeDecoder(Decoder):
             )
         if (config.num_attention_heads * dim) % 64 or (2 * config.num_key_value_heads * dim) % 64:
             return "the query, key and value widths do not tile"
-        if getattr(config, "mlp_bias", False) or (
-            config.model_type == "llama" and getattr(config, "attention_bias", False)
-        ):
-            return "biases in the output or MLP projections are not supported by the native kernel"
+        if getattr(config, "mlp_bias", False):
+            return "biases in the MLP's projections are not supported by the native kernel"
         for rope in ropes(config):
-            if rope.get("rope_type", "default") not in ROPES:
+            if family.changes_with_length(rope):
                 return f"rotary type {rope.get('rope_type')} changes with the length"
         try:
             unknown = unknown_part(find_parts(model), family)
@@ -202,6 +199,10 @@ class NativeDecoder(Decoder):
         self._layers = list(parts.layers)
         self._rotary_tables = self._rotary(parts, config)
         self.shape = self._shape(parts, config)
+        self._head_order = self._family.rotary_order(self.head_dim, self.shape.rotary)
+        self._query_scale = self._owner.floats(
+            self._family.query_scale(config, self.shape.max_positions)
+        )
         self.packed_layers = abi.array(
             "Layer", [self.pack(i, self._owner) for i in range(len(self._layers))]
         )
@@ -250,12 +251,17 @@ class NativeDecoder(Decoder):
             vocab=self.info.vocab_size,
             max_positions=self.info.max_positions,
             rotary=rotated,
-            activation=activation(self._layers[0]) or 0,  # of mixtures: their experts'
+            activation=self._activation(),
             eps=self.eps,
             attention_scale=attention_scale(config),
             embed_scale=embed_scale(parts),
             residual_scale=residual_scale(config),
         )
+
+    def _activation(self) -> int:
+        """Of the layers that have gates of their own; of experts alone: theirs."""
+        dense = (activation(layer) for layer in self._layers if layer.moe is None)
+        return next(dense, None) or abi.constant("ACTIVATION_SILU")
 
     def _rotary(self, parts: Any, config: Any) -> dict[str | None, tuple[Tensor, Tensor]]:
         """The model's rotary tables (cos, sin), fp32 [positions, rotated dimensions / 2]: one of
@@ -287,7 +293,7 @@ class NativeDecoder(Decoder):
 
     def _tables_of(self, index: int) -> tuple[int | None, int | None]:
         """The addresses of the tables by which layer `index` rotates; None: it does not."""
-        if not rotates(self._layers[index]):
+        if not self._family.rotates(self._layers[index]):
             return None, None
         tables = self._rotary_tables
         cos, sin = tables[None if None in tables else self._layers[index].layer_type]
@@ -314,14 +320,40 @@ class NativeDecoder(Decoder):
         cos, sin = self._tables_of(index)
         return abi.new(
             "Layer",
-            qkv=owner.linear(*family.queries_keys_values(layer, deltas)),
+            qkv=owner.linear(*self._queries_keys_values(layer, deltas)),
             o=owner.linear(*family.output(layer, deltas)),
             **{name: owner.floats(weight) for name, weight in norms.items()},
             norm_all_heads="q_norm" in norms and len(norms["q_norm"]) > self.head_dim,
+            norm_after_rotary=family.norms_after_rotary,
+            query_scale=self._query_scale,
             cos=cos,
             sin=sin,
             window=layer.window or 0,
         )
+
+    def _queries_keys_values(
+        self, layer: LayerParts, deltas: Mapping[str, Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """One linear layer: queries, then keys, then values."""
+        made = self._family.queries_keys_values(layer, deltas)
+        for site in ("q", "k"):
+            weight, bias = made[site]
+            made[site] = (
+                self.rotary_halves(weight),
+                None if bias is None else self.rotary_halves(bias),
+            )
+        biases = [bias for _, bias in made.values() if bias is not None]
+        return torch.cat([weight for weight, _ in made.values()]), (
+            torch.cat(biases) if biases else None
+        )
+
+    def rotary_halves(self, heads: Tensor) -> Tensor:
+        """What makes queries or keys [heads · head_dim, …], each head's dimensions in the order in
+        which the kernel rotates them: the first half of them against the second.
+        """
+        if self._head_order is None:
+            return heads
+        return heads.unflatten(0, (-1, self.head_dim))[:, self._head_order].flatten(0, 1)
 
     # -- Decoder -----------------------------------------------------------------------------------
 
@@ -702,7 +734,7 @@ class NativeDecoder(Decoder):
             return None
         modules = sorted(adapters.items())
         if modules != self._adapted:  # compared by identity: modules have no other equality
-            self._adapter_pack = AdapterPack(adapters, self.info.num_layers)
+            self._adapter_pack = AdapterPack(adapters, self.info.num_layers, self.rotary_halves)
             self._adapted = modules
         return self._adapter_pack.address
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multirate.model.hf.inspect import ropes
 from multirate.model.hf.parts import LayerParts, ModelParts
 from multirate.model.native import abi
 
@@ -35,8 +36,10 @@ ModelParts.max_positions has).
 class Family:
     """One family. home: the folder of transformers that it is written in. The names of a layer's
     norms, None where it has none: of what attention reads, of what it adds, of what the MLP reads,
-    of what that adds. added_one: a norm's weight w stands for 1 + w. fused: queries, keys and
-    values are one linear, and gates and ups another.
+    of what that adds; and of its attention's norms of queries and keys, where it has these.
+    added_one: a norm's weight w stands for 1 + w. fused_attention: queries, keys and values are one
+    linear; fused_mlp: gates and ups are. interleaved_rotary: dimensions 2i and 2i + 1 of a head are
+    rotated against each other, and not the two halves of what is rotated.
     """
 
     home: str
@@ -44,8 +47,19 @@ class Family:
     norm_attention_out: str | None = None
     norm_mlp: str | None = "post_attention_layernorm"
     norm_mlp_out: str | None = None
+    norm_queries: str = "q_norm"
+    norm_keys: str = "k_norm"
+    norms_after_rotary: bool = False
     added_one: bool = False
-    fused: bool = False
+    fused_attention: bool = False
+    fused_mlp: bool = False
+    interleaved_rotary: bool = False
+    windows_alone_rotate: bool = False
+    """Where some layers have a window, those without one do not rotate queries and keys."""
+    scaled_queries: bool = False
+    """Queries are multiplied by a number that grows with their position."""
+    alpha_rotary: bool = False
+    """A rotary type "dynamic" with an `alpha` has angles that do not change."""
     extra: tuple[str, ...] = ()
     """Modules of a layer that do nothing when it is not trained."""
 
@@ -57,11 +71,13 @@ class Family:
     @property
     def linears(self) -> Mapping[str, tuple[str, ...]]:
         """The linear layers of a layer's attention and MLP."""
-        if self.fused:
-            return {"self_attn": ("qkv_proj", "o_proj"), "mlp": ("gate_up_proj", "down_proj")}
+        apart = ("q_proj", "k_proj", "v_proj")
         return {
-            "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-            "mlp": ("gate_proj", "up_proj", "down_proj"),
+            "self_attn": (*(("qkv_proj",) if self.fused_attention else apart), "o_proj"),
+            "mlp": (
+                *(("gate_up_proj",) if self.fused_mlp else ("gate_proj", "up_proj")),
+                "down_proj",
+            ),
         }
 
     def norms(self, layer: LayerParts) -> dict[str, nn.Module]:
@@ -73,10 +89,44 @@ class Family:
             "norm_mlp_out": self.norm_mlp_out,
         }
         found = {field: getattr(layer.module, name) for field, name in names.items() if name}
-        for name in ("q_norm", "k_norm"):
+        for field, name in (("q_norm", self.norm_queries), ("k_norm", self.norm_keys)):
             if hasattr(layer.attention, name):
-                found[name] = getattr(layer.attention, name)
+                found[field] = getattr(layer.attention, name)
         return found
+
+    def rotates(self, layer: LayerParts) -> bool:
+        """Whether a layer's queries and keys are rotated."""
+        attention: Any = layer.attention
+        if self.windows_alone_rotate:
+            return layer.window is not None or attention.sliding_window is None
+        return bool(getattr(attention, "use_rope", True))
+
+    def changes_with_length(self, rope: Mapping[str, Any]) -> bool:
+        """Whether the angles of a configuration's rotary embedding change as a text grows."""
+        kind = rope.get("rope_type", "default")
+        if self.alpha_rotary and kind == "dynamic" and rope.get("alpha"):
+            return False
+        return kind not in ROPES
+
+    def query_scale(self, config: Any, positions: int) -> Tensor | None:
+        """What queries are multiplied by at each position, fp32 [positions], as the model rounds
+        it; None: nothing. (Llama 4's: longer texts need sharper attention.)
+        """
+        if not self.scaled_queries:
+            return None
+        (rope,) = ropes(config)
+        steps = torch.floor(torch.arange(positions) / rope["original_max_position_embeddings"])
+        scale = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + steps)
+        return scale.to(torch.bfloat16).float()
+
+    def rotary_order(self, dim: int, rotated: int) -> Tensor | None:
+        """The dimensions of a head of `dim`, the first `rotated` of which are rotated, in the order
+        in which the kernel has them, int64 [dim]; None: as they are.
+        """
+        if not self.interleaved_rotary:
+            return None
+        pairs = torch.arange(rotated).unflatten(0, (-1, 2))
+        return torch.cat([pairs.T.flatten(), torch.arange(rotated, dim)])
 
     def norm_weight(self, norm: nn.Module) -> Tensor:
         """What a norm multiplies by, fp32 [n]."""
@@ -85,27 +135,31 @@ class Family:
 
     def queries_keys_values(
         self, layer: LayerParts, deltas: Mapping[str, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """A layer's weights [queries, then keys, then values; d] and their bias, or None. deltas:
-        site (q, o, gate, up, down) → what is added to its weight.
+    ) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """The weights of a layer's queries, keys and values, [outputs, d] of each, and their
+        biases, or None. deltas: site (q, o, gate, up, down) → what is added to its weight.
         """
         attention: Any = layer.attention
-        if self.fused:
-            together, rows = attention.qkv_proj.weight.detach(), layer.sites["q"].out_features
-            pieces = {"q": together[:rows], "kv": together[rows:]}
-            return torch.cat([_changed(s, w, deltas) for s, w in pieces.items()]), None
+        if self.fused_attention:
+            queries = layer.sites["q"].out_features
+            q, kv = attention.qkv_proj.weight.detach().tensor_split([queries])
+            weights = dict(zip("qkv", (q, *kv.chunk(2)), strict=True))
+            return {site: (_changed(site, w, deltas), None) for site, w in weights.items()}
         linears = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj}
-        weights = [_changed(s, one.weight.detach(), deltas) for s, one in linears.items()]
-        if attention.q_proj.bias is None:
-            return torch.cat(weights), None
-        return torch.cat(weights), torch.cat([one.bias.detach() for one in linears.values()])
+        return {
+            site: (
+                _changed(site, one.weight.detach(), deltas),
+                None if one.bias is None else one.bias.detach(),
+            )
+            for site, one in linears.items()
+        }
 
     def gate_up_down(
         self, layer: LayerParts, deltas: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The weights of a layer's MLP; deltas: as above."""
         mlp: Any = layer.mlp
-        if self.fused:
+        if self.fused_mlp:
             gate, up = mlp.gate_up_proj.weight.detach().chunk(2)
         else:
             gate, up = mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()
@@ -130,8 +184,11 @@ _POST_NORMS: dict[str, Any] = {
     "norm_mlp": None,
     "norm_mlp_out": "post_feedforward_layernorm",
 }
+_AS_LLAMA = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "granite")
 FAMILIES = {
-    **{name: Family(name) for name in ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite")},
+    **{name: Family(name) for name in (*_AS_LLAMA, "cwm", "seed_oss")},
+    "internlm3": Family("llama"),
+    "ministral3": Family("ministral3", scaled_queries=True),
     "gemma": Family("gemma", added_one=True),
     "gemma3_text": Family(
         "gemma3",
@@ -142,10 +199,33 @@ FAMILIES = {
     ),
     "olmo2": Family("olmo2", **_POST_NORMS),
     "olmo3": Family("olmo3", **_POST_NORMS),
-    "phi3": Family("phi3", fused=True, extra=("resid_attn_dropout", "resid_mlp_dropout")),
+    "exaone4": Family("exaone4", windows_alone_rotate=True, **_POST_NORMS),
+    "phi3": Family(
+        "phi3",
+        fused_attention=True,
+        fused_mlp=True,
+        extra=("resid_attn_dropout", "resid_mlp_dropout"),
+    ),
+    "glm": Family("glm", fused_mlp=True, interleaved_rotary=True),
+    "glm4": Family(
+        "glm4",
+        norm_attention_out="post_self_attn_layernorm",
+        norm_mlp_out="post_mlp_layernorm",
+        fused_mlp=True,
+        interleaved_rotary=True,
+    ),
+    "ernie4_5": Family("ernie4_5", interleaved_rotary=True),
+    "helium": Family("helium", interleaved_rotary=True),
+    "hunyuan_v1_dense": Family(
+        "hunyuan_v1_dense",
+        norm_queries="query_layernorm",
+        norm_keys="key_layernorm",
+        norms_after_rotary=True,
+        alpha_rotary=True,
+    ),
 }
 """By transformers' name of the model type."""
-MIXTURES = {name: Family(name) for name in ("mixtral", "qwen3_moe")}
+MIXTURES = {name: Family(name) for name in ("mixtral", "qwen3_moe", "olmoe", "mellum")}
 
 
 def activation_function(layer: LayerParts) -> nn.Module | None:
@@ -191,11 +271,6 @@ def embed_scale(parts: ModelParts) -> float:
     """By what the embedding's rows are multiplied, as the model rounds it."""
     own = getattr(parts.embed_tokens, "embed_scale", None)
     return parts.embed_scale * (1.0 if own is None else float(own.to(parts.dtype)))
-
-
-def rotates(layer: LayerParts) -> bool:
-    """Whether a layer's queries and keys are rotated."""
-    return bool(getattr(layer.attention, "use_rope", True))
 
 
 def _changed(site: str, weight: Tensor, deltas: Mapping[str, Tensor] | None) -> Tensor:

@@ -109,6 +109,8 @@ class NativeMoEDecoder(NativeDecoder):
         kind = getattr(config, "model_type", "unknown")
         if kind not in MOE_FAMILIES:
             return f"the native kernel knows mixtures of {', '.join(MOE_FAMILIES)}, not {kind}"
+        if config.hidden_act != "silu":
+            return f"the native kernel's experts have silu, not {config.hidden_act}"
         return NativeDecoder.cannot_run(config, model, MIXTURES[kind])
 
     def __init__(self, model: nn.Module, provider: Callable[[], ExpertProvider]) -> None:

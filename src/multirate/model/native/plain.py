@@ -7,6 +7,7 @@ so such a module must not be packed.
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from collections.abc import Iterator
@@ -150,10 +151,12 @@ def _other_arithmetic(layer: LayerParts, parts: ModelParts, family: Family) -> s
         reason = _other_epsilon(norm, parts)
         if reason is not None:
             return reason
-    if attention.scaling != attention_scale(parts.config):
+    if not math.isclose(attention.scaling, attention_scale(parts.config)):  # a last bit at most
         return f"scales its attention scores by {attention.scaling}"
     if getattr(attention, "attn_logit_softcapping", None) is not None:
         return f"caps its attention scores at {attention.attn_logit_softcapping}"
+    if (most := getattr(parts.config, "clip_qkv", None)) is not None:
+        return f"clips its queries, keys and values at {most}"
     biases = {
         name: getattr(attention, name).bias is not None
         for name in family.linears["self_attn"]
@@ -162,7 +165,8 @@ def _other_arithmetic(layer: LayerParts, parts: ModelParts, family: Family) -> s
     if len(set(biases.values())) > 1:
         return f"has a bias in {' and '.join(name for name, has in biases.items() if has)} alone"
     if layer.moe is None:
-        if activation(layer) is None or activation(layer) != activation(parts.layers[0]):
+        first = next(one for one in parts.layers if one.moe is None)
+        if activation(layer) is None or activation(layer) != activation(first):
             return f"has the activation {type(activation_function(layer)).__name__}"
         for name in family.linears["mlp"]:
             if getattr(module.mlp, name).bias is not None:

@@ -140,10 +140,11 @@ static void lay_out_bytes(const Packing *p, const Column *column, int c) {
                 round_block_to_bytes(column->weights + (size_t)o * in + begin, count, q + begin);
             units[b * COLUMN + o] = bf16_of(unit);
         }
-        uint8_t *to = (uint8_t *)p->to + (size_t)c * COLUMN * in + o * 4;
+        uint8_t *bytes = column->halves, *to = (uint8_t *)p->to + (size_t)c * COLUMN * in + o * 4;
+        for (int i = 0; i < in; i++)
+            bytes[i] = (uint8_t)(q[i] + 128); // as the instruction takes them
         for (int i = 0; i < in; i += 4, to += 64)
-            for (int j = 0; j < 4; j++)
-                to[j] = (uint8_t)(q[i + j] + 128); // as the instruction takes them
+            memcpy(to, bytes + i, 4);
     }
 }
 
@@ -242,27 +243,51 @@ static float bound_of(double square) {
     return isfinite(square) ? (float)sqrt(square) * 1.0001f : INFINITY;
 }
 
+typedef double f8d __attribute__((vector_size(64)));
+
+INLINE f16 numbers(const int16_t *q) {
+    typedef int16_t s16 __attribute__((vector_size(32)));
+    s16 found;
+    memcpy(&found, q, sizeof found);
+    return __builtin_convertvector(found, f16);
+}
+INLINE f8d squares(f16 v) {
+    typedef float f8 __attribute__((vector_size(32)));
+    f8 halves[2];
+    memcpy(halves, &v, sizeof v);
+    f8d low = __builtin_convertvector(halves[0], f8d),
+        high = __builtin_convertvector(halves[1], f8d);
+    return low * low + high * high;
+}
+static double sum_of(f8d v) {
+    double sum = 0.0;
+    for (int lane = 0; lane < 8; lane++)
+        sum += v[lane];
+    return sum;
+}
+
 static void measure_outputs(Workspace *work, void *context, int id, int threads) {
     (void)work;
     const Screening *s = context;
-    int in = s->from->inputs;
+    int in = s->from->inputs, whole = (in + W8_BLOCK - 1) / W8_BLOCK * W8_BLOCK;
     float *w = room_for((size_t)in * sizeof *w);
-    int16_t *q = room_for((size_t)in * sizeof *q), *bytes = room_for((size_t)in * sizeof *bytes);
+    size_t size = (size_t)whole * sizeof(int16_t);
+    int16_t *q = memset(room_for(size), 0, size), *bytes = memset(room_for(size), 0, size);
     for (int o = id; o < s->from->outputs; o += threads) {
-        double error = 0.0, norm = 0.0;
+        f8d error = {0}, norm = {0};
         read_output(s->from, o, w);
-        float fine = round_to_int16(w, in, q);
+        f16 fine = splat(round_to_int16(w, in, q));
         for (int begin = 0; begin < in; begin += W8_BLOCK) {
-            int stop = in - begin < W8_BLOCK ? in : begin + W8_BLOCK;
-            float unit = round_block_to_bytes(w + begin, stop - begin, bytes + begin);
-            for (int i = begin; i < stop; i++) {
-                float copied = bytes[i] * unit, off = q[i] * fine - copied;
-                error += (double)off * off;
-                norm += (double)copied * copied;
+            int count = in - begin < W8_BLOCK ? in - begin : W8_BLOCK;
+            f16 unit = splat(round_block_to_bytes(w + begin, count, bytes + begin));
+            for (int i = begin; i < begin + W8_BLOCK; i += 16) {
+                f16 copied = numbers(bytes + i) * unit;
+                error += squares(numbers(q + i) * fine - copied);
+                norm += squares(copied);
             }
         }
-        s->error[o] = bound_of(error);
-        s->norm[o] = bound_of(norm);
+        s->error[o] = bound_of(sum_of(error));
+        s->norm[o] = bound_of(sum_of(norm));
     }
     free(w);
     free(q);

@@ -81,18 +81,51 @@ float round_to_int8(const float *w, int in, int16_t *q) {
     return 1.0f / steps;
 }
 
+// The bits of the largest size of 16 weights: as integers they are ordered as the sizes are, those
+// that are not finite above all others.
+INLINE i16 larger_size(i16 sizes, f16 w) {
+    i16 size = (i16)w & 0x7fffffff, larger = size > sizes;
+    return (size & larger) | (sizes & ~larger);
+}
+INLINE int32_t largest_lane(i16 v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    int32_t top = v[0];
+    for (int lane = 1; lane < 16; lane++)
+        top = v[lane] > top ? v[lane] : top;
+    return top;
+#endif
+}
+INLINE f16 within(f16 x, float most) {
+    i16 above = x > splat(most), below = x < splat(-most);
+    return (f16)(((i16)splat(most) & above) | ((i16)splat(-most) & below) |
+                 ((i16)x & ~above & ~below));
+}
+
 float round_block_to_bytes(const float *w, int count, int16_t *q) {
-    float largest = 0.0f;
-    int finite = 1;
-    for (int i = 0; i < count; i++) {
-        finite &= isfinite(w[i]) != 0;
-        largest = fmaxf(largest, fabsf(w[i]));
-    }
-    if (!finite)
+    float block[W8_BLOCK] = {0};
+    if (count < W8_BLOCK)
+        w = memcpy(block, w, (size_t)count * sizeof *w);
+    f16 low = load(w), high = load(w + 16);
+    union {
+        int32_t bits;
+        float size;
+    } largest = {largest_lane(larger_size(larger_size((i16){0}, low), high))};
+    if (!isfinite(largest.size))
         return not_finite(q, count);
-    float unit = from_bf16(to_bf16(largest / 127.0f)), step = fmaxf(unit, 1e-30f);
-    for (int i = 0; i < count; i++)
-        q[i] = (int16_t)fminf(fmaxf(rintf(w[i] / step), -127.0f), 127.0f);
+    float unit = from_bf16(to_bf16(largest.size / 127.0f));
+    // Rounded to even by a number beside which fractions have no room.
+    f16 step = splat(fmaxf(unit, 1e-30f)), whole = splat(0x1.8p23f);
+    typedef int16_t s16 __attribute__((vector_size(32)));
+    s16 found[2] = {
+        __builtin_convertvector(within(low / step + whole - whole, 127.0f), s16),
+        __builtin_convertvector(within(high / step + whole - whole, 127.0f), s16),
+    };
+    if (count < W8_BLOCK)
+        memcpy(q, found, (size_t)count * sizeof *q);
+    else
+        memcpy(q, found, sizeof found);
     return unit;
 }
 

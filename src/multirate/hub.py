@@ -29,7 +29,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 from multirate.errors import UserError, say_once
 from multirate.named_models import DEFAULT, NAMED, NamedModel, install_command, named
@@ -107,11 +112,22 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
             return LoadedModel(loaded.to(place), tokenizer, name or DEFAULT)
     with explained(f"model {source}"):
         files = _at_hand(source)
-        model: Any = AutoModelForCausalLM.from_pretrained(files, dtype=DTYPES[dtype])
+        kind = _kind_of(AutoConfig.from_pretrained(files))
+        model: Any = kind.from_pretrained(files, dtype=DTYPES[dtype])
         model = model.to(place).eval()
     with explained(f"tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(files)
     return LoadedModel(model, tokenizer, name or DEFAULT)
+
+
+def _kind_of(config: Any) -> Any:
+    """The class that loads a model for text: of those that transformers has with a reader of images
+    alone, that one, whose language model is run.
+    """
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind
+    return AutoModelForCausalLM  # which says what it lacks
 
 
 def load_tokenizer(name: str | None = None) -> tuple[Any, int]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CLIPVisionConfig,
     CwmConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -28,17 +29,24 @@ from transformers import (
     HunYuanDenseV1Config,
     InternLM3Config,
     LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Ministral3Config,
     MinistralConfig,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
+    PixtralVisionConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
     SeedOssConfig,
     SmolLM3Config,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
 )
 
 from multirate.errors import Notice, UserError
@@ -249,15 +257,36 @@ def test_what_packing_is_said_to_take_is_what_it_takes():
     assert 0.7 * taken < packed_bytes(others, head) < 1.5 * taken  # the embedding is not packed
 
 
-def test_the_language_model_of_one_that_reads_images_is_packed():
-    config = Gemma3Config(
-        text_config=CONFIGS["gemma3"],
-        vision_config={"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-        | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
-    )
+VISION = dict(
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=28,
+    patch_size=14,
+)
+READS_IMAGES = {
+    "gemma3": lambda: Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=CONFIGS["gemma3"], vision_config=VISION)
+    ),
+    "llava": lambda: LlavaForConditionalGeneration(
+        LlavaConfig(text_config=CONFIGS["llama"], vision_config=CLIPVisionConfig(**VISION))
+    ),
+    "mistral3": lambda: Mistral3ForConditionalGeneration(
+        Mistral3Config(
+            text_config=CONFIGS["ministral3"], vision_config=PixtralVisionConfig(**VISION)
+        )
+    ),
+    "smolvlm": lambda: SmolVLMForConditionalGeneration(
+        SmolVLMConfig(text_config=CONFIGS["llama"], vision_config=VISION)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS_IMAGES)
+def test_the_language_model_of_one_that_reads_images_is_packed(name):
     torch.manual_seed(0)
-    model = Gemma3ForConditionalGeneration(config).eval().to(torch.bfloat16)
-    ours, _, size = distances_from_fp32(model)
+    ours, _, size = distances_from_fp32(READS_IMAGES[name]().eval().to(torch.bfloat16))
     assert ours < 0.05 * size
 
 

@@ -44,10 +44,14 @@ def unknown_part(parts: ModelParts, family: Family) -> NotPlain | None:
         function = getattr(sys.modules[home], name)
         if function.__module__ != home:
             return NotPlain(f"{home}.{name} was replaced ({_called(function)})")
+    # The outermost module may be another family's, of models that read images, too. What it makes
+    # of text is compared when the model is packed.
+    outer = type(parts.model).__module__
+    homes = {parts.model: outer if outer.startswith("transformers.models.") else home}
     for module, kind in _modules(parts, family):
         reason = (
             _own_behaviour(module)
-            or _of_other_class(module, kind, home)
+            or _of_other_class(module, kind, homes.get(module, home))
             or _unusual_weight(module, kind)
         )
         if reason is not None:

@@ -286,8 +286,12 @@ READS_IMAGES = {
 @pytest.mark.parametrize("name", READS_IMAGES)
 def test_the_language_model_of_one_that_reads_images_is_packed(name):
     torch.manual_seed(0)
-    ours, _, size = distances_from_fp32(READS_IMAGES[name]().eval().to(torch.bfloat16))
+    model = READS_IMAGES[name]().eval().to(torch.bfloat16)
+    ours, _, size = distances_from_fp32(model)
     assert ours < 0.05 * size
+    model.to(torch.bfloat16).model.register_forward_hook(lambda module, inputs, output: output)
+    with pytest.warns(Notice, match="own layers are run.*model has a forward hook"):
+        assert isinstance(load_decoder(model), HFDecoder)
 
 
 def test_a_part_that_is_not_known_is_noticed(monkeypatch):

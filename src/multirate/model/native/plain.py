@@ -44,10 +44,11 @@ def unknown_part(parts: ModelParts, family: Family) -> NotPlain | None:
         function = getattr(sys.modules[home], name)
         if function.__module__ != home:
             return NotPlain(f"{home}.{name} was replaced ({_called(function)})")
-    # The outermost module may be another family's, of models that read images, too. What it makes
-    # of text is compared when the model is packed.
+    # What is around the language model may be another family's, of models that read images, too.
+    # What that makes of text is compared when the model is packed.
     outer = type(parts.model).__module__
-    homes = {parts.model: outer if outer.startswith("transformers.models.") else home}
+    outer = outer if outer.startswith("transformers.models.") else home
+    homes = dict.fromkeys(_around(parts), outer)
     for module, kind in _modules(parts, family):
         reason = (
             _own_behaviour(module)
@@ -71,7 +72,8 @@ def _modules(
     """Every module that the kernel stands in for, and its class where that is not one of the
     family's own file (None: it is).
     """
-    yield parts.model, None
+    for outer in _around(parts):
+        yield outer, None
     yield parts.base, None
     scaled = hasattr(parts.embed_tokens, "embed_scale")
     yield parts.embed_tokens, None if scaled else nn.Embedding
@@ -96,6 +98,13 @@ def _modules(
     if parts.norm is not None:
         yield parts.norm, None
     yield parts.head, nn.Linear
+
+
+def _around(parts: ModelParts) -> list[nn.Module]:
+    """The modules that the base model is in, from the outermost on."""
+    name = next(name for name, one in parts.model.named_modules() if one is parts.base)
+    steps = name.split(".")
+    return [parts.model.get_submodule(".".join(steps[:i])) for i in range(len(steps))]
 
 
 def _own_behaviour(module: nn.Module) -> str | None:

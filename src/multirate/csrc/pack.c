@@ -243,27 +243,17 @@ static float bound_of(double square) {
     return isfinite(square) ? (float)sqrt(square) * 1.0001f : INFINITY;
 }
 
-typedef double f8d __attribute__((vector_size(64)));
-
 INLINE f16 numbers(const int16_t *q) {
-    typedef int16_t s16 __attribute__((vector_size(32)));
     s16 found;
     memcpy(&found, q, sizeof found);
     return __builtin_convertvector(found, f16);
 }
 INLINE f8d squares(f16 v) {
-    typedef float f8 __attribute__((vector_size(32)));
     f8 halves[2];
     memcpy(halves, &v, sizeof v);
     f8d low = __builtin_convertvector(halves[0], f8d),
         high = __builtin_convertvector(halves[1], f8d);
     return low * low + high * high;
-}
-static double sum_of(f8d v) {
-    double sum = 0.0;
-    for (int lane = 0; lane < 8; lane++)
-        sum += v[lane];
-    return sum;
 }
 
 static void measure_outputs(Workspace *work, void *context, int id, int threads) {

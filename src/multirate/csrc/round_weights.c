@@ -3,8 +3,6 @@
 // Largest norm of an output's integers: with fixed_point.c's ROW_NORM no sum leaves int32.
 #define WEIGHT_NORM 65000.0f
 
-typedef double f8d __attribute__((vector_size(64)));
-typedef float f8 __attribute__((vector_size(32)));
 typedef int32_t i8 __attribute__((vector_size(32)));
 
 // What decides an output's unit. The norm is not finite where any weight is not.
@@ -26,11 +24,9 @@ static Extent extent_of(const float *w, int in) {
         i8 larger = v > largest;
         largest = (f8)(((i8)v & larger) | ((i8)largest & ~larger));
     }
-    Extent found = {0.0, 0.0f};
-    for (int lane = 0; lane < 8; lane++) {
-        found.norm += sum[lane];
+    Extent found = {sum_of(sum), 0.0f};
+    for (int lane = 0; lane < 8; lane++)
         found.largest = fmaxf(found.largest, largest[lane]);
-    }
     for (; i < in; i++) {
         found.norm += (double)w[i] * w[i];
         found.largest = fmaxf(found.largest, fabsf(w[i]));
@@ -117,7 +113,6 @@ float round_block_to_bytes(const float *w, int count, int16_t *q) {
     float unit = from_bf16(to_bf16(largest.size / 127.0f));
     // Rounded to even by a number beside which fractions have no room.
     f16 step = splat(fmaxf(unit, 1e-30f)), whole = splat(0x1.8p23f);
-    typedef int16_t s16 __attribute__((vector_size(32)));
     s16 found[2] = {
         __builtin_convertvector(within(low / step + whole - whole, 127.0f), s16),
         __builtin_convertvector(within(high / step + whole - whole, 127.0f), s16),

@@ -23,6 +23,9 @@
 typedef float f16 __attribute__((vector_size(64)));    // 16 fp32 lanes
 typedef int32_t i16 __attribute__((vector_size(64)));  // 16 int32 lanes
 typedef uint32_t u16 __attribute__((vector_size(64))); // 16 pairs of bf16
+typedef int16_t s16 __attribute__((vector_size(32)));  // 16 int16 lanes
+typedef float f8 __attribute__((vector_size(32)));     // 8 fp32 lanes
+typedef double f8d __attribute__((vector_size(64)));   // 8 fp64 lanes
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -124,6 +127,12 @@ INLINE float sum_v(fv v) {
         total += v[i];
     return total;
 #endif
+}
+INLINE double sum_of(f8d v) {
+    double total = 0.0;
+    for (int i = 0; i < 8; i++)
+        total += v[i];
+    return total;
 }
 INLINE float max_v(fv v) {
 #ifdef __AVX512F__

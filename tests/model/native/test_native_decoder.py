@@ -66,6 +66,7 @@ SIZES = dict(
     num_key_value_heads=2,
     max_position_embeddings=256,
 )
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES, head_dim=32),
     "llama3-rope": LlamaConfig(
@@ -92,7 +93,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         head_dim=64,
         query_pre_attn_scalar=50,
         sliding_window=24,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=MIXED,
     ),
     "granite": GraniteConfig(
         **SIZES,
@@ -107,7 +108,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "olmo3": Olmo3Config(
         **SIZES,
         sliding_window=24,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=MIXED,
     ),
     "phi3": Phi3Config(**SIZES, pad_token_id=0),
     "phi3-partly-rotated": Phi3Config(
@@ -128,7 +129,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **SIZES,
         head_dim=32,
         sliding_window=24,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=MIXED,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
     "ernie": Ernie4_5Config(**SIZES, head_dim=32),
@@ -142,15 +143,14 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "hunyuan": HunYuanDenseV1Config(
         **SIZES,
         head_dim=32,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0}
-        | {"factor": 1.0},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1e3, "factor": 1.0},
     ),
     "internlm3": InternLM3Config(**SIZES, head_dim=32),
     "ministral": MinistralConfig(
         **SIZES,
         head_dim=32,
         sliding_window=24,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=MIXED,
     ),
     "ministral3": Ministral3Config(
         **SIZES,

@@ -46,10 +46,9 @@ def unknown_part(parts: ModelParts, family: Family) -> NotPlain | None:
             return NotPlain(f"{home}.{name} was replaced ({_called(function)})")
     # What is around the language model may be another family's, of models that read images, too.
     # What that makes of text is compared when the model is packed.
-    outer = type(parts.model).__module__
-    outer = outer if outer.startswith("transformers.models.") else home
-    homes = dict.fromkeys(_around(parts), outer)
-    for module, kind in _modules(parts, family):
+    around, outer = _around(parts), type(parts.model).__module__
+    homes = dict.fromkeys(around, outer if outer.startswith("transformers.models.") else home)
+    for module, kind in [*((one, None) for one in around), *_modules(parts, family)]:
         reason = (
             _own_behaviour(module)
             or _of_other_class(module, kind, homes.get(module, home))
@@ -69,11 +68,9 @@ def unknown_part(parts: ModelParts, family: Family) -> NotPlain | None:
 def _modules(
     parts: ModelParts, family: Family
 ) -> Iterator[tuple[nn.Module, type[nn.Module] | None]]:
-    """Every module that the kernel stands in for, and its class where that is not one of the
-    family's own file (None: it is).
+    """Every module of the base model that the kernel stands in for, and the head, each with its
+    class where that is not one of the family's own file (None: it is).
     """
-    for outer in _around(parts):
-        yield outer, None
     yield parts.base, None
     scaled = hasattr(parts.embed_tokens, "embed_scale")
     yield parts.embed_tokens, None if scaled else nn.Embedding

@@ -447,7 +447,9 @@ int mr_byte_products(void);    // whether they may be WEIGHTS_W8A8, W8A16, W4A8,
 // workspace.c, threads.c. Calls with different workspaces may run side by side.
 typedef struct Workspace Workspace;
 Workspace *mr_workspace_open(int threads); // NULL: no memory
-void mr_workspace_set_threads(Workspace *work, int threads);
+// At most `threads`, fewer where these are faster; fixed: always as many.
+void mr_workspace_set_threads(Workspace *work, int threads, int fixed);
+int mr_workspace_threads(const Workspace *work); // that the next call uses
 void mr_workspace_after_fork(Workspace *work);
 void mr_workspace_close(Workspace *work);
 // Seconds that its calls have spent so far; to [SPENT_KINDS]. Drafting; layers of a narrow copy and

@@ -119,7 +119,7 @@ static void draft_level(Workspace *work, const Stream *stream, const Surrounding
         level.head =
             (Product){around->head, p + (size_t)old * d, around->head_norm, around->logits, fresh,
                       STORE,        around->head_eps};
-    run_parallel(work, run_level, &level);
+    run_parallel(work, run_level, &level, around->head, n * MAX_ROWS + fresh);
 }
 
 // The same for any number of rows.

@@ -220,6 +220,6 @@ void mr_linear(Workspace *work, const Linear *linear, const float *x, const floa
                      norm,   y + (size_t)n * linear->outputs,
                      take,   add ? ADD : STORE,
                      eps};
-        run_parallel(work, run_product, &p);
+        run_parallel(work, run_product, &p, linear, take);
     }
 }

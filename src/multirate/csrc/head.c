@@ -105,7 +105,7 @@ static void run_refine(Workspace *work, void *context, int id, int threads) {
 void refine_rows(Workspace *work, const bf16 *exact, const float *x, const float *norm, float eps,
                  int d, int count, int vocab, int stride, float *logits) {
     RefineCall call = {exact, x, norm, logits, eps, d, count, vocab, stride};
-    run_parallel(work, run_refine, &call);
+    run_parallel(work, run_refine, &call, exact, count);
 }
 
 typedef struct {
@@ -125,7 +125,7 @@ static void run_best(Workspace *work, void *context, int id, int threads) {
 void mr_best(Workspace *work, const float *logits, int count, int vocab, int stride, int k,
              int64_t *ids) {
     BestCall call = {logits, ids, count, vocab, stride, k};
-    run_parallel(work, run_best, &call);
+    run_parallel(work, run_best, &call, NULL, count);
 }
 
 // The tokens after rows that have passed the layers, as mr_argmax_pass tells them.

@@ -218,7 +218,8 @@ static void run_all_rows(Workspace *work, LayerCall call) {
     make_room(work, call.shape, call.adapters != NULL);
     for (int n = 0; n < rows.count; n += call.rows.count) {
         call.rows = some_rows(&rows, n, rows.count - n < MAX_ROWS ? rows.count - n : MAX_ROWS);
-        run_parallel(work, run_layers, &call);
+        run_parallel(work, run_layers, &call, call.layers + call.start,
+                     call.rows.count << 12 | (call.stop - call.start));
         call.x += (size_t)call.rows.count * call.shape->hidden;
         if (call.tap_count)
             call.noted += (size_t)call.rows.count * call.tap_count * call.shape->hidden;
@@ -267,7 +268,7 @@ void mr_fill_kv(Workspace *work, const Shape *shape, const Layer *layers, const 
                               l,
                               l + 1,
                               take};
-            run_parallel(work, run_layers, &call);
+            run_parallel(work, run_layers, &call, layers + l, take);
         }
     }
 }

@@ -229,7 +229,7 @@ static void pack_columns(Workspace *work, void *context, int id, int threads) {
 
 int mr_pack(Workspace *work, const Unpacked *from, int format, int nearest, void *to, void *scale) {
     Packing packing = {from, format, nearest, to, scale, 0};
-    run_parallel(work, pack_columns, &packing);
+    run_parallel(work, pack_columns, &packing, from, 0);
     return !packing.refused;
 }
 
@@ -286,5 +286,5 @@ static void measure_outputs(Workspace *work, void *context, int id, int threads)
 
 void mr_screening_norms(Workspace *work, const Unpacked *from, float *error, float *norm) {
     Screening screening = {from, error, norm};
-    run_parallel(work, measure_outputs, &screening);
+    run_parallel(work, measure_outputs, &screening, from, 0);
 }

@@ -24,7 +24,7 @@ static int least_rows(int threads) {
 }
 
 int rows_go_in_parts(const Workspace *work, const Rows *rows) {
-    int threads = work->threads;
+    int threads = threads_of(work);
     if (threads == 1 || rows->count < least_rows(threads) * threads || rows->slot[0] < 0)
         return 0;
     // the values of two slots share a word, which two threads must not write: only of rows in order
@@ -75,11 +75,11 @@ static void run_parts(Workspace *work, void *context, int id, int threads) {
 }
 
 void run_row_parts(Workspace *work, LayerCall *call) {
-    for (int id = 0; id < work->threads; id++) {
+    for (int id = 0; id < threads_of(work); id++) {
         if (!work->apart[id] && !(work->apart[id] = mr_workspace_open(1)))
             abort();
         make_room(work->apart[id], call->shape, call->adapters != NULL);
         atomic_store(&work->apart[id]->reached, 0);
     }
-    run_parallel(work, run_parts, call);
+    run_parallel(work, run_parts, call, call->layers + call->start, call->rows.count);
 }

@@ -123,7 +123,7 @@ void screen_rows(Workspace *work, const Linear *head, const Screen *screen, cons
                            eps,
                            take,
                            vocab};
-        run_parallel(work, run_screen, &call);
+        run_parallel(work, run_screen, &call, head, take);
     }
 }
 
@@ -347,7 +347,7 @@ static void run_best(Workspace *work, void *context, int id, int threads) {
 void screened_best(Workspace *work, const Linear *head, const Screen *screen, int count,
                    float *upper, int vocab, int k, int64_t *ids) {
     BestCall call = {head, screen, upper, ids, count, vocab, k};
-    run_parallel(work, run_best, &call);
+    run_parallel(work, run_best, &call, head, count);
 }
 
 #else // no head is screened

@@ -95,28 +95,41 @@ static void run_in_pool(Workspace *work, Job job, void *context, int threads) {
 
 static int forked;
 
-void run_parallel(Workspace *work, Job job, void *context) {
-    work->calls++;
-    if (work->threads == 1) {
+static void run_on(Workspace *work, Job job, void *context, int wanted) {
+    if (wanted == 1) {
         job(work, context, 0, 1);
         return;
     }
 #ifdef _OPENMP
     if (!forked) {
-#pragma omp parallel num_threads(work->threads)
+#pragma omp parallel num_threads(wanted)
         job(work, context, omp_get_thread_num(), omp_get_num_threads());
         return;
     }
 #endif
     int free_pool = !pthread_mutex_trylock(
         &pool.busy); // taken: another call's threads are busy, this one needs none
-    int threads = free_pool ? pool_threads(work->threads) : 1;
+    int threads = free_pool ? pool_threads(wanted) : 1;
     if (threads > 1)
         run_in_pool(work, job, context, threads);
     else
         job(work, context, 0, 1);
     if (free_pool)
         pthread_mutex_unlock(&pool.busy);
+}
+
+void run_parallel(Workspace *work, Job job, void *context, const void *of, int count) {
+    work->calls++;
+    if (work->choice.fixed) {
+        run_on(work, job, context, threads_of(work));
+        return;
+    }
+    double begin = seconds_now();
+    run_on(work, job, context, threads_of(work));
+    double end = seconds_now();
+    uint64_t kind =
+        ((uint64_t)(uintptr_t)job * 31 + (uint64_t)(uintptr_t)of) * 31 + (uint64_t)count;
+    note_call(&work->choice, kind, end - begin, end);
 }
 
 // In a process made by fork(), before any other call: it has no threads but the caller's, and other

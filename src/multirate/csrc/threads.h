@@ -7,9 +7,10 @@
 
 typedef void (*Job)(Workspace *work, void *context, int thread, int threads);
 
-// Runs the job on work->threads threads, or fewer where there are not so many: the result does not
-// depend on it.
-void run_parallel(Workspace *work, Job job, void *context);
+// Runs the job on threads_of(work) threads, or fewer if they cannot be started: the result does not
+// depend on their number. `of` (weights, for example) and `count` (of rows, for example) tell calls
+// of a job apart that take different times, see thread_choice.c.
+void run_parallel(Workspace *work, Job job, void *context, const void *of, int count);
 
 #define SPINS_BEFORE_YIELD 20000 // about 0.3 ms: longer than the Python between two calls
 

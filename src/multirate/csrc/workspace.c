@@ -52,30 +52,35 @@ void make_room(Workspace *work, const Shape *shape, int adapters) {
         room_for_adapters(work);
 }
 
-static void set_threads(Workspace *work, int threads) {
-    work->threads = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;
+static void set_threads(Workspace *work, int threads, int fixed) {
+    int most = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;
+    open_thread_choice(&work->choice, most, fixed);
 }
 
-// A workspace for calls on `threads` threads; NULL: there is no memory.
+// A workspace for calls on at most `threads` threads; NULL: there is no memory.
 Workspace *mr_workspace_open(int threads) {
     void *made = NULL;
     if (posix_memalign(&made, 64, sizeof(Workspace)))
         return NULL;
     memset(made, 0, sizeof(Workspace));
-    set_threads(made, threads);
+    set_threads(made, threads, 0);
     return made;
 }
 
-void mr_workspace_set_threads(Workspace *work, int threads) {
-    set_threads(work, threads);
+void mr_workspace_set_threads(Workspace *work, int threads, int fixed) {
+    set_threads(work, threads, fixed);
+}
+
+int mr_workspace_threads(const Workspace *work) {
+    return threads_of(work);
 }
 
 // In a process made by fork(): another thread may have been using it, and what it left is unknown.
 // Begins anew.
 void mr_workspace_after_fork(Workspace *work) {
-    int threads = work->threads;
+    int threads = work->choice.most, fixed = work->choice.fixed;
     memset(work, 0, sizeof *work);
-    set_threads(work, threads);
+    set_threads(work, threads, fixed);
 }
 
 void mr_workspace_close(Workspace *work) {

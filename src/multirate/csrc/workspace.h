@@ -4,6 +4,7 @@
 #define MULTIRATE_WORKSPACE_H
 #include <stdatomic.h>
 
+#include "thread_choice.h"
 #include "tile.h"
 
 #define MAX_THREADS 64
@@ -48,7 +49,7 @@ struct Workspace {
     // Of a thread that runs rows of its own (row_parts.c): the layers whose keys and values it has
     // written, of all its parts.
     _Alignas(64) atomic_int reached;
-    _Alignas(64) int threads;
+    _Alignas(64) ThreadChoice choice;
     uint32_t calls;            // of run_parallel
     double spent[SPENT_KINDS]; // as mr_spent has it
     // Shared by the threads of a call; grown on demand, never shrunk.
@@ -70,6 +71,11 @@ struct Workspace {
 };
 
 double seconds_now(void);
+
+// How many threads the next call uses.
+static inline int threads_of(const Workspace *work) {
+    return work->choice.threads;
+}
 
 // `old` if it has room for `want` bytes, else zeroed memory in its place.
 void *grown(void *old, size_t *have, size_t want);

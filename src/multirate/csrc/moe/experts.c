@@ -109,7 +109,7 @@ void mr_experts(Workspace *work, const Expert *const *experts, const int32_t *us
             call.uses += take;
             if (call.uses < MAX_ROWS && !(e == count - 1 && take == left))
                 continue;
-            run_parallel(work, run_experts, &call);
+            run_parallel(work, run_experts, &call, NULL, call.uses * MAX_ROWS + call.count);
             call.rows += call.uses;
             call.places += call.uses;
             call.count = call.uses = 0;

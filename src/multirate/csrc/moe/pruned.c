@@ -119,7 +119,7 @@ void mr_predict_residual(Workspace *work, const LowRank *near, const LowRank *fa
                           n - r < MAX_ROWS ? n - r : MAX_ROWS,
                           k,
                           work->neurons};
-        run_parallel(work, run_residual, &f);
+        run_parallel(work, run_residual, &f, near, f.count);
     }
 }
 
@@ -204,6 +204,6 @@ void mr_pruned_experts(Workspace *work, const PrunedExperts *layer, const int64_
                         n - r < MAX_ROWS ? n - r : MAX_ROWS,
                         k,
                         d};
-        run_parallel(work, run_pruned, &t);
+        run_parallel(work, run_pruned, &t, layer, t.count);
     }
 }

@@ -257,7 +257,8 @@ def say_unavailable(reason: str) -> None:
 
 
 class Workspace:
-    """The memory that kernel calls work in, and how many threads they use; freed with its owner.
+    """The memory that kernel calls work in, and how many threads they use: at most `threads`, fewer
+    while these are faster. Freed with its owner.
 
     Calls with different workspaces may run side by side, calls with the same one must not.
     """
@@ -270,9 +271,14 @@ class Workspace:
         weakref.finalize(self, self._library.mr_workspace_close, self.address).atexit = False
         _workspaces.add(self)
 
-    def set_threads(self, threads: int) -> None:
-        """From the next call on."""
-        self._library.mr_workspace_set_threads(self.address, threads)
+    @property
+    def threads(self) -> int:
+        """How many the next call uses."""
+        return int(self._library.mr_workspace_threads(self.address))
+
+    def set_threads(self, threads: int, fixed: bool = False) -> None:
+        """From the next call on: at most `threads`, or, if fixed, always as many."""
+        self._library.mr_workspace_set_threads(self.address, threads, fixed)
 
     def spent(self) -> TimeSplit:
         """What its calls have spent so far."""

@@ -6,14 +6,17 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from bench import tiny_model
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 import multirate
+from multirate.cli import options
 from multirate.cli.bench import method_names
 from multirate.cli.main import app
 from multirate.engine import attach
@@ -151,7 +154,18 @@ def test_generate_reads_files_and_stdin_and_prints_statistics(model: str, tmp_pa
         "12 tokens" in result.stderr
         and "tokens per step" in result.stderr
         and "ended by length" in result.stderr
+        and " thread" in result.stderr
     )
+
+
+@pytest.mark.parametrize(
+    "running, expected", [(1, "1 of 4 threads (the fastest at the moment"), (4, "4 threads")]
+)
+def test_statistics_say_how_many_threads_run(
+    monkeypatch: pytest.MonkeyPatch, running: int, expected: str
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert options.threads_line(SimpleNamespace(threads=running)).startswith(expected)
 
 
 def test_raw_prompts_and_stop_strings(model: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from multirate.bench.other_processes import NOTABLE
 from multirate.bench.report_figures import fastest, figures, step_cost
 from multirate.bench.seen_prompts import UNKNOWN, warnings_of
 from multirate.io import write_atomically, write_json
@@ -186,12 +187,14 @@ def _notes(content: Mapping[str, Any]) -> list[str]:
 
 def _facts(content: Mapping[str, Any]) -> dict[str, str]:
     """Where the figures come from."""
+    others = content.get("other_processes_used", 0)
     commit = "" if content.get("commit") is None else f" ({str(content['commit'])[:12]})"
     argv: Sequence[str] = content["argv"]
     loops: Sequence[str] | None = content.get("loops")
     return {
         "machine": f"{content.get('cpu', '')}, {content['device']}, {content['threads']} threads, "
-        f"{content['read_bandwidth_bytes_per_second'] / 1e9:.1f} GB/s read",
+        f"{content['read_bandwidth_bytes_per_second'] / 1e9:.1f} GB/s read"
+        + (f"; other processes used {others:.1f} processors" if others > NOTABLE else ""),
         "date": str(content["date"]),
         "versions": f"multirate {content['version']}{commit}, torch {content['torch']}, "
         f"transformers {content['transformers']}, Python {content['python']}, "

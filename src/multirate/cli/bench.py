@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -398,6 +399,7 @@ def run(
     from multirate.bench import bandwidth, provenance, report
     from multirate.bench.divergence import Judge
     from multirate.bench.method_runs import method_run
+    from multirate.bench.other_processes import NOTABLE, OtherProcesses
     from multirate.bench.predicted import predictions, trained
     from multirate.bench.rivals import Contest
     from multirate.bench.rivals import prepare as prepare_rivals
@@ -442,6 +444,7 @@ def run(
             options.note(f"note: no row for {one['method']}: {one['reason']}")
         count = repeats * groups + min(warmup, groups)
         with Bar("measuring", count * len(method_runs)) as bar:
+            others = OtherProcesses()
             measurements = measure(
                 method_runs,
                 prompts.prompts,
@@ -453,6 +456,12 @@ def run(
                 else None,
                 on_answer=lambda name: bar.advance(),
             )
+            others_used = others.processors()
+    if others_used > NOTABLE:
+        options.note(
+            f"note: the machine was busy: other processes used {others_used:.1f} of its "
+            f"{os.cpu_count()} processors while this was measured"
+        )
     for name, why in measurements.ended.items():
         unavailable.append({"method": name, "reason": why})
         options.note(f"note: no row for {name}: {why}")
@@ -495,6 +504,7 @@ def run(
             backend=engine.backend,
             read_bandwidth_bytes_per_second=read,
             plain_share_of_bandwidth=share,
+            other_processes_used=round(others_used, 2),
         ),
         rows,
         **settings,

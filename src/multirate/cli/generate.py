@@ -162,7 +162,8 @@ def command(
             f"{seen.tokens} tokens in {seen.seconds:.2f} s, "
             f"{seen.tokens / max(seen.seconds, 1e-9):.1f} tokens/s, "
             f"{seen.tokens_per_step:.2f} tokens per step, acceptance {seen.acceptance:.2f}, "
-            f"ended by {output.finish_reasons[0]}, method {engine.used}, backend {engine.backend}"
+            f"ended by {output.finish_reasons[0]}, method {engine.used}, backend {engine.backend}, "
+            f"{options.threads_line(engine.decoder)}"
         )
         if seen.exits:
             left = ", ".join(f"{layers}: {n}" for layers, n in sorted(seen.exits.items()))

@@ -30,7 +30,11 @@ Backend = Annotated[
     str, typer.Option(help="auto, hf (the model's own layers) or native (packed bf16 weights).")
 ]
 Threads = Annotated[
-    int | None, typer.Option(help="CPU threads (default: torch's).", show_default=False)
+    int | None,
+    typer.Option(
+        help="CPU threads (default: as many as are fastest, measured while decoding).",
+        show_default=False,
+    ),
 ]
 Speculate = Annotated[
     str,
@@ -66,8 +70,15 @@ Tuned = Annotated[
 
 
 def set_threads(threads: int | None) -> None:
-    """Before any weights are packed: the packed decoder takes its threads from torch."""
+    """Before any weights are packed: the packed decoder takes its threads from torch. None: as many
+    as this process may use, fewer while these are faster.
+    """
     if threads is None:
+        import torch
+
+        from multirate.model.machine import usable_processors
+
+        torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))
         return
     if threads < 1:
         raise UserError(f"--threads is {threads}: at least 1 is needed")
@@ -79,7 +90,20 @@ def set_threads(threads: int | None) -> None:
         )
     import torch
 
+    from multirate.model.native.library import use_all_threads
+
     torch.set_num_threads(threads)
+    use_all_threads()
+
+
+def threads_line(decoder: Any) -> str:
+    """How many threads decode, and why they are fewer than they could be."""
+    import torch
+
+    running, most = decoder.threads, torch.get_num_threads()
+    if running < most:
+        return f"{running} of {most} threads (the fastest at the moment, beside other processes)"
+    return f"{running} thread{'s' * (running > 1)}"
 
 
 Experts = Annotated[

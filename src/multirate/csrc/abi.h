@@ -449,7 +449,11 @@ typedef struct Workspace Workspace;
 Workspace *mr_workspace_open(int threads); // NULL: no memory
 // At most `threads`, fewer where these are faster; fixed: always as many.
 void mr_workspace_set_threads(Workspace *work, int threads, int fixed);
-int mr_workspace_threads(const Workspace *work); // that the next call uses
+int mr_workspace_threads(const Workspace *work); // in use, trials of other numbers aside
+// thread_choice.c for tests: a call of `kind` took `seconds` and ended at `now`; how many threads,
+// of a trial perhaps, the next one uses.
+void mr_note_call(Workspace *work, uint64_t kind, double seconds, double now);
+int mr_next_threads(const Workspace *work);
 void mr_workspace_after_fork(Workspace *work);
 void mr_workspace_close(Workspace *work);
 // Seconds that its calls have spent so far; to [SPENT_KINDS]. Drafting; layers of a narrow copy and

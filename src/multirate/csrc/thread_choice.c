@@ -1,32 +1,37 @@
-// How many threads a call uses: as many as have been fastest for calls like it.
+// How many threads a call uses: as many as are fastest at the moment.
 //
 // The threads of a call meet at a barrier several times in each layer. Beside other processes they
 // often wait for one that is not running, and fewer threads can be several times as fast as all.
-// So a few calls now and then run on another number of threads (a trial). Where these take less
-// time than calls like them usually do, the new number is kept. A trial also begins soon after
-// calls have become slower. The result of a call does not depend on its threads.
+// So now and then there is a trial: blocks of calls run on another number of threads, until it is
+// clear whether that is faster. A trial also begins soon after calls have become slower. The result
+// of a call does not depend on its threads.
 #include "thread_choice.h"
 
+#include <math.h>
 #include <string.h>
 
-#define NEWEST_SHARE 0.125     // of the latest call in a usual time
-#define SHORTEST_TRIAL 0.02    // seconds of calls like those that are tried
-#define SHORTEST_TRIAL_UP 0.04 // more threads run well at first, until they have used up their time
-#define FEWEST_CALLS 3         // of a trial
-#define MOST_CALLS 200         // of a trial, those of unknown kinds included
-#define GAIN 0.95              // of the usual time: a trial that took less is a success
-#define GIVE_UP 1.3            // of the usual time: a trial ends early …
-#define GIVE_UP_SECONDS 0.003  // … where it took this much longer, too
-#define FIRST_PAUSE 0.1        // seconds between trials: doubled after each failure, up to …
-#define LONGEST_PAUSE_UP                                                                           \
-    1.0                   // … this while threads are unused, as nothing else shows that the
-                          // machine has become idle
-#define LONGEST_PAUSE 8.0 // … and this while all are in use
-#define SLOWER 1.4        // calls against usual ones: begin a trial
+#define NEWEST_SHARE 0.125  // of the latest call in a usual time
+#define BLOCK_SECONDS 0.003 // what the calls of a block usually take, at least
+#define BLOCK_CALLS 4       // at least, for each to be like the others
+#define KNOWN 4             // calls of a kind, before it counts
+#define FEWEST_BLOCKS 6     // on the number in use, before a trial
+#define MOST_BLOCKS 16      // that count
+#define GAIN 0.95           // a number of threads that takes at most this much of the time is kept
+#define NOISE 0.05          // of a block's time, at least
+#define MOST_COST 0.03      // seconds by which a trial may be slower before it fails
+// Seconds from one trial to the next: four times as many after each failure, up to LONGEST_PAUSE,
+// or LONGEST_PAUSE_UP while threads are unused, because nothing else shows that the machine has
+// become idle; but at least PAUSE_PER_COST times what the trial has cost.
+#define FIRST_PAUSE 0.05
+#define LONGEST_PAUSE 8.0
+#define LONGEST_PAUSE_UP 1.0
+#define PAUSE_PER_COST 20.0
+#define LONGEST_TRIAL 10.0 // seconds, the pause before it included
+#define SLOWER 1.4         // the latest calls against usual ones: begin a trial
 
 void open_thread_choice(ThreadChoice *choice, int most, int fixed) {
     memset(choice, 0, sizeof *choice);
-    choice->most = choice->threads = most;
+    choice->most = choice->threads = choice->in_use = most;
     choice->fixed = fixed || most == 1;
     choice->pause = FIRST_PAUSE;
     choice->slowdown = 1;
@@ -36,75 +41,109 @@ static UsualTime *usual_time(ThreadChoice *choice, uint64_t kind) {
     return &choice->usual[kind * 0x9e3779b97f4a7c15u >> 58];
 }
 
-// The numbers that are tried by turns: one thread less or more, half or twice as many.
+// The numbers that are tried by turns: half or twice as many threads, one more or less.
 static int next_candidate(ThreadChoice *choice) {
-    int now = choice->threads, wanted[] = {now - 1, now + 1, now / 2, 2 * now};
-    for (int tries = 0; tries < 4; tries++) {
-        int threads = wanted[choice->candidate++ % 4];
-        if (threads >= 1 && threads <= choice->most && threads != now)
+    int now = choice->in_use, wanted[] = {now / 2, now + 1, now - 1, 2 * now};
+    for (;; choice->candidate++) {
+        int threads = wanted[choice->candidate % 4];
+        if (threads >= 1 && threads <= choice->most)
             return threads;
     }
-    return now == 1 ? choice->most : 1;
 }
 
 static void begin_trial(ThreadChoice *choice) {
-    choice->before = choice->threads;
     choice->threads = next_candidate(choice);
-    choice->calls = 0;
-    choice->tried = choice->expected = 0;
+    choice->tried = (Times){0, 0, 0};
+    choice->took = choice->expected = choice->cost = choice->calls = 0;
 }
 
-static void end_trial(ThreadChoice *choice, double now) {
-    double ratio = choice->expected > 0 ? choice->tried / choice->expected : 1;
-    if (ratio < GAIN) {
+static void end_trial(ThreadChoice *choice, int success, double now) {
+    if (success) { // the next trial goes on in the same direction
         for (int i = 0; i < KINDS_OF_CALLS; i++)
-            choice->usual[i].seconds *= ratio;
+            choice->usual[i].seconds *= choice->tried.mean;
+        choice->in_use = choice->threads;
+        choice->now = (Times){0, 0, 0};
         choice->pause = FIRST_PAUSE;
     } else {
-        choice->threads = choice->before;
-        double longest = choice->threads < choice->most ? LONGEST_PAUSE_UP : LONGEST_PAUSE;
-        choice->pause = 2 * choice->pause < longest ? 2 * choice->pause : longest;
+        double longest = choice->in_use < choice->most ? LONGEST_PAUSE_UP : LONGEST_PAUSE;
+        choice->pause = fmin(4 * choice->pause, longest);
+        choice->candidate++;
     }
-    choice->before = 0;
+    choice->threads = choice->in_use;
     choice->slowdown = 1;
     choice->ended = now;
-    choice->due = now + choice->pause;
+    choice->due = now + fmax(choice->pause, fmin(PAUSE_PER_COST * choice->cost, LONGEST_PAUSE));
 }
 
-static void note_trial(ThreadChoice *choice, const UsualTime *usual, uint64_t kind, double seconds,
-                       double now) {
-    choice->calls++;
-    if (usual->kind == kind) {
-        choice->tried += seconds;
-        choice->expected += usual->seconds;
-    }
-    double shortest = choice->threads > choice->before ? SHORTEST_TRIAL_UP : SHORTEST_TRIAL;
-    int enough = choice->calls >= FEWEST_CALLS && choice->expected >= shortest;
-    int failed = choice->tried > GIVE_UP * choice->expected + GIVE_UP_SECONDS;
-    if (enough || failed || choice->calls >= MOST_CALLS)
-        end_trial(choice, now);
+static void add_block(Times *times, double time) {
+    times->blocks += times->blocks < MOST_BLOCKS;
+    times->mean += (time - times->mean) / times->blocks;
+    times->square += (time * time - times->square) / times->blocks;
+}
+
+// The square of the relative standard deviation.
+static double spread(const Times *times) {
+    return fmax(times->square / (times->mean * times->mean) - 1, 0);
+}
+
+// How many standard errors the means are apart. Times that were lucky so far are taken to vary as
+// much as the others.
+static double apart(const Times *a, const Times *b) {
+    double variance = fmax(spread(a), spread(b)) + NOISE * NOISE;
+    return fabs(log(a->mean / b->mean)) / sqrt(variance * (1.0 / a->blocks + 1.0 / b->blocks));
+}
+
+static void judge(ThreadChoice *choice, double now) {
+    int blocks = choice->tried.blocks;
+    double errors = apart(&choice->tried, &choice->now);
+    int faster = choice->tried.mean < GAIN * choice->now.mean;
+    if (choice->cost > MOST_COST)
+        end_trial(choice, 0, now);
+    else if (blocks == MOST_BLOCKS || (blocks > 1 && errors > 2 + 4.0 / blocks))
+        end_trial(choice, faster && errors > 2, now);
+}
+
+static void add_call(UsualTime *usual, uint64_t kind, double seconds) {
+    if (usual->kind != kind || usual->calls == 1) // the first call often finds the caches cold
+        *usual = (UsualTime){kind, usual->kind == kind ? 1 : 0, seconds};
+    usual->calls += usual->calls < KNOWN;
+    usual->seconds += NEWEST_SHARE * (seconds - usual->seconds);
 }
 
 void note_call(ThreadChoice *choice, uint64_t kind, double seconds, double now) {
     if (choice->fixed)
         return;
+    int trial = choice->threads != choice->in_use;
     UsualTime *usual = usual_time(choice, kind);
-    if (choice->before) {
-        note_trial(choice, usual, kind, seconds, now);
+    if (usual->kind != kind || usual->calls < KNOWN) { // not seen often, or another in its place
+        if (!trial)
+            add_call(usual, kind, seconds);
+        else if (now > choice->ended + LONGEST_TRIAL) // there is nothing to compare with
+            end_trial(choice, 0, now);
         return;
     }
-    if (usual->kind != kind) {
-        *usual = (UsualTime){kind, seconds};
-        return;
+    choice->took += seconds;
+    choice->expected += usual->seconds;
+    if (!trial) {
+        double ratio = fmin(seconds / usual->seconds, 4);
+        choice->slowdown += 2 * NEWEST_SHARE * (ratio - choice->slowdown);
+        add_call(usual, kind, seconds);
     }
-    if (!choice->due) // the first call of a known kind
+    choice->calls++;
+    if (choice->expected < BLOCK_SECONDS || choice->calls < BLOCK_CALLS)
+        return;
+    add_block(trial ? &choice->tried : &choice->now, choice->took / choice->expected);
+    choice->cost += choice->took - choice->expected;
+    choice->took = choice->expected = choice->calls = 0;
+    if (!choice->due) // the first block
         choice->due = now + choice->pause;
-    double ratio = seconds / usual->seconds;
-    choice->slowdown += NEWEST_SHARE * 2 * ((ratio < 4 ? ratio : 4) - choice->slowdown);
-    usual->seconds += NEWEST_SHARE * (seconds - usual->seconds);
+    if (trial) {
+        judge(choice, now);
+        return;
+    }
     int slower = choice->slowdown > SLOWER && now > choice->ended + FIRST_PAUSE;
     if (slower)
         choice->pause = FIRST_PAUSE;
-    if (slower || now >= choice->due)
+    if (choice->now.blocks >= FEWEST_BLOCKS && (slower || now >= choice->due))
         begin_trial(choice);
 }

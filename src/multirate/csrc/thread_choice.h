@@ -8,20 +8,29 @@
 // The usual time of calls of one kind, on the number of threads in use.
 typedef struct {
     uint64_t kind; // 0: none yet
+    int calls;     // so many have been timed, at most KNOWN
     double seconds;
 } UsualTime;
 
+// Blocks of calls on one number of threads. A block's time is in units of what its calls usually
+// take; mean and square: of the blocks, the latest ones counting most.
 typedef struct {
-    int most, threads; // at most; of the next call
-    int fixed;         // always `most`
-    int before;        // during a trial: the threads in use before it; otherwise 0
-    int calls;         // calls of the trial so far
-    int candidate;     // which number is tried next
-    double tried;      // seconds that the calls of the trial took
-    double expected;   // seconds that calls like them usually take
-    double due, pause; // when the next trial begins; how long after this one
-    double ended;      // when the last trial ended
-    double slowdown;   // of the latest calls, against calls like them
+    int blocks;
+    double mean, square;
+} Times;
+
+typedef struct {
+    int most, threads;     // at most; of the next call
+    int fixed;             // always `most`
+    int in_use;            // differs from `threads` in a trial alone
+    int candidate;         // which number is tried next
+    Times now, tried;      // on the number in use; on the one that is tried
+    int calls;             // of the block so far
+    double took, expected; // seconds of the block so far; what its calls usually take
+    double cost;           // seconds that the trial's blocks took longer than usual
+    double ended, due;     // when the last trial ended; when the next one begins
+    double pause;          // from the one to the other, at least
+    double slowdown;       // of the latest calls, against calls like them
     UsualTime usual[KINDS_OF_CALLS];
 } ThreadChoice;
 

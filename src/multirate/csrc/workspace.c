@@ -72,6 +72,14 @@ void mr_workspace_set_threads(Workspace *work, int threads, int fixed) {
 }
 
 int mr_workspace_threads(const Workspace *work) {
+    return work->choice.in_use;
+}
+
+void mr_note_call(Workspace *work, uint64_t kind, double seconds, double now) {
+    note_call(&work->choice, kind, seconds, now);
+}
+
+int mr_next_threads(const Workspace *work) {
     return threads_of(work);
 }
 

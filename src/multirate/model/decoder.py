@@ -189,6 +189,11 @@ class Decoder(ABC):
         chosen = argmax_rows(logits) if noise is None else self.noisy_argmax(logits, noise)
         return hidden, chosen
 
+    @property
+    def threads(self) -> int:
+        """How many processor threads compute at the moment."""
+        return torch.get_num_threads()
+
     def spent(self) -> TimeSplit | None:
         """What its calls have spent so far, prompts' passes apart; None: it does not tell."""
         return None

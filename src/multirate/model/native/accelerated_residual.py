@@ -28,7 +28,7 @@ class NativeAcceleratedResidual:
         eps: float = 1e-6,
     ) -> None:
         self._library, self._owner = library.kernel(), Owner()
-        self._workspace = library.Workspace(torch.get_num_threads())
+        self._workspace = library.Workspace()
         rank = down.shape[1]
         self._sites = [
             [
@@ -127,7 +127,7 @@ class NativeResidualWithAttention:
         eps: float = 1e-6,
     ) -> None:
         self._library, self._owner = library.kernel(), Owner()
-        self._workspace = library.Workspace(torch.get_num_threads())
+        self._workspace = library.Workspace()
         self.most_depth, self.eps = depth, eps
         self._ones = torch.ones(up.shape[1])
         self.ones = self._ones.data_ptr()

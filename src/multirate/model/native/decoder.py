@@ -162,7 +162,7 @@ class NativeDecoder(Decoder):
         if reason is not None:
             raise UserError(f"backend='native' cannot run this model: {reason}")
         self._library = library.kernel()
-        self.workspace = library.Workspace(torch.get_num_threads())
+        self.workspace = library.Workspace()
         self._work = self.workspace.address
         parts: Any = find_parts(model)
         config: Any = parts.config
@@ -569,6 +569,10 @@ class NativeDecoder(Decoder):
             table=self.table.data_ptr(),
             **fields,
         )
+
+    @property
+    def threads(self) -> int:
+        return self.workspace.threads
 
     def spent(self) -> TimeSplit:
         return self.workspace.spent()

@@ -24,8 +24,11 @@ import weakref
 from dataclasses import fields
 from pathlib import Path
 
+import torch
+
 from multirate.errors import UserError, say_once
 from multirate.io import cache_folder, replace_file
+from multirate.model.machine import usable_processors
 from multirate.model.native import abi
 from multirate.model.time_split import TimeSplit
 
@@ -263,17 +266,21 @@ class Workspace:
     Calls with different workspaces may run side by side, calls with the same one must not.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int | None = None) -> None:
+        """threads: None: torch's, as far as this process may use so many processors."""
         self._library = kernel()
-        self.address: abi.CData = self._library.mr_workspace_open(threads)
+        most = min(torch.get_num_threads(), usable_processors()) if threads is None else threads
+        self.address: abi.CData = self._library.mr_workspace_open(most)
         if not self.address:
             raise MemoryError("no memory for a kernel workspace")
+        if threads is None and _all_threads:
+            self.set_threads(torch.get_num_threads(), fixed=True)
         weakref.finalize(self, self._library.mr_workspace_close, self.address).atexit = False
         _workspaces.add(self)
 
     @property
     def threads(self) -> int:
-        """How many the next call uses."""
+        """How many calls use at the moment."""
         return int(self._library.mr_workspace_threads(self.address))
 
     def set_threads(self, threads: int, fixed: bool = False) -> None:
@@ -289,6 +296,17 @@ class Workspace:
     def after_fork(self) -> None:
         """In a forked process: begins anew."""
         self._library.mr_workspace_after_fork(self.address)
+
+
+_all_threads = False
+
+
+def use_all_threads() -> None:
+    """Workspaces made from now on always use as many threads as torch, even where fewer would be
+    faster: for whoever asked for a number of threads.
+    """
+    global _all_threads
+    _all_threads = True
 
 
 _SPENT = {field.name: abi.constant(f"SPENT_{field.name.upper()}") for field in fields(TimeSplit)}

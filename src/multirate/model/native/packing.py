@@ -242,7 +242,7 @@ class Owner:
 
     def _kernel_workspace(self) -> abi.CData:
         if self.workspace is None:
-            self.workspace = library.Workspace(torch.get_num_threads())
+            self.workspace = library.Workspace()
         return self.workspace.address
 
     def screen(self, weight: Tensor, bias: Tensor | None) -> abi.CData:

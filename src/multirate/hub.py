@@ -302,7 +302,7 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
         if device.type not in ("cpu", "cuda"):
             raise NotImplementedError
-        torch.empty(0, device=device)
+        torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, AssertionError, NotImplementedError):
         raise UserError(
             f"device {name!r} cannot be used here: accepted are auto, cpu, or cuda with a GPU"

@@ -42,11 +42,10 @@ def make(request: pytest.FixtureRequest, data: Path) -> Iterator[tuple[Make, Are
         readers.append(reader)
         if request.param != "threads":
             skip_without_kernel()
-            address = arena.slots[0].data_ptr()
             own = 0 if request.param == "system" else threads
             try:
                 reads: Reads = NativeReads(
-                    reader.fileno, address, SLOTS, SIZE, rate, own, CHUNK, 4096
+                    reader.fileno, arena.slots[0], SLOTS, SIZE, rate, own, CHUNK, 4096
                 )
             except OSError as reason:
                 pytest.skip(str(reason))

@@ -109,8 +109,14 @@ def transformers_run(
         longest = max(map(len, prompts))
         before = [longest - len(prompt) for prompt in prompts]
         rows = zip(before, prompts, strict=True)
-        ids = torch.tensor([[padding] * count + prompt for count, prompt in rows])
-        mask = torch.tensor([[0] * count + [1] * (longest - count) for count in before])
+        ids = torch.tensor(
+            [[padding] * count + prompt for count, prompt in rows], dtype=torch.int64, device="cpu"
+        )
+        mask = torch.tensor(
+            [[0] * count + [1] * (longest - count) for count in before],
+            dtype=torch.int64,
+            device="cpu",
+        )
         with _counted_passes(model) as passes:
             out = model.generate(
                 input_ids=ids.to(model.device),

@@ -91,12 +91,12 @@ def full_model_on(decoder: Decoder, prompt: Sequence[int], tokens: Sequence[int]
     text = [*prompt, *tokens[:-1]]
     rows = Rows.causal(0, 0, len(text))
     cache = decoder.new_cache(1, len(text))
-    x = decoder.embed(torch.tensor(text, device=decoder.info.device), rows.pos)
+    x = decoder.embed(torch.tensor(text, device=decoder.info.device, dtype=torch.int64), rows.pos)
     x = decoder.layers(x, rows, 0, decoder.info.num_layers, cache)
     logits = decoder.logits(x[len(prompt) - 1 :])
     decoder.release_cache(cache)
     said = argmax_rows(logits)
-    chosen = torch.tensor(list(tokens), device=logits.device)
+    chosen = torch.tensor(list(tokens), device=logits.device, dtype=torch.int64)
     return Verdict(
         len(tokens),
         sum(ours != theirs for ours, theirs in zip(tokens, said, strict=True)),

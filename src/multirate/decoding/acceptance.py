@@ -129,8 +129,8 @@ class Typical:
     def _longest(draft: Draft, p: Tensor, floor: Tensor) -> list[int]:
         kept: dict[int, list[int]] = {0: [0]}  # node → its path, for nodes whose whole path is kept
         if draft.tokens:
-            parents = torch.tensor(draft.parents, device=p.device)
-            drafted = p[parents, torch.tensor(draft.tokens, device=p.device)]
+            parents = torch.tensor(draft.parents, device=p.device, dtype=torch.int64)
+            drafted = p[parents, torch.tensor(draft.tokens, device=p.device, dtype=torch.int64)]
             likely = (drafted > floor[parents]).tolist()
             for node, (parent, good) in enumerate(zip(draft.parents, likely, strict=True), start=1):
                 if (good or node in draft.trusted) and parent in kept:
@@ -230,7 +230,7 @@ def accept_sampled(
     n = len(draft.tokens)
     uniforms = generator.random(n + 1)
     if n:
-        index = torch.tensor(draft.tokens, device=p.device)[:, None]
+        index = torch.tensor(draft.tokens, device=p.device, dtype=torch.int64)[:, None]
         p_drafted = p[:n].gather(1, index)[:, 0].tolist()
         q_drafted = q.gather(1, index)[:, 0].tolist()
         for i in range(n):

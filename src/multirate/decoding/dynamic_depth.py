@@ -283,7 +283,9 @@ def _enter(session: Session, seqs: list[int]) -> tuple[Tensor, Rows]:
     """The residuals [n, d] with which the sequences' last tokens enter layer 0, and their rows."""
     decoder, cache = session.decoder, session.cache
     rows = Rows.concat([Rows.causal(b, cache.lengths[b], 1) for b in seqs])
-    ids = torch.tensor([session.sampler.tokens[b][-1] for b in seqs], device=decoder.info.device)
+    ids = torch.tensor(
+        [session.sampler.tokens[b][-1] for b in seqs], device=decoder.info.device, dtype=torch.int64
+    )
     return decoder.embed(ids, rows.pos), rows
 
 

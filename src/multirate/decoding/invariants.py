@@ -39,11 +39,11 @@ def check_invariants(
             )
         fresh = decoder.new_cache(1, length)
         rows = Rows.causal(0, 0, length)
-        ids = torch.tensor(list(sequence[:length]), device=decoder.info.device)
+        ids = torch.tensor(list(sequence[:length]), device=decoder.info.device, dtype=torch.int64)
         decoder.layers(decoder.embed(ids, rows.pos), rows, 0, layers, fresh)
         exact = session.exact_length(b)
         for layer in range(layers):
-            present = torch.ones(length, dtype=torch.bool)
+            present = torch.ones(length, dtype=torch.bool, device="cpu")
             for hole in step.holes(b) if step is not None else ():
                 if hole.start <= layer < hole.stop:
                     present[hole.first : hole.last] = False

@@ -109,7 +109,7 @@ def penalise(logits: Tensor, penalty: float, contexts: Sequence[Sequence[int]]) 
     inside = (
         token < vocab
     )  # an embedding may be larger than the head: such ids can never be generated
-    seen = torch.zeros(logits.shape, dtype=torch.bool)
+    seen = torch.zeros(logits.shape, dtype=torch.bool, device="cpu")
     seen[torch.from_numpy(row[inside]), torch.from_numpy(token[inside])] = True
     seen = seen.to(logits.device)
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)

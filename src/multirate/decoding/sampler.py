@@ -42,7 +42,9 @@ class Sampler:
         self.tokens = [list(prompt) for prompt in prompts]
         if not self.greedy:
             self._seed = (
-                settings.seed if settings.seed is not None else int(torch.randint(2**62, ()).item())
+                settings.seed
+                if settings.seed is not None
+                else int(torch.randint(2**62, (), device="cpu").item())
             )
             self.generators = [self._stream(b) for b in range(len(prompts))]
             self._noise = [self._noise_stream(b) for b in range(len(prompts))]

@@ -141,7 +141,7 @@ class Session:
             rows = Rows.concat([rows for rows, _, _ in batch])
             ids = [token for _, part, _ in batch for token in part]
             counts = [len(part_rows) for part_rows, _, _ in batch]
-            x = decoder.embed(torch.tensor(ids, device=info.device), rows.pos)
+            x = decoder.embed(torch.tensor(ids, device=info.device, dtype=torch.int64), rows.pos)
             x, found = decoder.layers_with_taps(x, rows, 0, info.num_layers, self.cache, taps)
             for layer, states in {**found, info.num_layers: x}.items():
                 for (_, _, out), part in zip(batch, states.split(counts), strict=True):

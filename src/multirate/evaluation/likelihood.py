@@ -27,7 +27,7 @@ def log_likelihood(
     text = [*context, *continuation[:-1]]
     rows = Rows.causal(0, 0, len(text))
     cache = decoder.new_cache(1, len(text))
-    x = decoder.embed(torch.tensor(text, device=decoder.info.device), rows.pos)
+    x = decoder.embed(torch.tensor(text, device=decoder.info.device, dtype=torch.int64), rows.pos)
     x = decoder.layers(x, rows, 0, decoder.info.num_layers, cache)
     x = x[len(context) - 1 :]
     total, greedy = 0.0, True

@@ -121,14 +121,14 @@ def plan_of(predictor: Predictor | None, threshold: float) -> _Plan | None:
         plan.pairs = made.pointers(pairs) if pairs else abi.NULL
         plan.layer_of, plan.ones, plan.eps = (
             made.array(predictor.layers),
-            abi.at(native.ones),
+            native.ones,
             native.eps,
         )
     elif isinstance(predictor, AcceleratedWithAttention):
         plan.kind = c.PREDICTORS.index("stream")
         made.kept.append(predictor.native)
         plan.pruned, plan.layer_of = predictor.native.layers, made.array(predictor.layers)
-        plan.ones, plan.eps = abi.at(predictor.native.ones), predictor.native.eps
+        plan.ones, plan.eps = predictor.native.ones, predictor.native.eps
     elif isinstance(predictor, Oracle) and kind is Oracle:
         plan.kind = c.PREDICTORS.index("oracle")
         plan.trace = made.array([expert for _, experts in predictor.trace for expert in experts])

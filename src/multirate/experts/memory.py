@@ -95,7 +95,7 @@ class HostMemory(SlotMemory):
         idle = (os.cpu_count() or 1) - torch.get_num_threads()  # cores that computing leaves
         return NativeReads(
             self.reader.fileno,
-            self.slots[0].data_ptr(),
+            self.slots[0],
             len(self.slots),
             self.store.index.record.bytes,
             self.reader.rate,
@@ -147,7 +147,7 @@ class CudaCopies:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def pinned(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def mark(self) -> Any:
         return torch.cuda.current_stream(self._device).record_event()

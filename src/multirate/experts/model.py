@@ -369,7 +369,7 @@ class OffloadedExperts:
             if (
                 norm is None
             ):  # the layer has not run yet, so it is not known which norm is its MoE block's
-                return torch.empty(0, 0, dtype=torch.int64)
+                return torch.empty(0, 0, dtype=torch.int64, device="cpu")
             seen = self._seen
             try:
                 return self._moe[row].route(norm(residual))[1]

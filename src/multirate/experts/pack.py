@@ -152,7 +152,7 @@ class _Packer:
         return index
 
     def _write(self, file: Any, on_expert: Callable[[int, int], None] | None) -> None:
-        record = torch.zeros(self._bytes, dtype=torch.uint8)
+        record = torch.zeros(self._bytes, dtype=torch.uint8, device="cpu")
         unsaved = 0
         try:
             for layer, expert in self._keys[len(self._checksums) :]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from multirate.errors import UserError
 from multirate.experts.layout import ALIGNMENT
+from multirate.model.native import abi
 from multirate.model.native.packing import HUGE_PAGE, large_pages
 
 
@@ -31,7 +32,7 @@ class Arena:
         room = -(-max(count * size, ALIGNMENT) // HUGE_PAGE) * HUGE_PAGE
         self._memory = large_pages(room + HUGE_PAGE)
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        first = -whole.data_ptr() % HUGE_PAGE
+        first = -abi.address(abi.tensor(whole)) % HUGE_PAGE
         self.slots: list[Tensor] = [
             whole[first + i * size : first + (i + 1) * size] for i in range(count)
         ]

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from multirate.errors import UserError
 from multirate.model.native import abi, library
@@ -86,7 +87,7 @@ class NativeReads(Reads):
     def __init__(
         self,
         fd: int,
-        address: int,
+        memory: Tensor,
         slots: int,
         size: int,
         rate: float | None,
@@ -95,12 +96,13 @@ class NativeReads(Reads):
         alignment: int,
         spin: float = 0.0,
     ) -> None:
-        """spin: seconds that a reader looks for work before it sleeps, where it has a core of its
-        own. Raises OSError where threads is 0 and the system cannot read by itself.
+        """memory: the first slot; the others lie behind it. spin: seconds that a reader looks for
+        work before it sleeps, where it has a core of its own. Raises OSError where threads is 0
+        and the system cannot read by itself.
         """
         self._library = library.kernel()
         self._handle: abi.CData | None = self._library.mr_reads_open(
-            fd, abi.at(address), slots, size, chunk, alignment, rate or 0.0, threads, spin
+            fd, abi.tensor(memory), slots, size, chunk, alignment, rate or 0.0, threads, spin
         )
         if not self._handle and not threads:
             raise OSError(errno.ENOSYS, "the system has no asynchronous reads, or no more of them")

@@ -108,7 +108,9 @@ def read_text(
     for start in range(0, len(text), CHUNK):
         ids = text[start : start + CHUNK]
         rows = Rows.causal(0, start, len(ids))
-        x = decoder.embed(torch.tensor(ids, device=decoder.info.device), rows.pos)
+        x = decoder.embed(
+            torch.tensor(ids, device=decoder.info.device, dtype=torch.int64), rows.pos
+        )
         last, found = decoder.layers_with_taps(x, rows, 0, layers, cache, range(1, layers))
         cache.commit(0, len(ids))
         states = [x, *(found[layer] for layer in range(1, layers)), last]

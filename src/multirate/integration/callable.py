@@ -145,7 +145,7 @@ class CustomGenerate:
 
         def stream(_: int, tokens: list[int]) -> None:
             for token in tokens:
-                streamer.put(torch.tensor([token]))
+                streamer.put(torch.tensor([token], dtype=torch.int64, device="cpu"))
 
         output = engine.generate(
             request.prompts,
@@ -170,9 +170,11 @@ class CustomGenerate:
         if streamer is not None and not cut:
             streamer.end()
         longest = max((len(tokens) for tokens in output.sequences), default=0)
-        new = torch.full((input_ids.shape[0], longest), request.pad_token_id, dtype=input_ids.dtype)
+        new = torch.full(
+            (input_ids.shape[0], longest), request.pad_token_id, dtype=input_ids.dtype, device="cpu"
+        )
         for row, tokens in enumerate(output.sequences):
-            new[row, : len(tokens)] = torch.tensor(tokens, dtype=input_ids.dtype)
+            new[row, : len(tokens)] = torch.tensor(tokens, dtype=input_ids.dtype, device="cpu")
         return torch.cat([input_ids, new.to(input_ids.device)], dim=1)
 
 

@@ -104,7 +104,7 @@ def _mask(input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> to
     from its end.
     """
     if attention_mask is None:
-        mask = torch.ones(input_ids.shape, dtype=torch.bool)
+        mask = torch.ones(input_ids.shape, dtype=torch.bool, device="cpu")
     else:
         mask = attention_mask.to("cpu", torch.bool)
         if mask.shape != input_ids.shape:
@@ -210,7 +210,7 @@ def _ends(
         last = new[-longest:]
         if len(last) < longest:
             last = [*rows[row][len(last) - longest :], *last]
-        ids = torch.tensor([last])
+        ids = torch.tensor([last], dtype=torch.int64, device="cpu")
         return any(bool(criterion(ids, None)) for criterion in strings)
 
     return ends

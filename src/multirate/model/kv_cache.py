@@ -138,7 +138,7 @@ class KVCache:
         to = slice(start, start + len(slots))
         for store in (self.keys, self.values):
             for tensor in store:
-                index = torch.tensor(slots, device=tensor.device)
+                index = torch.tensor(slots, device=tensor.device, dtype=torch.int64)
                 tensor[seq, :, to] = tensor[seq].index_select(1, index)
 
     def standard(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -151,7 +151,7 @@ def values_on(device: torch.device, noise: Sequence[Noise], vocab: int) -> Tenso
     vocab]. All of one scale. (64-bit integers, whose products keep their lowest 32 bits.)
     """
     words = [place_words(one.key, one.place) for one in noise]
-    first, second = torch.tensor(words, dtype=torch.int64).to(device).unbind(1)
+    first, second = torch.tensor(words, dtype=torch.int64, device="cpu").to(device).unbind(1)
     x = (torch.arange(vocab, device=device) + first[:, None]) & _BITS_32
     x ^= x >> 17
     x = (x * 0xED5AD4BB) & _BITS_32
@@ -195,7 +195,7 @@ def noisy_argmax(logits: Tensor, noise: Sequence[Noise]) -> list[int]:
     # numpy for the same reason
     tokens = scores.numpy().argmax(-1) if scores.device.type == "cpu" else scores.argmax(-1)
     chosen: list[int] = tokens.tolist()
-    best = scores[torch.arange(len(chosen)), chosen].tolist()
+    best = scores[torch.arange(len(chosen), device="cpu"), chosen].tolist()
     if not all(map(math.isfinite, best)):
         raise UserError(NOT_FINITE)
     return chosen

@@ -25,7 +25,11 @@ def fingerprint(model: nn.Module) -> str:
             continue
         flat = parameter.detach().reshape(-1)
         index = torch.linspace(
-            0, max(flat.numel() - 1, 0), min(SAMPLES, flat.numel()), dtype=torch.float64
+            0,
+            max(flat.numel() - 1, 0),
+            min(SAMPLES, flat.numel()),
+            dtype=torch.float64,
+            device="cpu",
         ).long()
         values = flat[index.to(flat.device)].to(device="cpu", dtype=torch.bfloat16)
         digest.update(f"{name} {tuple(parameter.shape)}\n".encode())

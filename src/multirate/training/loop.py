@@ -246,7 +246,7 @@ class _Run:
         """A draft head that was trained itself, over the tokens that this run has chosen: its rows
         where it had them, else the base's.
         """
-        every_token = torch.arange(self.teacher.shape.vocab_size)
+        every_token = torch.arange(self.teacher.shape.vocab_size, device="cpu")
         old, new = (
             kept.cpu() if isinstance(kept := module.draft_tokens, Tensor) else every_token
             for module in (before.module, self.stream)
@@ -259,7 +259,7 @@ class _Run:
         """A reduced draft head takes the tokens that responses use most."""
         tokens = getattr(self.stream, "draft_tokens", None)
         if isinstance(tokens, Tensor):
-            counts = torch.zeros(self.teacher.shape.vocab_size, dtype=torch.long)
+            counts = torch.zeros(self.teacher.shape.vocab_size, dtype=torch.long, device="cpu")
             for sample in self.samples:
                 ids = torch.from_numpy(sample.ids[sample.response]).long()
                 counts.scatter_add_(0, ids, torch.ones_like(ids))
@@ -469,7 +469,9 @@ class _Run:
         """
         if self.launcher.num_processes == 1:
             return asked, seen
-        both = torch.tensor([float(asked), float(seen)], device=self.launcher.device)
+        both = torch.tensor(
+            [float(asked), float(seen)], device=self.launcher.device, dtype=torch.float32
+        )
         stops, tokens = self.launcher.reduce(both).tolist()
         return stops > 0, int(tokens)
 

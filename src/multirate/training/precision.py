@@ -37,7 +37,7 @@ def _bf16_is_faster() -> bool:
 
 def _seconds(dtype: torch.dtype) -> float:
     """The fastest of some products of two matrices."""
-    square = torch.zeros(_SIZE, _SIZE, dtype=dtype)
+    square = torch.zeros(_SIZE, _SIZE, dtype=dtype, device="cpu")
     torch.mm(square, square)  # the first one of a shape is prepared
     taken = []
     for _ in range(_REPEATS):

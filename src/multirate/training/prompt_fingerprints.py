@@ -36,7 +36,7 @@ def prompt_fingerprint(text: str) -> int:
 
 def packed(fingerprints: Iterable[int]) -> tuple[bytes, str]:
     """A safetensors file of them, int64 [n], and its sha256."""
-    content = save({_TENSOR: torch.tensor(sorted(fingerprints), dtype=torch.int64)})
+    content = save({_TENSOR: torch.tensor(sorted(fingerprints), dtype=torch.int64, device="cpu")})
     return content, hashlib.sha256(content).hexdigest()
 
 

@@ -276,7 +276,7 @@ class TeacherStates:
         """What is known of the samples ``indices``: [B, length, …], zeros after a sample's end."""
 
         def empty(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(len(indices), length, width, dtype=dtype)
+            return torch.zeros(len(indices), length, width, dtype=dtype, device="cpu")
 
         final, log_probs = empty(self._width), empty(self._top)
         tokens = empty(self._top, torch.int64)

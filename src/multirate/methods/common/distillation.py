@@ -191,10 +191,10 @@ class _ChunkedKL(torch.autograd.Function):
             draft_head = head if tokens is None else head.subset(tokens)
         grad_own = None
         if own is not None and own.requires_grad:
-            grad_own = torch.zeros(count, *own.shape, device=own.device)
+            grad_own = torch.zeros(count, *own.shape, device=own.device, dtype=torch.float32)
         columns = None
         if tokens is not None and isinstance(teacher, TopTokens):
-            columns = torch.full((len(head.weight),), -1, device=tokens.device)
+            columns = torch.full((len(head.weight),), -1, device=tokens.device, dtype=torch.int64)
             columns[tokens] = torch.arange(len(tokens), device=tokens.device)
         need_grad = students.requires_grad
         grad = (
@@ -202,10 +202,10 @@ class _ChunkedKL(torch.autograd.Function):
             if need_grad
             else None
         )
-        kl = torch.zeros(count, device=students.device)
-        overlap = torch.zeros(count, device=students.device)
+        kl = torch.zeros(count, device=students.device, dtype=torch.float32)
+        overlap = torch.zeros(count, device=students.device, dtype=torch.float32)
         agree = torch.empty(count, rows, dtype=torch.bool, device=students.device)
-        confidence = torch.empty(count, rows, device=students.device)
+        confidence = torch.empty(count, rows, device=students.device, dtype=torch.float32)
         widest = draft_head if isinstance(teacher, TopTokens) else head
         on_cpu = students.device.type == "cpu"
         elements = ELEMENTS_PER_CHUNK if on_cpu else ELEMENTS_PER_CHUNK_ON_GPU

@@ -15,19 +15,19 @@ from multirate.model.noise import Noise
 
 @dataclass(frozen=True)
 class DraftHead:
-    """What a stream's output is read with. ``token_map``: address of each output's id, int64
-    [vocab]; None: itself. ``norm``: address of the norm before it, [hidden]; None: the model's.
-    ``tokens``: the ids themselves, [vocab], where there is a map. ``exact``: address of what
+    """What a stream's output is read with. ``token_map``: each output's id, int64
+    [vocab]; None: itself. ``norm``: of the norm before it, [hidden]; None: the model's.
+    ``tokens``: the ids themselves, [vocab], where there is a map. ``exact``: what
     ``linear`` is a narrow copy of, bf16 [vocab, hidden], which has the last word on the likeliest
     tokens; None: nothing has.
     """
 
     linear: abi.CData
     vocab: int
-    token_map: int | None = None
-    norm: int | None = None
+    token_map: abi.CData | None = None
+    norm: abi.CData | None = None
     tokens: Sequence[int] | None = None
-    exact: int | None = None
+    exact: abi.CData | None = None
 
     def top(
         self,
@@ -93,7 +93,7 @@ class DraftHead:
     @staticmethod
     def packed(
         owner: Owner, weight: Tensor, bias: Tensor | None = None
-    ) -> tuple[abi.CData, int | None]:
+    ) -> tuple[abi.CData, abi.CData | None]:
         """A head [vocab, hidden] as ``owner`` packs weights → (`linear`, `exact`)."""
         if owner.layout != W4A16:
             return owner.linear(weight, bias), None

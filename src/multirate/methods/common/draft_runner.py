@@ -122,7 +122,9 @@ class DraftRunner(RecordedRunner, ABC):
         what comes after their keys and values need not have run)
         """
         decoder = self.decoder
-        h0 = decoder.embed(torch.tensor(ids, device=decoder.info.device), rows.pos)
+        h0 = decoder.embed(
+            torch.tensor(ids, device=decoder.info.device, dtype=torch.int64), rows.pos
+        )
         level = RowsLevel(
             decoder, self._cache, self.first_layers, self.adapters, rows, fresh, self._own_rows
         )
@@ -233,7 +235,7 @@ class NativeDraftRunner(DraftRunner):
             if store is not None:
                 store.make_room(rows)
         tokens = np.array(ids, dtype=np.int64)
-        x = torch.empty(n + fresh, self.decoder.info.hidden_size)
+        x = abi.floats_for(n + fresh, self.decoder.info.hidden_size)
         carried = None if carried is None else carried.float().contiguous()
         library.kernel().mr_stream_step(
             self.decoder.workspace.address,
@@ -244,8 +246,8 @@ class NativeDraftRunner(DraftRunner):
             abi.rows_of(rows, cache.capacity),
             fresh,
             abi.longs(tokens),
-            abi.at(None if carried is None else carried.data_ptr()),
-            abi.at(x.data_ptr()),
+            abi.tensor(carried),
+            abi.tensor(x),
         )
         return x[:fresh], x[fresh:]
 

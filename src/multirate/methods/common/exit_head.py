@@ -25,7 +25,7 @@ def first_of_vocabulary(decoder: Decoder, count: int | None) -> Tensor | None:
     """
     if count is None or count >= decoder.info.vocab_size:
         return None
-    return torch.arange(count)
+    return torch.arange(count, device="cpu")
 
 
 class ExitHead:

@@ -14,8 +14,13 @@ def uniform_noise(ids: Tensor, carried: Tensor, width: float) -> Tensor:
     """Uniform numbers [B, T, d] in units of each row's size, the same for a batch whenever it
     comes, so that a resumed run ends with the same weights.
     """
-    generator = torch.Generator().manual_seed(int(ids.sum()))
-    uniform = torch.rand(carried.shape, generator=generator).to(carried.device) - 0.5
+    generator = torch.Generator(device="cpu").manual_seed(int(ids.sum()))
+    uniform = (
+        torch.rand(carried.shape, generator=generator, dtype=torch.float32, device="cpu").to(
+            carried.device
+        )
+        - 0.5
+    )
     size = carried.square().mean(-1, keepdim=True).sqrt()
     return uniform * size * (width * _NOISE_TOKENS / ids.shape[1])
 
@@ -23,5 +28,5 @@ def uniform_noise(ids: Tensor, carried: Tensor, width: float) -> Tensor:
 def feature_distances(normed: Tensor, feature: Tensor) -> Tensor:
     """SmoothL1 of normed rows [K, N, d] from the model's own [N, d]: [K], zeros without rows."""
     if not len(feature):
-        return torch.zeros(len(normed), device=normed.device)
+        return torch.zeros(len(normed), device=normed.device, dtype=torch.float32)
     return torch.stack([F.smooth_l1_loss(x.float(), feature) for x in normed])

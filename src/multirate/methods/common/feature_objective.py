@@ -27,5 +27,7 @@ class FeatureObjective(Objective):
 
     def mean(self, losses: Tensor) -> Tensor:
         """Of the steps' losses [unroll_steps]."""
-        weight = torch.tensor([t.weight for t in self.terms], device=losses.device)
+        weight = torch.tensor(
+            [t.weight for t in self.terms], device=losses.device, dtype=torch.float32
+        )
         return (weight * losses).sum() / weight.sum()

@@ -127,14 +127,17 @@ class FusedSteps:
         self._ahead, self._begun = 0, (0, 0)
         # steps in one call leave what they emit behind what waits
         room = CAUGHT_UP_WITHIN + 2 * (nodes + 1)
-        self._ids, self._carried = np.zeros(room, np.int64), torch.zeros(room, d)
+        self._ids, self._carried = (
+            np.zeros(room, np.int64),
+            torch.zeros(room, d, dtype=torch.float32, device="cpu"),
+        )
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
         self._confidence = np.empty(nodes)
         self._run: tuple[abi.CData, tuple[np.ndarray, ...]] | None = None
         self._learned: tuple[ContinuationRates | None, Calibration | None] = None, None
         self._unread = UnreadTokens()
-        self._hidden = torch.empty(nodes + 1, d)
-        self._features = torch.empty(nodes + 1, stream.tap_count, d)
+        self._hidden = abi.floats_for(nodes + 1, d)
+        self._features = abi.floats_for(nodes + 1, stream.tap_count, d)
         self._carries = any(
             linear.weight for linear in (stream.carry, stream.fuse_carried, stream.features)
         )
@@ -142,7 +145,7 @@ class FusedSteps:
             limits.width * head.linear.outputs if head else 0,
             (nodes + 1) * decoder.head.outputs,
         )
-        self._scratch = torch.empty((5 * (nodes + 1) + 2) * d + max(heads))
+        self._scratch = abi.floats_for((5 * (nodes + 1) + 2) * d + max(heads))
         verified = self._scratch[: (nodes + 1) * decoder.head.outputs]
         self._logits = verified.view(nodes + 1, -1)[:, : decoder.info.vocab_size]
         self._sampler: Sampler | None = None
@@ -163,13 +166,13 @@ class FusedSteps:
             token_map=head.token_map if head else None,
             exact_head=head.exact if head else None,
             ids=abi.longs(self._ids),
-            carried=self._carried.data_ptr(),
+            carried=abi.tensor(self._carried),
             tokens=abi.longs(self._tokens),
             parents=abi.ints(self._parents),
             confidence=abi.doubles(self._confidence),
-            hidden=self._hidden.data_ptr(),
-            features=self._features.data_ptr(),
-            scratch=self._scratch.data_ptr(),
+            hidden=abi.tensor(self._hidden),
+            features=abi.tensor(self._features),
+            scratch=abi.tensor(self._scratch),
             draft_vocab=head.vocab if head else 0,
             layers=decoder.info.num_layers,
         )
@@ -184,15 +187,15 @@ class FusedSteps:
         assert weights is not None
         d, taps = self._decoder.info.hidden_size, self._step.stream.tap_count
         rows = self._nodes + 1 + NARROW_PENDING
-        buffers = torch.empty(rows, d), torch.empty(rows, taps, d)
-        logits = torch.empty(rows, self._decoder.head.outputs)
+        buffers = abi.floats_for(rows, d), abi.floats_for(rows, taps, d)
+        logits = abi.floats_for(rows, self._decoder.head.outputs)
         hidden, features = buffers
         narrow = weights.verifying(
             margin=margin,
             refresh=REFRESH,
-            hidden=hidden.data_ptr(),
-            features=features.data_ptr(),
-            logits=logits.data_ptr(),
+            hidden=abi.tensor(hidden),
+            features=abi.tensor(features),
+            logits=abi.tensor(logits),
         )
         self._narrow = weights, narrow
         self._held = (*self._held, weights, buffers, logits, narrow)
@@ -704,7 +707,7 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
             for one in behind
         ]
     )
-    x = torch.empty(len(ids), first._decoder.info.hidden_size)
+    x = abi.floats_for(len(ids), first._decoder.info.hidden_size)
     step = first._step
     first._library.mr_stream_step(
         first._decoder.workspace.address,
@@ -715,8 +718,8 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
         abi.rows_of(rows, first._cache.capacity),
         0,
         abi.longs(ids),
-        abi.at(None if carried is None else carried.data_ptr()),
-        abi.at(x.data_ptr()),
+        abi.tensor(carried),
+        abi.tensor(x),
     )
     for one in behind:
         one._unread.clear()

@@ -69,6 +69,8 @@ class HeadsObjective(Objective):
         rows, before = taught_rows(mask, self.count)
         students = self.students(teacher, slow, before)
         result = distil(torch.stack(students), slow.target(rows), teacher.head, self.draft_tokens)
-        weights = torch.tensor([term.weight for term in self.terms], device=result.kl.device)
+        weights = torch.tensor(
+            [term.weight for term in self.terms], device=result.kl.device, dtype=torch.float32
+        )
         loss = (weights * result.kl).sum()
         return loss, Report(self.terms, result, float(loss.detach()))

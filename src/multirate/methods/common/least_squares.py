@@ -18,8 +18,8 @@ class LeastSquares:
     """The matrix that best tells `outputs` numbers from `inputs` of them."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
-        self.squares = torch.zeros(inputs, inputs)
-        self._products = torch.zeros(inputs, outputs)
+        self.squares = torch.zeros(inputs, inputs, dtype=torch.float32, device="cpu")
+        self._products = torch.zeros(inputs, outputs, dtype=torch.float32, device="cpu")
 
     def add(self, read: Tensor, wanted: Tensor) -> None:
         """Rows [n, inputs], and what they are to give [n, outputs]."""

@@ -87,7 +87,9 @@ class _PackedMaps:
     def __init__(self, decoder: NativeDecoder, exits: LinearExits) -> None:
         self._decoder, self._owner = decoder, Owner()
         self._maps = {exit: self._owner.linear(exits.map(exit).weight) for exit in exits.exits}
-        self._ones = self._owner.floats(torch.ones(decoder.info.hidden_size))
+        self._ones = self._owner.floats(
+            torch.ones(decoder.info.hidden_size, dtype=torch.float32, device="cpu")
+        )
 
     def __call__(self, exit: int, hidden: Tensor) -> Tensor:
         every = self._decoder.product(self._maps[exit], hidden, self._ones, eps=EPS)

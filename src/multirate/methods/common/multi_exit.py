@@ -77,7 +77,9 @@ class MultiExitObjective(Objective):
         said = torch.stack([self.maps(exit, slow.residual[exit][mask]) for exit in exits])
         students = torch.stack([teacher.norm(one) for one in said])
         result = distil(students, slow.target(mask), teacher.head, self.maps.draft_tokens)
-        weight = torch.tensor([term.weight for term in self.terms], device=result.kl.device)
+        weight = torch.tensor(
+            [term.weight for term in self.terms], device=result.kl.device, dtype=torch.float32
+        )
         loss = (weight * result.kl).sum() / weight.sum() + self.beside(said, slow.final[mask])
         return loss, Report(self.terms, result, float(loss.detach()))
 

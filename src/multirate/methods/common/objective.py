@@ -46,7 +46,7 @@ class Report:
         """
         agree, rows = self.result.agree, self.result.agree.shape[1]
         counts = (
-            torch.full((len(agree),), float(rows), device=agree.device),
+            torch.full((len(agree),), float(rows), device=agree.device, dtype=torch.float32),
             agree.sum(1),
             self.result.overlap * rows,
             self.result.kl.detach() * rows,
@@ -55,7 +55,9 @@ class Report:
         for score in (self.result.confidence, self.arla):
             for wanted in (agree, ~agree):
                 if score is None:
-                    table.append(torch.zeros(len(agree), BINS, device=agree.device))
+                    table.append(
+                        torch.zeros(len(agree), BINS, device=agree.device, dtype=torch.float32)
+                    )
                     continue
                 chosen = score.float().where(wanted, -1.0)  # what is below the bins is not counted
                 table.append(torch.stack([torch.histc(s, BINS, 0, 1) for s in chosen]))
@@ -124,7 +126,7 @@ def expected_calibration_error(hits: Tensor, misses: Tensor) -> float | None:
     rows = hits + misses
     if float(rows.sum()) == 0:
         return None
-    centre = (torch.arange(len(hits), dtype=torch.float64) + 0.5) / len(hits)
+    centre = (torch.arange(len(hits), dtype=torch.float64, device="cpu") + 0.5) / len(hits)
     return float((hits - centre * rows).abs().sum() / rows.sum())
 
 
@@ -138,7 +140,11 @@ class Summary:
 
     @staticmethod
     def empty(terms: list[Term], has_arla: bool = False) -> Summary:
-        return Summary(terms, has_arla, torch.zeros(len(terms), 4 + 4 * BINS, dtype=torch.float64))
+        return Summary(
+            terms,
+            has_arla,
+            torch.zeros(len(terms), 4 + 4 * BINS, dtype=torch.float64, device="cpu"),
+        )
 
     def add(self, sums: Tensor) -> None:
         """One batch's ``Report.sums()``."""

@@ -43,11 +43,11 @@ class PackedTaps:
         library.kernel().mr_linear(
             self._decoder.workspace.address,
             self._weight,
-            abi.at(x.data_ptr()),
+            abi.tensor(x),
             abi.NULL,
             0.0,
             len(x),
-            abi.at(y.data_ptr()),
+            abi.tensor(y),
             int(self._added),
         )
         return y

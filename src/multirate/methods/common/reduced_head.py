@@ -24,7 +24,7 @@ def first_tokens(count: int | None) -> Tensor | None:
     """The buffer `draft_tokens` of modules whose config has `draft_vocab` = count, before training
     chooses (training/loop.py) or a checkpoint fills it: int64 [count], increasing; None: all.
     """
-    return None if count is None else torch.arange(count)
+    return None if count is None else torch.arange(count, device="cpu")
 
 
 def draft_logits(
@@ -45,7 +45,7 @@ def spread_over(draft_tokens: Tensor | None, said: Tensor, vocab_size: int) -> T
     """
     if draft_tokens is None:
         return said
-    full = torch.full((len(said), vocab_size), -torch.inf, device=said.device)
+    full = torch.full((len(said), vocab_size), -torch.inf, device=said.device, dtype=torch.float32)
     full[:, draft_tokens.to(said.device)] = said
     return full
 

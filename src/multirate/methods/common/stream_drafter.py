@@ -201,7 +201,9 @@ class StreamDrafter(Drafter):
         """One level of one node on a cache of its own."""
         self.runner.begin(self.decoder.new_cache(1, 64))
         rows = Rows.causal(0, 40, 1)
-        carried = torch.zeros(1, self.decoder.info.hidden_size, device=self.decoder.info.device)
+        carried = torch.zeros(
+            1, self.decoder.info.hidden_size, device=self.decoder.info.device, dtype=torch.float32
+        )
 
         def level() -> object:
             count, given = self._candidates, carried if self._carry else None

@@ -52,4 +52,4 @@ class WaitingTokens(UnreadTokens):
     its last committed token.
     """
 
-    last: Tensor = field(default_factory=lambda: torch.empty(0))
+    last: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu"))

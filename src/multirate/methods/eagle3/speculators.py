@@ -74,7 +74,9 @@ def read(
             "base's input embeddings, or none."
         )
     found = {ours: _tensor(path, tensors, theirs) for ours, theirs in _NAMES.items()}
-    found["tap_sizes"] = torch.ones(len(config.taps) * base.hidden_size)
+    found["tap_sizes"] = torch.ones(
+        len(config.taps) * base.hidden_size, dtype=torch.float32, device="cpu"
+    )
     if config.draft_vocab is not None:
         chosen, order = _draft_tokens(path, tensors, config.draft_vocab, base.vocab_size)
         found["draft_tokens"] = chosen
@@ -153,7 +155,7 @@ def _draft_tokens(
     added to a row's number.
     """
     offsets = _tensor(path, tensors, "d2t").to(torch.int64)
-    ids = offsets.flatten() + torch.arange(offsets.numel())
+    ids = offsets.flatten() + torch.arange(offsets.numel(), device="cpu")
     chosen, order = ids.sort()
     if (
         offsets.shape != (count,)
@@ -176,12 +178,12 @@ def write(folder: Path, layer: Eagle3Layer, base: dict[str, Any]) -> None:
     """
     config, shape = layer.config, layer.base
     tokens = layer.draft_tokens
-    chosen = torch.arange(shape.vocab_size) if tokens is None else tokens.cpu()
+    chosen = torch.arange(shape.vocab_size, device="cpu") if tokens is None else tokens.cpu()
     state = layer.state_dict()
     tensors = {theirs: state[ours].bfloat16().cpu() for ours, theirs in _NAMES.items()}
     tensors[_NAMES["fc.weight"]] = layer.features().bfloat16().cpu()
-    tensors["d2t"] = chosen - torch.arange(len(chosen))
-    tensors["t2d"] = torch.zeros(shape.vocab_size, dtype=torch.bool)
+    tensors["d2t"] = chosen - torch.arange(len(chosen), device="cpu")
+    tensors["t2d"] = torch.zeros(shape.vocab_size, dtype=torch.bool, device="cpu")
     tensors["t2d"][chosen] = True
     description = {
         "architectures": ["Eagle3Speculator"],

@@ -92,7 +92,9 @@ def start_from_least_squares(
         embedded = layer.embedding_norm(rows.embedded)[rows.mask]
         both = torch.cat([shift(rows.taps)[rows.mask] / sizes, embedded], dim=-1)
         joint.add(both, rows.wanted[rows.mask])
-        ones.add(embedded, torch.ones(len(embedded), 1, device=embedded.device))
+        ones.add(
+            embedded, torch.ones(len(embedded), 1, device=embedded.device, dtype=torch.float32)
+        )
     best = same.solution()
     layer.fc.weight.copy_(best.T)
     used = torch.linalg.eigh(best.T @ same.squares @ best)[1]  # the least used directions first
@@ -129,7 +131,7 @@ def _start_attention(
     attention.v.weight.zero_()
     attention.v.weight[:rank, :d] = (said @ directions[:, -rank:]).T
     pairs = min(_SHARPEST, dim // 2)
-    query = torch.zeros(dim, attention.q.in_features)
+    query = torch.zeros(dim, attention.q.in_features, dtype=torch.float32, device="cpu")
     query[:pairs, :d] = (_OWN_SCORE * dim**0.5 / pairs) ** 0.5 * constant
     for head in range(attention.kv_heads):
         own, values = head * group * dim, slice(head * dim, min((head + 1) * dim, rank))
@@ -149,10 +151,12 @@ def _start_mlp(layer: Eagle3Layer, some: list[_Rows]) -> None:
         y = (x + layer.attn(read)[0])[rows.mask]
         normed = layer.mlp_norm(y)
         fit.add(normed, rows.wanted[rows.mask] - y)
-        ones.add(normed, torch.ones(len(normed), 1, device=normed.device))
+        ones.add(normed, torch.ones(len(normed), 1, device=normed.device, dtype=torch.float32))
     left, strength, right = torch.linalg.svd(fit.solution())
     rank = min(layer.config.intermediate, d)
-    open_gate = float(torch.nn.functional.silu(torch.tensor(_GATE)))
+    open_gate = float(
+        torch.nn.functional.silu(torch.tensor(_GATE, dtype=torch.float32, device="cpu"))
+    )
     root = (strength[:rank] / open_gate).sqrt()
     layer.mlp.gate.weight[:rank] = _GATE * ones.solution()[:, 0]
     layer.mlp.up.weight[:rank] = (left[:, :rank] * root).T

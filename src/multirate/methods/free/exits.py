@@ -49,7 +49,11 @@ class AdaptiveExit(MultiExits):
         logits = self.head.logits(self.read(exit, hidden))
         places, probabilities = self._decoder.likeliest(logits, 1)
         scores = [row[0] for row in probabilities]
-        tokens = self.head.tokens(torch.tensor(places, device=hidden.device)).flatten().tolist()
+        tokens = (
+            self.head.tokens(torch.tensor(places, device=hidden.device, dtype=torch.int64))
+            .flatten()
+            .tolist()
+        )
         for seq, score, token in zip(seqs, scores, tokens, strict=True):
             self._seen.setdefault(seq, []).append((score, token))
         return scores, logits

@@ -68,7 +68,7 @@ class HydraRunner(HeadsRunner):
         """`student` of the next tokens, and `top` of what it says."""
         decoder = self.decoder
         if noise is not None or self._recorded is None:
-            ids = torch.tensor(tokens, device=decoder.info.device)
+            ids = torch.tensor(tokens, device=decoder.info.device, dtype=torch.int64)
             z, said = self.student(k, z, decoder.embed(ids, positions))
             return z, self.top(said, count, noise)
         assert isinstance(decoder, GraphedDecoder)

@@ -53,7 +53,7 @@ class NarrowPlainStep(PlainStep):
             return
         cache, sampler, seqs = session.cache, session.sampler, session.active
         rows = Rows.concat([Rows.causal(b, cache.lengths[b], 1) for b in seqs])
-        ids = torch.tensor([sampler.tokens[b][-1] for b in seqs])
+        ids = torch.tensor([sampler.tokens[b][-1] for b in seqs], dtype=torch.int64, device="cpu")
         x = self._narrow.embed(ids, rows.pos)
         x = self._narrow.layers(x, rows, 0, session.decoder.info.num_layers, cache)
         logits = self._narrow.logits(x)

@@ -73,7 +73,10 @@ def start_from_least_squares(
     the exit residual says confidently and wrongly begins smaller so.
     """
     gate, d = adapter.config.exit_layer, teacher.shape.hidden_size
-    squares, products = torch.zeros(d), torch.zeros(d)
+    squares, products = (
+        torch.zeros(d, dtype=torch.float32, device="cpu"),
+        torch.zeros(d, dtype=torch.float32, device="cpu"),
+    )
     for ids, mask, known in batches:
         slow = teacher.slow(ids, shared=0, gates=(gate,), known=known)
         final = slow.final.float()[mask]

@@ -45,7 +45,10 @@ class ARLA(nn.Module):
         """W [latent, d], b [latent], w [latent] and c [] with which `forward` of one gate is
         w · silu(W n + b) + c: it attends to itself alone.
         """
-        both = torch.eye(len(self.gate[0]), device=self.gate.device) + self.v.weight
+        both = (
+            torch.eye(len(self.gate[0]), device=self.gate.device, dtype=torch.float32)
+            + self.v.weight
+        )
         assert self.out.bias is not None
         return (
             both @ self.down.weight,

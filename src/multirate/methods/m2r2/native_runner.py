@@ -127,7 +127,7 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
             self.arla,
             self.decoder.eps,
             self._d,
-            abi.at(rows.data_ptr()),
+            abi.tensor(rows),
             len(rows),
             abi.doubles(scores),
         )

@@ -129,7 +129,9 @@ class M2R2Objective(Objective):
         normed = torch.stack([teacher.norm(x[mask]) for x in outputs])  # [K, N, d]
         own = None if stream.head is None else stream.head.weight
         result = distil(normed, slow.target(mask), teacher.head, stream.draft_tokens, own)
-        weight = torch.tensor([t.weight for t in self.terms], device=result.kl.device)
+        weight = torch.tensor(
+            [t.weight for t in self.terms], device=result.kl.device, dtype=torch.float32
+        )
         losses = result.kl
         if stream.config.feature_weight:
             distances = feature_distances(normed, slow.normed[mask].float())

@@ -78,7 +78,7 @@ class _Seen:
     def __init__(self, part: LayerParts) -> None:
         assert part.moe is not None
         self.part, self.experts = part, part.moe.experts
-        self.mask = torch.empty(0, dtype=torch.bool)
+        self.mask = torch.empty(0, dtype=torch.bool, device="cpu")
 
     def watch(self) -> list[Any]:
         return [
@@ -164,8 +164,8 @@ class _Fit:
     def __init__(self, seen: _Seen, predictor: ExpertPredictor) -> None:
         self._seen, self._predictor = seen, predictor
         size, width = predictor.up[0].shape[2], predictor.base.hidden_size
-        self._gram = torch.zeros(size, size, dtype=torch.float64)
-        self._cross = torch.zeros(size, width, dtype=torch.float64)
+        self._gram = torch.zeros(size, size, dtype=torch.float64, device="cpu")
+        self._cross = torch.zeros(size, width, dtype=torch.float64, device="cpu")
 
     def add(self) -> None:
         seen, layer = self._seen, self._seen.part.index
@@ -178,7 +178,9 @@ class _Fit:
 
     def solve(self) -> None:
         ridge = (
-            RIDGE * self._gram.diagonal().mean() * torch.eye(len(self._gram), dtype=torch.float64)
+            RIDGE
+            * self._gram.diagonal().mean()
+            * torch.eye(len(self._gram), dtype=torch.float64, device="cpu")
         )
         up = self._predictor.up[0]
         up[self._seen.part.index] += torch.linalg.solve(self._gram + ridge, self._cross).T.to(up)

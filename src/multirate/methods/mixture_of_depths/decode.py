@@ -78,7 +78,9 @@ class MixtureOfDepthsStep(Step):
         layers, lengths = decoder.info.num_layers, [cache.lengths[b] for b in seqs]
         rows = Rows.concat([Rows.causal(b, at, 1) for b, at in zip(seqs, lengths, strict=True)])
         ids = [session.sampler.tokens[b][-1] for b in seqs]
-        x = decoder.embed(torch.tensor(ids, device=decoder.info.device), rows.pos)
+        x = decoder.embed(
+            torch.tensor(ids, device=decoder.info.device, dtype=torch.int64), rows.pos
+        )
         if self._packed is not None:
             x, ran = self._packed(x, rows, cache)
         else:

@@ -74,14 +74,18 @@ class SpecEEExits(DepthPolicy):
         if self._threshold is None:
             return None
         decoder, known = self._decoder, [self._sequences[b] for b in seqs]
-        ids = torch.tensor([session.sampler.tokens[b][-1] for b in seqs])
+        ids = torch.tensor(
+            [session.sampler.tokens[b][-1] for b in seqs], dtype=torch.int64, device="cpu"
+        )
         at = session.cache.lengths
         embedded = decoder.embed(
             ids.to(decoder.info.device), np.array([at[b] for b in seqs], np.int32)
         )
         said = self._propose(read_of(embedded, torch.stack([one.before for one in known])))
         places = decoder.top_tokens(self._head.logits(said), CANDIDATES)
-        candidates = self._head.tokens(torch.tensor(places, device=decoder.info.device))
+        candidates = self._head.tokens(
+            torch.tensor(places, device=decoder.info.device, dtype=torch.int64)
+        )
         for one, row, tokens in zip(known, places, candidates, strict=True):
             one.places, one.probabilities = row, None
             one.candidates = self._rows.subset(tokens).in_float32()

@@ -56,7 +56,9 @@ class SpecEEObjective(Objective):
         if module.training:
             first = able.int().argmax(0)[able.any(0)]
             module.first_exits += first.bincount(minlength=len(module.exits))
-        looked = torch.rand(len(module.exits)) < (0.5 if module.training else 1.0)
+        looked = torch.rand(len(module.exits), dtype=torch.float32, device="cpu") < (
+            0.5 if module.training else 1.0
+        )
         judged, before = [], None
         for which, row in enumerate(logits):
             read, here = features(row, before)
@@ -120,7 +122,9 @@ def _read(slow: SlowPass, rows: Tensor) -> Tensor:
 
 def _spread(rows: int, device: torch.device) -> Tensor:
     """At most JUDGED_ROWS of so many rows, spread evenly."""
-    return torch.linspace(0, max(rows - 1, 0), min(rows, JUDGED_ROWS), device=device).long()
+    return torch.linspace(
+        0, max(rows - 1, 0), min(rows, JUDGED_ROWS), device=device, dtype=torch.float32
+    ).long()
 
 
 @torch.no_grad()

@@ -299,7 +299,7 @@ class GraphedDecoder(HFDecoder):
 
     def _compare_tokens(self, tokens: Sequence[int], logits: Tensor) -> None:
         """Whether the tokens that a recording chose are the likeliest, but for rounding."""
-        at = torch.tensor(tokens, device=logits.device)[:, None]
+        at = torch.tensor(tokens, device=logits.device, dtype=torch.int64)[:, None]
         behind = logits.amax(dim=-1) - logits.gather(1, at)[:, 0]
         if not bool((behind <= _ROUNDINGS * rounding_limit(self.info.dtype) * logits.std()).all()):
             self.graph_fallback = "a recorded pass chose other tokens than the model's own head"

@@ -179,7 +179,7 @@ class HFDecoder(Decoder):
 
 def probe_tokens(vocabulary: int) -> Tensor:
     """Tokens by which a decoder is compared with its model's own forward."""
-    return torch.arange(1, 5) * 7 % vocabulary
+    return torch.arange(1, 5, device="cpu") * 7 % vocabulary
 
 
 def relative_difference(got: Tensor, expected: Tensor) -> float:

@@ -1,9 +1,9 @@
 """The kernel's structures and prototypes as cffi reads them from csrc/abi.h, the only place that
 defines them.
 
-Memory of a structure belongs to the object that `new` or `array` returns; what its pointers point
-to is its maker's to keep alive. Addresses of tensors are plain integers (`Tensor.data_ptr()`),
-which `at` makes pointers of.
+Memory of a structure belongs to the object that `new` or `array` returns; the caller must keep
+alive what its pointers point to. `tensor` is the only way from a tensor to a pointer: it has the
+type of the tensor's values, so that cffi refuses it where the kernel reads others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from cffi import FFI
+from torch import Tensor
 
 from multirate.model.noise import Noise
 from multirate.model.rows import Rows
@@ -53,11 +55,45 @@ NULL = ffi.NULL
 _VOID, _INTS, _LONGS = ffi.typeof("void *"), ffi.typeof("int32_t[]"), ffi.typeof("int64_t[]")
 _FLOATS, _DOUBLES, _BYTES = ffi.typeof("float[]"), ffi.typeof("double[]"), ffi.typeof("uint8_t[]")
 _ADDRESS, _ROWS = ffi.typeof("uintptr_t"), ffi.typeof("Rows *")
+_POINTERS = {
+    torch.float32: ffi.typeof("float *"),
+    torch.bfloat16: ffi.typeof("bf16 *"),
+    torch.float64: ffi.typeof("double *"),
+    torch.int64: ffi.typeof("int64_t *"),
+    torch.int32: ffi.typeof("int32_t *"),
+    torch.uint8: ffi.typeof("uint8_t *"),
+    torch.bool: ffi.typeof("uint8_t *"),
+}
 
 
-def at(address: int | None) -> CData:
+def at(address: int | CData | None) -> CData:
     """The address of something as a pointer that fits every parameter; None is NULL."""
     return ffi.cast(_VOID, address or 0)
+
+
+def floats_for(*shape: int) -> Tensor:
+    """Uninitialised fp32 memory for the kernel, whatever torch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def tensor(values: Tensor | None, strided: bool = False) -> CData:
+    """Where a tensor's values lie, as a pointer to their type, good as long as the tensor is; None
+    is NULL. strided: rows may lie apart. TypeError for memory that the kernel cannot read.
+    """
+    if values is None:
+        return NULL
+    kind = _POINTERS.get(values.dtype)
+    if kind is None or not values.is_cpu or not (strided or values.is_contiguous()):
+        raise TypeError(
+            f"the kernel reads contiguous memory on the CPU, not {values.dtype} "
+            f"{list(values.shape)} with strides {values.stride()} on {values.device}"
+        )
+    return ffi.cast(kind, values.data_ptr())
+
+
+def packed(values: Tensor | None) -> CData:
+    """As `tensor`, for memory whose layout is the packer's: the pointer fits every parameter."""
+    return NULL if values is None else at(tensor(values.view(torch.uint8)))
 
 
 def address(value: CData) -> int:

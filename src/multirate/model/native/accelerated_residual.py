@@ -37,8 +37,10 @@ class NativeAcceleratedResidual:
             ]
             for layer in range(len(down))
         ]
-        self._ones = torch.ones(up[0].shape[1])
-        self.most_depth, self.eps, self.ones = len(up), eps, self._ones.data_ptr()
+        self.most_depth, self.eps = len(up), eps
+        self.ones = self._owner.floats(
+            torch.ones(up[0].shape[1], dtype=torch.float32, device="cpu")
+        )
         self._pairs: list[list[abi.CData]] = []  # by layer, for the near depth with each far one
         if pruned is not None:
             for layer in range(len(down)):
@@ -75,20 +77,18 @@ class NativeAcceleratedResidual:
         residual = residual.float().contiguous()
         sites, pairs = self._sites[layer][:depths], None
         found = [torch.empty_like(residual) for _ in sites]
-        before = abi.at(None if state is None else state.data_ptr())
+        before = abi.tensor(state)
         ids = weights = abi.NULL
         k = 0
         if self._pairs:
             assert routing is not None
             pairs = self._pairs[layer]
-            ids, weights = abi.at(routing[0].data_ptr()), abi.at(routing[1].data_ptr())
+            ids, weights = abi.tensor(routing[0]), abi.tensor(routing[1])
             k = routing[0].shape[1]
         for i in range(
             1, max(len(sites), 2)
         ):  # two depths a call: they share the product with `down`
-            far = (
-                (sites[i], abi.at(found[i].data_ptr())) if i < len(sites) else (abi.NULL, abi.NULL)
-            )
+            far = (sites[i], abi.tensor(found[i])) if i < len(sites) else (abi.NULL, abi.NULL)
             pair = abi.NULL if pairs is None else pairs[min(i, len(pairs) - 1)]
             self._library.mr_predict_residual(
                 self._workspace.address,
@@ -98,12 +98,12 @@ class NativeAcceleratedResidual:
                 ids,
                 weights,
                 k,
-                abi.at(self.ones),
+                self.ones,
                 self.eps,
-                abi.at(residual.data_ptr()),
+                abi.tensor(residual),
                 before,
                 len(residual),
-                abi.at(found[0].data_ptr()),
+                abi.tensor(found[0]),
                 far[1],
             )
         return found
@@ -129,8 +129,7 @@ class NativeResidualWithAttention:
         self._library, self._owner = library.kernel(), Owner()
         self._workspace = library.Workspace()
         self.most_depth, self.eps = depth, eps
-        self._ones = torch.ones(up.shape[1])
-        self.ones = self._ones.data_ptr()
+        self.ones = self._owner.floats(torch.ones(up.shape[1], dtype=torch.float32, device="cpu"))
         rank, neurons = 0 if down is None else down.shape[1], pruned.shape[1]
         layers, self._sites = [], []
         for layer in range(len(up)):
@@ -171,19 +170,17 @@ class NativeResidualWithAttention:
         self._library.mr_pruned_experts(
             self._workspace.address,
             self.layers + layer,
-            abi.at(ids.data_ptr()),
-            abi.at(weights.data_ptr()),
+            abi.tensor(ids),
+            abi.tensor(weights),
             ids.shape[1],
-            abi.at(self.ones),
+            self.ones,
             self.eps,
-            abi.at(x.data_ptr()),
+            abi.tensor(x),
             *x.shape,
         )
         return x
 
 
-def keep(owner: Owner, values: Tensor) -> int:
-    """Address of a bf16 copy that lives as long as `owner`."""
-    kept = owner.slabs.copy(values.detach().bfloat16().contiguous())
-    owner.tensors.append(kept)
-    return kept.data_ptr()
+def keep(owner: Owner, values: Tensor) -> abi.CData:
+    """A bf16 copy that lives as long as `owner`."""
+    return owner.address(owner.slabs.copy(values.detach().bfloat16().contiguous()))

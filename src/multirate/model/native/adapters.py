@@ -61,10 +61,22 @@ class AdapterPack:
             # One site for both: A stacks the two, B is block-diagonal with rows in the packed
             # gate/up order.
             wide_gate = torch.cat(
-                [gate_b, torch.zeros(gate_b.shape[0], up_a.shape[0], dtype=gate_b.dtype)], dim=1
+                [
+                    gate_b,
+                    torch.zeros(
+                        gate_b.shape[0], up_a.shape[0], dtype=gate_b.dtype, device=gate_b.device
+                    ),
+                ],
+                dim=1,
             )
             wide_up = torch.cat(
-                [torch.zeros(up_b.shape[0], gate_a.shape[0], dtype=up_b.dtype), up_b], dim=1
+                [
+                    torch.zeros(
+                        up_b.shape[0], gate_a.shape[0], dtype=up_b.dtype, device=up_b.device
+                    ),
+                    up_b,
+                ],
+                dim=1,
             )
             both = interleave_gate_up(wide_gate, wide_up)
             packed["gate_up"] = self._owner.low_rank(torch.cat([gate_a, up_a]), both)

@@ -40,7 +40,7 @@ class NativeKVCache(KVCache):
         sizes = [self.batch * layer.heads * capacity * layer.key_dim for layer in self.layout]
         # One block, not two per layer: its pages come and are cleared at once. Zeros: a masked slot
         # enters the weighted sum with weight 0, and 0 · NaN is NaN.
-        self._block = torch.zeros(2 * sum(sizes), dtype=torch.bfloat16)
+        self._block = torch.zeros(2 * sum(sizes), dtype=torch.bfloat16, device="cpu")
         parts = iter(self._block.split([size for size in sizes for _ in range(2)]))
         for i, layer in enumerate(self.layout):
             shape, dim = (self.batch, layer.heads), layer.key_dim
@@ -53,7 +53,7 @@ class NativeKVCache(KVCache):
         self.capacity = capacity
         self.version += 1
         pairs = zip(self.keys, self.values, strict=True)
-        layers = [abi.new("LayerCache", k=k.data_ptr(), v=v.data_ptr()) for k, v in pairs]
+        layers = [abi.new("LayerCache", k=abi.tensor(k), v=abi.tensor(v)) for k, v in pairs]
         self._pointers = abi.array("LayerCache", layers)
 
     def reset(self) -> None:

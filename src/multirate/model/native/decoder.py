@@ -207,8 +207,8 @@ class NativeDecoder(Decoder):
             "Layer", [self.pack(i, self._owner) for i in range(len(self._layers))]
         )
         self.unread_bytes = self._owner.saved_bytes
-        self._table, self._norm = abi.at(self.table.data_ptr()), abi.at(self.norm_address)
-        self._logits = torch.empty(0)
+        self._table, self._norm = abi.tensor(self.table), abi.at(self.norm_address)
+        self._logits = abi.floats_for(0)
         self._spare: NativeKVCache | None = None
         self._verification: DraftVerification | None = None
         self._narrow: NarrowWeights | None = None
@@ -276,12 +276,12 @@ class NativeDecoder(Decoder):
                 stacklevel=4,
             )
         self.info = DecoderInfo(**{**vars(self.info), "max_positions": count})
-        like = torch.zeros(1, 1, config.hidden_size, dtype=torch.float32)
+        like = torch.zeros(1, 1, config.hidden_size, dtype=torch.float32, device="cpu")
         # its own stays as it is: some types write to their buffers
         rotary = replace(parts, rotary_module=copy.deepcopy(parts.rotary_module))
         chunks: dict[str | None, list[tuple[Tensor, ...]]] = {}
         for start in range(0, count, TABLE_CHUNK):
-            positions = torch.arange(start, min(start + TABLE_CHUNK, count))[None]
+            positions = torch.arange(start, min(start + TABLE_CHUNK, count), device="cpu")[None]
             for kind, tables in rotary.position_embeddings(like, positions).items():
                 halves = tuple(table[0, :, : table.shape[-1] // 2] for table in tables)
                 chunks.setdefault(kind, []).append(halves)
@@ -291,13 +291,13 @@ class NativeDecoder(Decoder):
             made[kind] = (cos, sin)
         return made
 
-    def _tables_of(self, index: int) -> tuple[int | None, int | None]:
-        """The addresses of the tables by which layer `index` rotates; None: it does not."""
+    def _tables_of(self, index: int) -> tuple[abi.CData, abi.CData]:
+        """The tables by which layer `index` rotates; None: it does not."""
         if not self._family.rotates(self._layers[index]):
-            return None, None
+            return abi.NULL, abi.NULL
         tables = self._rotary_tables
         cos, sin = tables[None if None in tables else self._layers[index].layer_type]
-        return cos.data_ptr(), sin.data_ptr()
+        return abi.tensor(cos), abi.tensor(sin)
 
     def pack(
         self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None
@@ -380,14 +380,14 @@ class NativeDecoder(Decoder):
 
     def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
         ids = ids.to(torch.int64).contiguous()
-        x = torch.empty(len(ids), self.info.hidden_size)
+        x = abi.floats_for(len(ids), self.info.hidden_size)
         self._library.mr_embed(
             self._table,
-            abi.at(ids.data_ptr()),
+            abi.tensor(ids),
             len(ids),
             x.shape[1],
             self.shape.embed_scale,
-            abi.at(x.data_ptr()),
+            abi.tensor(x),
         )
         return x
 
@@ -423,7 +423,7 @@ class NativeDecoder(Decoder):
             cache.address,
             adapters or abi.NULL,
             abi.rows_of(rows, cache.capacity),
-            abi.at(x.data_ptr()),
+            abi.tensor(x),
             start,
             stop,
         )
@@ -447,7 +447,7 @@ class NativeDecoder(Decoder):
             limit,
             eps,
             abi.rows_of(rows, cache.capacity),
-            abi.at(x.data_ptr()),
+            abi.tensor(x),
             self.info.num_layers,
             abi.ints(ran),
         )
@@ -462,7 +462,7 @@ class NativeDecoder(Decoder):
             self.packed_layers,
             cache.address,
             abi.rows_of(rows, cache.capacity),
-            abi.at(x.data_ptr()),
+            abi.tensor(x),
             start,
             stop,
         )
@@ -479,11 +479,11 @@ class NativeDecoder(Decoder):
         n = len(rows.seq)
         cache.make_room(rows)
         if x is None:
-            x = torch.empty(n, self.info.hidden_size)
+            x = abi.floats_for(n, self.info.hidden_size)
         else:
             x = x.float().clone(memory_format=torch.contiguous_format)
         if self._logits.numel() < n * self.head.outputs:
-            self._logits = torch.empty(n * self.head.outputs)
+            self._logits = abi.floats_for(n * self.head.outputs)
         tokens = np.empty(n, np.int64)
         entering = None if ids is None else np.array(ids, dtype=np.int64)
         added = None if noise is None else abi.noise_of(noise)
@@ -495,14 +495,14 @@ class NativeDecoder(Decoder):
             abi.rows_of(rows, cache.capacity),
             self._table,
             abi.NULL if entering is None else abi.longs(entering),
-            abi.at(x.data_ptr()),
+            abi.tensor(x),
             start,
             self.info.num_layers,
             self.head,
             self.screen,
             self._norm,
             added or abi.NULL,
-            abi.at(self._logits.data_ptr()),
+            abi.tensor(self._logits),
             abi.longs(tokens),
         )
         return x, _finite(tokens)
@@ -526,7 +526,7 @@ class NativeDecoder(Decoder):
             told, exact = head, None
             if self.head_bias is None and self.head_weight.is_contiguous():
                 told = replace(owner, layout=W4A8).linear(self.head_weight)
-                exact = self.head_weight.data_ptr()
+                exact = abi.tensor(self.head_weight)
             self._narrow = NarrowWeights(abi.array("Layer", layers), head, told, exact, owner)
         return self._narrow
 
@@ -566,7 +566,7 @@ class NativeDecoder(Decoder):
             "Stream",
             shape=self.shape,
             layers=self.packed_layers,
-            table=self.table.data_ptr(),
+            table=abi.tensor(self.table),
             **fields,
         )
 
@@ -606,7 +606,7 @@ class NativeDecoder(Decoder):
             return super().noisy_argmax(logits, noise)
         tokens = np.empty(len(logits), np.int64)
         self._library.mr_noisy_argmax(
-            abi.at(logits.data_ptr()),
+            abi.tensor(logits, strided=True),
             len(logits),
             logits.shape[1],
             logits.stride(0),
@@ -630,7 +630,7 @@ class NativeDecoder(Decoder):
         self,
         linear: abi.CData,
         x: Tensor,
-        norm: int | None,
+        norm: abi.CData | None,
         into: Tensor | None = None,
         eps: float | None = None,
     ) -> Tensor:
@@ -638,15 +638,15 @@ class NativeDecoder(Decoder):
         norm that is not the model's.
         """
         x = x.float().contiguous()
-        y = torch.empty(len(x), linear.outputs) if into is None else into
+        y = abi.floats_for(len(x), linear.outputs) if into is None else into
         self._library.mr_linear(
             self._work,
             linear,
-            abi.at(x.data_ptr()),
+            abi.tensor(x),
             abi.at(norm),
             self.eps if eps is None else eps,
             len(x),
-            abi.at(y.data_ptr()),
+            abi.tensor(y),
             int(into is not None),
         )
         return y
@@ -659,30 +659,30 @@ class NativeDecoder(Decoder):
         count: int,
         sharpness: float = 1.0,
         noise: Sequence[Noise] | None = None,
-        token_map: int | None = None,
-        norm: int | None = None,
+        token_map: abi.CData | None = None,
+        norm: abi.CData | None = None,
         normed: bool = False,
-        exact: int | None = None,
+        exact: abi.CData | None = None,
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The ``count`` likeliest of ``head``'s ``vocab`` outputs for each row of x [n, d], best
         first, and their probabilities under softmax(sharpness · logits). noise[i]: added to the
-        logits of row i, that of the outputs' tokens, int64 [vocab] at the address token_map (None:
-        the first ones). norm: the address of the norm before the head (None: the model's). normed:
-        x has passed its norm already. exact: the address of what ``head`` is a narrow copy of, bf16
+        logits of row i, that of the outputs' tokens, int64 [vocab] at token_map (None: the first
+        ones). norm: of the norm before the head (None: the model's). normed:
+        x has passed its norm already. exact: what ``head`` is a narrow copy of, bf16
         [vocab, d], which has the last word on the likeliest; None: nothing has.
         """
         added = None if noise is None else abi.noise_of(noise)
         if normed and self._logit_scale != 1.0:
             x = x * self._logit_scale
         x, n = x.contiguous(), len(x)
-        logits = torch.empty(n, head.outputs)
+        logits = abi.floats_for(n, head.outputs)
         ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
         self._library.mr_head_top(
             self._work,
             head,
             abi.NULL if normed else abi.at(norm) if norm else self._norm,
             self.eps,
-            abi.at(x.data_ptr()),
+            abi.tensor(x),
             n,
             vocab,
             added or abi.NULL,
@@ -690,7 +690,7 @@ class NativeDecoder(Decoder):
             abi.at(exact),
             count,
             sharpness,
-            abi.at(logits.data_ptr()),
+            abi.tensor(logits),
             abi.longs(ids),
             abi.floats(probs),
         )
@@ -702,7 +702,7 @@ class NativeDecoder(Decoder):
             return super().likeliest(logits, count)
         ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
         self._library.mr_top(
-            abi.at(logits.data_ptr()),
+            abi.tensor(logits, strided=True),
             n,
             vocab,
             logits.stride(0),
@@ -720,7 +720,7 @@ class NativeDecoder(Decoder):
         ids = np.empty((n, count), np.int64)
         self._library.mr_best(
             self._work,
-            abi.at(logits.data_ptr()),
+            abi.tensor(logits, strided=True),
             n,
             vocab,
             logits.stride(0),

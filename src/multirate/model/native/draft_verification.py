@@ -36,7 +36,7 @@ class DraftVerification:
         layers: int,
         head: abi.CData,
         screen: abi.CData,
-        norm: int | None,
+        norm: abi.CData,
         narrow: NarrowWeights | None = None,
     ) -> None:
         self._library, self._workspace, self._stream = library.kernel(), workspace, stream
@@ -44,7 +44,7 @@ class DraftVerification:
         self._tokens, self._parents = np.empty(MAX_NODES, np.int64), np.empty(MAX_NODES, np.int32)
         self._path = np.empty(MAX_NODES + 1, np.int32)
         self._path_at = abi.ints(self._path)
-        self._logits = torch.empty((MAX_NODES + 1) * head.outputs)
+        self._logits = abi.floats_for((MAX_NODES + 1) * head.outputs)
         self._step = abi.new(
             "SpeculativeStep",
             stream=stream,
@@ -54,7 +54,7 @@ class DraftVerification:
             ids=abi.longs(self._ids),
             tokens=abi.longs(self._tokens),
             parents=abi.ints(self._parents),
-            scratch=self._logits.data_ptr(),
+            scratch=abi.tensor(self._logits),
             layers=layers,
         )
         self._narrow: tuple[NarrowWeights, abi.CData] | None = None
@@ -80,10 +80,10 @@ class DraftVerification:
         self._ids[0] = ids[0]
         self._tokens[:nodes], self._parents[:nodes] = ids[1:], parents
         if entering is None:
-            start, hidden = 0, torch.empty(nodes + 1, self._stream.shape.hidden)
+            start, hidden = 0, abi.floats_for(nodes + 1, self._stream.shape.hidden)
         else:
             hidden = entering.float().clone(memory_format=torch.contiguous_format)
-        step.hidden = abi.at(hidden.data_ptr())
+        step.hidden = abi.tensor(hidden)
         # held until the call is over: the kernel reads it by address
         packed = None if noise is None else abi.noise_of([noise])
         step.noise = packed or abi.NULL

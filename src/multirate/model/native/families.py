@@ -115,7 +115,8 @@ class Family:
         if not self.scaled_queries:
             return None
         (rope,) = ropes(config)
-        steps = torch.floor(torch.arange(positions) / rope["original_max_position_embeddings"])
+        places = torch.arange(positions, dtype=torch.float32, device="cpu")
+        steps = torch.floor(places / rope["original_max_position_embeddings"])
         scale = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + steps)
         return scale.to(torch.bfloat16).float()
 
@@ -125,8 +126,8 @@ class Family:
         """
         if not self.interleaved_rotary:
             return None
-        pairs = torch.arange(rotated).unflatten(0, (-1, 2))
-        return torch.cat([pairs.T.flatten(), torch.arange(rotated, dim)])
+        pairs = torch.arange(rotated, device="cpu").unflatten(0, (-1, 2))
+        return torch.cat([pairs.T.flatten(), torch.arange(rotated, dim, device="cpu")])
 
     def norm_weight(self, norm: nn.Module) -> Tensor:
         """What a norm multiplies by, fp32 [n]."""

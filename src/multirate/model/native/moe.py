@@ -219,7 +219,7 @@ class NativeMoEDecoder(NativeDecoder):
                 cache.address,
                 packed or abi.NULL,
                 abi.rows_of(rows, cache.capacity),
-                abi.at(x.data_ptr()),
+                abi.tensor(x),
             )
             kernel(call, begin, i + 1, routing.for_kernel, row, len(x))
             if fast is not None and i in beside:
@@ -264,7 +264,7 @@ class NativeMoEDecoder(NativeDecoder):
             self.routers[layer],
             abi.at(self.norms[layer]),
             self.eps,
-            abi.at(x.data_ptr()),
+            abi.tensor(x),
             into.rows,
             self.num_experts,
             self.top_k,
@@ -276,7 +276,7 @@ class NativeMoEDecoder(NativeDecoder):
     def _mixture(self, layer: int, x: Tensor, rows: Rows, adapter: LayerAdapter | None) -> None:
         routing = self._route(layer, x, self._routing(len(x)))
         uses = _Uses(routing.ids)
-        normed, parts = routing.addresses[0], abi.at(routing.parts.data_ptr())
+        normed, parts = routing.addresses[0], abi.tensor(routing.parts)
 
         def compute(found: Sequence[tuple[int, Mapping[str, Tensor]]]) -> None:
             counts, wanted, places = uses.of([expert for expert, _ in found])
@@ -294,7 +294,7 @@ class NativeMoEDecoder(NativeDecoder):
 
         self._provider().run(self.row_of[layer], uses.experts, compute, x, routing.chosen)
         self._library.mr_combine(
-            parts, routing.addresses[-1], *routing.ids.shape, x.shape[1], abi.at(x.data_ptr())
+            parts, routing.addresses[-1], *routing.ids.shape, x.shape[1], abi.tensor(x)
         )
         if adapter is not None and rows.accelerated is not None:
             self._beside(adapter, routing.normed, x, np.flatnonzero(rows.accelerated))
@@ -312,16 +312,17 @@ class NativeMoEDecoder(NativeDecoder):
         into.
         """
         gate_up, down = record["gate_up_proj"], record["down_proj"]
-        found = self._experts.get(gate_up.data_ptr())
-        if found is None or found.down.weight != abi.at(down.data_ptr()):
+        place = abi.address(abi.tensor(gate_up))
+        found = self._experts.get(place)
+        if found is None or found.down.weight != abi.tensor(down):
             found = abi.new("Expert", gate_up=_linear(gate_up), down=_linear(down))
-            self._experts[gate_up.data_ptr()] = found
+            self._experts[place] = found
         return found
 
 
 def _linear(packed: Tensor) -> abi.CData:
     return abi.new(
-        "Linear", weight=packed.data_ptr(), inputs=packed.shape[1], outputs=packed.shape[0]
+        "Linear", weight=abi.packed(packed), inputs=packed.shape[1], outputs=packed.shape[0]
     )
 
 
@@ -363,16 +364,19 @@ class _Routing:
 
     def __init__(self, rows: int, top_k: int, experts: int, hidden: int) -> None:
         self.rows = rows
-        self.normed, self._logits = torch.empty(rows, hidden), torch.empty(rows, padded(experts))
+        self.normed, self._logits = (
+            abi.floats_for(rows, hidden),
+            abi.floats_for(rows, padded(experts)),
+        )
         self.ids, self.weights = (
             np.empty((rows, top_k), np.int64),
             np.empty((rows, top_k), np.float32),
         )
-        self.parts = torch.empty(rows * top_k, hidden)
+        self.parts = abi.floats_for(rows * top_k, hidden)
         self.chosen = torch.from_numpy(self.ids), torch.from_numpy(self.weights)
         self.addresses = (
-            abi.at(self.normed.data_ptr()),
-            abi.at(self._logits.data_ptr()),
+            abi.tensor(self.normed),
+            abi.tensor(self._logits),
             abi.longs(self.ids),
             abi.floats(self.weights),
         )
@@ -383,7 +387,7 @@ class _Routing:
             logits=logits,
             ids=ids,
             weights=weights,
-            parts=self.parts.data_ptr(),
+            parts=abi.tensor(self.parts),
         )
 
 

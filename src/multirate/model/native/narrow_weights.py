@@ -37,8 +37,8 @@ class NarrowWeights:
     """The head where only its likeliest tokens are asked for: in 4 bits where `exact` has the last
     word on these (csrc/head.c).
     """
-    exact: int | None
-    """Address of the model's own head, bf16 [vocab, hidden]; None: nothing has."""
+    exact: abi.CData | None
+    """The model's own head, bf16 [vocab, hidden]; None: nothing has."""
     owner: Owner  # keeps them alive
 
     def verifying(self, **fields: object) -> abi.CData:

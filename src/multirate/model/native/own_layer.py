@@ -45,8 +45,8 @@ class OwnLayer:
         eps: float,
     ) -> None:
         self._decoder, self._owner, self._kv_heads = decoder, owner, kv_heads
-        half = torch.arange(head_dim // 2) / (head_dim // 2)
-        angle = torch.arange(decoder.shape.max_positions)[:, None] * theta**-half
+        half = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") / (head_dim // 2)
+        angle = torch.arange(decoder.shape.max_positions, device="cpu")[:, None] * theta**-half
         self.shape = abi.new(
             "Shape",
             hidden=decoder.info.hidden_size,
@@ -89,7 +89,7 @@ class OwnLayer:
             cache.address,
             abi.NULL,
             abi.rows_of(rows, cache.capacity),
-            abi.at(x.data_ptr()),
+            abi.tensor(x),
             0,
             1,
         )

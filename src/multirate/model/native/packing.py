@@ -39,10 +39,10 @@ def _scales(layout: int, outputs: int, inputs: int) -> Tensor | None:
     if layout == BF16:
         return None
     if layout in (W8A8, W8A16):
-        return torch.empty(outputs // 16, blocks, 16, dtype=torch.bfloat16)
+        return torch.empty(outputs // 16, blocks, 16, dtype=torch.bfloat16, device="cpu")
     if layout in (W4A8, W4A16):
-        return torch.empty(outputs // 16, blocks, 2, 16, dtype=torch.float16)
-    return torch.empty(outputs)
+        return torch.empty(outputs // 16, blocks, 2, 16, dtype=torch.float16, device="cpu")
+    return abi.floats_for(outputs)
 
 
 def exact_layout() -> int:
@@ -112,14 +112,14 @@ class Slabs:
     """
 
     def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
+        self._free = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def room(self, size: int) -> Tensor:
         """So many bytes that are not taken yet, aligned to cache lines."""
         if self._free.numel() < _lines(size):
             block = large_pages(max(SLAB, _lines(size)) + HUGE_PAGE)
             self._free = torch.frombuffer(block, dtype=torch.uint8)
-            self._free = self._free[-self._free.data_ptr() % HUGE_PAGE :]
+            self._free = self._free[-abi.address(abi.tensor(self._free)) % HUGE_PAGE :]
         return self._free[:size]
 
     def take(self, size: int) -> Tensor:
@@ -148,7 +148,7 @@ def _unpacked(weight: Tensor) -> tuple[abi.CData, Tensor]:
     outputs, inputs = held.shape
     wide = held.dtype == torch.float32
     return abi.new(
-        "Unpacked", values=abi.at(held.data_ptr()), wide=wide, outputs=outputs, inputs=inputs
+        "Unpacked", values=abi.tensor(held), wide=wide, outputs=outputs, inputs=inputs
     ), held
 
 
@@ -168,18 +168,21 @@ class Owner:
     workspace: library.Workspace | None = None
     slabs: Slabs = field(default_factory=Slabs)
 
-    def address(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        self.tensors.append(tensor)
-        return tensor.data_ptr()
+    def address(self, tensor: Tensor | None) -> abi.CData:
+        """Where a tensor lies that stays alive; NULL for None."""
+        self.tensors += [] if tensor is None else [tensor]
+        return abi.tensor(tensor)
 
-    def floats(self, tensor: Tensor | None) -> int | None:
-        return (
-            None
-            if tensor is None
-            else self.address(tensor.detach().float().cpu().contiguous().clone())
-        )
+    def floats(self, tensor: Tensor | None) -> abi.CData:
+        """The same of an fp32 copy."""
+        if tensor is None:
+            return abi.NULL
+        return self.address(tensor.detach().float().cpu().contiguous().clone())
+
+    def _packed(self, memory: Tensor | None) -> abi.CData:
+        """The same of what `linear` has packed."""
+        self.tensors += [] if memory is None else [memory]
+        return abi.packed(memory)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> abi.CData:
         """weight [out, in], bias [out] → the kernel's form, as the sources that multiply it draw
@@ -197,25 +200,25 @@ class Owner:
                 unpacked,
                 layout,
                 nearest,
-                abi.at(place.data_ptr()),
-                abi.at(None if scale is None else scale.data_ptr()),
+                abi.packed(place),
+                abi.packed(scale),
             )
             if fits:
                 break
         else:
             raise library.NativeUnavailable(f"weights that do not fit the layout {layout}")
-        weights = self.address(self.slabs.take(size))
+        weights = self._packed(self.slabs.take(size))
         if layout == INT12:
             self.saved_bytes += padded(outputs) * inputs // 2
         if bias is not None:
-            wide = torch.zeros(padded(outputs))
+            wide = torch.zeros(padded(outputs), dtype=torch.float32, device="cpu")
             wide[:outputs] = bias.detach().float()
             bias = wide
         return abi.new(
             "Linear",
             weight=weights,
             bias=self.address(bias),
-            scale=self.address(scale),
+            scale=self._packed(scale),
             inputs=inputs,
             outputs=padded(outputs),
             format=layout,
@@ -247,12 +250,13 @@ class Owner:
 
     def screen(self, weight: Tensor, bias: Tensor | None) -> abi.CData:
         """A head's copy that screens its tokens."""
-        norms, (unpacked, _held) = torch.zeros(2, padded(len(weight))), _unpacked(weight)
+        norms = torch.zeros(2, padded(len(weight)), dtype=torch.float32, device="cpu")
+        unpacked, _held = _unpacked(weight)
         library.kernel().mr_screening_norms(
             self._kernel_workspace(),
             unpacked,
-            abi.at(norms[0].data_ptr()),
-            abi.at(norms[1].data_ptr()),
+            abi.tensor(norms[0]),
+            abi.tensor(norms[1]),
         )
         return abi.new(
             "Screen",
@@ -272,7 +276,7 @@ class Owner:
         """down [rank, in], up [out, rank], one after the other: a product's outputs are whole
         groups, and the next one reads all of them.
         """
-        wide = torch.zeros(up.shape[0], padded(down.shape[0]), dtype=up.dtype)
+        wide = torch.zeros(up.shape[0], padded(down.shape[0]), dtype=up.dtype, device=up.device)
         wide[:, : down.shape[0]] = up.detach()
         return self.linear(down), self.linear(wide)
 

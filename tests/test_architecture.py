@@ -11,7 +11,7 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 PACKAGE = SOURCE / "multirate"
 LAYERS = (
-    ("errors",),
+    ("errors", "torch_modes"),
     ("io", "generation_lock", "named_models", "pages"),
     ("model",),
     ("decoding",),

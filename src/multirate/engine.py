@@ -39,6 +39,7 @@ from multirate.model.hf.decoder import HFDecoder
 from multirate.model.load import load_decoder
 from multirate.model.machine import machine_name
 from multirate.model.weight_watch import WeightWatch
+from multirate.torch_modes import Modes
 from multirate.training.checkpoint import Accelerator
 from multirate.training.fingerprint import fingerprint
 
@@ -290,8 +291,9 @@ class Engine:
         """What a plain step, a drafted level and verification take here, as measured for this
         method; None: it does not draft and verify.
         """
-        decoding = self._decoding(method)
-        return None if decoding is None else decoding.step.costs(self.decoder)
+        with self._lock.held():
+            decoding = self._decoding(method)
+            return None if decoding is None else decoding.step.costs(self.decoder)
 
     def stopping(
         self, max_new_tokens: int | None = 256, stop_strings: Sequence[str] = ()
@@ -339,6 +341,8 @@ class Engine:
                 raise UserError(f"{what} is {value!r}: accepted is a {kind.__name__}")
         if mode == "dynamic":
             method = f"{method or self.default}:quality={check_quality(quality)!r}"
+        if on_tokens is not None:
+            on_tokens = Modes.now().around(on_tokens)
         with self._turn():
             return self._generate(
                 prompts, sampling, stop or self.stopping(), method, on_tokens, speculate

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from multirate.torch_modes import own_modes
+
 
 class GenerationLock:
     """What several threads take turns at. A thread that has its turn may take it again."""
@@ -23,11 +25,13 @@ class GenerationLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Waits until no other thread has it; given back however the block ends."""
+        """Waits until no other thread has it; given back however the block ends. Meanwhile the
+        thread has left its caller's modes of torch: what is made in a turn is used in later ones.
+        """
         if self.inherited and torch.get_num_threads() > 1:
             # OpenMP's threads stayed in the parent process, and torch would wait for them for ever
             torch.set_num_threads(1)
-        with self._lock:
+        with self._lock, own_modes():
             yield
 
     def after_fork(self) -> None:

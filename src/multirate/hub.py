@@ -38,6 +38,7 @@ from transformers import (
 
 from multirate.errors import UserError, say_once
 from multirate.named_models import DEFAULT, NAMED, NamedModel, install_command, named
+from multirate.torch_modes import own_modes
 
 if TYPE_CHECKING:
     from multirate.experts.model import OffloadedExperts
@@ -110,7 +111,8 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
             wanted: Any = DTYPES["bfloat16" if dtype == "auto" else dtype]
             loaded, tokenizer = load_gguf(source, wanted)
             return LoadedModel(loaded.to(place), tokenizer, name or DEFAULT)
-    with explained(f"model {source}"):
+    # transformers loads to torch's default device, which the caller may have set
+    with explained(f"model {source}"), own_modes(), torch.device("cpu"):
         files = _at_hand(source)
         kind = _kind_of(AutoConfig.from_pretrained(files))
         model: Any = kind.from_pretrained(files, dtype=DTYPES[dtype])

@@ -20,6 +20,7 @@ from multirate.errors import UserError
 from multirate.io import spread
 from multirate.model.decoder import Decoder, argmax_rows
 from multirate.model.rows import Rows
+from multirate.torch_modes import own_modes
 from multirate.training.data import prompt_of, read_conversations, render_prompt
 
 
@@ -83,7 +84,7 @@ class Verdict:
     nats: float = 0.0
 
 
-@torch.no_grad()
+@own_modes()
 def full_model_on(decoder: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> Verdict:
     """The full model's verdict, from one pass over prompt and answer."""
     if not tokens:

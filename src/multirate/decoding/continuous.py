@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.results import FinishReason
 from multirate.decoding.session import Session
 from multirate.decoding.stopping import StopSettings
 from multirate.model.decoder import Decoder
+from multirate.torch_modes import own_modes
 
 REFILL_SHARE = 16
 """Prompts are taken once a sixteenth of the batch's places is free, as a pass over several prompts
@@ -56,8 +55,8 @@ def generate_continuously(
     first = [prompt for _ in range(batch) if (prompt := next_prompt()) is not None]
     if not first:
         return
-    # A generator: gradients are off within a pass only, not in what its caller does between two.
-    with torch.no_grad():
+    # A generator: it leaves the caller's modes within a pass only, not between two.
+    with own_modes():
         session = Session(decoder, first, sampling, stop)
     numbers = {seq: first_number + seq for seq in range(len(first))}
     for seq, prompt in enumerate(first):
@@ -65,7 +64,7 @@ def generate_continuously(
     following, fresh, step = first_number + len(first), list(session.active), PlainStep()
     try:
         while numbers:
-            with torch.no_grad():
+            with own_modes():
                 _advance(session, step, fresh)
             ended = [seq for seq in sorted(numbers) if session.stops.reasons[seq] is not None]
             for seq in ended:

@@ -16,6 +16,7 @@ from multirate.decoding.draft_length import StepCosts, expected_tokens
 from multirate.decoding.logits import SamplingSettings, greedy_tokens
 from multirate.model.decoder import Decoder
 from multirate.model.rows import Rows
+from multirate.torch_modes import own_modes
 
 VERIFY_ROWS = (1, 2, 4, 6, 8, 12, 16)
 _MEASURE_ORDER = (
@@ -119,7 +120,7 @@ class CostModel:
         return high
 
 
-@torch.no_grad()
+@own_modes()
 def measure_costs(
     decoder: Decoder,
     start: int = 0,

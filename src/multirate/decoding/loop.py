@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.prefix_cache import PrefixCache
 from multirate.decoding.results import GenerationOutput, OnTokens
@@ -14,11 +12,12 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.model.decoder import Decoder
 from multirate.model.time_split import TimeSplit
+from multirate.torch_modes import own_modes
 
 AfterStep = Callable[[Session, Step], None]
 
 
-@torch.no_grad()
+@own_modes()
 def generate(
     decoder: Decoder,
     step: Step,

@@ -8,12 +8,13 @@ import torch
 
 from multirate.model.decoder import Decoder, argmax_rows
 from multirate.model.rows import Rows
+from multirate.torch_modes import own_modes
 
 _LOGITS_AT_ONCE = 64
 """Rows whose logits are in memory together: a vocabulary of 150,000 takes 38 MB for as many."""
 
 
-@torch.no_grad()
+@own_modes()
 def log_likelihood(
     decoder: Decoder, context: Sequence[int], continuation: Sequence[int]
 ) -> tuple[float, bool]:

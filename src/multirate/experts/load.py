@@ -10,11 +10,13 @@ from multirate.experts.model import OffloadedExperts, load_without_experts
 from multirate.experts.shards import Shards
 from multirate.experts.store import ExpertStore
 from multirate.hub import ACCELERATOR_FILES, LoadedModel, explained, find_device, model_folder
+from multirate.torch_modes import own_modes
 
 PREDICTOR = "predictor"
 """Folder beside a mixture's own files that holds its predictor of experts, if it has one."""
 
 
+@own_modes()
 def load_offloaded(name: str, experts: str | os.PathLike[str], device: str = "auto") -> LoadedModel:
     """A mixture-of-experts model without its experts, which stay in the store `experts`; `.experts`
     leads to them. On a GPU the store is read into pinned RAM, and experts go from there to the GPU.

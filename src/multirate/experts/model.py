@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from multirate.errors import UserError, say_once
 from multirate.experts.accelerated import AcceleratedResidual, AcceleratedWithAttention, Advance
@@ -35,6 +34,7 @@ from multirate.hub import resolve_accelerator
 from multirate.methods.m2r2_experts.modules import ExpertPredictor
 from multirate.model.decoder import Decoder
 from multirate.model.hf.decoder import HFDecoder
+from multirate.model.hf.empty import empty_model
 from multirate.model.hf.inspect import find_parts
 from multirate.model.hf.parts import MoEParts
 from multirate.model.load import BACKENDS
@@ -67,8 +67,7 @@ def load_without_experts(folder: Path, device: torch.device | str = "cpu") -> An
     with Shards(folder) as shards:
         experts = ExpertTensors(shards)
         dtype = experts.format.dtype
-        with init_empty_weights(include_buffers=False):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = empty_model(config, dtype)
         given = {
             _module_name(name): name for name in shards.names() if name not in experts.tensor_names
         }

@@ -14,6 +14,7 @@ from multirate.errors import UserError, say_once
 from multirate.gguf_models.config import architecture_of, ends, read_config
 from multirate.gguf_models.file import GgufFile
 from multirate.gguf_models.weights import load_weights
+from multirate.torch_modes import own_modes
 
 _KNOWN_SPLITS = {None, "gpt-2", "smollm"}
 """Ways to split text before merging that transformers' default is right for (SmolLM's vocabulary
@@ -21,6 +22,7 @@ has no token of two digits, so splitting these apart changes nothing).
 """
 
 
+@own_modes()
 def load_gguf(path: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """(causal LM, tokenizer) of a GGUF file: weights dequantised to `dtype`, chat template and the
     ids that end a text from the file. Raises UserError naming what cannot be read or is not

@@ -9,14 +9,14 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from multirate.errors import UserError
 from multirate.gguf_models.config import ROPE_FACTORS, refusing
 from multirate.gguf_models.file import GgufFile
+from multirate.model.hf.empty import empty_model
 
 _EXPERTS = {
     "gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -31,8 +31,8 @@ def load_weights(file: GgufFile, config: PretrainedConfig, dtype: torch.dtype) -
     Raises UserError for a tensor that is missing, has another shape, is quantised in a way that is
     not known, holds infinite values, or that the model has no place for.
     """
-    with refusing(file), init_empty_weights(include_buffers=False):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with refusing(file):
+        model: Any = empty_model(config, dtype)
     model.tie_weights()  # what is tied is one parameter from here on
     sources = _sources(file, model, config)
     undo = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())

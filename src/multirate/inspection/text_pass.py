@@ -15,6 +15,7 @@ from multirate.inspection import residuals as measures
 from multirate.methods.common.stream_tracing import Interval, StreamTracer
 from multirate.model.decoder import Decoder
 from multirate.model.rows import Rows
+from multirate.torch_modes import own_modes
 
 CHUNK = 64
 """Tokens whose residuals of all layers are in memory at once."""
@@ -86,7 +87,7 @@ class TextValues:
         return found
 
 
-@torch.no_grad()
+@own_modes()
 def read_text(
     decoder: Decoder,
     prompt: Sequence[int],

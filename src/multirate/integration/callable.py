@@ -16,7 +16,13 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDeco
 from multirate.errors import UserError
 from multirate.integration.caller import argument_of_generate
 from multirate.integration.engines import engine_of
-from multirate.integration.settings import CACHE_NAMES, Request, Unsupported, read_request
+from multirate.integration.settings import (
+    CACHE_NAMES,
+    Request,
+    Unsupported,
+    check_autocast,
+    read_request,
+)
 
 if TYPE_CHECKING:
     from multirate.engine import Engine
@@ -107,6 +113,7 @@ class CustomGenerate:
         )
         try:
             try:
+                check_autocast(model)
                 request = read_request(
                     input_ids,
                     generation_config,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from multirate.engine import Engine, attach
 from multirate.generation_lock import lock_of
+from multirate.model.weight_watch import writes
 
 if TYPE_CHECKING:
     from multirate.training.checkpoint import Accelerator
@@ -63,4 +64,4 @@ def _engine_of(
 
 def _state(model: Any) -> int:
     """Changes when a parameter is replaced, cast, moved or written to in place."""
-    return hash(tuple((p.data_ptr(), p._version, p.dtype) for p in model.parameters()))
+    return hash(tuple((p.data_ptr(), writes(p), p.dtype) for p in model.parameters()))

@@ -99,6 +99,15 @@ def read_request(
     )
 
 
+def check_autocast(model: Any) -> None:
+    """Unsupported where the caller's autocast computes in another dtype than the model's weights
+    have: the text is another one there.
+    """
+    place = model.device.type
+    if torch.is_autocast_enabled(place) and torch.get_autocast_dtype(place) != model.dtype:
+        raise Unsupported(f"torch.autocast in {torch.get_autocast_dtype(place)}")
+
+
 def _mask(input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> torch.Tensor:
     """[B, T] bool on the CPU: which ids are prompt. Padding must be on the left and positions count
     from its end.

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from multirate.decoding.acceptance import Acceptance
@@ -31,6 +32,7 @@ from multirate.methods.common.shape import BaseShape
 from multirate.methods.common.stream_tracing import StreamTracer
 from multirate.methods.common.teacher import Teacher
 from multirate.model.decoder import Decoder
+from multirate.torch_modes import building
 
 PLAIN = "autoregressive"
 """Plain decoding, one token per pass: the baseline that answers and speedups are compared with."""
@@ -82,10 +84,11 @@ class Training:
         make: Any = self.configure or self.config.for_base  # type: ignore[attr-defined]
         return make(base, **options)
 
-    def build(self, config: Any, base: BaseShape) -> Any:
-        """Untrained modules for this config and base."""
+    def build(self, config: Any, base: BaseShape, device: str = "cpu") -> Any:
+        """Untrained float32 modules for this config and base, on a device."""
         make: Any = self.module
-        return make(config, base)
+        with building(torch.float32, device):
+            return make(config, base)
 
 
 PROBABILITIES = tuple(1 / (1 + math.exp(-step / 2)) for step in range(14, -3, -1))

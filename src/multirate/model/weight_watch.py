@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attentio
 SAMPLES = 256  # values of a matrix that are compared
 GOLDEN = 0.618
 _SIZED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_version = attrgetter("_version")
 _HARMLESS_HOOKS = ("multirate.", "transformers.utils.output_capturing")
 """Hooks of ours, and those with which transformers records hidden states on demand: both leave
 outputs as they are.
@@ -73,7 +71,7 @@ class WeightWatch:
             # of what is compared as a whole, writes need not be counted: some rotary embeddings
             # write their frequencies anew in every forward
             whole = samples and tensor.ndim < 2
-            if not whole and not tensor.is_inference():
+            if not whole:
                 self._counted.append(tensor)
         self._numbers = [(vars(m), name) for m in self._kept for name in _numbers(m)]
         self._classes = list({type(module): None for module in self._kept})
@@ -96,7 +94,7 @@ class WeightWatch:
             else [],
             ["forward" in module for module in self._modules],
             list(map(Tensor.data_ptr, self._held)),
-            list(map(_version, self._counted)),
+            list(map(writes, self._counted)),
             list(map(id, chain.from_iterable(map(dict.values, self._buffers)))),
             b"".join([sample.copy().data for sample in self._samples]),
             [module.get(name) for module, name in self._numbers],
@@ -107,6 +105,13 @@ class WeightWatch:
             attention_function(getattr(self._model, "config", None)),
             [[str(module.get(name)) for name in _SWITCHES] for module in self._switched],
         )
+
+
+def writes(tensor: Tensor) -> int:
+    """How often a tensor was written to in place, as far as torch counts: not where it was made in
+    inference mode.
+    """
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def foreign(hooks: Mapping[int, Any]) -> list[Any]:

@@ -22,6 +22,7 @@ from multirate.io import write_atomically
 from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import Published, Training, find_training, trainable
+from multirate.torch_modes import own_modes
 from multirate.training.custom_generate_loader import write_custom_generate
 from multirate.training.description import FORMAT, read_description
 from multirate.training.fingerprint import fingerprint
@@ -122,6 +123,7 @@ class Accelerator:
         published.write(Path(directory), self.module, self.base)
 
     @staticmethod
+    @own_modes()
     def from_pretrained(
         source: str | Path, model: Any, dtype: torch.dtype | None = None
     ) -> Accelerator:
@@ -199,9 +201,8 @@ def _published(directory: Path, model: Any, dtype: torch.dtype | None) -> Accele
 def _empty(training: Training, config: MethodConfig, base: BaseShape, path: Path) -> nn.Module:
     """Modules of the shapes that the config means, without any memory for them."""
     try:
-        with torch.device("meta"):
-            module: nn.Module = training.build(config, base)
-            return module
+        module: nn.Module = training.build(config, base, "meta")
+        return module
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 

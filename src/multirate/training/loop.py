@@ -33,6 +33,7 @@ from multirate.methods.common.teacher import Known, Teacher
 from multirate.methods.spec import Training, find_training, recommended
 from multirate.model.attention_kernels import kernels_of_any_shape
 from multirate.model.load import load_decoder
+from multirate.torch_modes import own_modes
 from multirate.training.checkpoint import Accelerator, describe_base
 from multirate.training.data import (
     Batch,
@@ -67,6 +68,7 @@ class TrainResult:
     results: dict[str, Any]
 
 
+@own_modes(gradients=True)
 def train(
     model: str | Path | Any,
     data_files: Sequence[str | Path],
@@ -96,9 +98,16 @@ def train(
         model, tokenizer = load_base(
             model, torch.float32 if settings.precision == "fp32" else torch.bfloat16
         )
+    elif any(parameter.is_inference() for parameter in model.parameters()):
+        raise UserError(
+            "the model was made in torch.inference_mode(), which training cannot run: accepted is "
+            "one that was loaded outside it"
+        )
     elif settings.precision == "fp32":
         model.float()
-    with kernels_of_any_shape():
+    # the seed is this run's, and not that of what the caller draws afterwards
+    devices = [launcher.device] if launcher.device.type == "cuda" else []
+    with kernels_of_any_shape(), torch.random.fork_rng(devices):
         run = _Run(
             launcher, model, tokenizer, name, data_files, out, method, settings, options or {}
         )

@@ -22,3 +22,22 @@ def test_planned_kernels_are_off_for_the_duration(
         assert torch.backends.cuda.cudnn_sdp_enabled() is wanted
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_planned_kernels_stay_off_until_the_last_thread_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The setting is the whole process's: one thread's end must not switch them on for another."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        first, second = kernels_of_any_shape(), kernels_of_any_shape()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        second.__exit__(None, None, None)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

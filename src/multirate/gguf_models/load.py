@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,9 @@ def load_tokenizer(file: GgufFile) -> Any:
             "split as GPT-2 does: some texts may get other tokens than the model was trained with"
         )
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return PreTrainedTokenizerFast.from_pretrained(
-                str(file.path.parent), gguf_file=file.path.name
-            )
+        return PreTrainedTokenizerFast.from_pretrained(
+            str(file.path.parent), gguf_file=file.path.name
+        )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         logging.getLogger(__name__).debug("tokenizer of %s", file.path, exc_info=True)
         first = (str(error).splitlines() or [""])[0] or type(error).__name__

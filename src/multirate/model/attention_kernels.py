@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+_counting = threading.Lock()
+_inside = 0
+_planned = False
 
 
 @contextmanager
@@ -14,13 +19,23 @@ def kernels_of_any_shape() -> Iterator[None]:
 
     On Hopper torch prefers cuDNN's, and cuDNN plans each new shape for some hundreds of
     milliseconds. Prompts, batches of training text and growing caches nearly always have new ones.
+
+    Torch has this setting for the whole process only: with several threads inside, the last one to
+    leave restores it.
     """
-    planned = torch.backends.cuda.cudnn_sdp_enabled()
-    if not planned or not torch.cuda.is_available():
+    global _inside, _planned
+    if not torch.cuda.is_available():
         yield
         return
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    with _counting:
+        _inside += 1
+        if _inside == 1:
+            _planned = torch.backends.cuda.cudnn_sdp_enabled()
+            torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(True)
+        with _counting:
+            _inside -= 1
+            if not _inside:
+                torch.backends.cuda.enable_cudnn_sdp(_planned)

@@ -101,29 +101,39 @@ def address(value: CData) -> int:
     return int(ffi.cast(_ADDRESS, value))
 
 
+def _array(kind: CData, dtype: np.dtype, array: np.ndarray) -> CData:
+    if array.dtype != dtype:
+        raise TypeError(f"the kernel reads {dtype} here, not {array.dtype}")
+    return ffi.from_buffer(kind, array)
+
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_FLOAT32, _FLOAT64, _UINT8 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.uint8)
+
+
 def ints(array: np.ndarray) -> CData:
     """int32 array → pointer, good as long as the array is."""
-    return ffi.from_buffer(_INTS, array)
+    return _array(_INTS, _INT32, array)
 
 
 def longs(array: np.ndarray) -> CData:
     """int64 array → pointer, good as long as the array is."""
-    return ffi.from_buffer(_LONGS, array)
+    return _array(_LONGS, _INT64, array)
 
 
 def floats(array: np.ndarray) -> CData:
     """float32 array → pointer, good as long as the array is."""
-    return ffi.from_buffer(_FLOATS, array)
+    return _array(_FLOATS, _FLOAT32, array)
 
 
 def doubles(array: np.ndarray) -> CData:
     """float64 array → pointer, good as long as the array is."""
-    return ffi.from_buffer(_DOUBLES, array)
+    return _array(_DOUBLES, _FLOAT64, array)
 
 
 def flags(array: np.ndarray) -> CData:
     """bool or uint8 array → pointer, good as long as the array is."""
-    return ffi.from_buffer(_BYTES, array.view(np.uint8))
+    return _array(_BYTES, _UINT8, array.view(np.uint8) if array.dtype == np.bool_ else array)
 
 
 @functools.cache

@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from multirate.calibration.repetition import in_loops
 from multirate.decoding.loop import generate
+from multirate.decoding.prefill import score
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.io import spread
-from multirate.model.decoder import Decoder, argmax_rows
-from multirate.model.rows import Rows
+from multirate.model.decoder import Decoder
 from multirate.torch_modes import own_modes
 from multirate.training.data import prompt_of, read_conversations, render_prompt
 
@@ -86,23 +84,10 @@ class Verdict:
 
 @own_modes()
 def full_model_on(decoder: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> Verdict:
-    """The full model's verdict, from one pass over prompt and answer."""
-    if not tokens:
-        return Verdict()
-    text = [*prompt, *tokens[:-1]]
-    rows = Rows.causal(0, 0, len(text))
-    cache = decoder.new_cache(1, len(text))
-    x = decoder.embed(torch.tensor(text, device=decoder.info.device, dtype=torch.int64), rows.pos)
-    x = decoder.layers(x, rows, 0, decoder.info.num_layers, cache)
-    logits = decoder.logits(x[len(prompt) - 1 :])
-    decoder.release_cache(cache)
-    said = argmax_rows(logits)
-    chosen = torch.tensor(list(tokens), device=logits.device, dtype=torch.int64)
-    return Verdict(
-        len(tokens),
-        sum(ours != theirs for ours, theirs in zip(tokens, said, strict=True)),
-        float(torch.nn.functional.cross_entropy(logits.float(), chosen, reduction="sum")),
-    )
+    """The full model's verdict, from one reading of prompt and answer."""
+    each, said = score(decoder, prompt, tokens)
+    differing = sum(ours != theirs for ours, theirs in zip(tokens, said, strict=True))
+    return Verdict(len(tokens), differing, -math.fsum(each))
 
 
 def answers(

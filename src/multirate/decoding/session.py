@@ -7,12 +7,13 @@ from __future__ import annotations
 import operator
 import reprlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.prefill import read_in_pieces
 from multirate.decoding.prefix_cache import PrefixCache
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.sampler import Sampler
@@ -22,7 +23,6 @@ from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
 
-_PREFILL_ROWS = 1024  # rows of one prefill call; bounds the memory of masks and activations
 _EAGER_SLOTS = (
     1024  # cache slots for new tokens allocated at once; the cache doubles when they are used up
 )
@@ -127,44 +127,18 @@ class Session:
         prompt that goes on from a kept cache: without its first `stats.resumed` tokens).
         """
         decoder = decoder or self.decoder
-        info = decoder.info
-        wanted = [*taps, info.num_layers]
-        pieces: list[
-            dict[int, list[Tensor]]
-        ] = []  # layer → residuals entering it, of each active sequence
-        batch: list[tuple[Rows, list[int], dict[int, list[Tensor]]]] = []
-        waiting = 0
-
-        def flush() -> None:
-            if not batch:
-                return
-            rows = Rows.concat([rows for rows, _, _ in batch])
-            ids = [token for _, part, _ in batch for token in part]
-            counts = [len(part_rows) for part_rows, _, _ in batch]
-            x = decoder.embed(torch.tensor(ids, device=info.device, dtype=torch.int64), rows.pos)
-            x, found = decoder.layers_with_taps(x, rows, 0, info.num_layers, self.cache, taps)
-            for layer, states in {**found, info.num_layers: x}.items():
-                for (_, _, out), part in zip(batch, states.split(counts), strict=True):
-                    out[layer].append(part)
-            for part_rows, _, _ in batch:
-                self.cache.commit(int(part_rows.seq[0]), len(part_rows))
-            batch.clear()
-
-        for b in self.active if seqs is None else seqs:
-            out: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
-            pieces.append(out)
-            prompt = self.sampler.tokens[b]
-            for start in range(self.stats.resumed, len(prompt), _PREFILL_ROWS):
-                part = prompt[start : start + _PREFILL_ROWS]
-                if waiting + len(part) > _PREFILL_ROWS:
-                    flush()
-                    waiting = 0
-                batch.append((Rows.causal(b, start, len(part)), part, out))
-                waiting += len(part)
-        flush()
-        joined = [{layer: _joined(parts) for layer, parts in out.items()} for out in pieces]
+        seqs = self.active if seqs is None else seqs
+        texts = {b: self.sampler.tokens[b] for b in seqs}
+        pieces: dict[int, list[Mapping[int, Tensor]]] = {b: [] for b in seqs}
+        for b, states in read_in_pieces(decoder, self.cache, texts, taps, start=self.stats.resumed):
+            pieces[b].append(states)
+        last = decoder.info.num_layers
+        joined = [
+            {layer: _joined([one[layer] for one in pieces[b]]) for layer in (*taps, last)}
+            for b in seqs
+        ]
         return (
-            [states[info.num_layers] for states in joined],
+            [states[last] for states in joined],
             [{layer: states[layer] for layer in taps} for states in joined],
         )
 

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from multirate.decoding.prefill import read_in_pieces
 from multirate.errors import UserError
 from multirate.io import parse_json, write_atomically
 from multirate.methods.common.distillation import TopTokens
 from multirate.methods.common.teacher import Known
 from multirate.model.decoder import Decoder
-from multirate.model.rows import Rows
 from multirate.training.data import Sample
 
 INDEX = "teacher_states.json"
@@ -228,21 +228,19 @@ class TeacherStates:
     def _add(self, decoder: Decoder, part: Sequence[tuple[str, Sample]]) -> None:
         samples = [sample for _, sample in part]
         cache = decoder.new_cache(len(samples), max(len(s.ids) for s in samples))
-        rows = Rows.concat([Rows.causal(b, 0, len(s.ids)) for b, s in enumerate(samples)])
-        ids = torch.from_numpy(np.concatenate([s.ids for s in samples]).astype(np.int64)).to(
-            decoder.info.device
-        )
+        texts = {b: sample.ids.tolist() for b, sample in enumerate(samples)}
         taps = [
             tap for tap in self.taps if any(key not in self._tapped[tap].place for key, _ in part)
         ]
         ends = any(key not in self._said.place for key, _ in part)
         last = decoder.info.num_layers if ends else max(taps)
-        x = decoder.embed(ids, rows.pos)
-        hidden, inner = decoder.layers_with_taps(x, rows, 0, last, cache, taps)
-        for tap, residual in inner.items():
+        pieces = [states for _, states in read_in_pieces(decoder, cache, texts, taps, stop=last)]
+        for tap in taps:
+            residual = torch.cat([states[tap] for states in pieces])
             self._keep(self._tapped[tap], part, {TAP.format(tap): _bits(residual)})
         if not ends:
             return
+        hidden = torch.cat([states[last] for states in pieces])
         likeliest, log_probs = [], []
         for some in hidden.split(ROWS_PER_CALL // 8):
             logits = decoder.logits(some)

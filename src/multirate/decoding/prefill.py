@@ -1,0 +1,103 @@
+"""Reading given texts into a cache a piece at a time: whoever runs a model over a text that is
+there already does it here, so that memory does not grow with the square of the text's length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from multirate.model.decoder import Decoder, argmax_rows
+from multirate.model.kv_cache import KVCache
+from multirate.model.rows import Rows
+
+PREFILL_ROWS = 1024
+"""Rows of one call, at most; bounds the memory of masks and activations. A text longer than that is
+cut at multiples of it from where its reading starts.
+"""
+LOGITS_AT_ONCE = 64
+"""Rows whose logits are in memory together: a vocabulary of 150,000 takes 38 MB for as many."""
+
+Read = tuple[int, Mapping[int, Tensor]]
+"""The sequence of a piece, and by layer the residuals [n, d] that enter it."""
+
+
+def read_in_pieces(
+    decoder: Decoder,
+    cache: KVCache,
+    texts: Mapping[int, Sequence[int]],
+    taps: Sequence[int] = (),
+    start: int = 0,
+    stop: int | None = None,
+) -> Iterator[Read]:
+    """Runs layers [0, stop) (None: all) on each sequence's text from token `start` on, and commits
+    it. Yields its pieces in order: the residuals entering the layers `taps`, and layer `stop`.
+    Short texts share a call. No gradients are kept.
+    """
+    stop = decoder.info.num_layers if stop is None else stop
+    batch: list[tuple[int, int, Sequence[int]]] = []
+    waiting = 0
+    for seq, tokens in texts.items():
+        for first in range(start, len(tokens), PREFILL_ROWS):
+            part = tokens[first : first + PREFILL_ROWS]
+            if batch and waiting + len(part) > PREFILL_ROWS:
+                yield from _read(decoder, cache, batch, taps, stop)
+                batch, waiting = [], 0
+            batch.append((seq, first, part))
+            waiting += len(part)
+    if batch:
+        yield from _read(decoder, cache, batch, taps, stop)
+
+
+@torch.no_grad()
+def _read(
+    decoder: Decoder,
+    cache: KVCache,
+    batch: Sequence[tuple[int, int, Sequence[int]]],
+    taps: Sequence[int],
+    stop: int,
+) -> list[Read]:
+    rows = Rows.concat([Rows.causal(seq, first, len(part)) for seq, first, part in batch])
+    ids = [token for _, _, part in batch for token in part]
+    x = decoder.embed(torch.tensor(ids, device=decoder.info.device, dtype=torch.int64), rows.pos)
+    x, found = decoder.layers_with_taps(x, rows, 0, stop, cache, taps)
+    counts = [len(part) for _, _, part in batch]
+    pieces = {layer: states.split(counts) for layer, states in {**found, stop: x}.items()}
+    for seq, _, part in batch:
+        cache.commit(seq, len(part))
+    return [
+        (seq, {layer: parts[i] for layer, parts in pieces.items()})
+        for i, (seq, _, _) in enumerate(batch)
+    ]
+
+
+@torch.no_grad()
+def score(
+    decoder: Decoder, context: Sequence[int], continuation: Sequence[int]
+) -> tuple[list[float], list[int]]:
+    """The full model on a given text → the log-probability, in nats, of each token of the
+    continuation after what comes before it, and its argmax there.
+
+    context: at least one token.
+    """
+    if not continuation:
+        return [], []
+    text = [*context, *continuation[:-1]]
+    cache = decoder.new_cache(1, len(text))
+    last = decoder.info.num_layers
+    log_probabilities, chosen = list[float](), list[int]()
+    unread = 1 - len(context)  # of the continuation, the token that the next row is scored by
+    for _, states in read_in_pieces(decoder, cache, {0: text}):
+        hidden = states[last][max(-unread, 0) :]
+        unread += len(states[last]) - len(hidden)
+        for rows in hidden.split(LOGITS_AT_ONCE):
+            said = list(continuation[unread : unread + len(rows)])
+            logits = decoder.logits(rows).float()
+            each = torch.log_softmax(logits, dim=-1)[range(len(said)), said]
+            log_probabilities += each.double().tolist()
+            chosen += argmax_rows(logits)
+            unread += len(rows)
+    decoder.release_cache(cache)
+    return log_probabilities, chosen

@@ -60,7 +60,6 @@ class Case:
             kv_heads=self.kv_heads,
             head_dim=self.dim,
             intermediate=INNER,
-            max_positions=CAPACITY,
             eps=EPS,
             attention_scale=self.dim**-0.5,
             rotary=2 * half,
@@ -139,11 +138,20 @@ class Case:
             k_norm=owner.floats(w.k_norm),
             norm_all_heads=w.norm_all_heads,
             norm_after_rotary=w.norm_after_rotary,
+            positions=self._positions(w),
+            window=w.window,
+        )
+
+    def _positions(self, w: reference.LayerWeights) -> abi.CData:
+        owner = self.owner
+        made = abi.new(
+            "Positions",
             query_scale=owner.floats(w.query_scale),
             cos=owner.floats(self.cos) if w.rotated else None,
             sin=owner.floats(self.sin) if w.rotated else None,
-            window=w.window,
         )
+        owner.tensors.append(made)
+        return made
 
     def _adapter(self, w: reference.LayerWeights) -> abi.CData:
         if not w.adapters:

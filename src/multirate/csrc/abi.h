@@ -70,6 +70,12 @@ typedef struct {
     LowRank q, o, gate_up, down, mlp; // gate_up: A stacks gate's and up's, B is block-diagonal
 } Adapter;
 
+// What is read by a row's position. The tables may be exchanged for longer ones between calls.
+typedef struct {
+    const float *cos, *sin;   // [positions, Shape.rotary / 2]; NULL: nothing is rotated
+    const float *query_scale; // [positions] what queries are multiplied by; NULL: nothing
+} Positions;
+
 typedef struct {
     Linear qkv, o;                          // queries, then keys, then values
     Linear gate_up, down;                   // weight NULL: attention alone; 32 gates, 32 ups, …
@@ -82,8 +88,7 @@ typedef struct {
     int32_t norm_all_heads;       // whether they are of all heads of a row together instead:
                                   // [heads · head_dim], [kv_heads · head_dim]
     int32_t norm_after_rotary;    // whether a head is normed when it has been rotated
-    const float *query_scale;     // [max_positions] what queries are multiplied by; NULL: nothing
-    const float *cos, *sin;       // [max_positions, Shape.rotary / 2]; NULL: nothing is rotated
+    const Positions *positions;   // tables that have all positions of the rows
     int32_t window;               // positions that a row sees; 0: all before it
 } Layer;
 
@@ -91,7 +96,7 @@ typedef struct {
 #define ACTIVATION_GELU 1 // by tanh
 
 typedef struct {
-    int32_t hidden, heads, kv_heads, head_dim, intermediate, vocab, max_positions;
+    int32_t hidden, heads, kv_heads, head_dim, intermediate, vocab;
     int32_t rotary;     // dimensions of a head that are rotated: the first ones
     int32_t activation; // of the gates
     float eps, attention_scale;

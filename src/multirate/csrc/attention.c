@@ -306,9 +306,10 @@ static void norm_and_rotate(const Shape *s, const Layer *layer, const float *nor
     int own_norm = norm && !layer->norm_all_heads;
     if (own_norm && !layer->norm_after_rotary)
         mr_rms_norm(head, norm, s->head_dim, s->eps);
-    if (layer->cos) {
+    const Positions *tables = layer->positions;
+    if (tables->cos) {
         size_t at = (size_t)pos * (s->rotary / 2);
-        mr_rotate(head, layer->cos + at, layer->sin + at, s->rotary);
+        mr_rotate(head, tables->cos + at, tables->sin + at, s->rotary);
     }
     if (own_norm && layer->norm_after_rotary)
         mr_rms_norm(head, norm, s->head_dim, s->eps);
@@ -365,8 +366,8 @@ static void attend_queries(Workspace *work, const Shape *s, const Layer *layer,
             float *from = work->qkv + (size_t)n * width + q * dim;
             norm_and_rotate(s, layer, layer->q_norm, rows->pos[n], from);
             float scale = s->attention_scale;
-            if (layer->query_scale)
-                scale *= layer->query_scale[rows->pos[n]];
+            if (layer->positions->query_scale)
+                scale *= layer->positions->query_scale[rows->pos[n]];
             for (int d = 0; d < dim; d += 16)
                 store_elements(query + d, load(from + d) * splat(scale));
             one->query = query;

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from multirate.model.kv_cache import KVCache, LayerKV
 from multirate.model.native import abi, library
+from multirate.model.native.positions import PositionTables
 from multirate.model.rows import Rows
 
 
@@ -24,10 +25,20 @@ class NativeKVCache(KVCache):
 
     Positions equal slots for committed tokens, so the kernel needs no position table; the base
     class's `positions` stays unused.
+
+    tables: what the layers read by position; they grow with the cache. None: the rows' positions
+    have another owner.
     """
 
-    def __init__(self, batch: int, capacity: int, layers: Sequence[LayerKV]) -> None:
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        layers: Sequence[LayerKV],
+        tables: PositionTables | None = None,
+    ) -> None:
         self._pointers: abi.CData = None
+        self._tables = tables
         self._used = 0  # slots that may have been written since the memory was last cleared
         super().__init__(batch, capacity, layers)
 
@@ -55,6 +66,8 @@ class NativeKVCache(KVCache):
         pairs = zip(self.keys, self.values, strict=True)
         layers = [abi.new("LayerCache", k=abi.tensor(k), v=abi.tensor(v)) for k, v in pairs]
         self._pointers = abi.array("LayerCache", layers)
+        if self._tables is not None:
+            self._tables.reach(capacity)
 
     def reset(self) -> None:
         """As new, in the memory it has."""
@@ -66,11 +79,17 @@ class NativeKVCache(KVCache):
         self.version += 1
 
     def make_room(self, rows: Rows) -> None:
-        """Grows (doubling) when ``rows`` write beyond the capacity."""
+        """Grows (doubling) when ``rows`` write beyond the capacity; their positions, too, are in
+        the tables then.
+        """
         self.make_room_to(int(rows.slot.max(initial=-1)))
+        if self._tables is not None:
+            self._tables.reach(int(rows.pos.max(initial=-1)) + 1)
 
     def make_room_to(self, last: int) -> None:
-        """Grows (doubling) when slot ``last`` is beyond the capacity."""
+        """Grows (doubling) when slot ``last`` is beyond the capacity. No row's position is beyond
+        it, either.
+        """
         if last >= self.capacity:
             self.reserve(max(last + 1, 2 * self.capacity))
         self._used = max(self._used, last + 1)

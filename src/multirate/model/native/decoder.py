@@ -9,7 +9,6 @@ is exact, not nearly so.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from multirate.errors import Notice, UserError
+from multirate.errors import UserError
 from multirate.model.decoder import (
     Decoder,
     DecoderInfo,
@@ -57,13 +56,13 @@ from multirate.model.native.packing import (
     screened,
 )
 from multirate.model.native.plain import unknown_part
+from multirate.model.native.positions import PositionTables, Tables
 from multirate.model.noise import NOT_FINITE, Noise
 from multirate.model.rows import Rows
 from multirate.model.time_split import TimeSplit
 
 SPARE_BYTES = 64 << 20  # the largest K/V memory kept for the next generation
-LONGEST_TABLE = 1 << 20  # rotary tables are computed for this many positions at most
-TABLE_CHUNK = 16384  # positions computed at once
+UNROTATED = "unrotated"  # the kind of position tables of layers that do not rotate
 PROBE_LIMIT = 0.3
 """What rounding, the model's own above all, explains of the logits' relative difference. A part
 that is not known makes more.
@@ -197,12 +196,9 @@ class NativeDecoder(Decoder):
         if self.screen:  # a byte and its share of a scale in place of two
             self._owner.saved_bytes = self.head_weight.numel() * (W8_BLOCK - 2) // W8_BLOCK
         self._layers = list(parts.layers)
-        self._rotary_tables = self._rotary(parts, config)
+        self.positions = self._position_tables(parts, config)
         self.shape = self._shape(parts, config)
         self._head_order = self._family.rotary_order(self.head_dim, self.shape.rotary)
-        self._query_scale = self._owner.floats(
-            self._family.query_scale(config, self.shape.max_positions)
-        )
         self.packed_layers = abi.array(
             "Layer", [self.pack(i, self._owner) for i in range(len(self._layers))]
         )
@@ -240,7 +236,6 @@ class NativeDecoder(Decoder):
             )
 
     def _shape(self, parts: Any, config: Any) -> abi.CData:
-        rotated = next(iter(self._rotary_tables.values()))[0].shape[1] * 2
         return abi.new(
             "Shape",
             hidden=self.info.hidden_size,
@@ -249,8 +244,7 @@ class NativeDecoder(Decoder):
             head_dim=self.head_dim,
             intermediate=config.intermediate_size,
             vocab=self.info.vocab_size,
-            max_positions=self.info.max_positions,
-            rotary=rotated,
+            rotary=2 * self.positions.width("cos"),
             activation=self._activation(),
             eps=self.eps,
             attention_scale=attention_scale(config),
@@ -263,41 +257,31 @@ class NativeDecoder(Decoder):
         dense = (activation(layer) for layer in self._layers if layer.moe is None)
         return next(dense, None) or abi.constant("ACTIVATION_SILU")
 
-    def _rotary(self, parts: Any, config: Any) -> dict[str | None, tuple[Tensor, Tensor]]:
-        """The model's rotary tables (cos, sin), fp32 [positions, rotated dimensions / 2]: one of
-        each layer type, or under None one for all layers. Says where they end.
+    def _position_tables(self, parts: Any, config: Any) -> PositionTables:
+        """What the model's rotary embeddings give, of each layer type, or under None of all layers,
+        and what queries are multiplied by.
         """
-        wanted = parts.max_positions or LONGEST_TABLE
-        count = min(wanted, LONGEST_TABLE)
-        if wanted > count:
-            warnings.warn(
-                f"the native kernel runs the first {count} of the model's {wanted} positions",
-                Notice,
-                stacklevel=4,
-            )
-        self.info = DecoderInfo(**{**vars(self.info), "max_positions": count})
-        like = torch.zeros(1, 1, config.hidden_size, dtype=torch.float32, device="cpu")
+        like = torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")
         # its own stays as it is: some types write to their buffers
         rotary = replace(parts, rotary_module=copy.deepcopy(parts.rotary_module))
-        chunks: dict[str | None, list[tuple[Tensor, ...]]] = {}
-        for start in range(0, count, TABLE_CHUNK):
-            positions = torch.arange(start, min(start + TABLE_CHUNK, count), device="cpu")[None]
-            for kind, tables in rotary.position_embeddings(like, positions).items():
-                halves = tuple(table[0, :, : table.shape[-1] // 2] for table in tables)
-                chunks.setdefault(kind, []).append(halves)
-        made = {}
-        for kind, pieces in chunks.items():
-            cos, sin = (torch.cat(table).contiguous() for table in zip(*pieces, strict=True))
-            made[kind] = (cos, sin)
-        return made
 
-    def _tables_of(self, index: int) -> tuple[abi.CData, abi.CData]:
-        """The tables by which layer `index` rotates; None: it does not."""
-        if not self._family.rotates(self._layers[index]):
-            return abi.NULL, abi.NULL
-        tables = self._rotary_tables
-        cos, sin = tables[None if None in tables else self._layers[index].layer_type]
-        return abi.tensor(cos), abi.tensor(sin)
+        def compute(positions: Tensor) -> Tables:
+            scale = self._family.query_scale(config, positions)
+            scaled = {} if scale is None else {"query_scale": scale}
+            found: dict[str | None, dict[str, Tensor]] = {UNROTATED: scaled}
+            for kind, tables in rotary.position_embeddings(like, positions[None]).items():
+                cos, sin = (table[0, :, : table.shape[-1] // 2] for table in tables)
+                found[kind] = {"cos": cos, "sin": sin, **scaled}
+            return found
+
+        return PositionTables(compute, parts.max_positions)
+
+    def _positions_of(self, index: int) -> abi.CData:
+        """The tables that layer `index` reads."""
+        layer, tables = self._layers[index], self.positions.packed
+        if not self._family.rotates(layer):
+            return tables[UNROTATED]
+        return tables[None if None in tables else layer.layer_type]
 
     def pack(
         self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None
@@ -317,7 +301,6 @@ class NativeDecoder(Decoder):
         """Layer `index` without its MLP."""
         layer, family = self._layers[index], self._family
         norms = {name: family.norm_weight(norm) for name, norm in family.norms(layer).items()}
-        cos, sin = self._tables_of(index)
         return abi.new(
             "Layer",
             qkv=owner.linear(*self._queries_keys_values(layer, deltas)),
@@ -325,9 +308,7 @@ class NativeDecoder(Decoder):
             **{name: owner.floats(weight) for name, weight in norms.items()},
             norm_all_heads="q_norm" in norms and len(norms["q_norm"]) > self.head_dim,
             norm_after_rotary=family.norms_after_rotary,
-            query_scale=self._query_scale,
-            cos=cos,
-            sin=sin,
+            positions=self._positions_of(index),
             window=layer.window or 0,
         )
 
@@ -366,17 +347,19 @@ class NativeDecoder(Decoder):
         ):
             spare.reset()
             return spare
-        return self.cache_of(self.info.num_layers, batch, capacity, self.kv_heads)
+        return self.cache_of(self.info.num_layers, batch, capacity, self.kv_heads, self.positions)
 
     def release_cache(self, cache: Any) -> None:
         self._spare = cache if cache.nbytes() <= SPARE_BYTES else None
 
-    def cache_of(self, layers: int, batch: int, capacity: int, kv_heads: int) -> NativeKVCache:
-        """A cache for other layers run by this kernel (an accelerated block's own keys and
-        values).
+    def cache_of(
+        self, layers: int, batch: int, capacity: int, kv_heads: int, positions: PositionTables
+    ) -> NativeKVCache:
+        """A cache for other layers run by this kernel (an accelerated block's own keys and values),
+        which read such tables.
         """
         kv = LayerKV(kv_heads, self.head_dim, self.head_dim, torch.bfloat16, self.info.device)
-        return NativeKVCache(batch, capacity, [kv] * layers)
+        return NativeKVCache(batch, capacity, [kv] * layers, positions)
 
     def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
         ids = ids.to(torch.int64).contiguous()

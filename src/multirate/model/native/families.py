@@ -108,15 +108,14 @@ class Family:
             return False
         return kind not in ROPES
 
-    def query_scale(self, config: Any, positions: int) -> Tensor | None:
-        """What queries are multiplied by at each position, fp32 [positions], as the model rounds
-        it; None: nothing. (Llama 4's: longer texts need sharper attention.)
+    def query_scale(self, config: Any, positions: Tensor) -> Tensor | None:
+        """What queries are multiplied by at each of the positions [n], fp32 [n], as the model
+        rounds it; None: nothing. (Llama 4's: longer texts need sharper attention.)
         """
         if not self.scaled_queries:
             return None
         (rope,) = ropes(config)
-        places = torch.arange(positions, dtype=torch.float32, device="cpu")
-        steps = torch.floor(places / rope["original_max_position_embeddings"])
+        steps = torch.floor(positions.float() / rope["original_max_position_embeddings"])
         scale = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + steps)
         return scale.to(torch.bfloat16).float()
 

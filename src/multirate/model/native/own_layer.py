@@ -9,6 +9,7 @@ from multirate.model.native import abi, library
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.decoder import NativeDecoder
 from multirate.model.native.packing import Owner
+from multirate.model.native.positions import PositionTables, Tables
 from multirate.model.rows import Rows
 
 
@@ -46,7 +47,14 @@ class OwnLayer:
     ) -> None:
         self._decoder, self._owner, self._kv_heads = decoder, owner, kv_heads
         half = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") / (head_dim // 2)
-        angle = torch.arange(decoder.shape.max_positions, device="cpu")[:, None] * theta**-half
+        frequencies = theta**-half
+
+        def compute(positions: Tensor) -> Tables:
+            angle = positions[:, None] * frequencies
+            return {None: {"cos": angle.cos(), "sin": angle.sin()}}
+
+        self._positions = PositionTables(compute)
+        layer.positions = self._positions.packed[None]
         self.shape = abi.new(
             "Shape",
             hidden=decoder.info.hidden_size,
@@ -55,14 +63,12 @@ class OwnLayer:
             head_dim=head_dim,
             intermediate=intermediate,
             vocab=0,
-            max_positions=decoder.shape.max_positions,
             rotary=head_dim,
             eps=eps,
             attention_scale=head_dim**-0.5,
             embed_scale=decoder.shape.embed_scale,
             residual_scale=1.0,
         )
-        layer.cos, layer.sin = (abi.at(owner.floats(one)) for one in (angle.cos(), angle.sin()))
         self.layer = layer
 
     @property
@@ -76,7 +82,7 @@ class OwnLayer:
 
     def new_cache(self, batch: int, capacity: int) -> NativeKVCache:
         """An empty one-layer cache."""
-        return self._decoder.cache_of(1, batch, capacity, self._kv_heads)
+        return self._decoder.cache_of(1, batch, capacity, self._kv_heads, self._positions)
 
     def rows(self, x: Tensor, rows: Rows, cache: NativeKVCache) -> Tensor:
         """x [N, d] → fp32 [N, d]; writes K/V at ``rows.slot``."""

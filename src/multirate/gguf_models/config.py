@@ -4,6 +4,7 @@ table leaves out although it changes what the model computes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from multirate.errors import UserError, say_once
+from multirate.errors import UserError, first_line, say_once
 from multirate.gguf_models.file import GgufFile
+from multirate.gguf_models.metadata import MAX_CONTEXT, MAX_SIZE, Metadata
+from multirate.gguf_models.tokenizer import special_tokens
 
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that say how rotary frequencies are scaled; they become part of the config."""
@@ -30,22 +32,9 @@ _LLAMA3 = {
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """The one size of each Gemma that scales attention by its width per head (llama.cpp: LLM_TYPE_27B).
 """
-_IMPOSSIBLE = (
-    ArithmeticError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    StrictDataclassError,
-)
-"""What transformers and torch raise for sizes that do not go together."""
-_NEEDED = (
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
-)
+_NEEDED = ("context_length", "embedding_length", "feed_forward_length", "attention.head_count")
+_REAL = {"rope.freq_base", "attention.layer_norm_rms_epsilon"}
+"""Keys of transformers' table that are no counts."""
 _NOT_NEEDED = {
     "attention.value_length",
     "rope.dimension_count",
@@ -61,44 +50,6 @@ _NOT_NEEDED = {
 """Keys that say again what others say, or what the model's class knows."""
 
 
-class _Metadata:
-    """The keys of the file's architecture; remembers which were asked for."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.file = file
-        self._prefix = f"{file.architecture}."
-        self._read: set[str] = set()
-
-    def get(self, key: str, otherwise: Any = None) -> Any:
-        """A value; the same one for every layer where it is given by layer."""
-        self._read.add(key)
-        value = self.file.metadata.get(self._prefix + key, otherwise)
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise UserError(
-                    f"{self.file.path}: {self._prefix}{key} differs between layers, and models "
-                    "whose layers differ in size are not supported"
-                )
-            value = value[0]
-        return value
-
-    def number(self, key: str) -> Any:
-        """A value that has to be there, above 0."""
-        value = self.get(key)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-            raise UserError(
-                f"{self.file.path} is damaged or incomplete: {self._prefix}{key} is {value!r}, "
-                "a number above 0 is needed"
-            )
-        return value
-
-    def unread(self) -> list[str]:
-        """The keys nobody asked for, and that nobody has to know."""
-        keys = (key for key in self.file.metadata if key.startswith(self._prefix))
-        names = (key.removeprefix(self._prefix) for key in keys)
-        return [name for name in names if name not in self._read | _NOT_NEEDED]
-
-
 @dataclass(frozen=True)
 class Architecture:
     """A kind of model that is read: transformers' name for it, its key in transformers' table, and
@@ -107,14 +58,20 @@ class Architecture:
 
     model_type: str
     table: str
-    more: Callable[[_Metadata, dict[str, Any]], None]
+    more: Callable[[Metadata, dict[str, Any]], None]
 
 
-def _plain(data: _Metadata, values: dict[str, Any]) -> None:
+def _width(data: Metadata, values: dict[str, Any]) -> int:
+    """Of one head."""
+    heads = data.count("attention.head_count")
+    if data.get("attention.key_length") is None and values["hidden_size"] % heads:
+        data.refuse("attention.head_count", heads, f"a divisor of {values['hidden_size']}")
+    return data.count("attention.key_length", values["hidden_size"] // heads)
+
+
+def _plain(data: Metadata, values: dict[str, Any]) -> None:
     """Llama, Mistral, Qwen: one kind of attention, rotary over the whole head."""
-    width = data.get("attention.key_length") or values["hidden_size"] // data.number(
-        "attention.head_count"
-    )
+    width = _width(data, values)
     rotary = data.get("rope.dimension_count", width)
     if rotary != width or data.get("attention.value_length", width) != width:
         raise UserError(
@@ -127,57 +84,57 @@ def _plain(data: _Metadata, values: dict[str, Any]) -> None:
         values[name] = f"blk.0.{tensor}.bias" in data.file.tensors
 
 
-def _mixtral(data: _Metadata, values: dict[str, Any]) -> None:
+def _mixtral(data: Metadata, values: dict[str, Any]) -> None:
     _plain(data, values)
-    values["num_local_experts"] = data.number("expert_count")
-    values["num_experts_per_tok"] = data.number("expert_used_count")
+    values["num_local_experts"] = data.count("expert_count")
+    values["num_experts_per_tok"] = data.count("expert_used_count", most=data.count("expert_count"))
 
 
-def _qwen3moe(data: _Metadata, values: dict[str, Any]) -> None:
+def _qwen3moe(data: Metadata, values: dict[str, Any]) -> None:
     _plain(data, values)
-    values["moe_intermediate_size"] = data.number("expert_feed_forward_length")
+    values["num_experts_per_tok"] = data.count("expert_used_count", most=data.count("expert_count"))
+    values["moe_intermediate_size"] = data.count("expert_feed_forward_length")
 
 
-def _gemma(data: _Metadata, values: dict[str, Any]) -> None:
-    width = data.number("attention.key_length")
-    layers = data.number("block_count")
-    whole = values["hidden_size"] // data.number("attention.head_count")
+def _gemma(data: Metadata, values: dict[str, Any]) -> None:
+    width = data.count("attention.key_length")
+    layers = data.count("block_count")
+    whole = values["hidden_size"] // data.count("attention.head_count")
     is_27b = _LAYERS_OF_27B[data.file.architecture] == layers
     values["query_pre_attn_scalar"] = whole if is_27b else width
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if data.get(key) is not None:
-            values[key] = data.get(key)
+            values[key] = data.real(key)
 
 
-def _gemma2(data: _Metadata, values: dict[str, Any]) -> None:
+def _gemma2(data: Metadata, values: dict[str, Any]) -> None:
     _gemma(data, values)
     values["rope_parameters"] = _rope(data, values)
 
 
-def _gemma3(data: _Metadata, values: dict[str, Any]) -> None:
+def _gemma3(data: Metadata, values: dict[str, Any]) -> None:
     _gemma(data, values)
-    local = data.get("rope.freq_base_swa", 10000.0)
+    local = data.real("rope.freq_base_swa", 10000.0)
     values["rope_parameters"] = {
         "full_attention": _rope(data, values, base=1_000_000.0),
         "sliding_attention": {"rope_type": "default", "rope_theta": local},
     }
 
 
-def _phi3(data: _Metadata, values: dict[str, Any]) -> None:
-    width = data.get("attention.key_length") or values["hidden_size"] // data.number(
-        "attention.head_count"
-    )
-    rotary = data.get("rope.dimension_count", width)
-    values["sliding_window"] = data.get("attention.sliding_window") or None
+def _phi3(data: Metadata, values: dict[str, Any]) -> None:
+    width = _width(data, values)
+    rotary = data.count("rope.dimension_count", width, most=width)
+    window = data.get("attention.sliding_window")
+    values["sliding_window"] = data.count("attention.sliding_window") if window else None
     values["rope_parameters"] = rope = _rope(data, values)
     if rotary != width:
         rope["partial_rotary_factor"] = values["partial_rotary_factor"] = rotary / width
     if "rope_factors_long.weight" in data.file.tensors:
-        original = data.number("rope.scaling.original_context_length")
+        original = data.count("rope.scaling.original_context_length", most=MAX_CONTEXT)
         rope |= {
             "rope_type": "longrope",
-            "long_factor": data.file.values("rope_factors_long.weight").tolist(),
-            "short_factor": data.file.values("rope_factors_short.weight").tolist(),
+            "long_factor": _rope_factors(data.file, "rope_factors_long.weight", rotary),
+            "short_factor": _rope_factors(data.file, "rope_factors_short.weight", rotary),
             "original_max_position_embeddings": original,
         }
         values["original_max_position_embeddings"] = original
@@ -214,34 +171,38 @@ def read_config(file: GgufFile) -> PretrainedConfig:
     supported; keys of the architecture that are not understood are said once.
     """
     kind = architecture_of(file)
-    data = _Metadata(file)
-    layers = data.number("block_count")
-    for key in _NEEDED:
-        data.number(key)
+    data = Metadata(file, f"{file.architecture}.")
+    layers = data.count("block_count")
     if layers > len(file.tensors) or "token_embd.weight" not in file.tensors:
         raise UserError(
             f"{file.path} is damaged or incomplete: {len(file.tensors)} tensors cannot be a model "
             f"of {layers} layers and its embedding"
         )
-    vocabulary, width = file.tensors["token_embd.weight"].shape
-    if width != data.number("embedding_length"):
+    shape = file.tensors["token_embd.weight"].shape
+    if len(shape) != 2 or shape[1] != data.count("embedding_length"):
         raise UserError(
             f"{file.path} is damaged: embedding_length is {data.get('embedding_length')}, "
-            f"and token_embd.weight has rows of {width}"
+            f"and token_embd.weight has the shape {shape}"
         )
+    if not data.flag("attention.causal", True):
+        data.refuse("attention.causal", False, "true: a model that reads from left to right")
     values: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind.table, {}))
     table: dict[str, str | None] = dict(GGUF_CONFIG_MAPPING)[kind.table]  # type: ignore[assignment]
     for key, name in table.items():
-        value = data.get(key)
-        if name is not None and value is not None:
-            values[name] = value
+        if name is not None and (key in _NEEDED or data.get(key) is not None):
+            most = MAX_CONTEXT if key == "context_length" else MAX_SIZE
+            values[name] = data.real(key) if key in _REAL else data.count(key, most=most)
+    values["rms_norm_eps"] = data.real("attention.layer_norm_rms_epsilon")
     values.pop("rope_theta", None)  # part of rope_parameters
-    values |= {"vocab_size": vocabulary, "tie_word_embeddings": "output.weight" not in file.tensors}
-    for name in ("bos", "eos", "padding"):
-        token = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        values[f"{name.removesuffix('ding')}_token_id"] = token
+    values |= {"vocab_size": shape[0], "tie_word_embeddings": "output.weight" not in file.tensors}
+    heads, groups = data.count("attention.head_count"), values.get("num_key_value_heads")
+    if groups and heads % groups:
+        data.refuse("attention.head_count_kv", groups, f"a divisor of the {heads} heads")
+    special = special_tokens(file)
+    values |= {f"{name}_token_id": special[name] for name in ("bos", "eos")}
+    values["pad_token_id"] = special["padding"]
     kind.more(data, values)
-    for name in data.unread():
+    for name in data.unread(_NOT_NEEDED):
         say_once(f"{file.path.name}: {file.architecture}.{name} is not known and not used")
     with refusing(file):
         return AutoConfig.for_model(kind.model_type, **values)
@@ -249,40 +210,37 @@ def read_config(file: GgufFile) -> PretrainedConfig:
 
 @contextmanager
 def refusing(file: GgufFile) -> Iterator[None]:
-    """UserError for what transformers says to sizes that cannot be a model's."""
+    """UserError for what transformers, torch and numpy say to sizes that cannot be a model's."""
     try:
         yield
-    except _IMPOSSIBLE as error:
-        first = " ".join(str(error).split())[:200] or type(error).__name__
+    except UserError:
+        raise
+    except Exception as error:
+        logging.getLogger(__name__).debug("model of %s", file.path, exc_info=True)
         raise UserError(
             f"{file.path} is damaged or not supported: its sizes do not make a "
-            f"{file.architecture} model ({first})"
+            f"{file.architecture} model ({first_line(error)})"
         ) from error
 
 
-def ends(file: GgufFile) -> list[int]:
-    """The ids that end a text: of the text, of a turn, of a message."""
-    names = ("eos", "eot", "eom")
-    found = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
-    return list(dict.fromkeys(token for token in found if isinstance(token, int)))
-
-
-def _rope(data: _Metadata, values: dict[str, Any], base: float = 10_000.0) -> dict[str, Any]:
+def _rope(data: Metadata, values: dict[str, Any], base: float = 10_000.0) -> dict[str, Any]:
     """The rotary embedding's parameters: plain, linear, yarn, or Llama 3's."""
     rope: dict[str, Any] = {
         "rope_type": "default",
-        "rope_theta": data.get("rope.freq_base", base),
+        "rope_theta": data.real("rope.freq_base", base),
     }
-    scaling = data.get("rope.scaling.type", "none")
-    factor = data.get("rope.scaling.factor") or data.get("rope.scale_linear")
-    original = data.get("rope.scaling.original_context_length")
-    if scaling == "linear" or (scaling == "none" and factor not in (None, 1.0)):
-        rope |= {"rope_type": "linear", "factor": data.number("rope.scaling.factor")}
+    scaling = data.text("rope.scaling.type", "none")
+    key = "rope.scaling.factor" if data.get("rope.scaling.factor") else "rope.scale_linear"
+    scaled = data.get(key) not in (None, 0, 1)
+    if scaling == "linear" or (scaling == "none" and scaled):
+        rope |= {"rope_type": "linear", "factor": data.real(key)}
     elif scaling == "yarn":
+        whole = values["max_position_embeddings"]
+        original = data.count("rope.scaling.original_context_length", whole, most=MAX_CONTEXT)
         rope |= {
             "rope_type": "yarn",
-            "factor": data.number("rope.scaling.factor"),
-            "original_max_position_embeddings": original or values["max_position_embeddings"],
+            "factor": data.real(key),
+            "original_max_position_embeddings": original,
         }
     elif scaling not in ("none", "longrope"):
         raise UserError(
@@ -290,8 +248,21 @@ def _rope(data: _Metadata, values: dict[str, Any], base: float = 10_000.0) -> di
             "linear, yarn, longrope (Phi-3)"
         )
     if "rope_freqs.weight" in data.file.tensors:
-        rope = _llama3(data.file, rope, values)
+        with refusing(data.file):
+            rope = _llama3(data.file, rope, values)
     return rope
+
+
+def _rope_factors(file: GgufFile, name: str, rotary: int) -> list[float]:
+    if name not in file.tensors:
+        raise UserError(f"{file.path} has no tensor {name}")
+    factors = file.values(name)
+    if factors.shape != (rotary // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
+        raise UserError(
+            f"{file.path} is damaged: tensor {name} must hold {rotary // 2} numbers above 0, one "
+            f"for each rotary frequency; its shape is {factors.shape}"
+        )
+    return [float(factor) for factor in factors]
 
 
 def _llama3(file: GgufFile, rope: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

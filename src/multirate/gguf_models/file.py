@@ -91,7 +91,7 @@ class GgufFile:
             self.metadata[name] = self._value(self._kind(self._number("I")))
         self.tensors = self._tensors(count)
         parts = self.metadata.get("split.count", 1)
-        if parts != 1:
+        if parts not in (0, 1):
             raise UserError(
                 f"{path} is one of {parts} parts: join them first with llama.cpp's "
                 "`llama-gguf-split --merge`"

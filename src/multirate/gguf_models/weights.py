@@ -38,11 +38,12 @@ def load_weights(file: GgufFile, config: PretrainedConfig, dtype: torch.dtype) -
     undo = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
 
     def parameter(name: str) -> nn.Parameter:
-        parts = [
-            _checked(file, source, undo.process(file.values(source), source).weights)
-            for source in sources[name]
-        ]
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        with refusing(file):
+            parts = [
+                _checked(file, source, undo.process(file.values(source), source).weights)
+                for source in sources[name]
+            ]
+            whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
         # the file's own memory cannot be written to, and is gone when the file is
         tensor = torch.from_numpy(whole if whole.flags.writeable else whole.copy()).to(dtype)
         if tensor.shape != shapes[name]:

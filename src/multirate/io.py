@@ -52,6 +52,23 @@ def parse_json(content: str | bytes, where: str | Path) -> Any:
     raise UserError(f"{where}: not valid JSON ({reason})")
 
 
+def read_json(path: Path, most: int = 1 << 20) -> Any:
+    """What a small file of JSON says; None: there is no such file. UserError for one that cannot be
+    read, or that has more than `most` bytes: it may come from anywhere.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"{path} cannot be read: {reason}") from None
+    if len(content) > most:
+        raise UserError(f"{path} has more than {most} bytes; accepted: at most {most}")
+    return parse_json(content, path)
+
+
 def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Writes `data` beside `path`, to the disk, and renames. Raises OSError; nothing is left
     then.

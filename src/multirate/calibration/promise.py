@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from multirate.errors import UserError
-from multirate.io import parse_json, write_json
+from multirate.io import read_json, write_json
+from multirate.json_values import is_number, read_as
 
 FILE = "calibration.json"
 FORMAT = 1
-MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,9 @@ class Promise:
     tried: tuple[tuple[float, float], ...] = field(default=(), repr=False)
     looped: bool = False
 
+    def __post_init__(self) -> None:
+        check_quality(self.quality)
+
     def sentence(self, sampled: bool = False) -> str:
         """What is promised, for the user. sampled: the text is drawn, and not greedy."""
         if not self.leaves_early:
@@ -68,17 +69,12 @@ class Promise:
 
 def check_quality(quality: object) -> float:
     """The quality as a number. UserError unless it is in (0, 1]."""
-    if (
-        isinstance(quality, bool)
-        or not isinstance(quality, (int, float))
-        or not math.isfinite(quality)
-        or not 0 < quality <= 1
-    ):
+    if not is_number(quality) or not 0 < quality <= 1:  # type: ignore[operator]
         raise UserError(
             f"quality is {reprlib.repr(quality)}; accepted is a number above 0 and at most 1, the "
             "share of tokens that are to be the full model's (1: lossless)"
         )
-    return float(quality)
+    return float(quality)  # type: ignore[arg-type]
 
 
 def store(folder: Path, promise: Promise) -> Path:
@@ -98,17 +94,9 @@ def read(folder: Path) -> list[Promise]:
     the file and the field that cannot be used: it may come from anywhere.
     """
     path = folder / FILE
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    found = read_json(path)
+    if not path.exists():
         return []
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read: {(error.strerror or str(error)).lower()}"
-        ) from None
-    if len(content) > MAX_BYTES:
-        raise UserError(f"{path} has {len(content)} bytes; accepted: at most {MAX_BYTES}")
-    found = parse_json(content, path)
     if not isinstance(found, dict) or not isinstance(found.get("promises"), list):
         raise UserError(f"{path} has no list 'promises'; run multirate calibrate again")
     if found.get("format") != FORMAT:
@@ -116,42 +104,10 @@ def read(folder: Path) -> list[Promise]:
             f"{path}: field 'format' is {reprlib.repr(found.get('format'))}; this version reads "
             f"{FORMAT}"
         )
-    return [_read_one(path, number, one) for number, one in enumerate(found["promises"])]
-
-
-_KINDS: dict[str, tuple[Any, str]] = {
-    "quality": ((int, float), "a number"),
-    "confidence": ((int, float), "a number"),
-    "gates": (list, "a list of whole numbers"),
-    "settings": (dict, "an object"),
-    "base": (str, "text"),
-    "accelerator": (str, "text"),
-    "samples": (int, "a whole number"),
-    "max_new_tokens": (int, "a whole number"),
-    "loss": ((int, float), "a number"),
-    "leaves_early": (bool, "true or false"),
-}
-
-
-def _read_one(path: Path, number: int, one: Any) -> Promise:
-    if not isinstance(one, Mapping):
-        raise UserError(f"{path}: promises[{number}] is {reprlib.repr(one)}; accepted: an object")
-    for name, (kind, accepted) in _KINDS.items():
-        value = one.get(name)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise UserError(
-                f"{path}: promises[{number}].{name} is {reprlib.repr(value)}; accepted: {accepted}"
-            )
-    known = {f.name for f in fields(Promise)}
-    values = {name: value for name, value in one.items() if name in known}
-    try:
-        values["quality"] = check_quality(one["quality"])
-        values["gates"] = tuple(one["gates"])
-        values["data"] = tuple(one.get("data") or ())
-        values["tried"] = tuple((float(a), float(b)) for a, b in one.get("tried") or ())
-    except (UserError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: promises[{number}] cannot be used: {error}") from None
-    return Promise(**values)
+    return [
+        read_as(Promise, one, path, f"promises[{number}]")
+        for number, one in enumerate(found["promises"])
+    ]
 
 
 def find(

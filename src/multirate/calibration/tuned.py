@@ -7,14 +7,15 @@ from __future__ import annotations
 import hashlib
 import os
 import reprlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from multirate.errors import UserError
-from multirate.io import cache_folder, parse_json, write_json
+from multirate.io import cache_folder, read_json, write_json
+from multirate.json_values import read_as
 
-FILE, FORMAT, MAX_BYTES = "tuned.json", 1, 1 << 20
+FILE, FORMAT = "tuned.json", 1
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -40,9 +41,6 @@ class Tuned:
     def key(self) -> tuple[str, str, str, str]:
         """What it is of: another one of the same takes its place."""
         return self.method, self.base, self.accelerator, self.machine
-
-
-_TEXTS = ("method", "base", "accelerator", "machine", "date", "prompts")
 
 
 def place(folder: Path | None, method: str, base: str) -> Path:
@@ -79,24 +77,12 @@ def find(
 
 def read(path: Path) -> list[Tuned]:
     """Those kept in a file; none without it. UserError naming the field that cannot be used."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    found = read_json(path)
+    if not path.exists():
         return []
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    if len(content) > MAX_BYTES:
-        raise UserError(f"{path} has {len(content)} bytes; accepted: at most {MAX_BYTES}")
-    found = parse_json(content, path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise UserError(f"{path} is not a file of multirate tune (format {FORMAT}): remove it")
-    known, made = {f.name for f in fields(Tuned)}, []
-    for number, one in enumerate(found.get("tuned") or []):
-        wrong = [name for name in _TEXTS if not isinstance(one.get(name), str)]
-        wrong += [] if isinstance(one.get("settings"), dict) else ["settings"]
-        wrong += [] if isinstance(one.get("minutes"), (int, float)) else ["minutes"]
-        if wrong:
-            value = reprlib.repr(one.get(wrong[0]))
-            raise UserError(f"{path}: tuned[{number}].{wrong[0]} is {value}: tune again")
-        made.append(Tuned(**{name: value for name, value in one.items() if name in known}))
-    return made
+    tuned = found.get("tuned")
+    if not isinstance(tuned, list):
+        raise UserError(f"{path}: tuned is {reprlib.repr(tuned)}; accepted: a list: tune again")
+    return [read_as(Tuned, one, path, f"tuned[{number}]") for number, one in enumerate(tuned)]

@@ -5,13 +5,14 @@ Every field that the library uses is checked here, before anything is built from
 
 from __future__ import annotations
 
-import math
 import reprlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from multirate.errors import UserError
 from multirate.io import parse_json
+from multirate.json_values import read_as
 
 FORMAT = 1
 MAX_BYTES = 1 << 22
@@ -26,7 +27,6 @@ _KINDS = {
     "results": (dict, "an object"),
 }
 _OPTIONAL = ("training", "results")
-_COUNT = f"a whole number from 0 to {1 << 20}"
 
 
 def read_description(path: Path, content: bytes) -> dict[str, Any]:
@@ -65,25 +65,28 @@ def read_description(path: Path, content: bytes) -> dict[str, Any]:
 def _check_results(path: Path, results: dict[str, Any]) -> None:
     """The held-out figures: drafting takes its first guess of the acceptance from them."""
     terms = results.get("terms")
-    if terms is None:
-        return
-    if not isinstance(terms, list):
+    if not isinstance(terms, (list, type(None))):
         _refuse(path, "results.terms", terms, "a list of objects")
-    for number, term in enumerate(terms):
-        where = f"results.terms[{number}]"
-        if not isinstance(term, dict):
-            _refuse(path, where, term, "an object")
-        for name in ("gate", "draft_step"):
-            value = term.get(name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1 << 20:
-                _refuse(path, f"{where}.{name}", value, _COUNT)
-        value = term.get("agreement")
-        if not _is_number(value) or not 0 <= value <= 1:
-            _refuse(path, f"{where}.agreement", value, "a number from 0 to 1")
+    for number, term in enumerate(terms or []):
+        read_as(_Term, term, path, f"results.terms[{number}]")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+@dataclass(frozen=True)
+class _Term:
+    """How often a draft of `draft_step` tokens was the text, by the gate it was made at."""
+
+    gate: int
+    draft_step: int
+    agreement: float
+
+    def __post_init__(self) -> None:
+        for name, value, most in (
+            ("gate", self.gate, 1 << 20),
+            ("draft_step", self.draft_step, 1 << 20),
+            ("agreement", self.agreement, 1),
+        ):
+            if not 0 <= value <= most:
+                raise UserError(f"{name} is {value}; accepted: a number from 0 to {most}")
 
 
 def _refuse(path: Path, field: str, value: Any, accepted: str) -> None:

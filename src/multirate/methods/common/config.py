@@ -4,13 +4,12 @@ what is wrong.
 
 from __future__ import annotations
 
-import math
 import reprlib
-import types
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from multirate.errors import UserError
+from multirate.json_values import accepts, spell
 
 C = TypeVar("C", bound="MethodConfig")
 DraftWeights = Literal["int4", "int8", "bf16"]
@@ -29,49 +28,6 @@ must stay below 2^63.
 """
 
 
-def _accepts(value: Any, hint: Any) -> bool:
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        return any(_accepts(value, part) for part in get_args(hint))
-    if origin is Literal:
-        return value in get_args(hint)
-    if origin is tuple:
-        return isinstance(value, (list, tuple)) and all(
-            _accepts(v, get_args(hint)[0]) for v in value
-        )
-    if hint is float:
-        return _is_finite(value)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond any float
-        return False
-
-
-def _spell(hint: Any) -> str:
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_spell(part) for part in get_args(hint))
-    if origin is Literal:
-        return ", ".join(repr(v) for v in get_args(hint))
-    if origin is tuple:
-        return f"a list of {_spell(get_args(hint)[0])}"
-    return {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        types.NoneType: "null",
-    }.get(hint, str(hint))
-
-
 @dataclass(frozen=True)
 class MethodConfig:
     """Base of the configs. Subclasses check ranges in ``check`` with ``self.require``."""
@@ -82,8 +38,8 @@ class MethodConfig:
         hints = get_type_hints(type(self))
         for field in fields(self):
             value = getattr(self, field.name)
-            if not _accepts(value, hints[field.name]):
-                self.refuse(field.name, value, _spell(hints[field.name]))
+            if not accepts(value, hints[field.name]):
+                self.refuse(field.name, value, spell(hints[field.name]))
             if isinstance(value, list):
                 object.__setattr__(self, field.name, tuple(value))
         self.check()

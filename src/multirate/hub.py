@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
+import re
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +31,6 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -37,6 +39,7 @@ from transformers import (
 )
 
 from multirate.errors import UserError, say_once
+from multirate.io import parse_json
 from multirate.named_models import DEFAULT, NAMED, NamedModel, install_command, named
 from multirate.torch_modes import own_modes
 
@@ -52,6 +55,13 @@ DTYPES = {
 ACCELERATOR_FILES = ("accelerator.json", "accelerator.safetensors")
 PUBLISHED = "config.json"
 """Of an accelerator in a layout of others (methods/spec.py, Published)."""
+_OBJECTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "model.safetensors.index.json",
+)
 GGUF = ".gguf"
 HUB_SECONDS = 5.0  # that the hub may take to answer at all
 
@@ -103,7 +113,8 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown: accepted are {', '.join(DTYPES)}")
     place = find_device(device)
-    source = _source(name)
+    with explained(f"model {name}"):
+        source = _source(name)
     if isinstance(source, Path):
         from multirate.gguf_models.load import load_gguf
 
@@ -114,12 +125,25 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
     # transformers loads to torch's default device, which the caller may have set
     with explained(f"model {source}"), own_modes(), torch.device("cpu"):
         files = _at_hand(source)
+        _check_json(files)
         kind = _kind_of(AutoConfig.from_pretrained(files))
         model: Any = kind.from_pretrained(files, dtype=DTYPES[dtype])
         model = model.to(place).eval()
     with explained(f"tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(files)
     return LoadedModel(model, tokenizer, name or DEFAULT)
+
+
+def _check_json(folder: str) -> None:
+    """UserError for a small file of a local model's folder that holds no JSON object: transformers
+    takes some of these for missing, and reads others in any order.
+    """
+    for name in _OBJECTS:
+        path = Path(folder) / name
+        if path.is_file():
+            found = parse_json(path.read_bytes(), path)
+            if not isinstance(found, dict):
+                raise UserError(f"{path} is {reprlib.repr(found)}; accepted: an object")
 
 
 def _kind_of(config: Any) -> Any:
@@ -136,7 +160,8 @@ def load_tokenizer(name: str | None = None) -> tuple[Any, int]:
     """A model's tokenizer and the size of its vocabulary, without its weights. Names and errors as
     of `load_model`.
     """
-    source = _source(name)
+    with explained(f"model {name}"):
+        source = _source(name)
     if isinstance(source, Path):
         from multirate.gguf_models.load import load_tokenizer_of
 
@@ -144,6 +169,7 @@ def load_tokenizer(name: str | None = None) -> tuple[Any, int]:
             return load_tokenizer_of(source)
     with explained(f"model {source}"):
         files = _at_hand(source)
+        _check_json(files)
         config = AutoConfig.from_pretrained(files)
     with explained(f"tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(files)
@@ -154,7 +180,8 @@ def model_folder(name: str) -> Path:
     """The local folder of a model's files: of a named one, a folder, or a hub id (its safetensors
     and JSON are downloaded). A GGUF file is converted into the cache folder.
     """
-    source = _source(name)
+    with explained(f"model {name}"):
+        source = _source(name)
     if isinstance(source, Path):
         from multirate.gguf_models.sources import folder_of_file
 
@@ -181,6 +208,9 @@ def _source(name: str | None) -> str | Path:
         from multirate.gguf_models.sources import gguf_of_folder
 
         return gguf_of_folder(path)
+    if not path.exists():
+        name = _hub_name(name)
+        path = Path(name)
     repository, _, file = name.rpartition(":")
     if file.lower().endswith(GGUF) and repository and not path.exists():
         return _gguf_of_hub(repository, file)
@@ -190,6 +220,34 @@ def _source(name: str | None) -> str | Path:
         )
     _check_name(name, "model", "config.json")
     return name
+
+
+_SITE = re.compile(r"^(?:hf://|(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)", re.IGNORECASE)
+_PAGE = re.compile(r"^([^/:]+/[^/:]+)/(?:blob|resolve|tree|raw)/[^/]+(?:/([^?]*))?(?:\?.*)?$")
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
+
+
+def _hub_name(name: str) -> str:
+    """The name without the hub's address, as a browser or other tools have it: OWNER/NAME, or
+    OWNER/NAME:FILE.gguf. UserError for a quantisation in the place of a file.
+    """
+    bare = _SITE.sub("", name).rstrip("/") or name
+    if bare != name and (page := _PAGE.match(bare)):
+        bare = ":".join(filter(None, page.groups()))
+    repository, _, tag = bare.rpartition(":")
+    is_file = tag.lower().endswith(GGUF)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", repository) and tag and not is_file:
+        raise UserError(
+            f"{name}: a file of a repository is named in full, {repository}:FILE{GGUF}, and not by "
+            f"its quantisation; huggingface.co/{repository}/tree/main lists the files"
+        )
+    part = _PART.search(tag) if repository else None
+    if part and int(part[1]) > 1:
+        raise UserError(
+            f"{name} is one of {int(part[1])} parts: fetch all of them and join them with "
+            "llama.cpp's `llama-gguf-split --merge`"
+        )
+    return bare
 
 
 def _source_of_named(name: str, known: NamedModel) -> str | Path:
@@ -238,7 +296,10 @@ def resolve_accelerator(name: str | os.PathLike[str], config: Any = None) -> Pat
     if not isinstance(name, (str, os.PathLike)):
         raise UserError(f"the accelerator is {name!r}: accepted are its folder, name or hub id")
     text = os.fspath(name)
-    if not Path(text).exists():
+    with explained(f"accelerator {text}"):
+        is_here = Path(text).exists()
+    if not is_here:
+        text = _SITE.sub("", text).rstrip("/") or text
         found = [of[text] for of in map(_accelerators_of, NAMED.values()) if text in of]
         if found:
             return next((folder for folder in found if _is_for(folder, config)), found[0])
@@ -336,12 +397,15 @@ def _check_name(name: str, kind: str, needed: str) -> None:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turns what loading may raise into one sentence. Defects of our own are let
-    through.
+    """Turns what libraries raise while something is loaded into one sentence, whatever its kind:
+    these are too many to list. The error itself is the sentence's cause, and in the log.
     """
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except UserError:
+        raise
+    except Exception as error:
+        logging.getLogger(__name__).debug("%s cannot be loaded", what, exc_info=True)
         raise UserError(_sentence(what, error)) from error
 
 
@@ -367,10 +431,11 @@ def _sentence(what: str, error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         place = f" ({error.filename})" if error.filename else ""
         return f"{what} cannot be loaded: {(error.strerror or str(error)).lower()}{place}"
-    first = next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
-    return f"{what} cannot be loaded: {first[:300].rstrip('.')}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])[:300].rstrip(".")
+    if not said or not isinstance(error, (OSError, ValueError, RuntimeError, ImportError)):
+        said = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return f"{what} cannot be loaded: {said}"
 
 
 def _unreachable(what: str) -> str:

@@ -34,8 +34,23 @@ def top(
 def test_embed() -> None:
     table = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     ids, x = torch.tensor([3, 49, 0, 3]), torch.empty(4, 64)
-    library.kernel().mr_embed(pointer(table), pointer(ids), 4, 64, 2.0, pointer(x))
+    library.kernel().mr_embed(pointer(table), 50, pointer(ids), 4, 64, 2.0, pointer(x))
     assert torch.equal(x, table[ids].float() * 2)
+
+
+def test_what_is_no_token_has_no_embedding() -> None:
+    """A draft's token may be any number: it is never read from beside the table."""
+    table = torch.ones(50, 64, dtype=torch.bfloat16)
+    ids, x = torch.tensor([-1, 50, 2**62, -(2**63), 7]), torch.empty(5, 64)
+    library.kernel().mr_embed(pointer(table), 50, pointer(ids), 5, 64, 1.0, pointer(x))
+    assert torch.equal(x.sum(-1), torch.tensor([0.0, 0.0, 0.0, 0.0, 64.0]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_the_likeliest_of_logits_that_are_no_numbers(value: float) -> None:
+    logits = torch.full((1, 64), value)
+    ids, probabilities = top(logits, 50, 3, 1.0)
+    assert ((ids >= 0) & (ids < 50)).all() and probabilities.tolist() == [[0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("vocab", [5, 16, 133, 4096])

@@ -503,9 +503,11 @@ void mr_move(const LayerCache *caches, int layers, int kv_heads, int head_dim, i
              int seq, const int32_t *from, const int32_t *to, int count);
 
 // head.c: embeddings, the likeliest tokens, a whole greedy pass.
-void mr_embed(const bf16 *table, const int64_t *ids, int count, int d, float scale, float *x);
+// A token's row of table [vocab, d]; of what is no token of the vocabulary, zeros.
+void mr_embed(const bf16 *table, int vocab, const int64_t *ids, int count, int d, float scale,
+              float *x);
 // The k best of each row of logits [count, stride], first `vocab` of them, best first (ties: lower
-// id), and their probabilities under softmax(sharpness · logits).
+// id), and their probabilities under softmax(sharpness · logits): 0 where logits are no numbers.
 void mr_top(const float *logits, int count, int vocab, int stride, int k, float sharpness,
             int64_t *ids, float *probabilities);
 // These ids alone, the rows shared out among the threads.

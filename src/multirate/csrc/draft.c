@@ -218,13 +218,19 @@ static float *output_of(const SpeculativeStep *step, int node) {
     return step->scratch + (size_t)node * step->stream->shape->hidden;
 }
 
+// What is not a number would be any index: it counts as none.
+static int confidence_bin(double confidence) {
+    if (!(confidence > 0.0))
+        return 0;
+    return confidence < 1.0 ? (int)(confidence * CONFIDENCE_BINS) : CONFIDENCE_BINS - 1;
+}
+
 // The share of tokens of such confidence that were accepted lately (acceptance_statistics.py,
 // Calibration).
 static double calibrated(const DraftLimits *limits, double confidence) {
     if (!limits->tries)
         return confidence;
-    int bin = (int)(confidence * CONFIDENCE_BINS);
-    bin = bin < CONFIDENCE_BINS - 1 ? bin : CONFIDENCE_BINS - 1;
+    int bin = confidence_bin(confidence);
     return (limits->hits[bin] + CALIBRATION_STRENGTH * confidence) /
            (limits->tries[bin] + CALIBRATION_STRENGTH);
 }

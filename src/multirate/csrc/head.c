@@ -7,10 +7,17 @@
 #include "simd.h"
 #include "threads.h"
 
-void mr_embed(const bf16 *table, const int64_t *ids, int count, int d, float scale, float *x) {
-    for (int n = 0; n < count; n++)
+void mr_embed(const bf16 *table, int vocab, const int64_t *ids, int count, int d, float scale,
+              float *x) {
+    for (int n = 0; n < count; n++) {
+        float *to = x + (size_t)n * d;
+        if (ids[n] < 0 || ids[n] >= vocab) { // a draft may hold anything
+            memset(to, 0, (size_t)d * sizeof(float));
+            continue;
+        }
         for (int i = 0; i < d; i++)
-            x[(size_t)n * d + i] = from_bf16(table[(size_t)ids[n] * d + i]) * scale;
+            to[i] = from_bf16(table[(size_t)ids[n] * d + i]) * scale;
+    }
 }
 
 int best_of(const float *row, int vocab, int k, int64_t *ids) {
@@ -56,8 +63,11 @@ void mr_top(const float *logits, int count, int vocab, int stride, int k, float 
         float total = sum_v(sum);
         for (; i < vocab; i++)
             total += expf(sharpness * (row[i] - top));
-        for (int j = 0; j < k; j++)
+        for (int j = 0; j < k; j++) {
             of[j] = expf(sharpness * ((j < found ? row[id[j]] : -INFINITY) - top)) / total;
+            if (!(of[j] >= 0.0f)) // the logits are no numbers
+                of[j] = 0.0f;
+        }
     }
 }
 
@@ -155,7 +165,7 @@ void mr_argmax_pass(Workspace *work, const Shape *shape, const Layer *layers,
                     int64_t *tokens) {
     double begin = seconds_now();
     if (ids)
-        mr_embed(table, ids, rows->count, shape->hidden, shape->embed_scale, x);
+        mr_embed(table, shape->vocab, ids, rows->count, shape->hidden, shape->embed_scale, x);
     mr_layers(work, shape, layers, caches, NULL, rows, x, start, stop);
     double layers_done = seconds_now();
     argmax_of_rows(work, rows->count, shape->vocab, shape->eps, x, head, screen, norm, noise,

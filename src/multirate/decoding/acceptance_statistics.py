@@ -53,6 +53,13 @@ class DecayedRate:
         return (self.hits + strength * guess) / (self.tries + strength)
 
 
+def _bin(confidence: float) -> int:
+    """What is not a number counts as no confidence."""
+    if not confidence > 0.0:
+        return 0
+    return min(int(confidence * CONFIDENCE_BINS), CONFIDENCE_BINS - 1)
+
+
 class Calibration:
     """From a drafter's confidence in its token (0..1) to the rate at which such tokens were
     accepted lately.
@@ -64,12 +71,12 @@ class Calibration:
         self.tries, self.hits = np.zeros(CONFIDENCE_BINS), np.zeros(CONFIDENCE_BINS)
 
     def __call__(self, confidence: float) -> float:
-        k = min(int(confidence * CONFIDENCE_BINS), CONFIDENCE_BINS - 1)
+        k = _bin(confidence)
         return float((self.hits[k] + STRENGTH * confidence) / (self.tries[k] + STRENGTH))
 
     def observe_one(self, confidence: float, accepted: bool) -> None:
         """A token of this confidence, whose predecessors were accepted, was accepted or not."""
-        k = min(int(confidence * CONFIDENCE_BINS), CONFIDENCE_BINS - 1)
+        k = _bin(confidence)
         self.tries[k] = MEMORY * self.tries[k] + 1.0
         self.hits[k] = MEMORY * self.hits[k] + accepted
 

@@ -69,9 +69,9 @@ class GivenTexts:
                     )
                 tokens, order = file.get_tensor("tokens"), file.get_tensor("order")
                 vocabulary = int(file.metadata()["vocabulary"])
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise UserError(f"cannot read the texts in {path}: {error}") from error
-        count = len(tokens)
+        count = tokens.size
         for name, array, limit in (("tokens", tokens, vocabulary), ("order", order, count)):
             whole = array.dtype == np.int32 and array.shape == (count,)
             if not whole or (count and not 0 <= array.min() <= array.max() < limit):

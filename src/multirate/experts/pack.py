@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import shutil
 import zlib
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from multirate.errors import UserError
 from multirate.experts.layout import MODULE, NATIVE, ExpertTensors
 from multirate.experts.shards import Shards
 from multirate.experts.store import DATA, INDEX, VERIFIED, ExpertStore, StoreIndex
+from multirate.hub import explained
 from multirate.io import parse_json, write_atomically
 from multirate.model.native.moe import MOE_FAMILIES, expert_tiles, pack_expert
 
@@ -42,7 +44,7 @@ def pack(
     that the kernel runs. Nothing half-written is ever named experts.bin. Raises UserError naming
     file and reason.
     """
-    with Shards(model) as shards:
+    with explained(f"model {model}"), Shards(model) as shards:
         experts = ExpertTensors(shards)
         revision = shards.revision()
         config = _config(model)
@@ -68,7 +70,9 @@ def _config(model: Path) -> dict[str, Any]:
         content = (model / "config.json").read_bytes()
     except OSError as error:
         raise UserError(f"{model / 'config.json'} cannot be read: {error.strerror}") from None
-    found: dict[str, Any] = parse_json(content, model / "config.json")
+    found = parse_json(content, model / "config.json")
+    if not isinstance(found, dict):
+        raise UserError(f"{model / 'config.json'} is {reprlib.repr(found)}; accepted: an object")
     return found
 
 
@@ -92,7 +96,7 @@ def _layout(wanted: str, config: dict[str, Any], experts: ExpertTensors) -> str:
 
 def _top_k(model: Path, config: dict[str, Any]) -> int:
     for key in ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk"):
-        if isinstance(config.get(key), int):
+        if type(config.get(key)) is int and config[key] > 0:
             return int(config[key])
     raise UserError(
         f"{model / 'config.json'} does not say how many experts a token has (num_experts_per_tok)"
@@ -206,7 +210,7 @@ class _Packer:
         except (OSError, UserError):
             return
         same = {"revision": self._revision, "record_bytes": self._bytes, "layout": self._layout}
-        if same.items() <= saved.items():
+        if isinstance(saved, dict) and same.items() <= saved.items():
             self._checksums = saved["checksums"][: size // self._bytes]
 
     def _check_space(self) -> None:

@@ -5,8 +5,8 @@ for.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,12 @@ class Shards:
     def _find(self) -> dict[str, str]:
         index = self.folder / INDEX
         if index.is_file():
-            try:
-                found = parse_json(index.read_bytes(), index)
-                named: dict[str, str] = dict(found["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{index} is not a safetensors index ({error})") from None
+            found = parse_json(index.read_bytes(), index)
+            named = found.get("weight_map") if isinstance(found, dict) else None
+            if not isinstance(named, dict) or not all(isinstance(v, str) for v in named.values()):
+                raise UserError(
+                    f"{index} is not a safetensors index: its weight_map is {reprlib.repr(named)}"
+                )
             missing = sorted(
                 {name for name in named.values() if not (self.folder / name).is_file()}
             )
@@ -104,7 +105,7 @@ class Shards:
             self._open(file)  # checks the file
             with (self.folder / file).open("rb", buffering=0) as data:
                 length = int.from_bytes(data.read(8), "little")
-                header: dict[str, Any] = json.loads(data.read(length))
+                header: dict[str, Any] = parse_json(data.read(length), self.folder / file)
                 for name in sorted(header.keys() - {"__metadata__"}):
                     about = header[name]
                     begin, end = about["data_offsets"]

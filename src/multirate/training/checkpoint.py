@@ -236,6 +236,11 @@ def _check_tensors(
             raise UserError(
                 f"{path}: tensor '{name}' is {found.dtype}; the config needs {wanted.dtype}."
             )
+        if found.is_floating_point() and not found.float().isfinite().all():
+            raise UserError(
+                f"{path}: tensor '{name}' holds values that are not finite; fetch or train the "
+                "accelerator again."
+            )
     tokens = tensors.get("draft_tokens")
     if tokens is not None and (
         tokens.min() < 0 or tokens.max() >= base.vocab_size or (tokens.diff() <= 0).any()

@@ -52,7 +52,7 @@ def read_fingerprints(folder: Path, description: dict[str, Any]) -> frozenset[in
         if hashlib.sha256(content).hexdigest() != description[CHECKSUM]:
             raise ValueError("another checksum")
         return frozenset(load(content)[_TENSOR].tolist())
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"{path} is not the file that {DESCRIPTION} describes ({reason}); fetch or train the "

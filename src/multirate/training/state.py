@@ -53,7 +53,7 @@ def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any] | No
         return None
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-        saved = state["identity"]
+        saved = dict(state["identity"])
     except Exception:
         raise UserError(
             f"{path} cannot be read (truncated or damaged); delete it to start over."

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from multirate.errors import UserError
 from multirate.io import parse_json, write_atomically
@@ -35,6 +36,26 @@ _NAMES = {
     "head.weight": "lm_head.weight",
 }
 """Ours → theirs; `midlayer.` stands for `layers.0.` in EAGLE's own checkpoints."""
+_MORE_TENSORS = {"embed_tokens.weight", "d2t", "t2d"}
+_TRAINED_WITH = ("verifier_", "rotary_emb.")
+"""Tensors that begin so are the base's, or follow from the config."""
+_FIELDS = {
+    *("speculators_model_type", "speculators_config", "speculators_version", "auto_map"),
+    *("transformer_layer_config", "draft_vocab_size", "target_hidden_size"),
+    *("eagle_aux_hidden_state_layer_ids", "norm_before_residual", "embed_requires_grad"),
+    *("torch_dtype", "has_no_defaults_at_init"),
+}
+_LAYER_FIELDS = {
+    *("hidden_size", "vocab_size", "num_hidden_layers", "hidden_act", "attention_bias", "mlp_bias"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
+    *("rms_norm_eps", "rope_theta", "rope_parameters", "rope_scaling", "model_type"),
+    *("max_position_embeddings", "initializer_range", "attention_dropout", "pretraining_tp"),
+    *("use_cache", "max_window_layers", "layer_types", "torch_dtype"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+}
+"""Fields that are read below or change nothing that a drafter computes. PretrainedConfig's own come
+on top; of any other a value that is not null or false may mean other arithmetic.
+"""
 _DRAFTED = 5
 """Tokens of a draft that a server is told to begin with."""
 
@@ -73,6 +94,13 @@ def read(
             f"{path}: tensor 'embed_tokens.weight' is not the base model's; accepted are the "
             "base's input embeddings, or none."
         )
+    known = {*_NAMES.values(), *_MORE_TENSORS}
+    for name in sorted(tensors.keys() - known):
+        if not name.removeprefix("layers.0.self_attn.").startswith(_TRAINED_WITH):
+            raise UserError(
+                f"{path}: tensor '{name}' is not one of an EAGLE-3 drafter that can be read; "
+                f"accepted: {', '.join(sorted(known))}."
+            )
     found = {ours: _tensor(path, tensors, theirs) for ours, theirs in _NAMES.items()}
     found["tap_sizes"] = torch.ones(
         len(config.taps) * base.hidden_size, dtype=torch.float32, device="cpu"
@@ -98,6 +126,11 @@ def _config(path: Path, given: dict[str, Any], base: BaseShape) -> Eagle3Config:
     if not isinstance(layer, dict):
         refuse("transformer_layer_config", layer, "an object")
     inner = "transformer_layer_config."
+    usual_fields = PretrainedConfig().to_dict().keys()
+    for values, known, where in ((given, _FIELDS, ""), (layer, _LAYER_FIELDS, inner)):
+        for name, value in values.items():
+            if name not in known | usual_fields and value not in (None, False, [], {}):
+                refuse(where + name, value, "no such field: what it changes is not known here")
     for name, ours in (("hidden_size", base.hidden_size), ("vocab_size", base.vocab_size)):
         value = field(layer, name, inner)
         if value != ours:
@@ -106,18 +139,21 @@ def _config(path: Path, given: dict[str, Any], base: BaseShape) -> Eagle3Config:
     if wide not in (None, base.hidden_size):
         refuse("target_hidden_size", wide, f"the base model's {base.hidden_size}")
     for name, usual in (
+        ("model_type", "llama"),
         ("num_hidden_layers", 1),
+        ("layer_types", ["full_attention"]),
         ("hidden_act", "silu"),
         ("attention_bias", False),
         ("mlp_bias", False),
         ("rope_scaling", None),
     ):
-        if layer.get(name, usual) != usual:
+        if layer.get(name) not in (None, usual):
             refuse(inner + name, layer[name], json.dumps(usual))
     heads = field(layer, "num_attention_heads", inner)
     rope = layer.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
-        refuse(inner + "rope_parameters", rope, "rope_type default")
+    plain = isinstance(rope, dict) and rope.get("rope_type", "default") == "default"
+    if not plain or rope.keys() - {"rope_type", "rope_theta"}:
+        refuse(inner + "rope_parameters", rope, "rope_type default and rope_theta")
     vocab = field(given, "draft_vocab_size")
     taps = given.get("eagle_aux_hidden_state_layer_ids")
     try:
@@ -154,15 +190,15 @@ def _draft_tokens(
     """The ids of the head's rows, increasing, and the rows in that order: d2t says how much is
     added to a row's number.
     """
-    offsets = _tensor(path, tensors, "d2t").to(torch.int64)
-    ids = offsets.flatten() + torch.arange(offsets.numel(), device="cpu")
+    offsets = _tensor(path, tensors, "d2t")
+    fits = offsets.shape == (count,) and not offsets.is_floating_point()
+    ids = (
+        offsets.to(torch.int64) + torch.arange(count, device="cpu")
+        if fits
+        else -torch.ones(1, dtype=torch.int64, device="cpu")
+    )
     chosen, order = ids.sort()
-    if (
-        offsets.shape != (count,)
-        or (chosen.diff() <= 0).any()
-        or int(chosen[0]) < 0
-        or int(chosen[-1]) >= vocab
-    ):
+    if (chosen.diff() <= 0).any() or int(chosen[0]) < 0 or int(chosen[-1]) >= vocab:
         raise UserError(
             f"{path}: tensor 'd2t' must lead from {count} rows to different ids below {vocab}."
         )

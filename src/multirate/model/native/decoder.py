@@ -366,6 +366,7 @@ class NativeDecoder(Decoder):
         x = abi.floats_for(len(ids), self.info.hidden_size)
         self._library.mr_embed(
             self._table,
+            self.info.vocab_size,
             abi.tensor(ids),
             len(ids),
             x.shape[1],

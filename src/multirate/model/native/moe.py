@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from multirate.errors import UserError
 from multirate.model.decoder import Decoder, LayerAdapter
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import abi
@@ -123,6 +124,11 @@ class NativeMoEDecoder(NativeDecoder):
         }
         first: Any = next(block for block in moe if block is not None)
         self.num_experts, self.top_k = first.num_experts, first.top_k
+        if not 1 <= self.top_k <= self.num_experts:
+            raise UserError(
+                f"{type(model).__name__}: a token has {self.top_k} of {self.num_experts} experts; "
+                f"accepted: 1 to {self.num_experts}"
+            )
         config: Any = model.config
         self.normalise = int(getattr(config, "norm_topk_prob", True))
         self._layer_of = list(self.row_of)

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import warnings
 
+MOST_SEED = (1 << 64) - 1
+"""The largest seed that every generator takes: torch's has 64 bits."""
+
 
 class UserError(Exception):
     """A path, value, file or model that cannot be used, in one sentence that names it and what is
     accepted.
+    """
+
+
+class Diverged(Exception):
+    """A training whose numbers are no longer finite, in one sentence. The command line prints it
+    and ends with code 1: nothing about the call is wrong in form.
     """
 
 

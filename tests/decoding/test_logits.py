@@ -165,6 +165,8 @@ def test_streams_belong_to_sequences_and_seeds() -> None:
         ("repetition_penalty", float("inf")),
         ("seed", -1),
         ("seed", "x"),
+        ("seed", 2**64),
+        ("repetition_penalty", 10**400),
     ],
 )
 def test_settings_refuse(field: str, value: object) -> None:

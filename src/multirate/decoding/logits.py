@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.errors import UserError
+from multirate.errors import MOST_SEED, UserError
 from multirate.model.decoder import argmax_rows
 from multirate.model.noise import NOT_FINITE
 
@@ -65,11 +65,10 @@ class SamplingSettings:
         _require_number(
             "repetition_penalty", self.repetition_penalty, lambda v: v > 0, "a number above 0"
         )
-        if self.seed is not None and (
-            isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0
-        ):
+        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if self.seed is not None and not (whole and 0 <= self.seed <= MOST_SEED):
             raise UserError(
-                f"seed is {self.seed!r}; accepted is a whole number of at least 0, or none"
+                f"seed is {self.seed!r}; accepted is a whole number from 0 to {MOST_SEED}, or none"
             )
 
     @property
@@ -89,9 +88,11 @@ class SamplingSettings:
 
 
 def _require_number(name: str, value: object, accepts: object, accepted: str) -> None:
-    number = (
-        not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
-    )
+    number = not isinstance(value, bool) and isinstance(value, (int, float))
+    try:
+        number = number and math.isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:  # a whole number beyond any float
+        number = False
     if not number or not accepts(value):  # type: ignore[operator]
         raise UserError(f"{name} is {value!r}; accepted is {accepted}")
 

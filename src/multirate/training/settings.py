@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from multirate.errors import MOST_SEED
 from multirate.methods.common.config import MethodConfig
 
 
@@ -74,8 +75,8 @@ class TrainSettings(MethodConfig):
         )
         for name in ("lr", "grad_clip", "step_decay", "sharpness", "checkpoint_seconds"):
             self.require(getattr(self, name) > 0, name, "above 0")
-        for name in ("warmup_steps", "seed"):
-            self.require(getattr(self, name) >= 0, name, "0 or more")
+        self.require(self.warmup_steps >= 0, "warmup_steps", "0 or more")
+        self.require(0 <= self.seed <= MOST_SEED, "seed", f"0 to {MOST_SEED}")
         self.require(self.weight_decay >= 0, "weight_decay", "0 or more")
         self.require(0 <= self.final_lr <= 1, "final_lr", "0 to 1")
         self.require(0 < self.head_lr <= 1, "head_lr", "above 0, at most 1")

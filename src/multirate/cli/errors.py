@@ -13,8 +13,9 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from multirate.errors import Notice, UserError
+from multirate.errors import Diverged, Notice, UserError
 
+FAILED = 1
 MENDABLE = 2
 INTERRUPTED = 130
 
@@ -30,6 +31,8 @@ class Group(TyperGroup):
                 return super().invoke(ctx)
         except UserError as error:
             fail(str(error))
+        except Diverged as error:
+            fail(str(error), FAILED)
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None
@@ -62,8 +65,8 @@ def _show(otherwise: Callable[..., None]) -> Callable[..., None]:
     return show
 
 
-def fail(sentence: str) -> None:
-    """Prints `error: sentence` to stderr, on one line, and ends the command with code 2."""
+def fail(sentence: str, code: int = MENDABLE) -> None:
+    """Prints `error: sentence` to stderr, on one line, and ends the command with the code."""
     try:
         sys.stdout.flush()
     # what could not be written would be tried again at the end, and the exit code be the
@@ -71,4 +74,4 @@ def fail(sentence: str) -> None:
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     typer.echo(f"error: {' '.join(sentence.split())}", err=True)
-    raise typer.Exit(MENDABLE) from None
+    raise typer.Exit(code) from None

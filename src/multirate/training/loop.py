@@ -25,7 +25,7 @@ from accelerate import Accelerator as Launcher
 from torch import Tensor, nn
 
 import multirate
-from multirate.errors import UserError
+from multirate.errors import Diverged, UserError
 from multirate.hub import load_model
 from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.objective import Report, Summary
@@ -43,13 +43,20 @@ from multirate.training.data import (
     load_samples,
     set_aside,
 )
+from multirate.training.divergence import advice, check_step, not_finite
 from multirate.training.memory import RELEASE_EVERY, bound_product_caches, memory_releaser
 from multirate.training.optimizers import learning_rate, optimizers
 from multirate.training.precision import low_precision
 from multirate.training.progress import TrainProgress, describe
 from multirate.training.prompt_fingerprints import prompt_fingerprint
 from multirate.training.settings import TrainSettings
-from multirate.training.state import load_state, prepare_output, remove_state, save_state
+from multirate.training.state import (
+    STATE,
+    load_state,
+    prepare_output,
+    remove_state,
+    save_state,
+)
 from multirate.training.teacher_states import TeacherStates, report_to_terminal
 
 STARTING_BATCHES = 16
@@ -351,10 +358,15 @@ class _Run:
                 optimizer.load_state_dict(saved)
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.launcher.wait_for_everyone()
-        with _stop_requests() as stop_asked:
-            if not self._steps(stop_asked):
-                return TrainResult(False, self.step, self.out, {})
-        results = self.evaluate()
+        try:
+            with _stop_requests() as stop_asked:
+                if not self._steps(stop_asked):
+                    return TrainResult(False, self.step, self.out, {})
+            self._check_weights()
+            results = self.evaluate()
+            self._check_results(results)
+        except Diverged as error:
+            raise Diverged(f"{error}; {self._what_is_kept()}") from None
         if self.main:
             training = {
                 **self.provenance,
@@ -374,6 +386,29 @@ class _Run:
             remove_state(self.out)
         self.launcher.wait_for_everyone()
         return TrainResult(True, self.step, self.out, results)
+
+    def _check_weights(self) -> None:
+        """Raises Diverged for weights that are not worth keeping."""
+        name = not_finite(self.stream.state_dict())
+        if name is not None:
+            raise Diverged(
+                f"training diverged: '{name}' is not finite after step {self.step}; "
+                f"{advice(self.settings.lr)}"
+            )
+
+    def _check_results(self, results: dict[str, Any]) -> None:
+        """The same for what finite weights come to on held-out samples."""
+        for term in results.get("terms", ()):
+            if not_finite(term["kl"]) is not None:
+                raise Diverged(
+                    f"training diverged: the held-out loss is {term['kl']} after step {self.step}; "
+                    f"{advice(self.settings.lr)}"
+                )
+
+    def _what_is_kept(self) -> str:
+        if not (self.out / STATE).exists():
+            return "nothing was saved"
+        return f"the last checkpoint is kept in {self.out / STATE}"
 
     def _prompts(self) -> frozenset[int] | None:
         """Fingerprints of the prompts of this run and those before it; None: of one it is not
@@ -406,7 +441,10 @@ class _Run:
                     summary.add(report.sums())
                     losses.append(report.loss)
                     seen += batch.ids.numel()
-                nn.utils.clip_grad_norm_(self.stream.parameters(), s.grad_clip)
+                norm = nn.utils.clip_grad_norm_(self.stream.parameters(), s.grad_clip)
+                # the norm is of all processes' gradients, so that all of them end here
+                loss_of_step = sum(losses[-s.gradient_accumulation :]) if world == 1 else 0.0
+                check_step(self.step, loss_of_step, float(norm), s.lr)
                 for optimizer in self.optimizers:
                     for group in optimizer.param_groups:
                         group["lr"] = learning_rate(self.step, s) * group.get("share", 1.0)
@@ -485,6 +523,7 @@ class _Run:
         return stops > 0, int(tokens)
 
     def _save(self) -> None:
+        self._check_weights()
         save_state(
             self.out,
             {

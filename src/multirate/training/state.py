@@ -14,6 +14,7 @@ import torch
 from multirate.errors import UserError
 from multirate.io import write_atomically
 from multirate.training.checkpoint import DESCRIPTION
+from multirate.training.divergence import not_finite
 
 STATE = "training_state.pt"
 
@@ -54,6 +55,7 @@ def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any] | No
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
         saved = dict(state["identity"])
+        state["stream"], state["optimizers"], state["step"], state["tokens"], state["seconds"]
     except Exception:
         raise UserError(
             f"{path} cannot be read (truncated or damaged); delete it to start over."
@@ -64,6 +66,11 @@ def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any] | No
                 f"{path} belongs to a run with another {name} ({saved.get(name)} instead of "
                 f"{identity[name]}); use the same, another output folder, or delete the file."
             )
+    name = not_finite({"stream": state["stream"], "optimizers": state["optimizers"]})
+    if name is not None:
+        raise UserError(
+            f"{path} cannot be gone on from: '{name}' is not finite; delete it to start over"
+        )
     return state
 
 

@@ -25,6 +25,9 @@ from torch import Tensor
 
 from multirate.hub import load_model
 from multirate.training.data import normalised, read_conversations, render_prompt
+from multirate.training.fingerprint import fingerprint
+from multirate.training.own_answers import record
+from multirate.training.own_tokens import ANSWERS, MARK, Said, text_of
 from multirate.training.question_filter import QuestionFilter
 from multirate.training.sampled_questions import user_turn
 
@@ -251,14 +254,24 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def answer_all(
-    weights: Weights, tokenizer: Any, texts: list[str], out: Path, most: int, batch: int, end: int
+    weights: Weights,
+    tokenizer: Any,
+    texts: list[str],
+    out: Path,
+    most: int,
+    batch: int,
+    end: int,
+    model: str,
 ) -> None:
-    """Writes {"instruction", "output"} for each text whose prompt is not too long."""
+    """Writes a record for each text whose prompt is not too long; model: its fingerprint."""
+    made_by = {MARK: ANSWERS, "model": model, "max_new_tokens": most}
     prompts = [prompt_ids(tokenizer, text) for text in texts]
     order = [i for i in range(len(texts)) if len(prompts[i]) <= LONGEST_PROMPT]
     order.sort(key=lambda i: len(prompts[i]))
     began, tokens, lanes = time.perf_counter(), 0, None
-    with out.open("w", encoding="utf-8") as handle:
+    if len(order) < len(texts):
+        print(f"{out.name}: {len(texts) - len(order)} prompts are longer than {LONGEST_PROMPT}")
+    with out.open("x", encoding="utf-8") as handle:  # what is there is not replaced
         for begin in range(0, len(order), batch):
             part = order[begin : begin + batch]
             slots = -(-(len(prompts[part[-1]]) + most) // 128) * 128
@@ -267,8 +280,13 @@ def answer_all(
                 lanes = Lanes(weights, batch, slots, most + 4)
             answers = answer(lanes, [prompts[i] for i in part], most, end)
             tokens += sum(map(len, answers))
-            for i, text in zip(part, tokenizer.batch_decode(answers), strict=True):
-                handle.write(json.dumps({"instruction": texts[i], "output": text}) + "\n")
+            for i, found in zip(part, answers, strict=True):
+                said = Said.of(prompts[i], found, "length")
+                if len(found) < most:
+                    said = Said.of(prompts[i], [*found, end], "eos")
+                text = text_of(tokenizer, said.answer.tolist())
+                line = record([("user", texts[i]), ("assistant", text)], [said], made_by)
+                handle.write(json.dumps(line) + "\n")
             seconds = time.perf_counter() - began
             print(f"{out.name}: {begin + len(part)} of {len(order)}, {tokens / seconds:.0f} tok/s")
 
@@ -299,10 +317,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
+    for file in (given.out / "self.jsonl", given.out / "own.jsonl"):
+        if file.exists():
+            parser.error(f"{file} is there already: choose another --out")
     torch.manual_seed(given.seed)
     loaded = load_model(given.model, "bfloat16", "cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = loaded.model, loaded.tokenizer
-    end = int(model.generation_config.eos_token_id)
+    end, known = int(model.generation_config.eos_token_id), fingerprint(model)
     weights = Weights(model, model.device)
     given.out.mkdir(parents=True, exist_ok=True)
     if given.check:
@@ -328,10 +349,10 @@ def main() -> None:
         print(
             f"{len(kept)} questions of {len(sampled)} sampled; left out: {dict(accepts.left_out)}"
         )
-        answer_all(weights, tokenizer, kept, given.out / "self.jsonl", most, batch, end)
+        answer_all(weights, tokenizer, kept, given.out / "self.jsonl", most, batch, end, known)
     others = [t for t in dict.fromkeys(first_turns(given.data)) if normalised(t) not in heldout]
     if others:
-        answer_all(weights, tokenizer, others, given.out / "own.jsonl", most, batch, end)
+        answer_all(weights, tokenizer, others, given.out / "own.jsonl", most, batch, end, known)
 
 
 if __name__ == "__main__":

@@ -108,19 +108,6 @@ def spread(records: list[T], limit: int | None) -> list[T]:
     return [records[i * len(records) // limit] for i in range(limit)]
 
 
-def whole_lines(path: Path) -> list[bytes]:
-    """The lines of a file that is written line by line; what a kill left of a last one is cut off.
-    Raises UserError when the file cannot be read or mended.
-    """
-    try:
-        *lines, rest = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
-    if rest:
-        write_atomically(path, b"".join(line + b"\n" for line in lines))
-    return lines
-
-
 def check_writable(path: str | Path) -> Path:
     """The path, after a trial write beside it.
 

@@ -51,10 +51,15 @@ def command(
     from multirate.engine import attach
     from multirate.io import check_writable
     from multirate.training.fingerprint import fingerprint
-    from multirate.training.own_answers import Questions, answer_questions, read_questions
+    from multirate.training.own_answers import (
+        Questions,
+        answer_questions,
+        look_for_records,
+        read_questions,
+    )
     from multirate.training.sampled_questions import QuestionSettings, sample_questions
 
-    check_writable(out)
+    look_for_records(check_writable(out))
     asked = read_questions(data, limit) if data else []
     loaded = options.load(model, dtype, device, experts)
     engine = attach(loaded, expert_policy=None if experts is None else "lru")
@@ -82,6 +87,14 @@ def command(
         asked += [Questions((text,)) for text in sampled.questions]
     with Bar("answering", len(asked)) as bar:
         count = answer_questions(
-            engine.decoder, loaded.tokenizer, asked, out, eos, max_new_tokens, batch, bar.to
+            engine.decoder,
+            loaded.tokenizer,
+            asked,
+            out,
+            eos,
+            max_new_tokens,
+            batch,
+            bar.to,
+            fingerprint(loaded.model),
         )
     typer.echo(f"{count} answers in {out}")

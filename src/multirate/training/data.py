@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.errors import UserError
+from multirate.errors import UserError, say_once
 from multirate.io import parse_json
+from multirate.training.own_tokens import Said, is_own, read_said, said_by, samples_of
 
 ACCEPTED = (
     '{"instruction", "input"?, "output" or "response"}, {"instruction", "instances": [{"input", '
@@ -37,21 +39,39 @@ POOL = 32
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of a chat, or plain text (``turns`` empty)."""
+    """Turns of a chat, or plain text (``turns`` empty). said: the tokens of the assistant's turns,
+    where they are a model's own answers.
+    """
 
     turns: tuple[tuple[str, str], ...] = ()
     text: str = ""
+    said: tuple[Said, ...] = field(default=(), compare=False)
+
+    @property
+    def answers(self) -> list[str]:
+        """The assistant's turns."""
+        return [text for role, text in self.turns if role == "assistant"]
+
+
+Piece = tuple[str | list[int], bool]
+"""A text, or its token ids; whether it is a response."""
 
 
 @dataclass(frozen=True)
 class Sample:
     """``ids`` int32 [T]; ``response`` bool [T]: the token is one the model has to write;
-    ``prompt``: normalised.
+    ``prompt``: normalised. ``cut``: responses were, in part at least.
     """
 
     ids: np.ndarray
     response: np.ndarray
     prompt: str = ""
+    cut: bool = False
+
+    @property
+    def teaches(self) -> bool:
+        """Whether it has a response token to predict."""
+        return len(self.ids) >= 2 and bool(self.response[1:].any())
 
 
 def normalised(text: str) -> str:
@@ -101,6 +121,9 @@ def first_of_each_prompt(samples: Sequence[Sample]) -> list[Sample]:
 
 def _conversations(record: Any, where: str, answered: bool) -> list[Conversation]:
     """One for a record, or one for each instance of Self-Instruct's seed format."""
+    if answered and is_own(record):
+        said = read_said(record, where)
+        return [replace(_conversation(record, where, answered), said=said)]
     if not isinstance(record, dict) or "instances" not in record or "instruction" not in record:
         return [_conversation(record, where, answered)]
     instances = record["instances"]
@@ -239,75 +262,114 @@ def _render(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def _pieces(conversation: Conversation, tokenizer: Any) -> list[tuple[str, bool]]:
-    """The texts that a conversation is tokenised in, and whether each is a response.
+def _samples(conversation: Conversation, tokenizer: Any) -> list[list[Piece]]:
+    """The samples of a conversation, in the pieces that each is tokenised in.
 
-    A response is what an assistant turn adds after the generation prompt, its end-of-turn token
+    Own answers are the tokens that were said. Elsewhere the chat template writes the answers. A
+    response is what an assistant turn adds after the generation prompt, its end-of-turn token
     included; the text after that token (which no one generates) is left out. Plain text counts as a
-    response throughout.
+    response throughout. Where the template rewrites earlier turns (it leaves out their thoughts),
+    what follows is a sample of its own.
     """
     if not conversation.turns:
         bos, eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
-        return [(bos + conversation.text + eos, True)]
-    pieces = []
+        return [[(bos + conversation.text + eos, True)]]
+    if conversation.said:
+        if said_by(tokenizer, conversation.said, conversation.answers):
+            return [list(sample) for sample in samples_of(conversation.said)]
+        say_once(
+            "own answers that are not what this tokenizer makes of their tokens (another model's, "
+            "or edited ones) are trained on as text"
+        )
+    samples: list[list[Piece]] = []
     done = ""
-    for number, (role, _) in enumerate(conversation.turns, start=1):
+    cut_off = iter([one.cut_off for one in conversation.said])
+    for number, (role, content) in enumerate(conversation.turns, start=1):
         if role != "assistant":
             continue
-        prompt = render_prompt(tokenizer, conversation.turns[: number - 1])
-        whole = _render(tokenizer, conversation.turns[:number])
-        if not prompt.startswith(done) or not whole.startswith(prompt):
-            # the template rewrites earlier turns (thinking models): later turns cannot be told
-            # apart
-            break
+        prompt, answer = _answer(tokenizer, conversation.turns[:number], content)
         eos = tokenizer.eos_token
-        answer = whole[len(prompt) :]
-        end = answer.rfind(eos) + len(eos) if eos and eos in answer else len(answer)
-        pieces += [(prompt[len(done) :], False), (answer[:end], True)]
-        done = prompt + answer[:end]
-    return pieces
+        if eos and eos in answer:
+            end = answer.rfind(eos)
+            answer = answer[:end] if next(cut_off, False) else answer[: end + len(eos)]
+        if not samples or not prompt.startswith(done):
+            samples.append([])
+            done = ""
+        samples[-1] += [(prompt[len(done) :], False), (answer, True)]
+        done = prompt + answer
+    return samples or [[]]
+
+
+def _answer(tokenizer: Any, turns: Sequence[tuple[str, str]], content: str) -> tuple[str, str]:
+    """(what precedes the last of `turns`, what the template makes of it: its `content` and the end
+    of the turn). Thoughts that the template puts before the content are not the turn's.
+    """
+    prompt, whole = render_prompt(tokenizer, turns[:-1]), _render(tokenizer, turns)
+    content = content.strip()
+    if whole.startswith(prompt):
+        start = len(prompt)
+        place = whole.find(content, start)
+        if whole[start:place].strip() and place >= 0:
+            start = place
+    else:  # the generation prompt begins thoughts, and this turn has none
+        pairs = enumerate(zip(prompt, whole, strict=False))
+        shared = next((place for place, (one, other) in pairs if one != other), len(whole))
+        place = whole.find(content, max(0, shared - len(content)))
+        start = shared if place < 0 else place
+    return whole[:start], whole[start:]
 
 
 def encode(
     conversations: Sequence[Conversation], tokenizer: Any, max_length: int
 ) -> Iterator[Sample]:
-    """Token ids and response mask of each conversation, at most ``max_length`` tokens (the rest is
-    cut).
+    """Token ids and response mask of each sample of the conversations, at most ``max_length``
+    tokens (the rest is cut).
     """
     for begin in range(0, len(conversations), TOKENISED_TOGETHER):
-        part = conversations[begin : begin + TOKENISED_TOGETHER]
-        pieces = [_pieces(conversation, tokenizer) for conversation in part]
-        texts = [text for of_one in pieces for text, _ in of_one]
+        part = [
+            (conversation, pieces)
+            for conversation in conversations[begin : begin + TOKENISED_TOGETHER]
+            for pieces in _samples(conversation, tokenizer)
+        ]
+        texts = [piece for _, pieces in part for piece, _ in pieces if isinstance(piece, str)]
         # all in one call, which a fast tokenizer answers on all cores
         encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         tokenised = iter(encoded)
-        for conversation, of_one in zip(part, pieces, strict=True):
+        for conversation, pieces in part:
             ids: list[int] = []
             response: list[bool] = []
-            for _, is_response in of_one:
-                found = next(tokenised)
+            for piece, is_response in pieces:
+                found = next(tokenised) if isinstance(piece, str) else piece
                 ids += found
                 response += [is_response] * len(found)
             yield Sample(
                 np.asarray(ids[:max_length], np.int32),
                 np.asarray(response[:max_length], np.bool_),
                 prompt_of(conversation),
+                any(response[max_length:]),
             )
 
 
 def load_samples(paths: Sequence[str | Path], tokenizer: Any, max_length: int) -> list[Sample]:
     """Encoded samples of all files, in order; those without a response token to predict are
-    dropped.
+    dropped, which is said. Raises UserError where no sample is left.
     """
     if not paths:
         raise UserError("No data file was given; --data needs at least one JSONL or JSON file.")
     conversations = [c for path in paths for c in read_conversations(path)]
-    samples = encode(conversations, tokenizer, max_length)
-    kept = [s for s in samples if len(s.ids) >= 2 and s.response[1:].any()]
+    samples = list(encode(conversations, tokenizer, max_length))
+    kept = [s for s in samples if s.teaches]
+    too_long, empty = f"within max_length={max_length}", "at all"
+    why = Counter(too_long if s.cut else empty for s in samples if not s.teaches)
+    names = ", ".join(str(p) for p in paths)
+    counts = ", ".join(f"{count} none {where}" for where, count in why.items())
     if not kept:
-        raise UserError(
-            f"No sample of {', '.join(str(p) for p in paths)} has a response token within "
-            f"max_length={max_length}; raise max_length or check the data."
+        mend = "raise max_length" if why[too_long] else "add answers to the data"
+        raise UserError(f"No sample of {names} has a response token to learn ({counts}); {mend}.")
+    if why:
+        say_once(
+            f"{len(samples) - len(kept)} of {len(samples)} samples of {names} are left out, as "
+            f"they have no response token to learn ({counts})"
         )
     return kept
 

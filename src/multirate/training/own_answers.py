@@ -1,25 +1,27 @@
 """Training text that the base model wrote itself: its greedy answers to questions.
 [ours]
 
-A draft has to agree with what the model says, not with what a data set says. The file is written
-one record at a time, so an interrupted run is continued by the same call.
+A draft has to agree with what the model says, not with what a data set says. A record holds the
+text and the token ids that were said (own_tokens.py). The file is written one record at a time, so
+an interrupted run is continued by the same call.
 """
 
 from __future__ import annotations
 
-import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from multirate.decoding.continuous import generate_continuously
 from multirate.decoding.stopping import StopSettings
-from multirate.errors import UserError
-from multirate.io import parse_json, spread, whole_lines
+from multirate.errors import UserError, say_once
+from multirate.io import parse_json, spread
 from multirate.model.decoder import Decoder
 from multirate.training.data import normalised, read_conversations, render_prompt
+from multirate.training.own_tokens import ANSWERS, MARK, Said, is_own, text_of
+from multirate.training.record_file import Records, beginning_of, foreign, look_at
 
 Turns = list[tuple[str, str]]
 
@@ -44,10 +46,14 @@ def read_questions(data_files: Sequence[str | Path], limit: int | None = None) -
     """
     conversations = [c.turns for f in data_files for c in read_conversations(f, answered=False)]
     distinct: dict[tuple[str, ...], Questions] = {}
+    silent = 0
     for asked in map(_of_turns, conversations):
+        silent += not asked.users
         if asked.users:
             key = tuple(map(normalised, (asked.system or "", *asked.users)))
             distinct.setdefault(key, asked)
+    if silent and distinct:
+        say_once(f"{silent} of {len(conversations)} records ask nothing (no user turn): left out")
     questions = list(distinct.values())
     if not questions:
         names = ", ".join(str(f) for f in data_files)
@@ -64,43 +70,53 @@ def answer_questions(
     max_new_tokens: int = 160,
     batch: int = 16,
     progress: Callable[[int, int], None] | None = None,
+    model: str = "",
 ) -> int:
     """Writes conversations to `out`, every user turn answered by the model after its own earlier
     answers.
 
     One {"instruction", "output"} line per conversation of one question, {"messages"} for several
-    and for those with a system turn, in the order of the questions. batch: sequences decoded at
-    once. progress(done, total). Returns the number of records in the file. Questions that leave no
-    room in the context are left out; later turns without room end their conversation. Raises
-    UserError for an `out` that was made from other questions.
+    and for those with a system turn, in the order of the questions; each with "said", the token ids
+    of every prompt and answer and why the answer ended. batch: sequences decoded at once.
+    progress(done, total). model: what tells it from others (its fingerprint). Returns the number of
+    records in the file. Questions that leave no room in the context are left out; later turns
+    without room end their conversation; both is said. Raises UserError for an `out` that is no file
+    of this function's, or was made from other questions, by another model or with another
+    max_new_tokens.
     """
-    room = (decoder.info.max_positions or 1 << 30) - max_new_tokens
     answerer = _Answerer(
         decoder,
         tokenizer,
         StopSettings(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids)),
-        room,
+        decoder.info.max_positions or 1 << 30,
     )
-    questions = [
-        asked
-        for asked in questions
-        if answerer.prompt([*asked.beginning(), ("user", asked.users[0])])
-    ]
-    path = Path(out)
-    done = _resume(path, questions)
+    questions = answerer.answerable(questions)
+    made_by = {MARK: ANSWERS, "model": model, "max_new_tokens": max_new_tokens}
+    records = _look_at(Path(out), questions, made_by)
+    done = len(records.lines)
     if progress is not None:
         progress(done, len(questions))
-    try:
-        with path.open("a", encoding="utf-8") as handle:
-            for turns in answerer.answers(questions[done:], batch):
-                handle.write(json.dumps(_record(turns)) + "\n")
-                handle.flush()
-                done += 1
-                if progress is not None:
-                    progress(done, len(questions))
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
+    with records.append() as write:
+        for turns, said in answerer.answers(questions[done:], batch):
+            write(record(turns, said, made_by))
+            done += 1
+            if progress is not None:
+                progress(done, len(questions))
+    if answerer.ended_early:
+        say_once(
+            f"{answerer.ended_early} conversations end before their last question: what follows "
+            f"{answerer.too_long}"
+        )
     return len(questions)
+
+
+def record(turns: Turns, said: Sequence[Said], made_by: dict[str, Any]) -> dict[str, Any]:
+    """The line of a conversation."""
+    if len(turns) == 2:
+        text: dict[str, Any] = {"instruction": turns[0][1], "output": turns[1][1]}
+    else:
+        text = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    return {**made_by, **text, "said": [one.to_json() for one in said]}
 
 
 @dataclass
@@ -110,65 +126,90 @@ class _Answerer:
     decoder: Decoder
     tokenizer: Any
     stop: StopSettings
-    room: int
+    positions: int
+    ended_early: int = field(default=0, init=False)
+    """Conversations whose last questions were not asked."""
 
-    def prompt(self, turns: Turns) -> list[int] | None:
-        """The ids that the next answer follows; None when there are none, or more than leave room
-        for it.
-        """
-        ids = list(
-            self.tokenizer(render_prompt(self.tokenizer, turns), add_special_tokens=False)[
-                "input_ids"
-            ]
+    @property
+    def too_long(self) -> str:
+        """What a prompt without room for its answer does."""
+        return (
+            f"leaves no room for {self.stop.max_new_tokens} tokens in the model's context of "
+            f"{self.positions}"
         )
-        return ids if 0 < len(ids) <= self.room else None
 
-    def answers(self, questions: Sequence[Questions], batch: int) -> Iterator[Turns]:
+    def prompt(self, turns: Turns) -> list[int]:
+        """The ids that the next answer follows."""
+        text = render_prompt(self.tokenizer, turns)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def fits(self, prompt: Sequence[int]) -> bool:
+        """Whether it leaves room for an answer."""
+        return len(prompt) + (self.stop.max_new_tokens or 0) <= self.positions
+
+    def answerable(self, questions: Sequence[Questions]) -> list[Questions]:
+        """Those whose first question can be asked; the others are counted, and it is said why.
+        Raises UserError where there are none.
+        """
+        kept, why = [], Counter[str]()
+        for asked in questions:
+            prompt = self.prompt([*asked.beginning(), ("user", asked.users[0])])
+            if prompt and self.fits(prompt):
+                kept.append(asked)
+            else:
+                why[self.too_long if prompt else "has no tokens"] += 1
+        reasons = "; ".join(
+            f"{count} of {len(questions)}: it {what}" for what, count in why.items()
+        )
+        if why and not kept:
+            raise UserError(f"no question can be answered ({reasons})")
+        if why:
+            say_once(f"questions are left out ({reasons})")
+        return kept
+
+    def answers(
+        self, questions: Sequence[Questions], batch: int
+    ) -> Iterator[tuple[Turns, list[Said]]]:
         """Each conversation once it has ended, in the order of the questions."""
         conversations = [asked.beginning() for asked in questions]
-        answered = [0] * len(questions)
+        said: list[list[Said]] = [[] for _ in questions]
         waiting = deque[tuple[int, list[int]]]()  # conversations that go on, and their prompts
         coming = iter(range(len(questions)))
-        asked: list[int] = []  # the conversation of each prompt, in the order they were taken
+        asked: list[tuple[int, list[int]]] = []  # the same of all that were taken, in order
 
         def next_prompt() -> list[int] | None:
             if not waiting and (index := next(coming, None)) is not None:
                 turn(index)
             if not waiting:
                 return None
-            index, prompt = waiting.popleft()
-            asked.append(index)
-            return prompt
+            asked.append(waiting.popleft())
+            return asked[-1][1]
 
         def turn(index: int) -> bool:
             """Puts a conversation's next question; False where it has none, or no room for it."""
-            users = questions[index].users
-            if answered[index] == len(users):
+            users, number = questions[index].users, len(said[index])
+            if number == len(users):
                 return False
-            prompt = self.prompt([*conversations[index], ("user", users[answered[index]])])
-            if prompt is not None:
-                waiting.append((index, prompt))
-            return prompt is not None
+            prompt = self.prompt([*conversations[index], ("user", users[number])])
+            if not self.fits(prompt):
+                self.ended_early += 1
+                return False
+            waiting.append((index, prompt))
+            return True
 
         ended: set[int] = set()
         written = 0
         for finished in generate_continuously(self.decoder, next_prompt, batch, stop=self.stop):
-            index = asked[finished.number]
-            question = questions[index].users[answered[index]]
-            answered[index] += 1
-            text = self.tokenizer.decode(finished.tokens, skip_special_tokens=True).strip()
-            conversations[index] += [("user", question), ("assistant", text or " ")]
+            index, prompt = asked[finished.number]
+            question = questions[index].users[len(said[index])]
+            text = text_of(self.tokenizer, finished.tokens)
+            conversations[index] += [("user", question), ("assistant", text)]
+            said[index].append(Said.of(prompt, finished.tokens, finished.reason))
             if not turn(index):
                 ended.add(index)
             while written in ended:
-                yield conversations[written]
+                yield conversations[written], said[written]
                 written += 1
-
-
-def _record(turns: Turns) -> dict[str, Any]:
-    if len(turns) == 2:
-        return {"instruction": turns[0][1], "output": turns[1][1]}
-    return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
 def _asked(record: dict[str, Any]) -> Questions:
@@ -183,27 +224,44 @@ def _of_turns(turns: Sequence[tuple[str, str]]) -> Questions:
     return Questions(tuple(text for role, text in turns if role == "user"), system)
 
 
-def _resume(path: Path, questions: Sequence[Questions]) -> int:
-    """How many records `path` holds already; cuts off a half-written last line."""
-    if not path.exists():
-        return 0
-    whole = whole_lines(path)
-    for number, (line, asked) in enumerate(zip(whole, questions, strict=False), start=1):
+_WHAT = "a record of this command"
+
+
+def look_for_records(path: str | Path) -> Records:
+    """What an `out` of answer_questions holds. Changes nothing. Raises UserError for a file that
+    does not begin as such a file does.
+    """
+    beginning = beginning_of({MARK: ANSWERS})
+    return look_at(Path(path), beginning, beginning, _WHAT)
+
+
+def _look_at(path: Path, questions: Sequence[Questions], made_by: dict[str, Any]) -> Records:
+    """The records that `path` holds already, each of them compared. Changes nothing."""
+    records = look_for_records(path)
+    for number, line in enumerate(records.lines, start=1):
         try:
-            found = _asked(parse_json(line, path))
-        except (UserError, KeyError, TypeError):
-            raise UserError(
-                f"{path}, line {number}: not a record of this command; choose another --out"
-            ) from None
-        count = len(found.users)
-        if not count or found != Questions(asked.users[:count], asked.system):
+            found = parse_json(line, path)
+            asked = _asked(found)
+        except (UserError, KeyError, TypeError, IndexError):
+            raise foreign(path, number, _WHAT) from None
+        if not is_own(found) or not asked.users:
+            raise foreign(path, number, _WHAT)
+        for name in ("model", "max_new_tokens"):
+            if found.get(name) != made_by[name]:
+                raise UserError(
+                    f"{path}, line {number}: made with another {name} ({found.get(name)} instead "
+                    f"of {made_by[name]}); choose another --out or delete it"
+                )
+        wanted = questions[number - 1] if number <= len(questions) else None
+        count = len(asked.users)
+        if wanted is not None and asked != Questions(wanted.users[:count], wanted.system):
             raise UserError(
                 f"{path}, line {number}: made from other questions; choose another --out or delete "
                 "it"
             )
-    if len(whole) > len(questions):
+    if len(records.lines) > len(questions):
         raise UserError(
-            f"{path} holds {len(whole)} records for {len(questions)} questions; choose another "
-            "--out"
+            f"{path} holds {len(records.lines)} records for {len(questions)} questions; choose "
+            "another --out"
         )
-    return len(whole)
+    return records

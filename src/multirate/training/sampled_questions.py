@@ -21,9 +21,10 @@ from multirate.decoding.continuous import Finished, generate_continuously
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError, say_once
-from multirate.io import whole_lines, write_atomically
+from multirate.io import parse_json
 from multirate.model.decoder import Decoder
 from multirate.training.question_filter import QuestionFilter
+from multirate.training.record_file import Records, foreign, look_at
 
 ROUND = 256
 """Samples of one temperature, and what the yield is judged by."""
@@ -133,33 +134,33 @@ def sample_questions(
     for text in asked:
         accepts.add(text)
     path = Path(path)
-    kept, samples = _resume(path, {"model": model, **asdict(settings)}, accepts)
-    began, found_in_round = samples, 0
-    try:
-        with path.open("a", encoding="utf-8") as handle:
-            for finished in _samples(decoder, turn, settings, batch, began):
-                if len(kept) >= count:
+    made_by = {"model": model, **asdict(settings)}
+    records, kept, samples = _look_at(path, made_by, accepts)
+    began, found_in_round, left_out_before = samples, 0, accepts.left_out.copy()
+    with records.append() as write:
+        if not records.lines:
+            write({"made_by": made_by})
+        for finished in _samples(decoder, turn, settings, batch, began):
+            if len(kept) >= count:
+                break
+            samples = finished.number + 1
+            question = _text(finished, turn, tokenizer, accepts)
+            if question is not None and accepts.keep(question):
+                kept.append(question)
+                found_in_round += 1
+                write({"question": question, "sample": finished.number})
+                if progress is not None:
+                    progress(len(kept), count)
+            if samples % ROUND == 0:
+                if samples - began >= ROUND and found_in_round < LEAST_YIELD * ROUND:
+                    why = (accepts.left_out - left_out_before).most_common()
+                    reasons = ", ".join(f"{number} {reason}" for reason, number in why)
+                    say_once(
+                        f"{len(kept)} of {count} questions after {samples} samples, going on with "
+                        f"these: of the last {ROUND} samples {found_in_round} were new ({reasons})"
+                    )
                     break
-                samples = finished.number + 1
-                question = _text(finished, turn, tokenizer, accepts)
-                if question is not None and accepts.keep(question):
-                    kept.append(question)
-                    found_in_round += 1
-                    record = {"question": question, "sample": finished.number}
-                    handle.write(json.dumps(record) + "\n")
-                    handle.flush()
-                    if progress is not None:
-                        progress(len(kept), count)
-                if samples % ROUND == 0:
-                    if samples - began >= ROUND and found_in_round < LEAST_YIELD * ROUND:
-                        say_once(
-                            f"the model repeats itself: {len(kept)} of {count} questions after "
-                            f"{samples} samples, going on with these"
-                        )
-                        break
-                    found_in_round = 0
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
+                found_in_round, left_out_before = 0, accepts.left_out.copy()
     return Sampled(kept[:count], samples, samples - began, accepts.left_out)
 
 
@@ -207,30 +208,27 @@ def _text(
     return text.strip()
 
 
-def _resume(path: Path, made_by: dict[str, Any], accepts: QuestionFilter) -> tuple[list[str], int]:
-    """The questions that `path` holds and the next sample's number; starts the file if there is
-    none.
-    """
-    if not path.exists() or not (lines := whole_lines(path)):
-        write_atomically(path, json.dumps({"made_by": made_by}) + "\n")
-        return [], 0
+def _look_at(
+    path: Path, made_by: dict[str, Any], accepts: QuestionFilter
+) -> tuple[Records, list[str], int]:
+    """What `path` holds, the questions in it and the next sample's number. Changes nothing."""
+    what = "a question that this command sampled"
+    first, other = '{"made_by": ', '{"question": '
+    records = look_at(path, first.encode(), other.encode(), what)
     kept, following = [], 0
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(records.lines, start=1):
         try:
-            record = json.loads(line)
+            record = parse_json(line, path)
             found = record["made_by"] if number == 1 else (record["question"], record["sample"])
-        except (ValueError, KeyError, TypeError):
-            raise UserError(
-                f"{path}, line {number}: not a question that this command sampled; choose another "
-                "--out or delete it"
-            ) from None
+            following = 0 if number == 1 else int(found[1]) + 1
+        except (UserError, ValueError, KeyError, TypeError):
+            raise foreign(path, number, what) from None
         if number > 1:
             kept.append(str(found[0]))
             accepts.add(kept[-1])
-            following = int(found[1]) + 1
         elif found != json.loads(json.dumps(made_by)):
             raise UserError(
                 f"{path}: sampled from another model or with other settings; choose another --out "
                 "or delete it"
             )
-    return kept, following
+    return records, kept, following

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multirate.errors import UserError
+from multirate.errors import Notice, UserError
 from multirate.training import data as data_module
 from multirate.training.data import (
     BatchPlan,
@@ -232,3 +232,59 @@ def test_conversations_tokenised_together_are_what_each_is_alone(
         assert np.array_equal(sample.ids, alone.ids) and len(sample.ids) <= 9
         assert np.array_equal(sample.response, alone.response)
         assert sample.prompt == alone.prompt
+
+
+THINKS = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    "{{ lead if loop.last and m.role == 'assistant' }}"
+    "{{ m.content.split('</t>')[-1] if not loop.last else m.content }}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' + begin }}{% endif %}"
+)
+TWO = (("user", "a"), ("assistant", "<t>no</t>b"), ("user", "c"), ("assistant", "d"))
+
+
+def told(sample: Sample) -> tuple[str, str]:
+    """(what is read, what is to be said)"""
+    words = tokenizer()
+    return words.decode(sample.ids[~sample.response]), words.decode(sample.ids[sample.response])
+
+
+def test_turns_after_rewritten_ones_are_samples_of_their_own() -> None:
+    words = tokenizer()
+    words.chat_template = "{% set lead, begin = '', '' %}" + THINKS
+    first, second = map(told, encode([Conversation(TWO)], words, 99))
+    assert first == ("<|user|>a<|end|><|assistant|>", "<t>no</t>b<|end|>")
+    assert second == (
+        "<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>",
+        "d<|end|>",
+    )
+
+
+@pytest.mark.parametrize("answer", ["d", "t", "t t", "e", ""])  # in the thoughts or the end, too
+def test_thoughts_that_a_template_puts_in_are_not_to_be_learnt(answer: str) -> None:
+    words = tokenizer()
+    words.chat_template = "{% set lead, begin = '<t></t>', '' %}" + THINKS
+    [sample] = encode([Conversation((TWO[2], ("assistant", answer)))], words, 99)
+    assert told(sample) == ("<|user|>c<|end|><|assistant|><t></t>", answer + "<|end|>")
+
+
+def test_a_prompt_that_begins_thoughts_loses_no_answer() -> None:
+    words = tokenizer()
+    words.chat_template = "{% set lead, begin = '', '<t>' %}" + THINKS
+    [sample] = encode([Conversation(TWO[2:])], words, 99)
+    assert told(sample) == ("<|user|>c<|end|><|assistant|>", "d<|end|>")
+
+
+def test_what_is_left_out_is_said_with_its_reason(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    long, short = {"instruction": "a" * 50, "output": "b"}, {"instruction": "a", "output": "b"}
+    rows = [long, short, {"text": ""}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.warns(Notice, match=r"2 of 3 .*1 none within max_length=20, 1 none at all"):
+        assert len(load_samples([path], tokenizer(), 20)) == 1
+    path.write_text(json.dumps(long) + "\n")
+    with pytest.raises(UserError, match=r"1 none within max_length=20\); raise max_length"):
+        load_samples([path], tokenizer(), 20)
+    path.write_text(json.dumps({"text": ""}) + "\n")
+    with pytest.raises(UserError, match=r"1 none at all\); add answers"):
+        load_samples([path], tokenizer(), 20)

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from multirate.errors import UserError
+from multirate.errors import Notice, UserError
 from multirate.model.load import load_decoder
 from multirate.training.data import render_prompt
 from multirate.training.own_answers import answer_questions, read_questions
@@ -193,3 +193,49 @@ def test_equal_questions_are_asked_once(setup, tmp_path):
         == 2
     )
     assert [json.loads(line)["instruction"] for line in out.read_text().splitlines()] == asked[:3:2]
+
+
+def test_questions_without_room_are_counted_with_their_reason(setup, data, tmp_path):
+    model, tokenizer = setup
+    long = {"messages": [{"role": "user", "content": "the cat " * 20}]}
+    chat = {"messages": [{"role": "user", "content": "what is the " * n} for n in (1, 14, 1)]}
+    silent = {"text": "the sun is red"}
+    with data.open("a") as handle:
+        handle.write("".join(json.dumps(row) + "\n" for row in (long, chat, silent)))
+    out = tmp_path / "own.jsonl"
+    with pytest.warns(Notice) as said:
+        questions = read_questions([data])
+        count = answer_questions(load_decoder(model), tokenizer, questions, out, (), 30)
+    assert count == 6 == len(out.read_text().splitlines())
+    sentences = sorted(str(one.message) for one in said)
+    assert sentences == [
+        "1 conversations end before their last question: what follows leaves no room for 30 tokens "
+        "in the model's context of 64",
+        "1 of 8 records ask nothing (no user turn): left out",
+        "questions are left out (1 of 7: it leaves no room for 30 tokens in the model's context of "
+        "64)",
+    ]
+    with pytest.raises(UserError, match=r"no question can be answered.*no room for 64 tokens"):
+        answer_questions(load_decoder(model), tokenizer, questions, tmp_path / "none", (), 64)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("changed", [{"model": "another"}, {"max_new_tokens": 5}])
+def test_answers_of_other_models_and_lengths_are_not_gone_on_from(setup, data, tmp_path, changed):
+    model, tokenizer = setup
+    decoder, out = load_decoder(model), tmp_path / "own.jsonl"
+    given = {"max_new_tokens": 4, "model": "one"}
+    answer_questions(decoder, tokenizer, read_questions([data], 2), out, (), **given)
+    before = out.read_bytes()
+    with pytest.raises(UserError, match=f"line 1: made with another {next(iter(changed))}"):
+        answer_questions(decoder, tokenizer, read_questions([data]), out, (), **given | changed)
+    assert out.read_bytes() == before
+
+
+def test_the_data_itself_is_no_place_for_answers(setup, data):
+    """Its records have the very questions, and are not this command's."""
+    model, tokenizer = setup
+    before = data.read_bytes()
+    with pytest.raises(UserError, match="line 1: not a record of this command"):
+        answer_questions(load_decoder(model), tokenizer, read_questions([data]), data, (), 4)
+    assert data.read_bytes() == before

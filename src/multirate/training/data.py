@@ -305,16 +305,17 @@ def _answer(tokenizer: Any, turns: Sequence[tuple[str, str]], content: str) -> t
     of the turn). Thoughts that the template puts before the content are not the turn's.
     """
     prompt, whole = render_prompt(tokenizer, turns[:-1]), _render(tokenizer, turns)
-    content = content.strip()
+    eos = tokenizer.eos_token
+    place = whole.rfind(
+        content.strip(), 0, whole.rfind(eos) if eos and eos in whole else len(whole)
+    )
     if whole.startswith(prompt):
         start = len(prompt)
-        place = whole.find(content, start)
-        if whole[start:place].strip() and place >= 0:
+        if whole[start : max(start, place)].strip():
             start = place
     else:  # the generation prompt begins thoughts, and this turn has none
         pairs = enumerate(zip(prompt, whole, strict=False))
-        shared = next((place for place, (one, other) in pairs if one != other), len(whole))
-        place = whole.find(content, max(0, shared - len(content)))
+        shared = next((at for at, (one, other) in pairs if one != other), len(whole))
         start = shared if place < 0 else place
     return whole[:start], whole[start:]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,9 +73,16 @@ def read_json(path: Path, most: int = 1 << 20) -> Any:
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Writes `data` beside `path`, to the disk, and renames. Raises OSError; nothing is left
-    then.
+    """Writes `data` beside `path`, to the disk, and renames. A file that is there keeps its
+    permissions, a link stays a link. Raises OSError, also for what is no regular file; nothing is
+    left then.
     """
+    path = Path(os.path.realpath(path))
+    with suppress(FileNotFoundError):
+        there = path.stat().st_mode
+        if not stat.S_ISREG(there):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        mode = stat.S_IMODE(there)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -81,7 +91,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, mode)
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
 
@@ -108,21 +118,35 @@ def spread(records: list[T], limit: int | None) -> list[T]:
     return [records[i * len(records) // limit] for i in range(limit)]
 
 
-def check_writable(path: str | Path) -> Path:
+def check_writable(
+    path: str | Path, what: str = "", wrote: Callable[[Path], bool] | None = None
+) -> Path:
     """The path, after a trial write beside it.
 
-    A long run must not end at an output that cannot be written. Raises UserError.
+    A long run must not end at an output that cannot be written, and no file of the user's must be
+    replaced by mistake. wrote: whether a file is what this command writes (`what`, in words), so
+    that it may be replaced; None: any. Changes nothing. Raises UserError.
     """
     path = Path(path)
-    if path.is_dir():
-        raise UserError(f"cannot write {path}: it is a folder, a file name is needed")
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".multirate-"):
+        if path.is_dir():
+            raise UserError(f"cannot write {path}: it is a folder, a file name is needed")
+        there = path.exists()
+        if there and not path.is_file():
+            raise UserError(f"cannot write {path}: it is not a regular file")
+        folder = Path(os.path.realpath(path)).parent
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".multirate-"):
             pass
+        if there and not os.access(path, os.W_OK):
+            raise UserError(f"cannot write {path}: permission denied")
+        empty = not there or path.stat().st_size == 0
     except OSError as error:
         raise UserError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
-    if path.exists() and not os.access(path, os.W_OK):
-        raise UserError(f"cannot write {path}: permission denied")
+    if wrote is not None and not empty and not wrote(path):
+        raise UserError(
+            f"{path} is there already and is not {what}: it is not replaced, choose another file "
+            "or delete it"
+        )
     return path
 
 

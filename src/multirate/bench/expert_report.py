@@ -14,6 +14,7 @@ from rich.table import Table
 
 from multirate.bench.expert_policies import RESIDENT, ExpertRow, ExpertRun
 from multirate.experts.stats import Event
+from multirate.pages.page import MARK
 
 _LANES = {"compute": 0, "predict": 0, "stall": 0, "demand": 1, "speculative": 2}
 _COLOURS = {
@@ -131,6 +132,7 @@ def page(run: ExpertRun, content: Mapping[str, Any]) -> str:
         if content.get(key) is not None
     )
     return _PAGE.format(
+        mark=MARK,
         tables=tables,
         pictures=pictures,
         legend=legend,
@@ -226,7 +228,7 @@ def _picture(events: Sequence[Event], longest: float) -> str:
 
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,
+<html lang="en"><head><meta charset="utf-8">{mark}<meta name="viewport" content="width=device-width,
 initial-scale=1">
 <title>Expert loading</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; color: #1d2126; background: #fff; margin: 0 auto;

@@ -14,6 +14,8 @@ import torch
 import transformers
 
 import multirate
+from multirate.errors import UserError
+from multirate.io import parse_json
 from multirate.model.machine import cpu_name, device_name
 
 
@@ -69,6 +71,18 @@ VARIABLES = (
     "MULTIRATE_NARROW_BITS",
 )
 """Of the environment, what decides how a model runs."""
+
+
+RESULTS = "a file of results that multirate wrote"
+
+
+def collected(path: Path) -> bool:
+    """Whether a file is JSON with what `collect` collects."""
+    try:
+        found = parse_json(path.read_bytes(), path)
+    except (OSError, UserError):
+        return False
+    return isinstance(found, dict) and {"version", "platform", "torch", "argv"} <= found.keys()
 
 
 def collect(device: torch.device | str = "cpu", **more: Any) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from multirate.bench import provenance
 from multirate.bench.other_processes import NOTABLE
 from multirate.bench.report_figures import fastest, figures, step_cost
 from multirate.bench.seen_prompts import UNKNOWN, warnings_of
-from multirate.io import write_atomically, write_json
+from multirate.io import check_folder, check_writable, write_atomically, write_json
 from multirate.methods.spec import PLAIN
 from multirate.pages import page
 
@@ -28,6 +29,14 @@ class Shade:
     text: str
     strength: float
     faster: bool
+
+
+def check(folder: Path) -> None:
+    """UserError for a folder that cannot be written, or holds other files of these names."""
+    check_folder(folder)
+    if folder.is_dir():
+        check_writable(folder / JSON, provenance.RESULTS, provenance.collected)
+        check_writable(folder / PAGE, page.PAGE, page.is_page)
 
 
 def write(folder: Path, content: Mapping[str, Any]) -> Path:

@@ -187,17 +187,19 @@ def command(
     tasks = task_suite(suite, data, limit, task) if is_task(suite) else None
     questions = tasks.questions if tasks else load_suite(suite, data, limit, task)
 
+    from multirate.bench import provenance
+    from multirate.bench.report_page import check as check_report
     from multirate.bench.report_page import write as write_report
     from multirate.bench.rivals import parse_rivals
-    from multirate.io import check_folder, check_writable, write_json
+    from multirate.io import check_writable, write_json
     from multirate.pages.page import check_installed
 
     beside = parse_rivals(rivals or "")
     if json is not None:
-        check_writable(json)
+        check_writable(json, provenance.RESULTS, provenance.collected)
     if report is not None:
         check_installed()
-        check_folder(report)
+        check_report(report)
     options.set_threads(threads)
     chosen = method_names(methods) if methods else []
     if points is not None and DYNAMIC not in chosen:

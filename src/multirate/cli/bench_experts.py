@@ -16,6 +16,7 @@ from multirate.cli.bench_prompts import prepared
 from multirate.cli.progress import Bar
 from multirate.errors import UserError
 from multirate.io import check_writable, write_atomically, write_json
+from multirate.pages.page import PAGE, is_page
 
 if TYPE_CHECKING:
     from multirate.bench.suites import Question
@@ -76,9 +77,10 @@ def command(
         if given.disk_speed
         else None
     )
-    for place in (json, given.page):
-        if place is not None:
-            check_writable(place)
+    if json is not None:
+        check_writable(json, provenance.RESULTS, provenance.collected)
+    if given.page is not None:
+        check_writable(given.page, PAGE, is_page)
     engine = attach(model, experts=given.store, expert_predictor=given.predictor)
     assert engine.experts is not None and engine.experts.runtime is not None
     if not policies:

@@ -97,7 +97,7 @@ def command(
     if speculate not in SPECULATE:
         raise UserError(f"--speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
     if json is not None:
-        check_writable(json)
+        check_writable(json, provenance.RESULTS, provenance.collected)
     asked = load_tasks(names, data, shots)
     loaded = options.load(model, dtype, device)
     engine = attach(loaded, backend=backend)

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from multirate.cli import options
-from multirate.errors import UserError
 
 
 def command(
@@ -27,10 +26,9 @@ def command(
 
     eagle3: the layout of vLLM's speculators, config.json and model.safetensors.
     """
-    from multirate.training.checkpoint import Accelerator
+    from multirate.training.checkpoint import Accelerator, check_export
 
-    if (out / "config.json").exists() and not overwrite:
-        raise UserError(f"{out} already holds a checkpoint: name another folder, or --overwrite")
+    check_export(out, overwrite)
     loaded = options.load(model, "auto", "cpu")
     Accelerator.from_pretrained(accelerator, loaded.model).export(out)
     typer.echo(str(out))

@@ -65,7 +65,7 @@ def command(
     token of an answer needed.
     """
     from multirate.inspection import page
-    from multirate.pages.page import check_installed
+    from multirate.pages.page import PAGE, check_installed, is_page
 
     if out is None:
         raise UserError("--out is missing: give the page's file, such as --out page.html")
@@ -82,7 +82,7 @@ def command(
     from multirate.inspection.inspect import inspect
     from multirate.io import check_writable, write_atomically
 
-    check_writable(out)
+    check_writable(out, PAGE, is_page)
     if quality is not None:
         check_quality(quality)
     loaded = options.load(model, dtype, device)

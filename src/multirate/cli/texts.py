@@ -35,7 +35,7 @@ def command(
     from multirate.io import check_writable
     from multirate.training.data import load_samples
 
-    check_writable(out)
+    check_writable(out, "a file of texts that multirate wrote", GivenTexts.saved)
     options.keep_transformers_quiet()
     tokenizer, vocabulary = load_tokenizer(model)
     parts, count = [], 0

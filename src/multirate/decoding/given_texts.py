@@ -81,6 +81,15 @@ class GivenTexts:
                 )
         return cls(tokens, order, vocabulary)
 
+    @staticmethod
+    def saved(path: Path) -> bool:
+        """Whether a file is one that `save` wrote."""
+        try:
+            with safe_open(path, "np") as file:
+                return bool((file.metadata() or {}).get("format") == FORMAT)
+        except (OSError, SafetensorError, ValueError):
+            return False
+
     def save(self, path: str | Path) -> None:
         """Writes them as safetensors."""
         metadata = {"format": FORMAT, "vocabulary": str(self.vocabulary)}

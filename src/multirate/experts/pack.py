@@ -18,7 +18,7 @@ import torch
 from multirate.errors import UserError
 from multirate.experts.layout import MODULE, NATIVE, ExpertTensors
 from multirate.experts.shards import Shards
-from multirate.experts.store import DATA, INDEX, VERIFIED, ExpertStore, StoreIndex
+from multirate.experts.store import DATA, FORMAT, INDEX, VERIFIED, ExpertStore, StoreIndex
 from multirate.hub import explained
 from multirate.io import parse_json, write_atomically
 from multirate.model.native.moe import MOE_FAMILIES, expert_tiles, pack_expert
@@ -129,6 +129,7 @@ class _Packer:
             out.mkdir(parents=True, exist_ok=True)
             self._resume()
             self._check_space()
+            self._save()  # before the partial file, which is no one's without it
             with partial.open("r+b" if partial.exists() else "w+b") as file:
                 file.truncate(len(self._checksums) * self._bytes)
                 file.seek(0, os.SEEK_END)
@@ -191,9 +192,10 @@ class _Packer:
                     f"expert's is {self._experts.format.dtype} {field.shape}"
                 )
 
-    def _save(self, file: Any) -> None:
-        file.flush()
-        os.fsync(file.fileno())
+    def _save(self, file: Any = None) -> None:
+        if file is not None:
+            file.flush()
+            os.fsync(file.fileno())
         progress = {
             "revision": self._revision,
             "record_bytes": self._bytes,
@@ -203,14 +205,22 @@ class _Packer:
         write_atomically(self._out / _PROGRESS, json.dumps(progress))
 
     def _resume(self) -> None:
-        """Takes over the records of an interrupted packing of the same checkpoint."""
-        try:
-            saved = parse_json((self._out / _PROGRESS).read_bytes(), _PROGRESS)
-            size = (self._out / _PARTIAL).stat().st_size
-        except (OSError, UserError):
-            return
+        """Takes over the records of an interrupted packing of the same checkpoint. Raises UserError
+        for files of these names that are no packing's.
+        """
+        saved = _object(self._out / _PROGRESS)
         same = {"revision": self._revision, "record_bytes": self._bytes, "layout": self._layout}
-        if isinstance(saved, dict) and same.items() <= saved.items():
+        if saved is not None and not {*same, "checksums"} <= saved.keys():
+            raise _foreign(self._out / _PROGRESS)
+        index = _object(self._out / INDEX)
+        if index is not None and index.get("format") != FORMAT:
+            raise _foreign(self._out / INDEX)
+        owned = {_PARTIAL: saved is not None, DATA: saved is not None or index is not None}
+        for name, ours in owned.items():
+            if (self._out / name).exists() and not ours:
+                raise _foreign(self._out / name)
+        if saved is not None and same.items() <= saved.items() and (self._out / _PARTIAL).exists():
+            size = (self._out / _PARTIAL).stat().st_size
             self._checksums = saved["checksums"][: size // self._bytes]
 
     def _check_space(self) -> None:
@@ -220,3 +230,25 @@ class _Packer:
             raise UserError(
                 f"{self._out} has {free / 1e9:.1f} GB free; the experts take {needed / 1e9:.1f} GB"
             )
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    """What a JSON file of ours holds; None without the file. UserError for another one."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        found = parse_json(content, path)
+    except UserError:
+        found = None
+    if not isinstance(found, dict):
+        raise _foreign(path)
+    return found
+
+
+def _foreign(path: Path) -> UserError:
+    return UserError(
+        f"{path} is there already and is not a file of multirate pack: it is not replaced, name "
+        "another folder or delete it"
+    )

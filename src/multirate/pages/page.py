@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from multirate.errors import UserError
 
 _HERE = "multirate.pages"
 _STYLE = "base.css"
+MARK = '<meta name="generator" content="multirate">'
+"""What every page has near its beginning."""
+PAGE = "a page that multirate wrote"
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is one of our pages."""
+    try:
+        with path.open("rb") as file:
+            return MARK.encode() in file.read(1 << 12)
+    except OSError:
+        return False
 
 
 def check_installed() -> None:
@@ -44,7 +57,9 @@ def render(package: str, template: str, style: str | None = None, **values: Any)
         undefined=jinja2.StrictUndefined,
     )
     look = text_of(_HERE, _STYLE) + ("" if style is None else text_of(package, style))
-    page: str = environment.from_string(text_of(package, template)).render(style=look, **values)
+    page: str = environment.from_string(text_of(package, template)).render(
+        style=look, mark=MARK, **values
+    )
     return page
 
 

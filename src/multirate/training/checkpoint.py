@@ -31,6 +31,8 @@ from multirate.training.model_card import model_card
 from multirate.training.prompt_fingerprints import CHECKSUM, PROMPTS, packed, read_fingerprints
 
 WEIGHTS, DESCRIPTION, CARD = "accelerator.safetensors", "accelerator.json", "README.md"
+EXPORTED = (PUBLISHED, "model.safetensors")
+"""Files of a checkpoint in a published layout."""
 
 
 def describe_base(model: Any, name: str = "") -> dict[str, Any]:
@@ -119,8 +121,9 @@ class Accelerator:
 
     def export(self, directory: str | Path) -> None:
         """Write it in the layout in which others of its method are published. UserError where
-        there is none.
+        there is none, and for a folder that holds another model.
         """
+        check_export(directory, overwrite=True)
         published = find_training(self.method).published
         if published is None:
             raise UserError(
@@ -180,6 +183,23 @@ class Accelerator:
             directory,
             description["weights_sha256"],
             read_fingerprints(directory, description),
+        )
+
+
+def check_export(directory: str | Path, overwrite: bool) -> None:
+    """Raises UserError for a folder whose files an export would replace: any checkpoint; with
+    `overwrite`, one that is not of a published layout.
+    """
+    directory = Path(directory)
+    there = [name for name in EXPORTED if (directory / name).exists()]
+    if there and not overwrite:
+        raise UserError(
+            f"{directory} already holds a checkpoint: name another folder, or --overwrite"
+        )
+    if there and not any(layout.found(directory) for _, layout in _layouts()):
+        raise UserError(
+            f"{directory / there[0]} is there already and is no exported accelerator's: it is not "
+            "replaced, name another folder"
         )
 
 

@@ -25,13 +25,15 @@ def generate(model, **arguments):
     return generate_from_folder(model, **arguments)
 '''
 _REQUIREMENTS = "multirate>=0.1.0\n"
+CUSTOM_GENERATE = "custom_generate"
+"""The folder that it lies in."""
 
 
 def write_custom_generate(folder: str | Path) -> None:
     """Adds `custom_generate/generate.py` and `requirements.txt` to an accelerator's folder,
     existing ones replaced.
     """
-    place = Path(folder) / "custom_generate"
+    place = Path(folder) / CUSTOM_GENERATE
     try:
         place.mkdir(parents=True, exist_ok=True)
         write_atomically(place / "generate.py", _LOADER)

@@ -13,15 +13,18 @@ import torch
 
 from multirate.errors import UserError
 from multirate.io import write_atomically
-from multirate.training.checkpoint import DESCRIPTION
+from multirate.training.checkpoint import CARD, DESCRIPTION, WEIGHTS
+from multirate.training.custom_generate_loader import CUSTOM_GENERATE
+from multirate.training.description import read_description
 from multirate.training.divergence import not_finite
+from multirate.training.prompt_fingerprints import PROMPTS
 
 STATE = "training_state.pt"
 
 
 def prepare_output(directory: Path, overwrite: bool) -> None:
     """Make the output folder and prove that it can be written, before any work. UserError
-    otherwise.
+    otherwise, and for a folder with files of these names that are no accelerator's.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -29,11 +32,26 @@ def prepare_output(directory: Path, overwrite: bool) -> None:
             pass
     except OSError as error:
         raise UserError(f"Output folder {directory} cannot be written: {error.strerror}.") from None
-    if (directory / DESCRIPTION).exists() and not (directory / STATE).exists() and not overwrite:
-        raise UserError(
-            f"Output folder {directory} already holds a finished accelerator; name another "
-            "folder or set overwrite."
-        )
+    if (directory / STATE).exists():
+        return
+    description = directory / DESCRIPTION
+    if description.exists():
+        if not overwrite:
+            raise UserError(
+                f"Output folder {directory} already holds a finished accelerator; name another "
+                "folder or set overwrite."
+            )
+        try:
+            read_description(description, description.read_bytes())  # what is replaced is one
+        except OSError as error:
+            raise UserError(f"{description} cannot be read: {error.strerror}.") from None
+        return
+    for name in (WEIGHTS, CARD, PROMPTS, CUSTOM_GENERATE):
+        if (directory / name).exists():
+            raise UserError(
+                f"{directory / name} is there already and belongs to no accelerator: it is not "
+                "replaced, name another output folder"
+            )
 
 
 def save_state(directory: Path, state: dict[str, Any]) -> None:

@@ -19,14 +19,18 @@ T = TypeVar("T")
 
 def cache_folder() -> Path:
     """Where what can be made again is kept between runs: $MULTIRATE_CACHE/multirate, else
-    $XDG_CACHE_HOME/multirate, else ~/.cache/multirate.
+    $XDG_CACHE_HOME/multirate, else ~/.cache/multirate. It may be a place that cannot be used: who
+    keeps something there copes with every OSError, as its work can be done without.
     """
-    root = (
-        os.environ.get("MULTIRATE_CACHE")
-        or os.environ.get("XDG_CACHE_HOME")
-        or Path.home() / ".cache"
-    )
-    return Path(root) / "multirate"
+    named = os.environ.get("MULTIRATE_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    return Path(named or _home() / ".cache") / "multirate"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:  # no HOME, and a user whom the system does not know: nothing can be kept
+        return Path(os.devnull)
 
 
 def parse_json(content: str | bytes, where: str | Path) -> Any:
@@ -62,9 +66,9 @@ def read_json(path: Path, most: int = 1 << 20) -> Any:
     try:
         with path.open("rb") as file:
             content = file.read(most + 1)
-    except FileNotFoundError:
-        return None
     except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            return None
         reason = (error.strerror or str(error)).lower()
         raise UserError(f"{path} cannot be read: {reason}") from None
     if len(content) > most:

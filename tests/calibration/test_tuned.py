@@ -9,7 +9,7 @@ import pytest
 
 from multirate.calibration import tuned
 from multirate.calibration.tuned import FILE, Tuned
-from multirate.errors import UserError
+from multirate.errors import Notice, UserError
 from multirate.hub import reference_accelerators
 
 ONE = Tuned("sam", {"tokens": 7}, "base", "weights", "here", "2026-01-01", "12 of x", 5.0)
@@ -44,9 +44,40 @@ def test_in_the_cache_where_the_folder_is_not_the_users(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"format": 1, "tuned": [{"method": 3}]}', '{"format": 9}']
+    "text",
+    [
+        "{",
+        "[]",
+        '{"format": 1, "tuned": [{"method": 3}]}',
+        '{"format": 1, "tuned": [3]}',
+        '{"format": 1, "tuned": {"a": 1}}',
+        '{"format": 9}',
+    ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(UserError, match=FILE):
         tuned.read(tmp_path / FILE)
+    with pytest.warns(Notice, match=f"tuned settings are not used: .*{FILE}"):
+        assert tuned.find(tmp_path, "sam", "base", "", "here") is None
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "loop", "x" * 300, "/dev/null"])
+def test_a_cache_that_cannot_be_used_holds_nothing(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path / place))
+    assert tuned.find(None, "sam", "base", "", "here") is None
+    with pytest.raises(UserError, match="cannot be made"):
+        tuned.store(tuned.place(None, "sam", "base"), ONE)
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    for name in ("MULTIRATE_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert tuned.find(None, "sam", "base", "", "here") is None
+    with pytest.raises(UserError, match="cannot be made"):
+        tuned.store(tuned.place(None, "sam", "base"), ONE)

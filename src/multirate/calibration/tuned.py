@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multirate.errors import UserError
+from multirate.errors import UserError, say_once
 from multirate.io import cache_folder, read_json, write_json
 from multirate.json_values import read_as
 
@@ -68,17 +68,27 @@ def store(path: Path, tuned: Tuned) -> None:
 def find(
     folder: Path | None, method: str, base: str, accelerator: str, machine: str
 ) -> Tuned | None:
-    """What was tuned for exactly this, the latest; None: nothing was."""
+    """What was tuned for exactly this, the latest; None: nothing was. A file that cannot be used is
+    said, and left out: nothing needs it.
+    """
     paths = [_cached(method, base), *([] if folder is None else [folder / FILE])]
-    found = [one for path in paths for one in read(path)]
+    found = [one for path in paths for one in _read_or_say(path)]
     wanted = [one for one in found if one.key == (method, base, accelerator, machine)]
     return max(wanted, key=lambda one: one.date, default=None)
+
+
+def _read_or_say(path: Path) -> list[Tuned]:
+    try:
+        return read(path)
+    except UserError as error:
+        say_once(f"tuned settings are not used: {error}")
+        return []
 
 
 def read(path: Path) -> list[Tuned]:
     """Those kept in a file; none without it. UserError naming the field that cannot be used."""
     found = read_json(path)
-    if not path.exists():
+    if not os.path.exists(path):
         return []
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise UserError(f"{path} is not a file of multirate tune (format {FORMAT}): remove it")

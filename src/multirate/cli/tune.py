@@ -60,7 +60,7 @@ def command(
     from multirate.calibration import tuned as kept
     from multirate.engine import attach
     from multirate.hub import reference_accelerators
-    from multirate.io import check_writable
+    from multirate.io import check_folder, check_writable
     from multirate.methods.spec import PLAIN, all_specs, find, recommended
     from multirate.model.native.decoder import narrow_weights
     from multirate.training.fingerprint import fingerprint
@@ -82,7 +82,9 @@ def command(
     beside = engine.accelerators.get(name)
     base = fingerprint(loaded.model)
     path = kept.place(None if beside is None else beside.folder, name, base)
-    kept.read(path)  # what cannot be added to is said before minutes of work
+    # what cannot be added to is said before minutes of work
+    kept.read(path)
+    check_folder(path.parent)
     if path.parent.is_dir():
         check_writable(path)
     options.note(f"{len(choices)} settings of {name}, {minutes:g} minutes")

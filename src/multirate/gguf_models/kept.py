@@ -33,11 +33,15 @@ def kept_model(name: str, identity: str | None = None) -> Path | None:
     """
     folder = _root() / name
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        content = (folder / MANIFEST).read_bytes()
+    except OSError:  # none, or in a place that cannot be used, which is said where one is kept
+        return None
+    try:
+        manifest = json.loads(content)
         if manifest["format"] != _FORMAT or identity not in (None, manifest["identity"]):
             return None
         sound = all(_checksum(folder / file) == sum_ for file, sum_ in manifest["files"].items())
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:  # another process exchanges it
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         sound = False
@@ -117,6 +121,8 @@ def _locked(path: Path, name: str) -> Iterator[None]:
     except Timeout:
         say_once(f"another process is converting {name}: waiting for it")
         lock.acquire()
+    except NotImplementedError as error:  # a file system without locks
+        raise OSError(errno.ENOLCK, str(error)) from None
     try:
         yield
     finally:

@@ -144,6 +144,38 @@ def test_a_failed_attempt_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(counter.read_text().split()) == 2  # with OpenMP and without
 
 
+@pytest.mark.parametrize(
+    "ending, words",
+    [
+        ("exit 0", "it wrote no file"),
+        ("printf 'caf\\351\\n' >&2; exit 1", "caf\ufffd"),
+    ],
+)
+def test_odd_messages_of_a_compiler_end_nothing(tmp_path: Path, ending: str, words: str) -> None:
+    """In any encoding, on either stream; what counts is the file."""
+    compiler, built = tmp_path / "cc", tmp_path / "kernel.so"
+    odd = "#!/bin/sh\nprintf '\\377\\376 odd\\n' >&2\nprintf '\\377'\n"
+    compiler.write_text(odd + f"{ending}\n")
+    compiler.chmod(0o755)
+    with pytest.raises(library.NativeUnavailable) as caught:
+        library._compile(str(compiler), (), built)
+    assert words in str(caught.value)
+    compiler.write_text(odd + f"echo junk > {built}\n")
+    library._compile(str(compiler), (), built)
+    assert built.read_text() == "junk\n"
+
+
+def test_a_library_that_cannot_be_loaded_is_not_kept(tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        '#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && echo junk > "$2"; shift; done\n'
+    )
+    compiler.chmod(0o755)
+    with pytest.raises(OSError):
+        library._build(str(compiler), (), tmp_path / "cache", "kernel")
+    assert not list((tmp_path / "cache").iterdir())
+
+
 def test_an_unknown_variant_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIRATE_KERNEL_VARIANT", "sse9")
     accepted = ", ".join(library.VARIANTS)

@@ -107,14 +107,16 @@ def _compile(compiler: str, flags: tuple[str, ...], built: Path) -> None:
         command = [compiler, *flags, *openmp, *sources, "-o", str(built), "-lm"]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=120, check=False, env=environment
+                command, capture_output=True, timeout=120, check=False, env=environment
             )
         except (OSError, subprocess.SubprocessError) as problem:
             errors = [str(problem)]
             continue
-        if not done.returncode:
+        if not done.returncode and built.is_file():
             return
-        errors = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        said = done.stderr.decode(errors="replace").strip()  # in the encoding of any locale
+        what = f"exit code {done.returncode}" if done.returncode else "it wrote no file"
+        errors = said.splitlines()[-1:] if done.returncode and said else [what]
     raise NativeUnavailable(
         f"{compiler} could not build the kernel ({' '.join(errors)})",
         "install gcc or clang with the C library's headers, or name another compiler with CC=...",
@@ -123,7 +125,10 @@ def _compile(compiler: str, flags: tuple[str, ...], built: Path) -> None:
 
 def _kept(folder: Path, pattern: str) -> abi.CData | None:
     """A library that was built before and is whole; damaged ones are removed."""
-    for path in sorted(folder.glob(pattern)):
+    found: list[Path] = []
+    with contextlib.suppress(OSError):  # no folder that can be read
+        found = sorted(folder.glob(pattern))
+    for path in found:
         with contextlib.suppress(
             OSError
         ):  # unreadable, of a system with other libraries, in a folder without programs
@@ -146,15 +151,24 @@ def _build(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> ab
     with tempfile.TemporaryDirectory(prefix="multirate-") as scratch:
         built = Path(scratch) / "kernel.so"
         _compile(compiler, flags, built)
+        kept: Path | None = None
         try:
-            return _open(_keep(built, folder, name))
-        except OSError as problem:
-            say_once(
-                f"the compiled kernel cannot be kept in {folder} "
-                f"({problem.strerror or problem}): every process builds its own, which takes "
-                "some seconds; set MULTIRATE_CACHE to a folder that can be written"
-            )
-        return _open(built)  # the file may go once it is loaded
+            kept = _keep(built, folder, name)
+            return _open(kept)
+        except OSError as error:
+            problem = error
+        can, wanted = "kept in", "can be written"
+        if kept is not None:  # in a folder without programs
+            can, wanted = "loaded from", "programs can be loaded from"
+            with contextlib.suppress(OSError):
+                kept.unlink()
+        library = _open(built)  # the file may go once it is loaded
+        say_once(
+            f"the compiled kernel cannot be {can} {folder} ({problem.strerror or problem}): every "
+            "process builds its own, which takes some seconds; set MULTIRATE_CACHE to a folder "
+            f"that {wanted}"
+        )
+        return library
 
 
 @functools.lru_cache(maxsize=8)

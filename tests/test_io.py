@@ -3,11 +3,62 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from multirate.errors import UserError
-from multirate.io import parse_json
+from multirate.io import check_text, decoded, parse_json, read_text, write_atomically
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"caf\xc3\xa9", "café"),
+        (b"\xef\xbb\xbfcaf\xc3\xa9", "café"),
+        (b"\xef\xbb\xbf", ""),
+        (b"", ""),
+        (b"one\r\ntwo\rthree\n", "one\ntwo\nthree\n"),
+        (b"a\0b", "a\0b"),
+        ("a\ufeffb".encode(), "a\ufeffb"),
+    ],
+)
+def test_text_from_outside(content: bytes, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(content)
+    assert decoded(content, "x") == read_text(file) == text
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [(b"caf\xe9", 3), (b"\xef\xbb\xbf\xff", 3), ("hi".encode("utf-16"), 0), (b"\xc3", 0)],
+)
+def test_bytes_that_are_no_text(content: bytes, place: int, tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=f"^x: not UTF-8 text .byte {place}.$"):
+        decoded(content, "x")
+    with pytest.raises(UserError, match=f"{file}: not UTF-8 text .byte {place}.$"):
+        read_text(file)
+    argument = content.decode(errors="surrogateescape")
+    with pytest.raises(UserError, match=f"^--prompt: not UTF-8 text .byte {place}.$"):
+        check_text(argument, "--prompt")
+    assert check_text("café\0", "x") == "café\0"
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path, reason in (
+        (tmp_path / "none", "no such file"),
+        (tmp_path, "is a directory"),
+        (f"{tmp_path}/a\0b", "null"),
+    ):
+        with pytest.raises(UserError, match=f"(?s)^cannot read .*: .*{reason}"):
+            read_text(path)
+
+
+def test_a_file_name_of_other_bytes_can_be_part_of_a_page(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "page", "of caf\udce9 and café")
+    assert read_text(tmp_path / "page") == "of caf\\udce9 and café"
 
 
 @pytest.mark.parametrize(
@@ -15,6 +66,7 @@ from multirate.io import parse_json
 )
 def test_json_is_what_json_says(text: str) -> None:
     assert parse_json(text, "x") == parse_json(text.encode(), "x") == json.loads(text)
+    assert parse_json("\ufeff" + text, "x") == parse_json(text.encode("utf-8-sig"), "x")
 
 
 @pytest.mark.parametrize(

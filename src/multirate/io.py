@@ -33,12 +33,51 @@ def _home() -> Path:
         return Path(os.devnull)
 
 
+def check_text(text: str, where: str) -> str:
+    """The text, once it is known that UTF-8 can say it. Bytes of the command line that are not
+    UTF-8 reach Python as surrogates, which no tokenizer takes. Raises UserError, begun by `where`.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        before = len(text[: error.start].encode())
+        raise UserError(f"{where}: not UTF-8 text (byte {before})") from None
+    return text
+
+
+def decoded(content: bytes, where: str | Path) -> str:
+    """UTF-8 text from outside, without the byte order mark that some editors begin it with. Line
+    ends become "\n", as Python reads files. Raises UserError, begun by `where`.
+    """
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 text (byte {error.start})") from None
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """A file's content. Raises UserError when it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"cannot read {path}: {reason.lower()}") from None
+
+
+def read_text(path: str | Path) -> str:
+    """A file's text, as `decoded` makes it. Raises UserError when it cannot be read."""
+    return decoded(read_bytes(path), path)
+
+
 def parse_json(content: str | bytes, where: str | Path) -> Any:
     """What JSON says, whoever wrote it. Raises UserError, begun by `where`, for what is not valid,
     is nested too deeply, has a number of thousands of digits or half a character (a surrogate
     alone, which no tokenizer takes).
     """
     try:
+        if isinstance(content, str):
+            content = content.removeprefix("\ufeff")
         found = json.loads(content)
         escaped = content if isinstance(content, bytes) else content.encode()
         if b"\\ud" in escaped.lower():
@@ -102,7 +141,8 @@ def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
     """As `replace_file`, text as UTF-8. Raises UserError when it cannot be written."""
-    content = data.encode() if isinstance(data, str) else data
+    # A file name that is not UTF-8 may be part of the text.
+    content = data.encode(errors="backslashreplace") if isinstance(data, str) else data
     try:
         replace_file(Path(path), content)
     except OSError as error:

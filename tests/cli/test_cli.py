@@ -42,7 +42,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def run(*arguments: str, text: str | None = None) -> Result:
+def run(*arguments: str, text: str | bytes | None = None) -> Result:
     return CliRunner().invoke(app, list(arguments), input=text)
 
 
@@ -148,6 +148,11 @@ def test_generate_reads_files_and_stdin_and_prints_statistics(model: str, tmp_pa
         run("generate", model, "--prompt-file", str(file), "-n", "12").stdout
         == plain_answer() + "\n"
     )
+    file.write_bytes(b"\xef\xbb\xbfhi")
+    marked = run("generate", model, "--prompt-file", str(file), "-n", "12")
+    assert marked.stdout == plain_answer() + "\n"
+    marked = run("generate", model, "-n", "12", text=b"\xef\xbb\xbfhi")
+    assert marked.stdout == plain_answer() + "\n"
     result = run("generate", model, "-n", "12", "--stats", text="hi")
     assert result.stdout == plain_answer() + "\n"
     assert (
@@ -188,6 +193,28 @@ def test_sampling_is_seeded(model: str) -> None:
     arguments = ["generate", model, "-p", "hi", "-n", "20", "--temperature", "1.0", "--seed"]
     first, again, other = (run(*arguments, seed).stdout for seed in ("3", "3", "4"))
     assert first == again != other
+
+
+def test_text_that_is_not_utf8_is_refused(model: str, tmp_path: Path) -> None:
+    odd = "caf\udce9"  # as Python reads b"caf\xe9" from the command line
+    refused(run("generate", model, text=b"caf\xe9"), "stdin: not UTF-8 text (byte 3)")
+    refused(run("generate", model, "-p", odd), "--prompt: not UTF-8 text (byte 3)")
+    refused(run("generate", model, "-p", "hi", "--stop", "a", "--stop", odd), "--stop: not UTF-8")
+    refused(run("generate", odd, "-p", "hi"), "MODEL: not UTF-8")
+    refused(run("inspect", model, "-o", str(tmp_path / "page"), "-p", odd), "--prompt: not UTF-8")
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"caf\xe9")
+    refused(run("generate", model, "--prompt-file", str(file)), "prompt.txt: not UTF-8 text (byte")
+    refused(run("bench", model, "--data", odd), "no such file")  # the name of a file is any bytes
+
+
+def test_a_character_that_the_terminal_lacks_is_shown_by_its_code(model: str) -> None:
+    code = "from multirate.cli.main import run; run()"
+    arguments = [sys.executable, "-c", code, "generate", model, "-p", "hi", "-n", "60"]
+    narrow = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(arguments, capture_output=True, env=narrow, check=True)
+    written = plain_answer(60).encode("latin-1", "backslashreplace")
+    assert b"\\" in written and done.stdout == written + b"\n"
 
 
 def test_what_generate_refuses(model: str, tmp_path: Path) -> None:

@@ -130,8 +130,11 @@ def test_what_is_only_asked_needs_no_answer(tmp_path: Path) -> None:
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nothing\.jsonl cannot be read"):
+    with pytest.raises(UserError, match=r"cannot read .*nothing\.jsonl: no such file"):
         read_conversations(tmp_path / "nothing.jsonl")
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n')
+    assert [found.text for found in read_conversations(marked)] == ["a", "b"]
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xe9"}')
     with pytest.raises(UserError, match="not UTF-8"):
         read_conversations(tmp_path / "latin.jsonl")

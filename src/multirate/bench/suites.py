@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from multirate.errors import UserError
-from multirate.io import parse_json, spread
+from multirate.io import decoded, parse_json, spread
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             compressed = path.suffix == ".gz"
             lines: Iterable[bytes] = gzip.GzipFile(fileobj=file) if compressed else file
             for number, raw in enumerate(lines, start=1):
-                try:
-                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                except UnicodeDecodeError:
-                    raise UserError(f"{path}, line {number}: not UTF-8 text") from None
+                line = decoded(raw, f"{path}, line {number}").strip()
                 if not line:
                     continue
                 record = parse_json(line, f"{path}, line {number}")

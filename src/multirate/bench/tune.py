@@ -5,7 +5,6 @@ on more, until one is left (successive halving [Jamieson, Talwalkar 2016]).
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from multirate.bench.suites import READERS
 from multirate.decoding.results import DecodeStats
 from multirate.engine import Engine
 from multirate.errors import UserError
+from multirate.io import decoded, parse_json
 from multirate.methods.spec import PLAIN, MethodSpec, write_variant
 from multirate.training.data import read_conversations
 
@@ -201,9 +201,9 @@ def tuning_prompts(tokenizer: Any, data: Path | None) -> list[list[int]]:
 def _refuse_benchmark(path: Path) -> None:
     """UserError for a file that looks like one of the suites that `bench` reads."""
     try:
-        with path.open(encoding="utf-8") as file:
-            record = json.loads(file.readline())
-    except (OSError, ValueError):
+        with path.open("rb") as file:
+            record = parse_json(decoded(file.readline(), path), path)
+    except (OSError, UserError):
         return  # whoever reads it says what is wrong
     fields = set(record) if isinstance(record, dict) else set()
     gsm8k = fields == {"question", "answer"} and "####" in str(record["answer"])

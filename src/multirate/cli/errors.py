@@ -4,6 +4,7 @@ traceback.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
@@ -14,10 +15,27 @@ import typer
 from typer.core import TyperGroup
 
 from multirate.errors import Diverged, Notice, UserError
+from multirate.io import check_text
 
 FAILED = 1
 MENDABLE = 2
 INTERRUPTED = 130
+
+
+def checked(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, which refuses arguments that are not UTF-8. The names of files may be any
+    bytes: they are paths, not texts.
+    """
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        for name, value in arguments.items():
+            for text in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(text, str):
+                    check_text(text, "MODEL" if name == "model" else f"--{name.replace('_', '-')}")
+        command(**arguments)
+
+    return run
 
 
 class Group(TyperGroup):

@@ -10,6 +10,7 @@ import typer
 
 from multirate.cli import options
 from multirate.errors import UserError
+from multirate.io import decoded, read_text
 
 
 def command(
@@ -181,20 +182,13 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise UserError("give either --prompt or --prompt-file, not both")
     if file is not None:
-        try:
-            prompt = file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(
-                f"cannot read {file}: {(error.strerror or str(error)).lower()}"
-            ) from None
-        except UnicodeDecodeError:
-            raise UserError(f"cannot read {file}: it is not UTF-8 text") from None
+        prompt = read_text(file)
     elif prompt is None:
-        if sys.stdin.isatty():
+        if sys.stdin is None or sys.stdin.isatty():
             raise UserError(
                 "there is no prompt: give --prompt TEXT, --prompt-file FILE, or text on stdin"
             )
-        prompt = sys.stdin.read()
+        prompt = decoded(sys.stdin.buffer.read(), "stdin")
     if not prompt.strip():
         raise UserError("the prompt is empty: give some text")
     return prompt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -22,7 +24,7 @@ from multirate.cli import (
     train,
     tune,
 )
-from multirate.cli.errors import Group
+from multirate.cli.errors import Group, checked
 
 app = typer.Typer(
     name="multirate",
@@ -34,19 +36,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("generate")(generate.command)
-app.command("answers")(answers.command)
-app.command("texts")(texts.command)
-app.command("train")(train.command)
-app.command("calibrate")(calibrate.command)
-app.command("tune")(tune.command)
-app.command("export")(export.command)
-app.command("pack")(pack.command)
-app.command("bench")(bench.command)
-app.command("eval")(evaluate.command)
-app.command("demo")(demo.command)
-app.command("info")(info.command)
-app.command("inspect")(inspect.command)
+for name, module in (
+    ("generate", generate),
+    ("answers", answers),
+    ("texts", texts),
+    ("train", train),
+    ("calibrate", calibrate),
+    ("tune", tune),
+    ("export", export),
+    ("pack", pack),
+    ("bench", bench),
+    ("eval", evaluate),
+    ("demo", demo),
+    ("info", info),
+    ("inspect", inspect),
+):
+    app.command(name)(checked(module.command))
 
 
 def _version(wanted: bool) -> None:
@@ -68,7 +73,10 @@ def _root(
 
 
 def run() -> None:
-    """What the installed command calls."""
+    """What the installed command calls. A terminal that cannot show a character shows its code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app()
 
 

@@ -29,11 +29,3 @@ def data_file(folder: str | os.PathLike[str] | None, task: str, name: str) -> Pa
         if path.is_file():
             return path
     raise UserError(f"task {task} needs the file {task}/{name} (or {name}) in {root}, not there")
-
-
-def read_bytes(path: Path) -> bytes:
-    """A file's content. UserError when it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None

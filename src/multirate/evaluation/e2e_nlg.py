@@ -16,9 +16,9 @@ from typing import Any
 
 from multirate.errors import UserError
 from multirate.evaluation import slots
-from multirate.evaluation.data_folder import data_file, read_bytes
+from multirate.evaluation.data_folder import data_file
 from multirate.evaluation.metrics import slot_errors
-from multirate.io import spread
+from multirate.io import read_text, spread
 
 TASK, FILE, EXAMPLES_FILE = "e2e_nlg", "testset_w_refs.csv", "devset.csv"
 EXAMPLES = 16
@@ -81,11 +81,7 @@ def scores(document: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any
 
 def read(path: Path) -> dict[str, list[str]]:
     """{meaning: its references} of a file with the columns mr and ref."""
-    try:
-        text = read_bytes(path).decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not UTF-8 text") from None
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
     found: dict[str, list[str]] = {}
     try:
         if not {"mr", "ref"} <= set(reader.fieldnames or ()):

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from multirate.errors import UserError
-from multirate.evaluation.data_folder import data_file, read_bytes
+from multirate.evaluation.data_folder import data_file
 from multirate.evaluation.metrics import exact_match, execution_match
 from multirate.evaluation.sql_sandbox import TABLE, Table, identifiers
-from multirate.io import parse_json
+from multirate.io import parse_json, read_bytes
 
 TASK, FILE = "wikisql", "wikisql.json.bz2"
 EXAMPLES = 16

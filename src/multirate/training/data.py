@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from multirate.errors import UserError, say_once
-from multirate.io import parse_json
+from multirate.io import parse_json, read_text
 from multirate.training.own_tokens import Said, is_own, read_said, said_by, samples_of
 
 ACCEPTED = (
@@ -207,12 +207,7 @@ def read_conversations(path: str | Path, answered: bool = True) -> list[Conversa
     an empty file.
     """
     path = Path(path)
-    try:
-        content = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"Data file {path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"Data file {path} is not UTF-8 text (byte {error.start}).") from None
+    content = read_text(path)
     if not content.strip():
         raise UserError(
             f"Data file {path} is empty; accepted: JSONL or a JSON array of {ACCEPTED}."

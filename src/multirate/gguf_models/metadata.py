@@ -50,7 +50,7 @@ class Metadata:
         is_number = _is_whole(value) or isinstance(value, float)
         if not is_number or not 0 < value < math.inf:
             self.refuse(key, value, "a number above 0")
-        return value  # type: ignore[no-any-return]
+        return float(value)
 
     def text(self, key: str, otherwise: str | None = None) -> str:
         value = self.get(key, otherwise)

@@ -110,8 +110,9 @@ def test_trust_and_the_right_base_are_needed(model: Any, folder: Path) -> None:
     with pytest.raises(ValueError, match="trust_remote_code"):
         model.generate(prompt(), custom_generate=str(folder), trust_remote_code=False)
     other = tiny_model.model(num_hidden_layers=3)
-    with pytest.raises(multirate.UserError, match="num_layers 3 instead of 4"):
-        other.generate(prompt(), custom_generate=str(folder), trust_remote_code=True)
+    with pytest.warns(UserWarning, match="own generate runs: .*num_layers 3 instead of 4"):
+        got = other.generate(prompt(), custom_generate=str(folder), trust_remote_code=True)
+    assert got.equal(other.generate(prompt()))
 
 
 def test_a_relative_of_the_base_is_measured_and_said_once(folder: Path) -> None:

@@ -7,15 +7,17 @@ import inspect
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
 
-from multirate.errors import UserError
+from multirate.engine import check_mode
+from multirate.errors import UserError, first_line
 from multirate.integration.caller import argument_of_generate
-from multirate.integration.engines import engine_of
+from multirate.integration.engines import drop_engines, engine_of
+from multirate.integration.model_state import RandomState, check_model
 from multirate.integration.settings import (
     CACHE_NAMES,
     Request,
@@ -23,10 +25,9 @@ from multirate.integration.settings import (
     check_autocast,
     read_request,
 )
-
-if TYPE_CHECKING:
-    from multirate.engine import Engine
-    from multirate.training.checkpoint import Accelerator
+from multirate.methods import spec
+from multirate.model.load import BACKENDS
+from multirate.training.checkpoint import Accelerator
 
 
 def custom_generate(
@@ -56,9 +57,13 @@ class CustomGenerate:
     top-k, top-p, min-p, repetition penalty), EOS ids, length limits, stop strings, left-padded
     batches and streamers.
 
-    Anything else a call asks for (beams, other logits processors or stopping criteria, scores …)
-    goes to the model's own loop with a warning that names it. In lossless mode the output is never
-    another one than without us.
+    Whatever it cannot do goes to the model's own loop, as transformers prepared it, with a warning
+    that says why: other arguments (beams, other logits processors or stopping criteria, scores …),
+    models that cannot be run here, hooks, dropout, an accelerator that does not fit, and errors
+    that nobody foresaw. An error after the first streamed token cannot be undone: greedy text is
+    continued by the model's own loop, any other call raises it.
+
+    In lossless mode the output is never another one than without us.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class CustomGenerate:
         mode: str = "lossless",
         quality: float | None = None,
     ) -> None:
+        _check_arguments(accelerator, method, backend, speculate, mode, quality)
         self._accelerator = accelerator
         self._mode, self._quality = mode, quality
         self._method = method
@@ -111,55 +117,45 @@ class CustomGenerate:
         loop = _OwnLoop(
             model, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
         )
+        stream, before = _Stream(streamer), RandomState(model)
         try:
             try:
-                check_autocast(model)
-                request = read_request(
-                    input_ids,
-                    generation_config,
-                    logits_processor or [],
-                    stopping_criteria or [],
-                    model_kwargs,
-                )
-                engine = engine_of(model, self._accelerator, self._backend)
-                _check_context(request, engine.decoder.info.max_positions)
-            except Unsupported as reason:
-                warnings.warn(
-                    f"multirate does not speed up this call: {reason} is left to the model's own "
-                    "generate",
-                    stacklevel=3,
-                )
+                sequences = self._decode(input_ids, stream, loop)
+            except Exception as error:
+                greedy = not generation_config.do_sample and self._mode == "lossless"
+                if stream.failed or (stream.tokens and not greedy):
+                    raise
+                reason = error
+            else:
+                return loop.result(sequences)
+            before.restore()
+            if not isinstance(reason, (Unsupported, UserError)):
+                drop_engines(model)  # what they hold may be half done
+            _warn_of(reason, stacklevel=3)
+            if not stream.tokens:
                 return loop.run(input_ids)
-            sequences = self._decode(engine, input_ids, request, streamer, loop)
+            tokens = [*stream.tokens, *loop.go_on(input_ids[0], stream.tokens, 0)]
+            return loop.result(torch.cat([input_ids, input_ids.new_tensor([tokens])], dim=1))
         except BaseException:
             if streamer is not None:  # whoever waits for the text would wait for ever
                 streamer.end()
             raise
-        if generation_config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
-        return sequences
 
-    def _decode(
-        self,
-        engine: Engine,
-        input_ids: torch.Tensor,
-        request: Request,
-        streamer: Any,
-        loop: _OwnLoop,
-    ) -> torch.Tensor:
-        if streamer is not None and len(request.prompts) > 1:
-            raise UserError(f"a streamer takes one sequence, this call has {len(request.prompts)}")
-
-        def stream(_: int, tokens: list[int]) -> None:
-            for token in tokens:
-                streamer.put(torch.tensor([token], dtype=torch.int64, device="cpu"))
-
+    def _decode(self, input_ids: torch.Tensor, stream: _Stream, loop: _OwnLoop) -> torch.Tensor:
+        """input_ids [B, T] → [B, T + n]. Whatever it raises, nothing of the call was changed."""
+        check_autocast(loop.model)
+        request = loop.request(input_ids)
+        if stream and len(request.prompts) > 1:
+            raise Unsupported(f"a streamer for {len(request.prompts)} sequences")
+        check_model(loop.model)
+        engine = engine_of(loop.model, self._accelerator, self._backend)
+        _check_context(request, engine.decoder.info.max_positions)
         output = engine.generate(
             request.prompts,
             request.sampling,
             request.stop,
             method=self._method,
-            on_tokens=None if streamer is None else stream,
+            on_tokens=stream.put if stream else None,
             speculate=self._speculate,
             mode=self._mode,
             quality=self._quality,
@@ -174,8 +170,8 @@ class CustomGenerate:
             )
         for row in cut:
             output.sequences[row] += loop.go_on(input_ids[row], output.sequences[row], row)
-        if streamer is not None and not cut:
-            streamer.end()
+        if not cut:
+            stream.end()
         longest = max((len(tokens) for tokens in output.sequences), default=0)
         new = torch.full(
             (input_ids.shape[0], longest), request.pad_token_id, dtype=input_ids.dtype, device="cpu"
@@ -183,6 +179,67 @@ class CustomGenerate:
         for row, tokens in enumerate(output.sequences):
             new[row, : len(tokens)] = torch.tensor(tokens, dtype=input_ids.dtype, device="cpu")
         return torch.cat([input_ids, new.to(input_ids.device)], dim=1)
+
+
+def _check_arguments(
+    accelerator: Any, method: str | None, backend: str, speculate: str, mode: str, quality: Any
+) -> None:
+    """UserError for values that no call could use, before there is one."""
+    if not isinstance(accelerator, (str, os.PathLike, Accelerator, type(None))):
+        raise UserError(
+            f"the accelerator is {accelerator!r}: accepted are its folder, name or hub id"
+        )
+    if method is not None:
+        if not isinstance(method, str):
+            raise UserError(f"method is {method!r}: accepted is a str")
+        spec.find(spec.parse_variant(method)[0])
+    if backend not in BACKENDS:
+        raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
+    check_mode(mode, quality, speculate)
+
+
+def _warn_of(reason: Exception, stacklevel: int) -> None:
+    """One line on why the model's own loop runs."""
+    what = "multirate does not speed up this call"
+    if isinstance(reason, Unsupported):
+        line = f"{what}: {reason} is left to the model's own generate"
+    elif isinstance(reason, UserError):
+        line = f"{what}, the model's own generate runs: {reason}"
+    else:
+        line = f"{what} because of a defect of its own, the model's own generate runs: "
+        line += first_line(reason)
+    warnings.warn(line, stacklevel=stacklevel + 1)
+
+
+class _Stream:
+    """The caller's streamer, if any, and the tokens that it was given."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self.tokens: list[int] = []
+        self.failed = False
+        """Whether the streamer itself raised an error, which is the caller's."""
+
+    def __bool__(self) -> bool:
+        return self._streamer is not None
+
+    def put(self, _: int, tokens: list[int]) -> None:
+        """The new tokens of the one sequence that there is."""
+        for token in tokens:
+            self.tokens.append(token)
+            self._call(self._streamer.put, torch.tensor([token]))
+
+    def end(self) -> None:
+        """The text is complete."""
+        if self:
+            self._call(self._streamer.end)
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except BaseException:
+            self.failed = True
+            raise
 
 
 def _check_context(request: Request, limit: int | None) -> None:
@@ -203,27 +260,35 @@ class _OwnLoop:
         arguments: dict[str, Any],
         streamer: Any,
     ) -> None:
-        self._model, self._processor, self._criteria, self._config = (
-            model,
-            processor,
-            criteria,
-            config,
-        )
+        self.model = model
+        self._processor, self._criteria, self._config = processor, criteria, config
         self._arguments, self._streamer = arguments, streamer
+
+    def request(self, input_ids: torch.Tensor) -> Request:
+        """The call in our terms. Raises Unsupported for what only the loop does."""
+        return read_request(
+            input_ids, self._config, self._processor or [], self._criteria or [], self._arguments
+        )
+
+    def result(self, sequences: torch.Tensor) -> Any:
+        """What the call returns for these."""
+        if self._config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+        return sequences
 
     def run(self, input_ids: torch.Tensor, **changes: Any) -> Any:
         """input_ids [B, T] → what the loop gives for them; it ends the streamer. changes: of its
         arguments.
         """
         mode = self._config.get_generation_mode()
-        loop = getattr(type(self._model), GENERATION_MODES_MAPPING.get(mode, ""), None)
+        loop = getattr(type(self.model), GENERATION_MODES_MAPPING.get(mode, ""), None)
         if loop is None:  # a mode that lives in a repository of its own
             raise UserError(f"{mode.value} cannot be combined with custom_generate")
         arguments = {**self._arguments, **changes}
         if self._streamer is not None:
             arguments["streamer"] = self._streamer
         return loop(
-            self._model,
+            self.model,
             input_ids,
             logits_processor=self._processor,
             stopping_criteria=self._criteria,
@@ -232,10 +297,16 @@ class _OwnLoop:
         )
 
     def go_on(self, prompt: torch.Tensor, tokens: list[int], row: int) -> list[int]:
-        """The tokens that follow `tokens` in row number `row`, whose (padded) prompt is [T]."""
+        """The tokens that follow `tokens` in row number `row`, whose (padded) prompt is [T]. It
+        ends the streamer.
+        """
         ids = torch.cat([prompt, torch.tensor(tokens, dtype=prompt.dtype, device=prompt.device)])[
             None
         ]
+        if self._criteria and bool(self._criteria(ids, None).all()):  # that was all
+            if self._streamer is not None:
+                self._streamer.end()
+            return []
         mask = self._arguments.get("attention_mask")
         if mask is not None:
             mask = torch.cat([mask[row : row + 1], mask.new_ones(1, len(tokens))], dim=1)
@@ -251,7 +322,7 @@ class _OwnLoop:
             [_of_row(processor, row) for processor in self._processor or []]
         )
         one = _OwnLoop(
-            self._model, processors, self._criteria, config, self._arguments, self._streamer
+            self.model, processors, self._criteria, config, self._arguments, self._streamer
         )
         return [int(token) for token in one.run(ids, **given)[0, ids.shape[1] :]]
 

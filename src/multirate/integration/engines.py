@@ -41,6 +41,12 @@ def engine_of(
         return _engine_of(model, accelerator, backend)
 
 
+def drop_engines(model: Any) -> None:
+    """Forgets the engines of `model`: the next call makes a new one."""
+    with lock_of(model).held():
+        model.__dict__.pop(_ATTRIBUTE, None)
+
+
 def _engine_of(
     model: Any, accelerator: str | os.PathLike[str] | Accelerator | None, backend: str
 ) -> Engine:

@@ -35,6 +35,7 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
     """
     if backend not in BACKENDS:
         raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
+    reason: str | None = None
     if backend != "hf":
         reason = why_not_native(model)
         if reason is None:
@@ -46,16 +47,18 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
             raise UserError(
                 f"backend='native' cannot run this model: {reason}; use backend='hf' or 'auto'"
             )
-        NativeDecoder.say_fallback(reason)
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    decoder = own_layers_decoder(device)(model)
+    if backend != "hf":
+        NativeDecoder.say_fallback(str(reason))
         if isinstance(reason, NotPlain):
             warnings.warn(
                 f"the model's own layers are run, not packed weights: {reason}",
                 Notice,
                 stacklevel=3,
             )
-    parameter = next(model.parameters(), None)
-    device = torch.device("cpu") if parameter is None else parameter.device
-    return own_layers_decoder(device)(model)
+    return decoder
 
 
 def own_layers_decoder(device: torch.device) -> type[HFDecoder]:

@@ -5,26 +5,29 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
+from multirate.model.hf.foreign_code import (
+    FUNCTIONS,
+    HOOKS,
+    LOOP,
+    TORCH_FUNCTIONS,
+    foreign,
+    global_hooks,
+)
 from multirate.model.hf.parts import attention_function
 
-FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
-"""What the modules of transformers' families call by name in the file they are written in."""
-SAMPLES = 256  # values of a matrix that are compared
+SAMPLES = 256  # values of a matrix that are compared one by one, at least
 GOLDEN = 0.618
+_WORD = 8  # bytes that are added at once
 _SIZED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_HARMLESS_HOOKS = ("multirate.", "transformers.utils.output_capturing")
-"""Hooks of ours, and those with which transformers records hidden states on demand: both leave
-outputs as they are.
-"""
 _NO_SETTINGS = {"training", "max_seq_len_cached", "gradient_checkpointing", "_is_hf_initialized"}
 _SWITCHES = (
     "_active_adapter",
@@ -40,11 +43,14 @@ class WeightWatch:
 
     It notices replaced, moved and cast parameters and buffers, in-place writes that torch counts
     (optimizer steps, copy_, load_state_dict), modules exchanged or wrapped, hooks and forwards put
-    on or taken off (of a module, its class, or all modules), another attention function, and
-    numbers that transformers' and torch's modules compute with. In-place writes through `.data`
-    are not counted by torch: they are noticed where they reach the values that are compared, all
-    of a vector's and a lattice of a matrix's. Writes to 2% of its rows or columns side by side or
-    more always do, smaller ones may not. A check of a model with 30 layers takes about 1 ms.
+    on or taken off (of a module, its class, or all modules), another attention function, methods
+    of `generate` that were overridden, and numbers that transformers' and torch's modules and the
+    configuration compute with. In-place writes through `.data` are not counted by torch. For them
+    the bits of every row are added up, and two values or more of each row are compared one by one:
+    a change of one value is always noticed, and so are rows or columns that were exchanged. Only
+    of tensors of three dimensions (a mixture's stacked experts, most of which no token reads) the
+    values alone are compared. A check reads the weights once, at the memory's full speed: less
+    than a decoded token takes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,16 +64,17 @@ class WeightWatch:
         self._modules = modules
         self._children = [module["_modules"] for module in modules if module["_modules"]]
         self._tensors = [module["_parameters"] for module in modules if module["_parameters"]]
-        self._hooks = [
-            module[name] for module in modules for name in ("_forward_hooks", "_forward_pre_hooks")
-        ]
+        self._hooks = [module[name] for module in modules for name in HOOKS]
         self._buffers = [module["_buffers"] for module in modules if module["_buffers"]]
         held = chain(self._model.parameters(), self._model.buffers())
         self._held = list({id(tensor): tensor for tensor in held}.values())
-        self._samples, self._counted = [], []
+        self._samples: list[np.ndarray] = []
+        self._rows: list[Tensor] = []
+        self._counted: list[Tensor] = []
         for tensor in self._held:
             samples = list(_sample(tensor))
             self._samples += samples
+            self._rows += _rows(tensor)
             # of what is compared as a whole, writes need not be counted: some rotary embeddings
             # write their frequencies anew in every forward
             whole = samples and tensor.ndim < 2
@@ -92,17 +99,21 @@ class WeightWatch:
             [id(hook) for hooks in self._hooks for hook in foreign(hooks)]
             if any(self._hooks)
             else [],
-            ["forward" in module for module in self._modules],
+            [module.get("forward") for module in self._modules],
             list(map(Tensor.data_ptr, self._held)),
             list(map(writes, self._counted)),
             list(map(id, chain.from_iterable(map(dict.values, self._buffers)))),
             b"".join([sample.copy().data for sample in self._samples]),
+            _sums(self._rows),
             [module.get(name) for module, name in self._numbers],
             list(map(type, self._kept[: len(self._modules)])),
             [(cls.__call__, getattr(cls, "forward", None)) for cls in self._classes],
             [home.get(name) for home in self._homes for name in FUNCTIONS],
             list(map(id, global_hooks())),
+            [getattr(F, name) for name in TORCH_FUNCTIONS],
+            [getattr(self._model, name, None) for name in LOOP],
             attention_function(getattr(self._model, "config", None)),
+            _settings(getattr(self._model, "config", None)),
             [[str(module.get(name)) for name in _SWITCHES] for module in self._switched],
         )
 
@@ -112,23 +123,6 @@ def writes(tensor: Tensor) -> int:
     inference mode.
     """
     return -1 if tensor.is_inference() else tensor._version
-
-
-def foreign(hooks: Mapping[int, Any]) -> list[Any]:
-    """Of a module's hooks, those that may change what it computes."""
-    return [
-        h
-        for h in hooks.values()
-        if not str(getattr(h, "__module__", None) or "").startswith(_HARMLESS_HOOKS)
-    ]
-
-
-def global_hooks() -> list[Any]:
-    """Hooks that torch calls for every module of the process."""
-    return [
-        *torch_module._global_forward_hooks.values(),
-        *torch_module._global_forward_pre_hooks.values(),
-    ]
 
 
 def _numbers(module: nn.Module) -> list[str]:
@@ -146,34 +140,72 @@ def _numbers(module: nn.Module) -> list[str]:
     ]
 
 
-def _sample(tensor: Tensor) -> Iterator[np.ndarray]:
-    """Values to compare, as a view of the tensor's memory: all of a vector, SAMPLES or some
-    more of a matrix, spread over its rows and columns.
-    """
+def _settings(config: Any) -> dict[str, Any]:
+    """The numbers of a configuration that modules may compute with."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return (
+        {
+            name: value
+            for name, value in vars(text).items()
+            if type(value) in (int, float) and not name.endswith("_token_id")
+        }
+        if text is not None
+        else {}
+    )
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor | None:
+    """Its bits as whole numbers in the order of its memory; None: they cannot be read so."""
     if (
         type(tensor) not in (nn.Parameter, Tensor)
-        or tensor.device.type != "cpu"
+        or tensor.device.type == "meta"
         or tensor.layout != torch.strided
-        or not tensor.is_contiguous()
         or not tensor.numel()
         or tensor.element_size() not in _SIZED
     ):
+        return None
+    tensor = tensor.detach()
+    if tensor.ndim == 2 and not tensor.is_contiguous():
+        tensor = tensor.t()
+    return tensor.view(_SIZED[tensor.element_size()]) if tensor.is_contiguous() else None
+
+
+def _sample(tensor: Tensor) -> Iterator[np.ndarray]:
+    """Values to compare, as a view of the tensor's memory: all of a vector; of a matrix two values
+    or more of each row, and SAMPLES at least, spread over rows and columns.
+    """
+    bits = _in_memory_order(tensor)
+    if bits is None or bits.device.type != "cpu":
         return
-    flat = tensor.detach().view(-1)
-    flat = flat.view(_SIZED[tensor.element_size()])
-    if tensor.ndim < 2:
-        yield flat.numpy()
+    flat = bits.view(-1).numpy()
+    yield flat if bits.ndim < 2 else flat[:: _step(len(flat), bits.shape[-1])]
+
+
+def _rows(tensor: Tensor) -> Iterator[Tensor]:
+    """A matrix's rows as words that can be added up, as a view of its memory."""
+    bits = _in_memory_order(tensor)
+    if bits is None or bits.ndim != 2:
         return
-    yield flat.numpy()[:: _step(flat.numel(), tensor.shape[-1])]
+    whole = bits.shape[1] * bits.element_size() % _WORD == 0
+    aligned = bits.storage_offset() * bits.element_size() % _WORD == 0
+    yield bits.view(torch.int64) if whole and aligned else bits
+
+
+def _sums(rows: list[Tensor]) -> list[bytes]:
+    """The sum of each row, for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for one in rows:
+        by_device.setdefault(one.device, []).append(one.sum(1, dtype=torch.int64))
+    return [torch.cat(sums).cpu().numpy().tobytes() for sums in by_device.values()]
 
 
 @functools.lru_cache(maxsize=256)
 def _step(size: int, columns: int) -> int:
-    """The distance between the SAMPLES values compared of a matrix with so many values in all.
-    From row to row they move on by about the golden ratio, which spreads them over rows and
-    columns alike.
+    """The distance between the values compared of a matrix with so many values in all: two of each
+    row at least. From row to row they move on by about the golden ratio, which spreads them over
+    rows and columns alike.
     """
-    widest = max(1, size // SAMPLES)
+    widest = max(1, min(size // SAMPLES, columns // 2))
     narrowest = widest * 3 // 4 + 1
 
     def uneven(step: int) -> float:

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from multirate.errors import UserError
+from multirate.errors import UserError, first_line
+from multirate.model.hf.foreign_code import left_out, of_a_library
 from multirate.model.hf.parts import (
     LayerParts,
     ModelParts,
@@ -43,8 +44,19 @@ def find_parts(model: nn.Module) -> ModelParts:
     """The parts of `model`, a decoder-only causal language model of transformers.
 
     Raises UserError naming the model class and the reason: encoder-decoder, state-space or linear
-    attention, bidirectional attention, no LM head, or a part whose role is unknown.
+    attention, bidirectional attention, no LM head, a part whose role is unknown, or code of the
+    user's or of PEFT's that running its layers would leave out.
     """
+    try:
+        return _find_parts(model)
+    except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{type(model).__name__} cannot be run: its parts are not those of a known decoder "
+            f"({first_line(error)})"
+        ) from error
+
+
+def _find_parts(model: nn.Module) -> ModelParts:
     full_config = getattr(model, "config", None)
     if full_config is None or not hasattr(full_config, "get_text_config"):
         _refuse(model, "it is not a transformers model")
@@ -56,16 +68,18 @@ def find_parts(model: nn.Module) -> ModelParts:
     config = full_config.get_text_config(decoder=True)
     if getattr(config, "use_bidirectional_attention", None):
         _refuse(model, "its attention is bidirectional; only causal attention is supported")
-    home = getattr(attention_function(config), "__module__", None)
-    if home is not None and home.partition(".")[0] not in ("transformers", "kernels"):
+    attend = attention_function(config)
+    if attend is not None and not of_a_library(attend):
         _refuse(
             model,
             f"its attention implementation {config._attn_implementation!r} is a function of "
-            f"{home}; transformers' own are supported (set_attn_implementation)",
+            f"{attend.__module__}; transformers' own are supported (set_attn_implementation)",
         )
 
     base = model.get_decoder()  # type: ignore[operator]
     embed_tokens = model.get_input_embeddings()  # type: ignore[operator]
+    if (foreign := left_out(model, base)) is not None:
+        _refuse(model, foreign)
     found = _classify(model, base, embed_tokens, config)
     modules = found["layers"]
     rotary = found.get("rotary")

@@ -17,6 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from multirate.model.decoder import NotPlain
+from multirate.model.hf.foreign_code import (
+    FUNCTIONS,
+    around,
+    called,
+    global_hooks,
+    hook_of,
+    of_a_library,
+    replaced_torch_function,
+)
 from multirate.model.hf.parts import LayerParts, ModelParts
 from multirate.model.native.families import (
     Family,
@@ -25,9 +34,7 @@ from multirate.model.native.families import (
     attention_scale,
     epsilon,
 )
-from multirate.model.weight_watch import FUNCTIONS, foreign, global_hooks
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _WEIGHTED = (nn.Linear, nn.Embedding)
 
 
@@ -39,16 +46,18 @@ def unknown_part(parts: ModelParts, family: Family) -> NotPlain | None:
     names = {module: name for name, module in parts.model.named_modules(remove_duplicate=False)}
     home = family.module
     for hook in global_hooks():
-        return NotPlain(f"torch calls a hook for every module ({_called(hook)})")
+        return NotPlain(f"torch calls a hook for every module ({called(hook)})")
     for name in FUNCTIONS:
         function = getattr(sys.modules[home], name)
-        if function.__module__ != home:
-            return NotPlain(f"{home}.{name} was replaced ({_called(function)})")
+        if function.__module__ != home or not of_a_library(function):
+            return NotPlain(f"{home}.{name} was replaced ({called(function)})")
+    if (replaced := replaced_torch_function()) is not None:
+        return NotPlain(replaced)
     # What is around the language model may be another family's, of models that read images, too.
     # What that makes of text is compared when the model is packed.
-    around, outer = _around(parts), type(parts.model).__module__
-    homes = dict.fromkeys(around, outer if outer.startswith("transformers.models.") else home)
-    for module, kind in [*((one, None) for one in around), *_modules(parts, family)]:
+    outside, outer = around(parts.model, parts.base)[:-1], type(parts.model).__module__
+    homes = dict.fromkeys(outside, outer if outer.startswith("transformers.models.") else home)
+    for module, kind in [*((one, None) for one in outside), *_modules(parts, family)]:
         reason = (
             _own_behaviour(module)
             or _of_other_class(module, kind, homes.get(module, home))
@@ -97,21 +106,13 @@ def _modules(
     yield parts.head, nn.Linear
 
 
-def _around(parts: ModelParts) -> list[nn.Module]:
-    """The modules that the base model is in, from the outermost on."""
-    name = next(name for name, one in parts.model.named_modules() if one is parts.base)
-    steps = name.split(".")
-    return [parts.model.get_submodule(".".join(steps[:i])) for i in range(len(steps))]
-
-
 def _own_behaviour(module: nn.Module) -> str | None:
     """What one module does beside its class's forward."""
     if "forward" in vars(module):
         offloaded = ", as offloaded modules have" if hasattr(module, "_hf_hook") else ""
         return f"has a forward of its own (set on the instance{offloaded})"
-    for name in _HOOKS:
-        for hook in foreign(getattr(module, name)):
-            return f"has a {name.strip('_').removesuffix('s').replace('_', ' ')} ({_called(hook)})"
+    if (hook := hook_of(module)) is not None:
+        return f"has {hook}"
     if hasattr(module, "parametrizations"):
         return f"is parametrised ({', '.join(module.parametrizations)})"  # type: ignore[arg-type]
     return None
@@ -127,12 +128,13 @@ def _of_other_class(module: nn.Module, kind: type[nn.Module] | None, home: str) 
         return f"is a {cls.__module__.partition('.')[0]} {cls.__name__}, not one of {home}"
     source = next(one for one in cls.__mro__ if "forward" in vars(one))
     forward = vars(source)["forward"]
-    if not isinstance(forward, types.FunctionType) or forward.__module__ != source.__module__:
-        return f"is a {cls.__name__} whose class was given another forward ({_called(forward)})"
+    written_there = isinstance(forward, types.FunctionType) and (
+        forward.__module__ == source.__module__ and of_a_library(forward)
+    )
+    if not written_there:
+        return f"is a {cls.__name__} whose class was given another forward ({called(forward)})"
     if cls.__call__ is not nn.Module.__call__:
-        return (
-            f"is a {cls.__name__} whose class has a __call__ of its own ({_called(cls.__call__)})"
-        )
+        return f"is a {cls.__name__} whose class has a __call__ of its own ({called(cls.__call__)})"
     return None
 
 
@@ -191,8 +193,3 @@ def _other_epsilon(norm: Any, parts: ModelParts) -> str | None:
         f"has a norm with epsilon {epsilon(norm)}, the configuration has "
         f"{parts.config.rms_norm_eps}"
     )
-
-
-def _called(function: Any) -> str:
-    home = getattr(function, "__module__", None) or type(function).__module__
-    return f"{home}.{getattr(function, '__qualname__', type(function).__qualname__)}"

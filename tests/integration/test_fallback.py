@@ -1,0 +1,417 @@
+"""Whatever keeps us from speeding up a call of `generate`, the model's own loop runs it, as if we
+had not been asked, and one warning says why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from bench import tiny_model
+from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
+
+from multirate.engine import Engine
+from multirate.errors import Notice, UserError
+from multirate.integration import custom_generate
+from multirate.integration.engines import _ATTRIBUTE
+
+SPEED = custom_generate(method="prompt_lookup", backend="hf", speculate="always")
+SIZES: dict[str, Any] = dict(vocab_size=99, hidden_size=32, eos_token_id=None, pad_token_id=0)
+IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
+OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": None}
+NO_SPEED = "multirate does not speed up this call"
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_model.model()
+
+
+@contextmanager
+def one_warning(match: str) -> Iterator[None]:
+    """Exactly one warning of ours."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    ours = [str(w.message) for w in caught if "multirate" in str(w.message)]
+    ours += [str(w.message) for w in caught if w.category is Notice]
+    assert len(ours) == 1 and ours[0].startswith(NO_SPEED) and match in ours[0], ours
+    assert "\n" not in ours[0]
+
+
+def bloom() -> Any:
+    config = transformers.BloomConfig(**SIZES, n_layer=2, n_head=4)
+    return transformers.BloomForCausalLM(config)
+
+
+def mamba() -> Any:
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**SIZES, num_hidden_layers=2))
+
+
+def rwkv() -> Any:
+    config = transformers.RwkvConfig(**SIZES, num_hidden_layers=2, attention_hidden_size=32)
+    return transformers.RwkvForCausalLM(config)
+
+
+def t5() -> Any:
+    config = transformers.T5Config(
+        vocab_size=99,
+        pad_token_id=0,
+        eos_token_id=None,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=1,
+        num_heads=4,
+        decoder_start_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("make", [bloom, mamba, rwkv, t5])
+@pytest.mark.parametrize("sample", [False, True])
+def test_models_that_cannot_be_run_here(make: Callable[[], Any], sample: bool) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    options = OPTIONS | {"do_sample": sample, "max_new_tokens": 6}
+    torch.manual_seed(1)
+    expected = model.generate(IDS, **options)
+    torch.manual_seed(1)
+    with one_warning(""):
+        assert model.generate(IDS, **options, custom_generate=SPEED).equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("ours", "why"),
+    [
+        (custom_generate("no/such/accelerator"), "no/such/accelerator"),
+        (custom_generate(method="eagle", backend="hf"), "'eagle' cannot be used"),
+        (custom_generate(backend="native"), "cannot run this model"),
+        (custom_generate(mode="dynamic", quality=0.9, method="layerskip"), "method layerskip"),
+    ],
+)
+def test_what_attaching_or_decoding_refuses(
+    model: Any, ours: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with one_warning(why):
+        got = model.generate(IDS, **OPTIONS, custom_generate=ours)
+    assert got.equal(model.generate(IDS, **OPTIONS))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"accelerator": 5},
+        {"method": "no_such_method"},
+        {"method": 5},
+        {"backend": "gpu"},
+        {"speculate": "sometimes"},
+        {"mode": "dynamic"},
+        {"quality": 0.9},
+    ],
+)
+def test_arguments_that_no_call_could_use_are_refused_at_once(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        custom_generate(**arguments)
+
+
+class Collect(BaseStreamer):
+    def __init__(self, fails_after: int | None = None) -> None:
+        self.tokens: list[int] = []
+        self.ends = 0
+        self._fails_after = fails_after
+
+    def put(self, value: torch.Tensor) -> None:
+        if len(self.tokens) == self._fails_after:
+            raise ConnectionError("the reader is gone")
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+def break_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Every generation of ours ends with an error of its own once it has so many tokens."""
+    right = Engine.generate
+
+    def generate(self: Engine, *arguments: Any, on_tokens: Any = None, **named: Any) -> Any:
+        emitted = 0
+
+        def after(sequence: int, tokens: list[int]) -> None:
+            nonlocal emitted
+            for token in tokens:
+                if emitted == count:
+                    raise ZeroDivisionError("a defect of ours")
+                emitted += 1
+                if on_tokens is not None:
+                    on_tokens(sequence, [token])
+
+        output = right(self, *arguments, on_tokens=after, **named)
+        if emitted == count:
+            raise ZeroDivisionError("a defect of ours")
+        return output
+
+    monkeypatch.setattr(Engine, "generate", generate)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("count", [0, 4])
+def test_a_defect_before_anything_was_streamed(
+    model: Any, sample: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with random numbers as if we had drawn none."""
+    options = OPTIONS | {"do_sample": sample, "return_dict_in_generate": True}
+    streamer = Collect() if count == 0 else None
+    torch.manual_seed(3)
+    expected = model.generate(IDS, **options).sequences
+    break_after(monkeypatch, count)
+    torch.manual_seed(3)
+    with one_warning("defect of its own, the model's own generate runs: ZeroDivisionError: a d"):
+        got = model.generate(IDS, **options, custom_generate=SPEED, streamer=streamer)
+    assert got.sequences.equal(expected)
+    assert _ATTRIBUTE not in model.__dict__  # an engine that broke off is not used again
+    if streamer is not None:
+        assert streamer.tokens == expected[0].tolist() and streamer.ends == 1
+
+
+@pytest.mark.parametrize("count", [1, 4, 9, 10])
+def test_greedy_text_goes_on_after_a_defect(
+    model: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = model.generate(IDS, **OPTIONS)
+    streamer = Collect()
+    break_after(monkeypatch, count)
+    with one_warning("ZeroDivisionError"):
+        got = model.generate(IDS, **OPTIONS, custom_generate=SPEED, streamer=streamer)
+    assert got.equal(expected)
+    assert streamer.tokens == expected[0].tolist() and streamer.ends == 1
+
+
+def test_a_defect_in_text_that_cannot_be_continued_is_raised(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_after(monkeypatch, 2)
+    streamer = Collect()
+    with pytest.raises(ZeroDivisionError):
+        model.generate(
+            IDS, **OPTIONS | {"do_sample": True}, custom_generate=SPEED, streamer=streamer
+        )
+    assert len(streamer.tokens) == IDS.shape[1] + 2 and streamer.ends == 1
+
+
+@pytest.mark.parametrize("after", [7, 10])
+def test_an_error_of_the_streamers_is_the_callers(model: Any, after: int) -> None:
+    streamer = Collect(fails_after=after)
+    with pytest.raises(ConnectionError):
+        model.generate(IDS, **OPTIONS, custom_generate=SPEED, streamer=streamer)
+    assert len(streamer.tokens) == after
+
+
+def test_a_streamer_of_several_sequences(model: Any) -> None:
+    ids, texts = IDS.expand(2, -1), []
+    for ours in (None, SPEED):
+        streamer = Collect()
+        if ours is None:
+            model.generate(ids, **OPTIONS, streamer=streamer)
+        else:
+            with one_warning("a streamer for 2 sequences"):
+                model.generate(ids, **OPTIONS, streamer=streamer, custom_generate=ours)
+        texts.append(streamer.tokens)
+    assert texts[0] == texts[1]
+
+
+class Nothing(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def test_an_error_of_the_models_own_loop_is_raised_once(model: Any) -> None:
+    """The model's own loop fails, too: its error is the call's."""
+    model.lm_head.weight = nn.Parameter(torch.zeros(3, 5))
+    processors = LogitsProcessorList([Nothing()])
+    for options in ({}, {"logits_processor": processors}):
+        with warnings.catch_warnings(), pytest.raises(RuntimeError, match="shapes"):
+            warnings.simplefilter("ignore")
+            model.generate(IDS, **OPTIONS, custom_generate=SPEED, **options)
+
+
+@pytest.mark.parametrize("where", ["model", "model.layers.1.mlp", ""])
+def test_a_hook_sees_what_it_would_see_without_us(model: Any, where: str) -> None:
+    """It counts calls, and changes one."""
+
+    def run(ours: Any) -> tuple[list[int], list[tuple[int, ...]]]:
+        shapes: list[tuple[int, ...]] = []
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+            first = output[0] if not isinstance(output, torch.Tensor) else output
+            shapes.append(tuple(first.shape))
+            if isinstance(output, torch.Tensor) and len(shapes) == 4:
+                return output + 3.0
+            return None
+
+        handle = model.get_submodule(where).register_forward_hook(hook)
+        more = {} if ours is None else {"custom_generate": ours}
+        try:
+            return model.generate(IDS, **OPTIONS, **more)[0].tolist(), shapes
+        finally:
+            handle.remove()
+
+    expected = run(None)
+    with one_warning("a forward hook (integration.test_fallback."):
+        assert run(SPEED) == expected
+    model.generate(IDS, **OPTIONS, custom_generate=SPEED)  # without the hook, without a word
+
+
+def test_dropout_is_the_models_own(model: Any) -> None:
+    lora = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, lora).train()
+    options = OPTIONS | {"input_ids": IDS}
+    torch.manual_seed(1)
+    expected = adapted.generate(**options)
+    torch.manual_seed(1)
+    with one_warning("dropout of model.layers.0.self_attn.q_proj"):
+        assert adapted.generate(**options, custom_generate=SPEED).equal(expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapted.eval().generate(**options, custom_generate=SPEED)
+
+
+def learned_prompt(kind: str) -> Callable[[Any], Any]:
+    def change(model: Any) -> Any:
+        sizes: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+        configs = {
+            "prompt": lambda: peft.PromptTuningConfig(**sizes),
+            "prefix": lambda: peft.PrefixTuningConfig(**sizes),
+            "p": lambda: peft.PromptEncoderConfig(**sizes, encoder_hidden_size=16),
+        }
+        learned = peft.get_peft_model(model, configs[kind]()).eval()
+        for parameter in learned.prompt_encoder.parameters():
+            parameter.data.add_(torch.randn_like(parameter) * 0.5)
+        return learned
+
+    return change
+
+
+def prepares_inputs(model: Any) -> Any:
+    class Reversed(type(model)):  # type: ignore[misc]
+        def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **more: Any) -> Any:
+            return super().prepare_inputs_for_generation(input_ids.flip(1), **more)
+
+    model.__class__ = Reversed
+    return model
+
+
+def own_forward(model: Any) -> Any:
+    class Other(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids: torch.Tensor, **more: Any) -> Any:
+            output = super().forward(input_ids, **more)
+            output.logits[:, -1] += 9.0 * (torch.arange(output.logits.shape[-1]) == input_ids[0, 0])
+            return output
+
+    model.__class__ = Other
+    return model
+
+
+def own_method(model: Any) -> Any:
+    before = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda input_ids, **more: before(input_ids + 1, **more)
+    return model
+
+
+def forward_of_its_own(model: Any) -> Any:
+    before = model.model.forward
+    model.model.forward = lambda *given, **more: before(*given, **more)
+    return model
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (learned_prompt("prompt"), "its prepare_inputs_for_generation is not that of transf"),
+        (learned_prompt("prefix"), "its prepare_inputs_for_generation is not that of transf"),
+        (learned_prompt("p"), "its prepare_inputs_for_generation is not that of transf"),
+        (prepares_inputs, "its prepare_inputs_for_generation is not that of transformers"),
+        (own_method, "its prepare_inputs_for_generation is not that of transformers"),
+        (own_forward, "its Other has a forward of its own"),
+        (forward_of_its_own, "its LlamaModel has a forward of its own"),
+    ],
+)
+def test_a_model_with_a_way_of_its_own(
+    model: Any, change: Callable[[Any], Any], why: str, later: bool
+) -> None:
+    torch.manual_seed(0)
+    options = OPTIONS | {"input_ids": IDS}
+    if later:  # an engine is kept already
+        model.generate(**options, custom_generate=SPEED)
+    changed = change(model)
+    expected = changed.generate(**options)
+    with one_warning(why):
+        assert changed.generate(**options, custom_generate=SPEED).equal(expected)
+
+
+def adapters(model: Any, **settings: Any) -> Any:
+    def lora() -> Any:
+        return peft.LoraConfig(
+            r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **settings
+        )
+
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model, lora(), adapter_name="first")
+    adapted.add_adapter("second", lora())
+    return adapted.eval()
+
+
+def test_an_adapter_for_each_row(model: Any) -> None:
+    """PEFT's hooks, which an error would leave on the model, are gone afterwards."""
+    adapted = adapters(model)
+    options = OPTIONS | {"input_ids": IDS.expand(2, -1), "adapter_names": ["second", "__base__"]}
+    expected = adapted.generate(**options)
+    with one_warning("a forward pre hook (peft."):
+        assert adapted.generate(**options, custom_generate=SPEED).equal(expected)
+    assert not any(module._forward_pre_hooks for module in adapted.modules())
+
+
+def test_an_adapter_that_certain_tokens_switch_on(model: Any) -> None:
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=4,
+        target_modules=["q_proj"],
+        init_lora_weights=False,
+        alora_invocation_tokens=[7, 8],
+    )
+    adapted = peft.get_peft_model(model, config).eval()
+    options = OPTIONS | {"input_ids": IDS}
+    expected = adapted.generate(**options)
+    with one_warning("a forward pre hook (peft."):
+        assert adapted.generate(**options, custom_generate=SPEED).equal(expected)
+    with one_warning("switched on by certain tokens (aLoRA)"):  # without its hooks, too
+        adapted.get_base_model().generate(**options, custom_generate=SPEED)
+
+
+def test_adapters_switched_between_calls_are_followed(model: Any) -> None:
+    adapted = adapters(model)
+    options = OPTIONS | {"input_ids": IDS}
+    texts = []
+    for switch in (
+        lambda: None,
+        lambda: adapted.set_adapter("second"),
+        lambda: adapted.merge_adapter(),
+        lambda: adapted.unmerge_adapter(),
+        lambda: adapted.base_model.disable_adapter_layers(),
+    ):
+        switch()
+        texts.append(adapted.generate(**options))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert adapted.generate(**options, custom_generate=SPEED).equal(texts[-1])
+    assert len({str(text.tolist()) for text in texts}) >= 3

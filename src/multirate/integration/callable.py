@@ -227,7 +227,7 @@ class _Stream:
         """The new tokens of the one sequence that there is."""
         for token in tokens:
             self.tokens.append(token)
-            self._call(self._streamer.put, torch.tensor([token]))
+            self._call(self._streamer.put, torch.tensor([token], dtype=torch.int64, device="cpu"))
 
     def end(self) -> None:
         """The text is complete."""

@@ -26,10 +26,10 @@ from multirate.model.transfer import to_device
 class HFDecoder(Decoder):
     """Runs rows through the layers of `model`, which is frozen: nothing of it is changed.
 
-    Building it runs a four-token probe through the model's own forward and through the located
-    parts; a model whose
-    logits differ is refused with a UserError: an architecture with an unforeseen part cannot give
-    wrong text silently.
+    Building it runs a few tokens through the model's own forward and through the located parts: in
+    one pass, then in passes as decoding makes them, of several sequences, of one row, of a draft. A
+    model whose logits differ is refused with a UserError: neither an unforeseen part nor one whose
+    result for a row depends on the rows beside it can give wrong text silently.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -142,7 +142,8 @@ class HFDecoder(Decoder):
         shape.
         """
         parts, name = self.parts, type(self.parts.model).__name__
-        ids = probe_tokens(self.info.vocab_size).to(parts.device)[None]
+        count = min(_probe_rows(parts), self.info.max_positions or PROBE_ROWS)
+        ids = probe_tokens(self.info.vocab_size, count).to(parts.device)[None]
         positions = torch.arange(ids.shape[1], device=parts.device)[None]
         recorded = RecordingKV()
         try:
@@ -171,15 +172,67 @@ class HFDecoder(Decoder):
                 "forward "
                 f"(relative difference {difference:.1e}), so it has a part that is not known"
             )
-        return [
+        layout = [
             LayerKV(k.shape[1], k.shape[3], recorded.values[i].shape[3], k.dtype, k.device)
             for i, k in sorted(recorded.keys.items())
         ]
+        try:
+            self._probe_passes(ids[0], expected[0], layout)
+        except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"{name} cannot be run: its layers take no other passes than whole texts ({error})"
+            ) from error
+        return layout
+
+    def _probe_passes(self, ids: Tensor, expected: Tensor, layout: list[LayerKV]) -> None:
+        """Compares the logits [T, V] of one pass over ids [T] with those of passes of other
+        lengths. UserError where a row's depend on what else is in its pass.
+        """
+        count, half = len(ids), max(1, len(ids) // 2)
+        cache = KVCache(2, count + 2, layout)
+        # A branch that is not followed, before the one that is.
+        draft = Rows.draft_tree(0, half + 1, [0, 0, *range(2, count - half - 1)])
+        branch = [half + 1, 0, *range(half + 2, count)]
+        passes = [
+            (Rows.concat([Rows.causal(0, 0, half), Rows.causal(1, 0, 1)]), [*range(half), 0]),
+            (Rows.causal(0, half, 1), [half]),
+            (draft, branch),
+        ]
+        far = 0
+        for rows, places in passes[: 3 if count - half > 2 else 1]:
+            x = HFDecoder.embed(self, ids[places], rows.pos)
+            x = HFDecoder.layers(self, x, rows, 0, len(self.parts.layers), cache)
+            got = self.parts.logits(x).float()
+            for seq in np.unique(rows.seq):
+                cache.commit(int(seq), int((rows.seq == seq).sum()))
+            difference = (got - expected[places].float()).norm(dim=-1)
+            difference = difference / expected[places].float().norm(dim=-1).clamp(min=1e-12)
+            if rows is draft:
+                difference[1] = 0
+            far += int((~(difference <= 2 * rounding_limit(self.info.dtype))).sum())
+        # Where two experts are nearly as good, rounding decides between them.
+        near_ties = any(self.parts.moe) and self.info.dtype.itemsize < 4
+        if far > (count // 4 if near_ties else 0):
+            raise UserError(
+                f"{type(self.parts.model).__name__} cannot be run: {far} of {count + 1} tokens have "
+                "other logits in passes of other lengths, so it has a part whose result for a "
+                "token depends on the tokens beside it"
+            )
 
 
-def probe_tokens(vocabulary: int) -> Tensor:
+PROBE_ROWS = 24
+
+
+def _probe_rows(parts: ModelParts) -> int:
+    """How many tokens are compared: few where experts have to be read from a disk for them."""
+    experts = [moe.experts for moe in parts.moe if moe is not None]
+    on_disk = any(all(p.is_meta for p in one.parameters()) for one in experts)
+    return 6 if on_disk else PROBE_ROWS
+
+
+def probe_tokens(vocabulary: int, count: int = 4) -> Tensor:
     """Tokens by which a decoder is compared with its model's own forward."""
-    return torch.arange(1, 5, device="cpu") * 7 % vocabulary
+    return torch.arange(1, count + 1, device="cpu") * 7 % vocabulary
 
 
 def relative_difference(got: Tensor, expected: Tensor) -> float:

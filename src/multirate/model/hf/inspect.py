@@ -78,6 +78,7 @@ def _find_parts(model: nn.Module) -> ModelParts:
 
     base = model.get_decoder()  # type: ignore[operator]
     embed_tokens = model.get_input_embeddings()  # type: ignore[operator]
+    _check_vocabulary(model, head, embed_tokens, int(config.vocab_size))
     if (foreign := left_out(model, base)) is not None:
         _refuse(model, foreign)
     found = _classify(model, base, embed_tokens, config)
@@ -107,6 +108,18 @@ def _find_parts(model: nn.Module) -> ModelParts:
         tied_head=head_weight is not None and head_weight is embed_tokens.weight,
         max_positions=_max_positions(config),
     )
+
+
+def _check_vocabulary(model: nn.Module, head: Any, embed_tokens: Any, size: int) -> None:
+    """Prompts are checked, and memory is sized, by the configuration's vocabulary."""
+    logits = len(head.weight) if type(head) is nn.Linear else getattr(head, "out_features", None)
+    embedded = len(embed_tokens.weight) if type(embed_tokens) is nn.Embedding else None
+    if logits not in (None, size) or (embedded is not None and embedded < size):
+        _refuse(
+            model,
+            f"its configuration has a vocabulary of {size}, its head gives {logits} logits and "
+            f"{embedded} tokens have embeddings (resize_token_embeddings changes all three)",
+        )
 
 
 def _classify(
@@ -254,23 +267,33 @@ def _first(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
     )
 
 
+def _linear(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
+    """As `_first`; None also where it does not say its sizes, as some wrappers do not."""
+    found = _first(module, names)
+    sized = (
+        hasattr(found, "in_features")
+        or getattr(getattr(found, "weight", None), "shape", None) is not None
+    )
+    return found if sized else None
+
+
 def _attention_sites(
     attention: nn.Module, config: Any
 ) -> tuple[dict[str, nn.Module], dict[str, Site]]:
     linears: dict[str, nn.Module] = {}
     sites: dict[str, Site] = {}
     for role in ("q", "k", "v"):
-        if (linear := _first(attention, (f"{role}_proj",))) is not None:
+        if (linear := _linear(attention, (f"{role}_proj",))) is not None:
             linears[role] = linear
     if "q" in linears:
         sites["q"] = _site(linears["q"])
     # Only layouts that put all queries first; a per-head interleaved projection (GPT-NeoX) offers
     # no "q".
-    elif (fused := _first(attention, ("qkv_proj", "c_attn"))) is not None:
+    elif (fused := _linear(attention, ("qkv_proj", "c_attn"))) is not None:
         linears["qkv"] = fused
         head_dim = getattr(attention, "head_dim", config.hidden_size // config.num_attention_heads)
         sites["q"] = _site(fused, 0, config.num_attention_heads * head_dim)
-    if (output := _first(attention, _OUTPUT_NAMES)) is not None:
+    if (output := _linear(attention, _OUTPUT_NAMES)) is not None:
         linears["o"] = output
         sites["o"] = _site(output)
     return linears, sites
@@ -282,11 +305,11 @@ def _mlp_sites(block: nn.Module | None, moe: MoEParts | None, config: Any) -> di
     sites = {"mlp": Site(block, config.hidden_size, config.hidden_size)}
     if moe is not None:
         return sites
-    if (fused := _first(block, ("gate_up_proj",))) is not None:
+    if (fused := _linear(block, ("gate_up_proj",))) is not None:
         width = _features(fused)[1] // 2
         sites["gate"], sites["up"] = _site(fused, 0, width), _site(fused, width, 2 * width)
     for role, names in (("gate", ("gate_proj",)), ("up", _UP_NAMES), ("down", _DOWN_NAMES)):
-        if role not in sites and (linear := _first(block, names)) is not None:
+        if role not in sites and (linear := _linear(block, names)) is not None:
             sites[role] = _site(linear)
     return sites
 

@@ -489,6 +489,8 @@ class Engine:
         if name not in self._decodings:
             base, settings = spec.parse_variant(name)
             accelerator = self.accelerators.get(base)
+            if accelerator is not None:
+                accelerator.check_fits(self.model)
             promise = None
             if "quality" in settings:
                 quality = check_quality(settings.pop("quality"))

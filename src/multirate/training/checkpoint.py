@@ -39,14 +39,16 @@ def describe_base(model: Any, name: str = "") -> dict[str, Any]:
     """What identifies a base model: sizes and the fingerprint of its weights. ``name``: a hub id or
     a folder's name.
     """
+    return {"name": name, **_shape_of(model), "fingerprint": fingerprint(model)}
+
+
+def _shape_of(model: Any) -> dict[str, Any]:
     shape = BaseShape.of(model.config)
     return {
-        "name": name,
         "architecture": shape.architecture,
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "vocab_size": shape.vocab_size,
-        "fingerprint": fingerprint(model),
     }
 
 
@@ -75,6 +77,13 @@ class Accelerator:
     def parameters(self) -> int:
         """Number of trained values."""
         return sum(p.numel() for p in self.module.parameters())
+
+    def check_fits(self, model: Any) -> None:
+        """UserError where ``model`` has another shape by now than the base: its vocabulary may have
+        been made smaller or larger.
+        """
+        which = f"in {self.folder}" if self.folder is not None else self.method
+        _check_shape(which, self.base, _shape_of(model))
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write weights (floating point as ``dtype``), description and model card; each file
@@ -302,19 +311,8 @@ def _check_base(directory: Path, trained_for: dict[str, Any], model: Any) -> str
     """None, or a sentence when the weights are others than those of the base. UserError for another
     shape.
     """
-    here = describe_base(model)
-    wrong = [
-        f"{name} {here[name]} instead of {reprlib.repr(trained_for.get(name))}"
-        for name in ("architecture", "num_layers", "hidden_size", "vocab_size")
-        if here[name] != trained_for.get(name)
-    ]
-    name = trained_for.get("name")
-    name = reprlib.repr(name)[1:-1] if isinstance(name, str) and name else "another model"
-    if wrong:
-        raise UserError(
-            f"The accelerator in {directory} was trained for {name} and does not fit this model: "
-            f"{'; '.join(wrong)}."
-        )
+    here, name = describe_base(model), _base_name(trained_for)
+    _check_shape(f"in {directory}", trained_for, here)
     if here["fingerprint"] == trained_for.get("fingerprint"):
         return None
     return (
@@ -322,3 +320,22 @@ def _check_base(directory: Path, trained_for: dict[str, Any], model: Any) -> str
         f"(fingerprint {here['fingerprint'][:8]} instead of "
         f"{reprlib.repr(trained_for.get('fingerprint'))[1:9]})"
     )
+
+
+def _check_shape(which: str, trained_for: dict[str, Any], here: dict[str, Any]) -> None:
+    """UserError unless the base that the accelerator was trained for has the shape of `here`."""
+    wrong = [
+        f"{name} {here[name]} instead of {reprlib.repr(trained_for.get(name))}"
+        for name in ("architecture", "num_layers", "hidden_size", "vocab_size")
+        if here[name] != trained_for.get(name)
+    ]
+    if wrong:
+        raise UserError(
+            f"The accelerator {which} was trained for {_base_name(trained_for)} and does not fit "
+            f"this model: {'; '.join(wrong)}."
+        )
+
+
+def _base_name(trained_for: dict[str, Any]) -> str:
+    name = trained_for.get("name")
+    return reprlib.repr(name)[1:-1] if isinstance(name, str) and name else "another model"

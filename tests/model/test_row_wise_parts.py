@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from model.tiny_models import tiny_model
 from torch import Tensor, nn
 
+from model.tiny_models import tiny_model
 from multirate.errors import UserError
 from multirate.integration import custom_generate
 from multirate.model.hf.decoder import HFDecoder

@@ -46,8 +46,8 @@ class WeightWatch:
     on or taken off (of a module, its class, or all modules), another attention function, methods
     of `generate` that were overridden, and numbers that transformers' and torch's modules and the
     configuration compute with. In-place writes through `.data` are not counted by torch. For them
-    the bits of every row are added up, and two values or more of each row are compared one by one:
-    a change of one value is always noticed, and so are rows or columns that were exchanged. Only
+    the bits of every row are added up, and a value or more of each row is compared by itself: a
+    change of one value is always noticed, and so are rows or columns that were exchanged. Only
     of tensors of three dimensions (a mixture's stacked experts, most of which no token reads) the
     values alone are compared. A check reads the weights once, at the memory's full speed: less
     than a decoded token takes.
@@ -171,8 +171,8 @@ def _in_memory_order(tensor: Tensor) -> Tensor | None:
 
 
 def _sample(tensor: Tensor) -> Iterator[np.ndarray]:
-    """Values to compare, as a view of the tensor's memory: all of a vector; of a matrix two values
-    or more of each row, and SAMPLES at least, spread over rows and columns.
+    """Values to compare, as a view of the tensor's memory: all of a vector; of a matrix a value or
+    more of each row, and SAMPLES at least, spread over rows and columns.
     """
     bits = _in_memory_order(tensor)
     if bits is None or bits.device.type != "cpu":
@@ -201,11 +201,11 @@ def _sums(rows: list[Tensor]) -> list[bytes]:
 
 @functools.lru_cache(maxsize=256)
 def _step(size: int, columns: int) -> int:
-    """The distance between the values compared of a matrix with so many values in all: two of each
+    """The distance between the values compared of a matrix with so many values in all: one of each
     row at least. From row to row they move on by about the golden ratio, which spreads them over
     rows and columns alike.
     """
-    widest = max(1, min(size // SAMPLES, columns // 2))
+    widest = max(1, min(size // SAMPLES, columns))
     narrowest = widest * 3 // 4 + 1
 
     def uneven(step: int) -> float:

@@ -5,6 +5,7 @@ refused by name.
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -237,6 +238,26 @@ def class_forward_replaced() -> Iterator[None]:
         block.forward = before
 
 
+@contextmanager
+def activation_replaced() -> Iterator[None]:
+    before = nn.functional.silu
+    nn.functional.silu = functools.wraps(before)(lambda x, inplace=False: -before(x))
+    try:
+        yield
+    finally:
+        nn.functional.silu = before
+
+
+@contextmanager
+def attention_replaced() -> Iterator[None]:
+    before = nn.functional.scaled_dot_product_attention
+    nn.functional.scaled_dot_product_attention = lambda *given, **more: -before(*given, **more)
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = before
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["before-attaching", "after-attaching"])
 @pytest.mark.parametrize(
     ("change", "named"),
@@ -244,6 +265,8 @@ def class_forward_replaced() -> Iterator[None]:
         (hook_for_all, "a hook for every module"),
         (function_replaced, "modeling_llama.apply_rotary_pos_emb was replaced"),
         (class_forward_replaced, "layers.0.mlp is a LlamaMLP whose class was given another forw"),
+        (activation_replaced, "torch.nn.functional.silu was replaced"),
+        (attention_replaced, "torch.nn.functional.scaled_dot_product_attention was replaced"),
     ],
 )
 def test_what_is_changed_for_all_models_is_heard(
@@ -393,6 +416,44 @@ def optimizer_step(model: Any) -> None:
     torch.optim.SGD([weight], lr=1.0).step()
 
 
+def one_row_of_the_head(model: Any) -> None:
+    head = model.lm_head.weight.data
+    with torch.no_grad():
+        said = int(model(torch.tensor([PROMPT * 3])).logits[0, -1].argmax())
+    head[said + 1] = 4 * head[said]
+
+
+def one_row_of_the_embedding(model: Any) -> None:
+    model.model.embed_tokens.weight.data[PROMPT[-1]].neg_()
+
+
+def one_row_of_a_layer(model: Any) -> None:
+    model.model.layers[2].mlp.down_proj.weight.data[77] = 3
+
+
+def one_value(model: Any) -> None:
+    model.model.layers[1].self_attn.v_proj.weight.data[5, 17] = 50
+
+
+def exchanged_rows(model: Any) -> None:
+    rows = model.model.embed_tokens.weight.data
+    rows[[3, 42]] = rows[[42, 3]]
+
+
+def exchanged_columns(model: Any) -> None:
+    columns = model.model.layers[1].mlp.gate_proj.weight.data
+    columns[:, [0, 64]] = columns[:, [64, 0]] * 1.0
+
+
+def through_numpy(model: Any) -> None:
+    bits = model.model.layers[0].mlp.up_proj.weight.detach().view(torch.int16).numpy()
+    bits[50] = 0x4040
+
+
+def head_of_its_own(model: Any) -> None:
+    model.lm_head = nn.Linear(128, 133, bias=False, dtype=torch.bfloat16)
+
+
 def some_rows(model: Any) -> None:
     model.model.layers[1].mlp.down_proj.weight.data[7:10] *= -20
 
@@ -418,6 +479,14 @@ def rotary_scale(model: Any) -> None:
     [
         through_data,
         one_of_its_tensors,
+        one_row_of_the_head,
+        one_row_of_the_embedding,
+        one_row_of_a_layer,
+        one_value,
+        exchanged_rows,
+        exchanged_columns,
+        through_numpy,
+        head_of_its_own,
         some_rows,
         some_columns,
         part_of_a_norm,
@@ -454,6 +523,42 @@ def test_changed_weights_are_packed_again(change: Callable[[Any], None]) -> None
             if method == "autoregressive"
             else []
         )
+
+
+@pytest.mark.parametrize("columns", [8, 9, 64, 130, 576])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
+def test_any_value_of_a_matrix_is_compared(columns: int, dtype: torch.dtype) -> None:
+    """Of rows whose bytes are whole words or not, also where it lies in memory column by column."""
+    torch.manual_seed(0)
+    weight = (torch.randn(40, columns) * 20).to(dtype)
+    for made in (weight, weight.t().contiguous().t()):
+        module = nn.Module()
+        module.weight = nn.Parameter(made, requires_grad=False)
+        watch = WeightWatch(module)
+        for row, column in ((0, 0), (17, columns - 1), (39, columns // 2)):
+            before = made[row, column].item()
+            module.weight.data[row, column] = before + 1
+            assert watch.changed()
+            module.weight.data[row, column] = before
+            assert not watch.changed()
+        for row in range(40):
+            module.weight.data[row] = -module.weight.data[row]
+            assert watch.changed()
+            module.weight.data[row] = -module.weight.data[row]
+
+
+def test_a_number_of_the_configuration_is_followed() -> None:
+    from transformers import Gemma2Config
+
+    sizes = SIZES | {"query_pre_attn_scalar": 32, "head_dim": 32}
+    model = make(Gemma2Config(**sizes, final_logit_softcapping=30.0)).float()
+    engine = attach(model)
+    watch = WeightWatch(model)
+    model.config.final_logit_softcapping = 0.5
+    assert watch.changed()
+    engine.generate([PROMPT], stop=engine.stopping(2))
+    rows = engine.decoder.info.vocab_size
+    assert engine.decoder.unembed(torch.ones(1, 128) * 9).abs().max() <= 0.5 and rows == 133
 
 
 def test_a_lora_put_on_after_attaching_is_heard() -> None:

@@ -213,8 +213,9 @@ class HFDecoder(Decoder):
         # Where two experts are nearly as good, rounding decides between them.
         near_ties = any(self.parts.moe) and self.info.dtype.itemsize < 4
         if far > (count // 4 if near_ties else 0):
+            name = type(self.parts.model).__name__
             raise UserError(
-                f"{type(self.parts.model).__name__} cannot be run: {far} of {count + 1} tokens have "
+                f"{name} cannot be run: {far} of {count + 1} tokens have "
                 "other logits in passes of other lengths, so it has a part whose result for a "
                 "token depends on the tokens beside it"
             )

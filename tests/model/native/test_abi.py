@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multirate.model.native import abi
 
@@ -17,6 +18,16 @@ def test_memory_that_the_kernel_cannot_read_is_refused() -> None:
             abi.tensor(values)
     assert abi.address(abi.tensor(rows[:, :3], strided=True)) == rows.data_ptr()
     assert abi.tensor(None) == abi.NULL
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_tensors_without_memory_are_refused() -> None:
+    """As torch has them while it traces a program; the kernel would read address 0."""
+    with FakeTensorMode():
+        traced = torch.zeros(3, dtype=torch.float32, device="cpu")
+    with pytest.raises(TypeError, match="memory, which a FakeTensor does not have"):
+        abi.tensor(traced)
+    assert abi.tensor(torch.zeros(0, dtype=torch.float32, device="cpu")) == abi.NULL
 
 
 def test_a_pointer_has_the_type_of_its_values() -> None:

@@ -88,7 +88,10 @@ def tensor(values: Tensor | None, strided: bool = False) -> CData:
             f"the kernel reads contiguous memory on the CPU, not {values.dtype} "
             f"{list(values.shape)} with strides {values.stride()} on {values.device}"
         )
-    return ffi.cast(kind, values.data_ptr())
+    place = values.data_ptr()
+    if not place and values.numel():
+        raise TypeError(f"the kernel reads memory, which a {type(values).__name__} does not have")
+    return ffi.cast(kind, place)
 
 
 def packed(values: Tensor | None) -> CData:

@@ -41,7 +41,7 @@ from transformers import (
 from multirate.errors import UserError, say_once
 from multirate.io import parse_json
 from multirate.named_models import DEFAULT, NAMED, NamedModel, install_command, named
-from multirate.torch_modes import own_modes
+from multirate.torch_modes import plain_tensors
 
 if TYPE_CHECKING:
     from multirate.experts.model import OffloadedExperts
@@ -122,8 +122,7 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
             wanted: Any = DTYPES["bfloat16" if dtype == "auto" else dtype]
             loaded, tokenizer = load_gguf(source, wanted)
             return LoadedModel(loaded.to(place), tokenizer, name or DEFAULT)
-    # transformers loads to torch's default device, which the caller may have set
-    with explained(f"model {source}"), own_modes(), torch.device("cpu"):
+    with explained(f"model {source}"), plain_tensors():
         files = _at_hand(source)
         _check_json(files)
         kind = _kind_of(AutoConfig.from_pretrained(files))

@@ -67,6 +67,13 @@ def own_modes(gradients: bool = False) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """For libraries that make tensors on torch's default device, which the caller may have set."""
+    with own_modes(), torch.device("cpu"):
+        yield
+
+
 class Defaults(TorchFunctionMode):
     """What torch.set_default_dtype does, for this thread alone. empty_on_meta: torch.empty takes no
     memory; modules make their large parameters with it and their buffers without it.

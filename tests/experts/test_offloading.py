@@ -4,6 +4,7 @@ right or wrong.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,14 @@ def test_logits_are_the_models_own(offloaded: Any) -> None:
     torch.testing.assert_close(logits(model), logits(original), atol=2e-5, rtol=1e-4)
 
 
+def test_autocast_is_followed(offloaded: Any) -> None:
+    """As transformers' own experts do: products in its dtype, added up in the stream's."""
+    original, model, offload = offloaded
+    offload.use()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(logits(model), logits(original), atol=0.1, rtol=0.1)
+
+
 def test_no_expert_weight_is_in_the_model(offloaded: Any) -> None:
     _, model, _ = offloaded
     for name, parameter in model.named_parameters():
@@ -93,3 +102,12 @@ def test_bits_do_not_depend_on_what_is_loaded_when(
     if slots == RECORDS and eviction != "none":
         assert stats.bytes <= RECORDS * record
     assert stats.bytes % ALIGNMENT == 0
+
+
+def test_loading_does_not_follow_torch_s_default_device(tmp_path: Path) -> None:
+    original = save(next(iter(FAMILIES)), tmp_path)
+    with torch.device("meta"):
+        model = load_without_experts(tmp_path)
+    want = original.state_dict()
+    for name, parameter in model.named_parameters():
+        assert parameter.is_meta if ".experts." in name else parameter.equal(want[name]), name

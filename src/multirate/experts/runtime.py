@@ -285,7 +285,8 @@ class ExpertRuntime:
                     if unpack
                     else weights
                 )
-                parts[places] = expert_forward(module, own, hidden[places // k])
+                # in autocast products have its dtype
+                parts[places] = expert_forward(module, own, hidden[places // k]).to(parts.dtype)
 
         self.run(
             row, torch.unique(flat).tolist(), compute, residual, (top_index, top_weights.float())

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from multirate.errors import UserError
 from multirate.io import parse_json
+from multirate.torch_modes import plain_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAMPLE_BYTES = 128
@@ -77,7 +78,8 @@ class Shards:
         """A tensor, or entry `index` of its first dimension."""
         part = self._slice(name)
         try:
-            whole: Tensor = part[:] if index is None else part[index : index + 1][0]
+            with plain_tensors():
+                whole: Tensor = part[:] if index is None else part[index : index + 1][0]
         except (SafetensorError, RuntimeError) as error:
             raise UserError(
                 f"{self.folder / self._file_of[name]}: tensor {name} cannot be read: {error}"

@@ -6,8 +6,10 @@ import os
 from typing import Any
 
 from multirate.experts.load import load_offloaded
+from multirate.torch_modes import own_modes
 
 
+@own_modes()
 def offload(
     model: str | os.PathLike[str],
     experts: str | os.PathLike[str],

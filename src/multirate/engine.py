@@ -322,8 +322,9 @@ class Engine:
 
         speculate: "auto" drafts where and as long as that is measured to pay, within a text too;
         it decodes plainly, and says so in `notice`, where no acceptance could make drafts pay on
-        this machine. "always" drafts as the method by itself would; "never" decodes plainly.
-        method may carry settings of its drafts, as in "m2r2-carry:lookup=0:nodes=5". mode:
+        this machine, and where drafts can change the text (below float32, by the model's own
+        layers: docs/lossless.md). "always" drafts as the method by itself would; "never" decodes
+        plainly. method may carry settings of its drafts, as in "m2r2-carry:lookup=0:nodes=5". mode:
         "dynamic" lets tokens leave early within the promise that `multirate calibrate` stored for
         this quality, the share of tokens that are to be the full model's (`promise` says what is
         promised); "m2r2-carry:quality=0.99" as a method is the same. on_tokens(b,
@@ -384,6 +385,9 @@ class Engine:
         decoding = None
         if speculate != "never" and len(prompts):
             decoding = self._decoding(method or self.default)
+        sampling = sampling or SamplingSettings()
+        if decoding is not None and self._may_change_text(decoding.step, sampling, speculate):
+            decoding = None
         if decoding is not None:
             self.promise = decoding.promise
             self._try_relative(decoding, spec.parse_variant(method or self.default)[0])
@@ -392,9 +396,7 @@ class Engine:
                 decoding = None
         self.used = used = PLAIN if decoding is None else (method or self.default)
         if decoding is not None:
-            self._say_lossy(
-                used, decoding.step, sampling or SamplingSettings(), chosen=method is not None
-            )
+            self._say_lossy(used, decoding.step, sampling, chosen=method is not None)
         step: Step = PlainStep() if decoding is None else decoding.step
         kept = (
             self._prefix_caches.pop(used, PrefixCache())
@@ -600,12 +602,29 @@ class Engine:
         mode = dynamic_mode(self._spec(name))
         return mode.settings(None if accelerator is None else accelerator.module, None)
 
+    def _may_change_text(self, step: Step, sampling: SamplingSettings, speculate: str) -> bool:
+        """Whether a lossless step is not to be taken, as its passes have other sizes than plain
+        decoding's and this decoder's results depend on them; says so in `notice`, also where it is
+        taken all the same.
+        """
+        precision = self.decoder.pass_dependent
+        if precision is None or not _is_lossless(step, sampling):
+            return False
+        fact = (
+            f"in {precision}, by the model's own layers, drafts can change the text where two "
+            "tokens are about equally likely"
+        )
+        if speculate == "auto":
+            self.notice = f"decoded plainly: {fact}; speculate 'always' drafts all the same"
+            return True
+        self.notice = f"{fact} (float32 keeps it)"
+        return False
+
     def _say_lossy(self, name: str, step: Step, sampling: SamplingSettings, chosen: bool) -> None:
         """Of a lossy method, or lossy settings, with no quality asked for, says so: in `notice`
         where it was chosen, and else aloud.
         """
-        lossless = step.lossless or (sampling.greedy and step.lossless_when_greedy)
-        lossless = lossless and self._spec(name).lossless
+        lossless = _is_lossless(step, sampling) and self._spec(name).lossless
         if lossless or "quality" in spec.parse_variant(name)[1]:
             return
         fact = f"{name} is lossy: its text may not be the model's own"
@@ -656,6 +675,10 @@ class Engine:
             return True
         self.notice = verdict.message
         return False
+
+
+def _is_lossless(step: Step, sampling: SamplingSettings) -> bool:
+    return step.lossless or (sampling.greedy and step.lossless_when_greedy)
 
 
 def _lacking(known: MethodSpec | None) -> str:

@@ -19,6 +19,11 @@ GENERATE = "generate"
 GENERATE_STATIC = "generate-static"
 
 
+def speculation(engine: Engine) -> str:
+    """How methods are measured: as they are used, but where `auto` never drafts."""
+    return "auto" if engine.decoder.pass_dependent is None else "always"
+
+
 def method_run(
     engine: Engine,
     name: str,
@@ -49,7 +54,9 @@ def method_run(
         )
 
     def run_batch(prompts: list[list[int]]) -> list[Answer]:
-        output = engine.generate(prompts, sampling, stop, method=name, speculate="auto")
+        output = engine.generate(
+            prompts, sampling, stop, method=name, speculate=speculation(engine)
+        )
         seen, (first, *others) = output.stats, output.sequences
         whole = Answer(
             first,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from multirate.bench.method_runs import speculation
 from multirate.bench.prompts import encode_chat
 from multirate.bench.suites import READERS
 from multirate.decoding.results import DecodeStats
@@ -176,7 +177,8 @@ def runner(
         engine.forget()
         engine.prepare(method)
         stop = engine.stopping(most or max_new_tokens)
-        return engine.generate([prompt], stop=stop, method=method).stats
+        how = speculation(engine)
+        return engine.generate([prompt], stop=stop, method=method, speculate=how).stats
 
     return run
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from multirate.decoding.logits import SamplingSettings
-from multirate.decoding.prefill import read_in_pieces
-from multirate.decoding.prefix_cache import PrefixCache
+from multirate.decoding.prefill import PREFILL_ROWS, read_in_pieces
+from multirate.decoding.prefix_cache import MIN_SHARED, PrefixCache
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.stopping import StopSettings, StopTracker
@@ -73,6 +73,11 @@ class Session:
             len(p) + min(self.stops.total_room(b), _EAGER_SLOTS) for b, p in enumerate(prompts)
         ]
         self._prefix_cache = prefix_cache if len(prompts) == 1 else None
+        self._whole_pieces = decoder.pass_dependent is not None
+        if self._prefix_cache is not None and self._whole_pieces:
+            # A later prompt's whole pieces are these again; what follows shares other passes there.
+            # One token more: the last in common is read again.
+            self.note_inexact(0, _in_pieces(len(prompts[0])) + 1)
         self.cache = self._cache_for(max(slots, default=0) + draft_slots, usable)
 
     def _cache_for(self, capacity: int, usable: Callable[[KVCache, int], int] | None) -> KVCache:
@@ -83,10 +88,10 @@ class Session:
             cache = kept.take()
             if cache is not None:
                 # The last token in common is read again: a step may need its final residual.
-                if (
-                    shared
-                    and (resumed := (shared if usable is None else usable(cache, shared)) - 1) > 0
-                ):
+                resumed = (shared if usable is None else usable(cache, shared)) - 1 if shared else 0
+                if self._whole_pieces:
+                    resumed = _in_pieces(resumed)
+                if resumed > 0:
                     self.stats.resumed = resumed
                     if kept.exact < resumed:
                         self.note_narrow(0, kept.exact)
@@ -215,13 +220,18 @@ class Session:
         self.stats.seconds = time.perf_counter() - self._started
         reasons = [reason for reason in self.stops.reasons if reason is not None]
         assert len(reasons) == len(self.stops.reasons), "a sequence has not ended"
-        if self._prefix_cache is not None:
+        if self._prefix_cache is not None and self.kept_length(0) >= MIN_SHARED:
             # a later turn must not see K/V of layers that were skipped
             self.cache.truncate(0, self.kept_length(0))
             self._prefix_cache.keep(self.sampler.tokens[0], self.cache, self.exact_length(0))
         else:
             self.decoder.release_cache(self.cache)
         return GenerationOutput(self.stops.new_tokens, reasons, self.stats)
+
+
+def _in_pieces(tokens: int) -> int:
+    """How many of so many first tokens are in whole pieces of a prefill."""
+    return tokens // PREFILL_ROWS * PREFILL_ROWS
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
 
 from multirate.engine import check_mode
-from multirate.errors import UserError, first_line
+from multirate.errors import Notice, UserError, first_line
 from multirate.integration.caller import argument_of_generate
 from multirate.integration.engines import drop_engines, engine_of
 from multirate.integration.model_state import RandomState, check_model
@@ -63,7 +63,10 @@ class CustomGenerate:
     that nobody foresaw. An error after the first streamed token cannot be undone: greedy text is
     continued by the model's own loop, any other call raises it.
 
-    In lossless mode the output is never another one than without us.
+    In lossless mode the output is that of the call without us: in float32 always, below it unless
+    two tokens are about equally likely (docs/lossless.md has the table). In bfloat16 our kernel and
+    transformers round in other places, and drafts change nothing of what the kernel says. Where
+    drafts could change the text, speculate="auto" makes none, and a warning says so.
     """
 
     def __init__(
@@ -160,6 +163,8 @@ class CustomGenerate:
             mode=self._mode,
             quality=self._quality,
         )
+        if engine.decoder.pass_dependent is not None and engine.notice:
+            warnings.warn(f"multirate: {engine.notice}", Notice, stacklevel=4)
         cut = [row for row, reason in enumerate(output.finish_reasons) if reason == "context"]
         if cut:
             warnings.warn(

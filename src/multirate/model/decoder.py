@@ -84,6 +84,14 @@ class Decoder(ABC):
     unread_bytes = 0
     """How much less a plain pass reads than all the weights it is of."""
 
+    @property
+    def pass_dependent(self) -> str | None:
+        """The precision in which a row's result depends on how many others share its call, so much
+        that texts do: where two tokens are about equally likely, another size of pass may choose
+        the other one. None: it does not, or in the last bits of float32 alone.
+        """
+        return None
+
     @abstractmethod
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens (it grows when more are

@@ -236,7 +236,8 @@ class GraphedDecoder(HFDecoder):
         except RuntimeError as error:
             self.graph_fallback = f"a pass could not be recorded ({str(error).splitlines()[0]})"
 
-        # After the replay, so that the keys and values in the cache are the reference's.
+        # After the replay, so that the keys and values in the cache are the reference's, should the
+        # recording turn out to be of no use.
         if x is None:
             x = self.embed(torch.as_tensor(ids, device=self.info.device), rows.pos)
         reference = partial(self._reference, run, rows, cache)
@@ -249,11 +250,12 @@ class GraphedDecoder(HFDecoder):
         if self.graph_fallback is not None:
             storage.recordings.clear()
             self._storages.clear()
-        else:
-            storage.recordings[key] = (function, replay)
-            if len(storage.recordings) > MAX_RECORDINGS:
-                storage.recordings.popitem(last=False)
-        return expected, [] if logits is None else argmax_rows(logits)
+            return expected, [] if logits is None else argmax_rows(logits)
+        storage.recordings[key] = (function, replay)
+        if len(storage.recordings) > MAX_RECORDINGS:
+            storage.recordings.popitem(last=False)
+        # once more: the first pass of a shape is to give what the later ones do, to the bit
+        return inputs.unload(replay()), inputs.chosen_tokens() if run.chooses else []
 
     def record(self, function: Callable[[], Tensor]) -> Replay:
         """Of a function that runs the model's layers. Raises RuntimeError where that is not

@@ -49,10 +49,22 @@ class HFDecoder(Decoder):
             experts_per_token=0 if moe is None else moe.top_k,
             tied_head=parts.tied_head,
         )
+        self._coarsest = _coarsest(model)
         self._plan: RowPlan | None = None
         self._kv_layout = self._probe()
 
     # -- Decoder -----------------------------------------------------------------------------------
+
+    @property
+    def pass_dependent(self) -> str | None:
+        kind = self.info.device.type
+        if torch.is_autocast_enabled(kind):
+            return _name(torch.get_autocast_dtype(kind))
+        if self._coarsest is not None:
+            return _name(self._coarsest)
+        backend = torch.backends.cuda if kind == "cuda" else torch.backends.mkldnn
+        precision: str = backend.matmul.fp32_precision
+        return precision if precision in ("tf32", "bf16") else None
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity, self._kv_layout)
@@ -219,6 +231,17 @@ class HFDecoder(Decoder):
                 "other logits in passes of other lengths, so it has a part whose result for a "
                 "token depends on the tokens beside it"
             )
+
+
+def _coarsest(model: nn.Module) -> torch.dtype | None:
+    """The coarsest type of the model's weights; None: none has fewer bits than float32."""
+    kinds = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    few = [kind for kind in kinds if torch.finfo(kind).bits < 32]
+    return max(few, key=lambda kind: torch.finfo(kind).eps, default=None)
+
+
+def _name(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
 
 
 PROBE_ROWS = 24

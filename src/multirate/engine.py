@@ -404,6 +404,8 @@ class Engine:
             else None
         )
         output = generate(self.decoder, step, prompts, sampling, stop, on_tokens, prefix_cache=kept)
+        if self.decoder.info.claimed_positions and "context" in output.finish_reasons:
+            self.notice = f"cut off after {self.decoder.info.context}"
         if decoding is not None:
             decoding.observe(output.stats)
         if kept is not None:

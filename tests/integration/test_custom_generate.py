@@ -344,7 +344,7 @@ def test_generation_beyond_the_context_is_the_models_own(
     }
     expected = short.generate(**inputs, **options)
     with pytest.warns(
-        UserWarning, match="context limit of 16 tokens is left to the model's own generate"
+        UserWarning, match="context of 16 tokens is left to the model's own generate"
     ):
         got = short.generate(**inputs, **options, custom_generate=SPEED)
     assert torch.equal(got, expected)
@@ -354,7 +354,7 @@ def test_a_prompt_beyond_the_context_is_left_to_the_model() -> None:
     short = tiny_model.model(max_position_embeddings=16)
     inputs = batch([20, 4])
     expected = short.generate(**inputs, do_sample=False, max_new_tokens=8)
-    with pytest.warns(UserWarning, match="a prompt of 20 tokens .*context is 16"):
+    with pytest.warns(UserWarning, match="a prompt of 20 tokens .*context of 16 tokens"):
         got = short.generate(**inputs, do_sample=False, max_new_tokens=8, custom_generate=SPEED)
     assert torch.equal(got, expected)
 

@@ -59,7 +59,8 @@ def command(
     info = engine.decoder.info
     row("layers", f"{info.num_layers} of width {info.hidden_size}")
     row("vocabulary", info.vocab_size)
-    row("context", "unlimited" if info.max_positions is None else f"{info.max_positions} tokens")
+    context = "unlimited" if info.max_positions is None else f"{info.max_positions} tokens"
+    row("context", context if info.claimed_positions is None else info.context)
     windows = sorted({window for window in info.windows if window is not None})
     if windows:
         sliding = sum(window is not None for window in info.windows)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from multirate.errors import UserError
 from multirate.model.decoder import Decoder, argmax_rows
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
@@ -34,9 +35,14 @@ def read_in_pieces(
 ) -> Iterator[Read]:
     """Runs layers [0, stop) (None: all) on each sequence's text from token `start` on, and commits
     it. Yields its pieces in order: the residuals entering the layers `taps`, and layer `stop`.
-    Short texts share a call. No gradients are kept.
+    Short texts share a call. No gradients are kept. Raises UserError for a text that is longer than
+    the model's positions.
     """
-    stop = decoder.info.num_layers if stop is None else stop
+    info = decoder.info
+    stop = info.num_layers if stop is None else stop
+    longest = max(map(len, texts.values()), default=0)
+    if info.max_positions is not None and longest > info.max_positions:
+        raise UserError(f"a text of {longest} tokens does not fit {info.context}")
     batch: list[tuple[int, int, Sequence[int]]] = []
     waiting = 0
     for seq, tokens in texts.items():

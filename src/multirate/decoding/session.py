@@ -62,7 +62,10 @@ class Session:
         self.prompts = prompts
         self.sampler = Sampler(sampling or SamplingSettings(), prompts, decoder.noisy_argmax)
         self.stops = StopTracker(
-            stop or StopSettings(), [len(p) for p in prompts], info.max_positions
+            stop or StopSettings(),
+            [len(p) for p in prompts],
+            info.max_positions,
+            "the context" if info.claimed_positions is None else info.context,
         )
         self.stats = DecodeStats()
         self._on_tokens = on_tokens

@@ -80,13 +80,19 @@ def _whole(value: object, least: int) -> bool:
 class StopTracker:
     """The new tokens of every sequence of a batch and whether it has ended.
 
-    prompt_lengths: [B]; max_positions: the model's limit, None when it has none. Raises UserError
+    prompt_lengths: [B]; max_positions: the model's limit, None when it has none; context: what a
+    sentence calls it. Raises UserError
     when a prompt is longer than the context, or when nothing at all bounds the output.
     """
 
     def __init__(
-        self, settings: StopSettings, prompt_lengths: Sequence[int], max_positions: int | None
+        self,
+        settings: StopSettings,
+        prompt_lengths: Sequence[int],
+        max_positions: int | None,
+        context: str = "the context",
     ) -> None:
+        self._named = context
         limits = [limit for limit in (settings.context_limit, max_positions) if limit is not None]
         self._context = min(limits) if limits else None
         if self._context is None and settings.max_new_tokens is None:
@@ -114,8 +120,8 @@ class StopTracker:
     def _allowance(self, prompt_length: int) -> int:
         if self._context is not None and prompt_length > self._context:
             raise UserError(
-                f"the prompt has {prompt_length} tokens; accepted are at most {self._context} (the "
-                "context)"
+                f"the prompt has {prompt_length} tokens; accepted are at most {self._context} "
+                f"({self._named})"
             )
         of_context = None if self._context is None else self._context - prompt_length
         bounds = [

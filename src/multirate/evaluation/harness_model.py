@@ -65,6 +65,14 @@ class EngineLM(TemplateLM):
         return self.engine.decoder.info.max_positions or DEFAULT_CONTEXT
 
     @property
+    def _context(self) -> str:
+        """What `max_length` is, for a sentence."""
+        info = self.engine.decoder.info
+        if info.max_positions is not None:
+            return info.context
+        return f"the {DEFAULT_CONTEXT} tokens that a model without a limit of its own is given"
+
+    @property
     def eot_token_id(self) -> int:
         """The first of the ids that end a text."""
         ids = eos_token_ids(self.engine.model, self.tokenizer)
@@ -177,8 +185,8 @@ class EngineLM(TemplateLM):
         room = self.max_length - settings["max_gen_toks"]
         if room < 1:
             raise UserError(
-                f"a task asks for {settings['max_gen_toks']} new tokens (max_gen_toks), and the "
-                f"model's context is {self.max_length}: at most {self.max_length - 1} are accepted"
+                f"a task asks for {settings['max_gen_toks']} new tokens (max_gen_toks); at most "
+                f"{self.max_length - 1} are accepted, by {self._context}"
             )
         prompt = self._cut(self.tok_encode(context), room)
         output = self.engine.generate([prompt], sampling, stop, **self.decoding.arguments)
@@ -204,8 +212,8 @@ class EngineLM(TemplateLM):
     def _cut(self, tokens: list[int], room: int) -> list[int]:
         if len(tokens) > room:
             say_once(
-                f"some prompts are longer than the model's context of {self.max_length} tokens "
-                "allows: they are cut from the left"
+                "some prompts are cut from the left, as they are longer than allowed by "
+                f"{self._context}"
             )
         return tokens[-room:]
 

@@ -98,8 +98,8 @@ def inspect(
         tokens, decisions = decode(decoder, step, prompt, stop, decoded)
         if not tokens:
             raise UserError(
-                f"prompt {number} leaves no room for an answer: it has {len(prompt)} tokens and "
-                f"the model's context {decoder.info.max_positions}"
+                f"prompt {number} of {len(prompt)} tokens leaves no room for an answer in "
+                f"{decoder.info.context}"
             )
         values = read_text(decoder, prompt, tokens, tracer, read)
         texts.append(InspectedText(list(prompt), tokens, decisions, values))

@@ -26,6 +26,7 @@ from multirate.integration.settings import (
     read_request,
 )
 from multirate.methods import spec
+from multirate.model.decoder import DecoderInfo
 from multirate.model.load import BACKENDS
 from multirate.training.checkpoint import Accelerator
 
@@ -152,7 +153,7 @@ class CustomGenerate:
             raise Unsupported(f"a streamer for {len(request.prompts)} sequences")
         check_model(loop.model)
         engine = engine_of(loop.model, self._accelerator, self._backend)
-        _check_context(request, engine.decoder.info.max_positions)
+        _check_context(request, engine.decoder.info)
         output = engine.generate(
             request.prompts,
             request.sampling,
@@ -168,9 +169,8 @@ class CustomGenerate:
         cut = [row for row, reason in enumerate(output.finish_reasons) if reason == "context"]
         if cut:
             warnings.warn(
-                "multirate does not speed up the rest of this call: generation beyond the model's "
-                "context limit of "
-                f"{engine.decoder.info.max_positions} tokens is left to the model's own generate",
+                "multirate does not speed up the rest of this call: generation beyond "
+                f"{_short(engine.decoder.info)} is left to the model's own generate",
                 stacklevel=4,
             )
         for row in cut:
@@ -247,10 +247,15 @@ class _Stream:
             raise
 
 
-def _check_context(request: Request, limit: int | None) -> None:
-    longest = max(len(prompt) for prompt in request.prompts)
+def _check_context(request: Request, info: DecoderInfo) -> None:
+    longest, limit = max(len(prompt) for prompt in request.prompts), info.max_positions
     if limit is not None and longest >= limit:
-        raise Unsupported(f"a prompt of {longest} tokens (the model's context is {limit})")
+        raise Unsupported(f"a prompt of {longest} tokens (beyond {_short(info)})")
+
+
+def _short(info: DecoderInfo) -> str:
+    """The limit, without what `model.generate` does of it: that is what goes on."""
+    return info.context.partition(":")[0]
 
 
 class _OwnLoop:

@@ -41,7 +41,8 @@ class DecoderInfo:
     """What a loop or a method may need to know about a decoder.
 
     `max_positions` is the longest context (prompt and new tokens) for which the model's positions
-    are exact, None when unlimited; `windows[i]` the sliding window of layer i (None: full
+    are exact, None when unlimited; `claimed_positions` what the model itself allows where that is
+    more, else None; `windows[i]` the sliding window of layer i (None: full
     attention); `num_experts` 0 for a dense model.
     """
 
@@ -56,6 +57,18 @@ class DecoderInfo:
     num_experts: int = 0
     experts_per_token: int = 0
     tied_head: bool = False
+    claimed_positions: int | None = None
+
+    @property
+    def context(self) -> str:
+        """The limit as a sentence names it: the model's, or ours."""
+        if self.claimed_positions is None:
+            return f"the model's context of {self.max_positions} tokens"
+        return (
+            f"the first {self.max_positions} of the model's {self.claimed_positions} positions: "
+            "beyond them its rotary embedding changes for the whole text, which multirate does not "
+            "follow (transformers' generate does)"
+        )
 
 
 @dataclass(frozen=True)

@@ -134,8 +134,8 @@ class _Answerer:
     def too_long(self) -> str:
         """What a prompt without room for its answer does."""
         return (
-            f"leaves no room for {self.stop.max_new_tokens} tokens in the model's context of "
-            f"{self.positions}"
+            f"leaves no room for {self.stop.max_new_tokens} tokens in "
+            f"{self.decoder.info.context}"
         )
 
     def prompt(self, turns: Turns) -> list[int]:

@@ -48,6 +48,7 @@ class HFDecoder(Decoder):
             num_experts=0 if moe is None else moe.num_experts,
             experts_per_token=0 if moe is None else moe.top_k,
             tied_head=parts.tied_head,
+            claimed_positions=parts.claimed_positions,
         )
         self._coarsest = _coarsest(model)
         self._plan: RowPlan | None = None

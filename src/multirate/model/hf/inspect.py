@@ -106,7 +106,8 @@ def _find_parts(model: nn.Module) -> ModelParts:
         logit_softcap=getattr(config, "final_logit_softcapping", None),
         needs_eager=sinks or softcap is not None,
         tied_head=head_weight is not None and head_weight is embed_tokens.weight,
-        max_positions=_max_positions(config),
+        max_positions=(longest := _max_positions(config)),
+        claimed_positions=_claimed(config, longest),
     )
 
 
@@ -348,6 +349,12 @@ def _ropes_by_type(config: Any) -> bool:
         any(isinstance(r, dict) for r in found.values())
         and getattr(config, "layer_types", None) is not None
     )
+
+
+def _claimed(config: Any, longest: int | None) -> int | None:
+    """The context that the configuration says, where it is more than the longest one run here."""
+    said = getattr(config, "max_position_embeddings", None)
+    return int(said) if said and longest is not None and said > longest else None
 
 
 def _max_positions(config: Any) -> int | None:

@@ -164,6 +164,7 @@ class ModelParts:
     needs_eager: bool
     tied_head: bool
     max_positions: int | None
+    claimed_positions: int | None
 
     @property
     def moe(self) -> tuple[MoEParts | None, ...]:

@@ -175,6 +175,7 @@ class NativeDecoder(Decoder):
             device=torch.device("cpu"),
             windows=tuple(layer.window for layer in parts.layers),
             tied_head=parts.tied_head,
+            claimed_positions=parts.claimed_positions,
         )
         self._owner = Owner()
         self.eps = float(config.rms_norm_eps)
@@ -274,7 +275,8 @@ class NativeDecoder(Decoder):
                 found[kind] = {"cos": cos, "sin": sin, **scaled}
             return found
 
-        return PositionTables(compute, parts.max_positions)
+        changing = parts.claimed_positions is not None
+        return PositionTables(compute, parts.max_positions if changing else None)
 
     def _positions_of(self, index: int) -> abi.CData:
         """The tables that layer `index` reads."""

@@ -88,7 +88,9 @@ def test_custom_generate_goes_on_as_the_model_does() -> None:
 def test_questions_without_room_are_not_left_out_in_silence(engine: Engine, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     asked = [Questions(("hi",)), Questions(("so " * 30,))]
-    with pytest.warns(Notice, match=f"left out .1 of 2: it leaves no room for 20 tokens in {LIMIT}"):
+    with pytest.warns(
+        Notice, match=f"left out .1 of 2: it leaves no room for 20 tokens in {LIMIT}"
+    ):
         answer_questions(engine.decoder, engine.tokenizer, asked, out, [], max_new_tokens=20)
     assert [json.loads(line)["instruction"] for line in out.read_text().splitlines()] == ["hi"]
 

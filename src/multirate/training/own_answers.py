@@ -134,8 +134,7 @@ class _Answerer:
     def too_long(self) -> str:
         """What a prompt without room for its answer does."""
         return (
-            f"leaves no room for {self.stop.max_new_tokens} tokens in "
-            f"{self.decoder.info.context}"
+            f"leaves no room for {self.stop.max_new_tokens} tokens in {self.decoder.info.context}"
         )
 
     def prompt(self, turns: Turns) -> list[int]:

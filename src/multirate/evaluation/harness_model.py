@@ -190,6 +190,8 @@ class EngineLM(TemplateLM):
             )
         prompt = self._cut(self.tok_encode(context), room)
         output = self.engine.generate([prompt], sampling, stop, **self.decoding.arguments)
+        if self.engine.decoder.pass_dependent is not None and self.engine.notice:
+            say_once(self.engine.notice)
         seen = output.stats
         self.work.answers += 1
         self.work.tokens += seen.tokens

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import reprlib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -698,8 +700,15 @@ def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
     """
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return tuple(int(token) for token in (ids if isinstance(ids, (list, tuple)) else [ids]))
+        if ids is None:
+            continue
+        try:
+            return tuple(map(operator.index, ids if isinstance(ids, (list, tuple)) else [ids]))
+        except TypeError:
+            raise UserError(
+                f"eos_token_id of the {type(source).__name__} is {reprlib.repr(ids)}; accepted: a "
+                "token's id, or a list of these"
+            ) from None
     return ()
 
 

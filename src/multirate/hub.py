@@ -62,6 +62,11 @@ _OBJECTS = (
     "special_tokens_map.json",
     "model.safetensors.index.json",
 )
+_RANGES = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), (1, 4096)),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), (1, 1 << 40)),
+}
+"""Of whole numbers in these files: a layer for each is made before anything is compared."""
 GGUF = ".gguf"
 HUB_SECONDS = 5.0  # that the hub may take to answer at all
 
@@ -143,6 +148,27 @@ def _check_json(folder: str) -> None:
             found = parse_json(path.read_bytes(), path)
             if not isinstance(found, dict):
                 raise UserError(f"{path} is {reprlib.repr(found)}; accepted: an object")
+            _check_numbers(path, found)
+
+
+def _check_numbers(path: Path, values: Any, place: str = "") -> None:
+    """UserError for a number that transformers would count to without an end, or that has more than
+    64 bits, at `place` of a file.
+    """
+    if isinstance(values, dict):
+        for name, value in values.items():
+            _check_numbers(path, value, f"{place}.{name}" if place else name)
+    elif isinstance(values, list):
+        for value in values:
+            _check_numbers(path, value, place)
+    elif isinstance(values, int):
+        name = place.rpartition(".")[2]
+        least, most = _RANGES.get(name, (-(1 << 63), (1 << 63) - 1))
+        if not least <= values <= most:
+            raise UserError(
+                f"{path}: field '{place}' is {reprlib.repr(values)}; accepted: a whole number from "
+                f"{least} to {most}"
+            )
 
 
 def _kind_of(config: Any) -> Any:

@@ -152,9 +152,7 @@ def _check_json(folder: str) -> None:
 
 
 def _check_numbers(path: Path, values: Any, place: str = "") -> None:
-    """UserError for a number that transformers would count to without an end, or that has more than
-    64 bits, at `place` of a file.
-    """
+    """UserError for a number that transformers would count to without an end."""
     if isinstance(values, dict):
         for name, value in values.items():
             _check_numbers(path, value, f"{place}.{name}" if place else name)
@@ -163,7 +161,7 @@ def _check_numbers(path: Path, values: Any, place: str = "") -> None:
             _check_numbers(path, value, place)
     elif isinstance(values, int):
         name = place.rpartition(".")[2]
-        least, most = _RANGES.get(name, (-(1 << 63), (1 << 63) - 1))
+        least, most = _RANGES.get(name, (values, values))
         if not least <= values <= most:
             raise UserError(
                 f"{path}: field '{place}' is {reprlib.repr(values)}; accepted: a whole number from "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,3 +83,11 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
     assert tuned.find(None, "sam", "base", "", "here") is None
     with pytest.raises(UserError, match="cannot be made"):
         tuned.store(tuned.place(None, "sam", "base"), ONE)
+
+
+@pytest.mark.parametrize("found", [5, None, {}, [5], [None], [[]], [{"method": 3}]])
+def test_lists_of_another_kind_are_refused(tmp_path: Path, found: Any) -> None:
+    path = tmp_path / FILE
+    path.write_text(json.dumps({"format": 1, "tuned": found}))
+    with pytest.raises(UserError, match=rf"{FILE}.*tuned"):
+        tuned.read(path)

@@ -113,6 +113,15 @@ def tensor_with(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, An
         (config_with(num_attention_heads=3), "'kv_heads' is 2; accepted: a divisor of heads"),
         (config_with(eagle_aux_hidden_state_layer_ids=[1, 2, 40]), "'taps' .*4 layers"),
         (config_with(speculators_model_type="eagle"), "no field 'speculators_model_type' of eagle"),
+        (config_with(norm_before_fc=True), "field 'norm_before_fc' is True; accepted: no such"),
+        (config_with(fc_norm="rms"), "field 'fc_norm' is 'rms'"),
+        (config_with(model_type="qwen3"), "model_type' is 'qwen3'; accepted: \"llama\""),
+        (config_with(sliding_window=128), "sliding_window' is 128"),
+        (config_with(rope_parameters={"rope_type": "default", "factor": 2}), "rope_parameters"),
+        (config_with(rms_norm_eps=10**400), "norm_eps' is 1000"),
+        (tensor_with("fc.bias", torch.ones(32)), "tensor 'fc.bias' is not one of"),
+        (tensor_with("layers.1.input_layernorm.weight", torch.ones(32)), r"'layers\.1\.input"),
+        (tensor_with("norm.weight", torch.full((32,), torch.inf)), "norm.weight' .* not finite"),
         (tensor_with("fc.weight", None), r"model\.safetensors: tensor 'fc.weight' is missing"),
         (tensor_with("d2t", None), "tensor 'd2t' is missing"),
         (tensor_with("d2t", torch.zeros(2, 10)), "'d2t' must lead from 20 rows"),
@@ -136,6 +145,20 @@ def test_what_does_not_fit_is_named(
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=message):
         Accelerator.from_pretrained(tmp_path, model)
+
+
+def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
+    """Fields that are off, what every config has, and tensors that only training reads."""
+    model, _ = exported(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"norm_before_fc": False, "fc_norm": None, "transformers_version": "4.57.0"}
+    config["transformer_layer_config"] |= {"max_position_embeddings": 64, "sliding_window": None}
+    path.write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["verifier_lm_head.weight"] = torch.ones(61, 32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert Accelerator.from_pretrained(tmp_path, model).method == "eagle3"
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ def test_a_config_is_compared_before_anything_is_built(
         ({"terms": [{"gate": 1, "draft_step": 1, "agreement": 1e308}]}, "agreement"),
         ({"terms": [{"gate": 1, "draft_step": 1, "agreement": float("nan")}]}, "agreement' is nan"),
         ({"terms": [{"gate": 1, "draft_step": 1}]}, "agreement' is None"),
+        ({"terms": [{"gate": 1, "draft_step": 1, "agreement": 10**400}]}, "agreement' is 1000"),
     ],
 )
 def test_malformed_results_are_refused(tmp_path: Path, results: Any, words: str) -> None:
@@ -191,6 +192,18 @@ def test_malformed_results_are_refused(tmp_path: Path, results: Any, words: str)
     description = tmp_path / "accelerator.json"
     description.write_text(json.dumps({**json.loads(description.read_text()), "results": results}))
     with pytest.raises(UserError, match=rf"accelerator\.json.*{words}"):
+        Accelerator.from_pretrained(tmp_path, model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, value: float) -> None:
+    model = small()
+    made = accelerator(model)
+    name, parameter = next(iter(made.module.named_parameters()))
+    with torch.no_grad():
+        parameter.view(-1)[-1] = value
+    made.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=rf"tensor '{name}' holds values that are not finite"):
         Accelerator.from_pretrained(tmp_path, model)
 
 

@@ -57,7 +57,7 @@ def _bin(confidence: float) -> int:
     """What is not a number counts as no confidence."""
     if not confidence > 0.0:
         return 0
-    return min(int(confidence * CONFIDENCE_BINS), CONFIDENCE_BINS - 1)
+    return min(int(min(confidence, 1.0) * CONFIDENCE_BINS), CONFIDENCE_BINS - 1)
 
 
 class Calibration:

@@ -136,3 +136,9 @@ def test_a_seed_has_64_bits() -> None:
     for seed in (-1, 2**64, 10**30):
         with pytest.raises(UserError, match=r"seed.*accepted: 0 to 18446744073709551615"):
             settings(seed=seed)
+
+
+@pytest.mark.parametrize("field", ["lr", "weight_decay", "sharpness", "grad_clip"])
+def test_rates_beyond_float32_are_refused(field: str) -> None:
+    with pytest.raises(UserError, match=rf"{field}.*at most 1e\+30"):
+        settings(**{field: 1e38})

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from multirate.cli.main import app
 from multirate.errors import Notice, UserError
 from multirate.model.load import load_decoder
 from multirate.training import sampled_questions
@@ -69,6 +71,14 @@ def test_files_of_others_are_refused(setup, tmp_path):
     path.write_text(json.dumps({"instruction": "hi"}) + "\n")
     with pytest.raises(UserError, match="line 1: not a question"):
         ask(setup, path)
+
+
+def test_a_seed_is_refused_before_anything_is_written(tmp_path):
+    path = tmp_path / "own.jsonl"
+    words = ["answers", "tiny", "--questions", "2", "--out", str(path), "--seed", str(2**64)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and "seed is 18446744073709551616" in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_questions_of_the_data_are_not_asked_again(setup, tmp_path):

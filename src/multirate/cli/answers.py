@@ -59,6 +59,7 @@ def command(
     )
     from multirate.training.sampled_questions import QuestionSettings, sample_questions
 
+    settings = QuestionSettings(seed=seed)
     look_for_records(check_writable(out))
     asked = read_questions(data, limit) if data else []
     loaded = options.load(model, dtype, device, experts)
@@ -74,7 +75,7 @@ def command(
                 check_writable(path),
                 eos,
                 fingerprint(loaded.model),
-                QuestionSettings(seed=seed),
+                settings,
                 [one.users[0] for one in asked],
                 batch,
                 bar.to,

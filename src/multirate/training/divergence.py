@@ -40,7 +40,7 @@ def check_step(step: int, loss: float, norm: float, rate: float) -> None:
     if step == 0:
         raise Diverged(
             f"{what} in the first step, before any weight was changed: the base model's outputs or "
-            "the weights that training starts from are not finite"
+            "the weights that training starts from are not finite, or sharpness is too high"
         )
     raise Diverged(f"training diverged: {what} in step {step + 1}; {advice(rate)}")
 

@@ -46,6 +46,10 @@ class QuestionSettings:
     top_p: float = 0.95
     longest: int = 256
 
+    def __post_init__(self) -> None:
+        for number in range(len(self.temperatures)):  # wrong values are refused before any work
+            self.sampling(number)
+
     def sampling(self, number: int) -> SamplingSettings:
         """Those of a round."""
         temperature = self.temperatures[number % len(self.temperatures)]

@@ -9,6 +9,9 @@ from multirate.errors import MOST_SEED
 from multirate.methods.common.config import MethodConfig
 
 
+MOST_RATE = 1e30
+
+
 @dataclass(frozen=True)
 class TrainSettings(MethodConfig):
     """What decides a run besides model, data and method. Invalid values raise UserError."""
@@ -75,6 +78,8 @@ class TrainSettings(MethodConfig):
         )
         for name in ("lr", "grad_clip", "step_decay", "sharpness", "checkpoint_seconds"):
             self.require(getattr(self, name) > 0, name, "above 0")
+        for name in ("lr", "grad_clip", "sharpness", "weight_decay"):  # float32 goes on from there
+            self.require(getattr(self, name) <= MOST_RATE, name, f"at most {MOST_RATE:g}")
         self.require(self.warmup_steps >= 0, "warmup_steps", "0 or more")
         self.require(0 <= self.seed <= MOST_SEED, "seed", f"0 to {MOST_SEED}")
         self.require(self.weight_decay >= 0, "weight_decay", "0 or more")

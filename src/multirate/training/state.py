@@ -84,10 +84,10 @@ def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any] | No
                 f"{path} belongs to a run with another {name} ({saved.get(name)} instead of "
                 f"{identity[name]}); use the same, another output folder, or delete the file."
             )
-    infinite = not_finite({"stream": state["stream"], "optimizers": state["optimizers"]})
-    if infinite is not None:
+    wrong = not_finite({"stream": state["stream"], "optimizers": state["optimizers"]})
+    if wrong is not None:
         raise UserError(
-            f"{path} cannot be gone on from: '{infinite}' is not finite; delete it to start over"
+            f"{path} cannot be resumed from: '{wrong}' is not finite; delete it to start over"
         )
     return state
 

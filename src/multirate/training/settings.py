@@ -8,7 +8,6 @@ from typing import Any, Literal
 from multirate.errors import MOST_SEED
 from multirate.methods.common.config import MethodConfig
 
-
 MOST_RATE = 1e30
 
 

@@ -95,6 +95,8 @@ def attach(
 
     if isinstance(model, LoadedModel):
         model, tokenizer = model.model, tokenizer or model.tokenizer
+    if type(model).__name__ == "OptimizedModule":  # torch.compile's, around the model
+        model = model._orig_mod
     with lock_of(
         model
     ).held():  # building a decoder may run the model, and exchanges what reads its experts
@@ -204,6 +206,12 @@ class Engine:
         self._prefix_caches: dict[str, PrefixCache] = {}  # the newest last
         self._second_models: dict[str, SecondModel] = {}
         self._tried: set[str] = set()  # accelerators for a relative of this model
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UserError(
+            "an engine cannot be copied or pickled, as it holds packed weights and locks: copy the "
+            "model and attach to the copy (multirate.attach)"
+        )
 
     @property
     def backend(self) -> str:

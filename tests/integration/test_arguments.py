@@ -4,6 +4,8 @@ something inside.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +100,25 @@ def test_two_accelerators_of_one_name(engine: Engine, tmp_path: Path) -> None:
     add_accelerators(one, ["a=x", "y"], [], {})  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"two accelerators are named m2r2: .*NAME=FOLDER"):
         add_accelerators(one, ["z"], [], {})  # type: ignore[arg-type]
+
+
+def test_an_engine_is_not_copied(engine: Engine) -> None:
+    for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(UserError, match="attach to the copy"):
+            attempt(engine)
+    model = copy.deepcopy(engine.model)
+    assert attach(model).generate([[5, 6]]).sequences == engine.generate([[5, 6]]).sequences
+
+
+def test_a_compiled_model_is_attached_to_without_compiling(engine: Engine) -> None:
+    """In place, or around it."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("compiled")
+
+    expected = engine.generate([[5, 6]]).sequences
+    around = torch.compile(copy.deepcopy(engine.model), backend=refuse)
+    within = copy.deepcopy(engine.model)
+    within.compile(backend=refuse)
+    for model in (around, within):
+        assert attach(model).generate([[5, 6]]).sequences == expected

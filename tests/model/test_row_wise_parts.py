@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from model.tiny_models import tiny_model
 from multirate.errors import UserError
@@ -123,3 +124,17 @@ def test_attention_that_ignores_masks_is_refused(
         return
     with pytest.raises(UserError, match="cannot be run"):
         HFDecoder(model)
+
+
+def test_local_attention_of_another_kind_is_refused_however_wide() -> None:
+    """Its own window is wider than the few tokens that are compared."""
+    config = GPTNeoConfig(
+        vocab_size=89,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=64,
+    )
+    with pytest.raises(UserError, match="its attention has a window_size"):
+        HFDecoder(GPTNeoForCausalLM(config).eval())

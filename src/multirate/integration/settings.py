@@ -80,9 +80,7 @@ def read_request(
         raise Unsupported("synced_gpus")
     for name in CACHE_NAMES:
         cache = arguments.get(name)
-        if cache is not None and (
-            cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)
-        ):
+        if cache is not None and (getattr(cache, "_is_user_defined", False) or _filled(cache)):
             raise Unsupported(f"filling your own {name}")
     mask = _mask(input_ids, arguments.get("attention_mask"), arguments.get("position_ids"))
     prompts = [row[keep].tolist() for row, keep in zip(input_ids.cpu(), mask, strict=True)]
@@ -106,6 +104,13 @@ def check_autocast(model: Any) -> None:
     place = model.device.type
     if torch.is_autocast_enabled(place) and torch.get_autocast_dtype(place) != model.dtype:
         raise Unsupported(f"torch.autocast in {torch.get_autocast_dtype(place)}")
+
+
+def _filled(cache: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length() > 0)
+    except ValueError:
+        raise Unsupported(f"a {type(cache).__name__} of layers without attention") from None
 
 
 def _mask(input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> torch.Tensor:

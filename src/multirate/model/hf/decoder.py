@@ -161,7 +161,8 @@ class HFDecoder(Decoder):
         recorded = RecordingKV()
         try:
             with self._frozen():
-                expected = parts.model(ids, use_cache=False).logits
+                # not called: a compiled model would be compiled for this
+                expected = parts.model.forward(ids, use_cache=False).logits
                 hidden = parts.embed(ids, positions)
                 masks = parts.causal_masks(ids.shape[1], dtype=hidden.dtype)
                 rotary = parts.position_embeddings(hidden, positions)

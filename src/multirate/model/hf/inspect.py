@@ -31,6 +31,10 @@ _LAYER_ARGUMENTS = {
     "use_cache",
 }
 _CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "layer_past")
+_OTHER_WINDOWS = ("window_size", "attention_window", "attention_chunk_size")
+"""Of local attention that hides other places than `sliding_window` does; they may be too wide for a
+few tokens to show it.
+"""
 _OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense")
 _UP_NAMES = ("up_proj", "c_fc", "fc1", "dense_h_to_4h")
 _DOWN_NAMES = ("down_proj", "c_proj", "fc2", "dense_4h_to_h")
@@ -79,6 +83,9 @@ def _find_parts(model: nn.Module) -> ModelParts:
     base = model.get_decoder()  # type: ignore[operator]
     embed_tokens = model.get_input_embeddings()  # type: ignore[operator]
     _check_vocabulary(model, head, embed_tokens, int(config.vocab_size))
+    for name in _OTHER_WINDOWS:
+        if getattr(config, name, None) is not None:
+            _refuse(model, f"its attention has a {name}; sliding_window is supported")
     if (foreign := left_out(model, base)) is not None:
         _refuse(model, foreign)
     found = _classify(model, base, embed_tokens, config)

@@ -222,7 +222,9 @@ class NativeDecoder(Decoder):
         """
         ids = probe_tokens(self.info.vocab_size)
         with evaluation_mode(model):
-            expected = model(ids[None], use_cache=False).logits[0, :, : self.info.vocab_size]
+            expected = model.forward(ids[None], use_cache=False).logits[
+                0, :, : self.info.vocab_size
+            ]
         rows = Rows.causal(0, 0, len(ids))
         cache = self.new_cache(1, len(ids))
         x = self.layers(self.embed(ids, rows.pos), rows, 0, self.info.num_layers, cache)

@@ -138,3 +138,11 @@ def test_local_attention_of_another_kind_is_refused_however_wide() -> None:
     )
     with pytest.raises(UserError, match="its attention has a window_size"):
         HFDecoder(GPTNeoForCausalLM(config).eval())
+
+
+def test_a_layer_that_is_run_twice_is_refused() -> None:
+    """Both runs would add to the same keys and values."""
+    model = copy.deepcopy(tiny_model("llama"))
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(UserError, match=r"keep their keys and values at \[0, 0, 2\] of 3 places"):
+        HFDecoder(model)

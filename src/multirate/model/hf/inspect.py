@@ -92,6 +92,9 @@ def _find_parts(model: nn.Module) -> ModelParts:
     modules = found["layers"]
     rotary = found.get("rotary")
     layers = tuple(_layer(model, base, module, i, config) for i, module in enumerate(modules))
+    places = [getattr(layer.attention, "layer_idx", i) for i, layer in enumerate(layers)]
+    if sorted(places) != list(range(len(layers))):
+        _refuse(model, f"its layers keep their keys and values at {places} of {len(layers)} places")
     softcap = getattr(config, "attn_logit_softcapping", None)
     sinks = any(hasattr(layer.attention, "sinks") for layer in layers)
     head_weight = getattr(head, "weight", None)

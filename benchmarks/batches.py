@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import multirate
-from multirate.bench.prompts import encode_chat
 from multirate.bench.provenance import collect
 from multirate.bench.suites import load_suite
 from multirate.calibration.measure import full_model_on
+from multirate.chat_template import encode_chat
 from multirate.cli.bench import method_names
 from multirate.methods.spec import PLAIN
 

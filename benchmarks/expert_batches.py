@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import multirate
-from multirate.bench.prompts import encode_chat
 from multirate.bench.provenance import collect
 from multirate.bench.suites import load_suite
+from multirate.chat_template import encode_chat
 from multirate.experts.named_policies import policy_named
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
 

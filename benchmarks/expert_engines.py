@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import multirate
-from multirate.bench.prompts import encode_chat
+from multirate.chat_template import encode_chat
 from multirate.experts.named_policies import policy_named
 from multirate.experts.policies import eviction_policy
 from multirate.experts.predictors import Oracle

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import multirate
-from multirate.bench.prompts import encode_chat
 from multirate.bench.provenance import collect
 from multirate.bench.suites import load_suite
 from multirate.calibration import promise as promises
 from multirate.calibration.measure import answers, read_prompts
+from multirate.chat_template import encode_chat
 from multirate.errors import UserError
 from multirate.methods.spec import find
 

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 PACKAGE = SOURCE / "multirate"
 LAYERS = (
     ("errors", "torch_modes"),
-    ("io", "json_values", "generation_lock", "named_models", "pages"),
+    ("io", "json_values", "generation_lock", "named_models", "pages", "chat_template"),
     ("model",),
     ("decoding",),
     ("methods",),

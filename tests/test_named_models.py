@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from multirate.bench.prompts import encode_chat
+from multirate.chat_template import encode_chat
 from multirate.engine import PLAIN, attach
 from multirate.hub import load_model, reference_accelerators
 from multirate.named_models import NAMED

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from bench import tiny_model
-from multirate.bench.prompts import build_prompts, encode_chat
+from multirate.bench.prompts import build_prompts
 from multirate.bench.suites import READERS, Question, load_suite
+from multirate.chat_template import encode_chat
 from multirate.errors import UserError
 
 

@@ -99,7 +99,7 @@ def test_a_benchmark_is_refused(tmp_path: Path, record: dict[str, object]) -> No
     path = tmp_path / "some.jsonl"
     path.write_text(json.dumps(record) + "\n")
     with pytest.raises(UserError, match="benchmark"):
-        tuning_prompts(None, path)
+        tuning_prompts(tiny_model.tokenizer(), path)
     path.write_text("\ufeff" + path.read_text())  # as some editors save it
     with pytest.raises(UserError, match="benchmark"):
         tuning_prompts(tiny_model.tokenizer(), path)

@@ -132,3 +132,12 @@ def test_dynamic_mode_scores_given_texts_with_all_layers(ours: EngineLM) -> None
         logits = engine.model(ids).logits[0, -count - 1 : -1].float().log_softmax(-1)
         expected = logits.gather(1, ids[0, -count:, None]).sum()
     assert scored[0][0][0] == pytest.approx(float(expected), rel=0.05)  # bf16
+
+
+def test_a_chat_template_that_refuses_its_turns_is_said() -> None:
+    words = tiny_model.tokenizer()
+    words.chat_template = "{{ raise_exception('no') }}"
+    engine = attach(tiny_model.model(), tokenizer=words)
+    model = EngineLM(engine, decoding(engine, Mode()))
+    with pytest.raises(UserError, match=r"^a task's prompt: the model's chat template .* no$"):
+        model.apply_chat_template([{"role": "user", "content": "why?"}])

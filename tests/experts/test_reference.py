@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import multirate
-from multirate.bench.prompts import encode_chat
+from multirate.chat_template import encode_chat
 from multirate.engine import PLAIN
 from multirate.errors import UserError
 from multirate.experts.pack import pack

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from multirate.bench.suites import Question
+from multirate.chat_template import encode_chat
 from multirate.errors import UserError
 
 Answer = Callable[[list[int]], list[int]]
@@ -34,22 +35,6 @@ class PromptSet:
     prompts: list[Prompt] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     truncated: list[str] = field(default_factory=list)
-
-
-def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation that ends with the user's turn, by the tokenizer's chat template.
-
-    A tokenizer without a template gets the turns as plain text with its own special tokens,
-    separated by blank lines.
-    """
-    if getattr(tokenizer, "chat_template", None):
-        encoded = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=True
-        )
-        ids = encoded["input_ids"]
-    else:
-        ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
-    return [int(token) for token in ids]
 
 
 def build_prompts(
@@ -84,7 +69,8 @@ def build_prompts(
         for turn, text in enumerate(question.turns):
             name = question.id if len(question.turns) == 1 else f"{question.id}#{turn + 1}"
             messages.append({"role": "user", "content": text})
-            tokens = encode_chat(tokenizer, messages)
+            where = question.where or f"question {question.id}"
+            tokens = encode_chat(tokenizer, messages, where)
             if room is not None and len(tokens) > room:
                 if not truncate:
                     result.skipped.extend(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from multirate.io import decoded, parse_json, spread
 @dataclass(frozen=True)
 class Question:
     """What a user asks: one string per turn. A later turn is asked after the model's own answer to
-    the one before. system: what the conversation begins with.
+    the one before. system: what the conversation begins with. where: the file and line it is from.
     """
 
     id: str
     turns: tuple[str, ...]
     category: str | None = None
     system: str | None = None
+    where: str = field(default="", compare=False)
 
 
 class _Field(Exception):
@@ -131,6 +132,7 @@ def _read(
                 id=name if len(prompts) == 1 else f"{name}.{index}",
                 turns=turns,
                 category=category if isinstance(category, str) else None,
+                where=f"{path}, line {number}",
             )
 
 

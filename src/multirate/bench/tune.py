@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from multirate.bench.method_runs import speculation
-from multirate.bench.prompts import encode_chat
 from multirate.bench.suites import READERS
+from multirate.chat_template import encode_chat
 from multirate.decoding.results import DecodeStats
 from multirate.engine import Engine
 from multirate.errors import UserError
@@ -187,17 +187,20 @@ def tuning_prompts(tokenizer: Any, data: Path | None) -> list[list[int]]:
     """Prompts to tune on: the package's own questions, or those of a file in a form that `train`
     reads. UserError for a benchmark's file.
     """
-    questions = list(QUESTIONS)
+    questions = dict.fromkeys(QUESTIONS, "the package's own question")
     if data is not None:
         _refuse_benchmark(data)
-        asked = (
-            next((text for role, text in one.turns if role == "user"), one.text)
-            for one in read_conversations(data, answered=False)
-        )
-        questions = list(dict.fromkeys(text for text in asked if text.strip()))
+        questions = {}
+        for one in read_conversations(data, answered=False):
+            text = next((text for role, text in one.turns if role == "user"), one.text)
+            if text.strip():
+                questions.setdefault(text, one.where)
     if not questions:
         raise UserError(f"{data} has no prompt to tune on")
-    return [encode_chat(tokenizer, [{"role": "user", "content": text}]) for text in questions]
+    return [
+        encode_chat(tokenizer, [{"role": "user", "content": text}], where)
+        for text, where in questions.items()
+    ]
 
 
 def _refuse_benchmark(path: Path) -> None:

@@ -57,7 +57,7 @@ def read_prompts(
                 if "user" not in roles:
                     continue
                 asked = conversation.turns[: roles.index("user") + 1]
-                text = render_prompt(tokenizer, asked)
+                text = render_prompt(tokenizer, asked, conversation.where)
                 ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
             else:
                 ids = list(tokenizer(conversation.text)["input_ids"])

@@ -32,7 +32,7 @@ WARM_UP = 8
 
 def answer(engine: Engine, method: str, max_new_tokens: int) -> None:
     """Streams the answer to the first question, and says how fast it came."""
-    from multirate.bench.prompts import encode_chat
+    from multirate.chat_template import encode_chat
     from multirate.cli.stream import TextStream
 
     tokenizer = engine.tokenizer

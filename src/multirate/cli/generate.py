@@ -82,7 +82,7 @@ def command(
     text = _prompt(prompt, prompt_file)
     options.set_threads(threads)
 
-    from multirate.bench.prompts import encode_chat
+    from multirate.chat_template import encode_chat
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import attach, check_mode
     from multirate.experts.named_policies import parse_bytes, policy_named

@@ -119,8 +119,8 @@ def _prompts(
     engine: Any, prompt: str | None, data: list[Path], limit: int, max_new_tokens: int, raw: bool
 ) -> list[list[int]]:
     """Token ids."""
-    from multirate.bench.prompts import encode_chat
     from multirate.calibration.measure import read_prompts
+    from multirate.chat_template import encode_chat
 
     tokenizer, positions = engine.tokenizer, engine.decoder.info.max_positions
     if data:

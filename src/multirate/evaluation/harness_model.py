@@ -10,6 +10,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from multirate.chat_template import apply_template
 from multirate.decoding.logits import SamplingSettings
 from multirate.engine import Engine, eos_token_ids
 from multirate.errors import UserError, say_once
@@ -106,8 +107,10 @@ class EngineLM(TemplateLM):
     ) -> str:
         """The conversation as text, which is what the model is then asked with."""
         self._chat = True
-        text: str = self.tokenizer.apply_chat_template(
+        text: str = apply_template(
+            self.tokenizer,
             chat_history,
+            "a task's prompt",
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,

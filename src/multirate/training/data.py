@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multirate.chat_template import apply_template
 from multirate.errors import UserError, say_once
 from multirate.io import parse_json, read_text
 from multirate.training.own_tokens import Said, is_own, read_said, said_by, samples_of
@@ -40,12 +41,13 @@ POOL = 32
 @dataclass(frozen=True)
 class Conversation:
     """Turns of a chat, or plain text (``turns`` empty). said: the tokens of the assistant's turns,
-    where they are a model's own answers.
+    where they are a model's own answers. where: the file and line it is from.
     """
 
     turns: tuple[tuple[str, str], ...] = ()
     text: str = ""
     said: tuple[Said, ...] = field(default=(), compare=False)
+    where: str = field(default="the data", compare=False)
 
     @property
     def answers(self) -> list[str]:
@@ -177,7 +179,7 @@ def _conversation(record: Any, where: str, answered: bool) -> Conversation:
                 f"{where}: no message has the role 'assistant', so there is no response to learn "
                 "from."
             )
-        return Conversation(tuple((m["role"], m["content"]) for m in messages))
+        return Conversation(tuple((m["role"], m["content"]) for m in messages), where=where)
     for ask, answers in (
         ("instruction", ("output", "response")),
         ("prompt", ("completion",)),
@@ -189,9 +191,9 @@ def _conversation(record: Any, where: str, answered: bool) -> Conversation:
             if ask == "instruction" and record.get("input"):
                 user = f"{user}\n{text('input')}"
             said = (("assistant", text(found)),) if found else ()
-            return Conversation((("user", user), *said))
+            return Conversation((("user", user), *said), where=where)
     if "text" in record:
-        return Conversation(text=text("text"))
+        return Conversation(text=text("text"), where=where)
     missing = "" if answered else ", each also without its answer"
     raise UserError(
         f"{where}: fields {sorted(record)} fit no known form; accepted: {ACCEPTED}{missing}."
@@ -230,15 +232,16 @@ def read_conversations(path: str | Path, answered: bool = True) -> list[Conversa
     return out
 
 
-def render_prompt(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
+def render_prompt(
+    tokenizer: Any, turns: Sequence[tuple[str, str]], where: str = "the prompt"
+) -> str:
     """The text that precedes the model's next answer, by the tokenizer's chat template or "role:
-    content" lines.
+    content" lines. Raises UserError, begun by `where`, for turns that the template refuses.
     """
     messages = [{"role": role, "content": content} for role, content in turns]
     if getattr(tokenizer, "chat_template", None):
-        return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        )
+        options = {"tokenize": False, "add_generation_prompt": True}
+        return str(apply_template(tokenizer, messages, where, **options))
     bos = tokenizer.bos_token or ""
     return (
         bos
@@ -247,12 +250,12 @@ def render_prompt(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def _render(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
+def _render(tokenizer: Any, turns: Sequence[tuple[str, str]], where: str) -> str:
     messages = [{"role": role, "content": content} for role, content in turns]
     if getattr(tokenizer, "chat_template", None):
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return str(apply_template(tokenizer, messages, where, tokenize=False))
     return (
-        render_prompt(tokenizer, turns[:-1])
+        render_prompt(tokenizer, turns[:-1], where)
         + f" {turns[-1][1].strip()}{tokenizer.eos_token or ''}\n\n"
     )
 
@@ -282,7 +285,9 @@ def _samples(conversation: Conversation, tokenizer: Any) -> list[list[Piece]]:
     for number, (role, content) in enumerate(conversation.turns, start=1):
         if role != "assistant":
             continue
-        prompt, answer = _answer(tokenizer, conversation.turns[:number], content)
+        prompt, answer = _answer(
+            tokenizer, conversation.turns[:number], content, conversation.where
+        )
         eos = tokenizer.eos_token
         if eos and eos in answer:
             end = answer.rfind(eos)
@@ -295,11 +300,13 @@ def _samples(conversation: Conversation, tokenizer: Any) -> list[list[Piece]]:
     return samples or [[]]
 
 
-def _answer(tokenizer: Any, turns: Sequence[tuple[str, str]], content: str) -> tuple[str, str]:
+def _answer(
+    tokenizer: Any, turns: Sequence[tuple[str, str]], content: str, where: str
+) -> tuple[str, str]:
     """(what precedes the last of `turns`, what the template makes of it: its `content` and the end
     of the turn). Thoughts that the template puts before the content are not the turn's.
     """
-    prompt, whole = render_prompt(tokenizer, turns[:-1]), _render(tokenizer, turns)
+    prompt, whole = render_prompt(tokenizer, turns[:-1], where), _render(tokenizer, turns, where)
     eos = tokenizer.eos_token
     place = whole.rfind(
         content.strip(), 0, whole.rfind(eos) if eos and eos in whole else len(whole)

@@ -28,10 +28,13 @@ Turns = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Questions:
-    """The user turns of one conversation, and the system turn before them, where it has one."""
+    """The user turns of one conversation, and the system turn before them, where it has one; where:
+    the file and line it is from.
+    """
 
     users: tuple[str, ...]
     system: str | None = None
+    where: str = field(default="the questions", compare=False)
 
     def beginning(self) -> Turns:
         """The turns before the first question."""
@@ -44,10 +47,10 @@ def read_questions(data_files: Sequence[str | Path], limit: int | None = None) -
     Equal ones (normalised text) come once. limit: at most so many, spread evenly over the data.
     Raises UserError for unusable data.
     """
-    conversations = [c.turns for f in data_files for c in read_conversations(f, answered=False)]
+    conversations = [c for f in data_files for c in read_conversations(f, answered=False)]
     distinct: dict[tuple[str, ...], Questions] = {}
     silent = 0
-    for asked in map(_of_turns, conversations):
+    for asked in (_of_turns(c.turns, c.where) for c in conversations):
         silent += not asked.users
         if asked.users:
             key = tuple(map(normalised, (asked.system or "", *asked.users)))
@@ -137,9 +140,11 @@ class _Answerer:
             f"leaves no room for {self.stop.max_new_tokens} tokens in {self.decoder.info.context}"
         )
 
-    def prompt(self, turns: Turns) -> list[int]:
-        """The ids that the next answer follows."""
-        text = render_prompt(self.tokenizer, turns)
+    def prompt(self, turns: Turns, where: str) -> list[int]:
+        """The ids that the next answer follows. Raises UserError, begun by `where`, for turns that
+        the chat template refuses.
+        """
+        text = render_prompt(self.tokenizer, turns, where)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def fits(self, prompt: Sequence[int]) -> bool:
@@ -152,7 +157,7 @@ class _Answerer:
         """
         kept, why = [], Counter[str]()
         for asked in questions:
-            prompt = self.prompt([*asked.beginning(), ("user", asked.users[0])])
+            prompt = self.prompt([*asked.beginning(), ("user", asked.users[0])], asked.where)
             if prompt and self.fits(prompt):
                 kept.append(asked)
             else:
@@ -189,7 +194,9 @@ class _Answerer:
             users, number = questions[index].users, len(said[index])
             if number == len(users):
                 return False
-            prompt = self.prompt([*conversations[index], ("user", users[number])])
+            prompt = self.prompt(
+                [*conversations[index], ("user", users[number])], questions[index].where
+            )
             if not self.fits(prompt):
                 self.ended_early += 1
                 return False
@@ -218,9 +225,9 @@ def _asked(record: dict[str, Any]) -> Questions:
     return Questions((record["instruction"],))
 
 
-def _of_turns(turns: Sequence[tuple[str, str]]) -> Questions:
+def _of_turns(turns: Sequence[tuple[str, str]], where: str = "") -> Questions:
     system = turns[0][1] if turns and turns[0][0] == "system" else None
-    return Questions(tuple(text for role, text in turns if role == "user"), system)
+    return Questions(tuple(text for role, text in turns if role == "user"), system, where)
 
 
 _WHAT = "a record of this command"

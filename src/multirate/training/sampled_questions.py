@@ -17,6 +17,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+from multirate.chat_template import apply_template
 from multirate.decoding.continuous import Finished, generate_continuously
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.stopping import StopSettings
@@ -78,11 +79,9 @@ def user_turn(tokenizer: Any, eos_token_ids: Sequence[int]) -> UserTurn:
             "the model's tokenizer has no chat template, so nothing says where a user's text "
             f"begins: {instead}"
         )
-    rendered = str(
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": _PLACEHOLDER}], tokenize=False, add_generation_prompt=True
-        )
-    )
+    asked = [{"role": "user", "content": _PLACEHOLDER}]
+    options = {"tokenize": False, "add_generation_prompt": True}
+    rendered = str(apply_template(tokenizer, asked, "--questions", **options))
     before, found, after = rendered.partition(_PLACEHOLDER)
     prefix = list(tokenizer(before, add_special_tokens=False)["input_ids"])
     if not found or not prefix:

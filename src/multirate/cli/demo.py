@@ -33,11 +33,11 @@ WARM_UP = 8
 def answer(engine: Engine, method: str, max_new_tokens: int) -> None:
     """Streams the answer to the first question, and says how fast it came."""
     from multirate.chat_template import encode_chat
-    from multirate.cli.stream import TextStream
+    from multirate.cli.stream import printed
 
     tokenizer = engine.tokenizer
     typer.echo(f"\n{method}> {QUESTIONS[0]}\n")
-    stream = TextStream(tokenizer, lambda piece: typer.echo(piece, nl=False))
+    stream = printed(tokenizer)
     other, prompt = (
         encode_chat(tokenizer, [{"role": "user", "content": text}])
         for text in (QUESTIONS[1], QUESTIONS[0])

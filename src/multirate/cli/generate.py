@@ -123,9 +123,9 @@ def command(
     if not ids:
         raise UserError("the prompt has no tokens: give some text")
 
-    from multirate.cli.stream import TextStream
+    from multirate.cli.stream import printed
 
-    printer = TextStream(tokenizer, lambda piece: typer.echo(piece, nl=False))
+    printer = printed(tokenizer)
     begun = False
 
     def push(_: int, tokens: list[int]) -> None:

@@ -173,13 +173,22 @@ class StopTracker:
 
     def _completes_stop_string(self, tokens: list[int]) -> bool:
         # Decode a tail only: long enough that a match ending in the last token lies inside it, with
-        # a margin against what a decoder does at a text's left border (a leading space dropped,
-        # half a UTF-8 character).
-        decode = self._settings.decode
-        assert decode is not None
+        # a margin against what a decoder does at a text's left border (a leading space dropped).
         count = self._longest + 8
         while True:
-            text = decode(tokens[-count:])
+            text = self._tail(tokens, count)
             if count >= len(tokens) or len(text) >= self._longest + 8:
                 return any(stop in text for stop in self._settings.stop_strings)
             count *= 2
+
+    def _tail(self, tokens: list[int], count: int) -> str:
+        """The text of the last `count` tokens, or of up to three more where these begin in the
+        middle of a character: some decoders give up all of a run of bytes that begins there.
+        """
+        decode = self._settings.decode
+        assert decode is not None
+        for more in range(4):
+            text = decode(tokens[-count - more :])
+            if count + more >= len(tokens) or not text.startswith("\ufffd"):
+                break
+        return text

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from multirate.decoding.text_stream import TextStream
 from multirate.inspection.colourings import Colouring, colourings, layers_text
 from multirate.inspection.decisions import Kind
 from multirate.inspection.inspect import InspectedText, Inspection
@@ -101,15 +102,18 @@ def _lead(inspection: Inspection) -> list[tuple[str, str]]:
 def _pieces(
     text: InspectedText, number: int, tokenizer: Any, sorted_by: Sequence[Colouring]
 ) -> list[Piece]:
-    """Decoded together: a character may take several tokens, and the last of them shows it."""
-    pieces, shown = [], ""
-    for i in range(len(text.tokens)):
-        now = tokenizer.decode(text.tokens[: i + 1], clean_up_tokenization_spaces=False)
-        added = ""
-        if not now.endswith("\ufffd") and len(now) > len(shown):
-            added, shown = now[len(shown) :], now
-        pieces.append(Piece(added, [one.of[number][i] for one in sorted_by]))
-    return pieces
+    """A character may take several tokens, and the last of them shows it."""
+    written: list[str] = []
+    stream = TextStream(tokenizer, written.append, skip_special_tokens=False)
+    shown = []
+    for token in text.tokens:
+        stream.push([token])
+        shown.append("".join(written))
+        written.clear()
+    stream.end()
+    if shown:
+        shown[-1] += "".join(written)
+    return [Piece(added, [one.of[number][i] for one in sorted_by]) for i, added in enumerate(shown)]
 
 
 def _details(

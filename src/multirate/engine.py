@@ -25,6 +25,7 @@ from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.prefix_cache import PrefixCache
+from multirate.decoding.prompts import as_lists
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
@@ -318,7 +319,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Any,
         sampling: SamplingSettings | None = None,
         stop: StopSettings | None = None,
         method: str | None = None,
@@ -327,8 +328,9 @@ class Engine:
         mode: str = "lossless",
         quality: float | None = None,
     ) -> GenerationOutput:
-        """Continues every prompt (token ids). Defaults: greedy, 256 new tokens or the model's EOS,
-        the method `default`.
+        """Continues every prompt: lists of token ids, tensors or arrays of them without padding, or
+        a tokenizer's output with its attention mask. Defaults: greedy, 256 new tokens or the
+        model's EOS, the method `default`.
 
         speculate: "auto" drafts where and as long as that is measured to pay, within a text too;
         it decodes plainly, and says so in `notice`, where no acceptance could make drafts pay on
@@ -354,10 +356,17 @@ class Engine:
             method = f"{method or self.default}:quality={check_quality(quality)!r}"
         if on_tokens is not None:
             on_tokens = Modes.now().around(on_tokens)
+        ids = as_lists(prompts, self._padding())
         with self._turn():
             return self._generate(
-                prompts, sampling, stop or self.stopping(), method, on_tokens, speculate
+                ids, sampling, stop or self.stopping(), method, on_tokens, speculate
             )
+
+    def _padding(self) -> int | None:
+        """The id that prompts are padded with, where there is one."""
+        sources = (self.tokenizer, getattr(self.model, "generation_config", None))
+        found = (getattr(source, "pad_token_id", None) for source in sources)
+        return next((int(token) for token in found if token is not None), None)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

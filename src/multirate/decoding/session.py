@@ -4,8 +4,6 @@ on.
 
 from __future__ import annotations
 
-import operator
-import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,6 +13,7 @@ from torch import Tensor
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.prefill import PREFILL_ROWS, read_in_pieces
 from multirate.decoding.prefix_cache import MIN_SHARED, PrefixCache
+from multirate.decoding.prompts import as_list, as_lists
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.stopping import StopSettings, StopTracker
@@ -56,6 +55,7 @@ class Session:
     ) -> None:
         self._started = time.perf_counter()
         info = decoder.info
+        prompts = as_lists(prompts)
         for b, prompt in enumerate(prompts):
             _check_prompt(b, prompt, info.vocab_size)
         self.decoder = decoder
@@ -112,6 +112,7 @@ class Session:
         Raises UserError as the session does for a prompt that cannot be used.
         """
         assert seq not in self.active, "the sequence has not ended"
+        prompt = as_list(number, prompt)
         _check_prompt(number, prompt, self.decoder.info.vocab_size)
         self.stops.restart(seq, len(prompt))
         self.sampler.restart(seq, prompt, number)
@@ -241,17 +242,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _check_prompt(number: int, prompt: Sequence[int], vocab_size: int) -> None:
-    try:
-        if isinstance(prompt, str):
-            raise TypeError
-        for token in prompt:
-            operator.index(token)
-    except TypeError:
-        raise UserError(
-            f"prompt {number} is {reprlib.repr(prompt)}: accepted are lists of token ids, such as "
-            '[tokenizer(text)["input_ids"]] for one text'
-        ) from None
+def _check_prompt(number: int, prompt: list[int], vocab_size: int) -> None:
     if len(prompt) == 0:
         raise UserError(f"prompt {number} is empty; accepted are prompts of at least one token")
     if min(prompt) < 0 or max(prompt) >= vocab_size:

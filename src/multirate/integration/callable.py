@@ -154,8 +154,9 @@ class CustomGenerate:
         check_model(loop.model)
         engine = engine_of(loop.model, self._accelerator, self._backend)
         _check_context(request, engine.decoder.info)
+        masks = [[1] * len(prompt) for prompt in request.prompts]  # padding is left out already
         output = engine.generate(
-            request.prompts,
+            {"input_ids": request.prompts, "attention_mask": masks},
             request.sampling,
             request.stop,
             method=self._method,

@@ -1,0 +1,114 @@
+"""Prompts of every form that says what is prompt, as lists of token ids."""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from multirate.errors import UserError
+
+_ACCEPTED = 'lists of token ids, such as [tokenizer(text)["input_ids"]] for one text'
+_UNPADDED = (
+    "give lists of token ids without padding, or the tokenizer's whole output, whose attention "
+    "mask says what is padding"
+)
+
+
+def as_lists(prompts: Any, padding: int | None = None) -> list[list[int]]:
+    """Lists of ids; tensors and arrays, of one prompt each or [prompts, tokens]; or a tokenizer's
+    output, whose attention mask is honoured.
+
+    padding: the id that a tokenizer pads with. Raises UserError for everything else, and for rows
+    of one length that begin or end with padding where no mask says so.
+    """
+    if isinstance(prompts, Mapping):
+        if "input_ids" not in prompts:
+            raise UserError(f"the prompts have no input_ids; accepted are {_ACCEPTED}")
+        mask = prompts.get("attention_mask")
+        if mask is None:
+            return as_lists(prompts["input_ids"], padding)
+        return _unmasked(as_lists(prompts["input_ids"]), as_lists(mask))
+    array = _array(prompts)
+    if array is not None and array.ndim != 2:
+        raise UserError(
+            f"the prompts are a tensor of shape {list(array.shape)}; accepted are tensors "
+            f"[prompts, tokens], and {_ACCEPTED}"
+        )
+    if array is None and (isinstance(prompts, str) or not isinstance(prompts, Sequence)):
+        raise UserError(f"the prompts are {reprlib.repr(prompts)}; accepted are {_ACCEPTED}")
+    rows = [as_list(number, row) for number, row in enumerate(prompts if array is None else array)]
+    _check_unpadded(rows, padding, least=2 if array is None else 1)
+    return rows
+
+
+def as_list(number: int, prompt: Any) -> list[int]:
+    """One prompt's ids. Raises UserError where they are none."""
+    array = _array(prompt)
+    if array is not None:
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise UserError(
+                f"prompt {number} is {array.dtype} of shape {list(array.shape)}: accepted are "
+                f"{_ACCEPTED}"
+            )
+        ids: list[int] = array.tolist()
+        return ids
+    try:
+        if isinstance(prompt, str) or bool in set(map(type, prompt)):
+            raise TypeError
+        return [operator.index(token) for token in prompt]
+    except (TypeError, RuntimeError):  # RuntimeError: an element is a tensor of several
+        raise UserError(
+            f"prompt {number} is {reprlib.repr(prompt)}: accepted are {_ACCEPTED}"
+        ) from None
+
+
+def _array(value: Any) -> np.ndarray[Any, Any] | None:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy()
+    return value if isinstance(value, np.ndarray) else None
+
+
+def _unmasked(rows: list[list[int]], masks: list[list[int]]) -> list[list[int]]:
+    """Of each row what its mask keeps."""
+    if [len(row) for row in rows] != [len(mask) for mask in masks]:
+        raise UserError("the prompts' attention mask has another shape than their input_ids")
+    found = []
+    for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        kept = [place for place, keep in enumerate(mask) if keep]
+        if kept != list(range(kept[0], kept[-1] + 1) if kept else ()):
+            raise UserError(
+                f"the attention mask of prompt {number} has a hole; accepted are padding on the "
+                "left and on the right"
+            )
+        found.append([row[place] for place in kept])
+    return found
+
+
+def _check_unpadded(rows: list[list[int]], padding: int | None, least: int) -> None:
+    """Rows of one length may be padded: where one has more of the padding at an end than another,
+    or several, it is. A single one in all of them is how the texts begin or end.
+
+    least: so many at an end are too many where another row has fewer; in lists, which need no
+    padding, more than in tensors.
+    """
+    if padding is None or len({len(row) for row in rows}) != 1:
+        return
+    for side, step in (("begins", 1), ("ends", -1)):
+        runs = [_run(row[::step], padding) for row in rows]
+        most, fewest = max(runs), min(runs)
+        if (most >= least and most > fewest) or (least == 1 and most > 1):
+            raise UserError(
+                f"prompt {runs.index(most)} {side} with padding (token {padding}), which would be "
+                f"read as text: {_UNPADDED}"
+            )
+
+
+def _run(row: list[int], token: int) -> int:
+    """How many of the token a row begins with."""
+    return next((count for count, found in enumerate(row) if found != token), len(row))

@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import nn
 
 from multirate.calibration import promise as promises
 from multirate.calibration import tuned
 from multirate.calibration.calibrate import dynamic_mode
 from multirate.calibration.promise import Promise, check_quality
+from multirate.decoding import generation_config
 from multirate.decoding.acceptance_statistics import OverallRates
 from multirate.decoding.costs import CostModel
 from multirate.decoding.logits import SamplingSettings
@@ -306,16 +308,66 @@ class Engine:
             decoding = self._decoding(method)
             return None if decoding is None else decoding.step.costs(self.decoder)
 
+    def sampling(self, **given: Any) -> SamplingSettings:
+        """What the model's generation_config asks for, with the fields of SamplingSettings that are
+        given in place of its own. What it asks for and is not followed is said, once, and that
+        it asks for sampling, where no temperature is given.
+        """
+        config = self._generation_config()
+        info = self.decoder.info
+        ends = eos_token_ids(self.model, self.tokenizer)
+        found = generation_config.sampling_of(config, ends, info.vocab_size, info.device, given)
+        others = generation_config.unfollowed(config)
+        if others:
+            say_once(
+                f"{generation_config.WHERE} asks for {', '.join(others)}, which is not followed: "
+                "the text may be another one than that of transformers' generate"
+            )
+        if generation_config.samples(config) and "temperature" not in given and not found.greedy:
+            say_once(
+                f"{generation_config.WHERE} asks for sampling, which is followed (temperature "
+                f"{found.temperature:g}, top_k {found.top_k}, top_p {found.top_p:g}); a "
+                "temperature of 0 is greedy"
+            )
+        return found
+
     def stopping(
-        self, max_new_tokens: int | None = 256, stop_strings: Sequence[str] = ()
+        self, max_new_tokens: int | None = 256, stop_strings: Sequence[str] | None = None
     ) -> StopSettings:
-        """Stop settings with the model's EOS ids, and the tokenizer for stop strings."""
+        """Stop settings with the model's EOS ids, and the tokenizer for stop strings (None: those
+        of the model's generation_config).
+        """
+        if stop_strings is None:
+            stop_strings = self._stop_strings()
         return StopSettings(
             max_new_tokens=max_new_tokens,
             eos_token_ids=eos_token_ids(self.model, self.tokenizer),
-            stop_strings=tuple(stop_strings),
+            stop_strings=stop_strings,  # type: ignore[arg-type]  # one text or several
             decode=None if self.tokenizer is None else self.tokenizer.decode,
         )
+
+    def stopping_after(
+        self, prompts: Sequence[Sequence[int]], stop_strings: Sequence[str] | None = None
+    ) -> StopSettings:
+        """`stopping` with the length that the model's generation_config has for these prompts
+        (max_new_tokens or max_length), else 256 new tokens.
+        """
+        longest = max(map(len, prompts), default=0)
+        most = generation_config.new_tokens(self._generation_config(), longest, 256)
+        return self.stopping(most, stop_strings)
+
+    def _generation_config(self) -> Any:
+        return getattr(self.model, "generation_config", None)
+
+    def _stop_strings(self) -> Sequence[str]:
+        asked = getattr(self._generation_config(), "stop_strings", None) or ()
+        if asked and self.tokenizer is None:
+            say_once(
+                f"{generation_config.WHERE} has stop_strings, which are not followed without the "
+                "model's tokenizer"
+            )
+            return ()
+        return asked
 
     def generate(
         self,
@@ -329,8 +381,9 @@ class Engine:
         quality: float | None = None,
     ) -> GenerationOutput:
         """Continues every prompt: lists of token ids, tensors or arrays of them without padding, or
-        a tokenizer's output with its attention mask. Defaults: greedy, 256 new tokens or the
-        model's EOS, the method `default`.
+        a tokenizer's output with its attention mask. Defaults: what the model's generation_config
+        asks for (`sampling`, `stopping_after`), which is greedy decoding up to 256 new tokens or
+        the model's EOS where it says nothing else; the method `default`.
 
         speculate: "auto" drafts where and as long as that is measured to pay, within a text too;
         it decodes plainly, and says so in `notice`, where no acceptance could make drafts pay on
@@ -358,15 +411,15 @@ class Engine:
             on_tokens = Modes.now().around(on_tokens)
         ids = as_lists(prompts, self._padding())
         with self._turn():
-            return self._generate(
-                ids, sampling, stop or self.stopping(), method, on_tokens, speculate
-            )
+            sampling = self.sampling() if sampling is None else sampling
+            stop = self.stopping_after(ids) if stop is None else stop
+            return self._generate(ids, sampling, stop, method, on_tokens, speculate)
 
     def _padding(self) -> int | None:
         """The id that prompts are padded with, where there is one."""
-        sources = (self.tokenizer, getattr(self.model, "generation_config", None))
+        sources = (self.tokenizer, self._generation_config())
         found = (getattr(source, "pad_token_id", None) for source in sources)
-        return next((int(token) for token in found if token is not None), None)
+        return next((token for token in found if isinstance(token, int)), None)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -393,7 +446,7 @@ class Engine:
     def _generate(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: SamplingSettings | None,
+        sampling: SamplingSettings,
         stop: StopSettings,
         method: str | None,
         on_tokens: OnTokens | None,
@@ -720,12 +773,13 @@ def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
         if ids is None:
             continue
         try:
-            return tuple(map(operator.index, ids if isinstance(ids, (list, tuple)) else [ids]))
-        except TypeError:
+            found = [operator.index(token) for token in np.atleast_1d(np.asarray(ids))]
+        except (TypeError, ValueError):
             raise UserError(
                 f"eos_token_id of the {type(source).__name__} is {reprlib.repr(ids)}; accepted: a "
                 "token's id, or a list of these"
             ) from None
+        return tuple(token for token in found if token >= 0)  # a negative one is never met
     return ()
 
 

@@ -195,6 +195,39 @@ def test_sampling_is_seeded(model: str) -> None:
     assert first == again != other
 
 
+def test_the_models_generation_config_is_followed_and_options_go_before_it(
+    data: str, tmp_path: Path
+) -> None:
+    folder = tiny_model.save(tmp_path)
+    file = folder / "generation_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "no_repeat_ngram_size": 1, "max_new_tokens": 9}))
+    words, network = tiny_model.tokenizer(), tiny_model.model()
+    network.generation_config.no_repeat_ngram_size = 1
+    ids = words.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    for options, length in (((), 9), (("-n", "40"), 40)):
+        said = network.generate(ids, do_sample=False, max_new_tokens=length)[0, ids.shape[1] :]
+        expected = words.decode(said, skip_special_tokens=True)
+        assert run("generate", str(folder), "-p", "hi", *options).stdout == expected + "\n"
+    file.write_text(json.dumps({**config, "do_sample": True, "repetition_penalty": 1.4}))
+    arguments = ("generate", str(folder), "-p", "hi", "-n", "20")
+    sampled = run(*arguments, "--seed", "3")
+    assert sampled.stdout != run(*arguments, "--seed", "4").stdout
+    assert "note: the model's generation_config asks for sampling" in sampled.stderr
+    bare = run(*arguments, "--temperature", "0", "--repetition-penalty", "1")
+    assert bare.stdout == plain_answer(20) + "\n" and not bare.stderr
+    assert run(*arguments, "--temperature", "0").stdout != bare.stdout
+    measured = run(
+        "bench", str(folder), "--data", data, "--repeats", "1", "-n", "8", "--dtype", "float32"
+    )
+    assert measured.exit_code == 0, measured.output
+    assert "do_sample, repetition_penalty 1.4, which is left out with every method" in (
+        measured.stderr.replace("\n", " ")
+    )
+
+
 def test_text_that_is_not_utf8_is_refused(model: str, tmp_path: Path) -> None:
     odd = "caf\udce9"  # as Python reads b"caf\xe9" from the command line
     refused(run("generate", model, text=b"caf\xe9"), "stdin: not UTF-8 text (byte 3)")

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from multirate.bench.prompts import Prompt
+from multirate.decoding.logits import SamplingSettings
 from multirate.engine import PLAIN, Engine
 from multirate.experts.expert_cache import Key
 from multirate.experts.model import OffloadedExperts
@@ -150,7 +151,7 @@ def measure_policies(
     """
     offload = engine.experts
     assert offload is not None
-    stop = engine.stopping(max_new_tokens)
+    greedy, stop = SamplingSettings(), engine.stopping(max_new_tokens, ())
     advance = on_answer or (lambda: None)
 
     def answer(
@@ -165,9 +166,7 @@ def measure_policies(
                 first.append((time.perf_counter(), runtime.stats.copy()))
 
         began = time.perf_counter()
-        tokens = engine.generate(
-            [prompt.tokens], stop=stop, method=PLAIN, on_tokens=on_tokens
-        ).sequences[0]
+        tokens = engine.generate([prompt.tokens], greedy, stop, PLAIN, on_tokens).sequences[0]
         end = time.perf_counter()
         at, before = first[0] if first else (end, runtime.stats.copy())
         if decoding is not None:

@@ -46,7 +46,7 @@ def method_run(
         return transformers_run(engine.model, eos, max_new_tokens)
     if name == GENERATE_STATIC:
         return static_run(engine.model, eos, max_new_tokens)
-    stop = engine.stopping(max_new_tokens)
+    stop = engine.stopping(max_new_tokens, ())
     if not sampling.greedy and not engine.repeats_text(name):
         raise Unavailable(
             f"a seed's text with {name} is another one of the same distribution, so it cannot be "
@@ -107,8 +107,6 @@ def transformers_run(
         max_new_tokens=max_new_tokens,
         eos_token_id=list(eos_token_ids) or None,
         pad_token_id=padding,
-        # Some models' own settings penalise repetition; every method decodes the bare model.
-        repetition_penalty=1.0,
         **settings,
     )
 
@@ -124,7 +122,7 @@ def transformers_run(
             dtype=torch.int64,
             device="cpu",
         )
-        with _counted_passes(model) as passes:
+        with _counted_passes(model) as passes, _bare(model):
             out = model.generate(
                 input_ids=ids.to(model.device),
                 attention_mask=mask.to(model.device),
@@ -142,6 +140,19 @@ def transformers_run(
         note=note,
         run_batch=None if drafts else run_batch,
     )
+
+
+@contextmanager
+def _bare(model: Any) -> Iterator[None]:
+    """Without what the model's own generation_config asks for, which `generate` would take where a
+    config does not say: every method decodes the bare model.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 @contextmanager

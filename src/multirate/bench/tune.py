@@ -171,14 +171,15 @@ def _in_turn(prompts: Sequence[list[int]]) -> Iterator[list[int]]:
 def runner(
     engine: Engine, max_new_tokens: int
 ) -> Callable[[str, list[int], int | None], DecodeStats]:
-    """Decodes a prompt anew with an engine, greedily, as `generate` does."""
+    """Decodes a prompt anew with an engine, as `generate` does."""
+    sampling = engine.sampling(seed=0)
 
     def run(method: str, prompt: list[int], most: int | None) -> DecodeStats:
         engine.forget()
         engine.prepare(method)
         stop = engine.stopping(most or max_new_tokens)
         how = speculation(engine)
-        return engine.generate([prompt], stop=stop, method=method, speculate=how).stats
+        return engine.generate([prompt], sampling, stop, method, speculate=how).stats
 
     return run
 

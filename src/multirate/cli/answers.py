@@ -97,5 +97,6 @@ def command(
             batch,
             bar.to,
             fingerprint(loaded.model),
+            engine.sampling(temperature=0.0),
         )
     typer.echo(f"{count} answers in {out}")

@@ -18,14 +18,23 @@ def prepared(
 ) -> PromptSet:
     """The prompts of all questions; says which are skipped or cut."""
     from multirate.bench.prompts import build_prompts
+    from multirate.decoding import generation_config
+    from multirate.decoding.logits import SamplingSettings
     from multirate.methods.spec import PLAIN
 
-    stop = engine.stopping(max_new_tokens)
+    greedy, stop = SamplingSettings(), engine.stopping(max_new_tokens, ())
+    config = getattr(engine.model, "generation_config", None)
+    asked = [*generation_config.followed(config), *generation_config.unfollowed(config)]
+    if asked:
+        options.note(
+            f"note: {generation_config.WHERE} asks for {', '.join(asked)}, which is left out with "
+            "every method: the bare model is measured"
+        )
     with Bar("preparing prompts", len(questions)) as bar:
         prompts = build_prompts(
             questions,
             engine.tokenizer,
-            lambda ids: engine.generate([ids], stop=stop, method=PLAIN).sequences[0],
+            lambda ids: engine.generate([ids], greedy, stop, PLAIN).sequences[0],
             max_positions=engine.decoder.info.max_positions,
             max_new_tokens=max_new_tokens,
             truncate=truncate,

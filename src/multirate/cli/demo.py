@@ -43,9 +43,11 @@ def answer(engine: Engine, method: str, max_new_tokens: int) -> None:
         for text in (QUESTIONS[1], QUESTIONS[0])
     )
     engine.prepare(method)
-    engine.generate([other], stop=engine.stopping(WARM_UP), method=method, speculate="always")
+    sampling = engine.sampling(temperature=0.0)
+    engine.generate([other], sampling, engine.stopping(WARM_UP), method, speculate="always")
     output = engine.generate(
         [prompt],
+        sampling,
         stop=engine.stopping(max_new_tokens),
         method=method,
         on_tokens=lambda _, tokens: stream.push(tokens),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -39,19 +39,42 @@ def command(
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", help="At most so many tokens.")
-    ] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            "-n",
+            help="At most so many tokens (default: the model's generation_config, else 256).",
+            show_default=False,
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="0 is greedy (default of this and the next four: the model's generation_config, "
+            "else greedy).",
+            show_default=False,
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="Keep the k most probable tokens; 0 keeps all.", show_default=False),
+    ] = None,
     top_p: Annotated[
-        float, typer.Option(help="Keep the smallest set with this probability; 1 keeps all.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            help="Keep the smallest set with this probability; 1 keeps all.", show_default=False
+        ),
+    ] = None,
     min_p: Annotated[
-        float, typer.Option(help="Drop tokens below this share of the best one's probability.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            help="Drop tokens below this share of the best one's probability.", show_default=False
+        ),
+    ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: tokens that occurred become less likely.")
-    ] = 1.0,
+        float | None,
+        typer.Option(help="Above 1: tokens that occurred become less likely.", show_default=False),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Same seed, same text.", show_default=False)
     ] = None,
@@ -89,9 +112,18 @@ def command(
     from multirate.hub import reference_accelerators
     from multirate.methods.spec import recommended
 
-    sampling = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    numbers = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }
+    given: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
+    SamplingSettings(**given)
     check_mode(mode, quality, speculate)
-    policy_named(expert_policy)  # a wrong word is said before anything is loaded
+    policy_named(expert_policy)  # a wrong word or number is said before anything is loaded
     parse_bytes(expert_memory)
     if experts is None and expert_memory is not None:
         raise UserError("--expert-memory needs --experts DIR, the store that multirate pack made")
@@ -123,6 +155,13 @@ def command(
     if not ids:
         raise UserError("the prompt has no tokens: give some text")
 
+    sampling = engine.sampling(**given)
+    ending = (
+        engine.stopping_after([ids], stop)
+        if max_new_tokens is None
+        else engine.stopping(max_new_tokens, stop)
+    )
+
     from multirate.cli.stream import printed
 
     printer = printed(tokenizer)
@@ -137,7 +176,7 @@ def command(
         output = engine.generate(
             [list(ids)],
             sampling,
-            engine.stopping(max_new_tokens, stop or ()),
+            ending,
             method=method,
             on_tokens=push if stream else None,
             speculate=speculate,

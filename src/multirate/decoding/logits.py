@@ -8,7 +8,7 @@ top-k, top-p, min-p. A method that used another pipeline for its drafts would st
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,10 @@ _NUCLEUS_CANDIDATES = (
 )
 
 
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""A logits processor of transformers: token ids [1, T] and scores [1, V] → scores [1, V]."""
+
+
 @dataclass(frozen=True)
 class SamplingSettings:
     """How the next token is chosen. The default is greedy.
@@ -37,6 +41,8 @@ class SamplingSettings:
         too.
     seed: same seed, same tokens (per sequence: its place in the batch is part of the seed); None
         takes a seed from torch's global generator, so `torch.manual_seed` governs it.
+    processors: further changes of the logits, after the repetition penalty: those of a prompt of n
+        tokens are processors(n).
 
     Raises UserError naming the field, the value and what is accepted.
     """
@@ -47,6 +53,7 @@ class SamplingSettings:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    processors: Callable[[int], Sequence[Processor]] | None = None
 
     def __post_init__(self) -> None:
         _require_number(
@@ -84,7 +91,7 @@ class SamplingSettings:
     @property
     def uses_context(self) -> bool:
         """Whether the distribution depends on the tokens so far other than through the model."""
-        return self.repetition_penalty != 1
+        return self.repetition_penalty != 1 or self.processors is not None
 
 
 def _require_number(name: str, value: object, accepts: object, accepted: str) -> None:
@@ -116,27 +123,53 @@ def penalise(logits: Tensor, penalty: float, contexts: Sequence[Sequence[int]]) 
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
+def adjusted(
+    logits: Tensor,
+    settings: SamplingSettings,
+    contexts: Sequence[Sequence[int]] | None,
+    prompts: Sequence[int] | None = None,
+) -> Tensor:
+    """logits [n, V] after what depends on the tokens before each row: the repetition penalty and
+    the processors. prompts: how many of these tokens are the prompt's (default: one).
+    """
+    if not settings.uses_context:
+        return logits
+    contexts = _needed(contexts, logits)
+    if settings.repetition_penalty != 1:
+        logits = penalise(logits, settings.repetition_penalty, contexts)
+    if settings.processors is None:
+        return logits
+    rows = []
+    for scores, context, prompt in zip(
+        logits, contexts, prompts or [1] * len(contexts), strict=True
+    ):
+        ids, scores = torch.tensor([context], device=logits.device), scores[None]
+        for processor in settings.processors(prompt):
+            scores = processor(ids, scores)
+        rows.append(scores)
+    return torch.cat(rows)
+
+
 def greedy_tokens(
     logits: Tensor, settings: SamplingSettings, contexts: Sequence[Sequence[int]] | None = None
 ) -> list[int]:
     """The most probable token of each row of logits [n, V]; a bare argmax unless there is a
     repetition penalty.
     """
-    if settings.uses_context:
-        logits = penalise(logits, settings.repetition_penalty, _needed(contexts, logits))
-    return argmax_rows(logits.detach())
+    return argmax_rows(adjusted(logits, settings, contexts).detach())
 
 
 def allowed(
-    logits: Tensor, settings: SamplingSettings, contexts: Sequence[Sequence[int]] | None = None
+    logits: Tensor,
+    settings: SamplingSettings,
+    contexts: Sequence[Sequence[int]] | None = None,
+    prompts: Sequence[int] | None = None,
 ) -> Tensor:
-    """logits [n, V] after the repetition penalty, with −inf for the tokens that top-k, top-p and
-    min-p drop → float32 [n, V]. The temperature decides with them which tokens these are; the
-    logits are not divided by it. `settings` are not greedy.
+    """logits [n, V] after the repetition penalty and the processors, with −inf for the tokens that
+    top-k, top-p and min-p drop → float32 [n, V]. The temperature decides with them which tokens
+    these are; the logits are not divided by it. `settings` are not greedy.
     """
-    scores = logits.float()
-    if settings.uses_context:
-        scores = penalise(scores, settings.repetition_penalty, _needed(contexts, scores))
+    scores = adjusted(logits.float(), settings, contexts, prompts)
     if 0 < settings.top_k < scores.shape[-1]:
         least_kept = torch.topk(scores, settings.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < least_kept, -torch.inf)
@@ -151,19 +184,21 @@ def allowed(
 
 
 def distribution(
-    logits: Tensor, settings: SamplingSettings, contexts: Sequence[Sequence[int]] | None = None
+    logits: Tensor,
+    settings: SamplingSettings,
+    contexts: Sequence[Sequence[int]] | None = None,
+    prompts: Sequence[int] | None = None,
 ) -> Tensor:
     """Probabilities [n, V] (float32) that tokens are drawn from, for logits [n, V].
 
-    contexts: the token ids (prompt, output, drafted path) before each row; needed with a repetition
-    penalty only. Greedy settings give the one-hot distribution of the argmax.
+    contexts: the token ids (prompt, output, drafted path) before each row, needed where the
+    settings use them; prompts: how many of these are the prompt's. Greedy settings give the one-hot
+    distribution of the argmax.
     """
     if settings.greedy:
-        scores = logits.float()
-        if settings.uses_context:
-            scores = penalise(scores, settings.repetition_penalty, _needed(contexts, scores))
+        scores = adjusted(logits.float(), settings, contexts, prompts)
         return torch.zeros_like(scores).scatter_(-1, scores.argmax(dim=-1, keepdim=True), 1.0)
-    scores = allowed(logits, settings, contexts)
+    scores = allowed(logits, settings, contexts, prompts)
     if settings.temperature != 1:
         scores = scores / settings.temperature
     return torch.softmax(scores, dim=-1)

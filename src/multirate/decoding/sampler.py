@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.decoding.logits import SamplingSettings, allowed, distribution, draw, penalise
+from multirate.decoding.logits import SamplingSettings, adjusted, allowed, distribution, draw
 from multirate.model.decoder import argmax_rows
 from multirate.model.noise import Noise, NoiseStream, noisy_argmax, with_noise
 
@@ -40,6 +40,7 @@ class Sampler:
         self.by_argmax = self.plain or self.bare
         self._noisy_argmax = noisy_argmax
         self.tokens = [list(prompt) for prompt in prompts]
+        self._prompts = [len(prompt) for prompt in prompts]
         if not self.greedy:
             self._seed = (
                 settings.seed
@@ -60,6 +61,7 @@ class Sampler:
         stream.
         """
         self.tokens[seq] = list(prompt)
+        self._prompts[seq] = len(prompt)
         if not self.greedy:
             self.generators[seq] = self._stream(number)
             self._noise[seq] = self._noise_stream(number)
@@ -76,6 +78,10 @@ class Sampler:
             return [self.tokens[b] for b in seqs]
         return [[*self.tokens[b], *path] for b, path in zip(seqs, paths, strict=True)]
 
+    def _prompt_lengths(self, seqs: Sequence[int]) -> list[int] | None:
+        """How many of each row's `contexts` are the prompt's; None if not needed."""
+        return [self._prompts[b] for b in seqs] if self.settings.uses_context else None
+
     def distribution(
         self, logits: Tensor, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None = None
     ) -> Tensor:
@@ -84,7 +90,8 @@ class Sampler:
         paths[i]: drafted tokens between the sequence's last emitted token (exclusive) and row i
         (inclusive).
         """
-        return distribution(logits, self.settings, self.contexts(seqs, paths))
+        contexts = self.contexts(seqs, paths)
+        return distribution(logits, self.settings, contexts, self._prompt_lengths(seqs))
 
     def uniforms(self, seqs: Sequence[int]) -> list[float]:
         """One uniform number in [0, 1) from the stream of each listed sequence."""
@@ -106,7 +113,8 @@ class Sampler:
     ) -> tuple[Tensor, list[Noise]]:
         """Of logits [n, V] those that are allowed, float32, and the noise of each row's place."""
         ahead = [0] * len(seqs) if paths is None else [len(path) for path in paths]
-        scores = allowed(logits.detach(), self.settings, self.contexts(seqs, paths))
+        contexts = self.contexts(seqs, paths)
+        scores = allowed(logits.detach(), self.settings, contexts, self._prompt_lengths(seqs))
         return scores, [self.noise(b, place) for b, place in zip(seqs, ahead, strict=True)]
 
     def perturbed(
@@ -117,9 +125,7 @@ class Sampler:
         """
         if self.greedy:
             contexts = self.contexts(seqs, paths)
-            if contexts is None:
-                return logits
-            return penalise(logits, self.settings.repetition_penalty, contexts)
+            return adjusted(logits, self.settings, contexts, self._prompt_lengths(seqs))
         return with_noise(*self._allowed(logits, seqs, paths))
 
     def choose(

@@ -11,7 +11,6 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from multirate.chat_template import apply_template
-from multirate.decoding.logits import SamplingSettings
 from multirate.engine import Engine, eos_token_ids
 from multirate.errors import UserError, say_once
 from multirate.evaluation.likelihood import log_likelihood
@@ -180,9 +179,11 @@ class EngineLM(TemplateLM):
                     f"{', '.join((*_SAMPLING, *_IGNORED))}"
                 )
         chosen = {name: settings[name] for name in _SAMPLING if name in settings}
-        if not settings["do_sample"]:
-            chosen = {k: v for k, v in chosen.items() if k == "repetition_penalty"}
-        sampling = SamplingSettings(**chosen, seed=seed if settings["do_sample"] else None)
+        if settings["do_sample"]:
+            chosen = {"temperature": 1.0, "seed": seed} | chosen
+        else:
+            chosen["temperature"] = 0.0
+        sampling = self.engine.sampling(**chosen)
         until = [text for text in settings["until"] if text]
         stop = self.engine.stopping(settings["max_gen_toks"], until)
         room = self.max_length - settings["max_gen_toks"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from multirate.decoding.continuous import generate_continuously
+from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError, say_once
 from multirate.io import parse_json, spread
@@ -74,6 +75,7 @@ def answer_questions(
     batch: int = 16,
     progress: Callable[[int, int], None] | None = None,
     model: str = "",
+    sampling: SamplingSettings | None = None,
 ) -> int:
     """Writes conversations to `out`, every user turn answered by the model after its own earlier
     answers.
@@ -81,8 +83,8 @@ def answer_questions(
     One {"instruction", "output"} line per conversation of one question, {"messages"} for several
     and for those with a system turn, in the order of the questions; each with "said", the token ids
     of every prompt and answer and why the answer ended. batch: sequences decoded at once.
-    progress(done, total). model: what tells it from others (its fingerprint). Returns the number of
-    records in the file. Questions that leave no room in the context are left out; later turns
+    progress(done, total). model: what tells it from others (its fingerprint). sampling: default
+    greedy. Returns the number of records in the file. Questions that leave no room in the context are left out; later turns
     without room end their conversation; both is said. Raises UserError for an `out` that is no file
     of this function's, or was made from other questions, by another model or with another
     max_new_tokens.
@@ -92,6 +94,7 @@ def answer_questions(
         tokenizer,
         StopSettings(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids)),
         decoder.info.max_positions or 1 << 30,
+        sampling,
     )
     questions = answerer.answerable(questions)
     made_by = {MARK: ANSWERS, "model": model, "max_new_tokens": max_new_tokens}
@@ -130,6 +133,7 @@ class _Answerer:
     tokenizer: Any
     stop: StopSettings
     positions: int
+    sampling: SamplingSettings | None = None
     ended_early: int = field(default=0, init=False)
     """Conversations whose last questions were not asked."""
 
@@ -205,7 +209,9 @@ class _Answerer:
 
         ended: set[int] = set()
         written = 0
-        for finished in generate_continuously(self.decoder, next_prompt, batch, stop=self.stop):
+        for finished in generate_continuously(
+            self.decoder, next_prompt, batch, self.sampling, self.stop
+        ):
             index, prompt = asked[finished.number]
             question = questions[index].users[len(said[index])]
             text = text_of(self.tokenizer, finished.tokens)

@@ -207,10 +207,10 @@ def test_the_models_generation_config_is_followed_and_options_go_before_it(
     ids = words.apply_chat_template(
         [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_tensors="pt"
     )["input_ids"]
-    for options, length in (((), 9), (("-n", "40"), 40)):
+    for more, length in (((), 9), (("-n", "40"), 40)):
         said = network.generate(ids, do_sample=False, max_new_tokens=length)[0, ids.shape[1] :]
         expected = words.decode(said, skip_special_tokens=True)
-        assert run("generate", str(folder), "-p", "hi", *options).stdout == expected + "\n"
+        assert run("generate", str(folder), "-p", "hi", *more).stdout == expected + "\n"
     file.write_text(json.dumps({**config, "do_sample": True, "repetition_penalty": 1.4}))
     arguments = ("generate", str(folder), "-p", "hi", "-n", "20")
     sampled = run(*arguments, "--seed", "3")

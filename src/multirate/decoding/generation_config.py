@@ -138,10 +138,11 @@ def _processors(
     def of_length(prompt: int) -> list[Processor]:
         return _transformers_own(config, prompt, ends, device)
 
-    scores, ids = torch.zeros(1, vocabulary, device=device), torch.zeros(1, 1, dtype=torch.long)
+    scores = torch.zeros(1, vocabulary, dtype=torch.float32, device=device)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
     try:
         for processor in of_length(1):
-            processor(ids.to(device), scores)
+            processor(ids, scores)
     except Exception as error:  # whatever a value that is none makes them raise
         raise UserError(first_line(error)) from error
     return of_length
@@ -156,7 +157,7 @@ def _transformers_own(
         value = getattr(config, name, None)
         return None if value in (None, 0, [], ()) else value
 
-    ending = torch.tensor(list(ends), device=device) if ends else None
+    ending = torch.tensor(list(ends), dtype=torch.int64, device=device) if ends else None
     found: list[Processor] = []
     if (size := asked("no_repeat_ngram_size")) is not None:
         found.append(theirs.NoRepeatNGramLogitsProcessor(size))

@@ -143,7 +143,8 @@ def adjusted(
     for scores, context, prompt in zip(
         logits, contexts, prompts or [1] * len(contexts), strict=True
     ):
-        ids, scores = torch.tensor([context], device=logits.device), scores[None]
+        ids = torch.tensor([context], dtype=torch.int64, device=logits.device)
+        scores = scores[None]
         for processor in settings.processors(prompt):
             scores = processor(ids, scores)
         rows.append(scores)

@@ -84,10 +84,10 @@ def answer_questions(
     and for those with a system turn, in the order of the questions; each with "said", the token ids
     of every prompt and answer and why the answer ended. batch: sequences decoded at once.
     progress(done, total). model: what tells it from others (its fingerprint). sampling: default
-    greedy. Returns the number of records in the file. Questions that leave no room in the context are left out; later turns
-    without room end their conversation; both is said. Raises UserError for an `out` that is no file
-    of this function's, or was made from other questions, by another model or with another
-    max_new_tokens.
+    greedy. Returns the number of records in the file. Questions that leave no room in the context
+    are left out; later turns without room end their conversation; both is said. Raises UserError
+    for an `out` that is no file of this function's, or was made from other questions, by another
+    model or with another max_new_tokens.
     """
     answerer = _Answerer(
         decoder,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 
-MOST_SEED = (1 << 64) - 1
-"""The largest seed that every generator takes: torch's has 64 bits."""
+MOST_SEED = (1 << 63) - 1
+"""The largest seed: a signed number of 64 bits, which every generator and file takes."""
 
 
 class UserError(Exception):

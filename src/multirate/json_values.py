@@ -92,7 +92,7 @@ def spell(hint: Any) -> str:
     if origin in (tuple, list):
         return f"a list of {spell(get_args(hint)[0])}"
     return {
-        int: "a whole number",
+        int: "a whole number of at most 63 bits",
         float: "a number",
         bool: "true or false",
         str: "text",

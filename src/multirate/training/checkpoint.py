@@ -25,7 +25,6 @@ from multirate.methods.spec import Published, Training, find_training, trainable
 from multirate.torch_modes import own_modes
 from multirate.training.custom_generate_loader import write_custom_generate
 from multirate.training.description import FORMAT, read_description
-from multirate.training.divergence import not_finite
 from multirate.training.fingerprint import fingerprint
 from multirate.training.model_card import model_card
 from multirate.training.prompt_fingerprints import CHECKSUM, PROMPTS, packed, read_fingerprints
@@ -87,7 +86,7 @@ class Accelerator:
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write weights (floating point as ``dtype``), description and model card; each file
-        appears whole. Raises UserError for weights that are not finite, before anything is written.
+        appears whole.
 
         The description comes last and holds the weights' checksum: an interrupted save is
         recognised on load.
@@ -97,12 +96,6 @@ class Accelerator:
             name: (t.to(dtype) if t.is_floating_point() else t).contiguous().cpu()
             for name, t in self.module.state_dict().items()
         }
-        wrong = not_finite(tensors)
-        if wrong is not None:
-            raise UserError(
-                f"the accelerator for {directory} is not saved: '{wrong}' has values that are not "
-                f"finite as {str(dtype).removeprefix('torch.')}"
-            )
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:

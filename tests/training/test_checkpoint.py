@@ -198,11 +198,15 @@ def test_malformed_results_are_refused(tmp_path: Path, results: Any, words: str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, value: float) -> None:
     model = small()
-    made = accelerator(model)
-    name, parameter = next(iter(made.module.named_parameters()))
-    with torch.no_grad():
-        parameter.view(-1)[-1] = value
-    made.save_pretrained(tmp_path)
+    accelerator(model).save_pretrained(tmp_path)
+    description, weights = tmp_path / "accelerator.json", tmp_path / "accelerator.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name, tensor in tensors.items() if tensor.is_floating_point())
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, weights)
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    known = json.loads(description.read_text())
+    description.write_text(json.dumps(known | {"weights_sha256": digest}))
     with pytest.raises(UserError, match=rf"tensor '{name}' holds values that are not finite"):
         Accelerator.from_pretrained(tmp_path, model)
 

@@ -120,13 +120,15 @@ class ContinuationRates:
         self._guess_alone = [0.8 * guess for guess in self._guess]
         self._alone = [DecayedRate(_TEXT_MEMORY) for _ in self._guess]
         self._against = [DecayedRate() for _ in self._guess]
-        self.first_alone = np.array(self._guess_alone)
-        self.first_against = np.array(self._guess_against)
+        self.first_alone = np.array(self._guess_alone, np.float64)
+        self.first_against = np.array(self._guess_against, np.float64)
         self._first = [DecayedRate() for _ in self._guess]
         self._next = [DecayedRate(_TEXT_MEMORY) for _ in self._guess]
         self._draft = DecayedRate(tries=STRENGTH, hits=STRENGTH * _DRAFT_ACCEPTED)
         self._steps = 0
-        self.first_accepted, self.next_accepted = np.array(self._guess), np.array(self._guess)
+        self.first_accepted, self.next_accepted = (
+            np.array(self._guess, np.float64) for _ in range(2)
+        )
         self.draft_accepted = _DRAFT_ACCEPTED
 
     def observe(self, origin: Origin, accepted_drafted: int, accepted_continued: int) -> None:

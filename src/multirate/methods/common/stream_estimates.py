@@ -68,7 +68,7 @@ class StreamEstimates:
     def of(config: StreamDecodeConfig, nodes: int, lookup: Lookup) -> StreamEstimates:
         """Of a stream that has drafted nothing yet, of up to `nodes` nodes."""
         draft_threshold, verify_threshold = (
-            np.full(nodes, fixed if chosen is None else chosen)
+            np.full(nodes, fixed if chosen is None else chosen, np.float64)
             for chosen, fixed in (
                 (config.draft_threshold, _FIXED_DRAFT_THRESHOLD),
                 (config.verify_threshold, _FIXED_VERIFY_THRESHOLD),

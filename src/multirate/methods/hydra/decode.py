@@ -49,8 +49,8 @@ class HydraDrafter(HeadsDrafter):
         self.runner = NativeHydraRunner.where_supported(decoder, self.heads, config.weights)
         self.depth = min(config.depth or heads.config.heads, heads.config.heads)
         self.max_nodes = config.nodes
-        self._draft_threshold = np.full(config.nodes, config.draft_threshold)
-        self._verify_threshold = np.full(config.nodes, config.verify_threshold)
+        self._draft_threshold = np.full(config.nodes, config.draft_threshold, np.float64)
+        self._verify_threshold = np.full(config.nodes, config.verify_threshold, np.float64)
         self._cache: KVCache | None = None
         self._own: KVCache | None = None
         self._verified: dict[int, _Verified] = {}

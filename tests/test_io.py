@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from multirate.errors import UserError
-from multirate.io import check_text, decoded, parse_json, read_text, write_atomically
+from multirate.io import (
+    check_text,
+    check_writable,
+    decoded,
+    held,
+    parse_json,
+    read_text,
+    write_atomically,
+)
 
 
 @pytest.mark.parametrize(
@@ -85,3 +94,25 @@ def test_what_is_not_json_is_refused_in_a_sentence(content: str | bytes, words: 
     with pytest.raises(UserError, match=words) as caught:
         parse_json(content, "x.json")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 120
+
+
+def test_names_as_long_as_the_system_takes_them_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * os.pathconf(tmp_path, "PC_NAME_MAX"))
+    write_atomically(check_writable(path), "text")
+    assert path.read_text() == "text"
+    with pytest.raises(UserError, match="name too long"):
+        check_writable(f"{path}n")
+
+
+def test_a_link_to_itself_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(UserError, match="symbolic links"):
+        check_writable(tmp_path / "link")
+
+
+def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
+    refused = pytest.raises(UserError, match="written by another process")
+    with held(tmp_path), refused, held(tmp_path):
+        pass
+    with held(tmp_path):
+        pass

@@ -7,14 +7,16 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from multirate.errors import UserError
 
 T = TypeVar("T")
+_PREFIX = ".multirate-"
+"""What the names of files begin with that are there for a moment only."""
 
 
 def cache_folder() -> Path:
@@ -126,7 +128,8 @@ def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
         if not stat.S_ISREG(there):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         mode = stat.S_IMODE(there)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # not the file's own name with more to it, which the system may find too long
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_PREFIX)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -155,6 +158,41 @@ def write_json(path: str | Path, content: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
+def locked(handle: int) -> bool:
+    """Whether the open file or folder is now this process's until it is closed, and not another's
+    already. Where the system has no locks it is.
+    """
+    with suppress(ImportError):
+        import fcntl
+
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            pass
+    return True
+
+
+def written_elsewhere(path: Path) -> UserError:
+    """The error for what another process has locked."""
+    return UserError(f"{path} is being written by another process")
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Two runs that write into one folder would each replace what the other made: the second one
+    gets a UserError.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if not locked(handle):
+            raise written_elsewhere(folder)
+        yield
+    finally:
+        os.close(handle)
+
+
 def spread(records: list[T], limit: int | None) -> list[T]:
     """At most `limit` of a file's records, evenly over all of them; None: all."""
     if limit is None or limit >= len(records):
@@ -178,8 +216,10 @@ def check_writable(
         there = path.exists()
         if there and not path.is_file():
             raise UserError(f"cannot write {path}: it is not a regular file")
-        folder = Path(os.path.realpath(path)).parent
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".multirate-"):
+        target = Path(os.path.realpath(path))
+        if target.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=_PREFIX):
             pass
         if there and not os.access(path, os.W_OK):
             raise UserError(f"cannot write {path}: permission denied")

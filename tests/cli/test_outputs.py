@@ -90,6 +90,7 @@ def test_own_files_are_replaced_through_links(name: str, tmp_path: Path, data: P
         (("pack", "reference-mixture", "--force"), "experts.json"),
         (("pack", "reference-mixture"), "experts.bin"),
         (("pack", "reference-mixture"), "experts.bin.partial"),
+        (("pack", "reference-mixture"), "verified.json"),
     ],
 )
 def test_folders_with_files_of_others_are_refused(

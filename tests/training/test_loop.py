@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from multirate.errors import UserError
+from multirate.io import held
 from multirate.training import loop
 from multirate.training.checkpoint import Accelerator
 from multirate.training.loop import train
@@ -148,6 +150,32 @@ def test_a_finished_accelerator_is_not_replaced_unasked(
     assert train(
         model_dir, [data], tmp_path, settings=settings(steps=1, overwrite=True), options=OPTIONS
     ).finished
+
+
+def test_an_accelerator_that_finds_no_room_is_saved_by_the_same_call(
+    tmp_path: Path, model_dir: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def full(made: str, place: Path) -> None:
+        if place.name == "accelerator.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(made, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(UserError, match="no space left"):
+            train(model_dir, [data], tmp_path, settings=settings(steps=1), options=OPTIONS)
+    assert train(model_dir, [data], tmp_path, settings=settings(steps=1), options=OPTIONS).finished
+    assert not (tmp_path / STATE).exists()
+
+
+def test_a_folder_that_another_training_writes_is_refused(
+    tmp_path: Path, model_dir: Path, data: Path
+) -> None:
+    with held(tmp_path), pytest.raises(UserError, match="written by another process"):
+        train(model_dir, [data], tmp_path, settings=settings(steps=1), options=OPTIONS)
+    assert not list(tmp_path.iterdir())
 
 
 def test_reduced_head_takes_the_frequent_tokens(

@@ -4,7 +4,9 @@ checked.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,57 @@ def test_states_of_another_base_and_damaged_ones_are_refused(
         (tmp_path / INDEX).write_text(damaged)
         with pytest.raises(UserError, match="damaged"):
             TeacherStates(tmp_path, samples, 48, "base")
+
+
+def test_files_of_others_are_not_written_into(tmp_path: Path, model_dir: Path, data: Path) -> None:
+    samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
+    (tmp_path / "top_tokens.int32").write_text("mine")
+    with pytest.raises(UserError, match=r"top_tokens.int32 is there already .* not replaced"):
+        TeacherStates(tmp_path, samples, 48, "base")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+    (tmp_path / INDEX).write_text('{"mine": 1}')
+    with pytest.raises(UserError, match="not a file of teacher states"):
+        TeacherStates(tmp_path, samples, 48, "base")
+
+
+def test_a_computation_that_was_killed_at_its_start_is_begun_again(
+    tmp_path: Path, model_dir: Path, data: Path
+) -> None:
+    samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    TeacherStates(tmp_path, samples, 48, "base")
+    states = TeacherStates(tmp_path, samples, 48, "base")
+    states.compute(load_decoder(model))
+    assert states.complete
+
+
+def test_a_full_disk_is_found_before_the_map_is_written(
+    tmp_path: Path, model_dir: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
+    reserve, sizes = os.posix_fallocate, list[int]()
+
+    def full(handle: int, begin: int, size: int) -> None:
+        sizes.append(size)
+        if len(sizes) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(handle, begin, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match=r"cannot be kept in .*: no space left on device"):
+        TeacherStates(tmp_path, samples, 48, "base")
+    assert {path.stat().st_size for path in tmp_path.iterdir() if path.name != INDEX} == {0}
+
+
+def test_one_process_at_a_time_adds_states(tmp_path: Path, model_dir: Path, data: Path) -> None:
+    samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    first = TeacherStates(tmp_path, samples[:9], 48, "base")
+    with pytest.raises(UserError, match="written by another process"):
+        TeacherStates(tmp_path, samples[:10], 48, "base")
+    first.compute(load_decoder(model))
+    second = TeacherStates(tmp_path, samples[:10], 48, "base")
+    assert TeacherStates(tmp_path, samples[:9], 48, "base").complete and not second.complete
 
 
 def test_an_unusable_folder_is_one_sentence(tmp_path: Path, model_dir: Path, data: Path) -> None:

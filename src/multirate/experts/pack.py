@@ -20,7 +20,7 @@ from multirate.experts.layout import MODULE, NATIVE, ExpertTensors
 from multirate.experts.shards import Shards
 from multirate.experts.store import DATA, FORMAT, INDEX, VERIFIED, ExpertStore, StoreIndex
 from multirate.hub import explained
-from multirate.io import parse_json, write_atomically
+from multirate.io import held, parse_json, write_atomically
 from multirate.model.native.moe import MOE_FAMILIES, expert_tiles, pack_expert
 
 _PARTIAL, _PROGRESS = "experts.bin.partial", "packing.json"
@@ -124,36 +124,40 @@ class _Packer:
         self._bytes = experts.format.bytes
 
     def run(self, on_expert: Callable[[int, int], None] | None) -> StoreIndex:
-        out, partial = self._out, self._out / _PARTIAL
         try:
-            out.mkdir(parents=True, exist_ok=True)
-            self._resume()
-            self._check_space()
-            self._save()  # before the partial file, which is no one's without it
-            with partial.open("r+b" if partial.exists() else "w+b") as file:
-                file.truncate(len(self._checksums) * self._bytes)
-                file.seek(0, os.SEEK_END)
-                self._write(file, on_expert)
-            index = StoreIndex(
-                self._name,
-                self._revision,
-                tuple(self._experts.layers),
-                self._experts.num_experts,
-                self._top_k,
-                self._experts.format,
-                tuple(self._checksums),
-                self._layout,
-            )
-            (out / INDEX).unlink(
-                missing_ok=True
-            )  # never an index beside data that it does not describe
-            (out / VERIFIED).unlink(missing_ok=True)
-            os.replace(partial, out / DATA)
-            write_atomically(out / INDEX, json.dumps(index.to_json()))
-            (out / _PROGRESS).unlink(missing_ok=True)
+            self._out.mkdir(parents=True, exist_ok=True)
+            with held(self._out):
+                return self._pack(on_expert)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise UserError(f"{error.filename or out} cannot be written: {reason}") from error
+            raise UserError(f"{error.filename or self._out} cannot be written: {reason}") from error
+
+    def _pack(self, on_expert: Callable[[int, int], None] | None) -> StoreIndex:
+        out, partial = self._out, self._out / _PARTIAL
+        self._resume()
+        self._check_space()
+        self._save()  # before the partial file, which is no one's without it
+        with partial.open("r+b" if partial.exists() else "w+b") as file:
+            file.truncate(len(self._checksums) * self._bytes)
+            file.seek(0, os.SEEK_END)
+            self._write(file, on_expert)
+        index = StoreIndex(
+            self._name,
+            self._revision,
+            tuple(self._experts.layers),
+            self._experts.num_experts,
+            self._top_k,
+            self._experts.format,
+            tuple(self._checksums),
+            self._layout,
+        )
+        (out / INDEX).unlink(
+            missing_ok=True
+        )  # never an index beside data that it does not describe
+        (out / VERIFIED).unlink(missing_ok=True)
+        os.replace(partial, out / DATA)
+        write_atomically(out / INDEX, json.dumps(index.to_json()))
+        (out / _PROGRESS).unlink(missing_ok=True)
         return index
 
     def _write(self, file: Any, on_expert: Callable[[int, int], None] | None) -> None:
@@ -215,7 +219,8 @@ class _Packer:
         index = _object(self._out / INDEX)
         if index is not None and index.get("format") != FORMAT:
             raise _foreign(self._out / INDEX)
-        owned = {_PARTIAL: saved is not None, DATA: saved is not None or index is not None}
+        begun = saved is not None or index is not None
+        owned = {_PARTIAL: saved is not None, DATA: begun, VERIFIED: begun}
         for name, ours in owned.items():
             if (self._out / name).exists() and not ours:
                 raise _foreign(self._out / name)

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import multirate
 from multirate.errors import Diverged, UserError
 from multirate.hub import load_model
+from multirate.io import held
 from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.objective import Report, Summary
 from multirate.methods.common.teacher import Known, Teacher
@@ -114,7 +115,9 @@ def train(
         model.float()
     # the seed is this run's, and not that of what the caller draws afterwards
     devices = [launcher.device] if launcher.device.type == "cuda" else []
-    with kernels_of_any_shape(), torch.random.fork_rng(devices):
+    with kernels_of_any_shape(), torch.random.fork_rng(devices), ExitStack() as stack:
+        if launcher.is_main_process:
+            stack.enter_context(held(out))
         run = _Run(
             launcher, model, tokenizer, name, data_files, out, method, settings, options or {}
         )
@@ -368,6 +371,8 @@ class _Run:
         except Diverged as error:
             raise Diverged(f"{error}; {self._what_is_kept()}") from None
         if self.main:
+            if not (self.out / STATE).exists():
+                self._save()  # of files without it and without a description no one is the owner
             training = {
                 **self.provenance,
                 "steps": self.step,

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from multirate.errors import UserError
+from multirate.io import locked, written_elsewhere
 
 Write = Callable[[dict[str, Any]], None]
 
@@ -47,7 +48,8 @@ class Records:
                 except OSError as error:
                     raise _unwritable(self.path, error) from None
 
-            _hold(file, self.path)
+            if not locked(file.fileno()):
+                raise written_elsewhere(self.path)
             if file.seek(0, 2) != self.size:
                 raise UserError(
                     f"{self.path} has just been changed: does another process write it?"
@@ -100,19 +102,6 @@ def foreign(path: Path, number: int, what: str) -> UserError:
 def _begins(line: bytes, beginning: bytes) -> bool:
     """Whether it begins so, or ends before that is known."""
     return line[: len(beginning)] == beginning[: len(line)]
-
-
-def _hold(file: IO[bytes], path: Path) -> None:
-    """Keeps other processes from the file until it is closed, where the system can."""
-    with suppress(ImportError):
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{path} is being written by another process") from None
-        except OSError:  # a file system without locks
-            pass
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:

@@ -16,18 +16,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 
 from multirate.decoding.prefill import read_in_pieces
 from multirate.errors import UserError
-from multirate.io import parse_json, write_atomically
+from multirate.io import locked, parse_json, write_atomically, written_elsewhere
 from multirate.methods.common.distillation import TopTokens
 from multirate.methods.common.teacher import Known
 from multirate.model.decoder import Decoder
@@ -78,12 +81,17 @@ class _Store:
         for name, (kind, width) in self.columns.items():
             path = folder / name
             path.touch()
-            size = total * width * np.dtype(kind).itemsize
-            if path.stat().st_size < size:
+            if more:
                 with path.open("r+b") as file:
-                    file.truncate(size)
+                    _reserve(file, total * width * np.dtype(kind).itemsize)
             if total:
                 self._maps[name] = np.memmap(path, kind, "r+", shape=(total, width))
+
+    def cut(self, folder: Path) -> None:
+        """The files end after the rows that there are."""
+        for name, (kind, width) in self.columns.items():
+            if (folder / name).exists():
+                os.truncate(folder / name, self.rows * width * np.dtype(kind).itemsize)
 
     def write(self, name: str, row: int, values: np.ndarray) -> None:
         """values [n, at most the file's width]."""
@@ -93,6 +101,16 @@ class _Store:
         """[count, width], of a sample."""
         row = self.place[key]
         return np.array(self._maps[name][row : row + count])
+
+
+def _reserve(file: IO[bytes], size: int) -> None:
+    """At least so many bytes, on the disk: one that is full would end the process as the map is
+    written. Raises OSError.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+    elif os.fstat(file.fileno()).st_size < size:
+        file.truncate(size)
 
 
 def _bits(x: torch.Tensor) -> np.ndarray:
@@ -131,6 +149,7 @@ class TeacherStates:
         self._tapped = {tap: self._tap_store(tap) for tap in self.taps}
         self._keys = [_key(sample) for sample in samples]
         self._lengths = [len(sample.ids) for sample in samples]
+        alone = self._hold()
         self._read_index()
         distinct = dict(zip(self._keys, samples, strict=True))
         self._missing = [
@@ -138,7 +157,21 @@ class TeacherStates:
             for key, sample in distinct.items()
             if any(key not in store.place for store in self._stores)
         ]
+        if self._missing and not alone:
+            raise written_elsewhere(self.folder)
         self._open()
+        if self.complete:
+            self._release()
+
+    def _hold(self) -> bool:
+        """Whether no other process adds to the folder; none does then until `_release`."""
+        self._release: Callable[[], object] = lambda: None
+        with suppress(OSError):  # `_open` says it
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.folder, os.O_RDONLY)
+            self._release = weakref.finalize(self, os.close, handle)
+            return locked(handle)
+        return True
 
     def _tap_store(self, tap: int) -> _Store:
         return _Store({TAP.format(tap): (np.uint16, self._width)})
@@ -173,7 +206,8 @@ class TeacherStates:
                 return
         except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(
-                f"{self.folder / INDEX} is damaged; delete the folder {self.folder} to start over"
+                f"{path} is damaged, or not a file of teacher states; choose another "
+                "--teacher-states folder or delete this one's states"
             ) from None
         raise UserError(
             f"{self.folder} holds the states of another base model; choose another "
@@ -183,14 +217,32 @@ class TeacherStates:
     def _open(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if not (self.folder / INDEX).exists():
+                self._begin()
             for store in self._stores:
                 store.open(self.folder, self._rows_missing(store))
         except OSError as error:
+            for store in self._stores:
+                with suppress(OSError):
+                    store.cut(self.folder)
             reason = (error.strerror or str(error)).lower()
             size = f"{self.bytes / 1e9:.1f} GB"
             raise UserError(
                 f"teacher states of {size} cannot be kept in {self.folder}: {reason}"
             ) from None
+
+    def _begin(self) -> None:
+        """An index of no rows: without it, files of these names are someone else's."""
+        paths = [self.folder / name for store in self._stores for name in store.columns]
+        for path in paths:
+            if path.exists() and (not path.is_file() or path.stat().st_size):
+                raise UserError(
+                    f"{path} is there already and belongs to no teacher states: it is not "
+                    "replaced, choose another --teacher-states folder"
+                )
+        for path in paths:
+            path.touch()
+        self._save_index()
 
     def _save_index(self) -> None:
         taps = {str(tap): store.entry() for tap, store in self._tapped.items()}
@@ -224,6 +276,8 @@ class TeacherStates:
                     progress(of - len(self._missing), of)
         finally:
             self._save_index()
+            if self.complete:
+                self._release()
 
     def _add(self, decoder: Decoder, part: Sequence[tuple[str, Sample]]) -> None:
         samples = [sample for _, sample in part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,26 @@ def test_the_last_checkpoint_before_it_is_kept(
     kept = torch.load(tmp_path / STATE, weights_only=True)
     assert kept["step"] == at - 1 and not_finite(kept["stream"]) is None
     assert train(model_dir, [data], tmp_path, settings=chosen).finished
+
+
+def test_a_lower_rate_goes_on_from_the_last_checkpoint(
+    tmp_path: Path, model_dir: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(**changes: Any) -> bool:
+        chosen = settings(steps=4, checkpoint_steps=1, **changes)
+        return train(model_dir, [data], tmp_path, settings=chosen).finished
+
+    with monkeypatch.context() as patch:
+        ruin(patch, 3)
+        with pytest.raises(Diverged, match="with a lower lr goes on"):
+            run(lr=0.004)
+    for refused in ({"lr": 0.01}, {"lr": 0.001, "warmup_steps": 2}):
+        with pytest.raises(UserError, match="belongs to a run with another setting"):
+            run(**refused)
+    assert run(lr=0.001)
+    told = json.loads((tmp_path / "accelerator.json").read_text())["training"]
+    assert told["settings"]["lr"] == 0.001 and told["steps"] == 4
+    assert told["earlier_rates"] == [{"lr": 0.004, "until_step": 2}]
 
 
 def test_the_command_ends_with_code_1(tmp_path: Path, model_dir: Path, data: Path) -> None:

@@ -52,6 +52,7 @@ from multirate.training.progress import TrainProgress, describe
 from multirate.training.prompt_fingerprints import prompt_fingerprint
 from multirate.training.settings import TrainSettings
 from multirate.training.state import (
+    PEAK,
     STATE,
     load_state,
     prepare_output,
@@ -199,6 +200,7 @@ class _Run:
             for layer in self.teacher.parts.layers:
                 layer.module.compile()
         self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.rates: list[dict[str, Any]] = []
 
     def _data(
         self, files: Sequence[str | Path], tokenizer: Any
@@ -360,6 +362,7 @@ class _Run:
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+            self._rates_before(state)
         self.launcher.wait_for_everyone()
         try:
             with _stop_requests() as stop_asked:
@@ -378,6 +381,7 @@ class _Run:
                 "steps": self.step,
                 "tokens": self.tokens,
                 "seconds": round(self.seconds),
+                **({"earlier_rates": self.rates} if self.rates else {}),
             }
             Accelerator(
                 self.method,
@@ -391,6 +395,19 @@ class _Run:
             remove_state(self.out)
         self.launcher.wait_for_everyone()
         return TrainResult(True, self.step, self.out, results)
+
+    def _rates_before(self, state: dict[str, Any]) -> None:
+        """Higher learning rates that the run had until a step, told in the card."""
+        self.rates, rate = list(state.get("rates", [])), state["identity"][PEAK]
+        if rate == self.settings.lr:
+            return
+        self.rates.append({"lr": rate, "until_step": self.step})
+        if self.main:
+            print(
+                f"going on after step {self.step} with a peak rate of {self.settings.lr:g} in "
+                f"place of {rate:g}",
+                file=sys.stderr,
+            )
 
     def _check_weights(self) -> None:
         """Raises Diverged for weights that are not worth keeping."""
@@ -413,7 +430,10 @@ class _Run:
     def _what_is_kept(self) -> str:
         if not (self.out / STATE).exists():
             return "nothing was saved"
-        return f"the last checkpoint is kept in {self.out / STATE}"
+        return (
+            f"the last checkpoint is kept in {self.out / STATE}, and the same call with a lower lr "
+            "goes on from it"
+        )
 
     def _prompts(self) -> frozenset[int] | None:
         """Fingerprints of the prompts of this run and those before it; None: of one it is not
@@ -538,6 +558,7 @@ class _Run:
                 "step": self.step,
                 "tokens": self.tokens,
                 "seconds": self.seconds,
+                "rates": self.rates,
             },
         )
 

@@ -20,6 +20,9 @@ from multirate.training.divergence import not_finite
 from multirate.training.prompt_fingerprints import PROMPTS
 
 STATE = "training_state.pt"
+PEAK = "setting lr"
+"""The entry of the identity that may be lower in a run that goes on: how a diverged one is mended.
+"""
 
 
 def prepare_output(directory: Path, overwrite: bool) -> None:
@@ -65,7 +68,8 @@ def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any] | No
     """The state of an interrupted run, None when there is none; UserError when it belongs to
     another run.
 
-    ``identity`` is compared entry by entry with what the state was saved with.
+    ``identity`` is compared entry by entry with what the state was saved with; the learning rate
+    may be lower.
     """
     path = directory / STATE
     if not path.exists():
@@ -79,7 +83,10 @@ def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any] | No
             f"{path} cannot be read (truncated or damaged); delete it to start over."
         ) from None
     for name in identity:
-        if saved.get(name) != identity[name]:
+        lowered = (
+            name == PEAK and isinstance(saved.get(PEAK), float) and saved[PEAK] > identity[PEAK]
+        )
+        if saved.get(name) != identity[name] and not lowered:
             raise UserError(
                 f"{path} belongs to a run with another {name} ({saved.get(name)} instead of "
                 f"{identity[name]}); use the same, another output folder, or delete the file."

@@ -165,6 +165,18 @@ def test_odd_messages_of_a_compiler_end_nothing(tmp_path: Path, ending: str, wor
     assert built.read_text() == "junk\n"
 
 
+def test_a_compiler_that_does_not_end_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, counter = tmp_path / "cc", tmp_path / "calls"
+    compiler.write_text(f"#!/bin/sh\necho call >> {counter}\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(library, "_LONGEST_BUILD", 1)
+    with pytest.raises(library.NativeUnavailable, match=r"\(it took more than 1 seconds\)"):
+        library._compile(str(compiler), (), tmp_path / "kernel.so")
+    assert counter.read_text() == "call\n"
+
+
 def test_a_library_that_cannot_be_loaded_is_not_kept(tmp_path: Path) -> None:
     compiler = tmp_path / "cc"
     compiler.write_text(

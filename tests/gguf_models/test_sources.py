@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -131,12 +132,13 @@ def test_an_altered_file_of_the_package_is_refused(
     assert not kept or [p.name for p in cache.iterdir()] == ["tiny.lock"]
 
 
+@pytest.mark.parametrize("place", ["file", os.fsdecode(b"\xff")])
 def test_a_cache_that_cannot_be_written_is_said_and_does_without(
-    cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path / "file"))
-    with pytest.warns(Notice, match=r"cannot be kept in .*file.*MULTIRATE_CACHE"):
+    monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path / place))
+    with pytest.warns(Notice, match=rf"cannot be kept in .*{place}.*MULTIRATE_CACHE"):
         assert same(load_model("tiny").model, wheel)
     with pytest.raises(UserError, match=r"tiny.gguf has to be converted.*MULTIRATE_CACHE"):
         model_folder(str(wheel))

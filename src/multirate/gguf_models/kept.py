@@ -91,6 +91,8 @@ def _convert(path: Path, folder: Path, identity: str) -> None:
     except SafetensorError as error:  # it says why only in words
         full = "No space left" in str(error)
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from None
+    except UnicodeEncodeError:
+        raise OSError(errno.EINVAL, "its name is not UTF-8") from None
     files = sorted(file for file in folder.iterdir() if file.is_file())
     for file in files:
         file.chmod(0o644)  # others may share the folder

@@ -165,6 +165,13 @@ def test_odd_messages_of_a_compiler_end_nothing(tmp_path: Path, ending: str, wor
     assert built.read_text() == "junk\n"
 
 
+def test_a_cache_whose_name_is_not_utf8_costs_a_line(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    decoders, said = start(folder)
+    assert decoders == NATIVE and not built(folder)
+    assert len(said) == 1 and "not UTF-8" in said[0] and "set MULTIRATE_CACHE" in said[0]
+
+
 def test_a_compiler_that_does_not_end_is_waited_for_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ builds a library of its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
@@ -88,7 +89,11 @@ def _processor() -> str:
 
 
 def _open(path: Path) -> abi.CData:
-    return abi.ffi.dlopen(str(path))
+    """Raises OSError."""
+    try:
+        return abi.ffi.dlopen(str(path))
+    except UnicodeEncodeError:
+        raise OSError(errno.EINVAL, "its name is not UTF-8") from None
 
 
 def _digest(data: bytes) -> str:

@@ -15,8 +15,9 @@ import torch
 import transformers
 from bench import tiny_model
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, masking_utils
 from transformers.generation.streamers import BaseStreamer
+from transformers.models.llama import modeling_llama
 
 from multirate.engine import Engine
 from multirate.errors import Notice, UserError
@@ -423,3 +424,49 @@ def test_adapters_switched_between_calls_are_followed(model: Any) -> None:
             warnings.simplefilter("error")
             assert adapted.generate(**options, custom_generate=SPEED).equal(texts[-1])
     assert len({str(text.tolist()) for text in texts}) >= 3
+
+
+@pytest.mark.parametrize("changed", ["in the family's file", "in the table of implementations"])
+def test_masks_that_a_user_makes_are_followed(
+    model: Any, changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they come after an engine was made, and hide places that no probe reaches."""
+    model.generate(IDS, **OPTIONS, custom_generate=SPEED)
+
+    def near(batch: Any, head: Any, row: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return row - place < 3
+
+    if changed == "in the family's file":
+        right = modeling_llama.create_causal_mask
+
+        def create(*given: Any, **named: Any) -> Any:
+            return right(*given, **named, and_mask_function=near)
+
+        monkeypatch.setattr(modeling_llama, "create_causal_mask", create)
+        why = "its create_causal_mask is not that of transformers"
+    else:
+        table, sdpa = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, masking_utils.sdpa_mask
+
+        def mask(*given: Any, mask_function: Any, **named: Any) -> Any:
+            named["allow_is_causal_skip"] = False
+            return sdpa(*given, mask_function=masking_utils.and_masks(mask_function, near), **named)
+
+        monkeypatch.setitem(table._global_mapping, "sdpa", mask)
+        why = "its mask of the attention implementation 'sdpa' is a function of"
+    expected = model.generate(IDS, **OPTIONS)
+    with one_warning(why):
+        assert model.generate(IDS, **OPTIONS, custom_generate=SPEED).equal(expected)
+    monkeypatch.undo()
+    got = model.generate(IDS, **OPTIONS, custom_generate=SPEED)
+    assert got.equal(model.generate(IDS, **OPTIONS)) and not got.equal(expected)
+
+
+def test_a_window_that_layers_ignore_and_caches_do_not(model: Any) -> None:
+    before = model.generate(IDS, **OPTIONS, custom_generate=SPEED)
+    model.config.sliding_window = 3
+    expected = model.generate(IDS, **OPTIONS)
+    assert not expected.equal(before)
+    with one_warning("its configuration has a sliding_window of 3"):
+        assert model.generate(IDS, **OPTIONS, custom_generate=SPEED).equal(expected)
+    model.config.sliding_window = 512  # all of its context
+    assert model.generate(IDS, **OPTIONS, custom_generate=SPEED).equal(before)

@@ -18,11 +18,12 @@ from multirate.model.hf.foreign_code import (
     FUNCTIONS,
     HOOKS,
     LOOP,
+    MASKS,
     TORCH_FUNCTIONS,
     foreign,
     global_hooks,
 )
-from multirate.model.hf.parts import attention_function
+from multirate.model.hf.parts import attention_function, mask_function
 
 SAMPLES = 256  # values of a matrix that are compared one by one, at least
 GOLDEN = 0.618
@@ -108,11 +109,12 @@ class WeightWatch:
             [module.get(name) for module, name in self._numbers],
             list(map(type, self._kept[: len(self._modules)])),
             [(cls.__call__, getattr(cls, "forward", None)) for cls in self._classes],
-            [home.get(name) for home in self._homes for name in FUNCTIONS],
+            [home.get(name) for home in self._homes for name in (*FUNCTIONS, *MASKS)],
             list(map(id, global_hooks())),
             [getattr(F, name) for name in TORCH_FUNCTIONS],
             [getattr(self._model, name, None) for name in LOOP],
             attention_function(getattr(self._model, "config", None)),
+            mask_function(getattr(self._model, "config", None)),
             _settings(getattr(self._model, "config", None)),
             [[str(module.get(name)) for name in _SWITCHES] for module in self._switched],
         )

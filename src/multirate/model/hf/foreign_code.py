@@ -8,6 +8,7 @@ comparison on a few tokens cannot rule that out: such code may wait for certain 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.nn.modules import module as torch_module
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
 """What the modules of transformers' families call by name in the file they are written in."""
+MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
+"""What a base model calls by name in its file to make its masks."""
 TORCH_FUNCTIONS = (
     "linear",
     "embedding",
@@ -134,6 +137,10 @@ def left_out(model: nn.Module, base: nn.Module) -> str | None:
             return f"its {name} has {hook}"
         if (forward := _other_forward(module)) is not None:
             return f"its {name} has a forward of its own ({called(forward)})"
+    home = vars(sys.modules[type(base).__module__])
+    for name in MASKS if _of_libraries(type(base).__module__) else ():
+        if name in home and not of_a_library(home[name]):
+            return f"its {name} is not that of transformers ({called(home[name])})"
     for name in LOOP:
         method = getattr(model, name, None)
         own = any(getattr(method, "__self__", None) is module for module in outer)

@@ -5,13 +5,14 @@ run.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from typing import Any, NoReturn
 
 from torch import nn
 
 from multirate.errors import UserError, first_line
-from multirate.model.hf.foreign_code import left_out, of_a_library
+from multirate.model.hf.foreign_code import called, left_out, of_a_library
 from multirate.model.hf.parts import (
     LayerParts,
     ModelParts,
@@ -19,6 +20,7 @@ from multirate.model.hf.parts import (
     Site,
     Trace,
     attention_function,
+    mask_function,
 )
 
 __all__ = ["LayerParts", "MoEParts", "ModelParts", "Site", "Trace", "find_parts", "ropes"]
@@ -72,13 +74,16 @@ def _find_parts(model: nn.Module) -> ModelParts:
     config = full_config.get_text_config(decoder=True)
     if getattr(config, "use_bidirectional_attention", None):
         _refuse(model, "its attention is bidirectional; only causal attention is supported")
-    attend = attention_function(config)
-    if attend is not None and not of_a_library(attend):
-        _refuse(
-            model,
-            f"its attention implementation {config._attn_implementation!r} is a function of "
-            f"{attend.__module__}; transformers' own are supported (set_attn_implementation)",
-        )
+    for what, function in (
+        ("attention implementation", attention_function(config)),
+        ("mask of the attention implementation", mask_function(config)),
+    ):
+        if function is not None and not of_a_library(function):
+            _refuse(
+                model,
+                f"its {what} {config._attn_implementation!r} is a function of "
+                f"{called(function)}; transformers' own are supported (set_attn_implementation)",
+            )
 
     base = model.get_decoder()  # type: ignore[operator]
     embed_tokens = model.get_input_embeddings()  # type: ignore[operator]
@@ -228,7 +233,7 @@ def _layer(
         sites=sites,
         linears=linears,
         layer_type=layer_type,
-        window=_window(base, config, layer_type),
+        window=_window(model, base, config, layer_type),
         cache_argument=cache_argument,
         arguments=frozenset(names),
     )
@@ -248,14 +253,20 @@ def _layer_type(model: nn.Module, config: Any, index: int) -> str | None:
     return kind
 
 
-def _window(base: nn.Module, config: Any, layer_type: str | None) -> int | None:
+def _window(model: nn.Module, base: nn.Module, config: Any, layer_type: str | None) -> int | None:
     window = getattr(config, "sliding_window", None)
     if window is None or layer_type == "full_attention":
         return None
     # Without layer types, a config may carry a window that its model ignores: the model's code then
-    # never makes a sliding mask.
+    # never makes a sliding mask. The cache of `generate` keeps no more than it all the same.
     module = sys.modules[type(base).__module__]
     if layer_type is None and not hasattr(module, "create_sliding_window_causal_mask"):
+        if window < (getattr(config, "max_position_embeddings", None) or math.inf):
+            _refuse(
+                model,
+                f"its configuration has a sliding_window of {window}, which its layers ignore and "
+                "the cache of transformers' generate does not",
+            )
         return None
     return int(window)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from multirate.model.attention_kernels import kernels_of_any_shape
@@ -386,6 +387,13 @@ def attention_function(config: Any) -> Any:
     or nothing known by that name.
     """
     return ALL_ATTENTION_FUNCTIONS.get(getattr(config, "_attn_implementation", None) or "", None)
+
+
+def mask_function(config: Any) -> Any:
+    """What transformers calls to make the masks under this configuration; None: nothing known."""
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(
+        getattr(config, "_attn_implementation", None) or "", None
+    )
 
 
 def earlier_and_own(length: int, window: int | None, device: torch.device) -> Tensor:

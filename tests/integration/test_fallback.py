@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, masking_utils
 from transformers.generation.streamers import BaseStreamer
 from transformers.models.llama import modeling_llama
 
-from multirate.engine import Engine
+from multirate.engine import Engine, attach
 from multirate.errors import Notice, UserError
 from multirate.integration import custom_generate
 from multirate.integration.engines import _ATTRIBUTE
@@ -470,3 +470,31 @@ def test_a_window_that_layers_ignore_and_caches_do_not(model: Any) -> None:
         assert model.generate(IDS, **OPTIONS, custom_generate=SPEED).equal(expected)
     model.config.sliding_window = 512  # all of its context
     assert model.generate(IDS, **OPTIONS, custom_generate=SPEED).equal(before)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("after", [False, True])
+def test_weights_that_are_not_finite(
+    model: Any, value: float, dtype: torch.dtype, after: bool
+) -> None:
+    """The model's own text of them is nobody's, and ours would be another one."""
+    model, ours = model.to(dtype), custom_generate()
+    if after:
+        model.generate(IDS, **OPTIONS, custom_generate=ours)
+    model.lm_head.weight.data[3, 4] = value
+    expected = model.generate(IDS, **OPTIONS)
+    with one_warning("the model's logits are not finite numbers"):
+        assert model.generate(IDS, **OPTIONS, custom_generate=ours).equal(expected)
+
+
+def test_logits_that_rule_tokens_out(model: Any) -> None:
+    """An infinite bias is no defect where others are left."""
+    head = nn.Linear(64, 261)
+    head.weight.data = model.lm_head.weight.data
+    head.bias.data.zero_()[100:] = -torch.inf
+    model.lm_head = head
+    model.bfloat16()
+    engine = attach(model)
+    text = engine.generate(IDS.tolist(), stop=engine.stopping(10)).sequences[0]
+    assert max(text) < 100

@@ -19,6 +19,7 @@ from multirate.model.hf.layer_caches import RecordingKV
 from multirate.model.hf.parts import ModelParts
 from multirate.model.hf.row_plan import RowPlan
 from multirate.model.kv_cache import KVCache, LayerKV
+from multirate.model.noise import NOT_FINITE
 from multirate.model.rows import Rows
 from multirate.model.transfer import to_device
 
@@ -179,6 +180,7 @@ class HFDecoder(Decoder):
                 f"for {ids.shape[1]} "
                 "tokens (a prompt of its own put before them?), so it has a part that is not known"
             )
+        check_finite(expected)
         difference = relative_difference(logits, expected)
         if not difference <= rounding_limit(self.info.dtype):
             raise UserError(
@@ -259,6 +261,14 @@ def _probe_rows(parts: ModelParts) -> int:
 def probe_tokens(vocabulary: int, count: int = 4) -> Tensor:
     """Tokens by which a decoder is compared with its model's own forward."""
     return torch.arange(1, count + 1, device="cpu") * 7 % vocabulary
+
+
+def check_finite(logits: Tensor) -> None:
+    """Raises UserError where the largest of a row of the model's own logits is not a number, as of
+    weights that are none: then there is no text to keep to.
+    """
+    if not bool(logits.amax(-1).isfinite().all()):
+        raise UserError(NOT_FINITE)
 
 
 def relative_difference(got: Tensor, expected: Tensor) -> float:

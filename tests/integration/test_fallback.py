@@ -15,6 +15,8 @@ import torch
 import transformers
 from bench import tiny_model
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, masking_utils
 from transformers.generation.streamers import BaseStreamer
 from transformers.models.llama import modeling_llama
@@ -472,6 +474,58 @@ def test_a_window_that_layers_ignore_and_caches_do_not(model: Any) -> None:
     assert model.generate(IDS, **OPTIONS, custom_generate=SPEED).equal(before)
 
 
+class Louder(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, given: Any = (), named: Any = None
+    ) -> Any:
+        result = function(*given, **(named or {}))
+        return result * 2 if function is nn.functional.silu else result
+
+
+class Halved(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, given: Any = (), named: Any = None
+    ) -> Any:
+        result = function(*given, **(named or {}))
+        return result / 2 if function is torch.ops.aten.silu.default else result
+
+
+@pytest.mark.parametrize("mode", [Louder, Halved])
+def test_modes_of_torch_see_every_operation(model: Any, mode: Callable[[], Any]) -> None:
+    before = model.generate(IDS, **OPTIONS, custom_generate=SPEED)
+    with mode():
+        expected = model.generate(IDS, **OPTIONS)
+    assert not expected.equal(before)
+    with mode(), one_warning("a mode of torch that sees every operation"):
+        assert model.generate(IDS, **OPTIONS, custom_generate=SPEED).equal(expected)
+    with torch.device("cpu"), warnings.catch_warnings():  # a mode, too
+        warnings.simplefilter("error")
+        assert model.generate(IDS, **OPTIONS, custom_generate=SPEED).equal(before)
+
+
+def test_processes_that_go_in_step(model: Any) -> None:
+    """Transformers hands a callable no `synced_gpus`: the own loop has to know of it."""
+    with pytest.raises(ValueError) as expected:
+        model.generate(IDS, **OPTIONS, synced_gpus=True)
+    with one_warning("synced_gpus"), pytest.raises(ValueError, match=f"^{expected.value}$"):
+        model.generate(IDS, **OPTIONS, synced_gpus=True, custom_generate=SPEED)
+
+
+def test_beams_are_not_streamed(model: Any) -> None:
+    options = OPTIONS | {"num_beams": 2}
+    with pytest.raises(ValueError, match="beam search"):
+        model.generate(IDS, **options, streamer=Collect())
+    streamer = Collect()
+    with one_warning("beam search"), pytest.raises(UserError, match="streamer"):
+        model.generate(IDS, **options, streamer=streamer, custom_generate=SPEED)
+    assert streamer.ends == 1  # its reader does not wait for ever
+
+
+def test_no_prompts(model: Any) -> None:
+    with one_warning("no prompt"), pytest.raises(RuntimeError, match="0 elements"):  # its own error
+        model.generate(IDS[:0], **OPTIONS, custom_generate=SPEED)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("after", [False, True])
@@ -498,3 +552,16 @@ def test_logits_that_rule_tokens_out(model: Any) -> None:
     engine = attach(model)
     text = engine.generate(IDS.tolist(), stop=engine.stopping(10)).sequences[0]
     assert max(text) < 100
+
+
+def test_an_error_of_the_models_own_loop_beyond_the_context() -> None:
+    config = transformers.GPT2Config(**SIZES, n_embd=32, n_layer=2, n_head=4, n_positions=12)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with pytest.raises(IndexError) as expected:
+        model.generate(IDS, **OPTIONS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(IndexError, match=str(expected.value)):
+            model.generate(IDS, **OPTIONS, custom_generate=SPEED)
+    ours = [str(one.message) for one in caught if "multirate" in str(one.message)]
+    assert len(ours) == 1 and "beyond the model's context of 12 tokens" in ours[0]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
 
 from multirate.engine import check_mode
@@ -118,6 +119,8 @@ class CustomGenerate:
             self._streamer or model_kwargs.pop("streamer", None) or argument_of_generate("streamer")
         )
         model_kwargs.pop("streamer", None)
+        if argument_of_generate("synced_gpus"):
+            model_kwargs["synced_gpus"] = True
         loop = _OwnLoop(
             model, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
         )
@@ -127,7 +130,7 @@ class CustomGenerate:
                 sequences = self._decode(input_ids, stream, loop)
             except Exception as error:
                 greedy = not generation_config.do_sample and self._mode == "lossless"
-                if stream.failed or (stream.tokens and not greedy):
+                if stream.failed or loop.went_on or (stream.tokens and not greedy):
                     raise
                 reason = error
             else:
@@ -274,6 +277,8 @@ class _OwnLoop:
         self.model = model
         self._processor, self._criteria, self._config = processor, criteria, config
         self._arguments, self._streamer = arguments, streamer
+        self.went_on = False
+        """Whether it was asked for the rest of a text: what it raises then is the call's error."""
 
     def request(self, input_ids: torch.Tensor) -> Request:
         """The call in our terms. Raises Unsupported for what only the loop does."""
@@ -295,6 +300,8 @@ class _OwnLoop:
         loop = getattr(type(self.model), GENERATION_MODES_MAPPING.get(mode, ""), None)
         if loop is None:  # a mode that lives in a repository of its own
             raise UserError(f"{mode.value} cannot be combined with custom_generate")
+        if self._streamer is not None and mode == GenerationMode.BEAM_SEARCH:
+            raise UserError("a streamer cannot be used with beam search")
         arguments = {**self._arguments, **changes}
         if self._streamer is not None:
             arguments["streamer"] = self._streamer
@@ -335,6 +342,7 @@ class _OwnLoop:
         one = _OwnLoop(
             self.model, processors, self._criteria, config, self._arguments, self._streamer
         )
+        self.went_on = True
         return [int(token) for token in one.run(ids, **given)[0, ids.shape[1] :]]
 
 

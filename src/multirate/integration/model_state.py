@@ -6,20 +6,26 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from multirate.integration.settings import Unsupported
-from multirate.model.hf.foreign_code import hooked
+from multirate.model.hf.foreign_code import called, hooked
 
 _RANDOM = ("drop", "jitter")
 """In the names of numbers by which transformers' modules are random while they train."""
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises Unsupported for hooks, which may count calls, look at places or record what they see,
-    and for dropout that is in use.
+    """Raises Unsupported for hooks and torch's modes, which may count calls, look at places or
+    record what they see, and for dropout that is in use.
     """
     if (hook := hooked(model)) is not None:
         raise Unsupported(hook)
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        if not isinstance(mode, DeviceContext):
+            raise Unsupported(f"a mode of torch that sees every operation ({called(type(mode))})")
     for name, module in model.named_modules():
         if module.training and (what := _random(module)) is not None:
             raise Unsupported(

@@ -84,8 +84,8 @@ def read_request(
             raise Unsupported(f"filling your own {name}")
     mask = _mask(input_ids, arguments.get("attention_mask"), arguments.get("position_ids"))
     prompts = [row[keep].tolist() for row, keep in zip(input_ids.cpu(), mask, strict=True)]
-    if not all(prompts):
-        raise Unsupported("a row of nothing but padding")
+    if not prompts or not all(prompts):
+        raise Unsupported("no prompt, or a row of nothing but padding")
     eos = generation_config._eos_token_tensor
     pad = generation_config._pad_token_tensor
     eos_ids = () if eos is None else tuple(int(token) for token in eos.reshape(-1))

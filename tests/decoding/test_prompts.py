@@ -85,11 +85,35 @@ def test_padding_without_a_mask_is_refused(rows: list[list[int]], words: str) ->
         with pytest.raises(UserError, match=words):
             as_lists(prompts, PAD)
     assert as_lists(torch.tensor(rows)) == rows  # nothing is known of padding
-    whole = {"input_ids": torch.tensor(rows), "attention_mask": torch.ones(len(rows), len(rows[0]))}
-    with pytest.raises(UserError, match="float32"):
-        as_lists(whole, PAD)
-    whole["attention_mask"] = whole["attention_mask"].long()
+    ones = torch.ones(len(rows), len(rows[0]), dtype=torch.int64)
+    whole = {"input_ids": torch.tensor(rows), "attention_mask": ones}
     assert as_lists(whole, PAD) == rows  # the mask says that it is text
+
+
+@pytest.mark.parametrize("kind", [bool, int, float])
+def test_a_mask_may_be_of_truth_values_or_floats(kind: type) -> None:
+    mask = [[kind(keep) for keep in (0, 1, 1)], [kind(1)] * 3]
+    for one in (mask, torch.tensor(mask), np.array(mask), [torch.tensor(row) for row in mask]):
+        found = as_lists({"input_ids": [[PAD, 5, 6], [7, 8, 9]], "attention_mask": one}, PAD)
+        assert found == [[5, 6], [7, 8, 9]]
+
+
+@pytest.mark.parametrize("mask", [[[1, 2, 1]], [[1.0, 0.5, 0.0]], [[0.0, -torch.inf, 0.0]], [1], 5])
+def test_what_is_no_mask_is_called_the_mask(mask: Any) -> None:
+    with pytest.raises(UserError, match=r"the prompts' attention mask is .*; accepted are rows"):
+        as_lists({"input_ids": [[5, 6, 7]], "attention_mask": mask}, PAD)
+
+
+def test_a_prompt_may_be_read_once_only() -> None:
+    assert as_lists([iter([5, 6]), range(7, 9)]) == [[5, 6], [7, 8]]
+
+
+def test_tensors_without_rows_of_numbers_are_refused() -> None:
+    whole = torch.tensor([[5, 6]])
+    for odd in (whole.to("meta"), whole.to_sparse()):
+        for prompts in (odd, [odd], {"input_ids": odd}):
+            with pytest.raises(UserError, match="accepted are plain tensors"):
+                as_lists(prompts)
 
 
 def test_padded_lists_are_refused_and_lists_that_begin_alike_are_not() -> None:

@@ -32,7 +32,7 @@ def as_lists(prompts: Any, padding: int | None = None) -> list[list[int]]:
         mask = prompts.get("attention_mask")
         if mask is None:
             return as_lists(prompts["input_ids"], padding)
-        return _unmasked(as_lists(prompts["input_ids"]), as_lists(mask))
+        return _unmasked(as_lists(prompts["input_ids"]), _masks(mask))
     array = _array(prompts)
     if array is not None and array.ndim != 2:
         raise UserError(
@@ -58,9 +58,10 @@ def as_list(number: int, prompt: Any) -> list[int]:
         ids: list[int] = array.tolist()
         return ids
     try:
-        if isinstance(prompt, str) or bool in set(map(type, prompt)):
+        tokens = list(prompt)  # which may be an iterator
+        if isinstance(prompt, str) or bool in set(map(type, tokens)):
             raise TypeError
-        return [operator.index(token) for token in prompt]
+        return [operator.index(token) for token in tokens]
     except (TypeError, RuntimeError):  # RuntimeError: an element is a tensor of several
         raise UserError(
             f"prompt {number} is {reprlib.repr(prompt)}: accepted are {_ACCEPTED}"
@@ -69,9 +70,32 @@ def as_list(number: int, prompt: Any) -> list[int]:
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = (value.float() if value.is_floating_point() else value).numpy()
+        try:
+            value = value.detach().cpu()
+            value = (value.float() if value.is_floating_point() else value).numpy()
+        except (RuntimeError, TypeError):  # without numbers (meta), or with others than these
+            raise UserError(
+                f"the prompts are a tensor of {value.layout} on {value.device}; accepted are plain "
+                f"tensors [prompts, tokens], and {_ACCEPTED}"
+            ) from None
     return value if isinstance(value, np.ndarray) else None
+
+
+def _masks(mask: Any) -> list[list[int]]:
+    """An attention mask's rows of 0 and 1: whole numbers, truth values, or floats that are these.
+    Raises UserError for another one.
+    """
+    array = _array(mask)
+    try:
+        rows = [list(row) for row in (mask if array is None else array.tolist())]
+        if all(value in (0, 1) for row in rows for value in row):
+            return [list(map(int, row)) for row in rows]
+    except (TypeError, ValueError, RuntimeError):  # no rows, or rows of something else
+        pass
+    raise UserError(
+        f"the prompts' attention mask is {reprlib.repr(mask)}; accepted are rows of 0 and 1, as "
+        "many as the input_ids have"
+    )
 
 
 def _unmasked(rows: list[list[int]], masks: list[list[int]]) -> list[list[int]]:

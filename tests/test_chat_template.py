@@ -112,6 +112,31 @@ def test_file_and_line_of_the_turns_are_named(
     assert list(tmp_path.iterdir()) == [data]  # nothing half-written
 
 
+BLANK = "{{ '' }}"
+"""What a template without any text writes."""
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (_tune, "line 2: the model's chat template writes nothing"),
+        (_bench, "line 2: the model's chat template writes nothing"),
+        (_calibrate, "no record has a prompt with any tokens"),
+        (_answers, "no question can be answered .*it has no tokens"),
+        (_train, "none at all.; the model's chat template leaves the answers out"),
+    ],
+)
+def test_a_template_that_writes_nothing_is_not_the_datas_fault(
+    ask: Callable[[Any, Path], None], said: str, tmp_path: Path
+) -> None:
+    words, data = tiny_model.tokenizer(), tmp_path / "data.jsonl"
+    words.chat_template = BLANK
+    record = {"messages": turns("user", "assistant"), "turns": ["turn 0"]}
+    data.write_text(f"\n{json.dumps(record)}\n")
+    with pytest.raises(UserError, match=said):
+        ask(words, data)
+
+
 def test_an_assistants_turn_first(tmp_path: Path) -> None:
     """Nothing stands before the first answer that a template could write."""
     data = tmp_path / "data.jsonl"

@@ -33,11 +33,14 @@ def encode_chat(
     """Token ids of a conversation that ends with the user's turn, by the tokenizer's chat template.
 
     A tokenizer without a template gets the turns as plain text with its own special tokens,
-    separated by blank lines. Raises UserError, begun by `where`, as `apply_template` does.
+    separated by blank lines. Raises UserError, begun by `where`, as `apply_template` does, and for
+    a template that writes nothing.
     """
     if getattr(tokenizer, "chat_template", None):
         options = {"add_generation_prompt": True, "return_dict": True}
         ids = apply_template(tokenizer, messages, where, **options)["input_ids"]
+        if not len(ids):
+            raise UserError(f"{where}: the model's chat template writes nothing")
     else:
         ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     return [int(token) for token in ids]

@@ -50,6 +50,7 @@ def read_prompts(
     unusable data.
     """
     found: dict[str, list[int]] = {}
+    too_long = 0
     for file in files:
         for conversation in read_conversations(file, answered=False):
             if conversation.turns:
@@ -62,12 +63,18 @@ def read_prompts(
             else:
                 ids = list(tokenizer(conversation.text)["input_ids"])
                 ids = ids[: (len(ids) + 1) // 2]
-            if ids and (room is None or len(ids) <= room):
+            fits = room is None or len(ids) <= room
+            too_long += not fits
+            if ids and fits:
                 found.setdefault(prompt_of(conversation), ids)
     prompts = list(found.values())
     if not prompts:
         names = ", ".join(str(file) for file in files)
-        raise UserError(f"no prompt in {names} fits the model's context with an answer")
+        raise UserError(
+            f"no prompt in {names} fits the model's context with an answer"
+            if too_long
+            else f"{names}: no record has a prompt with any tokens"
+        )
     return spread(prompts, limit)
 
 

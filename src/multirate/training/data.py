@@ -367,7 +367,12 @@ def load_samples(paths: Sequence[str | Path], tokenizer: Any, max_length: int) -
     names = ", ".join(str(p) for p in paths)
     counts = ", ".join(f"{count} none {where}" for where, count in why.items())
     if not kept:
-        mend = "raise max_length" if why[too_long] else "add answers to the data"
+        if why[too_long]:
+            mend = "raise max_length"
+        elif any(answer.strip() for c in conversations for answer in c.answers):
+            mend = "the model's chat template leaves the answers out"
+        else:
+            mend = "add answers to the data"
         raise UserError(f"No sample of {names} has a response token to learn ({counts}); {mend}.")
     if why:
         say_once(

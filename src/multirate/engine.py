@@ -476,8 +476,11 @@ class Engine:
             else None
         )
         output = generate(self.decoder, step, prompts, sampling, stop, on_tokens, prefix_cache=kept)
-        if self.decoder.info.claimed_positions and "context" in output.finish_reasons:
-            self.notice = f"cut off after {self.decoder.info.context}"
+        info, limit = self.decoder.info, stop.context_limit  # the caller's own limit is no news
+        own = limit is None or (info.max_positions is not None and limit >= info.max_positions)
+        if own and "context" in output.finish_reasons:
+            cut_off = f"cut off after {info.context}"
+            self.notice = cut_off if self.notice is None else f"{self.notice}; {cut_off}"
         if decoding is not None:
             decoding.observe(output.stats)
         if kept is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 import multirate
 from multirate import errors
 from multirate.decoding.prefill import score
+from multirate.decoding.stopping import StopSettings
 from multirate.engine import Engine, attach
 from multirate.errors import Notice, UserError
 from multirate.training.own_answers import Questions, answer_questions
@@ -71,8 +73,31 @@ def test_a_text_that_is_cut_off_says_whose_limit_it_is(engine: Engine) -> None:
 def test_a_limit_of_the_models_own_is_its_context() -> None:
     engine = attach(tiny_model.model(max_position_embeddings=16, eos_token_id=None))
     out = engine.generate([[7] * 10], stop=engine.stopping(30))
-    assert out.finish_reasons == ["context"] and engine.notice is None
+    assert out.finish_reasons == ["context"]
     assert engine.decoder.info.context == "the model's context of 16 tokens"
+    assert engine.notice == "cut off after the model's context of 16 tokens"
+    assert engine.generate([[7] * 16]).sequences == [[]]
+    assert engine.notice == "cut off after the model's context of 16 tokens"
+    engine.generate([[7] * 10], stop=engine.stopping(3))
+    assert engine.notice is None
+    out = engine.generate([[7] * 10], stop=StopSettings(context_limit=12))
+    assert out.finish_reasons == ["context"] and engine.notice is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_models_own_loop_goes_on_with_is_not_called_cut_off(dtype: torch.dtype) -> None:
+    model = longrope().to(dtype)
+    call = multirate.custom_generate(backend="hf")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.generate(
+            torch.arange(5, 15)[None],
+            max_new_tokens=ORIGINAL,
+            do_sample=False,
+            custom_generate=call,
+        )
+    said = " ".join(str(one.message) for one in caught)
+    assert "is left to the model's own generate" in said and "cut off" not in said
 
 
 def test_custom_generate_goes_on_as_the_model_does() -> None:

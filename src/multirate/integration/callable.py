@@ -168,9 +168,9 @@ class CustomGenerate:
             mode=self._mode,
             quality=self._quality,
         )
-        if engine.decoder.pass_dependent is not None and engine.notice:
-            warnings.warn(f"multirate: {engine.notice}", Notice, stacklevel=4)
         cut = [row for row, reason in enumerate(output.finish_reasons) if reason == "context"]
+        if engine.decoder.pass_dependent is not None and engine.notice and not cut:
+            warnings.warn(f"multirate: {engine.notice}", Notice, stacklevel=4)
         if cut:
             warnings.warn(
                 "multirate does not speed up the rest of this call: generation beyond "

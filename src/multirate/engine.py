@@ -360,7 +360,7 @@ class Engine:
         return getattr(self.model, "generation_config", None)
 
     def _stop_strings(self) -> Sequence[str]:
-        asked = getattr(self._generation_config(), "stop_strings", None) or ()
+        asked = generation_config.stop_strings(self._generation_config())
         if asked and self.tokenizer is None:
             say_once(
                 f"{generation_config.WHERE} has stop_strings, which are not followed without the "

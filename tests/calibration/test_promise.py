@@ -121,5 +121,5 @@ def test_the_sentence_says_what_is_promised_and_of_what() -> None:
     said = PROMISE.sentence()
     for part in ("at most 1% of the tokens", "95% confidence", "400", "128", "0.4%"):
         assert part in said
-    assert PROMISE.sentence(sampled=True).startswith("nothing is promised of sampled text")
+    assert PROMISE.sentence("sampled text").startswith("nothing is promised of sampled text")
     assert "no token leaves early" in other(leaves_early=False).sentence()

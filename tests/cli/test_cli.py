@@ -228,6 +228,26 @@ def test_the_models_generation_config_is_followed_and_options_go_before_it(
     )
 
 
+def test_answers_end_at_the_models_own_stop_strings(tmp_path: Path) -> None:
+    """As `generate` ends them."""
+    model, data = tiny_model.save(tmp_path / "model"), tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"instruction": "abc"}))
+
+    def said(name: str) -> dict[str, Any]:
+        command = ("answers", str(model), "--data", str(data), "--out", str(tmp_path / name))
+        assert run(*command, "--max-new-tokens", "40").exit_code == 0
+        [found] = json.loads((tmp_path / name).read_text())["said"]
+        return found
+
+    whole, words = said("whole")["answer"], tiny_model.tokenizer()
+    place = next(at for at, token in enumerate(whole) if at and words.decode(token).isascii())
+    file = model / "generation_config.json"
+    asked = {"stop_strings": [words.decode(whole[place])]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | asked))
+    cut = said("cut")
+    assert cut["ended"] == "stop_string" and cut["answer"] == whole[: place + 1]
+
+
 def test_text_that_is_not_utf8_is_refused(model: str, tmp_path: Path) -> None:
     odd = "caf\udce9"  # as Python reads b"caf\xe9" from the command line
     refused(run("generate", model, text=b"caf\xe9"), "stdin: not UTF-8 text (byte 3)")

@@ -57,6 +57,20 @@ def test_prompts_of_a_file(model: str, tmp_path: Path) -> None:
     assert out.read_text(encoding="utf-8").count('class="answer"') == 3
 
 
+def test_what_of_the_models_own_config_is_left_out_is_said(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder, out = tiny_model.save(tmp_path / "model"), tmp_path / "page.html"
+    given = ["inspect", str(folder), "-p", "hi", "-n", "3", "--out", str(out)]
+    assert not run(*given).stderr
+    file = folder / "generation_config.json"
+    asked = {"repetition_penalty": 1.4, "stop_strings": ["."]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | asked))
+    assert run(*given).stderr == (
+        "note: the model's generation_config asks for repetition_penalty 1.4, stop_strings, which "
+        "is left out: the bare model is decoded\n"
+    )
+
+
 def test_what_inspect_refuses(model: str, accelerator: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "page.html"

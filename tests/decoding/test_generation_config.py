@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bench import tiny_model
@@ -117,7 +118,15 @@ def test_what_is_not_followed_is_said_once(asked: dict[str, Any], words: str) ->
 
 
 def test_what_asks_for_nothing_says_nothing() -> None:
-    neutral = {"num_beams": 1, "typical_p": 0.5, "temperature": 0.6, "top_p": 0.9, "min_length": 0}
+    below = dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), -1)
+    neutral = {
+        **below,
+        "num_beams": 1,
+        "typical_p": 0.5,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "min_length": 0,
+    }
     engine = engine_with(**neutral, cache_implementation="dynamic", bad_words_ids=[])
     found, line = said(engine, [LONG], stop=engine.stopping(9))
     assert (
@@ -170,6 +179,13 @@ def test_lengths_and_stop_strings() -> None:
         ({"bad_words_ids": [["a"]]}, "bad_words_ids"),
         ({"bad_words_ids": [[9999]]}, "9999"),
         ({"eos_token_id": "</s>"}, "eos_token_id of the GenerationConfig is '</s>'"),
+        ({"stop_strings": 5}, "the model's generation_config: stop_strings is 5"),
+        ({"stop_strings": [""]}, "the model's generation_config: stop_strings is .''"),
+        ({"suppress_tokens": 5}, "suppress_tokens is 5, which cannot be followed"),
+        (
+            {"exponential_decay_length_penalty": [2, "a"]},  # found out after two tokens
+            "exponential_decay_length_penalty is .2, 'a'., which cannot be followed",
+        ),
     ],
 )
 def test_values_that_cannot_be_followed_are_refused(asked: dict[str, Any], words: str) -> None:
@@ -178,6 +194,13 @@ def test_values_that_cannot_be_followed_are_refused(asked: dict[str, Any], words
         setattr(engine.model.generation_config, name, value)
     with pytest.raises(UserError, match=words):
         engine.generate([LONG])
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple])
+def test_tokens_may_be_in_arrays(kind: Any) -> None:
+    engine = engine_with(suppress_tokens=kind([139, 186]))
+    found, _ = said(engine, [LONG], stop=engine.stopping(9))
+    assert found == [theirs(engine, LONG, max_new_tokens=9)]
 
 
 @pytest.mark.parametrize("ids", [3, [3], (3, 54), torch.tensor([3, 54]), [54, -1]])
@@ -192,9 +215,10 @@ def test_ends_of_text(ids: Any) -> None:
 def test_every_row_of_a_bench_is_of_the_bare_model() -> None:
     """Whatever the model's own config asks for; which is as it was afterwards."""
     asked = {"repetition_penalty": 1.3, "suppress_tokens": [139], "min_new_tokens": 9, "top_k": 3}
-    engine = engine_with(do_sample=True, num_beams=2, no_repeat_ngram_size=2, **asked)
+    ends = {"stop_strings": 5}  # whatever they are
+    engine = engine_with(do_sample=True, num_beams=2, no_repeat_ngram_size=2, **asked, **ends)
     before = engine.model.generation_config
-    want = attach(tiny_model.model()).generate([LONG], stop=engine.stopping(24)).sequences[0]
+    want = attach(tiny_model.model()).generate([LONG], stop=engine.stopping(24, ())).sequences[0]
     for name in ("generate", PLAIN, "sam"):
         assert method_run(engine, name, 24).run(LONG).tokens == want
     assert engine.model.generation_config is before and isinstance(before, GenerationConfig)

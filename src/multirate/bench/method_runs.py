@@ -39,14 +39,13 @@ def method_run(
     machine cannot run.
     """
     sampling = sampling or SamplingSettings()
-    eos = engine.stopping().eos_token_ids
+    stop = engine.stopping(max_new_tokens, ())
     if not sampling.greedy and name in (GENERATE, GENERATE_STATIC):
         raise Unavailable(f"{name} draws other random numbers, so its text cannot be compared")
     if name == GENERATE:
-        return transformers_run(engine.model, eos, max_new_tokens)
+        return transformers_run(engine.model, stop.eos_token_ids, max_new_tokens)
     if name == GENERATE_STATIC:
-        return static_run(engine.model, eos, max_new_tokens)
-    stop = engine.stopping(max_new_tokens, ())
+        return static_run(engine.model, stop.eos_token_ids, max_new_tokens)
     if not sampling.greedy and not engine.repeats_text(name):
         raise Unavailable(
             f"a seed's text with {name} is another one of the same distribution, so it cannot be "

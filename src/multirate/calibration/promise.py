@@ -49,8 +49,10 @@ class Promise:
     def __post_init__(self) -> None:
         check_quality(self.quality)
 
-    def sentence(self, sampled: bool = False) -> str:
-        """What is promised, for the user. sampled: the text is drawn, and not greedy."""
+    def sentence(self, other: str = "") -> str:
+        """What is promised, for the user. other: what the text is, such as "sampled text", where it
+        is not greedy text of the bare model.
+        """
         if not self.leaves_early:
             return (
                 f"promised: no token leaves early, as no threshold that was tried keeps a quality "
@@ -62,8 +64,8 @@ class Promise:
             f"(calibrated on {self.samples} greedy answers of at most {self.max_new_tokens} "
             f"tokens, in which {100 * self.loss:.2g}% were not)"
         )
-        if sampled:
-            return f"nothing is promised of sampled text; of greedy text: {promised}"
+        if other:
+            return f"nothing is promised of {other}; of greedy text: {promised}"
         return f"promised: {promised}"
 
 

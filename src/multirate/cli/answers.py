@@ -64,7 +64,7 @@ def command(
     asked = read_questions(data, limit) if data else []
     loaded = options.load(model, dtype, device, experts)
     engine = attach(loaded, expert_policy=None if experts is None else "lru")
-    eos = engine.stopping().eos_token_ids
+    stop = engine.stopping(max_new_tokens)
     if questions:
         path = out.with_name(f"{out.name.removesuffix('.jsonl')}.questions.jsonl")
         with Bar("asking", questions) as bar:
@@ -73,7 +73,7 @@ def command(
                 loaded.tokenizer,
                 questions,
                 check_writable(path),
-                eos,
+                stop.eos_token_ids,
                 fingerprint(loaded.model),
                 settings,
                 [one.users[0] for one in asked],
@@ -92,11 +92,12 @@ def command(
             loaded.tokenizer,
             asked,
             out,
-            eos,
+            stop.eos_token_ids,
             max_new_tokens,
             batch,
             bar.to,
             fingerprint(loaded.model),
             engine.sampling(temperature=0.0),
+            stop.stop_strings,
         )
     typer.echo(f"{count} answers in {out}")

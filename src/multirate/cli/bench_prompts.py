@@ -18,18 +18,11 @@ def prepared(
 ) -> PromptSet:
     """The prompts of all questions; says which are skipped or cut."""
     from multirate.bench.prompts import build_prompts
-    from multirate.decoding import generation_config
     from multirate.decoding.logits import SamplingSettings
     from multirate.methods.spec import PLAIN
 
     greedy, stop = SamplingSettings(), engine.stopping(max_new_tokens, ())
-    config = getattr(engine.model, "generation_config", None)
-    asked = [*generation_config.followed(config), *generation_config.unfollowed(config)]
-    if asked:
-        options.note(
-            f"note: {generation_config.WHERE} asks for {', '.join(asked)}, which is left out with "
-            "every method: the bare model is measured"
-        )
+    options.note_left_out(engine, " with every method")
     with Bar("preparing prompts", len(questions)) as bar:
         prompts = build_prompts(
             questions,

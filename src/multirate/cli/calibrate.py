@@ -128,6 +128,7 @@ def command(
     names = [str(file) for file in data]
     for one in qualities:
         check_promise(one, confidence, len(prompts), ", ".join(names))
+    options.note_left_out(engine)
     measured: dict[float, list[Measured]] = {}
     with Bar("calibrating") as bar:
         threshold: float | None = None
@@ -147,7 +148,7 @@ def command(
                 fingerprint(loaded.model),
                 one,
                 confidence,
-                engine.stopping(max_new_tokens),
+                engine.stopping(max_new_tokens, ()),
                 names,
                 batch,
                 progress,

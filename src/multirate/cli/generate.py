@@ -193,7 +193,9 @@ def command(
     if not stream:
         typer.echo(tokenizer.decode(output.sequences[0], skip_special_tokens=True))
     if engine.promise is not None:
-        options.note(f"note: {engine.promise.sentence(sampled=not sampling.greedy)}")
+        changed = "text with penalties or forbidden tokens" if sampling.uses_context else ""
+        other = changed if sampling.greedy else "sampled text"
+        options.note(f"note: {engine.promise.sentence(other)}")
     if engine.notice:
         options.note(f"note: {engine.notice}")
     if stats:

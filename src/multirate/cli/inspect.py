@@ -91,10 +91,10 @@ def command(
     if name is not None:
         _notes(engine.accelerators[name], quality)
     prompts = _prompts(engine, prompt, data or [], limit, max_new_tokens, raw)
+    options.note_left_out(engine)
+    stop = engine.stopping(max_new_tokens, ())
     with Bar("inspecting") as bar:
-        found = inspect(
-            engine, prompts, engine.stopping(max_new_tokens), name, quality, progress=bar.to
-        )
+        found = inspect(engine, prompts, stop, name, quality, progress=bar.to)
     facts = _facts(engine, loaded.name, accelerator, data or [])
     write_atomically(out, page.render(found, loaded.tokenizer, facts))
     typer.echo(str(out))

@@ -191,6 +191,15 @@ def note(text: str) -> None:
     typer.echo(text, err=True)
 
 
+def note_left_out(engine: Engine, by: str = "") -> None:
+    """Says what of the model's generation_config is left out, where something is."""
+    from multirate.decoding.generation_config import left_out
+
+    said = left_out(getattr(engine.model, "generation_config", None), by)
+    if said is not None:
+        note(f"note: {said}")
+
+
 def console(stderr: bool = False) -> Any:
     """A rich console, 80 columns wide when the terminal's width is unknown."""
     from rich.console import Console

@@ -6,11 +6,13 @@ SamplingSettings has no field for.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.generation import logits_process as theirs
 
 from multirate.decoding.logits import Processor, SamplingSettings
@@ -63,10 +65,9 @@ def sampling_of(
         values = {"temperature": 1.0, "top_k": _DEFAULT_TOP_K} | _set(values)
     else:
         values["temperature"] = None
+    processors = _processors(config, ends, vocabulary, device)
     try:
-        asked = SamplingSettings(
-            **_set(values), processors=_processors(config, ends, vocabulary, device)
-        )
+        asked = SamplingSettings(**_set(values), processors=processors)
     except UserError as error:
         raise UserError(f"{WHERE}: {error}") from None
     fields = (*_FIELDS, "processors")
@@ -80,15 +81,37 @@ def samples(config: Any) -> bool:
 
 def followed(config: Any) -> list[str]:
     """What it asks for and is followed, such as "repetition_penalty 1.1", as far as it decides
-    tokens.
+    tokens or where a text ends.
     """
     names = dict.fromkeys(("do_sample", *_FIELDS)) if samples(config) else {}
-    return _asked(config, names | {"repetition_penalty": 1} | _PROCESSED)
+    return _asked(config, names | {"repetition_penalty": 1} | _PROCESSED | {"stop_strings": None})
 
 
 def unfollowed(config: Any) -> list[str]:
     """What it asks for and only transformers follows."""
     return _asked(config, _UNFOLLOWED | (_SAMPLED if samples(config) else {}))
+
+
+def left_out(config: Any, by: str = "") -> str | None:
+    """What is said where the bare model is decoded, greedily, whatever the config asks for; None:
+    it asks for nothing. by: who leaves it out, such as " with every method".
+    """
+    asked = ", ".join([*followed(config), *unfollowed(config)])
+    said = f"{WHERE} asks for {asked}, which is left out{by}: the bare model is decoded"
+    return said if asked else None
+
+
+def stop_strings(config: Any) -> Sequence[str]:
+    """Its stop strings. Raises UserError where they are none."""
+    found = getattr(config, "stop_strings", None)
+    found = (found,) if isinstance(found, str) else () if found is None else found
+    texts = isinstance(found, (list, tuple)) and all(isinstance(one, str) and one for one in found)
+    if not texts:
+        raise UserError(
+            f"{WHERE}: stop_strings is {reprlib.repr(found)}; accepted are texts of at least one "
+            "character"
+        )
+    return tuple(found)
 
 
 def new_tokens(config: Any, longest_prompt: int, otherwise: int) -> int:
@@ -118,11 +141,22 @@ def _asked(config: Any, neutral: dict[str, Any]) -> list[str]:
     found = []
     for name, nothing in neutral.items():
         value = getattr(config, name, None)
-        if value is None or value is False or value == nothing or value in ([], {}, ()):
+        if not _asks(value, nothing):
             continue
         short = isinstance(value, (int, float)) and not isinstance(value, bool)
         found.append(f"{name} {value:g}" if short else name)
     return found
+
+
+def _asks(value: Any, nothing: Any) -> bool:
+    """Whether a field's value asks for something: as transformers has it, a number below 0 does not
+    where 0 does not.
+    """
+    if value is None or value is False:
+        return False
+    if isinstance(value, (int, float)):
+        return bool(value != nothing) and not (nothing == 0 and value < 0)
+    return not hasattr(value, "__len__") or len(value) > 0
 
 
 def _processors(
@@ -140,11 +174,8 @@ def _processors(
 
     scores = torch.zeros(1, vocabulary, dtype=torch.float32, device=device)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    try:
-        for processor in of_length(1):
-            processor(ids, scores)
-    except Exception as error:  # whatever a value that is none makes them raise
-        raise UserError(first_line(error)) from error
+    for processor in of_length(1):
+        processor(ids, scores)
     return of_length
 
 
@@ -152,30 +183,53 @@ def _transformers_own(
     config: Any, prompt: int, ends: Sequence[int], device: torch.device
 ) -> list[Processor]:
     """In the order in which `generate` applies them."""
-
-    def asked(name: str) -> Any:
-        value = getattr(config, name, None)
-        return None if value in (None, 0, [], ()) else value
-
+    on = str(device)
     ending = torch.tensor(list(ends), dtype=torch.int64, device=device) if ends else None
-    found: list[Processor] = []
-    if (size := asked("no_repeat_ngram_size")) is not None:
-        found.append(theirs.NoRepeatNGramLogitsProcessor(size))
-    if (words := asked("bad_words_ids")) is not None:
-        found.append(theirs.NoBadWordsLogitsProcessor(words, ending))
+    makers: dict[str, Callable[[Any], Processor]] = {
+        "no_repeat_ngram_size": theirs.NoRepeatNGramLogitsProcessor,
+        "bad_words_ids": lambda words: theirs.NoBadWordsLogitsProcessor(words, ending),
+    }
     if ending is not None:
-        if (least := asked("min_length")) is not None:
-            found.append(theirs.MinLengthLogitsProcessor(least, ending, device=str(device)))
-        if (least := asked("min_new_tokens")) is not None:
-            found.append(
-                theirs.MinNewTokensLengthLogitsProcessor(prompt, least, ending, device=str(device))
-            )
-        if (decay := asked("exponential_decay_length_penalty")) is not None:
-            found.append(theirs.ExponentialDecayLengthPenalty(tuple(decay), ending, prompt))
-    if (tokens := asked("suppress_tokens")) is not None:
-        found.append(theirs.SuppressTokensLogitsProcessor(tokens, device=str(device)))
-    if (tokens := asked("begin_suppress_tokens")) is not None:
-        found.append(
-            theirs.SuppressTokensAtBeginLogitsProcessor(tokens, prompt, device=str(device))
-        )
-    return found
+        makers |= {
+            "min_length": lambda least: theirs.MinLengthLogitsProcessor(least, ending, device=on),
+            "min_new_tokens": lambda least: theirs.MinNewTokensLengthLogitsProcessor(
+                prompt, least, ending, device=on
+            ),
+            "exponential_decay_length_penalty": lambda decay: theirs.ExponentialDecayLengthPenalty(
+                tuple(decay), ending, prompt
+            ),
+        }
+    makers |= {
+        "suppress_tokens": lambda tokens: theirs.SuppressTokensLogitsProcessor(tokens, device=on),
+        "begin_suppress_tokens": lambda tokens: theirs.SuppressTokensAtBeginLogitsProcessor(
+            tokens, prompt, device=on
+        ),
+    }
+    return [
+        _following(name, value, make)
+        for name, make in makers.items()
+        if _asks(value := getattr(config, name, None), _PROCESSED[name])
+    ]
+
+
+def _following(name: str, value: Any, make: Callable[[Any], Processor]) -> Processor:
+    """The processor of a field. It raises UserError, and so does making it, where the value is none
+    that it can work with: some find out only after some tokens.
+    """
+
+    def attempt(what: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return what(*arguments)
+        except Exception as error:  # whatever a value that is none makes it raise
+            raise UserError(
+                f"{WHERE}: {name} is {reprlib.repr(value)}, which cannot be followed: "
+                f"{first_line(error)}"
+            ) from error
+
+    processor = attempt(make, value)
+
+    def process(ids: Tensor, scores: Tensor) -> Tensor:
+        found: Tensor = attempt(processor, ids, scores)
+        return found
+
+    return process

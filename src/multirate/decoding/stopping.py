@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from multirate.decoding.results import FinishReason
 from multirate.errors import UserError
@@ -45,20 +46,14 @@ class StopSettings:
             raise UserError(
                 f"context_limit is {self.context_limit!r}; accepted is a whole number of at least 1"
             )
-        ids = (
-            (self.eos_token_ids,)
-            if isinstance(self.eos_token_ids, int)
-            else tuple(self.eos_token_ids)
-        )
+        ids = _several("eos_token_ids", self.eos_token_ids, int)
         for token in ids:
             if not _whole(token, 0):
                 raise UserError(
                     f"eos_token_ids has {token!r}; accepted are token ids (whole numbers of at "
                     "least 0)"
                 )
-        strings = (
-            (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
-        )
+        strings = _several("stop_strings", self.stop_strings, str)
         for text in strings:
             if not isinstance(text, str) or not text:
                 raise UserError(
@@ -71,6 +66,16 @@ class StopSettings:
             )
         object.__setattr__(self, "eos_token_ids", ids)
         object.__setattr__(self, "stop_strings", strings)
+
+
+def _several(name: str, value: Any, kind: type) -> tuple[Any, ...]:
+    """One value of a kind, or all of several."""
+    try:
+        return (value,) if isinstance(value, kind) else tuple(value)
+    except TypeError:
+        raise UserError(
+            f"{name} is {value!r}; accepted is a {kind.__name__}, or a tuple of these"
+        ) from None
 
 
 def _whole(value: object, least: int) -> bool:

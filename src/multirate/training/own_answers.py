@@ -76,6 +76,7 @@ def answer_questions(
     progress: Callable[[int, int], None] | None = None,
     model: str = "",
     sampling: SamplingSettings | None = None,
+    stop_strings: Sequence[str] = (),
 ) -> int:
     """Writes conversations to `out`, every user turn answered by the model after its own earlier
     answers.
@@ -84,15 +85,15 @@ def answer_questions(
     and for those with a system turn, in the order of the questions; each with "said", the token ids
     of every prompt and answer and why the answer ended. batch: sequences decoded at once.
     progress(done, total). model: what tells it from others (its fingerprint). sampling: default
-    greedy. Returns the number of records in the file. Questions that leave no room in the context
-    are left out; later turns without room end their conversation; both is said. Raises UserError
-    for an `out` that is no file of this function's, or was made from other questions, by another
-    model or with another max_new_tokens.
+    greedy. stop_strings: texts that end an answer, too. Returns the number of records in the file.
+    Questions that leave no room in the context are left out; later turns without room end their
+    conversation; both is said. Raises UserError for an `out` that is no file of this function's, or
+    was made from other questions, by another model or with another max_new_tokens.
     """
     answerer = _Answerer(
         decoder,
         tokenizer,
-        StopSettings(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids)),
+        StopSettings(max_new_tokens, tuple(eos_token_ids), tuple(stop_strings), tokenizer.decode),
         decoder.info.max_positions or 1 << 30,
         sampling,
     )

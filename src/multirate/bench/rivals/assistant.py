@@ -23,7 +23,7 @@ def _prepare(contest: Contest) -> list[MethodRun]:
     return [
         transformers_run(
             model,
-            contest.engine.stopping().eos_token_ids,
+            contest.engine.stopping(stop_strings=()).eos_token_ids,
             contest.max_new_tokens,
             "generate-assistant",
             assistant=drafts.to(model.device),

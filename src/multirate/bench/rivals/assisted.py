@@ -19,7 +19,7 @@ EXIT_SHARE = 4
 
 
 def _prepare(contest: Contest) -> list[MethodRun]:
-    model, eos = contest.engine.model, contest.engine.stopping().eos_token_ids
+    model, eos = contest.engine.model, contest.engine.stopping(stop_strings=()).eos_token_ids
     version = f"transformers {transformers.__version__}"
     row = partial(transformers_run, model, eos, contest.max_new_tokens, drafts=True)
     layers = max(1, model.config.get_text_config().num_hidden_layers // EXIT_SHARE)

@@ -248,6 +248,18 @@ def test_answers_end_at_the_models_own_stop_strings(tmp_path: Path) -> None:
     assert cut["ended"] == "stop_string" and cut["answer"] == whole[: place + 1]
 
 
+def test_a_tokenizer_of_another_model_is_not_trained_with(tmp_path: Path) -> None:
+    """It knows tokens that the model does not have."""
+    folder, data, out = tmp_path / "model", tmp_path / "data.jsonl", tmp_path / "out"
+    tiny_model.model(vocab_size=40).save_pretrained(folder)
+    tiny_model.tokenizer().save_pretrained(folder)
+    data.write_text(json.dumps({"instruction": "abc", "output": "def"}))
+    for command in ("texts", "train"):
+        done = run(command, str(folder), "--data", str(data), "--out", str(out))
+        refused(done, "outside 0..39 (the model's vocabulary): it is another model's")
+    assert not list(out.iterdir())
+
+
 def test_text_that_is_not_utf8_is_refused(model: str, tmp_path: Path) -> None:
     odd = "caf\udce9"  # as Python reads b"caf\xe9" from the command line
     refused(run("generate", model, text=b"caf\xe9"), "stdin: not UTF-8 text (byte 3)")

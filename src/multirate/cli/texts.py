@@ -39,7 +39,7 @@ def command(
     options.keep_transformers_quiet()
     tokenizer, vocabulary = load_tokenizer(model)
     parts, count = [], 0
-    for sample in load_samples(data, tokenizer, LONGEST_TEXT):
+    for sample in load_samples(data, tokenizer, LONGEST_TEXT, vocabulary):
         parts.append(sample.ids[sample.response][: None if tokens is None else tokens - count])
         count += len(parts[-1])
         if count == tokens:

@@ -353,9 +353,12 @@ def encode(
             )
 
 
-def load_samples(paths: Sequence[str | Path], tokenizer: Any, max_length: int) -> list[Sample]:
+def load_samples(
+    paths: Sequence[str | Path], tokenizer: Any, max_length: int, vocabulary: int | None = None
+) -> list[Sample]:
     """Encoded samples of all files, in order; those without a response token to predict are
-    dropped, which is said. Raises UserError where no sample is left.
+    dropped, which is said. vocabulary: how many tokens the model has. Raises UserError where no
+    sample is left, and for a token that the model does not have.
     """
     if not paths:
         raise UserError("No data file was given; --data needs at least one JSONL or JSON file.")
@@ -365,6 +368,12 @@ def load_samples(paths: Sequence[str | Path], tokenizer: Any, max_length: int) -
     too_long, empty = f"within max_length={max_length}", "at all"
     why = Counter(too_long if s.cut else empty for s in samples if not s.teaches)
     names = ", ".join(str(p) for p in paths)
+    most = max((int(s.ids.max()) for s in kept), default=0)
+    if vocabulary is not None and most >= vocabulary:
+        raise UserError(
+            f"the tokenizer makes token {most} of {names}, which is outside 0..{vocabulary - 1} "
+            "(the model's vocabulary): it is another model's"
+        )
     counts = ", ".join(f"{count} none {where}" for where, count in why.items())
     if not kept:
         if why[too_long]:

@@ -205,13 +205,13 @@ class _Run:
     def _data(
         self, files: Sequence[str | Path], tokenizer: Any
     ) -> tuple[list[Sample], list[Sample]]:
-        limit = self.settings.max_length
-        samples = load_samples(files, tokenizer, limit)
+        limit, vocabulary = self.settings.max_length, self.teacher.shape.vocab_size
+        samples = load_samples(files, tokenizer, limit, vocabulary)
         most = self.settings.heldout_samples
         if not self.settings.heldout_files:
             return set_aside(samples, most, self.settings.seed)
         trained_on = {s.prompt for s in samples}
-        given = load_samples(self.settings.heldout_files, tokenizer, limit)
+        given = load_samples(self.settings.heldout_files, tokenizer, limit, vocabulary)
         heldout = [s for s in given if s.prompt not in trained_on]
         if len(heldout) < len(given) and self.main:
             print(

@@ -28,7 +28,7 @@ LAYERS = (
 )
 """From the bottom to the top: a part imports only from parts below it, and from itself."""
 MODEL_LAYERS = (
-    ("rows", "noise", "transfer"),
+    ("rows", "noise", "transfer", "finite"),
     ("kv_cache",),
     ("decoder",),
     ("hf",),

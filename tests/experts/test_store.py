@@ -226,6 +226,14 @@ def test_an_index_nested_too_deeply(tmp_path: Path) -> None:
         ExpertStore.open(tmp_path / "store")
 
 
+def test_experts_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    model = save("olmoe", tmp_path)
+    model.model.layers[1].mlp.experts.down_proj.data[2, 0, 0] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"expert 2 of layer 1: down_proj holds .* not finite"):
+        pack(tmp_path, tmp_path / "store")
+
+
 def test_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
     """The index is right in itself, and not the model's."""
     save("olmoe", tmp_path)

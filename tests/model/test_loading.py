@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -224,6 +225,33 @@ def test_bfloat16_equals_the_models_own_forward(name: str) -> None:
     expected = model(ids[None]).logits[0].float()
     assert got.dtype == torch.float32
     assert (got - expected).norm() / expected.norm() < 2e-2
+
+
+@pytest.mark.parametrize("backend", ["native", "hf"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_no_numbers_are_refused(backend: str, value: float) -> None:
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)).bfloat16().eval()
+    model.model.embed_tokens.weight.data[49, 3] = value  # of a token that no probe reads
+    with pytest.raises(UserError, match=r"weight model.embed_tokens.weight holds .* not finite"):
+        load_decoder(model, backend)
+
+
+def test_weights_whose_sum_is_beyond_their_dtype_are_taken() -> None:
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)).half().eval()
+    model.model.norm.weight.data.fill_(2100)
+    assert not model.model.norm.weight.sum().isfinite()
+    assert load_decoder(model, "hf").info.dtype == torch.float16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_model_whose_logits_overflow_is_refused_in_its_own_words(dtype: torch.dtype) -> None:
+    model = tiny_model("llama").to(dtype)
+    model = copy.deepcopy(model)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.data.fill_(1e38)
+        layer.mlp.down_proj.weight.data.fill_(1e38)
+    with pytest.raises(UserError, match="logits are not finite numbers"):
+        load_decoder(model)
 
 
 def test_unknown_backend_names_what_is_accepted() -> None:

@@ -33,6 +33,7 @@ from multirate.experts.store import INDEX, ExpertStore
 from multirate.hub import resolve_accelerator
 from multirate.methods.m2r2_experts.modules import ExpertPredictor
 from multirate.model.decoder import Decoder
+from multirate.model.finite import check_weights
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.hf.empty import empty_model
 from multirate.model.hf.inspect import find_parts
@@ -186,6 +187,7 @@ class OffloadedExperts:
         """
         if backend not in BACKENDS:
             raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
+        check_weights(self.model)
         reason = NativeMoEDecoder.supports(self.model)
         if reason is None and self.store.index.layout != NATIVE:
             reason = (

@@ -21,6 +21,7 @@ from multirate.experts.shards import Shards
 from multirate.experts.store import DATA, FORMAT, INDEX, VERIFIED, ExpertStore, StoreIndex
 from multirate.hub import explained
 from multirate.io import held, parse_json, write_atomically
+from multirate.model.finite import first_not_finite
 from multirate.model.native.moe import MOE_FAMILIES, expert_tiles, pack_expert
 
 _PARTIAL, _PROGRESS = "experts.bin.partial", "packing.json"
@@ -166,7 +167,7 @@ class _Packer:
         try:
             for layer, expert in self._keys[len(self._checksums) :]:
                 values = self._experts.expert(layer, expert)
-                self._check_shapes(values, layer, expert)
+                self._check_values(values, layer, expert)
                 if self._layout == NATIVE:
                     values = pack_expert(values["gate_up_proj"], values["down_proj"])
                 self._experts.format.write(values, record)
@@ -182,7 +183,7 @@ class _Packer:
         finally:
             self._save(file)
 
-    def _check_shapes(self, values: dict[str, torch.Tensor], layer: int, expert: int) -> None:
+    def _check_values(self, values: dict[str, torch.Tensor], layer: int, expert: int) -> None:
         for field in self._experts.format.fields:
             value = values.get(field.name)
             if (
@@ -195,6 +196,12 @@ class _Packer:
                     f"expert {expert} of layer {layer}: {field.name} is {found}; the first "
                     f"expert's is {self._experts.format.dtype} {field.shape}"
                 )
+        wrong = first_not_finite(values.items())
+        if wrong is not None:
+            raise UserError(
+                f"expert {expert} of layer {layer}: {wrong} holds values that are not finite: the "
+                "model's files are damaged, fetch them again"
+            )
 
     def _save(self, file: Any = None) -> None:
         if file is not None:

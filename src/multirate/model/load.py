@@ -12,6 +12,7 @@ from torch import nn
 from multirate.errors import Notice, UserError
 from multirate.model.cuda.decoder import GraphedDecoder
 from multirate.model.decoder import Decoder, NotPlain
+from multirate.model.finite import check_weights
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native.decoder import NativeDecoder, OtherLogits
 
@@ -35,6 +36,7 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
     """
     if backend not in BACKENDS:
         raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
+    check_weights(model)
     reason: str | None = None
     if backend != "hf":
         reason = why_not_native(model)

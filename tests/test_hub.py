@@ -88,6 +88,16 @@ def weights(**change: Any) -> Callable[[Path], None]:
     return rewrite
 
 
+def without_weight(name: str) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        del tensors[name]
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return rewrite
+
+
 def sharded(index: Any) -> Callable[[Path], None]:
     def rewrite(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
@@ -125,6 +135,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights cut": (cut("model.safetensors", 5000), "cannot be loaded"),
     "weights empty": (rewritten("model.safetensors", b""), "cannot be loaded"),
     "weights' shape": (weights(of=lambda t: t[:1].clone()), "cannot be loaded"),
+    "a weight less": (without_weight("model.norm.weight"), "no weight model.norm.weight$"),
+    "a layer more": (
+        changed(CONFIG, num_hidden_layers=6),
+        r"no weight model\.layers\.5\.input.* 8",
+    ),
+    "adapter null": (rewritten("adapter_config.json", b"null"), r"adapter_config\.json is None"),
     "index null": (sharded(None), r"index\.json is None"),
     "index empty": (sharded({}), "cannot be loaded"),
     "index of numbers": (sharded({"metadata": {}, "weight_map": {"a": 5}}), "cannot be loaded"),

@@ -60,6 +60,8 @@ _OBJECTS = (
     "generation_config.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
+    "adapter_config.json",
     "model.safetensors.index.json",
 )
 _RANGES = {
@@ -131,7 +133,15 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
         files = _at_hand(source)
         _check_json(files)
         kind = _kind_of(AutoConfig.from_pretrained(files))
-        model: Any = kind.from_pretrained(files, dtype=DTYPES[dtype])
+        model: Any
+        model, report = kind.from_pretrained(files, dtype=DTYPES[dtype], output_loading_info=True)
+        missing = sorted(report["missing_keys"])
+        if missing:  # transformers takes random ones for them
+            others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+            raise UserError(
+                f"model {source} is incomplete or does not fit its config.json: its files have no "
+                f"weight {missing[0]}{others}"
+            )
         model = model.to(place).eval()
     with explained(f"tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(files)

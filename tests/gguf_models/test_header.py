@@ -117,6 +117,15 @@ def test_one_changed_tensor_record(
         ("tokenizer.ggml.model", "wordpiece", "model is 'wordpiece'"),
         ("tokenizer.chat_template", 3, "chat_template is 3"),
         ("llama.attention.causal", False, "attention.causal is False"),
+        ("llama.attention.value_length", "1\n6", r"value_length is '1\\n6'"),
+        (
+            "llama.rope.scaling.type",
+            "x" * 9999,
+            "scaling.type is 'x{9,20}[.]{3}x+'; accepted: none",
+        ),
+        ("split.count", "1\n" * 9999, r"one of '1\\n1\\n.{,40} parts"),
+        ("general.alignment", "x" * 9999, "alignment 'x{9,20}[.]{3}x+'"),
+        ("general.architecture", "x" * 9999, "architecture 'x{9,20}[.]{3}x+' are not supported"),
     ],
 )
 def test_the_sentence_names_the_key(
@@ -126,3 +135,14 @@ def test_the_sentence_names_the_key(
     file.metadata = [(k, v) for k, v in file.metadata if k != key] + [(key, value)]
     with pytest.raises(UserError, match=f"x.gguf.*{words}"):
         load_gguf(file.write(tmp_path / "x.gguf"))
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q.weight\n", "x" * 64, "é" * 32])
+def test_names_of_tensors_that_llama_cpp_has_no_room_for_or_nobody_can_read(
+    name: str, originals: dict[str, RawFile], tmp_path: Path
+) -> None:
+    file = copy.deepcopy(originals["llama"])
+    file.tensors[0].name = name
+    with pytest.raises(UserError, match=r"names a tensor '.{,60}'; fetch it again") as caught:
+        load_gguf(file.write(tmp_path / "x.gguf"))
+    assert "\n" not in str(caught.value)

@@ -5,6 +5,7 @@ table leaves out although it changes what the model computes.
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,11 +73,12 @@ def _width(data: Metadata, values: dict[str, Any]) -> int:
 def _plain(data: Metadata, values: dict[str, Any]) -> None:
     """Llama, Mistral, Qwen: one kind of attention, rotary over the whole head."""
     width = _width(data, values)
-    rotary = data.get("rope.dimension_count", width)
-    if rotary != width or data.get("attention.value_length", width) != width:
+    rotary = data.count("rope.dimension_count", width)
+    values_width = data.count("attention.value_length", width)
+    if rotary != width or values_width != width:
         raise UserError(
-            f"{data.file.path}: heads of {width} keys, {data.get('attention.value_length', width)} "
-            f"values and {rotary} rotary dimensions are not supported for this architecture"
+            f"{data.file.path}: heads of {width} keys, {values_width} values and {rotary} rotary "
+            "dimensions are not supported for this architecture"
         )
     values["head_dim"] = width
     values["rope_parameters"] = _rope(data, values)
@@ -158,8 +160,8 @@ def architecture_of(file: GgufFile) -> Architecture:
     if file.architecture not in ARCHITECTURES:
         accepted = ", ".join(ARCHITECTURES)
         raise UserError(
-            f"{file.path}: GGUF files of architecture {file.architecture!r} are not supported; "
-            f"accepted: {accepted}"
+            f"{file.path}: GGUF files of architecture {reprlib.repr(file.architecture)} are not "
+            f"supported; accepted: {accepted}"
         )
     if file.architecture == "llama" and file.metadata.get("llama.expert_count"):
         return _MIXTRAL
@@ -243,10 +245,7 @@ def _rope(data: Metadata, values: dict[str, Any], base: float = 10_000.0) -> dic
             "original_max_position_embeddings": original,
         }
     elif scaling not in ("none", "longrope"):
-        raise UserError(
-            f"{data.file.path}: rope.scaling.type {scaling!r} is not supported; accepted: none, "
-            "linear, yarn, longrope (Phi-3)"
-        )
+        data.refuse("rope.scaling.type", scaling, "none, linear, yarn, longrope (Phi-3)")
     if "rope_freqs.weight" in data.file.tensors:
         with refusing(data.file):
             rope = _llama3(data.file, rope, values)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
+import reprlib
 import struct
 from dataclasses import dataclass
 from functools import cache
@@ -38,6 +39,7 @@ _NUMBERS = {
     GGUFValueType.FLOAT64: "d",
 }
 _MAX_DIMENSIONS = 4
+_MAX_NAME = 63  # bytes of a tensor's name: GGML_MAX_NAME, with the byte that ends it
 _SAMPLE_BYTES = 128
 _GROUP_VALUES = 8192
 """The package dequantises 16 rows at a time: short rows are joined to about so many values, which
@@ -93,7 +95,7 @@ class GgufFile:
         parts = self.metadata.get("split.count", 1)
         if parts not in (0, 1):
             raise UserError(
-                f"{path} is one of {parts} parts: join them first with llama.cpp's "
+                f"{path} is one of {reprlib.repr(parts)} parts: join them first with llama.cpp's "
                 "`llama-gguf-split --merge`"
             )
 
@@ -139,6 +141,8 @@ class GgufFile:
         table = []
         for _ in range(count):
             name = self._string()
+            if len(name.encode()) > _MAX_NAME or not name.isprintable():
+                self._damaged(f"names a tensor {reprlib.repr(name)}")
             dimensions = self._number("I")
             if dimensions > _MAX_DIMENSIONS:
                 self._damaged(f"gives tensor {name!r} {dimensions} dimensions")
@@ -146,7 +150,7 @@ class GgufFile:
             table.append((name, shape, self._number("I"), self._number("Q")))
         alignment = self.metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
-            self._damaged(f"says general.alignment {alignment!r}")
+            self._damaged(f"says general.alignment {reprlib.repr(alignment)}")
         start = -(-self._at // alignment) * alignment
         found: dict[str, Tensor] = {}
         for name, shape, number, offset in table:

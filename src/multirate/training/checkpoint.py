@@ -4,6 +4,7 @@ card).
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import reprlib
@@ -292,6 +293,8 @@ def _folder(source: str | Path, model: Any) -> Path:
 
 def _read(path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():  # a device or a pipe may have no end
+            raise OSError(errno.EINVAL, "not a regular file")
         return path.read_bytes()
     except OSError as error:
         raise UserError(

@@ -137,6 +137,6 @@ def test_repetition_penalty_is_generate(kind: str, start: int) -> None:
 def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     model, decoder = tiny(0)
     prompts = [[(7 * i + b) % 13 for i in range(n)] for b, n in enumerate((11, 3, 8))]
-    monkeypatch.setattr("multirate.decoding.session._PREFILL_ROWS", 4)
+    monkeypatch.setattr("multirate.decoding.prefill.PREFILL_ROWS", 4)
     out = generate(decoder, PlainStep(), prompts, stop=StopSettings(max_new_tokens=6))
     assert out.sequences == [reference(model, p, 6) for p in prompts]

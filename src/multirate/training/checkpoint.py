@@ -80,8 +80,10 @@ class Accelerator:
 
     def check_fits(self, model: Any) -> None:
         """UserError where ``model`` has another shape by now than the base: its vocabulary may have
-        been made smaller or larger.
+        been made smaller or larger. An accelerator made in memory need not name a base.
         """
+        if not self.base:
+            return
         which = f"in {self.folder}" if self.folder is not None else self.method
         _check_shape(which, self.base, _shape_of(model))
 

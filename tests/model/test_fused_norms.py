@@ -48,7 +48,8 @@ def test_hooks_run() -> None:
     norms = FusedNorms(model)
     module = next(iter(norms.epsilons))
     seen: list[nn.Module] = []
-    module.register_forward_pre_hook(lambda norm, _: seen.append(norm))
+    hook = module.register_forward_pre_hook(lambda norm, _: seen.append(norm))
     with norms.active():
         module(torch.ones(1, len(module.weight)))
+    hook.remove()  # other tests share the model
     assert seen == [module]

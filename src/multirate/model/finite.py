@@ -14,14 +14,16 @@ _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @torch.no_grad()
 def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor that holds NaN or infinity; None: all are finite. Tensors of
-    other kinds, or without memory, are not looked at. Reads each once and keeps nothing.
+    """The name of the first tensor that holds NaN or infinity (in a vector, -inf is accepted); None:
+    there is none. Tensors of other kinds, or without memory, are not looked at.
     """
     for name, tensor in named:
         plain = type(tensor) in (nn.Parameter, Tensor) and not tensor.is_meta
         if not plain or tensor.dtype not in _SUMMED or tensor.sum().isfinite():
             continue
-        if not tensor.isfinite().all():  # or the sum alone is beyond its dtype
+        # the sum alone may be beyond its dtype, and a bias may rule tokens out with -inf
+        wrong = ~tensor.isfinite() if tensor.ndim > 1 else tensor.isnan() | tensor.isposinf()
+        if wrong.any():
             return name
     return None
 

@@ -290,8 +290,8 @@ def test_the_language_model_of_one_that_reads_images_is_packed(name):
     ours, _, size = distances_from_fp32(model)
     assert ours < 0.05 * size
     model.to(torch.bfloat16).model.register_forward_hook(lambda module, inputs, output: output)
-    with pytest.warns(Notice, match="own layers are run.*model has a forward hook"):
-        assert isinstance(load_decoder(model), HFDecoder)
+    with pytest.raises(UserError, match="Model has a forward hook"):  # which no layer would call
+        load_decoder(model)
 
 
 def test_a_part_that_is_not_known_is_noticed(monkeypatch):

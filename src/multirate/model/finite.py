@@ -14,8 +14,8 @@ _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @torch.no_grad()
 def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor that holds NaN or infinity (in a vector, -inf is accepted); None:
-    there is none. Tensors of other kinds, or without memory, are not looked at.
+    """The name of the first tensor that holds NaN or infinity; None: there is none. A vector may
+    hold -inf. Tensors of other kinds, or without memory, are not looked at.
     """
     for name, tensor in named:
         plain = type(tensor) in (nn.Parameter, Tensor) and not tensor.is_meta

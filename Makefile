@@ -34,8 +34,8 @@ demo: $(READY)
 
 lint: $(READY)
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
-	$(BIN)/ruff format --check --quiet src tests recipes benchmarks
-	$(BIN)/ruff check src tests recipes benchmarks
+	$(BIN)/ruff format --check --quiet src tests lab benchmarks
+	$(BIN)/ruff check src tests lab benchmarks
 	$(BIN)/mypy
 
 sanitize: $(READY)

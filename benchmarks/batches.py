@@ -2,7 +2,7 @@
 the whole batch at once.
 
     python benchmarks/batches.py smollm2 --data question.jsonl \
-        --json benchmarks/results/batches_smollm2.json
+        --json lab/results/batches_smollm2.json
 
 Tokens a second of all rows together, prompts' passes apart, over plain decoding of the same batch.
 Batches of one size are decoded by every method in turn. Nothing else should run on the machine.

@@ -1,7 +1,7 @@
 """The decoding loop by itself: our loop against transformers' `generate`, the bandwidth roof, and
 what rows cost.
 
-    python benchmarks/decode_loop.py --shape 110M --json benchmarks/results/decode_loop_110M.json
+    python benchmarks/decode_loop.py --shape 110M --json lab/results/decode_loop_110M.json
 
 Random weights of a Llama shape in bf16. Everything is interleaved in one process; medians over
 repeats. Nothing else should run on the machine.

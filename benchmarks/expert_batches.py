@@ -4,7 +4,7 @@ experts.
     multirate pack reference-mixture --out experts
     python benchmarks/expert_batches.py --experts experts --data question.jsonl \
         --expert-memory 40% \
-        --json benchmarks/results/expert_batches.json
+        --json lab/results/expert_batches.json
 
 Tokens a second in all, after the prompts' passes, of the embedded mixture. Every run and policy has
 to give the same text. Nothing else should run on the machine.

@@ -3,7 +3,7 @@ policies
 that need no training.
 
     python benchmarks/expert_shapes.py --shape olmoe --folder /tmp/shapes \
-        --json benchmarks/results/expert_shapes.json
+        --json lab/results/expert_shapes.json
 
 Random weights and routers, a few layers of each shape: hit rates and predictions of random routers
 prove nothing, so only on_demand, lru, the oracle and resident are run, for their costs. Nothing

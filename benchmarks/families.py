@@ -1,7 +1,7 @@
 """What the kernel is worth to models of other families: our plain loop with it, our plain loop
 through the model's own layers, and transformers' `generate`.
 
-    python benchmarks/families.py gemma-3-270m gemma-3-1b --json benchmarks/results/families.json
+    python benchmarks/families.py gemma-3-270m gemma-3-1b --json lab/results/families.json
 
 Random weights, in bf16, of the sizes that the published models have. Everything is interleaved in
 one process, model by model; medians over repeats. Nothing else should run on the machine.

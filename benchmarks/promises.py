@@ -1,7 +1,7 @@
 """Whether the promises that `multirate calibrate` stored are kept on fresh draws of prompts.
 
     python benchmarks/promises.py smollm2 --data spec_bench=question.jsonl \
-        --json benchmarks/results/promises_smollm2.json
+        --json lab/results/promises_smollm2.json
 
 --data SUITE=FILE: a suite of `multirate bench`, first turns; or FILE alone: what `calibrate` reads.
 

@@ -215,9 +215,10 @@ def readme() -> dict[str, list[str]]:
         "results": [
             setting(REAL, bench),
             method_table(REAL, bench),
-            "Reproduce with [`bash recipes/smollm2/lossless.sh EVAL runs/lossless mt_bench`]"
-            "(recipes/smollm2/lossless.sh), where EVAL holds the questions (and ACCELERATORS what "
-            "[`on_a_gpu.sh`](recipes/smollm2/on_a_gpu.sh) trained, for EAGLE-3 and Hydra). "
+            "Reproduce with [`bash lab/recipes/smollm2/lossless.sh EVAL runs/lossless mt_bench`]"
+            "(lab/recipes/smollm2/lossless.sh), where EVAL holds the questions "
+            "(and ACCELERATORS what [`on_a_gpu.sh`](lab/recipes/smollm2/on_a_gpu.sh) "
+            "trained, for EAGLE-3 and Hydra). "
             "Everything else that was measured is in [docs/results.md](docs/results.md).",
         ],
         "suites": [speeds_table(SUMMARY_ROWS, columns_of(SUMMARY))],
@@ -315,7 +316,7 @@ def eight_bits_section() -> list[str]:
         "which saves less; here SmolLM2 has one (`MULTIRATE_NARROW_BITS=8`), everything else being "
         "as above.",
         *suites_tables([load(f"{name}.json") for name in EIGHT]),
-        "Reproduce with `bash recipes/smollm2/lossless.sh EVAL runs/lossless eight_bits`.",
+        "Reproduce with `bash lab/recipes/smollm2/lossless.sh EVAL runs/lossless eight_bits`.",
     ]
 
 
@@ -409,7 +410,7 @@ def equal_training_section() -> list[str]:
             seconds,
             "All seven side by side on one H200, which gave each of them 283 seconds: as many "
             "tokens as its steps leave time for, of answers to 46,592 questions (8.1M tokens).",
-            "bash recipes/smollm2/on_a_gpu.sh DATA runs/on_a_gpu",
+            "bash lab/recipes/smollm2/on_a_gpu.sh DATA runs/on_a_gpu",
         ),
         "M2R2 is second: EAGLE-3 makes 30% more steps in the same time, and learns more from each "
         "after the first 300 ([why, as far as we know](experiments.md#on-a-gpu-for-the-first-time)"
@@ -418,7 +419,7 @@ def equal_training_section() -> list[str]:
         *_equal_training(
             steps,
             "0.56M tokens of answers to 2,730 questions, 300 steps, one core.",
-            "bash recipes/smollm2/equal_training.sh DATA runs/equal",
+            "bash lab/recipes/smollm2/equal_training.sh DATA runs/equal",
         ),
     ]
 
@@ -526,7 +527,8 @@ def layerskip_section() -> list[str]:
         "layers, 0.1M tokens of its own answers: a model of its own, whose text is not "
         f"SmolLM2's. {setting(REAL, run)}",
         table(("method", "speedup", "tokens per step", "accepted"), lines),
-        "Reproduce with `python recipes/tasks/tune.py --model smollm2 --data runs/equal/own.jsonl "
+        "Reproduce with `python lab/recipes/tasks/tune.py --model smollm2 "
+        "--data runs/equal/own.jsonl "
         "--data runs/equal/train_self.jsonl --first-layer 0 --exits 7 --steps 50 --threads 1 --out "
         "runs/layerskip/model` and `multirate bench runs/layerskip/model --suite mt_bench --data "
         "question.jsonl --limit 4 -n 96 --repeats 1 --methods autoregressive,layerskip,"
@@ -572,7 +574,8 @@ def dynamic_section() -> list[str]:
         frontier_table(run["frontier"]),
         f"Trained: {', '.join(trained)}. Those of {budget['tokens'] / 1e6:.1f}M tokens saw the "
         f"same answers in as many steps of 2,048 tokens at most, one core each{equal}.",
-        "Reproduce with `bash recipes/smollm2/dynamic_rivals.sh DATA runs/dynamic`. All settings "
+        "Reproduce with `bash lab/recipes/smollm2/dynamic_rivals.sh DATA runs/dynamic`. "
+        "All settings "
         "(*perplexity*: of the answers, under the full model; *repeats*: the share of the answers' "
         "tokens that only repeat what stands right before, for the third time or more):",
         table(
@@ -658,9 +661,9 @@ def tasks_section() -> list[str]:
         parts.append(f"`{run['suite']}`, {run['prompts']} documents; the full model has {shown}.")
         parts.append(frontier_table(run["frontier"]))
     parts.append(
-        "Reproduce with `bash recipes/tasks/on_a_gpu.sh DATA runs/tasks` (without a GPU "
+        "Reproduce with `bash lab/recipes/tasks/on_a_gpu.sh DATA runs/tasks` (without a GPU "
         "`tasks.sh`, which trains for a fifth as long, in two hours), then "
-        "`bash recipes/tasks/compare.sh DATA runs/tasks`."
+        "`bash lab/recipes/tasks/compare.sh DATA runs/tasks`."
     )
     return parts
 
@@ -735,7 +738,7 @@ def judges_section() -> list[str]:
         *judges_of(
             "exit_judges_three_gates.json",
             " with three gates (`--option gates=[7,15,22] --option fuse=true`, 60 steps of the "
-            "data of recipes/smollm2/equal_training.sh)",
+            "data of lab/recipes/smollm2/equal_training.sh)",
             "cp runs/equal/heldout.jsonl answers.jsonl",
         ),
     ]
@@ -823,7 +826,7 @@ def page() -> str:
     bench, faster = load(f"mt_bench_{REAL}.json"), load(f"mt_bench_{REAL}_zen5.json")
     parts = [
         "# Results",
-        "Written by `python benchmarks/render_results.py` from `benchmarks/results/*.json`; do "
+        "Written by `python benchmarks/render_results.py` from `lab/results/*.json`; do "
         "not edit. The machines are shared: compare within a table, not between tables.",
         "## Lossless decoding",
         setting(REAL, bench),
@@ -872,7 +875,7 @@ def main() -> None:
         if "--check" not in sys.argv:
             path.write_text(content)
         elif not path.exists() or path.read_text() != content:
-            raise SystemExit(f"{path.name} differs from benchmarks/results: run render_results.py")
+            raise SystemExit(f"{path.name} differs from lab/results: run render_results.py")
 
 
 if __name__ == "__main__":

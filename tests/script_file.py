@@ -1,4 +1,4 @@
-"""A script of benchmarks/ or recipes/ as a module: they are no package."""
+"""A script of benchmarks/ or lab/recipes/ as a module: they are no package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""recipes/smollm2/answers_on_gpu.py: its step over static shapes against `generate`, on a CPU."""
+"""answers_on_gpu.py, a recipe: its step over static shapes against `generate`, on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ END = 3
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return load_script("recipes/smollm2/answers_on_gpu.py")
+    return load_script("lab/recipes/smollm2/answers_on_gpu.py")
 
 
 @pytest.fixture

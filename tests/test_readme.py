@@ -16,10 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_figures_are_the_committed_results():
-    if not (ROOT / "benchmarks/results/mt_bench_smollm2.json").exists():
+    if not (ROOT / "lab/results/mt_bench_smollm2.json").exists():
         pytest.fail(
-            "benchmarks/results/mt_bench_smollm2.json is missing: the README's figures have no "
-            "source"
+            "lab/results/mt_bench_smollm2.json is missing: the README's figures have no source"
         )
     done = subprocess.run(
         [sys.executable, "benchmarks/render_results.py", "--check"],

@@ -1,4 +1,4 @@
-"""recipes/tasks/tune.py on a model of two layers: LayerSkip's loss and layer dropout, and LoRA."""
+"""tune.py, a recipe, on a model of two layers: LayerSkip's loss and layer dropout, and LoRA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from multirate.training.data import Batch
 
 @pytest.fixture(scope="module")
 def tune() -> ModuleType:
-    return load_script("recipes/tasks/tune.py")
+    return load_script("lab/recipes/tasks/tune.py")
 
 
 @pytest.fixture

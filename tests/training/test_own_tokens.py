@@ -158,7 +158,7 @@ def test_odd_records_are_refused(tmp_path: Path, field: str, value: Any) -> None
 
 
 def test_the_gpu_recipe_writes_the_same_records(tmp_path: Path) -> None:
-    script, words = load_script("recipes/smollm2/answers_on_gpu.py"), tokenizer()
+    script, words = load_script("lab/recipes/smollm2/answers_on_gpu.py"), tokenizer()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(words),

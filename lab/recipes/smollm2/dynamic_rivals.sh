@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Every trained dynamic method on the same answers of SmolLM2-135M-Instruct, the same steps, from
+# nothing, and the comparison by quality and speed.
+#
+#   bash lab/recipes/smollm2/dynamic_rivals.sh DATA runs/dynamic
+#
+# DATA: as of accelerators.sh; the answers and states are those of equal_training.sh, which makes
+# them in EQUAL first. QUESTIONS: MT-Bench's question.jsonl. Interrupted at any point, the same
+# command goes on.
+set -euo pipefail
+DATA=$1 OUT=$2 MODEL=${MODEL:-smollm2} QUESTIONS=${QUESTIONS:-question.jsonl}
+EQUAL=${EQUAL:-runs/equal} HERE=$(dirname "$0")
+. "$HERE/train_equally.sh"
+[ -f "$EQUAL/m2r2-carry/accelerator.json" ] || bash "$HERE/equal_training.sh" "$DATA" "$EQUAL"
+mkdir -p "$OUT"
+folders=()
+for method in ${METHODS:-lite deed calm-classifier specee free mixture_of_depths}; do
+    case $method in
+        calm-classifier | mixture_of_depths) options=(--lr 0.001) ;;
+        *) options=(--lr 0.001 --option draft_vocab=12288) ;;
+    esac
+    folders+=(-a "$method=$OUT/$method")
+    train_equally "$method" "$OUT/$method" 300 20 "${options[@]}"
+done
+# as long on the same answers, by equal_training.sh
+folders+=(-a "m2r2-carry-equal=$EQUAL/m2r2-carry")
+multirate bench "$MODEL" "${folders[@]}" --no-tuned --suite mt_bench --data "$QUESTIONS" --limit 3 \
+    -n 96 --points 4 --repeats 1 --methods dynamic --json "$OUT/dynamic.json"

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Every lossless method on every suite: the README's tables. Two hours of an idle
+# machine with two cores.
+#
+#   bash lab/recipes/smollm2/lossless.sh EVAL runs/lossless [SUITE...]
+#
+# EVAL: a folder with mt_bench/question.jsonl, spec_bench/question.jsonl, gsm8k/test.jsonl and
+# humaneval/HumanEval.jsonl.gz. SUITE: mt_bench, spec_bench, humaneval, gsm8k, t1 (MT-Bench at
+# temperature 1), b4 (in batches of 4), mt_bench_all (all of its questions, the fastest rows) or
+# eight_bits (the fastest rows on all of MT-Bench and on the other suites, the narrow copy in 8
+# bits, as of a model whose file has no 4-bit weights); without any, all of these. Answers have up
+# to 256 tokens, and those that run into loops are not counted; in batches they have up to 96, and
+# all count.
+# What has been measured is left as it is. ACCELERATORS: a folder with eagle3/ and hydra/, which are
+# too large for the package (on_a_gpu.sh makes them); without it there are no such rows. llama.cpp's
+# rows need 'multirate[rivals]'.
+set -euo pipefail
+EVAL=$1 OUT=$2 MODEL=${MODEL:-smollm2}
+shift 2
+mkdir -p "$OUT"
+DRAFT=two_model:draft=smollm2-draft
+
+in_stages_and_without() {
+    local method
+    for method in "$@"; do printf ',%s,%s:staged=0' "$method" "$method"; done
+}
+GIVEN=() LARGE= LARGEST= LARGE_BATCHED=
+if [ -n "${ACCELERATORS:-}" ]; then
+    GIVEN=(-a "eagle3=$ACCELERATORS/eagle3" -a "hydra=$ACCELERATORS/hydra")
+    LARGE=$(in_stages_and_without eagle3 eagle3:lookup=sam)
+    LARGEST=$LARGE$(in_stages_and_without hydra)
+    LARGE_BATCHED=,eagle3,eagle3:lookup=sam
+fi
+EVERY=$(in_stages_and_without lookahead prompt_lookup sam token_recycling \
+    token_recycling:lookup=sam "$DRAFT" "$DRAFT:lookup=sam" layerskip medusa kangaroo \
+    kangaroo:lookup=sam eagle eagle:lookup=sam m2r2 m2r2-carry:lookup=0 m2r2-carry)$LARGEST
+BEST=,prompt_lookup$(in_stages_and_without sam token_recycling:lookup=sam kangaroo:lookup=sam \
+    eagle eagle:lookup=sam m2r2-carry:lookup=0 m2r2-carry)$LARGE
+# batches do not go in stages
+BATCHED=,prompt_lookup,sam,token_recycling:lookup=sam,kangaroo:lookup=sam,eagle,eagle:lookup=sam
+BATCHED+=,m2r2,m2r2-carry:lookup=0,m2r2-carry$LARGE_BATCHED
+FASTEST=$(in_stages_and_without sam eagle:lookup=sam m2r2-carry),m2r2-carry:lookup=0:staged=0
+[ -z "$LARGE" ] || FASTEST+=$(in_stages_and_without eagle3:lookup=sam),eagle3:staged=0
+
+measure() { # NAME SUITE FILE METHODS OPTIONS...
+    local to=$OUT/$1.json suite=$2 data=$EVAL/$3 methods=$4
+    shift 4
+    [ -f "$to" ] || multirate bench "$MODEL" "${GIVEN[@]}" --no-tuned --suite "$suite" --data "$data" \
+        --methods "$methods" --repeats 1 --json "$to" "$@"
+}
+MT=mt_bench/question.jsonl LONG="-n 256 --leave-out-loops"
+measure_suite() { # SUITE NAME METHODS
+    case $1 in
+        mt_bench_all) measure "$2" mt_bench $MT "$3" $LONG ;;
+        spec_bench) measure "$2" spec_bench spec_bench/question.jsonl "$3" --limit 28 $LONG ;;
+        humaneval) measure "$2" humaneval humaneval/HumanEval.jsonl.gz "$3" --limit 12 $LONG ;;
+        gsm8k) measure "$2" gsm8k gsm8k/test.jsonl "$3" --limit 12 $LONG ;;
+        t1) measure "$2" mt_bench $MT "$3" --temperature 1 --limit 6 $LONG ;;
+    esac
+}
+[ $# -gt 0 ] || set -- mt_bench spec_bench humaneval gsm8k t1 b4 mt_bench_all eight_bits
+for name in "$@"; do
+    case $name in
+        mt_bench) measure mt_bench_smollm2 mt_bench $MT "generate,autoregressive$EVERY" \
+            --rivals llamacpp --limit 8 $LONG ;;
+        spec_bench) measure_suite "$name" suite_spec_bench \
+            "autoregressive$EVERY,sam:texts=smollm2" ;;
+        humaneval | gsm8k | t1) measure_suite "$name" "suite_$name" "autoregressive$BEST" ;;
+        b4) measure suite_b4 mt_bench $MT "autoregressive$BATCHED" --batch 4 --limit 8 -n 96 ;;
+        mt_bench_all) measure_suite "$name" suite_mt_bench_all "autoregressive$FASTEST" ;;
+        eight_bits)
+            for suite in mt_bench_all spec_bench gsm8k humaneval t1; do
+                MULTIRATE_NARROW_BITS=8 measure_suite "$suite" "eight_${suite%_all}" \
+                    "autoregressive$FASTEST"
+            done
+            ;;
+        *)
+            echo "$name is no suite; accepted: mt_bench, spec_bench, humaneval, gsm8k, t1, b4," \
+                "mt_bench_all, eight_bits" >&2
+            exit 2
+            ;;
+    esac
+done

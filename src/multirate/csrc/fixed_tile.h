@@ -26,7 +26,7 @@ typedef struct {
 // fixed_point.c: how far ahead weights are fetched, in lines of 64 bytes, for a tile of so many
 // rows. The processor's own prefetching falls behind several rows' products, and on Intel's with
 // registers of 512 bits and on AMD's Zen 5 even behind one row's; on the AMD processors before, it
-// keeps up with few rows better alone. All measured (docs/experiments.md).
+// keeps up with few rows better alone. All measured (lab/notes/weight-formats.md).
 long lines_ahead(int lanes, int format);
 
 // How many rows a tile of `rows` has with those that only fill it up.

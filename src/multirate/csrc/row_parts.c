@@ -17,7 +17,7 @@
 #define PART_ROWS 48 // at most: whole tiles of 24, and of 12
 
 // A part's rows, at least, so that all threads together read less than memory has for them:
-// measured with two threads (docs/experiments.md), for more an estimate.
+// measured with two threads (lab/notes/threads.md), for more an estimate.
 static int least_rows(int threads) {
     int least = 4 * threads;
     return least < PART_ROWS ? least : PART_ROWS;

@@ -5,7 +5,7 @@
 
 // 4 vectors × 6 rows are 24 accumulators, all in registers. They have names instead of an array:
 // compilers otherwise spill the array to the stack on every step. Half-groups × 12 rows, which
-// would pass over the weights once for a dozen rows, measured slower (docs/experiments.md).
+// would pass over the weights once for a dozen rows, measured slower (lab/notes/decode-loop.md).
 #define LOAD(n, m) f16 a##n##m = acc[n][m];
 #define KEEP(n, m) acc[n][m] = a##n##m;
 #define M_1(F, n) F(n, 0)

@@ -28,7 +28,7 @@ LEAST = 2
 OWN_LEAST = 2
 """A match of the text's own of so many tokens came true more often than any in other texts: 0.55 of
 their first tokens and 0.73 of each next one, against 0.36 and 0.40 of matches of three tokens
-there (docs/experiments.md). [ours]
+there (lab/notes/drafting-without-training.md). [ours]
 """
 FORMAT = "multirate texts 1"
 

@@ -15,7 +15,7 @@ Confidence = Literal["softmax", "state", "classifier"]
 
 def default_exits(num_layers: int) -> tuple[int, ...]:
     """Four, spaced evenly over the upper third: below it a model that was not trained for exits is
-    confidently wrong (docs/experiments.md). [ours]
+    confidently wrong (lab/notes/dynamic-mode.md). [ours]
     """
     return spaced_exits(num_layers, 4, 2 / 3)
 

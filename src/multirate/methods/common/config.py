@@ -14,7 +14,7 @@ from multirate.json_values import accepts, spell
 C = TypeVar("C", bound="MethodConfig")
 DraftWeights = Literal["int4", "int8", "bf16"]
 """How the native kernel packs weights that only draft: int8 halves what a drafted level reads, int4
-takes a third of it, and both change drafts, never the text (docs/experiments.md). [ours]
+takes a third of it, and both change drafts, never the text (lab/notes/weight-formats.md). [ours]
 """
 ExitWeights = Literal["int8", "bf16"]
 """The same of a reduced head that tokens leave through: what it says is the text. [ours]"""

@@ -38,7 +38,9 @@ from multirate.model.rows import Rows
 
 NARROW_PENDING: int = abi.constant("NARROW_PENDING")
 REFRESH = 4
-"""Rows of a pass that settles doubts, at least: it takes as long for one (docs/experiments.md)."""
+"""Rows of a pass that settles doubts, at least: it takes as long for one
+(lab/notes/dynamic-mode.md).
+"""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class StreamDecodeConfig(StagedTextConfig):
     likeliest, as when decoding greedily. drawn: drawn independently, in chains, and verified by
     rejection sampling; without lookup, and the kernel does not fuse their steps. With the first two
     the text of a seed is that of plain decoding. With a repetition penalty drafts are chains by the
-    whole pipeline, drawn or coupled. All were measured: docs/experiments.md. [ours]
+    whole pipeline, drawn or coupled. All were measured: lab/notes/sampling.md. [ours]
     window: tokens that the stream's own layer sees on the native kernel, the newest ones: of a long
     prompt no others are read before the first draft. None: all. [ours]
     weights: of what only drafts on the native kernel: int4 (a third of the memory read, other

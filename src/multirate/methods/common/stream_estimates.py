@@ -22,7 +22,7 @@ LOSSY_COSTS = StepCosts(
     draft_step=0.06,
 )
 """A lossy text must not depend on what the clock says, so what its drafts cost is not measured. In
-plain steps, as measured of SmolLM2-135M on an AVX-512 processor (docs/experiments.md).
+plain steps, as measured of SmolLM2-135M on an AVX-512 processor (lab/notes/weight-formats.md).
 """
 NARROW_COSTS = StepCosts(
     plain_step=1.0,
@@ -31,7 +31,8 @@ NARROW_COSTS = StepCosts(
 )
 """The same where drafts are verified with narrow weights, in plain steps with these. Where memory
 is fast a row takes 0.16 of such a step from the fifth on; the costs here are higher, by trial:
-drafts as long as their chances allow are longer than is fastest (docs/experiments.md).
+drafts as long as their chances allow are longer than is fastest
+(lab/notes/two-stage-verification.md).
 """
 # Where only one of the two thresholds is set.
 _FIXED_DRAFT_THRESHOLD, _FIXED_VERIFY_THRESHOLD = 0.3, 0.1

@@ -18,7 +18,8 @@ class M2R2DecodeConfig(StreamDecodeConfig):
     at most come on top. [ours]
     trust: what a draft is judged by: confidence (the sharpened top-1 probability) or arla (the
     trained estimate that
-    the argmax agrees: docs/methods/m2r2.md, point 5). Both were measured: docs/experiments.md.
+    the argmax agrees: docs/methods/m2r2.md, point 5). Both were measured:
+    lab/notes/m2r2-and-eagle3.md.
     exit_thresholds: dynamic mode (lossy): for each gate the least score with which a token leaves
     there, null for never; null instead of the list is lossless decoding. `multirate calibrate`
     chooses them. With one gate, a drafted token that passes is emitted without verification where

@@ -65,7 +65,7 @@ def draft_layout(weights: str) -> int:
 
 def mixing_layout(weights: str) -> int:
     """The same of the small products by which a draft's residuals are mixed: 8 bits at least, as 4
-    cost them more than they save (docs/experiments.md).
+    cost them more than they save (lab/notes/weight-formats.md).
     """
     return draft_layout("int8" if weights == "int4" else weights)
 
@@ -108,7 +108,7 @@ class Slabs:
     """Memory for packed weights in large blocks that the system may back with huge pages.
 
     A pass reads every weight once: with 4 KiB pages each 64th line starts with a page walk, a long
-    one in a virtual machine (measured: docs/experiments.md).
+    one in a virtual machine (measured: lab/notes/decode-loop.md).
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ class M2R2DecodeConfig(StreamDecodeConfig):
     chooses them. With one gate, a drafted token that passes is emitted without verification where
     all before it in the draft are emitted.
     exit_score: what is compared with them: confidence (the sharpened top-1 probability) or arla.
-    On the accelerators measured so far the confidence knows better (docs/results.md).
+    On the accelerators measured so far the confidence knows better (lab/results/README.md).
     kv: with several gates, what later tokens read of the layers that a token skipped: deferred
     (exact, computed with the next token that goes as deep) or propagate (from the exit's residual).
     """

@@ -1,0 +1,47 @@
+"""The README's block: one table of seven rows."""
+
+from __future__ import annotations
+
+from render.common import OWN, load, processor, same_text, table, times
+
+M2R2_OWN = "m2r2-carry:lookup=0" + OWN
+ROWS = {
+    "generate": "`transformers` `generate`",
+    "llamacpp-q4_0": "llama.cpp, weights requantised to Q4_0",
+    "autoregressive": "multirate, plain loop",
+    f"sam{OWN}": "text lookup alone",
+    f"eagle3{OWN}": "EAGLE-3's drafts alone",
+    M2R2_OWN: "M2R2's drafts alone",
+    "m2r2-carry": "M2R2 + text lookup + two-stage verification",
+}
+"""A row's speedup comes from what its name says and from nothing else."""
+
+
+def block() -> list[str]:
+    """The table, and the line under it."""
+    run, equal = load("mt_bench_smollm2"), load("equal_training_gpu")
+    rows = {row["method"]: row for row in run["rows"]}
+    lines = []
+    for method, name in ROWS.items():
+        row = rows[method]
+        same = same_text([row], run["prompts"])
+        if not row["lossless"]:
+            same += "; own 4-bit arithmetic"
+        elif row["near_ties"]:
+            same = f"{same.replace(',', ';').replace('near-ties', 'bf16 near-ties')}"
+        trained = run["accelerators"].get(method.split(":")[0])
+        need = "no" if trained is None else f"yes ({trained['tokens'] / 1e6:.1f}M tokens)"
+        cells = f"{row['tokens_per_second']:.0f}", times(row["speedup"]), need, same
+        lines.append((name, *cells))
+    ahead = {row["method"]: times(row["speedup"]) for row in equal["rows"]}
+    return [
+        table(("method", "tokens/s", "speedup", "needs training", "same text"), lines),
+        f"SmolLM2-135M-Instruct on {run['prompts']} MT-Bench prompts, {run['threads']} threads of "
+        f"an {processor(run)}, {str(run['date'])[:10]}, {run['dtype']}, batch {run['batch']}, "
+        f"greedy, up to {run['max_new_tokens']} new tokens; {len(run['loops'])} prompts whose "
+        "answers end in loops are left out. Speedup is over multirate's plain loop. EAGLE-3 had "
+        "less training than M2R2 here; after equal GPU time its drafts are ahead "
+        f"({ahead[f'eagle3{OWN}']}, M2R2's {ahead[M2R2_OWN]}). "
+        "Reproduce: `bash lab/recipes/smollm2/lossless.sh EVAL runs/lossless mt_bench`. "
+        "[All results](lab/results/README.md).",
+    ]

@@ -72,22 +72,26 @@ LINKS = (
 )
 
 
+CODE_OR_LINK = re.compile(r"`[^`]+`|\[[^\]]*\]\([^)]*\)")
+
+
+def wrapped(part: str) -> str:
+    """A paragraph or a line of a list in lines of 118 characters, no code or link broken."""
+    whole = CODE_OR_LINK.sub(lambda found: found[0].replace(" ", "\0"), part)
+    indent = "  " if part.startswith("- ") else ""
+    return textwrap.fill(
+        whole, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ).replace("\0", " ")
+
+
 def join(parts: Iterable[str]) -> str:
-    """Paragraphs wrapped, tables and code as they are, no empty line between a list's lines."""
-    text, last_listed = "", False
+    """One text: tables and code as they are, no empty line between the lines of a list."""
+    text, last = "", ""
     for part in parts:
-        listed = part.startswith("- ")
-        if not part.startswith(("|", "```", "<!--")):
-            part = _UNBROKEN.sub(lambda found: found[0].replace(" ", "\0"), part)
-            part = textwrap.fill(part, 118, subsequent_indent="  " * listed, **_WHOLE_WORDS)
-        part = part.replace("\0", " ")
-        text += ("\n" if listed and last_listed else "\n\n" if text else "") + part
-        last_listed = listed
+        text += "\n" if part.startswith("- ") and last.startswith("- ") else "\n\n" if text else ""
+        text += part if part.startswith(("|", "```", "<!--")) else wrapped(part)
+        last = part
     return text
-
-
-_UNBROKEN = re.compile(r"`[^`]+`|\[[^\]]*\]\([^)]*\)")  # code, links
-_WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def page() -> str:

@@ -32,8 +32,11 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "lab/notes").glob("*.md"),
+    ROOT / "lab/results/README.md",
 ]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)")
+SCRIPT = re.compile(r"\b(?:bash|python) ((?:lab|benchmarks)/[\w./-]+)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 NAMED_FILE = re.compile(r"`([\w./-]+\.(?:py|c|h|sh|md|json))`")
 FOLDERS = ("", "src/multirate", "src/multirate/csrc", "src/multirate/model", "docs")
 WRITTEN = ("out.json", "calibration.json", "tuned.json", "results.json", "report.html")
@@ -58,3 +61,20 @@ def test_every_file_that_a_page_names_exists() -> None:
             assert exists, f"{page.name} names {name}, which does not exist"
             found += 1
     assert found > 50
+
+
+def test_every_script_that_a_page_runs_exists() -> None:
+    scripts = {name: page for page in PAGES for name in SCRIPT.findall(page.read_text())}
+    assert scripts
+    for name, page in scripts.items():
+        assert (ROOT / name).exists(), f"{page.name} runs {name}"
+
+
+def test_the_results_page_links_to_its_own_headings() -> None:
+    text = (ROOT / "lab/results/README.md").read_text()
+    anchors = {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(text)
+    }
+    linked = set(re.findall(r"\]\(#([\w-]+)\)", text))
+    assert linked
+    assert linked <= anchors

@@ -1,4 +1,4 @@
-"""The README states what the committed results say, and its commands exist."""
+"""The README and the results page state what the committed results say; their commands exist."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ def test_figures_are_the_committed_results():
     assert done.returncode == 0, done.stderr
 
 
-def test_every_multirate_command_of_the_readme_exists():
-    used = set(
-        re.findall(r"^multirate (\w+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    )
+@pytest.mark.parametrize("page", ["README.md", "lab/results/README.md"])
+def test_every_multirate_command_of_a_page_exists(page: str):
+    used = set(re.findall(r"^multirate (\w+)", (ROOT / page).read_text(), flags=re.MULTILINE))
     assert used
     for command in used:
         assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0

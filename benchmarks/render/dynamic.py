@@ -82,9 +82,10 @@ def dynamic_compute() -> Section:
     return Section(
         "Dynamic compute",
         [
-            f"MT-Bench: {setting(run)} This mode is lossy. In brackets: how much it keeps, the share of an answer's tokens "
-            "that the full model picks after the same text, averaged over prompts. Each cell is "
-            "the fastest setting that keeps the share in its column's head without adding loops. "
+            f"MT-Bench: {setting(run)} This mode is lossy. In brackets: how much it keeps, the "
+            "share of an answer's tokens that the full model picks after the same text, averaged "
+            "over prompts. Each cell is the fastest setting that keeps the share in its column's "
+            "head without adding loops. "
             "The drafting rows verify with the quantised copy; where the copy's two best logits "
             "are close (`margin`), the full-precision weights decide. Below 98% only M2R2 gets "
             "faster, because it can emit confident drafts unverified.",

@@ -115,7 +115,8 @@ def _runs(titles: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 def _rates(runs: dict[str, dict[str, Any]]) -> str:
     """The plain loop's tokens per second: the range, batches apart."""
-    single, batched = [], []
+    single: list[float] = []
+    batched: list[float] = []
     for run in runs.values():
         plain = next(row for row in run["rows"] if row["method"] == PLAIN)
         (batched if run["batch"] > 1 else single).append(plain["tokens_per_second"])

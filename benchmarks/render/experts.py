@@ -89,8 +89,8 @@ def from_disk() -> Section:
             f"larger experts ({large['record_bytes'] / 1e6:.1f} MB each, "
             f"{large['experts_bytes'] / 1e6:.0f} MB); MT-Bench, bf16, batch 1, two threads of an "
             f"{machine(small)}, its own disk. Cells: speedup over `on_demand` ({_rates(small)} and "
-            f"{_rates(large)} tokens/s) with that share of the experts in memory. Prefetching is "
-            "at best slightly faster than a good cache here, because the disk is already busy.",
+            f"{_rates(large)} tokens/s) with that share of the experts in memory. Prefetching "
+            "gains about 10% over the best cache at most, because the disk is already busy.",
             table(("policy", *heads), lines),
             f"The text is {'the same' if same else 'NOT THE SAME'} under every policy. The "
             f"accelerated residual {_predictions(small)} (small experts). With all experts in "

@@ -140,7 +140,8 @@ def other_suites() -> Section:
             "Spec-Bench and HumanEval. With lookup and two-stage verification M2R2, EAGLE and "
             "EAGLE-3 are within 5% of each other on every suite, and text lookup alone is 3% to "
             "5% behind the fastest row, on GSM8K 17%. At temperature 1 every method draws the "
-            f"same text for a seed. The plain loop makes {_rates(runs)}. {all_same(*runs.values())}",
+            f"same text for a seed. The plain loop makes {_rates(runs)}. "
+            f"{all_same(*runs.values())}",
             speeds_table(runs, ALONE, OWN, "one-stage"),
             speeds_table(runs, ALONE, "", "two-stage"),
             "Spec-Bench by kind of prompt, decoding only (no prompt passes):",

@@ -62,7 +62,7 @@ READING = (
     "- Each figure is one run on a shared machine and varies by about 5%. Compare within a table, "
     "not between tables.",
     "- In commands, EVAL and DATA are folders of data sets that you download; the first lines of "
-    "each script list them. `question.jsonl` is MT-Bench's.",
+    "each script list them. `question.jsonl` is the suite's question file.",
 )
 LINKS = (
     "---",

@@ -7,9 +7,9 @@ from render.common import OWN, load, processor, same_text, table, times
 M2R2_OWN = "m2r2-carry:lookup=0" + OWN
 ROWS = {
     "generate": "`transformers` `generate`",
-    "llamacpp-q4_0": "llama.cpp, weights requantised to Q4_0",
-    "autoregressive": "multirate, plain loop",
-    f"sam{OWN}": "text lookup alone",
+    "llamacpp-q4_0": "llama.cpp, 4-bit weights (Q4_0)",
+    "autoregressive": "multirate without drafts",
+    "sam": "text lookup + two-stage verification (the default)",
     f"eagle3{OWN}": "EAGLE-3's drafts alone",
     M2R2_OWN: "M2R2's drafts alone",
     "m2r2-carry": "M2R2 + text lookup + two-stage verification",
@@ -36,12 +36,10 @@ def block() -> list[str]:
     ahead = {row["method"]: times(row["speedup"]) for row in equal["rows"]}
     return [
         table(("method", "tokens/s", "speedup", "needs training", "same text"), lines),
-        f"SmolLM2-135M-Instruct on {run['prompts']} MT-Bench prompts, {run['threads']} threads of "
-        f"an {processor(run)}, {str(run['date'])[:10]}, {run['dtype']}, batch {run['batch']}, "
-        f"greedy, up to {run['max_new_tokens']} new tokens; {len(run['loops'])} prompts whose "
-        "answers end in loops are left out. Speedup is over multirate's plain loop. Text lookup "
-        f"with two-stage verification, untrained, has {times(rows['sam']['speedup'])}. EAGLE-3 had "
-        "less training than M2R2 here; after equal GPU time its drafts are ahead "
+        f"SmolLM2-135M-Instruct, {run['prompts']} MT-Bench prompts ({len(run['loops'])} more end "
+        f"in loops and are left out), {run['threads']} threads of an {processor(run)}, "
+        f"{str(run['date'])[:10]}, {run['dtype']}, greedy, up to {run['max_new_tokens']} tokens. "
+        "EAGLE-3 had less training here; after equal GPU time its drafts are ahead "
         f"({ahead[f'eagle3{OWN}']}, M2R2's {ahead[M2R2_OWN]}). "
         "Reproduce: `bash lab/recipes/smollm2/lossless.sh EVAL runs/lossless mt_bench`. "
         "[All results](lab/results/README.md).",

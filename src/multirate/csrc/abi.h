@@ -1,19 +1,20 @@
-// The contract of the kernel: every structure and function that Python uses, defined here and
-// nowhere else. Python reads this file with cffi (model/native/abi.py), so it holds plain C only:
-// structures, enumerations, prototypes and constants that are integers. Preprocessor lines other
-// than these constants are for the compiler and are dropped by Python.
+// The contract of the kernel: every structure and function that Python uses is defined here and
+// nowhere else. Python parses this file with cffi (model/native/abi.py). Use plain C only:
+// structures, enumerations, prototypes and integer constants. Python drops all other preprocessor
+// lines.
 //
-// [n, d] after a pointer is the shape of what it points to, row-major. Sizes are in elements.
+// [n, d] after a pointer is the shape of the array it points to, row-major. Sizes are in elements.
+// The caller must keep pointed-to buffers alive. docs/kernel.md explains the words.
 #ifndef MULTIRATE_ABI_H
 #define MULTIRATE_ABI_H
 #include <stdint.h>
 #pragma GCC visibility push(default)
 
-#define MAX_ROWS 60            // of one pass; longer calls run in parts. Whole tiles of 6
-#define MAX_NODES 63           // of a draft tree: the bits of Rows.tree that are of use
+#define MAX_ROWS 60            // of one slice; longer passes run in slices. Whole tiles of 6
+#define MAX_NODES 63           // of a draft tree: the usable bits of Rows.tree
 #define MAX_CANDIDATES 17      // tokens that one node of a draft may propose
 #define CONFIDENCE_BINS 10     // of acceptance_statistics.py's Calibration …
-#define CALIBRATION_STRENGTH 4 // … and the tries that a confidence counts as there
+#define CALIBRATION_STRENGTH 4 // … and the tries that its prior counts as
 #define MAX_TAPS 4             // layers whose residuals a draft may read
 #define MAX_RANK 4096          // of a low-rank site with gate and up stacked
 #define MAX_HEAD_DIM 256
@@ -28,9 +29,9 @@ typedef uint16_t bf16;
 #define WEIGHTS_INT12 2 // the same integers, where they fit; where mr_int12_products() is 1
 #define WEIGHTS_INT8 3
 #define WEIGHTS_W8A8 4  // w8a8.c; where mr_byte_products() is 1
-#define WEIGHTS_W8A16 5 // the same weights, for rows of two times 8 bits
+#define WEIGHTS_W8A16 5 // the same weights, for 16-bit rows in two int8 limbs
 #define WEIGHTS_W4A8 6  // w4a8.c; where mr_byte_products() is 1
-#define WEIGHTS_W4A16 7 // the same weights, for rows of two times 8 bits
+#define WEIGHTS_W4A16 7 // the same weights, for 16-bit rows in two int8 limbs
 #define W8_BLOCK 32     // inputs that share a scale in these four
 
 #define NARROW_PENDING 8 // of struct Narrow
@@ -39,30 +40,30 @@ typedef uint16_t bf16;
 typedef struct {
     const uint32_t *weight;
     const float *bias;       // [outputs] or NULL
-    const float *scale;      // [outputs] of integer weights, else NULL; w8a8.c, w4a8.c have others
+    const float *scale;      // [outputs] for integer weights, else NULL; w8a8.c, w4a8.c differ
     int32_t inputs, outputs; // outputs is padded to a multiple of 64 by the packer
     int32_t format;          // of the weights
 } Linear;
 
-// Weights as a model has them.
+// Weights as they are in the model.
 typedef struct {
-    const void *values; // [outputs, inputs] bf16, or fp32 where `wide`
+    const void *values; // [outputs, inputs] bf16, or fp32 if `wide`
     int32_t wide, outputs, inputs;
 } Unpacked;
 
-// A copy of a head in 8 bits, by which screen.c finds its likeliest token without reading all of
-// it. w: the weights of an output as the head multiplies them; ŵ: the copy's.
+// An 8-bit copy of a head, with which screen.c finds the best token without reading the whole head.
+// w: the weights of an output as the head multiplies them; ŵ: the copy's.
 typedef struct {
     Linear linear;      // WEIGHTS_W8A8, with the head's bias
-    const float *error; // [outputs] ‖w − ŵ‖, or more
-    const float *norm;  // [outputs] ‖ŵ‖, or more
+    const float *error; // [outputs] an upper bound of ‖w − ŵ‖
+    const float *norm;  // [outputs] an upper bound of ‖ŵ‖
 } Screen;
 
 // A low-rank update B(A x) beside a linear layer. rank 0: none.
 typedef struct {
     Linear a, b;
     int32_t rank;
-    int32_t silu; // whether SiLU lies between A and B
+    int32_t silu; // whether SiLU is applied between A and B
 } LowRank;
 
 // The low-rank updates of one layer. mlp: beside the whole MLP.
@@ -70,25 +71,25 @@ typedef struct {
     LowRank q, o, gate_up, down, mlp; // gate_up: A stacks gate's and up's, B is block-diagonal
 } Adapter;
 
-// What is read by a row's position. The tables may be exchanged for longer ones between calls.
+// Tables indexed by a row's position. They may be replaced by longer ones between calls.
 typedef struct {
     const float *cos, *sin;   // [positions, Shape.rotary / 2]; NULL: nothing is rotated
-    const float *query_scale; // [positions] what queries are multiplied by; NULL: nothing
+    const float *query_scale; // [positions] factors of queries; NULL: none
 } Positions;
 
 typedef struct {
     Linear qkv, o;                          // queries, then keys, then values
     Linear gate_up, down;                   // weight NULL: attention alone; 32 gates, 32 ups, …
-    const float *norm_attention, *norm_mlp; // [hidden] of what they read; NULL: x as it is
-    const float *norm_attention_out;        // [hidden] of what attention adds to x; NULL: as it is
-    const float *norm_mlp_out;              // [hidden] of what the MLP adds
-    const float *norm_beside; // [hidden] where attention reads a second row of `hidden` values, so
-                              // normed, and then x: qkv has 2 · hidden inputs. NULL: only x
-    const float *q_norm, *k_norm; // [head_dim] of each head; NULL: none
-    int32_t norm_all_heads;       // whether they are of all heads of a row together instead:
+    const float *norm_attention, *norm_mlp; // [hidden] norms of their inputs; NULL: none
+    const float *norm_attention_out;        // [hidden] norm of what attention adds to x; NULL: none
+    const float *norm_mlp_out;              // [hidden] norm of what the MLP adds
+    const float *norm_beside; // [hidden] not NULL: attention reads a second row of `hidden` values,
+                              // normed by this, and then x; qkv has 2 · hidden inputs
+    const float *q_norm, *k_norm; // [head_dim] norms per head; NULL: none
+    int32_t norm_all_heads;       // one norm over all heads of a row instead:
                                   // [heads · head_dim], [kv_heads · head_dim]
-    int32_t norm_after_rotary;    // whether a head is normed when it has been rotated
-    const Positions *positions;   // tables that have all positions of the rows
+    int32_t norm_after_rotary;    // heads are normed after rotation
+    const Positions *positions;   // covers all positions of the rows
     int32_t window;               // positions that a row sees; 0: all before it
 } Layer;
 
@@ -97,11 +98,11 @@ typedef struct {
 
 typedef struct {
     int32_t hidden, heads, kv_heads, head_dim, intermediate, vocab;
-    int32_t rotary;     // dimensions of a head that are rotated: the first ones
+    int32_t rotary;     // so many first dimensions of a head are rotated
     int32_t activation; // of the gates
     float eps, attention_scale;
-    float embed_scale;    // of the embedding's rows, as they enter layer 0
-    float residual_scale; // of what attention and the MLP add to x
+    float embed_scale;    // factor of embeddings as they enter layer 0
+    float residual_scale; // factor of what attention and the MLP add to x
 } Shape;
 
 // Keys and values of one layer (attention.c draws them).
@@ -112,80 +113,81 @@ typedef struct {
 
 // ---- rows ---------------------------------------------------------------------------------------
 
-// What each row of a call is, where it writes and what it sees: model/rows.py. Arrays: [count].
-// Rows are ordered so that none sees a slot that a later one writes.
+// What each row is, where it writes and what it sees (model/rows.py). Arrays: [count].
+// No row sees a slot that a later row writes.
 typedef struct {
     const int32_t *seq;     // sequence of the cache
     const int32_t *slot;    // where its keys and values go; -1: nowhere
     const int32_t *pos;     // rotary position
     const int32_t *prefix;  // it sees slots [0, prefix) of its sequence …
     const int64_t *tree;    // … and slot prefix + k for every bit k
-    const uint8_t *adapted; // whether low-rank adapters apply to it; NULL: to none
+    const uint8_t *adapted; // whether it is an adapter row; NULL: none is
     int32_t count;
-    int32_t capacity; // slots of a sequence in the cache
+    int32_t capacity; // slots per sequence in the cache
 } Rows;
 
-// Which rows pass a layer by: those with weight · x / RMS(x) + bias of at least a limit.
+// Which rows skip a layer: those with weight · x / RMS(x) + bias of at least a limit.
 typedef struct {
     const float *weight; // [hidden]; NULL: none does
     float bias;
-    int32_t *slots; // [sequences] tokens that have run the layer: where the next one's keys and
-                    // values go
+    int32_t *slots; // [sequences] how many tokens have run the layer, which is the slot for the
+                    // next one's keys and values
 } PassBy;
 
 // ---- sampling -----------------------------------------------------------------------------------
 
-// The random numbers that are added to the logits of one place of a sequence before their argmax is
-// taken (model/noise.py says what they are).
+// The random numbers added to the logits at one place of a sequence before the argmax
+// (model/noise.py defines them).
 typedef struct {
-    const int32_t *table; // [2, NOISE_KNOTS] by the distance of a uniform number to 0 and to 1
+    const int32_t *table; // [2, NOISE_KNOTS] indexed by a uniform number's distance to 0 and to 1
     uint64_t key;         // of the sequence
     int64_t place;        // in it
     float unit;           // of the table's numbers, a power of two
-    float scale;          // the temperature, which is in them
+    float scale;          // the temperature; the table's numbers include it
 } Noise;
 
 // ---- drafts and speculative steps ---------------------------------------------------------------
 
-// What drafts: the model's own first layers with adapters, a carried residual, a block of its own.
+// A draft branch: the model's first layers with adapters, a carried residual, an extra block.
 typedef struct {
     const Shape *shape;
     const Layer *layers;
     const Adapter *const *adapters; // [layers], or NULL: none
     const bf16 *table;              // [vocab, hidden] the embedding
-    Linear carry;                   // of the carried residual; weight NULL: there is none
+    Linear carry;                   // applied to the carried residual; weight NULL: none
     const float *carry_norm;        // [hidden]
-    Linear fuse_stream;             // after the exit layer the stream becomes this of itself …
-    Linear fuse_carried;            // … plus this of the carried residual; weight NULL: as it is
+    Linear fuse_stream;             // after the exit layer, x = fuse_stream(x) …
+    Linear fuse_carried;            // … + fuse_carried(carried residual); weight NULL: no fusion
     const float *fuse_stream_norm, *fuse_carried_norm; // [hidden]
     const Shape *block_shape;                          // NULL: no block after the exit layer
-    const Layer *block;                                // one layer with keys and values of its own
+    const Layer *block;                                // one layer with its own keys and values
     const float *norm_out; // [hidden] an RMSNorm after the block, or NULL
-    const Layer *merged;   // of exit layer 1: layer 0 with the adapters added to its weights, its
-                           // keys and values the model's. Target rows of a draft then leave only
-                           // these. NULL: the layers with adapters beside them
+    const Layer *merged;   // for exit layer 1: layer 0 with the adapters added to its weights; its
+                           // keys and values stay the model's, and the target rows of a draft
+                           // leave only these. NULL: adapters run beside the layers
     float carry_eps;
-    int32_t exit_layer; // layers [0, exit_layer) draft; verification goes on from there
-    int32_t taps[MAX_TAPS], tap_count; // what is carried of a verified token is not h_L, but …
-    Linear features;        // … this of the residuals entering these layers, side by side
-    int32_t features_added; // … or it is added to h_L
-    const float *norm_in;   // [hidden] of the carried residual where it is the block's x (the
-                            // block's attention reads the embedding beside it); NULL: as it is
+    int32_t exit_layer; // layers [0, exit_layer) draft; verification continues from there
+    int32_t taps[MAX_TAPS], tap_count; // a verified token carries not h_L but …
+    Linear features;        // … features(residuals that enter the layers `taps`, concatenated) …
+    int32_t features_added; // … or, if set, h_L plus that
+    const float *norm_in;   // [hidden] norm of the carried residual where that is the block's x
+                            // (its attention reads the embedding beside it); NULL: none
 } Stream;
 
-// Drafts looked up in the text (ngram.c).
+// Drafts from text lookup (ngram.c). Longer matches in the text are reported as `longest`; matches
+// in given texts as `longest` + their length.
 typedef struct {
-    int32_t longest;              // the longest match in the text that is told; 0: no look-up
+    int32_t longest;              // 0: no lookup
     const double *first_accepted; // [longest + 1, and GIVEN_LONGEST more with given texts] by
-                                  // matched length as it is told: the chance that the first token
-                                  // is accepted, given that the draft's best is the same …
-    const double *first_against;  // … or another one
-    const double *next_accepted;  // that each next one is
-    double draft_accepted;        // that the next level of the stream's own draft is
+                                  // reported length: the chance that the first token is accepted
+                                  // if the branch's best token is the same …
+    const double *first_against;  // … and if it is another one
+    const double *next_accepted;  // the chance that each further token is accepted
+    double draft_accepted;        // the chance for the next level of the branch's own draft
 } NgramLimits;
 
-// The chance that the stream's best token is the target model's, of its output x: sigmoid(out ·
-// silu(W n + bias) + out_bias) with n = x / rms(x) (ARLA of one gate).
+// ARLA of one exit layer: the chance that the branch's best token is the model's, from its output
+// x: sigmoid(out · silu(W n + bias) + out_bias) with n = x / rms(x).
 typedef struct {
     const float *weight;     // [latent, hidden] W, the final norm's weights multiplied in
     const float *bias, *out; // [latent]
@@ -193,157 +195,153 @@ typedef struct {
     int32_t latent;
 } Arla;
 
-// Which drafted tokens are emitted whatever the target model says of them (dynamic mode, lossy):
-// the stream's best ones whose score is at least `least`.
+// Which drafted tokens are accepted without verification (dynamic mode, lossy): the branch's best
+// tokens whose score is at least `least`.
 typedef struct {
     double least;
-    const Arla *arla; // what scores; NULL: the token's probability, before calibration
-    int32_t nodes;    // so many trusted nodes, at most, come on top of DraftLimits.nodes
+    const Arla *arla; // gives the score; NULL: the token's probability, before calibration
+    int32_t nodes;    // at most so many such nodes on top of DraftLimits.nodes
 } Trust;
 
-// A copy of the model's weights in 8 bits, which verifies before they do (dynamic mode, lossy).
+// The quantised copy of the model, which verifies first: in two-stage verification, and with a
+// margin (dynamic mode, lossy).
 typedef struct {
     const Layer *layers;
     const Linear *head;
-    const bf16 *exact_head; // [vocab, hidden] as SpeculativeStep's
-    int32_t drawn;          // whether it verifies steps with noise, too
-    float margin;    // a row that is reached, and whose two best logits are less than this apart,
-                     // runs again with the model's own weights
-    int32_t refresh; // a pass of the model's own weights has so many rows where there are enough:
-                     // those that run again, and the newest of the text that have not (deferred
-                     // exact keys and values); at most NARROW_PENDING
+    const bf16 *exact_head; // [vocab, hidden] as in SpeculativeStep
+    int32_t drawn;          // whether it verifies rounds with noise as well
+    float margin;    // a reached row whose two best logits are closer than this is re-checked with
+                     // the full-precision weights
+    int32_t refresh; // target size of a re-check pass: re-checked rows, filled up with the newest
+                     // pending tokens (deferred exact keys and values); at most NARROW_PENDING
     float *hidden;   // [nodes + 1 + NARROW_PENDING, hidden], and …
     float *features; // … [., taps, hidden], and …
-    float *logits;   // … [., head->outputs] of rows that run again
-    int64_t pending[NARROW_PENDING]; // tokens whose keys and values are the narrow copy's, the
-                                     // newest last …
-    int32_t slots[NARROW_PENDING];   // … and where they are
+    float *logits;   // … [., head->outputs] of re-checked rows
+    int64_t pending[NARROW_PENDING]; // tokens whose keys and values are the copy's, newest last …
+    int32_t slots[NARROW_PENDING];   // … and their slots
     int32_t pending_count;
 } Narrow;
 
-// How far a draft tree grows. Thresholds are of path probability: the product of the draft's
-// probabilities from the last token down to a node, in which trusted tokens count as certain.
-// capacity: nodes + trust->nodes.
+// How far a draft tree grows. Thresholds are path probabilities: the product of the branch's
+// probabilities from the last token down to a node, where unverified tokens (Trust) count as
+// certain. capacity: nodes + trust->nodes.
 typedef struct {
-    int32_t depth, width, nodes;    // of the stream's levels and of all; trusted nodes not counted
-    int32_t deepest;                // the deepest node that is of use, at most capacity
-    int32_t top;                    // candidates of a node, at most MAX_CANDIDATES
-    const double *draft_threshold;  // [capacity] least for the n-th node to be drafted from …
-    const double *verify_threshold; // [capacity] … and to be verified; not falling
-    double sharpness;               // the draft's logits are multiplied by it
+    int32_t depth, width, nodes;    // levels, nodes per level and nodes, at most, without Trust's
+    int32_t deepest;                // the deepest useful node, at most capacity
+    int32_t top;                    // candidates per node, at most MAX_CANDIDATES
+    const double *draft_threshold;  // [capacity] least to draft from the n-th node …
+    const double *verify_threshold; // [capacity] … and to verify it; not falling
+    double sharpness;               // factor of the branch's logits
     double min_probability;         // a node whose own is lower is not drafted from
     const double *tries;            // [CONFIDENCE_BINS] drafted nodes by confidence, and how many
     const double *hits;             // of them were accepted (Calibration); NULL: probabilities
-                                    // are taken as they are
-    const Noise *noise;             // of the token after the last one; each level's is added to
-                                    // the draft's logits. NULL: nothing is
-    int32_t stream;                 // 0: this step's draft is the text's continuation or nothing
+                                    // are used as they are
+    const Noise *noise;             // for the token after the last one; each level adds its own to
+                                    // the branch's logits. NULL: none
+    int32_t stream;                 // 0: the draft is the text's continuation or nothing
     const Trust *trust;             // NULL: every token is verified
     NgramLimits ngram;
 } DraftLimits;
 
-// A suffix automaton of a text (automaton.c). memory and room are its maker's.
+// A suffix automaton of a text (automaton.c). The caller provides memory and room.
 typedef struct {
     int32_t *memory;              // [mr_automaton_words(room)]
-    int32_t room;                 // tokens that it can take
+    int32_t room;                 // in tokens
     int32_t count, states, edges; // so far
     int32_t last;                 // the state of the whole text
 } Automaton;
 
-// Of matches in given texts, in tokens; decoding/given_texts.py has all three, too.
+// Lengths of matches in given texts, in tokens; the same three are in decoding/given_texts.py.
 #define GIVEN_LEAST 2
 #define GIVEN_LONGEST 12
-#define OWN_LEAST 2 // a match of so many tokens in the text itself goes before any in given ones
+#define OWN_LEAST 2 // a match of so many tokens in the text itself takes precedence
 
 // Other texts that drafts are copied from (given.c).
 typedef struct {
     const int32_t *tokens; // [count] one text after another
-    const int32_t *order;  // [count] their places, sorted by the tokens that begin there
+    const int32_t *order;  // [count] positions, sorted by the tokens that begin there
     int32_t count;
 } GivenTexts;
 
-// The text that drafts look themselves up in, and where the nodes of the last draft came from.
+// The text that drafts are looked up in, and where the nodes of the last draft came from.
 typedef struct {
-    int32_t *tokens; // [count + nodes + 1 at least] all so far; drafts are written after it
+    int32_t *tokens; // [count + nodes + 1 at least] all so far; drafts are written behind it
     int32_t count;
-    Automaton *automaton;    // finds matches of any length; it takes the text in when it is asked.
+    Automaton *automaton;    // finds matches of any length; it reads new text when it is queried.
                              // NULL: the text is searched for n-grams
-    const GivenTexts *given; // looked up, too; or NULL
-    int32_t drafted;         // out: nodes that the stream drafted from
-    int32_t continued;       // out: nodes of its continuation, numbered after these
-    int32_t matched;         // out: the length of its match; 0: there was none
+    const GivenTexts *given; // other texts to search as well, or NULL
+    int32_t drafted;         // out: nodes that the branch drafted on from
+    int32_t continued;       // out: nodes from the text, numbered after these
+    int32_t matched;         // out: the length of the match; 0: none
 } Text;
 
-// A speculative step of one sequence (speculative.c), and the memory it works in. The next step
-// enters with what this one left in `ids` and `carried`.
+// A round of one sequence (speculative.c), and the memory it works in. The next round starts with
+// what this one left in `ids` and `carried`.
 typedef struct {
-    const Stream *stream; // without a draft_head only the text is looked up
+    const Stream *stream; // without a draft_head, only the text is looked up
     const LayerCache *caches, *block_cache;
     const Linear *draft_head, *head;
-    const float *draft_norm, *norm; // [hidden] before each
+    const float *draft_norm, *norm; // [hidden] before each head
     const int64_t *token_map;       // [draft_vocab] the id of each output of draft_head, or NULL
-    const bf16 *exact_head; // [draft_vocab, hidden] what draft_head is a narrow copy of: it has the
-                            // last word on the likeliest tokens' logits. NULL: nothing has
-    int64_t *ids;       // [nodes + 1] in: tokens to refresh, then the last token; out: the emitted
-    float *carried;     // [nodes + 1, hidden] in: of each of ids; out: of the accepted path. NULL:
-                        // nothing is carried
-    int64_t *tokens;    // [nodes] the draft
-    int32_t *parents;   // [nodes]
-    double *confidence; // [nodes] out: what the stream gave each node, before calibration; -1: not
-                        // its node. NULL: not told
+    const bf16 *exact_head; // [draft_vocab, hidden] the bf16 rows of draft_head, with which the
+                            // best tokens' logits are rescored. NULL: they are not
+    int64_t *ids;     // [nodes + 1] in: pending tokens, then the last token; out: emitted tokens
+    float *carried;   // [nodes + 1, hidden] in: for each of ids; out: for the accepted path. NULL:
+                      // nothing is carried
+    int64_t *tokens;  // [nodes] the draft
+    int32_t *parents; // [nodes]
+    double *confidence; // [nodes] out: the branch's probability of each node, before calibration;
+                        // -1: a node from the text. NULL: not wanted
     float *hidden;      // [nodes + 1, hidden]
     float *features;    // [nodes + 1, taps, hidden] where the stream has taps
-    float *scratch;     // draft_tree's, and [nodes + 1, head->outputs] the logits of verification
+    float *scratch;     // for draft_tree, and [nodes + 1, head->outputs] logits of verification
     int32_t capacity, block_capacity, draft_vocab, layers, sequence;
-    int64_t trusted;         // out: bit n - 1: node n is emitted whatever the target model says
-    int64_t unverified;      // out: bit n: the n-th token that was emitted is such a node's
-    double refused;          // in, out: the highest score so far that was too low for trust
+    int64_t trusted;         // out: bit n - 1: node n is accepted without verification
+    int64_t unverified;      // out: bit n: the n-th emitted token comes from such a node
+    double refused;          // in, out: the highest score so far that was too low for Trust
     int32_t drafted, levels; // out: nodes and levels of the draft
-    double draft_seconds;    // out: what making it took
+    double draft_seconds;    // out: time for drafting
     int32_t accepted_drafted, accepted_continued; // out: of text.drafted and text.continued
-    int64_t best;            // out: the stream's best token after the last one; -1: it did not run
-    double best_probability; // out: its confidence, before calibration
-    Text text;               // tokens NULL: none. Emitted tokens are added
-    const Noise *noise;      // of the token after the last one: the target's tokens are drawn with
-                             // it. NULL: they are the likeliest
+    int64_t best;            // out: the branch's best token after the last one; -1: it did not run
+    double best_probability; // out: its probability, before calibration
+    Text text;               // tokens NULL: none. Emitted tokens are appended
+    const Noise *noise;      // for the token after the last one. NULL: greedy
     const Screen *screen;    // of `head`, or NULL
-    Narrow *narrow; // mr_speculative_step verifies with it where there is no noise, or it verifies
-                    // drawn tokens, too; or NULL
-    int32_t again;  // out: rows that ran again after it
+    Narrow *narrow; // the quantised copy, which then verifies (with noise only if narrow->drawn),
+                    // or NULL
+    int32_t again;  // out: rows re-checked after it
 } SpeculativeStep;
 
-#define MAX_STEPS 32 // of one call
+#define MAX_STEPS 32 // rounds of one call
 #define STEPS_END -2 // of Steps.by_match
 
-// One of several steps of a call, as SpeculativeStep has them.
+// One of several rounds of a call; the fields are SpeculativeStep's.
 typedef struct {
     int32_t emitted, drafted, levels, again;
     int64_t unverified;
 } StepDone;
 
-// Steps of a sequence in one call (speculative_run.c). The first one drafts as its caller says, the
-// others as the text's match says.
+// Several rounds of a sequence in one call (speculative_run.c). The caller decides what the first
+// one drafts; the match in the text decides for the others.
 typedef struct {
-    const int32_t *by_match; // [matches as they are told] how many tokens of the text's
-                             // continuation are the draft; -1: the stream drafts; STEPS_END: the
-                             // steps end before
-    int32_t tokens;          // the steps end when they have emitted so many …
-    const int64_t *ends;     // [end_count] … or one of these
+    const int32_t *by_match; // [reported match lengths] how many tokens of the text's continuation
+                             // are the draft; -1: the branch drafts; STEPS_END: stop before
+    int32_t tokens;          // stop after so many emitted tokens …
+    const int64_t *ends;     // [end_count] … or after one of these
     int32_t end_count;
     int32_t limit;      // tokens that may be emitted, less the one after a draft
-    int32_t depth;      // levels of a stream's draft, at most …
-    int32_t deepest;    // … and the depth of any node of it
-    int32_t streams;    // whether the stream may draft; the steps end where it should and may not
-    int32_t waits;      // tokens that the stream has not read wait for its next draft in ids and
-                        // carried, …
-    int32_t most;       // … about so many of them: the steps end when there are more
+    int32_t depth;      // levels of a branch's draft, at most …
+    int32_t deepest;    // … and the depth of any node of it, at most
+    int32_t streams;    // whether the branch may draft; otherwise stop where it would
+    int32_t waits;      // tokens that the branch has not read are kept in ids and carried …
+    int32_t most;       // … about so many at most: stop when there are more
     int64_t *emitted;   // [tokens + nodes + 1] out
     int64_t *draft;     // [nodes], and …
     int32_t *parents;   // … [nodes], and …
-    double *confidence; // … [nodes] memory for the others' drafts: of the first step's all is told
+    double *confidence; // … [nodes] scratch for drafts after the first, whose results are kept
     StepDone done[MAX_STEPS]; // out
-    int32_t count;            // out: steps
-    int32_t entering;         // out: of ids, what the next step begins with
+    int32_t count;            // out: rounds
+    int32_t entering;         // out: how many of ids the next round starts with
 } Steps;
 
 // ---- mixtures of experts ------------------------------------------------------------------------
@@ -352,8 +350,8 @@ typedef struct {
     Linear gate_up, down; // as a layer's
 } Expert;
 
-// The neurons of each expert that matter most, and the mean of what the others add. It says where
-// the experts will move the residual before they are in memory.
+// The most important neurons of each expert, and the mean of what the others add. They predict
+// where the experts will move the residual before the experts are in memory.
 typedef struct {
     const LowRank *site;                  // beside the experts, or NULL
     const bf16 *gate, *up, *down, *means; // [experts, rows, hidden] each, and [experts, hidden]
@@ -370,24 +368,24 @@ typedef struct {
     int64_t calls, uses, hits, timely, late, wasted, issued, cancelled;
     int64_t demand_bytes, speculative_bytes, errors;
     double stall_seconds, predictor_seconds, read_seconds;
-} Counts; // experts/stats.py says of what
+} Counts; // explained in experts/stats.py
 
 typedef struct {
     double begin, end;
     int32_t kind, row, expert;
 } Event;
 
-// What Python sees and sets of an expert cache.
+// What Python reads and sets in an expert cache.
 typedef struct {
     Counts counts;
     int64_t token;
     int32_t row, last_row;       // running, and of the last call
-    int32_t depth, active;       // of the predictor, and whether it is asked
-    int32_t failed_key, failure; // after a failed read: whose, and its errno
+    int32_t depth, active;       // of the predictor, and whether it is used
+    int32_t failed_key, failure; // after a failed read: its key and errno
     Event *events;               // [event_count] where record is set
     int32_t event_count, record;
-    int32_t paused_layer; // the model's, where a pass that returned PAUSED goes on
-    int32_t predictor;    // which of several predictors is asked from the next pass on
+    int32_t paused_layer; // the model's layer at which a pass that returned PAUSED continues
+    int32_t predictor;    // which of several predictors to use from the next pass on
 } Controls;
 
 typedef struct Reads Reads;
@@ -400,13 +398,13 @@ typedef struct {
     const int32_t *future, *future_ends; // EVICT_BELADY: positions of each key's uses, rising;
                                          // where the next key's begin
     const uint32_t *checksums;           // [keys] crc32 of the records
-    uint8_t *checked;                    // [keys] whether a record's has been found right
+    uint8_t *checked;                    // [keys] whether the record's checksum was correct
 } ExpertCachePlan;
 
 typedef struct {
     int32_t kind, most_depth;
-    double threshold;            // the least share of a rank that must come true; 0: all are read
-    const LowRank *const *sites; // by residual: [layers][most_depth], near depth first
+    double threshold;               // the least share of a rank that must prove right; 0: read all
+    const LowRank *const *sites;    // by residual: [layers][most_depth], near depth first
     const PrunedPair *const *pairs; // [layers][most_depth] or NULL
     const PrunedExperts *pruned;    // by stream: [layers]
     const int32_t *layer_of;        // [rows]
@@ -444,25 +442,26 @@ typedef struct {
 // ---- functions ----------------------------------------------------------------------------------
 
 // What this build is.
-int mr_fixed_point(void);      // whether linear layers are best as WEIGHTS_INT16
+int mr_fixed_point(void);      // whether WEIGHTS_INT16 is the best format for linear layers
 int mr_integer_products(void); // whether they may be WEIGHTS_INT16 or WEIGHTS_INT8
 int mr_int12_products(void);   // whether they may be WEIGHTS_INT12
 int mr_byte_products(void);    // whether they may be WEIGHTS_W8A8, W8A16, W4A8, W4A16
 
-// workspace.c, threads.c. Calls with different workspaces may run side by side.
+// workspace.c, threads.c. Calls with different workspaces may run at the same time.
 typedef struct Workspace Workspace;
 Workspace *mr_workspace_open(int threads); // NULL: no memory
-// At most `threads`, fewer where these are faster; fixed: always as many.
+// At most `threads`, fewer if that is faster; fixed: always this many.
 void mr_workspace_set_threads(Workspace *work, int threads, int fixed);
-int mr_workspace_threads(const Workspace *work); // in use, trials of other numbers aside
-// thread_choice.c for tests: a call of `kind` took `seconds` and ended at `now`; how many threads,
-// of a trial perhaps, the next one uses.
+int mr_workspace_threads(const Workspace *work); // in use, apart from trials
+// For tests of thread_choice.c: a call of `kind` took `seconds` and ended at `now`; how many
+// threads the next call uses (perhaps in a trial).
 void mr_note_call(Workspace *work, uint64_t kind, double seconds, double now);
 int mr_next_threads(const Workspace *work);
 void mr_workspace_after_fork(Workspace *work);
 void mr_workspace_close(Workspace *work);
-// Seconds that its calls have spent so far; to [SPENT_KINDS]. Drafting; layers of a narrow copy and
-// of the model's own weights that verify, or are a plain pass; their heads and the tokens' choice.
+// Seconds that its calls have spent so far; to [SPENT_KINDS]. Drafting; verification and plain
+// passes in the layers of the quantised copy and of the full-precision weights; heads and choosing
+// tokens.
 #define SPENT_DRAFT 0
 #define SPENT_NARROW 1
 #define SPENT_OWN 2
@@ -471,15 +470,15 @@ void mr_workspace_close(Workspace *work);
 void mr_spent(const Workspace *work, double *to);
 void mr_after_fork(void);
 
-// pack.c: lays weights out as `format`, outputs padded with zeros to a multiple of 64. to: room for
-// them, whole cache lines. scale: Linear.scale's, NULL for WEIGHTS_BF16. nearest: of 4 bits,
-// whether any weights become the nearest such numbers. Returns 0, and has then written some, where
-// weights do not fit WEIGHTS_INT12, or are no numbers of 4 bits and not to become any.
+// pack.c: lays out weights as `format`, with outputs padded with zeros to a multiple of 64. to:
+// room for them in whole cache lines. scale: room for Linear.scale, NULL for WEIGHTS_BF16. nearest:
+// for 4-bit formats, round weights to the nearest 4-bit numbers. Returns 0, after writing a part,
+// if the weights do not fit WEIGHTS_INT12, or are no 4-bit numbers and `nearest` is not set.
 int mr_pack(Workspace *work, const Unpacked *from, int format, int nearest, void *to, void *scale);
-// Of a head: Screen's error and norm, [outputs] each, rounded up.
+// For a head: Screen's error and norm, [outputs] each, rounded up.
 void mr_screening_norms(Workspace *work, const Unpacked *from, float *error, float *norm);
 
-// gemm.c: y [count, out] (=, or += where add) W · (RMSNorm(x) or, where norm is NULL, x).
+// gemm.c: y [count, out] = (or += if add) W · RMSNorm(x), or W · x if norm is NULL.
 void mr_linear(Workspace *work, const Linear *linear, const float *x, const float *norm, float eps,
                int count, float *y, int add);
 
@@ -490,10 +489,10 @@ void mr_rotate(float *x, const float *cos, const float *sin, int d);
 // layers.c: layers [start, stop) on x [rows, hidden], in place.
 void mr_layers(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
                const Adapter *const *adapters, const Rows *rows, float *x, int start, int stop);
-// The keys and values of layers [start, stop) as if x entered each of them; x stays as it is.
+// The keys and values of layers [start, stop) as if x entered each of them; x does not change.
 void mr_fill_kv(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
                 const Rows *rows, float *x, int start, int stop);
-// passing.c: layers [0, count) on one row of each sequence, each row without those it passes by.
+// passing.c: layers [0, count) on one row of each sequence, each row without those it skips.
 // ran [rows]: how many layers each has run.
 void mr_passing_layers(Workspace *work, const Shape *shape, const Layer *layers,
                        const LayerCache *caches, const PassBy *by, float limit, float eps,
@@ -502,15 +501,15 @@ void mr_passing_layers(Workspace *work, const Shape *shape, const Layer *layers,
 void mr_move(const LayerCache *caches, int layers, int kv_heads, int head_dim, int capacity,
              int seq, const int32_t *from, const int32_t *to, int count);
 
-// head.c: embeddings, the likeliest tokens, a whole greedy pass.
-// A token's row of table [vocab, d]; of what is no token of the vocabulary, zeros.
+// head.c: embeddings, best tokens, a whole greedy pass.
+// A token's row of table [vocab, d]; zeros for ids outside the vocabulary.
 void mr_embed(const bf16 *table, int vocab, const int64_t *ids, int count, int d, float scale,
               float *x);
 // The k best of each row of logits [count, stride], first `vocab` of them, best first (ties: lower
 // id), and their probabilities under softmax(sharpness · logits): 0 where logits are no numbers.
 void mr_top(const float *logits, int count, int vocab, int stride, int k, float sharpness,
             int64_t *ids, float *probabilities);
-// These ids alone, the rows shared out among the threads.
+// The same ids without probabilities, the rows shared among the threads.
 void mr_best(Workspace *work, const float *logits, int count, int vocab, int stride, int k,
              int64_t *ids);
 // mr_top of head · RMSNorm(x) + noise[row] of the outputs' tokens token_map [vocab] (NULL: the
@@ -541,65 +540,63 @@ void mr_noisy_argmax(const float *logits, int count, int vocab, int stride, cons
 // going round at the end of the text. Returns the suffix's length; 0: not even the last token.
 int mr_ngram(const int32_t *text, int known, int count, int longest, int most, int64_t *to);
 // The longest end of the text and the `drafted` tokens written after it that ended before the
-// text's last token, by text->automaton or mr_ngram; `longest` and `to` as there. A match of more
-// tokens is told as one of `longest`. Of less than OWN_LEAST tokens, and where text->given has a
-// longer one: what follows there, told as a match of `longest` more tokens than it has.
+// text's last token, by text->automaton or mr_ngram; `longest` and `to` as there. A longer match is
+// reported as `longest`. If it has fewer than OWN_LEAST tokens and text->given has a longer one,
+// `to` is what follows there, and the length is reported as `longest` more than it is.
 int mr_look_up(const Text *text, int drafted, int longest, int most, int64_t *to);
 
-// automaton.c: the memory of an automaton for a text of `room` tokens, in int32, and beginning anew
-// in it.
+// automaton.c: the memory that an automaton needs for a text of `room` tokens, in int32, and a
+// fresh start in it.
 int64_t mr_automaton_words(int room);
 void mr_automaton_clear(Automaton *automaton);
 
-// draft.c: one level of a draft. ids [rows]: adapted rows of these tokens; of the last `fresh` the
-// target model runs a row, too. carried [rows, hidden] or NULL. x [fresh + rows, hidden] out: the
-// residuals of the target rows at the exit layer, then the stream's outputs, of use where a target
-// row runs, too: of the others the block's keys and values are all that comes of it. With merged
-// layers target rows leave their keys and values, as merged layers have them, and enter layer 0
-// again.
+// draft.c: one level of a draft. ids [rows]: tokens of adapter rows; the last `fresh` of them are
+// new and get a target row as well. carried [rows, hidden] or NULL. x [fresh + rows, hidden] out:
+// the target rows' residuals at the exit layer, then the branch's outputs, which are valid for new
+// rows; the others only refresh the block's keys and values. With merged layers, target rows only
+// leave their keys and values and enter layer 0 again later.
 void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *caches,
                     const LayerCache *block_cache, int block_capacity, const Rows *rows, int fresh,
                     const int64_t *ids, const float *carried, float *x);
 
-// draft.c: scores [count] of the stream's outputs x [count, d].
+// draft.c: scores [count] of the branch's outputs x [count, d].
 void mr_arla(const Arla *arla, float eps, int d, const float *x, int count, double *scores);
 
-// speculative.c: draft, verify, accept, and move the accepted path into place. `length`: committed
-// tokens; step->ids [first, first + count) enter (all but the last refresh the block). Returns the
-// number of tokens emitted; the K/V of the last token and of the accepted nodes then lie in slots
-// length, length + 1, …, uncommitted. Returns -1, and emits nothing, where step->noise is set and
-// the model's logits are not finite.
+// speculative.c: one round: draft, verify, accept, and move the accepted path into place. `length`:
+// committed tokens; step->ids [first, first + count) enter (all but the last refresh the block).
+// Returns the number of tokens emitted; the K/V of the last token and of the accepted nodes are
+// then in slots length, length + 1, …, uncommitted. Returns -1, and emits nothing, if step->noise
+// is set and the model's logits are not finite.
 int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
                         const DraftLimits *limits);
-// One such step and others after it, as many as `steps` says. step->ids [0, entering) are what the
-// first one begins with. Returns the number of tokens emitted by all, or -1; their K/V then lie in
-// slots length, length + 1, …, uncommitted.
+// Several rounds, as `steps` says. The first one starts with step->ids [0, entering). Returns the
+// number of tokens emitted by all, or -1; their K/V are then in slots length, length + 1, …,
+// uncommitted.
 int mr_speculative_run(Workspace *work, SpeculativeStep *step, int length, int entering,
                        const DraftLimits *limits, Steps *steps);
-// A step of each of `count` sequences that share all but their own buffers: one pass for each level
-// of their drafts, and one, or as few as hold all rows, to verify them. Those whose stream drafts
-// come before those whose text does. All are verified with the model's own weights, as if they had
-// no narrow copy. emitted [count] out. Returns 0 where a step would have returned -1.
+// A round for each of `count` sequences, which share everything but their buffers: one pass per
+// level of their drafts, and as few passes as hold all rows to verify them. Sequences whose branch
+// drafts come before those that copy from the text. The full-precision weights verify all, even if
+// there is a quantised copy. emitted [count] out. Returns 0 where a round would return -1.
 int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int count,
                          const int32_t *lengths, const int32_t *first, const int32_t *entering,
                          const DraftLimits *const *limits, int32_t *emitted);
-// The same in two calls, for tokens that the caller chooses. The first drafts and leaves the
-// target model's logits after each node in step->scratch. The second is told path [count], the
-// accepted nodes from node 0 on, and tokens [count], what is emitted after each.
+// A round in two calls, when the caller chooses the tokens. The first drafts and leaves the model's
+// logits after each node in step->scratch. The second takes path [count], the accepted nodes from
+// node 0 on, and tokens [count], what is emitted after each.
 void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
                           const DraftLimits *limits);
 void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *path,
                            const int64_t *tokens, int count);
-// A step's draft alone, into step->tokens and parents → its nodes. Nothing is verified or emitted.
+// Only the draft, into step->tokens and parents → its nodes. Nothing is verified or emitted.
 int mr_draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
              const DraftLimits *limits);
-// The step of a draft that its caller has made: step->tokens and parents hold `nodes` of them,
-// step->ids the last token alone. start 0: they are embedded; else step->hidden holds the residuals
-// of all of them as they enter that layer, and the layers below have their keys and values. best
-// [nodes + 1, k] out: the likeliest tokens after the last token and each node, as mr_best has them,
-// without noise. path [nodes + 1] out: the accepted nodes from node 0
-// on. step->hidden then holds h_L of all nodes. Where step->narrow is, it verifies, whatever its
-// margin. Returns as mr_speculative_step.
+// A round with the caller's draft: step->tokens and parents hold its `nodes` nodes, step->ids only
+// the last token. start 0: tokens are embedded; otherwise step->hidden holds the residuals that
+// enter that layer, and the layers below have the keys and values. best [nodes + 1, k] out: the
+// best tokens after the last token and each node, as from mr_best, without noise. path [nodes + 1]
+// out: the accepted nodes from node 0 on. step->hidden then holds h_L of all nodes. If
+// step->narrow is set, it verifies, whatever its margin. Returns as mr_speculative_step.
 int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int nodes, int start, int k,
                     int64_t *best, int32_t *path);
 

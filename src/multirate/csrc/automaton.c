@@ -1,6 +1,6 @@
-// A suffix automaton of a text that grows [Blumer et al. 1985]. SuffixAutomaton
-// (decoding/suffix_automaton.py) says the same in Python, and what states, links and ends are;
-// tests hold the two together.
+// A suffix automaton of a growing text [Blumer et al. 1985]. SuffixAutomaton
+// (decoding/suffix_automaton.py) is the same in Python and explains states, links and ends; tests
+// compare the two.
 //
 // Memory, in int32 arrays one after the other:
 //   states:  length, link, end, first (its newest edge or -1)     [STATES(room)] each

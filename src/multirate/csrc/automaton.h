@@ -1,4 +1,4 @@
-// The longest end of a text that occurred before, whatever its length (automaton.c).
+// The longest suffix of a text that occurred earlier in it (automaton.c).
 #ifndef MULTIRATE_AUTOMATON_H
 #define MULTIRATE_AUTOMATON_H
 #include "abi.h"

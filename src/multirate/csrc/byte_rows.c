@@ -1,12 +1,12 @@
-// Rows of 8 bits, for weights of 8 bits (w8a8.c) and of 4 (w4a8.c): a scale for each W8_BLOCK
-// inputs, as single channels of a residual may be hundreds of times the others.
+// 8-bit rows for 8-bit weights (w8a8.c) and 4-bit weights (w4a8.c). Each W8_BLOCK inputs have their
+// own scale, because single channels of a residual can be hundreds of times larger than others.
 //
-// A row of two terms is the sum of two such: what rounding has left of it is a second row of the
-// tile.
+// A 16-bit row is the sum of two such rows ("limbs"): the rounding error of the first is the second
+// row of the tile.
 //
-// Rows of a tile, [inputs / 4][lanes] words of four int8, and beside them for each block
-// [2][lanes]: what the row's sum Σ q makes of the weights' offset (8 bits: the integers that sums
-// begin with, −128 · Σ q; 4 bits: scale · Σ q), and the scales.
+// A tile's rows are [inputs / 4][lanes] words of four int8. Beside them are, for each block,
+// [2][lanes]: the correction for the weights' offset (8 bits: the integers that sums start with,
+// −128 · Σ q; 4 bits: scale · Σ q), and the scales.
 #include "byte_tile.h"
 #include "gemm.h"
 #if BYTE_PRODUCTS

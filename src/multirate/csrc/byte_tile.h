@@ -1,4 +1,4 @@
-// What the tiles of w8a8.c and w4a8.c share.
+// Code shared by the tiles of w8a8.c and w4a8.c.
 #ifndef MULTIRATE_BYTE_TILE_H
 #define MULTIRATE_BYTE_TILE_H
 #include "gemm.h"

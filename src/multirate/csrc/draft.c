@@ -1,5 +1,5 @@
-// Drafts: the model's first layers once more, for rows with adapters and a carried residual beside
-// the target model's own rows, and the tree of tokens that comes of it.
+// Drafting: the model's first layers run adapter rows with a carried residual beside the target
+// rows, and the results grow a tree of tokens, level by level.
 #include "draft.h"
 
 #include "head.h"

@@ -1,8 +1,7 @@
 // Fixed-point products with 512-bit registers: one line of weights (16 outputs, a pair of inputs)
-// meets up to 24 rows, whose sums all stay in registers. So a pass over the weights is enough for
-// 24 rows, and memory is what it waits for.
+// meets up to 24 rows, whose sums all stay in registers. So 24 rows read the weights only once.
 //
-// A tile's rows lie pair by pair, [in / 2][lanes][2], so one address serves them all:
+// A tile's rows are stored pair by pair, [in / 2][lanes][2], so one address serves them all:
 //
 //   | r0i0 r0i1 r1i0 r1i1 … |   r: row, i: input
 //   | r0i2 r0i3 r1i2 r1i3 … |

@@ -1,4 +1,4 @@
-// Products of a few rows with packed weights (gemm.c), shared out among the threads of a call.
+// Products of a few rows with packed weights (gemm.c), split among the threads of a call.
 #ifndef MULTIRATE_GEMM_H
 #define MULTIRATE_GEMM_H
 #include "fixed_tile.h"

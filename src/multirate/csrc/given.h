@@ -1,4 +1,4 @@
-// Drafts copied from other texts than the one that is being written (given.c).
+// Drafts copied from other texts (given.c).
 #ifndef MULTIRATE_GIVEN_H
 #define MULTIRATE_GIVEN_H
 #include "abi.h"

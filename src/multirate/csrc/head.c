@@ -1,4 +1,4 @@
-// From tokens to residuals and back: embeddings, the likeliest tokens, a whole pass to the argmax.
+// From tokens to residuals and back: embeddings, the best tokens, a whole pass to the argmax.
 #include "head.h"
 
 #include "noise.h"

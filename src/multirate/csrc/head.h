@@ -1,4 +1,4 @@
-// The likeliest tokens of a row of logits (head.c).
+// The best tokens of a row of logits (head.c).
 #ifndef MULTIRATE_HEAD_H
 #define MULTIRATE_HEAD_H
 #include "abi.h"

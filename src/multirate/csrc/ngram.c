@@ -1,6 +1,6 @@
 // What followed the end of the text when it occurred before [prompt lookup, Saxena 2023], and
-// whether a draft continues with it. TextIndex and DraftTree state both rules in Python;
-// tests hold the two forms together.
+// whether a draft continues with it. TextIndex and DraftTree are the same in Python; tests compare
+// the two.
 #include "ngram.h"
 #include "automaton.h"
 #include "given.h"

@@ -1,5 +1,5 @@
-// Weights of a model, laid out once for the products of gemm.c: a column of 16 outputs at a time,
-// by all threads. What a layout is, is drawn where it is read (docs/kernel.md, Layouts).
+// Lays out a model's weights for the products of gemm.c, a column of 16 outputs at a time, on all
+// threads. Each layout is drawn in the file that reads it (docs/kernel.md, Layouts).
 #include "round_weights.h"
 #include "threads.h"
 

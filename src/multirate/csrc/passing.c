@@ -1,8 +1,8 @@
-// A pass over layers that some rows pass by: each row runs its own, and leaves no keys and values
-// in the others.
+// A pass in which rows skip layers: each row runs its own layers and leaves no keys and values in
+// the others.
 //
-// In the cache of a layer that may be passed by, the tokens that ran it lie side by side: a row's
-// slot is the number of tokens before it that did, and its position is its own.
+// In the cache of a layer that rows may skip, the tokens that ran it are contiguous: a row's slot
+// is the number of earlier tokens that ran the layer, and its position is its own.
 #include "layers.h"
 #include "norm.h"
 

@@ -1,4 +1,4 @@
-// From a model's weights to the integers that pack.c lays out: one output, or one block of an
+// Converts a model's weights to the integers that pack.c lays out, one output, or one block of an
 // output's inputs, at a time.
 #ifndef MULTIRATE_ROUND_WEIGHTS_H
 #define MULTIRATE_ROUND_WEIGHTS_H

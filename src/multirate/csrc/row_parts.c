@@ -1,17 +1,18 @@
-// A pass of many rows, such as a prompt's, in parts that each one thread takes through all layers.
+// A pass of many rows, such as a prompt, in slices ("parts") that one thread each takes through all
+// layers.
 //
-// Where all threads take the same rows and share out the outputs (layers.c), each norms and rounds
-// every row, and they meet five times a layer: with dozens of rows up to a quarter of the time, and
-// more where one of them is held up. Here a thread has rows of its own, and reads all weights for
-// them; so many rows' arithmetic takes longer than that, and what one thread has read the others
-// find in the cache that they share.
+// When all threads work on the same rows and split the outputs (layers.c), each thread norms and
+// rounds every row, and they meet five times per layer. With dozens of rows that takes up to a
+// quarter of the time, and more if one thread is delayed. Here each thread has its own rows and
+// reads all weights for them. With this many rows, arithmetic takes longer than reading, and the
+// threads share a cache, so what one has read the others find there.
 //
 //   rows     | part 0 | part 1 | part 2 | part 3 | …
 //   thread   |   0    |   1    |   0    |   1    |       of two
 //
-// A row sees the keys and values of rows before it. So a thread that has written its part's of a
-// layer says so, and waits until the parts before have, too: those that other threads are at. What
-// is further back was waited for by them.
+// A row sees the keys and values of earlier rows. So a thread that has written those of its part in
+// a layer signals it, and waits for the parts before it that other threads are working on. Those
+// threads have already waited for everything further back.
 #include "row_parts.h"
 
 #define PART_ROWS 48 // at most: whole tiles of 24, and of 12

@@ -1,4 +1,4 @@
-// The head's likeliest token by a copy of it in 8 bits (screen.c).
+// The head's best token, found with an 8-bit copy of the head (screen.c).
 #ifndef MULTIRATE_SCREEN_H
 #define MULTIRATE_SCREEN_H
 #include "tile.h"

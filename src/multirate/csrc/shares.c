@@ -1,10 +1,10 @@
-// Work that the threads of a call share out evenly at first, and then balance: on a machine with
-// other work, no core is as fast as another all the time, and threads that have the same to do
-// spent a seventh of their time waiting for one another.
+// Splits work evenly among the threads of a call, then balances it. On a machine with other work,
+// no core is always as fast as another: threads with equal shares spent a seventh of their time
+// waiting for one another.
 //
-// Each thread's share is in one word: the work's number, the first unit that nobody has taken and
-// the one behind the last. Whoever comes to new work first writes the number, so that a thread's
-// share can be taken before it has come there itself.
+// Each thread's share is one word: the number of the piece of work, the first unit that nobody has
+// taken, and the end. The first thread to reach new work writes the number, so a share can be taken
+// before its owner arrives.
 //
 //   | number, 40 bits | first, 12 bits | behind the last, 12 bits |
 #include "shares.h"

@@ -1,4 +1,4 @@
-// Work that the threads of a call share out evenly at first, and then balance (shares.c).
+// Splits work evenly among the threads of a call, then balances it (shares.c).
 #ifndef MULTIRATE_SHARES_H
 #define MULTIRATE_SHARES_H
 #include "workspace.h"

@@ -1,6 +1,6 @@
-// A speculative step of one sequence: draft, verify, accept, and move the accepted path into place.
-// With the argmax of the logits, or of logits and noise, it is one call; of others the caller
-// chooses the tokens between two.
+// A round of one sequence: draft, verify, accept, and move the accepted path into place. It is one
+// call if tokens are the argmax of the logits, with or without noise; otherwise the caller chooses
+// the tokens between two calls.
 #include "head.h"
 #include "noise.h"
 #include "screen.h"

@@ -1,4 +1,4 @@
-// A step of one sequence, for calls of several (speculative.c).
+// A round of one sequence, for calls that run several (speculative.c).
 #ifndef MULTIRATE_SPECULATIVE_H
 #define MULTIRATE_SPECULATIVE_H
 #include "draft.h"

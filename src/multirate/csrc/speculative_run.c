@@ -1,5 +1,5 @@
-// Several speculative steps of one sequence in one call: the first one's draft is the caller's
-// choice, the others' go by how long the text's match is.
+// Several rounds of one sequence in one call. The caller decides how the first one drafts; the
+// length of the match in the text decides for the others.
 #include "noise.h"
 #include "speculative.h"
 

@@ -1,10 +1,10 @@
-// How many threads a call uses: as many as are fastest at the moment.
+// Chooses how many threads a call uses: the number that is fastest at the moment.
 //
-// The threads of a call meet at a barrier several times in each layer. Beside other processes they
-// often wait for one that is not running, and fewer threads can be several times as fast as all.
-// So now and then there is a trial: blocks of calls run on another number of threads, until it is
-// clear whether that is faster. A trial also begins soon after calls have become slower. The result
-// of a call does not depend on its threads.
+// The threads of a call meet at a barrier several times per layer. When other processes are
+// running, they often wait for a thread that is not, and fewer threads can be several times faster.
+// So from time to time there is a trial: blocks of calls run on another number of threads until it
+// is clear whether that is faster. A trial also starts soon after calls have become slower. The
+// number of threads never changes the result of a call.
 #include "thread_choice.h"
 
 #include <math.h>

@@ -1,8 +1,8 @@
-// Threads of a call. With OpenMP they are torch's own (one runtime per process: its workers spin
-// for a while after every parallel torch operation, and a second pool would fight them for the
-// cores); each calling thread has a team of its own. Without it, and in a process made by fork(),
-// where OpenMP's threads are missing and waiting for them would never end, a small pool that spins
-// briefly between calls: a decode step is far shorter than a thread wake-up.
+// The threads of a call. With OpenMP they are torch's: its workers spin for a while after every
+// parallel torch operation, and a second pool would compete with them for the cores. Each calling
+// thread has its own team. Without OpenMP, and in a process made by fork(), where OpenMP's threads
+// are missing and waiting for them would never end, a small pool takes over. It spins briefly
+// between calls, because a decode step is far shorter than a thread wake-up.
 #include "threads.h"
 
 #include <pthread.h>

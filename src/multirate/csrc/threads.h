@@ -1,4 +1,4 @@
-// Threads of a call (threads.c), and the barrier that they meet at.
+// The threads of a call (threads.c) and their barrier.
 #ifndef MULTIRATE_THREADS_H
 #define MULTIRATE_THREADS_H
 #include <sched.h>

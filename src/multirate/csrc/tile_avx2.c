@@ -1,9 +1,9 @@
 // The innermost product on AVX2 with FMA: 16 registers of 8 lanes, and no instruction that
 // multiplies bf16.
 //
-// Weights become fp32 in registers (a mask, a shift); the rows are fp32 in memory, so that an
-// element reaches a register by one broadcast. An output is summed as in tile_wide.c: k by k, the
-// odd element of a pair first.
+// Weights become fp32 in registers (a mask, a shift). Rows are fp32 in memory, so one broadcast
+// brings an element into a register. Outputs are summed as in tile_wide.c: k by k, the odd element
+// of a pair first.
 #include "tile.h"
 #if AVX2_TILE
 #include <immintrin.h>

@@ -1,11 +1,10 @@
-// Linear layers with weights of 4 bits and rows of 8: for passes that need not be exact of models
-// whose weights are numbers of 4 bits, as those of a quantised file are. Five bits a weight are
-// read with their scales. Processors with VNNI and 512-bit registers.
+// Linear layers with 4-bit weights and 8-bit rows, for passes that need not be exact. With scales,
+// five bits per weight are read. Needs VNNI and 512-bit registers.
 //
-// A weight is unit · q + least, q from 0 to 15, with a unit and a least one for each W8_BLOCK
-// inputs of an output. Sums of a block are exact integers and are added in fp32 from the first
-// block to the last, and after each the least weight times the block of the row, Σ x (byte_rows.c).
-// A row of WEIGHTS_W4A16 is the sum of two.
+// A weight is unit · q + least, with q from 0 to 15 and one unit and one least weight per W8_BLOCK
+// inputs of an output. Sums of a block are exact integers. They are added in fp32 from the first
+// block to the last, each followed by least · Σ x of the row's block (byte_rows.c). A row of
+// WEIGHTS_W4A16 is the sum of two limbs.
 //
 // Packed weights: [outputs / 64][4][inputs / 8][16][4] of uint8, the first four of eight inputs in
 // the lower halves, the last four in the upper ones. oAiB is the weight of output A and input B:

@@ -1,15 +1,14 @@
-// Linear layers with weights and rows of 8 bits, for passes that need not be exact: half the bytes
-// of the other formats, and twice the products an instruction. Processors with VNNI and 512-bit
-// registers.
+// Linear layers with 8-bit weights and 8-bit rows, for passes that need not be exact: half the
+// bytes of int16, and twice the products per instruction. Needs VNNI and 512-bit registers.
 //
-// Both have a scale for each W8_BLOCK inputs, of an output or of a row (byte_rows.c). Sums of a
-// block are exact integers and are added in fp32 from the first block to the last, so a row's bits
-// do not depend on the tile's shape.
+// Both have a scale per W8_BLOCK inputs, of an output or of a row (byte_rows.c). Sums of a block
+// are exact integers. They are added in fp32 from the first block to the last, so a row's bits do
+// not depend on the shape of the tile.
 //
-// A row of WEIGHTS_W8A16 is the sum of two. Keys and values gain most by it.
+// A row of WEIGHTS_W8A16 is the sum of two limbs. Keys and values gain most from it.
 //
-// The instruction multiplies an unsigned number by a signed one: weights are stored plus 128, and
-// every sum of a block begins with −128 · Σ q of the row's block.
+// The instruction multiplies unsigned by signed numbers, so weights are stored plus 128, and every
+// sum of a block starts with −128 · Σ q of the row's block.
 //
 // Packed weights (WEIGHTS_W8A8): [outputs / 64][4][inputs / 4][16][4] of uint8. oAiB is the weight
 // of output A and input B:

@@ -1,5 +1,5 @@
-// The memory that a kernel call works in. Each decoder owns one, so that calls of different
-// decoders may run side by side; calls with the same workspace must follow one another.
+// The scratch memory of kernel calls. Each decoder owns one, so calls of different decoders may run
+// at the same time; calls with the same workspace must not.
 #ifndef MULTIRATE_WORKSPACE_H
 #define MULTIRATE_WORKSPACE_H
 #include <stdatomic.h>

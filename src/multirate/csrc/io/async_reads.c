@@ -1,7 +1,6 @@
-// Reads that the computing thread begins itself and finds ended later: Linux's asynchronous I/O on
-// a file opened with O_DIRECT. On a machine whose cores all compute, a thread that reads takes one
-// of them for a moment twice a read (to begin it, to be told of its end); here no thread is woken.
-// All of it runs on the caller's thread.
+// Reads that the computing thread starts itself and later finds finished: Linux asynchronous I/O on
+// a file opened with O_DIRECT. If all cores compute, a reading thread interrupts one of them twice
+// per read, at its start and end; here no thread is woken. All of it runs on the caller's thread.
 #include "reads.h"
 
 #include <errno.h>

@@ -1,6 +1,6 @@
-// Reads of records into slots of memory without an interpreter. See experts/reads.py for the
-// contract. Either by threads, or begun by the caller itself and left to the system
-// (async_reads.c): then nothing takes a core from computing.
+// Reads records into memory slots without an interpreter. experts/reads.py has the contract. Either
+// threads read, or the caller starts reads that the system completes (async_reads.c), which takes
+// no core from computing.
 #include "reads.h"
 
 #include <errno.h>

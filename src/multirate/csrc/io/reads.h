@@ -1,4 +1,4 @@
-// Reads of records as io/reads.c and io/async_reads.c share them.
+// What io/reads.c and io/async_reads.c share.
 #ifndef MULTIRATE_READS_H
 #define MULTIRATE_READS_H
 #include <pthread.h>

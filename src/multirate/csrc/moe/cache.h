@@ -1,6 +1,5 @@
-// Which experts are in memory: slots, and which are evicted. As experts/expert_cache.py and
-// policies.py state it for the decoders that Python runs; a test holds the two together. All of it
-// runs on the thread that computes.
+// Which experts are in memory: slots and eviction, as in experts/expert_cache.py and policies.py
+// for decoders that run in Python; a test compares the two. All of it runs on the computing thread.
 #ifndef MULTIRATE_CACHE_H
 #define MULTIRATE_CACHE_H
 

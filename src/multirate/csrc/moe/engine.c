@@ -1,5 +1,5 @@
-// The kernel's own expert cache and its passes over the layers of a model whose experts are not all
-// in memory, in the order in which its parts build on each other.
+// The expert cache and the passes over layers of a model whose experts are not all in memory. The
+// headers build on each other in this order.
 #include <errno.h>
 
 #include "../io/reads.h"

@@ -1,5 +1,5 @@
-// Needs and predictions become reads, and finished reads READY slots: experts/loader.py for the
-// kernel's own decoders.
+// Turns needs and predictions into reads, and finished reads into READY slots: experts/loader.py
+// for decoders that run in C.
 #ifndef MULTIRATE_LOADS_H
 #define MULTIRATE_LOADS_H
 

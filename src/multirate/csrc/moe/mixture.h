@@ -1,7 +1,7 @@
-// A mixture of experts that are not all in memory: the layers of a pass, one after the other,
-// without the interpreter between them. experts/runtime.py states what a layer does. The true
-// router always decides, an expert's product for its rows and the sum over a row's experts have one
-// order whatever arrives first: bits do not depend on what is loaded when.
+// A mixture whose experts are not all in memory: the layers of a pass without the interpreter in
+// between. experts/runtime.py explains what a layer does. The true router always decides. An
+// expert's product for its rows and the sum over a row's experts have one fixed order, so the bits
+// do not depend on what is loaded when.
 #ifndef MULTIRATE_MIXTURE_H
 #define MULTIRATE_MIXTURE_H
 

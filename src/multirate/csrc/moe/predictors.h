@@ -1,5 +1,5 @@
-// Predicts experts in the kernel's own passes (experts/predictors.py and
-// accelerated.py state each), and which predictions are read (experts/prefetch_filter.py).
+// Predicts experts in passes that run in C (experts/predictors.py and accelerated.py explain each
+// predictor) and chooses which predictions to read (experts/prefetch_filter.py).
 #ifndef MULTIRATE_PREDICTORS_H
 #define MULTIRATE_PREDICTORS_H
 

@@ -1,5 +1,5 @@
-// Where the experts will move the residual, said before they are in memory: by a low-rank update,
-// by a few neurons of each expert, or by most of its important ones (PrunedExperts).
+// Predicts where the experts will move the residual before they are in memory: by a low-rank
+// update, by a few neurons of each expert, or by most of its important ones (PrunedExperts).
 #include "../layers.h"
 #include "../norm.h"
 

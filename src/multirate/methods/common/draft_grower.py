@@ -1,5 +1,5 @@
-"""Drafts of a trained stream level by level, on any decoder: one pass of both streams per level,
-all sequences in it. The native kernel does the same in one call (fused_steps.py, csrc/draft.c).
+"""Grows the drafts of a trained branch level by level, on any decoder, with one pass per level for
+all sequences. The native kernel does the same in one call (fused_steps.py, csrc/draft.c).
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from multirate.model.rows import Rows
 
 @dataclass(frozen=True)
 class Trusting:
-    """Dynamic mode: the best tokens whose score is at least `threshold` are emitted unverified
-    where a draft arrives at them, `nodes` of them on top of the others at most. by_arla: the score
-    is the runner's `agreement`, not the confidence.
+    """Dynamic mode: which tokens are accepted without verification.
+
+    threshold: the least score of a node's best token.
+    nodes: at most so many on top of the other nodes.
+    by_arla: the score is the runner's `agreement`, not the confidence.
     """
 
     threshold: float
@@ -38,12 +40,14 @@ class Trusting:
 
 @dataclass
 class GrowingDraft:
-    """The draft of one sequence while it grows below `last_token`, which enters after `length`
-    committed tokens and those that wait. text: what it is looked up in; None: it is not.
+    """The draft of one sequence while it grows below `last_token`, which comes after `length`
+    committed tokens and the pending ones.
 
-    hidden: slow residuals of the nodes that have run, [1, d] each, from node 0 on. outputs: node →
-    the stream's output p, [1, d]. probs: the distributions that drawn tokens came from. frontier:
-    nodes to draft from next.
+    text: for lookup; None: no lookup.
+    hidden: target residuals of the nodes that have run, [1, d] each, from node 0 on.
+    outputs: node → the branch's output p, [1, d].
+    probs: the distributions that drawn tokens came from.
+    frontier: nodes to draft from next.
     """
 
     seq: int

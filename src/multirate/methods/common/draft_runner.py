@@ -1,8 +1,8 @@
-"""One drafting step of a trained stream, as the drafter (stream_drafter.py) asks for it, whatever
-the stream is.
+"""Runs one level of a trained draft branch for the drafter (stream_drafter.py), whatever the branch
+is.
 
-`NativeDraftRunner` is what all streams share that the kernel runs: the same step in one call, and
-all that a fused step needs.
+`NativeDraftRunner` is what all branches on the kernel share: the same level in one call, and what
+fused rounds need.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from multirate.model.rows import Rows
 
 
 class DraftRunner(RecordedRunner, ABC):
-    """Runs `stream` beside `decoder`. Owns the keys and values of the stream's own layer.
+    """Runs the draft branch `stream` beside `decoder`. Owns the keys and values of its extra layer.
 
-    keys_only: the slow rows of `step` leave at most the keys and values that drafts read; before
-    they are verified they run through the first layers once more. taps: layers whose entering
-    residuals `carried` reads. first_layers: how many of the model's layers a level runs; streams: 2
-    where it runs rows of the model and of the stream through them, these with `adapters`, else 1.
+    keys_only: `step` leaves only the keys and values of target rows, which therefore run through
+        the first layers again when they are verified.
+    taps: layers whose entering residuals `carried` reads.
+    first_layers: how many of the model's layers a level runs.
+    streams: 2 if target rows and adapter rows (with `adapters`) run through these, otherwise 1.
     """
 
     decoder: Decoder

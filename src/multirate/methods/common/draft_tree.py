@@ -1,18 +1,15 @@
-"""The draft tree of one sequence while it grows from a trained stream, best-first within each
-level. [ours]
+"""The draft tree of one sequence, grown from a trained branch, best-first in each level. [ours]
 
-A node's *path probability* is the stream's own estimate that verification arrives there: the
-product of the draft probabilities on its path. A node pays while that exceeds what it costs
-relative to a token: `draft_threshold` for a node that is itself drafted from (one more level),
-`verify_threshold` for a leaf (one more verified row); both rise with the number of nodes where rows
-do not all cost the same.
+A node's *path probability* is the branch's estimate that verification reaches it: the product of
+the draft probabilities on its path. A node is worth adding while that exceeds its cost relative to
+a token: `draft_threshold` for a node to draft from (one more level), `verify_threshold` for a leaf
+(one more verified row). Both rise with the number of nodes if rows differ in cost.
 
 A tree that is a chain so far may end in a continuation: what followed the same tokens earlier in
-the text. Its nodes are
-leaves below one another: they cost rows and no levels.
+the text. Its nodes are a chain of leaves, which cost rows but no levels.
 
-A trusted token (dynamic mode) is emitted where it is reached, so that it is its parent's only child
-and its path probability is its parent's; it counts neither as a level nor as a node of the limits.
+A trusted token (dynamic mode) is accepted where it is reached. So it is an only child, has its
+parent's path probability, and counts neither as a level nor as a node of the limits.
 """
 
 from __future__ import annotations
@@ -39,15 +36,17 @@ class DraftTree:
     """Nodes 1..n below node 0, the last token, in the order they were drafted from; leaves are
     added by `finish`.
 
-    depth_limit: levels of the stream's own nodes, without trusted ones. deepest: the depth of any
-    node, at least depth_limit. nodes: so many, and the trusted ones on top; None: as many as there
-    are thresholds, which is the limit in any case. min_probability: a node of which the stream is
-    less sure is not drafted from. drafted: nodes the stream drafted from.
-    continued: nodes after these that are a continuation's; matched: what it was matched by.
-    calibrated: from the stream's confidence in a token to the rate that is believed; None: they are
-    the same. confidence: the stream's in every node, −1 for a continuation's. best: the stream's
-    best token after the last one, and its confidence. trusted: nodes that are emitted whatever the
-    target model says.
+    depth_limit: levels of the branch's own nodes, without trusted ones.
+    deepest: the greatest depth of any node, at least depth_limit.
+    nodes: at most so many, and the trusted ones on top; None: as many as there are thresholds,
+        which is the limit in any case.
+    min_probability: a less probable node is not drafted from.
+    drafted: nodes that the branch drafted from.
+    continued: nodes of a continuation, numbered after these; matched: the length of its match.
+    calibrated: from the branch's confidence in a token to the expected acceptance; None: the same.
+    confidence: the branch's in every node, −1 for a continuation's.
+    best: the branch's best token after the last one, and its confidence.
+    trusted: nodes accepted without verification.
     """
 
     depth_limit: int

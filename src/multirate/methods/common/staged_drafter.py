@@ -1,8 +1,8 @@
-"""Steps in stages (stages.py) of drafters that hand over drafts, and do not run steps of their own.
+"""Two-stage verification (stages.py) for drafters that return drafts and have no fused rounds.
 
-While the narrow copy's steps run, the sampler's text and the cache hold their tokens as if these
-had been emitted, so that the drafter sees no difference; both are cut back before the model's own
-weights verify.
+During rounds of the quantised copy, the sampler's text and the cache hold the copy's tokens as if
+they had been emitted, so the drafter notices no difference. Both are cut back before the
+full-precision weights verify.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MEASURING_SECONDS = 0.1
 def in_stages(
     drafter: Drafter, decoder: Decoder, config: StagedConfig, stages: bool = True
 ) -> Drafter:
-    """`drafter` with steps in stages as the settings say, where `decoder` can have a narrow copy;
-    not stages, or settings without them: itself.
+    """`drafter` with two-stage verification, if the settings ask for it and `decoder` can have a
+    quantised copy; otherwise `drafter` itself, as with stages=False.
     """
     stages = stages and config.staged > 0 and drafter.max_nodes <= MAX_NODES
     if stages and narrow_weights(decoder):
@@ -42,22 +42,22 @@ def in_stages(
 
 
 class StagedDrafter(WrappedDrafter):
-    """Verifies `drafter`'s drafts with the narrow copy, and its tokens with the model's own
-    weights.
+    """Verifies `drafter`'s drafts with the quantised copy, then the copy's tokens with the
+    full-precision weights.
 
-    How far to draft is decided by what drafts bring ahead and NARROW_COSTS, but for the time that
-    drafting takes, which is measured. What the text drafts (JoinedDrafter) is taken as it is.
+    The length of drafts follows from their acceptance in the copy's rounds and from NARROW_COSTS;
+    only the time that drafting takes is measured. Drafts from the text (JoinedDrafter) are not cut.
     """
 
     def __init__(self, drafter: Drafter, decoder: NativeDecoder, config: StagedConfig) -> None:
         super().__init__(drafter)
         self._decoder, self._stages = decoder, Stages(decoder, config)
-        self._draws = True  # whether the last step ahead drafted with the drafter
+        self._draws = True  # whether the last round used the drafter
         self._ahead: tuple[DraftVerification, DraftLengthController] | None = None
-        # the tokens that the last step began with and what became of them, until the next one
+        # what the last full-precision pass accepted, until the next step
         self._settled: Verified | None = None
-        # one for behind the tokens ahead, which the next step ahead takes where it has not been
-        # used there: a drafter is asked once for a draft after the same text
+        # a tail draft that was not used: the next round takes it, because a drafter is asked only
+        # once for a draft after the same text
         self._unused: Draft | None = None
 
     def prepare(self) -> None:
@@ -66,14 +66,14 @@ class StagedDrafter(WrappedDrafter):
         self._prepare_ahead()
 
     def _prepare_ahead(self) -> tuple[DraftVerification, DraftLengthController]:
-        """What verifies ahead, and what decides how far to draft; made once. Not during a
-        generation.
+        """What verifies the copy's rounds, and what decides how far to draft; made once. Not during
+        a generation.
         """
         if self._ahead is None:
             narrow = self._decoder.in_8_bits()
             taken = measure_costs(narrow, self.start, self.trial_step(), _MEASURING_SECONDS).costs
             level, fixed = (s / taken.plain_step for s in (taken.draft_step, taken.draft_fixed))
-            # layers that have drafted a token do not verify it, too
+            # layers that drafted a token do not run again to verify it
             verify = {rows: max(cost - fixed, 0.0) for rows, cost in NARROW_COSTS.verify.items()}
             costs = StepCosts(NARROW_COSTS.plain_step, verify, level, fixed)
             controller = DraftLengthController(

@@ -1,9 +1,10 @@
-"""Staged speculative decoding [Spector and Ré 2023]: steps whose drafts the narrow copy of the
-model verifies, and then one pass of the model's own weights over all the tokens that these emitted.
+"""Two-stage verification (staged speculative decoding [Spector and Ré 2023]).
 
-Lossless: a token is committed as the model's own weights say, whoever drafted it, and so are its
-keys and values. The narrow copy reads a third to two thirds of the bytes, and is nearly always
-right.
+First, the quantised copy of the model verifies drafts, round after round. Then one pass of the
+full-precision weights verifies all tokens of these rounds, and a tail draft behind them.
+
+Lossless: the full-precision weights decide every committed token and compute its keys and values.
+The quantised copy reads a third to two thirds of the bytes and is usually right.
 """
 
 from __future__ import annotations
@@ -17,36 +18,35 @@ from multirate.model.decoder import Decoder
 from multirate.model.native.decoder import NativeDecoder, narrow_weights
 
 Continuation = Callable[[int], tuple[list[int], int]]
-"""most → so many tokens at most that the text had after those it ends in, and how many of these
-matched; 0: none, or those of a match in other texts.
+"""most → at most so many tokens that followed the end of the text earlier in it, and the length of
+the match; 0: no match, or one in other texts.
 """
 Behind = tuple[Sequence[int], Sequence[int]]
-"""A draft behind the tokens of steps ahead: its nodes' tokens, and their parents, 0 the last one
-before it.
-"""
+"""A tail draft: the tokens of its nodes and their parents; 0 is the last token before it."""
 NOTHING: Behind = (), ()
 LEAST_BEHIND = 2
-"""Nodes of such a draft, at least; where there are fewer, the narrow copy goes on."""
+"""The least number of nodes of a tail draft; with fewer, the quantised copy continues."""
 _PAYS = 300
-"""Tokens after which the narrow copy is made: making it takes about as long as it saves on as many
-(SmolLM2-135M: a quarter of a second), and a process may end before.
+"""Tokens after which the quantised copy is made. Making it takes about as long as it saves on so
+many tokens (SmolLM2-135M: a quarter of a second), and the process may end before.
 """
 
 
 def with_behind(tokens: Sequence[int], behind: Behind) -> tuple[list[int], list[int]]:
-    """A chain of `tokens`, and below the last of them the draft: all tokens and their parents."""
+    """A chain of `tokens` with the tail draft below its last one: all tokens and their parents."""
     drafted, parents = behind
     count = len(tokens)
     return [*tokens, *drafted], [*range(count), *(count + parent for parent in parents)]
 
 
 class Stages:
-    """Whether a drafter's steps are in stages, and how they go.
+    """Decides whether a drafter uses two-stage verification, and runs its steps.
 
-    config: None: steps are never in stages, as where its `staged` is 0. They are in generations of
-    one sequence whose tokens are chosen by argmax, of logits or of logits and noise, on the native
-    kernel, where the processor multiplies bytes. tokens: of a pass of the model's own weights, at
-    most.
+    It is used for generations of one sequence whose tokens are an argmax of logits, or of logits
+    and noise, on the native kernel, if the processor multiplies bytes.
+
+    config: None or `staged` = 0: never.
+    tokens: the most that one pass of the full-precision weights verifies.
     """
 
     def __init__(self, decoder: Decoder, config: StagedConfig | None) -> None:
@@ -60,16 +60,16 @@ class Stages:
         self._sampler: Sampler | None = None
 
     def is_direct(self, matched: int) -> bool:
-        """Whether the model's own weights verify what follows a match of so many tokens at once."""
+        """Whether what follows a match of this length skips the quantised copy."""
         return 0 < self.direct_match <= matched
 
     def prepare(self) -> None:
-        """The narrow copy is made now, not when it pays."""
+        """Makes the quantised copy now."""
         if self._decoder is not None:
             self._decoder.narrow()
 
     def begin(self, sampler: Sampler) -> bool:
-        """A generation begins. Whether its steps are in stages."""
+        """A generation begins. Returns whether it uses two-stage verification."""
         decoder, before = self._decoder, self._sampler
         if decoder is None:
             return False
@@ -89,15 +89,19 @@ class Stages:
         ends: Sequence[int],
         continuation: Continuation | None = None,
     ) -> FusedStep:
-        """A step in stages. limit: as of `Drafter.draft`. run: runs steps ahead that emit at most
-        one token more than so many, as many steps as it likes until they have emitted as many as
-        the second number says. settle: verifies their first tokens, and a draft behind them,
-        `tokens` at most together, with the model's own weights. draft: a draft behind them of so
-        many nodes at most. ends: as of `Drafter`. continuation: what the text had after the tokens
-        it ends in; None: it is not looked up.
+        """One step: rounds of the quantised copy, then a pass of the full-precision weights.
+
+        limit: as in `Drafter.draft`.
+        run(most, wanted): rounds that each emit at most `most` + 1 tokens, any number of them until
+            `wanted` tokens are emitted.
+        settle: verifies the rounds' first tokens and a tail draft, at most `tokens` in all, with
+            the full-precision weights.
+        draft: a tail draft of at most so many nodes.
+        ends: as in `Drafter`.
+        continuation: looks up the end of the text; None: no lookup.
         """
         most, tokens = min(self.tokens, limit), list[int]()
-        # the last one of a pass may be left out: it would be a step without a draft
+        # one token less is enough: the last would be a round without a draft
         whole = min(max(most - 1, 1), most)
         wanted = min(self._ahead, whole)
         while True:
@@ -116,4 +120,4 @@ class Stages:
             behind = draft(left)
             if len(behind[0]) >= LEAST_BEHIND:
                 return settle(tokens, behind)
-            wanted = whole  # it would not save what the smaller pass costs: more steps ahead
+            wanted = whole  # too small a tail draft to be worth it: more rounds instead

@@ -1,4 +1,4 @@
-"""Drafts that are the text's own continuation, and nothing else."""
+"""Drafts by text lookup alone."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from multirate.model.native.cache import NativeKVCache
 
 
 class TextDrafter(Drafter):
-    """Proposes what followed the end of the text when it occurred before, `tokens` at most.
+    """Proposes what followed the last earlier occurrence of the end of the text, at most `tokens`.
 
-    length: how many of these after a match of so many tokens, in stages or not; None: all.
+    length(matched, ahead): how many of these to propose after a match of this length, in a round of
+        the quantised copy or not; None: all.
 
-    On the native decoder a step is a kernel call, as M2R2's and Kangaroo's are.
+    On the native decoder a whole round is one kernel call, as with M2R2 and Kangaroo.
     """
 
     start = 0
@@ -56,7 +57,7 @@ class TextDrafter(Drafter):
             and FusedSteps.can_draft(tokens)
         )
         self._stages = Stages(decoder, staged if fuses else None)
-        # of steps in stages: how much is copied after a match of so many tokens
+        # for the quantised copy's rounds: how many tokens to copy after a match of each length
         self._by_match = np.array(
             [
                 ENDS

@@ -1,4 +1,4 @@
-"""A drafter around another one, of whose work it changes a part."""
+"""A drafter that wraps another one and changes part of its behaviour."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from multirate.model.kv_cache import KVCache
 
 
 class WrappedDrafter(Drafter):
-    """Does what `drafter` does, which has no taps and does not adapt. Raises ValueError for one of
-    others.
-    """
+    """Behaves as `drafter`, which must have no taps and not adapt. Raises ValueError otherwise."""
 
     def __init__(self, drafter: Drafter) -> None:
         if drafter.taps or drafter.adapts:

@@ -1,11 +1,11 @@
-"""The families of models that the kernel runs: what their layers' modules are called, and what
-these compute that is not in their weights.
+"""The model families that the kernel runs: the names of their layers' modules, and what they compute
+beyond their weights.
 
 A layer of any of them is
 
     x += norm(attention(norm(x)))        x += norm(down(activation(gate(norm(x))) · up(norm(x))))
 
-in which some norms are left out, and queries and keys may be normed, too.
+Some norms may be absent, and queries and keys may be normed.
 """
 
 from __future__ import annotations
@@ -27,41 +27,45 @@ _ACTIVATIONS = {
     "GELUTanh": abi.constant("ACTIVATION_GELU"),
 }
 ROPES = ("default", "linear", "llama3", "yarn", "longrope")
-"""Rotary types whose angles do not change as a text grows (longrope's: up to the positions that
-ModelParts.max_positions has).
+"""Rotary types whose angles do not change as a text grows (longrope: up to the positions of
+ModelParts.max_positions).
 """
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family. home: the folder of transformers that it is written in. The names of a layer's
-    norms, None where it has none: of what attention reads, of what it adds, of what the MLP reads,
-    of what that adds; and of its attention's norms of queries and keys, where it has these.
-    added_one: a norm's weight w stands for 1 + w. fused_attention: queries, keys and values are one
-    linear; fused_mlp: gates and ups are. interleaved_rotary: dimensions 2i and 2i + 1 of a head are
-    rotated against each other, and not the two halves of what is rotated.
-    """
+    """One family."""
 
     home: str
+    """The folder of transformers that defines it."""
     norm_attention: str | None = "input_layernorm"
+    """The name of the norm before attention; None: there is none. So with the next three."""
     norm_attention_out: str | None = None
+    """Of what attention adds."""
     norm_mlp: str | None = "post_attention_layernorm"
+    """Before the MLP."""
     norm_mlp_out: str | None = None
+    """Of what the MLP adds."""
     norm_queries: str = "q_norm"
     norm_keys: str = "k_norm"
     norms_after_rotary: bool = False
+    """Queries and keys are normed after rotation."""
     added_one: bool = False
+    """A norm's weight w stands for 1 + w."""
     fused_attention: bool = False
+    """Queries, keys and values are one linear layer."""
     fused_mlp: bool = False
+    """Gates and ups are one linear layer."""
     interleaved_rotary: bool = False
+    """Dimensions 2i and 2i + 1 of a head are rotated against each other, not the two halves."""
     windows_alone_rotate: bool = False
-    """Where some layers have a window, those without one do not rotate queries and keys."""
+    """If some layers have a window, those without one do not rotate queries and keys."""
     scaled_queries: bool = False
     """Queries are multiplied by a number that grows with their position."""
     alpha_rotary: bool = False
     """A rotary type "dynamic" with an `alpha` has angles that do not change."""
     extra: tuple[str, ...] = ()
-    """Modules of a layer that do nothing when it is not trained."""
+    """Modules of a layer that do nothing at inference."""
 
     @property
     def module(self) -> str:

@@ -1,6 +1,4 @@
-"""A narrow copy of a model's weights: fewer bits, a fraction of the memory read, nearly the same
-tokens.
-"""
+"""The quantised copy of a model's weights: fewer bits, less to read, nearly the same tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +13,9 @@ VARIABLE = "MULTIRATE_NARROW_BITS"
 
 
 def least_bits() -> int:
-    """Bits of a copy's weights at least: 4, where a model's weights are such numbers, or 8 for all
-    models, as the environment's `VARIABLE` says (to see on a model of a 4-bit file what others
-    have). Raises UserError.
+    """The least bits of a copy's weights: 4 (used if the model's weights are 4-bit numbers), or 8
+    for all models, as the environment's `VARIABLE` says. 8 shows on a model from a 4-bit file what
+    other models get. Raises UserError.
     """
     bits = os.environ.get(VARIABLE, "4")
     if bits not in ("4", "8"):
@@ -27,29 +25,29 @@ def least_bits() -> int:
 
 @dataclass(frozen=True)
 class NarrowWeights:
-    """A model's layers and head in 8 bits (csrc/w8a8.c), or in 4 (csrc/w4a8.c) where they are such
-    numbers, for what need not be exact.
+    """A model's layers and head in 8 bits (csrc/w8a8.c), or in 4 bits (csrc/w4a8.c) if they already
+    are 4-bit numbers, for passes that need not be exact.
     """
 
     layers: abi.CData
     head: abi.CData
     told: abi.CData
-    """The head where only its likeliest tokens are asked for: in 4 bits where `exact` has the last
-    word on these (csrc/head.c).
+    """The head when only its best tokens are needed: in 4 bits if they are rescored with `exact`
+    (csrc/head.c).
     """
     exact: abi.CData | None
-    """The model's own head, bf16 [vocab, hidden]; None: nothing has."""
+    """The model's own head, bf16 [vocab, hidden]; None: no rescoring."""
     owner: Owner  # keeps them alive
 
     def verifying(self, **fields: object) -> abi.CData:
-        """A Narrow of the kernel, for tokens that are the likeliest. fields: its other ones."""
+        """The kernel's Narrow structure, for greedy tokens. fields: its other fields."""
         narrow = abi.new("Narrow", layers=self.layers, **fields)
         self.read_by(narrow, drawn=False)
         return narrow
 
     def read_by(self, narrow: abi.CData, drawn: bool) -> None:
-        """Sets a Narrow's head. Drawn tokens may be any, so that all logits have to be near the
-        head's own; else those of the likeliest, which it has the last word on.
+        """Sets a Narrow's head. A drawn token can be any token, so all logits must be close to the
+        head's own. Otherwise only the best tokens' logits must be, and these are rescored.
         """
         narrow.drawn = drawn
         narrow.head = self.head if drawn else self.told

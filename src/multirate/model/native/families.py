@@ -1,4 +1,4 @@
-"""The model families that the kernel runs: the names of their layers' modules, and what they compute
+"""The model families that the kernel runs: the names of their layers' modules, and what these do
 beyond their weights.
 
 A layer of any of them is

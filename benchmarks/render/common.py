@@ -39,7 +39,7 @@ NAMES = {
     "hydra": "Hydra++",
     "eagle": "EAGLE",
     "eagle3": "EAGLE-3",
-    "m2r2": "M2R2, paper (`m2r2`)",
+    "m2r2": "M2R2 near the paper's form (`m2r2`)",
     "m2r2-carry": "M2R2 (`m2r2-carry`)",
     "m2r2-carry-equal": "M2R2, equal training",
     "int8_weights": "quantised copy alone",

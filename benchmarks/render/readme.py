@@ -9,7 +9,7 @@ ROWS = {
     "generate": "`transformers` `generate`",
     "llamacpp-q4_0": "llama.cpp, 4-bit weights (Q4_0)",
     "autoregressive": "multirate without drafts",
-    "sam": "text lookup + two-stage verification (the default)",
+    "sam": "text lookup + two-stage verification (default if untrained)",
     f"eagle3{OWN}": "EAGLE-3's drafts alone",
     M2R2_OWN: "M2R2's drafts alone",
     "m2r2-carry": "M2R2 + text lookup + two-stage verification",

@@ -660,7 +660,7 @@ class Engine:
         if name not in self.accelerators:
             raise UserError(
                 f"method {name} needs no training, and a calibration is kept beside an "
-                f"accelerator: accepted are its own settings (docs/methods/{name}.md), or a "
+                f"accelerator: accepted are its own settings (docs/methods/README.md), or a "
                 "quality of 1"
             )
         accelerator = self.accelerators[name]

@@ -1,13 +1,13 @@
 """Experts on disk with several rows a pass: batches and drafts, which need the union of their rows'
 experts.
 
-    multirate pack reference-mixture --out experts
+    multirate pack lab/models/mixture --out experts
     python benchmarks/expert_batches.py --experts experts --data question.jsonl \
         --expert-memory 40% \
         --json lab/results/expert_batches.json
 
-Tokens a second in all, after the prompts' passes, of the embedded mixture. Every run and policy has
-to give the same text. Nothing else should run on the machine.
+Total tokens per second after prefill, for the mixture in lab/models. Every run and policy must give
+the same text. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from multirate.chat_template import encode_chat
 from multirate.experts.named_policies import policy_named
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
 
+MIXTURE = Path(__file__).resolve().parent.parent / "lab/models/mixture"
 BATCHES = (1, 2, 4)
 POLICIES = ("on_demand", "lru", "aot", "resident")
 
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    engine = multirate.attach("reference-mixture", experts=args.experts, expert_policy="on_demand")
+    engine = multirate.attach(str(MIXTURE), experts=args.experts, expert_policy="on_demand")
     offload = engine.experts
     assert offload is not None
     store = offload.store

@@ -4,12 +4,12 @@ change no token.
     python benchmarks/wide_experts.py --out runs/wide --width 512
     multirate pack runs/wide --out runs/wide-experts
     multirate bench runs/wide --experts runs/wide-experts --methods experts ... \
-        --expert-predictor src/multirate/reference/mixture/predictor
+        --expert-predictor lab/models/mixture/predictor
 
 Real experts are a hundred times as large as our mixture's (0.1 MB), and what a read costs besides
 its bytes weighs as much less. Routers trained on text together with experts of that size cannot be
 had here; these are trained routers, and reads and products of a larger size. Text, routing and
-predictions are the embedded model's.
+predictions are the mixture's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from multirate.named_models import NAMED
+MIXTURE = Path(__file__).resolve().parent.parent / "lab/models/mixture"
 
 
 def widened(name: str, weight: torch.Tensor, width: int) -> torch.Tensor:
@@ -38,11 +38,9 @@ def widened(name: str, weight: torch.Tensor, width: int) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--width", type=int, default=512, help="of an expert; the embedded mixture has 64"
-    )
+    parser.add_argument("--width", type=int, default=512, help="of an expert; the mixture has 64")
     args = parser.parse_args()
-    source = NAMED["reference-mixture"].folder
+    source = MIXTURE
     config = json.loads((source / "config.json").read_text())
     if args.width <= config["moe_intermediate_size"] or args.width % 32:
         parser.error(

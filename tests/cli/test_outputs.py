@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from lab_files import MIXTURE
 from typer.testing import CliRunner, Result
 
 from multirate.cli.main import app
@@ -86,11 +87,11 @@ def test_own_files_are_replaced_through_links(name: str, tmp_path: Path, data: P
         ((*BENCH, "--data", "{data}", "--report"), "report.html"),
         (("export", "tiny", "-a", "tiny", "--overwrite"), "config.json"),
         (("export", "tiny", "-a", "tiny", "--overwrite"), "model.safetensors"),
-        (("pack", "reference-mixture"), "packing.json"),
-        (("pack", "reference-mixture", "--force"), "experts.json"),
-        (("pack", "reference-mixture"), "experts.bin"),
-        (("pack", "reference-mixture"), "experts.bin.partial"),
-        (("pack", "reference-mixture"), "verified.json"),
+        (("pack", str(MIXTURE)), "packing.json"),
+        (("pack", str(MIXTURE), "--force"), "experts.json"),
+        (("pack", str(MIXTURE)), "experts.bin"),
+        (("pack", str(MIXTURE)), "experts.bin.partial"),
+        (("pack", str(MIXTURE)), "verified.json"),
     ],
 )
 def test_folders_with_files_of_others_are_refused(

@@ -1,5 +1,5 @@
-"""The embedded mixture: packed, it says what it says in memory; its predictor names more than the
-next layer's gate.
+"""The mixture in lab/: with its experts on disk it answers as it does in memory, and its predictor
+finds more experts than the next layer's gate.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab_files import MIXTURE
 from transformers import AutoModelForCausalLM
 
 import multirate
@@ -18,21 +19,18 @@ from multirate.errors import UserError
 from multirate.experts.pack import pack
 from multirate.experts.store import ExpertStore
 from multirate.model.native.moe import NativeMoEDecoder
-from multirate.named_models import MIXTURE, NAMED
-
-FOLDER = NAMED[MIXTURE].folder
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("store")
-    pack(FOLDER, path, MIXTURE)
+    pack(MIXTURE, path, str(MIXTURE))
     return path
 
 
 def test_it_says_the_same_with_experts_on_disk(store: Path) -> None:
     record = ExpertStore.open(store).index.record.bytes
-    whole: Any = AutoModelForCausalLM.from_pretrained(FOLDER).eval()
+    whole: Any = AutoModelForCausalLM.from_pretrained(MIXTURE).eval()
     texts = []
     arms = [
         (None, "lru"),
@@ -42,11 +40,11 @@ def test_it_says_the_same_with_experts_on_disk(store: Path) -> None:
     ]
     if NativeMoEDecoder.supports(whole) is not None:  # nobody else runs its attention ahead
         with pytest.raises(UserError, match="attention=false"):
-            multirate.attach(MIXTURE, experts=store, expert_policy="accelerated")
+            multirate.attach(str(MIXTURE), experts=store, expert_policy="accelerated")
         del arms[2]
     for memory, policy in arms:
         engine = multirate.attach(
-            MIXTURE, experts=store, expert_memory=memory, expert_policy=policy
+            str(MIXTURE), experts=store, expert_memory=memory, expert_policy=policy
         )
         assert engine.experts is not None and engine.experts.trained_predictor is not None
         ids = encode_chat(engine.tokenizer, [{"role": "user", "content": "Tell me about a dog."}])
@@ -71,7 +69,7 @@ def engine_input(*parts: list[int]) -> Any:
 
 
 def test_the_predictor_beats_the_gate_by_its_own_card() -> None:
-    results = json.loads((FOLDER / "predictor" / "accelerator.json").read_text())["results"]
+    results = json.loads((MIXTURE / "predictor" / "accelerator.json").read_text())["results"]
     assert results["terms"]
     for term, gate in zip(results["terms"], results["early_exit"]["terms"], strict=True):
         assert term["agreement"] > gate["agreement"]

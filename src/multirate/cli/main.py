@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from multirate import __version__
 from multirate.cli import (
     answers,
     bench,
@@ -25,6 +24,7 @@ from multirate.cli import (
     tune,
 )
 from multirate.cli.errors import Group, checked
+from multirate.cli.version import version_text
 
 app = typer.Typer(
     name="multirate",
@@ -56,7 +56,7 @@ for name, module in (
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"multirate {__version__}")
+        typer.echo(version_text())
         raise typer.Exit
 
 

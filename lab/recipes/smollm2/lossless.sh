@@ -1,32 +1,34 @@
 #!/usr/bin/env bash
-# Every lossless method on every suite: the README's tables. Two hours of an idle
-# machine with two cores.
+# Every lossless method on every suite: the speed tables (lab/results/mt_bench_smollm2.json,
+# suite_*.json and eight_*.json). Two hours of an idle machine with two cores.
 #
 #   bash lab/recipes/smollm2/lossless.sh EVAL runs/lossless [SUITE...]
+#
+# Run it in the root of the repository.
 #
 # EVAL: a folder with mt_bench/question.jsonl, spec_bench/question.jsonl, gsm8k/test.jsonl and
 # humaneval/HumanEval.jsonl.gz. SUITE: mt_bench, spec_bench, humaneval, gsm8k, t1 (MT-Bench at
 # temperature 1), b4 (in batches of 4), mt_bench_all (all of its questions, the fastest rows) or
-# eight_bits (the fastest rows on all of MT-Bench and on the other suites, the narrow copy in 8
-# bits, as of a model whose file has no 4-bit weights); without any, all of these. Answers have up
-# to 256 tokens, and those that run into loops are not counted; in batches they have up to 96, and
-# all count.
-# What has been measured is left as it is. ACCELERATORS: a folder with eagle3/ and hydra/, which are
-# too large for the package (on_a_gpu.sh makes them); without it there are no such rows. llama.cpp's
-# rows need 'multirate[rivals]'.
+# eight_bits (the fastest rows on MT-Bench and the other suites, with a quantised copy of 8 bits, like
+# that of a model whose file has no 4-bit weights). The default is all of them.
+#
+# Answers have up to 256 tokens, and answers that run into loops are not counted. Batches have up to
+# 96 tokens, and all count. Finished suites are kept. ACCELERATORS: a folder with eagle3/ and hydra/,
+# which are too large to ship (on_a_gpu.sh, or eagle3.sh and hydra.sh); without it these rows are left
+# out. Rows of llama.cpp need 'multirate[rivals]'.
 set -euo pipefail
 EVAL=$1 OUT=$2 MODEL=${MODEL:-smollm2}
 shift 2
 mkdir -p "$OUT"
-DRAFT=two_model:draft=smollm2-draft
+DRAFT=two_model:draft=lab/models/smollm2-draft
 
 in_stages_and_without() {
     local method
     for method in "$@"; do printf ',%s,%s:staged=0' "$method" "$method"; done
 }
-GIVEN=() LARGE= LARGEST= LARGE_BATCHED=
+GIVEN=(-a "medusa=lab/accelerators/medusa") LARGE= LARGEST= LARGE_BATCHED=
 if [ -n "${ACCELERATORS:-}" ]; then
-    GIVEN=(-a "eagle3=$ACCELERATORS/eagle3" -a "hydra=$ACCELERATORS/hydra")
+    GIVEN+=(-a "eagle3=$ACCELERATORS/eagle3" -a "hydra=$ACCELERATORS/hydra")
     LARGE=$(in_stages_and_without eagle3 eagle3:lookup=sam)
     LARGEST=$LARGE$(in_stages_and_without hydra)
     LARGE_BATCHED=,eagle3,eagle3:lookup=sam
@@ -36,7 +38,7 @@ EVERY=$(in_stages_and_without lookahead prompt_lookup sam token_recycling \
     kangaroo:lookup=sam eagle eagle:lookup=sam m2r2 m2r2-carry:lookup=0 m2r2-carry)$LARGEST
 BEST=,prompt_lookup$(in_stages_and_without sam token_recycling:lookup=sam kangaroo:lookup=sam \
     eagle eagle:lookup=sam m2r2-carry:lookup=0 m2r2-carry)$LARGE
-# batches do not go in stages
+# batches have no two-stage verification
 BATCHED=,prompt_lookup,sam,token_recycling:lookup=sam,kangaroo:lookup=sam,eagle,eagle:lookup=sam
 BATCHED+=,m2r2,m2r2-carry:lookup=0,m2r2-carry$LARGE_BATCHED
 FASTEST=$(in_stages_and_without sam eagle:lookup=sam m2r2-carry),m2r2-carry:lookup=0:staged=0
@@ -64,7 +66,7 @@ for name in "$@"; do
         mt_bench) measure mt_bench_smollm2 mt_bench $MT "generate,autoregressive$EVERY" \
             --rivals llamacpp --limit 8 $LONG ;;
         spec_bench) measure_suite "$name" suite_spec_bench \
-            "autoregressive$EVERY,sam:texts=smollm2" ;;
+            "autoregressive$EVERY,sam:texts=lab/texts/smollm2.safetensors" ;;
         humaneval | gsm8k | t1) measure_suite "$name" "suite_$name" "autoregressive$BEST" ;;
         b4) measure suite_b4 mt_bench $MT "autoregressive$BATCHED" --batch 4 --limit 8 -n 96 ;;
         mt_bench_all) measure_suite "$name" suite_mt_bench_all "autoregressive$FASTEST" ;;

@@ -1,9 +1,9 @@
-# Sourced by equal_training.sh and dynamic_rivals.sh: one training of an equal budget on the answers
-# and states in EQUAL.
+# Sourced by equal_training.sh and dynamic_rivals.sh: one training on the answers and teacher states
+# in EQUAL.
 #
 #   train_equally METHOD FOLDER STEPS WARMUP OPTIONS...
 #
-# A finished one is left as it is, an interrupted one goes on.
+# A finished accelerator is kept, and an interrupted training continues.
 
 train_equally() {
     local method=$1 folder=$2 steps=$3 warmup=$4

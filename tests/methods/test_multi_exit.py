@@ -174,7 +174,7 @@ def test_trained_saved_and_loaded(name: str, material: tuple[Path, Path], tmp_pa
         assert "early_exit" in found[30]
     assert "simulated_tokens_per_step" not in found[30]
     card = (tmp_path / "30" / "README.md").read_text()
-    assert "lossy" in card and "tokens per verify step" not in card
+    assert "lossy" in card and "tokens per step" not in card
     model = AutoModelForCausalLM.from_pretrained(folder)
     engine = multirate.attach(model, tmp_path / "30", backend="hf", tokenizer=tokenizer())
     prompt = tokenizer()("<|user|>abcd<|end|>\n<|assistant|>")["input_ids"]

@@ -11,15 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from lab_files import LAB
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import multirate
 from multirate.engine import attach
 from multirate.errors import UserError
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import find_training
 from multirate.training.checkpoint import Accelerator, describe_base
+from multirate.training.description import read_description
 from multirate.training.fingerprint import fingerprint
+from multirate.training.model_card import model_card
 
 
 def small(**changes: Any) -> LlamaForCausalLM:
@@ -363,3 +367,21 @@ def test_fingerprint_of_a_saved_model(tmp_path: Path) -> None:
     model = small(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     assert fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path)) == fingerprint(model)
+
+
+SHIPPED = [
+    *Path(multirate.__file__).parent.glob("reference/*/*/accelerator.json"),
+    *Path(multirate.__file__).parent.glob("reference/*/accelerators/*/accelerator.json"),
+    *LAB.glob("accelerators/*/accelerator.json"),
+    *LAB.glob("models/*/predictor/accelerator.json"),
+]
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=[f"{f.parts[-3]}-{f.parts[-2]}" for f in SHIPPED])
+def test_a_shipped_card_is_what_its_description_gives(file: Path) -> None:
+    """And it names data, licence and recipe, which are kept when an accelerator is saved again."""
+    description = read_description(file, file.read_bytes())
+    card = (file.parent / "README.md").read_text()
+    assert card == model_card(description)
+    assert all(f"\n- {word}" in card for word in ("licence: ", "data", "recipe: ", "limits: "))
+    assert len(SHIPPED) == 9

@@ -132,7 +132,7 @@ def test_held_out_files_count_each_new_prompt_once(
     ).results
     assert "1 of 5 held-out samples have prompts of the training data" in capsys.readouterr().err
     assert results["prompts"] == 2 and results["rows"] == 2 * len("abcdefgh") + 2
-    assert "2 distinct prompts" in (out / "README.md").read_text()
+    assert "answers to 2 prompts" in (out / "README.md").read_text()
 
 
 def test_a_damaged_state_is_refused(tmp_path: Path, model_dir: Path, data: Path) -> None:
@@ -229,7 +229,11 @@ def test_a_run_goes_on_from_a_trained_accelerator(
     assert description["config"]["unroll_steps"] == 2
     assert [run["steps"] for run in description["training"]["before"]] == [40]
     assert len(result.results["terms"]) == 2
-    assert "trained before" in (second / "README.md").read_text()
+    card = (second / "README.md").read_text()
+    tokens = sum(
+        run["tokens"] for run in [*description["training"]["before"], description["training"]]
+    )
+    assert f"2 runs, each starting from the one before: {tokens:,} tokens in 41 steps." in card
     known = [
         read_fingerprints(folder, json.loads((folder / "accelerator.json").read_text()))
         for folder in (first, second)

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# The accelerated residual that names the mixture's experts ahead of time. Interrupted, the same command resumes.
+# An expert predictor for a mixture of experts: M2R2's accelerated residual, which predicts the experts
+# of later layers. mixture.sh runs this for the toy mixture; the shipped predictor came from it.
 #
-#   bash lab/recipes/mixture/predictor.sh runs/mixture/base/model runs/mixture/data runs/mixture/predictor
+#   bash lab/recipes/mixture/predictor.sh MODEL DATA OUT
 #
-# It trains on the model's own answers, which is what it will be asked about, and on a part of the original ones.
-# It runs the later layers' attention and starts close to its best. ATTENTION=false RANK=64 STEPS=600 LR=4e-3: one without.
+# MODEL: a model that prepare.py's data trained; DATA: that data. It trains on the model's own answers
+# and on a ninth of the original ones. An interrupted run continues. It runs the attention of the later
+# layers; for a predictor without attention, set ATTENTION=false RANK=64 STEPS=600 LR=4e-3.
 set -euo pipefail
 MODEL=$1 DATA=$2 OUT=$3
 mkdir -p "$OUT.data"

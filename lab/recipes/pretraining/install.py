@@ -1,4 +1,4 @@
-"""Put a model that pretrain.py made, and its accelerators, into the package, with a card.
+"""Copies a model that pretrain.py made, and its accelerators, into a folder, and writes its card.
 
     python lab/recipes/pretraining/install.py --base runs/tiny/base \
         --config lab/recipes/tiny/tiny.yaml \
@@ -33,9 +33,10 @@ pipeline_tag: text-generation
 | steps, tokens | {steps}, {tokens:.1f}M |
 | seed | {seed} |
 | held-out loss (nats per token) | {losses} |
-| recipe | `lab/recipes/pretraining/` (prepare.py, pretrain.py), `{recipe}` |
+| licence | Apache-2.0 |
+| recipe | `{recipe}` |
 
-**Data**, all permissive: {data}.
+**Data**, in English and all permissive: {data}.
 
 ```yaml
 {phases}```
@@ -89,7 +90,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar=("FROM", "TO"),
-        help="a trained accelerator and its folder in the package (repeatable)",
+        help="a trained accelerator and the folder to copy it to (repeatable)",
     )
     args = parser.parse_args()
     shutil.copytree(args.base / "model", args.target, dirs_exist_ok=True)

@@ -1,6 +1,6 @@
 """Turn the permissive training sets into token files and a tokenizer for pretrain.py.
 
-    python lab/recipes/pretraining/prepare.py --data ../shared/data/train --out runs/mixture/data
+    python lab/recipes/pretraining/prepare.py --data DATA --out runs/mixture/data
 
 Sources (all permissive): classic_books (public domain; as prose and, by stories.py, as
 conversations), gsm8k train (MIT), gpteacher roleplay (MIT), rasbt instruction data (Apache-2.0),

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Dynamic modes by the tasks' scores: every method along its dial, on what tasks.sh or on_a_gpu.sh
-# trained.
+# Dynamic methods by task score (lab/results/task_*.json): every method at several settings, with what
+# tasks.sh or on_a_gpu.sh trained.
 #
 #   bash lab/recipes/tasks/compare.sh DATA runs/tasks
 #
-# DATA: the folder of `multirate eval`. Half an hour of an idle machine with two cores. What has been
-# measured is left as it is.
+# DATA: the data folder of `multirate eval`. Half an hour of an idle machine with two cores. Finished
+# tasks are kept.
 set -euo pipefail
 DATA=$1 OUT=$2
 folders=()
@@ -13,7 +13,7 @@ for method in m2r2-carry eagle lite deed free calm-classifier specee mixture_of_
     folders+=(-a "$method=$OUT/$method")
 done
 
-# the tuned model's 8-bit weights for all of them, which read prompts, too
+# 8-bit weights for every method, also for prefill
 NARROW=prompt_weights=narrow
 along() { # METHOD SETTING VALUES...
     local method=$1 setting=$2 value

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# What tasks.sh trains, in six minutes of one GPU: SmolLM2 tuned by LoRA, its own answers to all the
-# questions, and every method's accelerator, all side by side. The comparison needs no GPU:
-# compare.sh.
+# What tasks.sh trains, in six minutes on one GPU: SmolLM2 fine-tuned with LoRA, its own answers to all
+# the questions, and every method's accelerator, side by side. Then run compare.sh, which needs no GPU.
 #
 #   bash lab/recipes/tasks/on_a_gpu.sh DATA runs/tasks [MODEL]
 #
-# DATA: the folder of `multirate eval`. A batch has 4,096 tokens. The steps are those that each method
-# made in some 130 seconds on an H200 beside the others and the nine trainings of
-# lab/recipes/smollm2/on_a_gpu.sh; there the rate's cosine was that of 480 steps, cut short in time.
+# DATA: the data folder of `multirate eval`. A step has 4,096 tokens. The numbers of steps are those
+# that each method made in about 130 seconds on an H200, with the other trainings beside it; there the
+# learning rate followed a cosine of 480 steps that was cut short.
 set -euo pipefail
 DATA=$1 OUT=$2 MODEL=${3:-smollm2} HERE=$(dirname "$0")
 FROM=${FROM:-src/multirate/reference/smollm2}

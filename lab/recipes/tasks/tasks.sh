@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# SmolLM2 tuned on WikiSQL, E2E and DialogSum, accelerators of the tuned model, and the comparison
-# of dynamic modes by the tasks' scores (compare.sh). on_a_gpu.sh is the same in minutes.
+# SmolLM2 fine-tuned on WikiSQL, E2E and DialogSum, accelerators for the tuned model, and the comparison
+# of dynamic methods by task score (compare.sh). on_a_gpu.sh trains longer, in minutes.
 #
 #   bash lab/recipes/tasks/tasks.sh DATA runs/tasks [MODEL]
 #
-# DATA: the folder of `multirate eval`. MODEL: a folder with SmolLM2-135M-Instruct. Needs
-# 'multirate[eval]'. m2r2-carry and eagle go on from the package's of SmolLM2 (FROM), the others, of
-# which it has none, begin from nothing; all see the same answers in as many steps. Interrupted at
-# any point, the same command goes on. None of the weights are part of the package: DialogSum is for
-# non-commercial use.
+# DATA: the data folder of `multirate eval`. MODEL: a folder with SmolLM2-135M-Instruct. Needs
+# 'multirate[eval]'. m2r2-carry and eagle start from the shipped accelerators of SmolLM2 (FROM); the
+# others start from nothing. All train on the same answers for the same number of steps. An interrupted
+# run continues. None of these weights are shipped, because DialogSum is for non-commercial use.
 set -euo pipefail
 DATA=$1 OUT=$2 MODEL=${3:-smollm2} HERE=$(dirname "$0")
 FROM=${FROM:-src/multirate/reference/smollm2}

@@ -148,12 +148,17 @@ def _changed(before: Accelerator, options: dict[str, Any]) -> MethodConfig:
     return type(before.config).from_json(before.config.to_json() | options)
 
 
-_TOLD = ("data", "data_sha256", "samples", "distinct_prompts", "steps", "tokens", "seconds")
+_KEPT = (
+    *("data", "data_sha256", "samples", "distinct_prompts", "steps", "tokens", "seconds"),
+    *("settings", "argv", "notes", "torch", "transformers"),
+)
 
 
 def _history(training: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the card of an accelerator tells of its training: its runs, the last one last."""
-    return [*training.get("before", []), {k: training[k] for k in _TOLD if k in training}]
+    """The runs of an accelerator's training, the last one last, for the description of a run that
+    starts from it.
+    """
+    return [*training.get("before", []), {k: training[k] for k in _KEPT if k in training}]
 
 
 class _Run:

@@ -1,5 +1,5 @@
-"""The README.md that goes with an accelerator: what it is, how to use it, what was measured while
-training it.
+"""Writes the model card (README.md) of an accelerator: what it is, how to use it, what was measured
+and how it was trained. Everything in it comes from accelerator.json, so it can be written again.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ def _figures(term: dict[str, Any]) -> str:
 
 def _table(results: dict[str, Any]) -> list[str]:
     lines = [
-        "| gate after layer | draft step | agreement | overlap Σ min(p, q) | KL (nats) |",
+        "| exit after layer | draft step | agreement | overlap Σ min(p, q) | KL (nats) |",
         "|---|---|---|---|---|",
     ]
     for term in results.get("terms", []):
         lines.append(f"| {term['gate']} | {term['draft_step']} | {_figures(term)} |")
     for exit_ in results.get("early_exit", {}).get("terms", []):
-        lines.append(f"| {exit_['gate']} (the base's plain early exit) | – | {_figures(exit_)} |")
+        lines.append(
+            f"| {exit_['gate']} (early exit of the base model, untrained) | – | {_figures(exit_)} |"
+        )
     return lines
 
 
 def _experts_table(results: dict[str, Any]) -> list[str]:
     lines = [
-        "| experts of layer | predicted so many layers before | recall | the gate's own | overlap "
-        "| KL (nats) |",
+        "| experts of layer | layers ahead | recall | next layer's router | overlap | KL (nats) |",
         "|---|---|---|---|---|---|",
     ]
     for term, gate in zip(
@@ -45,7 +46,7 @@ def _prompts(results: dict[str, Any]) -> list[str]:
     if "prompts" not in results:
         return []
     return [
-        f"Answers to {results['prompts']} distinct prompts, none of which is in the training data.",
+        f"Measured on answers to {results['prompts']} prompts that are not in the training data.",
         "",
     ]
 
@@ -56,26 +57,26 @@ def _measured(description: dict[str, Any]) -> list[str]:
         return []
     if find(description["method"]).role == "experts":
         return [
-            "## Measured on held-out text",
+            "## Results on held-out text",
             "",
             *_prompts(results),
-            "Recall: share of a token's experts among the k likeliest that were predicted; the "
-            "gate's own: the later layer's router on the current residual.",
+            "Recall: the share of a token's experts that were among the k predicted ones. Next "
+            "layer's router: the recall of that layer's own router on the current residual.",
             "",
             *_experts_table(results),
             "",
         ]
     simulated = results.get("simulated_tokens_per_step")
     return [
-        "## Measured on held-out text",
+        "## Results on held-out text",
         "",
         *_prompts(results),
-        f"{results['rows']} response tokens, teacher-forced; agreement is top-1 with the full "
-        "model."
+        f"{results['rows']:,} answer tokens with teacher forcing. Agreement: how often the draft's "
+        "most likely token is the full model's."
         + (
             ""
             if simulated is None
-            else " Simulated tokens per verify step (chain of 5, bonus token included): "
+            else " Simulated tokens per step (chains of 5, the bonus token included): "
             f"**{simulated}**."
         ),
         "",
@@ -84,10 +85,53 @@ def _measured(description: dict[str, Any]) -> list[str]:
     ]
 
 
+def _training(training: dict[str, Any]) -> list[str]:
+    """All runs, the first one first: a short last run must not hide what the others did."""
+    runs = [*training.get("before", []), training]
+    lines = ["## Training", ""]
+    if all("tokens" in run and "steps" in run for run in runs):
+        steps, tokens = (sum(run[name] for run in runs) for name in ("steps", "tokens"))
+        count = (
+            "One run" if len(runs) == 1 else f"{len(runs)} runs, each starting from the one before"
+        )
+        lines += [f"{count}: {tokens:,} tokens in {steps:,} steps.", ""]
+        lines += [
+            "| run | data | samples | steps | tokens | seconds |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [f"| {number} | {_row(run)} |" for number, run in enumerate(runs, start=1)]
+        lines.append("")
+    lines += [f"- {note}" for run in runs for note in run.get("notes", [])]
+    lines += [
+        f"- {label}: {training[name]}"
+        for name, label in _FIELDS.items()
+        if training.get(name) is not None
+    ]
+    with_seed = training.get("settings", {}).get("seed")
+    lines += [] if with_seed is None else [f"- seed: {with_seed}"]
+    versions = [f"{name} {training[name]}" for name in _VERSIONS if training.get(name)]
+    lines += [f"- versions: {', '.join(versions)}"] if versions else []
+    commands = [" ".join(map(str, run["argv"])) for run in runs if run.get("argv")]
+    return [*lines, "", "```", *commands, "```"] if commands else lines
+
+
+_FIELDS = {
+    "distinct_prompts": "distinct prompts",
+    "heldout_prompts": "held-out prompts",
+    "data_sha256": "sha256 of the training data",
+    "processes": "processes",
+}
+_VERSIONS = ("multirate", "torch", "transformers", "python")
+
+
+def _row(run: dict[str, Any]) -> str:
+    samples, seconds = run.get("samples", "–"), run.get("seconds", "–")
+    data = ", ".join(run.get("data", [])) or "–"
+    return f"{data} | {samples} | {run['steps']:,} | {run['tokens']:,} | {seconds}"
+
+
 def model_card(description: dict[str, Any]) -> str:
-    """Markdown of the card, from what accelerator.json holds. States nothing that was not
-    measured.
-    """
+    """The card in Markdown, from the content of accelerator.json."""
     base, training = description["base"], description["training"]
     name = base.get("name") or base["architecture"]
     use = f'engine = multirate.attach(model, "this folder")  # model: {name}'
@@ -105,11 +149,11 @@ def model_card(description: dict[str, Any]) -> str:
         f"# Accelerator for {name}",
         "",
         f"Method `{description['method']}`: {find(description['method']).title}. "
-        f"{description['parameters'] / 1e6:.2f}M parameters beside the frozen base; "
+        f"It adds {description['parameters'] / 1e6:.2f}M parameters to the frozen base model. "
         + (
-            "greedy output stays the base's own."
+            "Greedy output stays that of the base model."
             if find(description["method"]).lossless
-            else "lossy: tokens that leave early may not be the base's own."
+            else "It is lossy: output may differ from that of the base model."
         ),
         "",
         "```python",
@@ -118,26 +162,12 @@ def model_card(description: dict[str, Any]) -> str:
         use,
         "```",
         "",
-        f"Fits one base only: {base['architecture']}, {base['num_layers']} layers, width "
-        f"{base['hidden_size']}, vocabulary {base['vocab_size']}, weights fingerprint "
+        f"It works with one base model only: {base['architecture']}, {base['num_layers']} layers, "
+        f"width {base['hidden_size']}, vocabulary {base['vocab_size']}, weights fingerprint "
         f"`{base['fingerprint']}` (checked on load).",
         "",
     ]
     lines += _measured(description)
     if training:
-        lines += ["## Training", ""]
-        lines += [
-            f"- {key.replace('_', ' ')}: {value}"
-            for key, value in training.items()
-            if not isinstance(value, (dict, list)) and value is not None
-        ]
-        lines += [
-            f"- trained before: {run['tokens']:,} tokens in {run['steps']:,} steps of "
-            f"{', '.join(run['data'])}"
-            for run in training.get("before", [])
-        ]
-        if training.get("data"):
-            lines.append(f"- data files: {', '.join(training['data'])}")
-        if training.get("argv"):
-            lines += ["", "```", " ".join(training["argv"]), "```"]
+        lines += _training(training)
     return "\n".join(lines) + "\n"

@@ -66,4 +66,5 @@ def _instruction_set() -> str:
     for name, needed in _INSTRUCTION_SETS:
         if needed <= flags:
             return name
-    return f"portable C for {platform.machine()}"
+    machine = platform.machine()
+    return "portable C" if machine in ("x86_64", "AMD64") else f"portable C, untested on {machine}"

@@ -1,13 +1,12 @@
-"""Turn the permissive training sets into token files and a tokenizer for pretrain.py.
+"""Turns the permissive training sets into token files and a tokenizer for pretrain.py.
 
     python lab/recipes/pretraining/prepare.py --data DATA --out runs/mixture/data
 
 Sources (all permissive): classic_books (public domain; as prose and, by stories.py, as
 conversations), gsm8k train (MIT), gpteacher roleplay (MIT), rasbt instruction data (Apache-2.0),
 self_instruct seed tasks (Apache-2.0), MedQuAD (CC BY 4.0). The three instruction sets together are
-the source "assistant". One document in 50 (by a hash of its first line's text) is held out of base
-and accelerators alike. The accelerators' training file, ``chat.jsonl``, holds the same
-conversations as the base saw.
+the source "assistant". One document in 50, by a hash of its first line, is held out from the model
+and its accelerators. ``chat.jsonl`` has the model's conversations, to train accelerators on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pretrain a small model of transformers (Llama, or a mixture of experts) with Muon and AdamW, in
+"""Pretrains a small transformers model (a Llama or a mixture of experts) with Muon and AdamW, in
 phases.
 
     python lab/recipes/pretraining/pretrain.py --config lab/recipes/tiny/tiny.yaml \

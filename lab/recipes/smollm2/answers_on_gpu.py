@@ -1,13 +1,14 @@
-"""Questions that SmolLM2 asks itself, and its greedy answers to these and to others, a thousand
-sequences at once: 8.1M tokens in 75 seconds on an H200.
+"""Samples questions from SmolLM2 and writes its greedy answers to these and to other questions, a
+thousand sequences at once: 8.1M tokens in 75 seconds on an H200.
 
     python lab/recipes/smollm2/answers_on_gpu.py --out DIR \
         --questions 24000 --data questions.jsonl …
 
-Writes DIR/self.jsonl and DIR/own.jsonl: what `multirate answers` writes, to be trained on. That
-serves any model and makes 17,000 tokens/s there; this serves Llama models alone: its step has
-static shapes and chooses on the device, so that all of it is one recorded CUDA graph. `--check`
-compares three answers with `generate`. Runs on a CPU, too (slowly).
+Writes DIR/self.jsonl and DIR/own.jsonl in the format of `multirate answers`, as training data. That
+command works with any model and generates 17,000 tokens/s on the same GPU. This script only works
+with Llama models: its step has static shapes and picks tokens on the device, so all of it is one
+captured CUDA graph. `--check` compares three answers with `generate`. It also runs on a CPU,
+slowly.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from multirate.training.sampled_questions import user_turn
 
 LONGEST_QUESTION = 160
 LEAST_SHARE = math.log(0.03)
-"""Tokens of a question have at least this share of the likeliest one's probability."""
+"""Tokens of a question have at least this share of the most likely token's probability."""
 TOKENS_PER_QUESTION = 62
 LONGEST_PROMPT = 760
 SPAN = 64
-"""Slots by which what is attended to is rounded up: a recording each."""
+"""The attended length is rounded up to a multiple of this; each length is captured once."""
 PREFILL_TOKENS = 1 << 16
 
 
 class Weights:
-    """A Llama's, its q, k and v and its gate and up side by side."""
+    """The weights of a Llama, with q, k and v as one matrix, and gate and up as another."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         model = model.to(device)
@@ -82,8 +83,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Lanes:
     """`count` sequences of at most `slots` tokens, each at its own position.
 
-    token, position [count]: what the next step reads. said [steps, count]: what it says, in row
-    `at`.
+    token, position [count]: input of the next step. said [steps, count]: its output, in row `at`.
     """
 
     def __init__(self, weights: Weights, count: int, slots: int, steps: int) -> None:
@@ -310,7 +310,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--questions", type=int, default=0, help="how many it asks itself")
+    parser.add_argument("--questions", type=int, default=0, help="how many to sample")
     parser.add_argument("--data", nargs="*", default=[], help="files of other questions")
     parser.add_argument("--heldout", nargs="*", default=[], help="files whose questions to avoid")
     parser.add_argument("--batch", type=int, default=1024)

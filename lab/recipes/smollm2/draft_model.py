@@ -1,13 +1,14 @@
-"""Writes the start of a small draft model for `two_model`: a Llama with the tokenizer of MODEL.
+"""Writes the initial weights of a small draft model for `two_model`: a Llama with MODEL's
+tokenizer.
 
     python lab/recipes/smollm2/draft_model.py --model smollm2 --out runs/draft/start
     python lab/recipes/tasks/tune.py --model runs/draft/start --whole --lr 0.002 --steps 1000 \
-        --data runs/smollm2/own.jsonl --data runs/smollm2/train_self.jsonl --out runs/draft/model
+        --data runs/draft/own.jsonl --out runs/draft/model
     multirate generate MODEL --method two_model:draft=runs/draft/model -p "Why is the sky blue?"
 
-Its token embeddings, and its head, are MODEL's projected on their main directions, so that words
-have their likenesses before training begins; the layers begin at random. Training follows on
-MODEL's own answers: what it says itself is what a draft has to say.
+Its token embeddings, which are also its head, are MODEL's, projected on their principal directions,
+so that similar words are similar before training begins. Its layers are random. Train it on MODEL's
+own answers, because these are what it has to predict. draft_model.sh does all of this.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main_directions(embeddings: torch.Tensor, width: int) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="the model that it is to draft for")
+    parser.add_argument("--model", required=True, help="the model to draft for")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--width", type=int, default=128, help=f"a multiple of {HEAD_DIM}")
     parser.add_argument("--layers", type=int, default=4)
@@ -61,7 +62,7 @@ def main() -> None:
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         embeddings = main_directions(base.get_input_embeddings().weight.float(), width)
-        # as large as Llama's own begin
+        # scaled to the usual initial size of Llama's embeddings
         model.get_input_embeddings().weight.copy_(embeddings * (0.02 / embeddings.std()))
     model.save_pretrained(arguments.out)
     loaded.tokenizer.save_pretrained(arguments.out)

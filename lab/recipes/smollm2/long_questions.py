@@ -1,11 +1,10 @@
-"""Questions about long texts, in the manner of `questions.py`: summaries of passages, and questions
-answered from documents. An accelerator trained on short questions alone drafts badly below long
-ones.
+"""Writes questions about long texts: requests for summaries, and questions to answer from
+documents. An accelerator trained only on short questions drafts badly after long prompts.
 
     python lab/recipes/smollm2/long_questions.py --data DATA --out long.jsonl
 
 DATA holds classic_books/ (public domain) and medquad/ (CC BY 4.0; Ben Abacha and Demner-Fushman,
-BMC Bioinformatics 2019). The answers are the model's own (`multirate answers`).
+BMC Bioinformatics 2019). The model then answers them (`multirate answers`).
 """
 
 from __future__ import annotations

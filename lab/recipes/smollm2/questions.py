@@ -1,10 +1,11 @@
-"""The questions that SmolLM2's accelerators are trained on: permissive sets only, each asked once.
+"""Writes the questions for training SmolLM2's accelerators, from permissive sets, each question
+once.
 
     python lab/recipes/smollm2/questions.py --data DATA --out questions.jsonl
 
 DATA holds gpteacher/ and gsm8k/ (MIT), rasbt_instruct/ and self_instruct_seed/ (Apache-2.0) and
-medquad/ (CC BY 4.0; Ben Abacha and Demner-Fushman, BMC Bioinformatics 2019). Only their questions
-are used: the answers are the model's own (`multirate answers`).
+medquad/ (CC BY 4.0; Ben Abacha and Demner-Fushman, BMC Bioinformatics 2019). Only the questions
+are used; the model then answers them (`multirate answers`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SOURCES = {
     "medquad/medquad.jsonl": 900,
     "gsm8k/train.jsonl": 1100,
 }
-"""File → at most so many of its questions."""
+"""File → the largest number of its questions."""
 LONGEST = 1200
 """Characters of a question."""
 
@@ -49,7 +50,7 @@ def questions(data: Path, seed: int = 0, all_of_them: bool = False) -> list[str]
 
 
 def further_questions(data: Path) -> list[str]:
-    """Those that `questions` leaves out."""
+    """The questions that `questions` leaves out."""
     asked = set(questions(data))
     return [text for text in questions(data, all_of_them=True) if text not in asked]
 
@@ -58,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--further", type=int, help="so many of those that are left out otherwise")
+    parser.add_argument("--further", type=int, help="write this many of the left-out questions")
     arguments = parser.parse_args()
     chosen = questions(arguments.data)
     if arguments.further is not None:

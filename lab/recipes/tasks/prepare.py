@@ -1,12 +1,12 @@
-"""Questions and answers of WikiSQL, E2E and DialogSum, to tune a model on and to train its
+"""Writes questions and answers of WikiSQL, E2E and DialogSum, to fine-tune a model and to train its
 accelerators.
 
     python lab/recipes/tasks/prepare.py --data DATA --out runs/tasks
 
-Questions are put as `multirate eval --shots 0` puts them, of the tasks' training splits. Writes
-tuning.jsonl (what the model is tuned on), accelerators.jsonl (its questions and as many others of
-the same splits; the answers are to be the tuned model's own: `multirate answers`) and
-calibration.jsonl (a third part, for `multirate calibrate`). DATA: as of `multirate eval`.
+The questions are from the tasks' training splits, in the format of `multirate eval --shots 0`.
+Writes tuning.jsonl (for fine-tuning), accelerators.jsonl (the same questions and as many others of
+these splits, for the tuned model to answer with `multirate answers`) and calibration.jsonl (a third
+part, for `multirate calibrate`). DATA: the data folder of `multirate eval`.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""Tunes the upper layers of a model, or all of it, on questions and answers, and writes the tuned
-model.
+"""Fine-tunes the upper layers of a model, or all of it, on questions and answers.
 
     python lab/recipes/tasks/tune.py --model FOLDER --data runs/tasks/tuning.jsonl \
         --out runs/tasks/model
 
-AdamW; the loss is cross-entropy of the answers' tokens and the one that ends them. Embeddings, head
-and the layers below `--first-layer` stay as they are, which takes a third less time on a processor
-than LoRA in all layers; with `--whole` everything is trained, with `--rank` LoRA of every layer's
-matrices (arXiv 2106.09685). Resumable: the state is written every `--checkpoint-steps`.
+It uses AdamW on the cross-entropy of the answers' tokens and end tokens. By default embeddings,
+head and the layers below `--first-layer` are frozen, which takes a third less time on a CPU than
+LoRA in all layers. `--whole` trains everything; `--rank` trains LoRA in every layer (arXiv
+2106.09685). The state is saved every `--checkpoint-steps`, and the same command resumes.
 
-With `--exits` it is LayerSkip's tuning (arXiv 2404.16710): the head reads the residual at one of
-these exits, too, in turn, and layers are left out at random, the deeper the more often
-(`--dropout`):
+`--exits` is LayerSkip's training (arXiv 2404.16710): in each step the head also reads the residual
+at one of these exits, and layers are dropped at random, deeper ones more often (`--dropout`):
 
     python lab/recipes/tasks/tune.py --model smollm2 --data runs/equal/own.jsonl --first-layer 0 \
         --steps 300 --exits 7 --out runs/layerskip/model

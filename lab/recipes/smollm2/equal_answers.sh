@@ -6,8 +6,8 @@
 #
 # DATA: as for answers.sh. Writes OUT/own.jsonl (answers to 1,000 questions of the sets),
 # OUT/long.jsonl (to 190 questions about long texts), OUT/train_self.jsonl (to 1,540 questions that
-# the model samples itself) and OUT/heldout.jsonl (to 60 more of these). SETS, LONG and OWN change
-# the numbers. An interrupted run continues.
+# the model samples itself) and OUT/heldout.jsonl (to 60 more of these). SETS, LONG, OWN and
+# HELDOUT change the numbers. An interrupted run continues.
 set -euo pipefail
 DATA=$1 OUT=$2 MODEL=${MODEL:-smollm2} HERE=$(dirname "$0")
 mkdir -p "$OUT"
@@ -19,5 +19,5 @@ multirate answers "$MODEL" --data "$OUT/asked.jsonl" --out "$OUT/own.jsonl" --ma
 multirate answers "$MODEL" --data "$OUT/long_questions.jsonl" --out "$OUT/long.jsonl" \
     --max-new-tokens 160 --batch 16
 multirate answers "$MODEL" --questions "${OWN:-1600}" --out "$OUT/self.jsonl" --max-new-tokens 256 --batch 40
-head -n -60 "$OUT/self.jsonl" > "$OUT/train_self.jsonl"
-tail -n 60 "$OUT/self.jsonl" > "$OUT/heldout.jsonl"
+head -n "-${HELDOUT:-60}" "$OUT/self.jsonl" > "$OUT/train_self.jsonl"
+tail -n "${HELDOUT:-60}" "$OUT/self.jsonl" > "$OUT/heldout.jsonl"

@@ -1,4 +1,4 @@
-"""`multirate answers`: the model's own answers as training text for its accelerator."""
+"""`multirate answers`: has a model write training text for its accelerator."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ from multirate.errors import UserError
 
 def command(
     model: Annotated[
-        str, typer.Argument(help="The base model's folder, GGUF file, hub id or name.")
+        str, typer.Argument(help="The base model: a folder, GGUF file, hub id or name.")
     ],
     out: Annotated[
-        Path, typer.Option("--out", help="The JSONL file to write; an unfinished one is continued.")
+        Path,
+        typer.Option("--out", help="JSONL file to write. An unfinished file is continued."),
     ],
     data: Annotated[
         list[Path] | None,
-        typer.Option("--data", help="JSON or JSONL whose questions are asked (repeatable)."),
+        typer.Option("--data", help="JSON or JSONL file of questions (repeatable)."),
     ] = None,
     questions: Annotated[
         int,
-        typer.Option(min=0, help="Questions that the model asks itself, after those of --data."),
+        typer.Option(min=0, help="Number of questions to sample from the model itself."),
     ] = 0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 160,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens per answer.")
+    ] = 160,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Questions of --data asked, spread over it.")
+        int | None,
+        typer.Option(min=1, help="Number of questions of --data, spread evenly (default: all)."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 16,
-    seed: Annotated[int, typer.Option(min=0, help="Of the questions that are sampled.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Answers generated at once.")] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for --questions.")] = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
     experts: options.Experts = None,
 ) -> None:
-    """Let a model answer questions, to train its accelerator on what it really says.
+    """Have a model answer questions, to train its accelerator on its own text.
 
-    The questions are a data set's (--data), the model's own (--questions: user turns sampled from
-    its chat template; kept in OUT.questions.jsonl), or both. A mixture of experts on a CPU answers
-    faster from its store (--experts), all of it in memory.
+    The questions come from --data, from the model itself (--questions), or both. Sampled questions
+    are kept in OUT.questions.jsonl. On a CPU, a mixture of experts answers faster with --experts.
     """
     if not data and not questions:
-        raise UserError("nothing to answer: pass --data FILE, --questions COUNT, or both")
+        raise UserError("there are no questions: give --data FILE, --questions COUNT, or both")
     options.set_threads(threads)
 
     from multirate.cli.progress import Bar
@@ -67,7 +70,7 @@ def command(
     stop = engine.stopping(max_new_tokens)
     if questions:
         path = out.with_name(f"{out.name.removesuffix('.jsonl')}.questions.jsonl")
-        with Bar("asking", questions) as bar:
+        with Bar("sampling questions", questions) as bar:
             sampled = sample_questions(
                 engine.decoder,
                 loaded.tokenizer,
@@ -82,8 +85,8 @@ def command(
             )
         reasons = ", ".join(f"{count} {why}" for why, count in sampled.left_out.most_common())
         typer.echo(
-            f"{len(sampled.questions)} questions of {sampled.samples} samples in {path}"
-            + (f" (left out now: {reasons})" if reasons else "")
+            f"kept {len(sampled.questions)} of {sampled.samples} sampled questions in {path}"
+            + (f" (left out: {reasons})" if reasons else "")
         )
         asked += [Questions((text,)) for text in sampled.questions]
     with Bar("answering", len(asked)) as bar:

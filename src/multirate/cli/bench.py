@@ -1,16 +1,16 @@
-"""`multirate bench`: methods side by side on the prompts of a suite."""
+"""`multirate bench`: compares methods on the prompts of a suite."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from multirate.cli import bench_experts, options
+from multirate.cli import bench_experts, help, options
 from multirate.cli.bench_prompts import prepared
 from multirate.cli.errors import INTERRUPTED
 from multirate.cli.progress import Bar
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from multirate.evaluation.task_suite import TaskSuite
 
 WRONG_ANSWERS = FAILED = 1
-"""Exit codes: a lossless method that gave another text, or one that raised an error."""
+"""Exit codes: a lossless method changed the text, or a method raised an error."""
 DYNAMIC = "dynamic"
-"""In --methods: dynamic modes along their dials (bench/frontier.py)."""
+"""In --methods: dynamic modes at several settings (bench/frontier.py)."""
 ALL = "all"
 """In --methods: the baselines, every lossless method without training, and every accelerator."""
 
@@ -37,23 +37,23 @@ def command(
         str,
         typer.Option(
             help="mt_bench, spec_bench, self_instruct, koala, wizardlm, gsm8k, humaneval or text; "
-            "or a task, whose score is then the quality: wikisql, e2e_nlg, dialogsum."
+            "or a task, which is also scored: wikisql, e2e_nlg or dialogsum."
         ),
     ] = "mt_bench",
     data: Annotated[
         Path,
         typer.Option(
-            help="The suite's .jsonl or .jsonl.gz file; of a task, the folder of its data.",
+            help="The suite's .jsonl or .jsonl.gz file, or the task's data folder.",
             show_default=False,
         ),
     ] = ...,  # type: ignore[assignment]
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated (default: generate, autoregressive, and every accelerator); "
-            "settings may follow a name: m2r2-carry:lookup=0; all: also every lossless method that "
-            "needs no training, and drafters joined to the text (lookup=sam); dynamic: quality "
-            "against speed of every accelerator with a dynamic mode.",
+            help="Comma-separated names, with settings after colons, as in m2r2-carry:lookup=0 "
+            "(default: generate, autoregressive and every accelerator). 'all' adds every lossless "
+            "method without training, and text lookup for every drafter. 'dynamic' measures quality "
+            "against speed.",
             show_default=False,
         ),
     ] = None,
@@ -62,52 +62,74 @@ def command(
         typer.Option(
             "--accelerator",
             "-a",
-            help="NAME=FOLDER, or a folder or hub id (repeatable).",
+            help="A trained accelerator: folder, hub id or NAME=FOLDER (repeatable).",
             show_default=False,
         ),
     ] = None,
     limit: Annotated[
         int | None,
         typer.Option(
-            help="Only so many questions, spread evenly over the file.", show_default=False
+            help="Number of questions, spread evenly over the file (default: all).",
+            show_default=False,
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", help="At most so many per answer.")
+        int, typer.Option("--max-new-tokens", "-n", help="Maximum number of tokens per answer.")
     ] = 256,
     rivals: Annotated[
         str | None,
         typer.Option(
-            help="Measured too, comma-separated: llamacpp (or llamacpp=FILE.gguf), assisted "
-            "(transformers' drafts by lookup and early exit), assistant=MODEL (by a model).",
+            help="Also measure, comma-separated: llamacpp (or llamacpp=FILE.gguf), assisted "
+            "(transformers with prompt lookup and early exit) or assistant=MODEL (transformers "
+            "with a draft model).",
             show_default=False,
+            rich_help_panel=help.MEASURED,
         ),
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(help="Only the suite's questions of this category.", show_default=False),
+        typer.Option(
+            help="Use only this category of the suite.",
+            show_default=False,
+            rich_help_panel=help.MEASURED,
+        ),
     ] = None,
     temperature: Annotated[
-        float, typer.Option(help="0 is greedy; else answers are drawn, alike with every method.")
+        float,
+        typer.Option(
+            help="0 is greedy; above 0 samples, with the same seed for every method.",
+            rich_help_panel=help.MEASURED,
+        ),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws, with --temperature.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Measured passes over all prompts.")] = 3,
-    warmup: Annotated[int, typer.Option(help="Prompts answered before measuring.")] = 1,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, help="Random seed, with --temperature.", rich_help_panel=help.MEASURED),
+    ] = 0,
+    repeats: Annotated[int, typer.Option(help="Measured repeats of all prompts.")] = 3,
+    warmup: Annotated[
+        int,
+        typer.Option(
+            help="Prompts answered before measuring starts.", rich_help_panel=help.MEASURED
+        ),
+    ] = 1,
     batch: Annotated[
-        int, typer.Option(help="Prompts that are answered at once; 1 is one after the other.")
+        int, typer.Option(help="Prompts answered at once.", rich_help_panel=help.MEASURED)
     ] = 1,
     truncate: Annotated[
         bool,
         typer.Option(
-            "--truncate", help="Cut long prompts from the left (default: skip and count them)."
+            "--truncate",
+            help="Cut long prompts from the left (default: skip them).",
+            rich_help_panel=help.MEASURED,
         ),
     ] = False,
     leave_out_loops: Annotated[
         bool,
         typer.Option(
             "--leave-out-loops",
-            help="Do not count prompts that the model itself answers with loops, which flatter "
-            "every method.",
+            help="Leave out prompts whose answers repeat in loops, because loops make every "
+            "method look fast.",
+            rich_help_panel=help.MEASURED,
         ),
     ] = False,
     tuned: options.Tuned = True,
@@ -116,20 +138,22 @@ def command(
     backend: options.Backend = "auto",
     threads: options.Threads = None,
     json: Annotated[
-        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+        Path | None,
+        typer.Option("--json", help="Write the results to this file.", show_default=False),
     ] = None,
     points: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="With --methods dynamic: thresholds measured of each method (default: 6).",
+            help="With --methods dynamic: thresholds measured per method (default: 6).",
             show_default=False,
+            rich_help_panel=help.MEASURED,
         ),
     ] = None,
     report: Annotated[
         Path | None,
         typer.Option(
-            help="A folder for results.json and report.html, a page to look at (made if missing).",
+            help="Write results.json and a page, report.html, to this folder.",
             show_default=False,
         ),
     ] = None,
@@ -137,28 +161,34 @@ def command(
     expert_memory: Annotated[
         str | None,
         typer.Option(
-            help="With --methods experts: budgets such as 8MB,25% (default: 25%).",
+            help="With --methods experts: memory budgets, such as 8MB,25% (default: 25%).",
             show_default=False,
+            rich_help_panel=help.EXPERTS,
         ),
     ] = None,
     disk_speed: Annotated[
         str | None,
         typer.Option(
-            help="With --methods experts: read no faster, e.g. 500MB/s.", show_default=False
+            help="With --methods experts: limit reads to this speed, such as 500MB/s.",
+            show_default=False,
+            rich_help_panel=help.EXPERTS,
         ),
     ] = None,
     expert_predictor: options.ExpertPredictor = None,
     page: Annotated[
         Path | None,
         typer.Option(
-            "--html", help="With --methods experts: a page with timelines.", show_default=False
+            "--html",
+            help="With --methods experts: write a page with timelines.",
+            show_default=False,
+            rich_help_panel=help.EXPERTS,
         ),
     ] = None,
 ) -> None:
-    """Measure methods side by side: interleaved repeats, total tokens over total time, identical
-    answers or no speedup.
+    """Compare methods by speed, and check that their answers are the same.
 
-    Ends with code 1 when a lossless method gave an answer that is missing, shortened or wrong.
+    All methods answer the same prompts in turns. A method with a wrong answer gets no speedup, and
+    the exit code is 1.
     """
     for name, value, least in (
         ("--repeats", repeats, 1),
@@ -176,14 +206,14 @@ def command(
 
     sampling = SamplingSettings(temperature, seed=None if temperature == 0 else seed)
     if rivals and not sampling.greedy:
-        raise UserError("--rivals are measured greedily: leave out --temperature")
+        raise UserError("--rivals works only with greedy decoding: leave out --temperature")
     if rivals and batch > 1:
-        raise UserError(f"--rivals answer one prompt at a time: leave out --batch {batch}")
+        raise UserError(f"--rivals answers one prompt at a time: leave out --batch {batch}")
     if leave_out_loops and batch > 1:
-        raise UserError(f"--leave-out-loops counts answer by answer: leave out --batch {batch}")
+        raise UserError(f"--leave-out-loops needs one prompt at a time: leave out --batch {batch}")
     if suite not in READERS and not is_task(suite):
         known = ", ".join([*READERS, *local_tasks()])
-        raise UserError(f"unknown suite {suite!r}: accepted are {known}")
+        raise UserError(f"unknown suite {suite!r}; accepted: {known}")
     tasks = task_suite(suite, data, limit, task) if is_task(suite) else None
     questions = tasks.questions if tasks else load_suite(suite, data, limit, task)
 
@@ -216,16 +246,16 @@ def command(
     if with_experts:
         if batch > 1:
             raise UserError(
-                f"--batch {batch}: with experts from disk one prompt is answered at a time"
+                f"--batch {batch} does not work with experts loaded from disk: leave it out"
             )
         for name, unused in (
             ("--leave-out-loops", leave_out_loops),
-            ("--report (--html FILE writes their page)", report is not None),
+            ("--report (use --html FILE)", report is not None),
             ("--rivals", bool(rivals)),
             ("--temperature", not sampling.greedy),
         ):
             if unused:
-                raise UserError(f"{name} is not for experts from disk: leave it out")
+                raise UserError(f"{name} does not work with experts loaded from disk: leave it out")
         same, interrupted = bench_experts.command(
             model,
             questions,
@@ -241,7 +271,7 @@ def command(
         if not same:
             raise typer.Exit(WRONG_ANSWERS)
         if interrupted:
-            options.note("interrupted: the budgets above are complete")
+            options.note("interrupted: the tables above are of finished budgets")
             raise typer.Exit(INTERRUPTED)
         return
 
@@ -269,7 +299,7 @@ def command(
         chosen.remove(ALL)
         wanted = chosen
     dials = DYNAMIC in wanted
-    if dials:  # those that it stands for
+    if dials:  # replaced by the methods that it stands for
         wanted = [
             *(name for name in wanted if name != DYNAMIC),
             *dynamic_methods(trained=True),
@@ -291,11 +321,11 @@ def command(
             )
         )
     transformers_own = (GENERATE, GENERATE_STATIC)
-    for name in names:  # an unknown one is said before anything is packed or compiled
+    for name in names:  # fails on an unknown name before anything is packed or compiled
         if name not in transformers_own:
             engine.spec_of(name, besides=(ALL, DYNAMIC, *transformers_own))
     if PLAIN not in names:
-        options.note(f"note: {PLAIN} is added, answers are compared with its answers")
+        options.note(f"note: added {PLAIN}, because answers are compared with its answers")
         names = [PLAIN, *names]
     content, rows, measured = run(
         engine,
@@ -335,23 +365,23 @@ def command(
     if any(row.diverged for row in rows):
         raise typer.Exit(WRONG_ANSWERS)
     if measured.interrupted:
-        options.note("interrupted: the figures are of what was complete")
+        options.note("interrupted: the results cover the finished part")
         raise typer.Exit(INTERRUPTED)
     if measured.failed:
         raise typer.Exit(FAILED)
 
 
 def task_suite(suite: str, data: Path, limit: int | None, category: str | None) -> TaskSuite:
-    """The questions of a task of this package. UserError for what a task does not have."""
+    """The questions of one of this package's tasks. UserError if a category is given."""
     from multirate.evaluation.task_suite import load_task_suite
 
     if category is not None:
-        raise UserError(f"--task is {category!r}: the suite {suite} has no categories")
+        raise UserError(f"--task {category!r}: suite {suite} has no categories")
     return load_task_suite(suite, data, limit)
 
 
 def scoring(tasks: TaskSuite, tokenizer: Any) -> Scoring:
-    """Scores of answers that are tokens."""
+    """Scores answers that are given as tokens."""
     from multirate.bench.runner import Scoring
 
     def scores(answers: dict[str, list[int]]) -> dict[str, float]:
@@ -363,12 +393,24 @@ def scoring(tasks: TaskSuite, tokenizer: Any) -> Scoring:
 
 
 def method_names(text: str) -> list[str]:
-    """A comma-separated list, without repetitions; commas within [] belong to a setting's list."""
+    """Splits a comma-separated list and drops repetitions. Commas in [] belong to a setting."""
     parts = re.split(r",(?![^\[\]]*\])", text)
     names = list(dict.fromkeys(name.strip() for name in parts if name.strip()))
     if not names:
-        raise UserError("--methods names no method (multirate info lists them)")
+        raise UserError("--methods names no method: multirate info lists them")
     return names
+
+
+def staged_of(engine: Engine, rows: Sequence[Row]) -> list[str]:
+    """The methods whose drafts were verified in two stages."""
+    found = []
+    for row in rows:
+        try:
+            if row.acceptance is not None and engine.in_stages(row.method):
+                found.append(row.method)
+        except UserError:  # a row of another engine
+            continue
+    return found
 
 
 def run(
@@ -388,11 +430,12 @@ def run(
     sampling: SamplingSettings | None = None,
     optional: Sequence[str] = (),
     tasks: TaskSuite | None = None,
+    show: Callable[[Sequence[Row]], None] | None = None,
 ) -> tuple[dict[str, Any], list[Row], Measurements]:
-    """Measures, prints the table → (the run's JSON, its rows, and what they are of).
+    """Measures and prints the table → (the run's JSON, its rows, their measurements).
 
-    optional: names that are left out, with the reason, where they cannot be used. tasks: whose
-    questions these are; answers are scored then.
+    optional: names to leave out, with the reason, if they cannot run. tasks: the task that the
+    questions are from; its answers are scored. show: prints the rows instead of the usual tables.
     """
     from contextlib import ExitStack
 
@@ -461,8 +504,8 @@ def run(
             others_used = others.processors()
     if others_used > NOTABLE:
         options.note(
-            f"note: the machine was busy: other processes used {others_used:.1f} of its "
-            f"{os.cpu_count()} processors while this was measured"
+            f"note: other processes used {others_used:.1f} of {os.cpu_count()} processors during "
+            "the measurement, so speeds are uncertain"
         )
     for name, why in measurements.ended.items():
         unavailable.append({"method": name, "reason": why})
@@ -473,8 +516,8 @@ def run(
     if leave_out_loops:
         answered = max(map(len, measurements.samples), default=0)
         measurements, loops = measurements.without_loops()
-        options.note(f"note: {len(loops)} of {answered} answers run into loops and are not counted")
-    with Bar("judging", len(method_runs)) as bar:
+        options.note(f"note: left out {len(loops)} of {answered} answers that repeat in loops")
+    with Bar("checking answers", len(method_runs)) as bar:
         rows = summarise(
             measurements,
             Judge(engine.model),
@@ -488,16 +531,18 @@ def run(
     share = bandwidth.share_of(read, weights, rows, batch)
     usable = measurements.usable()
     console = options.console()
-    if rows:
-        console.print(report.table(rows, title))
+    if rows and show is not None:
+        show(rows)
+    elif rows:
+        console.print(report.table(rows, title, staged_of(engine, rows)))
         if tasks is not None:
             console.print(report.score_table(rows))
         console.print(report.bandwidth_line(read, share))
     else:
         reason = (
-            "all answers run into loops"
+            "all answers repeat in loops"
             if loops and not measurements.prompts
-            else "the run ended before every method had answered a prompt"
+            else "the run ended before every method had answered one prompt"
         )
         console.print(f"Nothing was measured: {reason}.")
     content = report.document(

@@ -1,5 +1,5 @@
-"""`multirate bench --methods experts`: every way of loading experts, on the same tokens, at one or
-more budgets.
+"""`multirate bench --methods experts`: compares the ways of loading experts, on the same tokens,
+with one or more memory budgets.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ EXPERTS = "experts"
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """What the command line says of experts: the store, budgets and disk speed as text, and where
-    the page goes.
-    """
+    """The command line's options for experts; budgets and disk speed are still text."""
 
     store: Path | None
     memory: str | None
@@ -50,10 +48,10 @@ def command(
     truncate: bool,
     json: Path | None,
 ) -> tuple[bool, bool]:
-    """Measures, prints a table per budget, writes JSON and page → (whether every token was the
+    """Measures, prints a table per budget, and writes JSON and page → (whether all tokens were the
     same, interrupted).
 
-    names: policies, or just "experts" for all of them.
+    names: policies, or only "experts" for all policies.
     """
     from multirate.bench import expert_report, provenance
     from multirate.bench.expert_policies import ALL_POLICIES, measure_policies
@@ -63,8 +61,8 @@ def command(
 
     if model is None or given.store is None:
         raise UserError(
-            "--methods experts needs MODEL and --experts DIR, the store that multirate pack made "
-            "of it"
+            "--methods experts needs MODEL and --experts FOLDER, the model's store made with "
+            "multirate pack"
         )
     policies = [name for name in names if name != EXPERTS]
     unknown = [name for name in policies if name not in ALL_POLICIES]
@@ -131,7 +129,8 @@ def command(
     console = options.console()
     for budget, rows in run.budgets:
         title = (
-            f"{expert_report.size(budget)} for experts ({100 * budget / everything:.0f}% of them), "
+            f"{expert_report.size(budget)} of memory for experts "
+            f"({100 * budget / everything:.0f}% of all), "
             "batch 1, greedy"
         )
         console.print(expert_report.table(rows, title))
@@ -145,7 +144,7 @@ def command(
 
 
 def _budget(text: str, everything: int) -> int | None:
-    """A size, or a share of all experts such as 50%."""
+    """A size, or a share of all experts, such as 50%."""
     from multirate.experts.named_policies import parse_bytes
 
     if text.endswith("%") and text[:-1].replace(".", "", 1).isdigit():

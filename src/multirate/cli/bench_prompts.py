@@ -1,4 +1,4 @@
-"""A bench's questions as prompts of the model, and a word about those that do not fit."""
+"""Turns a bench's questions into prompts, and reports questions that do not fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def prepared(
     engine: Engine, questions: list[Question], max_new_tokens: int, truncate: bool
 ) -> PromptSet:
-    """The prompts of all questions; says which are skipped or cut."""
+    """The prompts of all questions. Prints which are skipped or cut."""
     from multirate.bench.prompts import build_prompts
     from multirate.decoding.logits import SamplingSettings
     from multirate.methods.spec import PLAIN
@@ -35,13 +35,13 @@ def prepared(
         )
     if prompts.skipped:
         options.note(
-            f"note: {len(prompts.skipped)} prompts are skipped, they do not fit the context with "
-            f"{max_new_tokens} new tokens (--truncate cuts them): {_some(prompts.skipped)}"
+            f"note: skipped {len(prompts.skipped)} prompts that do not fit the context with "
+            f"{max_new_tokens} new tokens (--truncate cuts them instead): "
+            f"{_some(prompts.skipped)}"
         )
     if prompts.truncated:
         options.note(
-            f"note: {len(prompts.truncated)} prompts are cut from the left: "
-            f"{_some(prompts.truncated)}"
+            f"note: cut {len(prompts.truncated)} prompts from the left: {_some(prompts.truncated)}"
         )
     return prompts
 

@@ -1,4 +1,4 @@
-"""`multirate calibrate`: thresholds of dynamic mode for a promised quality."""
+"""`multirate calibrate`: sets dynamic mode's thresholds for a quality target."""
 
 from __future__ import annotations
 
@@ -7,77 +7,81 @@ from typing import Annotated
 
 import typer
 
-from multirate.cli import options
+from multirate.cli import help, options
 
 
 def command(
     model: Annotated[
-        str, typer.Argument(help="The base model's folder, GGUF file, hub id or name.")
+        str, typer.Argument(help="The base model: a folder, GGUF file, hub id or name.")
     ],
     accelerator: Annotated[
-        str, typer.Option("--accelerator", "-a", help="The accelerator's folder or name.")
+        str, typer.Option("--accelerator", "-a", help="A trained accelerator: folder or name.")
     ],
     data: Annotated[
         list[Path],
         typer.Option(
             "--data",
-            help="JSON or JSONL whose prompts are answered (repeatable); none that the accelerator "
-            "was trained on.",
+            help="JSON or JSONL file of prompts (repeatable). Do not use the training data.",
         ),
     ],
     quality: Annotated[
         list[float] | None,
         typer.Option(
-            help="The share of tokens that are to be the full model's; 0.99 unless given "
-            "(repeatable: answers are decoded once for all).",
+            help="Quality target: the share of tokens that must match the full model's "
+            "(repeatable; default: 0.99).",
             show_default=False,
         ),
     ] = None,
     confidence: Annotated[
-        float, typer.Option(help="How sure the promise is, over the choice of prompts.")
+        float, typer.Option(help="Confidence that the target holds on similar prompts.")
     ] = 0.95,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")
+        int,
+        typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of tokens per answer."),
     ] = 128,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Prompts answered, spread over the data.")
+        int | None,
+        typer.Option(min=1, help="Number of prompts, spread evenly over the data (default: all)."),
     ] = None,
     batch: Annotated[
         int,
-        typer.Option(min=1, help="Sequences decoded at once; 1: the kernel's fused steps."),
+        typer.Option(min=1, help="Answers generated at once. 1 uses the kernel's fused steps."),
     ] = 8,
     tries: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Only so many thresholds, spread evenly over the method's: faster, and less "
-            "finely chosen.",
+            help="Number of thresholds to try. Fewer is faster, but less precise.",
             show_default=False,
+            rich_help_panel=help.ADVANCED,
         ),
     ] = None,
     point: Annotated[
         list[float] | None,
         typer.Option(
-            help="Only these settings of the dial, the most cautious first (repeatable): a margin, "
-            "a threshold, or below a margin of 0 the threshold minus 1.",
+            help="Try only this value, most cautious first (repeatable): a logit gap, a score "
+            "threshold, or below a gap of 0 the threshold minus 1.",
             show_default=False,
+            rich_help_panel=help.ADVANCED,
         ),
     ] = None,
     dial: Annotated[
         str | None,
         typer.Option(
-            help="What is turned: score (how sure a gate must be), or margin (how near two tokens "
-            "must be for the model's own weights to decide, in place of narrow ones; then the "
-            "score). Default: margin where this machine can.",
+            help="What to adjust. score: how confident an exit layer must be. margin: below which "
+            "logit gap the full-precision weights re-check a token, then the score (default: "
+            "margin if this machine supports it).",
             show_default=False,
+            rich_help_panel=help.ADVANCED,
         ),
     ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=VALUE of the method's other settings, such as exit_score=confidence or "
+            help="Another setting of the method, NAME=VALUE, such as exit_score=confidence or "
             "kv=propagate (repeatable).",
             show_default=False,
+            rich_help_panel=help.ADVANCED,
         ),
     ] = None,
     dtype: options.Dtype = "auto",
@@ -85,10 +89,11 @@ def command(
     backend: options.Backend = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Choose how early tokens may leave for a promised quality; kept beside the accelerator.
+    """Choose when tokens may skip layers, for a quality target that you set.
 
-    Every prompt is answered at one threshold after another, from the most cautious on, until the
-    promise cannot be made any more (Learn-then-Test): minutes to hours, by the data's size.
+    Answers every prompt at one threshold after another, starting with the most cautious, until the
+    target no longer holds (Learn-then-Test). This takes minutes to hours, depending on the data.
+    The result is stored with the accelerator.
     """
     options.set_threads(threads)
 
@@ -107,7 +112,7 @@ def command(
     from multirate.training.fingerprint import fingerprint
 
     qualities = sorted(set(quality or [0.99]), reverse=True)
-    for one in qualities:  # wrong values are said before anything loads
+    for one in qualities:  # fails before anything is loaded
         check_promise(one, confidence, 1 << 60, "")
     if point:
         check_points(point)
@@ -118,8 +123,7 @@ def command(
     mode = dynamic_mode(find(given.method)).dial(engine.decoder, given.module, dial)
     assert given.folder is not None
     check_writable(given.folder / promises.FILE)
-    promises.read(given.folder)  # what cannot be added to is said before an hour's work
-    # so is an accelerator that cannot leave early
+    promises.read(given.folder)  # both fail before an hour's work
     cautious = {**settings, **mode.settings(given.module, mode.path[0])}
     find(given.method).make_step(engine.decoder, given, cautious)
     positions = engine.decoder.info.max_positions
@@ -137,7 +141,7 @@ def command(
             nonlocal threshold
             if now != threshold:
                 threshold = now
-                options.note(f"{mode.told(now)} on {total} prompts")
+                options.note(f"trying {mode.told(now)} on {total} prompts")
             bar.to(done, total)
 
         for one in qualities:  # the answers of one are the first answers of the next
@@ -160,11 +164,11 @@ def command(
             )
             path = promises.store(given.folder, made)
             for tried, loss in made.tried:
-                options.note(f"{mode.told(tried)}: {100 * loss:.2f}% of the tokens differed")
+                options.note(f"{mode.told(tried)}: {100 * loss:.2f}% of the tokens differ")
             if made.looped:
                 options.note(
-                    "the last of them is not promised, as its answers run into loops, which the "
-                    "full model would go on with, too"
+                    "the last setting is not used, because its answers repeat in loops, which the "
+                    "full model would continue"
                 )
             typer.echo(made.sentence())
     typer.echo(f"{path}")

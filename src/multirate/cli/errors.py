@@ -1,5 +1,5 @@
-"""What a user can mend becomes one sentence on stderr and an exit code; everything else keeps its
-traceback.
+"""Errors that a user can fix become one sentence on stderr and an exit code. All other errors keep
+their traceback.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from multirate.cli.help import Command, write_commands
 from multirate.errors import Diverged, Notice, UserError
 from multirate.io import check_text
 
@@ -23,9 +24,7 @@ INTERRUPTED = 130
 
 
 def checked(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, which refuses arguments that are not UTF-8. The names of files may be any
-    bytes: they are paths, not texts.
-    """
+    """The command, with a check that its text arguments are UTF-8. File names may be any bytes."""
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
@@ -39,7 +38,20 @@ def checked(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class Group(TyperGroup):
-    """Commands whose mendable errors end with code 2, and Ctrl-C with 130, without a traceback."""
+    """The program. Errors that a user can fix end it with code 2 and Ctrl-C ends it with 130,
+    without a traceback.
+    """
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the examples, the commands in groups, then the program's own options."""
+        formatter.write(f"\n{self.epilog}\n")
+        write_commands(self, ctx, formatter)
+        Command.format_options(self, ctx, formatter)  # type: ignore[arg-type]
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Writes how to get more help."""
+        with formatter.indentation():
+            formatter.write_text("\nmultirate COMMAND --help shows a command's options.")
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
@@ -54,9 +66,7 @@ class Group(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None
-        except (
-            BrokenPipeError
-        ):  # the reader of our output went away (`| head`): nothing left to say
+        except BrokenPipeError:  # the reader of our output went away, as in `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except OSError as error:
@@ -65,14 +75,14 @@ class Group(TyperGroup):
             name = f" {error.filename}" if error.filename else ""
             fail(f"cannot use{name}: {(error.strerror or str(error)).lower()}")
         except Exception as error:
-            # Libraries wrap a full disk into errors of their own, which carry only its text.
+            # Libraries raise their own errors for a full disk, with only its text.
             if "No space left on device" not in str(error):
                 raise
             fail("cannot write the output: no space left on the device")
 
 
 def _show(otherwise: Callable[..., None]) -> Callable[..., None]:
-    """Our own notices take one line, without the place in the source that they come from."""
+    """Prints our own notices on one line, without their place in the source."""
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if issubclass(category, Notice):
@@ -87,8 +97,7 @@ def fail(sentence: str, code: int = MENDABLE) -> None:
     """Prints `error: sentence` to stderr, on one line, and ends the command with the code."""
     try:
         sys.stdout.flush()
-    # what could not be written would be tried again at the end, and the exit code be the
-    # interpreter's
+    # else the interpreter would try to write it again at exit, and set its own exit code
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     typer.echo(f"error: {' '.join(sentence.split())}", err=True)

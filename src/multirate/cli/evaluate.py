@@ -1,4 +1,4 @@
-"""`multirate eval`: a model's scores on tasks, by lm-evaluation-harness."""
+"""`multirate eval`: scores a model on tasks with lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from multirate.cli import options
+from multirate.cli import help, options
 from multirate.errors import UserError
 
 
@@ -16,23 +16,25 @@ def command(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated: wikisql, e2e_nlg, dialogsum, a task's YAML file, or a task of "
-            "lm-eval.",
+            help="Comma-separated: wikisql, e2e_nlg, dialogsum, a task of lm-eval, or a task's "
+            "YAML file.",
             show_default=False,
         ),
     ] = None,
     accelerator: Annotated[
         str | None,
         typer.Option(
-            "--accelerator", "-a", help="An accelerator's folder or hub id.", show_default=False
+            "--accelerator",
+            "-a",
+            help="A trained accelerator: its folder or hub id.",
+            show_default=False,
         ),
     ] = None,
     mode: Annotated[
         str | None,
         typer.Option(
-            help="full (plain decoding), speculative (drafts that the model verifies: the same "
-            "scores) or dynamic (tokens leave early). Default: full; speculative with "
-            "--accelerator.",
+            help="full (plain decoding), speculative (drafts; the same scores) or dynamic (some "
+            "tokens skip layers). Default: full, or speculative with --accelerator.",
             show_default=False,
         ),
     ] = None,
@@ -40,39 +42,42 @@ def command(
     threshold: Annotated[
         float | None,
         typer.Option(
-            help="With --mode dynamic, instead of --quality: the least score with which a token "
-            "leaves.",
+            help="With --mode dynamic, instead of --quality: the lowest exit score at which a "
+            "token skips layers.",
             show_default=False,
+            rich_help_panel=help.DYNAMIC,
         ),
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="The folder of the tasks' data (default: $MULTIRATE_EVAL_DATA).",
+            help="Folder of the tasks' data (default: $MULTIRATE_EVAL_DATA).",
             show_default=False,
         ),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(help="Only the first so many documents of each task.", show_default=False),
+        typer.Option(help="Number of documents per task (default: all).", show_default=False),
     ] = None,
     shots: Annotated[
         int | None,
         typer.Option(
-            help="Examples in every prompt (default: the task's own number).", show_default=False
+            help="Number of examples in each prompt (default: the task's own).",
+            show_default=False,
         ),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Ask without the chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not use the chat template.")] = False,
     speculate: options.Speculate = "auto",
     json: Annotated[
-        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+        Path | None,
+        typer.Option("--json", help="Write the results to this file.", show_default=False),
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Score a model on tasks: text to SQL, data to text, summaries, or any task of lm-eval."""
+    """Score a model on text to SQL, data to text, summaries, or any task of lm-eval."""
     from multirate.evaluation.installed import check_installed
     from multirate.evaluation.task_files import load_tasks, task_names
 
@@ -103,7 +108,7 @@ def command(
     engine = attach(loaded, backend=backend)
     if wanted.name == FULL:
         if accelerator is not None:
-            options.note(f"note: --accelerator {accelerator} is not used in mode {FULL}")
+            options.note(f"note: mode {FULL} does not use --accelerator {accelerator}")
     else:
         options.add_accelerators(
             engine,
@@ -141,6 +146,6 @@ def command(
 
 
 def _folder(engine: Any) -> Path | None:
-    """Of the accelerator that decodes."""
+    """The folder of the accelerator in use."""
     folder: Path | None = engine.accelerators[engine.default].folder
     return folder

@@ -1,4 +1,4 @@
-"""`multirate export`: an accelerator in the layout that other programs read."""
+"""`multirate export`: saves an accelerator in a layout that other programs read."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from multirate.cli import options
 
 def command(
     model: Annotated[
-        str, typer.Argument(help="A model's folder, GGUF file, hub id or name.", show_default=False)
+        str, typer.Argument(help="A folder, GGUF file, hub id or name.", show_default=False)
     ],
     accelerator: Annotated[
-        str, typer.Option("--accelerator", "-a", help="Folder or hub id.", show_default=False)
+        str, typer.Option("--accelerator", "-a", help="Its folder or hub id.", show_default=False)
     ],
-    out: Annotated[Path, typer.Option(help="The checkpoint's folder.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoint.", show_default=False)],
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")
+        bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")
     ] = False,
 ) -> None:
-    """Write an accelerator as others of its method are published.
+    """Save an accelerator in the layout that its method is usually published in.
 
-    eagle3: the layout of vLLM's speculators, config.json and model.safetensors.
+    Works for eagle3: config.json and model.safetensors in the layout of vLLM's speculators.
     """
     from multirate.training.checkpoint import Accelerator, check_export
 

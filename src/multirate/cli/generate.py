@@ -1,4 +1,4 @@
-"""`multirate generate`: a model's answer to one prompt."""
+"""`multirate generate`: generates text from one prompt."""
 
 from __future__ import annotations
 
@@ -8,32 +8,42 @@ from typing import Annotated, Any
 
 import typer
 
-from multirate.cli import options
+from multirate.cli import help, options
 from multirate.errors import UserError
 from multirate.io import decoded, read_text
+
+ENDINGS = {
+    "eos": "ended by the model",
+    "stop_string": "ended at a stop text",
+    "length": "ended at the token limit",
+    "context": "ended at the context limit",
+}
 
 
 def command(
     model: options.Model = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="The prompt.", show_default=False)
+        str | None, typer.Option("--prompt", "-p", help="Your prompt.", show_default=False)
     ] = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(
-            help="A UTF-8 file that holds the prompt (default: stdin).", show_default=False
+            help="Read the prompt from a UTF-8 file (default: stdin).", show_default=False
         ),
     ] = None,
     accelerator: Annotated[
         str | None,
         typer.Option(
-            "--accelerator", "-a", help="An accelerator's folder or hub id.", show_default=False
+            "--accelerator",
+            "-a",
+            help="A trained accelerator: its folder or hub id.",
+            show_default=False,
         ),
     ] = None,
     method: Annotated[
         str | None,
         typer.Option(
-            help="Decoding method (default: the accelerator's); settings may follow: "
+            help="Decoding method (default: the accelerator's). Add settings after colons, as in "
             "m2r2-carry:lookup=0.",
             show_default=False,
         ),
@@ -43,50 +53,79 @@ def command(
         typer.Option(
             "--max-new-tokens",
             "-n",
-            help="At most so many tokens (default: the model's generation_config, else 256).",
+            help="Maximum number of tokens to generate (default: from the model's "
+            "generation_config, else 256).",
             show_default=False,
         ),
     ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
-            help="0 is greedy (default of this and the next four: the model's generation_config, "
-            "else greedy).",
+            help="0 is greedy; above 0 samples (default: from the model's generation_config, else "
+            "greedy).",
             show_default=False,
         ),
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option(help="Keep the k most probable tokens; 0 keeps all.", show_default=False),
+        typer.Option(
+            help="Sample from the k most probable tokens; 0: all.",
+            show_default=False,
+            rich_help_panel=help.SAMPLING,
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Keep the smallest set with this probability; 1 keeps all.", show_default=False
+            help="Sample from the smallest set with this total probability; 1: all.",
+            show_default=False,
+            rich_help_panel=help.SAMPLING,
         ),
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
-            help="Drop tokens below this share of the best one's probability.", show_default=False
+            help="Drop tokens below this fraction of the top token's probability.",
+            show_default=False,
+            rich_help_panel=help.SAMPLING,
         ),
     ] = None,
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(help="Above 1: tokens that occurred become less likely.", show_default=False),
+        typer.Option(
+            help="Above 1: makes tokens that already occurred less likely.",
+            show_default=False,
+            rich_help_panel=help.SAMPLING,
+        ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Same seed, same text.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Random seed. The same seed gives the same text.",
+            show_default=False,
+            rich_help_panel=help.SAMPLING,
+        ),
     ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="Stop at this text (repeatable).", show_default=False)
+        list[str] | None,
+        typer.Option(
+            help="Stop at this text (repeatable).", show_default=False, rich_help_panel=help.TEXT
+        ),
     ] = None,
-    stream: Annotated[bool, typer.Option(help="Print the text while it is written.")] = True,
+    stream: Annotated[
+        bool,
+        typer.Option(help="Print the text as it is generated.", rich_help_panel=help.TEXT),
+    ] = True,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt without the chat template.")
+        bool,
+        typer.Option(
+            "--raw",
+            help="Continue the prompt as it is, without the chat template.",
+            rich_help_panel=help.TEXT,
+        ),
     ] = False,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Print speed and acceptance to stderr.")
+        bool, typer.Option("--stats", help="Print speed and draft acceptance to stderr.")
     ] = False,
     speculate: options.Speculate = "auto",
     mode: options.Mode = "lossless",
@@ -101,7 +140,11 @@ def command(
     expert_policy: options.ExpertPolicy = "aot",
     expert_predictor: options.ExpertPredictor = None,
 ) -> None:
-    """Write a model's answer to a prompt, given by --prompt, --prompt-file or stdin."""
+    """Generate text from a prompt: --prompt, --prompt-file or stdin.
+
+    The text is the model's own unless you choose a lossy method or --mode dynamic. The sampling
+    options default to the model's generation_config.
+    """
     text = _prompt(prompt, prompt_file)
     options.set_threads(threads)
 
@@ -123,10 +166,10 @@ def command(
     given: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
     SamplingSettings(**given)
     check_mode(mode, quality, speculate)
-    policy_named(expert_policy)  # a wrong word or number is said before anything is loaded
+    policy_named(expert_policy)  # fails on a wrong value before anything is loaded
     parse_bytes(expert_memory)
     if experts is None and expert_memory is not None:
-        raise UserError("--expert-memory needs --experts DIR, the store that multirate pack made")
+        raise UserError("--expert-memory needs --experts FOLDER, a store made with multirate pack")
     loaded = options.load(model, dtype, device, experts)
     engine = attach(
         loaded,
@@ -184,7 +227,7 @@ def command(
             quality=quality,
         )
     except UserError:
-        stream = stream and begun  # refused before the first token: there is no line to end
+        stream = stream and begun  # failed before the first token: there is no line to end
         raise
     finally:
         if stream:
@@ -201,19 +244,29 @@ def command(
     if stats:
         seen = output.stats
         options.note(
-            f"{seen.tokens} tokens in {seen.seconds:.2f} s, "
+            f"{seen.tokens} tokens in {seen.seconds:.2f} s: "
             f"{seen.tokens / max(seen.seconds, 1e-9):.1f} tokens/s, "
-            f"{seen.tokens_per_step:.2f} tokens per step, acceptance {seen.acceptance:.2f}, "
-            f"ended by {output.finish_reasons[0]}, method {engine.used}, backend {engine.backend}, "
+            f"{ENDINGS[output.finish_reasons[0]]}"
+        )
+        options.note(
+            f"method {engine.used}, {engine.backend} backend, "
             f"{options.threads_line(engine.decoder)}"
         )
+        if seen.drafted:
+            drafts = f"{100 * seen.acceptance:.0f}% of the drafted tokens were accepted"
+            counted = f"{seen.tokens_per_step:.2f} tokens per pass of the full-precision weights"
+            options.note(f"{drafts}, {counted}")
+            if engine.in_stages(engine.used):
+                options.note(
+                    "two-stage verification: a quantised copy checked the drafts first; its passes "
+                    "and the drafts it rejected are not counted"
+                )
         if seen.exits:
             left = ", ".join(f"{layers}: {n}" for layers, n in sorted(seen.exits.items()))
-            options.note(f"tokens by the layers they took: {left}")
+            options.note(f"tokens by the number of layers they used: {left}")
         if seen.doubted:
             options.note(
-                f"{seen.doubted} times narrow weights were not sure enough, and the model's own "
-                "decided"
+                f"{seen.doubted} uncertain tokens were re-checked with the full-precision weights"
             )
         if engine.experts is not None and engine.experts.runtime is not None:
             options.note(options.expert_line(engine.experts.runtime))

@@ -1,6 +1,4 @@
-"""`multirate info`: what a model is, whether it can be run and by what, and the accelerators at
-hand.
-"""
+"""`multirate info`: shows what a model is, how it runs here, and its accelerators."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ def command(
     device: options.Device = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Say what a model is, whether and how it is run here, and which accelerators there are."""
+    """Show what a model is, whether and how it runs on this machine, and its accelerators."""
     options.set_threads(threads)
 
     from rich.table import Table
@@ -71,9 +69,7 @@ def command(
     reason = why_not_native(loaded.model)
     row(
         "backend",
-        "native (packed bf16 weights)"
-        if reason is None
-        else f"hf (the model's own layers): {reason}",
+        "native (the C kernel)" if reason is None else f"hf (the layers of transformers): {reason}",
     )
     row("methods", ", ".join(engine.methods()))
     options.console().print(table)

@@ -1,4 +1,4 @@
-"""`multirate inspect`: what a model's residuals do by layer and token, on one page."""
+"""`multirate inspect`: draws a model's residuals, by layer and token, on one page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from multirate.cli import options
+from multirate.cli import help, options
 from multirate.errors import UserError
 
 PROMPT = "Why is the sky blue?"
@@ -18,57 +18,60 @@ PROMPT = "Why is the sky blue?"
 def command(
     model: options.Model = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The page to write.", show_default=False)
+        Path | None, typer.Option("--out", "-o", help="HTML file to write.", show_default=False)
     ] = None,
     accelerator: Annotated[
         str | None,
         typer.Option(
             "--accelerator",
             "-a",
-            help="An accelerator's folder, hub id or name: its drafts, and its residual where it "
-            "has one, are drawn beside the model's.",
+            help="Also draw an accelerator's drafts and residual: its folder, hub id or name.",
             show_default=False,
         ),
     ] = None,
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", help=f"The prompt (default: {PROMPT}).", show_default=False),
+        typer.Option("--prompt", "-p", help=f"Your prompt (default: {PROMPT})", show_default=False),
     ] = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(
             "--data",
-            help="JSON or JSONL whose prompts are answered instead (repeatable).",
+            help="Use the prompts of this JSON or JSONL file instead (repeatable).",
             show_default=False,
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts of --data, spread over it.")] = 4,
+    limit: Annotated[
+        int, typer.Option(min=1, help="Number of prompts of --data, spread evenly.")
+    ] = 4,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")
+        int,
+        typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of tokens per answer."),
     ] = 256,
     quality: Annotated[
         float | None,
         typer.Option(
-            help="Dynamic mode, within the promise that multirate calibrate stored for it.",
+            help="Draw dynamic mode, at a quality target that multirate calibrate stored.",
             show_default=False,
+            rich_help_panel=help.DYNAMIC,
         ),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt without the chat template.")
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Draw on one HTML page what a model's residuals do, layer by layer, and how many layers each
-    token of an answer needed.
+    """Draw how a model's residuals change from layer to layer, and how many layers each token of an
+    answer needed, on one HTML page.
     """
     from multirate.inspection import page
     from multirate.pages.page import PAGE, check_installed, is_page
 
     if out is None:
-        raise UserError("--out is missing: give the page's file, such as --out page.html")
+        raise UserError("--out is missing: give a file name, such as --out page.html")
     if prompt is not None and data:
         raise UserError("give either --prompt or --data, not both")
     if prompt is not None and not prompt.strip():
@@ -101,7 +104,7 @@ def command(
 
 
 def _notes(accelerator: Any, quality: float | None) -> None:
-    """What the user should know before he looks at the page."""
+    """Prints what the user should know before looking at the page."""
     from multirate.calibration import promise as promises
 
     if accelerator.other_weights is not None:
@@ -110,8 +113,8 @@ def _notes(accelerator: Any, quality: float | None) -> None:
         stored = sorted({one.quality for one in promises.read(accelerator.folder)})
         if stored:
             options.note(
-                f"note: calibrated for a quality of {', '.join(f'{one:g}' for one in stored)}: "
-                "--quality draws where tokens leave in dynamic mode"
+                f"note: calibrated for quality {', '.join(f'{one:g}' for one in stored)}: "
+                "--quality draws at which layer tokens stop in dynamic mode"
             )
 
 
@@ -138,7 +141,7 @@ def _prompts(
 
 
 def _facts(engine: Any, model: str, accelerator: str | None, data: list[Path]) -> dict[str, str]:
-    """What to know of the page's making."""
+    """How the page was made."""
     from multirate.bench import provenance
 
     here = provenance.collect(engine.decoder.info.device)

@@ -24,34 +24,43 @@ from multirate.cli import (
     tune,
 )
 from multirate.cli.errors import Group, checked
+from multirate.cli.help import Command
 from multirate.cli.version import version_text
 
+EXAMPLES = """\
+Start here:
+  multirate demo
+  multirate generate smollm2 -p "Why is the sky blue?" --stats
+  multirate train MODEL --data FILE --out FOLDER"""
 app = typer.Typer(
     name="multirate",
     cls=Group,
-    help="The same text from a Hugging Face language model, sooner: M2R2 self-speculative "
-    "decoding.",
+    help="Generate text faster with a Hugging Face model. The text stays the same.",
+    epilog=EXAMPLES,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for name, module in (
-    ("generate", generate),
-    ("answers", answers),
-    ("texts", texts),
-    ("train", train),
-    ("calibrate", calibrate),
-    ("tune", tune),
-    ("export", export),
-    ("pack", pack),
-    ("bench", bench),
-    ("eval", evaluate),
-    ("demo", demo),
-    ("info", info),
-    ("inspect", inspect),
+USE, TRAIN, MEASURE, RESEARCH = "Use", "Train", "Measure", "Research and experts"
+for name, module, panel, summary in (
+    ("generate", generate, USE, "Generate text from a prompt."),
+    ("demo", demo, USE, "Watch a model answer with and without drafts."),
+    ("info", info, USE, "Show what a model is and how it runs here."),
+    ("train", train, TRAIN, "Train an accelerator for a model."),
+    ("answers", answers, TRAIN, "Have a model write its own training text."),
+    ("tune", tune, TRAIN, "Find the fastest settings for this machine."),
+    ("calibrate", calibrate, TRAIN, "Set dynamic mode's thresholds for a quality target."),
+    ("texts", texts, TRAIN, "Prepare texts that drafts are copied from."),
+    ("export", export, TRAIN, "Save an accelerator for other programs."),
+    ("bench", bench, MEASURE, "Compare methods by speed; check their answers."),
+    ("eval", evaluate, MEASURE, "Score a model on tasks with lm-eval."),
+    ("inspect", inspect, RESEARCH, "Draw a model's residuals on an HTML page."),
+    ("pack", pack, RESEARCH, "Pack a mixture's experts for loading from disk."),
 ):
-    app.command(name)(checked(module.command))
+    app.command(name, cls=Command, rich_help_panel=panel, short_help=summary)(
+        checked(module.command)
+    )
 
 
 def _version(wanted: bool) -> None:
@@ -73,7 +82,7 @@ def _root(
 
 
 def run() -> None:
-    """What the installed command calls. A terminal that cannot show a character shows its code."""
+    """Entry point of the command. Characters that the terminal cannot show are escaped."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

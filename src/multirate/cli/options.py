@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and what they stand for."""
+"""Options that several commands share, and the code behind them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from multirate.cli import help
 from multirate.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,26 +21,39 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="A model's folder, GGUF file or hub id, or a name such as smollm2 (the default).",
+        help="A folder, GGUF file, hub id, or a name such as smollm2 (the default).",
         show_default=False,
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="auto (as saved), bfloat16, float16 or float32.")]
-Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, cuda:1 …")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="auto (as saved), bfloat16, float16 or float32.", rich_help_panel=help.MACHINE
+    ),
+]
+Device = Annotated[
+    str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:1, cuda:2 …")
+]
 Backend = Annotated[
-    str, typer.Option(help="auto, hf (the model's own layers) or native (packed bf16 weights).")
+    str,
+    typer.Option(
+        help="auto, native (the C kernel, CPU only) or hf (the layers of transformers).",
+        rich_help_panel=help.MACHINE,
+    ),
 ]
 Threads = Annotated[
     int | None,
     typer.Option(
-        help="CPU threads (default: as many as are fastest, measured while decoding).",
+        help="CPU threads (default: the fastest number, measured while decoding).",
         show_default=False,
+        rich_help_panel=help.MACHINE,
     ),
 ]
 Speculate = Annotated[
     str,
     typer.Option(
-        help="auto (plain decoding where drafts do not pay on this machine), always or never."
+        help="When to draft: auto (only where it is faster), always or never.",
+        rich_help_panel=help.ADVANCED,
     ),
 ]
 
@@ -47,16 +61,18 @@ Speculate = Annotated[
 Mode = Annotated[
     str,
     typer.Option(
-        help="lossless (the model's own text), or dynamic: tokens leave early, within the promise "
-        "that multirate calibrate stored for --quality."
+        help="lossless (the model's own text) or dynamic (some tokens skip layers, within the "
+        "quality target that multirate calibrate stored).",
+        rich_help_panel=help.DYNAMIC,
     ),
 ]
 Quality = Annotated[
     float | None,
     typer.Option(
-        help="With --mode dynamic: the share of tokens that are to be the full model's, such as "
-        "0.99; 1 is lossless.",
+        help="Quality target for --mode dynamic: the share of tokens that must match the full "
+        "model's, such as 0.99. 1 is lossless.",
         show_default=False,
+        rich_help_panel=help.DYNAMIC,
     ),
 ]
 
@@ -64,14 +80,17 @@ Quality = Annotated[
 Tuned = Annotated[
     bool,
     typer.Option(
-        "--tuned/--no-tuned", help="Use the settings that multirate tune found for this machine."
+        "--tuned/--no-tuned",
+        help="Use the settings that multirate tune found for this machine.",
+        rich_help_panel=help.ADVANCED,
     ),
 ]
 
 
 def set_threads(threads: int | None) -> None:
-    """Before any weights are packed: the packed decoder takes its threads from torch. None: as many
-    as this process may use, fewer while these are faster.
+    """Sets the number of threads. Call it before any weights are packed, because the packed decoder
+    takes its threads from torch. None: as many as this process may use, or fewer where that is
+    faster.
     """
     if threads is None:
         import torch
@@ -85,8 +104,8 @@ def set_threads(threads: int | None) -> None:
     most = 2 * (os.cpu_count() or 1)
     if threads > most:
         raise UserError(
-            f"--threads is {threads}: this machine has {os.cpu_count()} processors, and at most "
-            f"{most} are accepted"
+            f"--threads is {threads}: the maximum is {most}, twice this machine's "
+            f"{os.cpu_count()} processors"
         )
     import torch
 
@@ -97,47 +116,58 @@ def set_threads(threads: int | None) -> None:
 
 
 def threads_line(decoder: Any) -> str:
-    """How many threads decode, and why they are fewer than they could be."""
+    """How many threads decode, and why not more."""
     import torch
 
     running, most = decoder.threads, torch.get_num_threads()
     if running < most:
-        return f"{running} of {most} threads (the fastest at the moment, beside other processes)"
+        return f"{running} of {most} threads (currently the fastest number)"
     return f"{running} thread{'s' * (running > 1)}"
 
 
 Experts = Annotated[
     Path | None,
-    typer.Option(help="The model's expert store (multirate pack makes one).", show_default=False),
+    typer.Option(
+        help="The model's expert store, made with multirate pack.",
+        show_default=False,
+        rich_help_panel=help.EXPERTS,
+    ),
 ]
 ExpertMemory = Annotated[
     str | None,
     typer.Option(
-        help="Memory for experts, such as 2GB (default: all of them).", show_default=False
+        help="Memory for experts, such as 2GB (default: enough for all).",
+        show_default=False,
+        rich_help_panel=help.EXPERTS,
     ),
 ]
 ExpertPolicy = Annotated[
     str,
     typer.Option(
-        help="aot, on_demand, lru, lrfu, least_stale, previous_token, popularity, next_layer_gate "
-        "or accelerated."
+        help="Which experts to load and keep: aot, on_demand, lru, lrfu, least_stale, "
+        "previous_token, popularity, next_layer_gate or accelerated.",
+        rich_help_panel=help.EXPERTS,
     ),
 ]
 ExpertPredictor = Annotated[
     Path | None,
-    typer.Option(help="What train --objective experts made for this model.", show_default=False),
+    typer.Option(
+        help="A predictor made with multirate train --objective experts.",
+        show_default=False,
+        rich_help_panel=help.EXPERTS,
+    ),
 ]
 
 
 def keep_transformers_quiet() -> None:
-    """It prints no bars beside our own lines."""
+    """Turns off the progress bars of transformers."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
 def load(model: str | None, dtype: str, device: str, experts: Path | None = None) -> LoadedModel:
-    """The model, its experts in a store if one is given."""
+    """Loads the model, with its experts in a store if one is given."""
     from multirate.experts.load import load_offloaded
     from multirate.hub import load_model
 
@@ -145,29 +175,29 @@ def load(model: str | None, dtype: str, device: str, experts: Path | None = None
     if experts is None:
         return load_model(model, dtype, device)
     if model is None:
-        raise UserError("--experts needs the MODEL that the store was packed from")
+        raise UserError("--experts needs MODEL, the model that the store was packed from")
     if dtype != "auto":
         raise UserError(
-            f"--dtype {dtype} with --experts: accepted is auto, the dtype that was packed"
+            f"--dtype {dtype} does not work with --experts: use auto, the dtype of the store"
         )
     return load_offloaded(model, experts, device)
 
 
 def expert_line(runtime: ExpertRuntime) -> str:
-    """What loading experts did, on a line."""
+    """What loading experts did, in one line."""
     seen = runtime.stats
     return (
-        f"experts: {runtime.memory_bytes / 1e6:.0f} MB, hit rate {seen.hit_rate:.2f}, "
-        f"{seen.recall:.2f} of the rest "
-        f"read ahead, {seen.bytes / 1e6:.0f} MB read, waited {seen.stall_seconds:.2f} s"
+        f"experts: {runtime.memory_bytes / 1e6:.0f} MB of memory, {100 * seen.hit_rate:.0f}% found "
+        f"in memory, {100 * seen.recall:.0f}% of the others prefetched, "
+        f"{seen.bytes / 1e6:.0f} MB read, {seen.stall_seconds:.2f} s waiting for reads"
     )
 
 
 def add_accelerators(
     engine: Engine, given: Sequence[str], methods: Sequence[str], own: Mapping[str, Path]
 ) -> None:
-    """`NAME=PATH` or `PATH` each, and those of the model's `own` accelerators that `methods`
-    name.
+    """Adds the given accelerators (`NAME=PATH` or `PATH`), and those of the model's `own` that
+    `methods` name.
     """
     for text in given:
         before = set(engine.accelerators)
@@ -176,7 +206,7 @@ def add_accelerators(
         added = engine.add(path if named else text, name if named else None)
         if added in before:
             raise UserError(
-                f"two accelerators are named {added}: name them apart, as in -a NAME=FOLDER"
+                f"two accelerators are named {added}: give each a name, as in -a NAME=FOLDER"
             )
     from multirate.methods.spec import parse_variant
 
@@ -187,12 +217,12 @@ def add_accelerators(
 
 
 def note(text: str) -> None:
-    """A line for the user that is not the output."""
+    """Prints a line to stderr."""
     typer.echo(text, err=True)
 
 
 def note_left_out(engine: Engine, by: str = "") -> None:
-    """Says what of the model's generation_config is left out, where something is."""
+    """Prints which settings of the model's generation_config are ignored, if any."""
     from multirate.decoding.generation_config import left_out
 
     said = left_out(getattr(engine.model, "generation_config", None), by)
@@ -201,7 +231,7 @@ def note_left_out(engine: Engine, by: str = "") -> None:
 
 
 def console(stderr: bool = False) -> Any:
-    """A rich console, 80 columns wide when the terminal's width is unknown."""
+    """A rich console, 80 columns wide if the terminal's width is unknown."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout

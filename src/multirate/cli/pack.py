@@ -1,6 +1,4 @@
-"""`multirate pack`: a mixture-of-experts checkpoint's experts, as a store to read them from while
-generating.
-"""
+"""`multirate pack`: packs the experts of a mixture-of-experts model into a store on disk."""
 
 from __future__ import annotations
 
@@ -12,24 +10,21 @@ import typer
 
 def command(
     model: Annotated[
-        str, typer.Argument(help="A model's folder, GGUF file, hub id or name.", show_default=False)
+        str, typer.Argument(help="A folder, GGUF file, hub id or name.", show_default=False)
     ],
-    out: Annotated[Path, typer.Option(help="The store's folder.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the store.", show_default=False)],
     layout: Annotated[
         str,
-        typer.Option(
-            help="auto, native (as the kernel reads weights) or module (as transformers does)."
-        ),
+        typer.Option(help="auto, native (for the C kernel) or module (for transformers)."),
     ] = "auto",
     force: Annotated[
-        bool, typer.Option("--force", help="Replace the store of another model or revision.")
+        bool, typer.Option("--force", help="Replace a store of another model or revision.")
     ] = False,
 ) -> None:
-    """Pack a model's experts into a store that generation reads them from, for models larger than
-    memory.
+    """Pack a model's experts into a store on disk, to run models that are larger than memory.
 
-    Works from the checkpoint's files, one expert in memory at a time. Interrupted, the same command
-    goes on.
+    Holds only one expert in memory at a time. After an interruption, run the same command again to
+    continue.
     """
     from multirate.cli.progress import Bar
     from multirate.experts.pack import pack
@@ -44,7 +39,7 @@ def command(
     record = index.record.bytes
     typer.echo(
         f"{out}: {len(index.layers)} layers of {index.num_experts} experts, {size(record)} each, "
-        f"{size(index.data_bytes)} in all. A token needs {index.top_k} of each layer: "
-        f"{size(len(index.layers) * index.top_k * record)}. The least memory is "
-        f"{size((index.top_k + 1) * record)}."
+        f"{size(index.data_bytes)} in total. Each token uses {index.top_k} experts per layer, "
+        f"{size(len(index.layers) * index.top_k * record)} in total. --expert-memory must be at "
+        f"least {size((index.top_k + 1) * record)}."
     )

@@ -1,5 +1,5 @@
-"""A progress bar on stderr that disappears when it is full. Where stderr is not a terminal, a line
-now and then instead.
+"""A progress bar on stderr that disappears when it is full. If stderr is not a terminal, it prints
+a line from time to time instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from multirate.training.pace import SAY_EVERY, duration
 
 
 class Bar:
-    """`to(done, all)` moves it, `advance()` by one. A context manager."""
+    """A context manager. `to(done, total)` moves the bar, `advance()` moves it by one."""
 
     def __init__(self, text: str, total: int | None = None) -> None:
         from rich.progress import (
@@ -51,7 +51,7 @@ class Bar:
         self._progress.update(self._task, completed=done, total=total)
         now = time.monotonic()
         if self._first is None:
-            self._first, self._began = done, now  # what an earlier run had done took no time
+            self._first, self._began = done, now  # an earlier run's share took no time
         if not self._progress.disable or now - self._said < SAY_EVERY:
             return
         self._said = now
@@ -60,7 +60,7 @@ class Bar:
         options.note(f"{self._text}: {done} of {total}{left}")
 
     def advance(self) -> None:
-        """One more of a known total."""
+        """Moves it by one, if the total is known."""
         assert self._total is not None
         self.to(self._done + 1, self._total)
 

@@ -1,4 +1,4 @@
-"""An answer on the terminal while it is written."""
+"""Prints an answer as it is generated."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from multirate.decoding.text_stream import TextStream
 
 
 def printed(tokenizer: Any) -> TextStream:
-    """A stream that prints its text."""
+    """A text stream that prints to stdout."""
     return TextStream(tokenizer, lambda piece: typer.echo(piece, nl=False))

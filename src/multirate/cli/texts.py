@@ -1,4 +1,4 @@
-"""`multirate texts`: texts that drafts may be copied from."""
+"""`multirate texts`: prepares texts that drafts are copied from."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from multirate.cli import options
 
 def command(
     model: Annotated[
-        str, typer.Argument(help="The base model's folder, GGUF file, hub id or name.")
+        str, typer.Argument(help="The base model: a folder, GGUF file, hub id or name.")
     ],
     data: Annotated[
         list[Path],
-        typer.Option("--data", help="JSON or JSONL with answers or plain texts (repeatable)."),
+        typer.Option("--data", help="JSON or JSONL file of answers or texts (repeatable)."),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The file to write.")],
+    out: Annotated[Path, typer.Option("--out", help="File to write.")],
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="At most so many tokens, of the first texts.")
+        int | None,
+        typer.Option(min=1, help="Maximum number of tokens, from the first texts."),
     ] = None,
 ) -> None:
-    """Prepare texts from which drafts are copied, beside the text that is being written.
+    """Prepare texts that drafts are copied from, in addition to the prompt and the output.
 
-    `multirate generate MODEL --method sam:texts=OUT` drafts what followed there; so do all methods
-    that are joined to the text: `m2r2-carry:lookup=sam:texts=OUT`. Of conversations the assistant's
-    turns are taken. What helps most is what the model itself says (`multirate answers`), or what
-    its answers will quote. The text that is generated stays the model's own.
+    Use them with `--method sam:texts=OUT`, or with a trained drafter that has text lookup:
+    `m2r2-carry:lookup=sam:texts=OUT`. The best texts are the model's own answers (`multirate
+    answers`) or documents that its answers will quote. Of conversations, only the assistant's turns
+    are used. The generated text does not change.
     """
     from multirate.decoding.given_texts import GivenTexts
     from multirate.hub import load_tokenizer
@@ -51,4 +52,4 @@ def command(
 
 
 LONGEST_TEXT = 1 << 20
-"""Tokens of a text; the rest is cut."""
+"""Maximum number of tokens of a text."""

@@ -1,4 +1,4 @@
-"""`multirate train`: an accelerator for a model, from text files."""
+"""`multirate train`: trains an accelerator for a model on text files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 import typer
 
-from multirate.cli import options
+from multirate.cli import help, options
 from multirate.cli.errors import INTERRUPTED
 from multirate.errors import UserError
 from multirate.training.settings import TrainSettings
 
 
 def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds every field of TrainSettings as an option, so that none can be forgotten here."""
+    """Adds every field of TrainSettings as an option."""
     hints = get_type_hints(TrainSettings)
     own = inspect.signature(function, eval_str=True)
     parameters = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -32,7 +32,12 @@ def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
                 inspect.Parameter.KEYWORD_ONLY,
                 default=default,
                 annotation=Annotated[
-                    hint, typer.Option(help=_HELP.get(field.name), show_default=default is not None)
+                    hint,
+                    typer.Option(
+                        help=_HELP.get(field.name),
+                        show_default=default is not None,
+                        rich_help_panel=_PANELS.get(field.name),
+                    ),
                 ],
             )
         )
@@ -42,25 +47,62 @@ def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
 
 
 _HELP = {
-    "steps": "Optimizer steps.",
-    "tokens_per_batch": "Padded tokens of one forward pass of one process.",
-    "max_length": "Samples are cut to this many tokens.",
+    "steps": "Number of optimizer steps.",
+    "tokens_per_batch": "Tokens per forward pass and process, padding included.",
+    "max_length": "Maximum number of tokens per sample; longer samples are cut.",
     "gradient_accumulation": "Forward passes per optimizer step.",
+    "optimizer": "muon or adamw.",
     "lr": "Peak learning rate.",
-    "head_lr": "Share of the rate that a draft head of the method's own has.",
-    "final_lr": "Share of the peak rate at the end of the cosine.",
-    "step_decay": "Loss weight of draft step s is this to the power s - 1.",
-    "heldout_files": "Evaluated at the end (repeatable; default: a part of the data is set aside).",
-    "heldout_samples": "At most this many samples are evaluated.",
-    "checkpoint_seconds": "Time between checkpoints.",
-    "checkpoint_steps": "Also write a checkpoint every this many steps.",
-    "precision": "auto: bf16 where the hardware multiplies it, fp32 elsewhere.",
-    "sharpness": "Distil at softmax(sharpness x logits); above 1 favours greedy drafts.",
-    "teacher_states": "Folder to keep the base's final residuals in: each sample runs through the "
-    "base once.",
-    "start_from": "A trained accelerator's folder to go on from, with other data or settings.",
-    "compile": "Compile the base's layers (pays on long runs).",
+    "head_lr": "Learning rate of the method's own draft head, as a fraction of --lr.",
+    "final_lr": "Learning rate at the end of the cosine schedule, as a fraction of --lr.",
+    "warmup_steps": "Steps until the learning rate reaches its peak.",
+    "weight_decay": "Weight decay.",
+    "grad_clip": "Maximum gradient norm.",
+    "step_decay": "The loss of draft step s has the weight step_decay^(s - 1).",
+    "seed": "Random seed.",
+    "heldout_files": "Data for the final evaluation (repeatable; default: part of --data).",
+    "heldout_samples": "Maximum number of samples to evaluate.",
+    "checkpoint_seconds": "Seconds between checkpoints.",
+    "checkpoint_steps": "Also write a checkpoint after this many steps.",
+    "log_every": "Steps between progress lines.",
+    "precision": "auto, bf16 or fp32. auto: bf16 if the hardware supports it.",
+    "sharpness": "Distil from softmax(sharpness * logits). Values above 1 favour greedy drafts.",
+    "teacher_states": "Keep the base model's outputs in this folder, so that each sample runs "
+    "through it only once.",
+    "start_from": "Continue from this trained accelerator, with other data or settings.",
+    "compile": "Compile the base model's layers (worth it on long runs).",
     "overwrite": "Replace a finished accelerator in the output folder.",
+}
+_PANELS = {
+    **dict.fromkeys(
+        (
+            "optimizer",
+            "lr",
+            "head_lr",
+            "final_lr",
+            "warmup_steps",
+            "weight_decay",
+            "grad_clip",
+            "step_decay",
+            "sharpness",
+            "gradient_accumulation",
+            "seed",
+        ),
+        help.OPTIMISER,
+    ),
+    **dict.fromkeys(
+        (
+            "max_length",
+            "heldout_files",
+            "heldout_samples",
+            "checkpoint_seconds",
+            "checkpoint_steps",
+            "log_every",
+            "teacher_states",
+        ),
+        help.FILES,
+    ),
+    **dict.fromkeys(("tokens_per_batch", "precision", "compile"), help.MACHINE),
 }
 
 
@@ -69,7 +111,7 @@ def command(
     model: Annotated[
         str,
         typer.Argument(
-            help="The base model's folder, GGUF file, hub id or name; it is never changed."
+            help="The base model: a folder, GGUF file, hub id or name. It stays unchanged."
         ),
     ],
     more_data: Annotated[
@@ -78,30 +120,35 @@ def command(
     ] = None,
     *,
     data: Annotated[
-        list[Path], typer.Option(help="JSON or JSONL to train on (repeatable).", show_default=False)
+        list[Path],
+        typer.Option(help="JSON or JSONL file to train on (repeatable).", show_default=False),
     ],
-    out: Annotated[Path, typer.Option(help="The accelerator's folder.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the accelerator.", show_default=False)],
     method: Annotated[
         str | None,
         typer.Option(
-            help="A trained method (multirate info lists them).", show_default="the recommended one"
+            help="Which method to train (multirate info lists them).",
+            show_default="m2r2-carry",
         ),
     ] = None,
     objective: Annotated[
         str,
-        typer.Option(help="tokens (drafts), or experts: name a mixture's experts ahead of time."),
+        typer.Option(help="tokens: draft text. experts: predict which experts a mixture needs."),
     ] = "tokens",
     option: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=VALUE of the method's config, such as gates=[2] (repeatable).",
+            help="A setting of the method, NAME=VALUE, such as gates=[2] (repeatable).",
             show_default=False,
         ),
     ] = None,
     threads: options.Threads = None,
     **settings: Any,
 ) -> None:
-    """Train an accelerator beside a frozen model. Interrupted, the same command resumes."""
+    """Train an accelerator for a model. The model itself is not changed.
+
+    After an interruption, run the same command again to resume.
+    """
     chosen = {
         name: tuple(value or ()) if name == "heldout_files" else value
         for name, value in settings.items()
@@ -120,6 +167,6 @@ def command(
         method = recommended("experts")
     result = train(model, [*data, *(more_data or [])], out, method, checked, method_options)
     if not result.finished:
-        options.note(f"interrupted after step {result.steps}: the same command resumes")
+        options.note(f"interrupted after step {result.steps}: run the same command to resume")
         raise typer.Exit(INTERRUPTED)
     typer.echo(f"{result.directory}")

@@ -1,4 +1,4 @@
-"""`multirate tune`: a method's fastest settings for a model on this machine."""
+"""`multirate tune`: finds a method's fastest settings for a model on this machine."""
 
 from __future__ import annotations
 
@@ -17,41 +17,43 @@ def command(
     accelerator: Annotated[
         str | None,
         typer.Option(
-            "--accelerator", "-a", help="An accelerator's folder or hub id.", show_default=False
+            "--accelerator",
+            "-a",
+            help="A trained accelerator: its folder or hub id.",
+            show_default=False,
         ),
     ] = None,
     method: Annotated[
         str | None,
         typer.Option(
-            help="The method to tune (default: the accelerator's, else the recommended one); also "
-            "one without training, such as prompt_lookup.",
+            help="Method to tune, trained or not (default: the accelerator's, else m2r2-carry).",
             show_default=False,
         ),
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="JSON or JSONL of prompts to tune on, never a benchmark's (default: the package's "
-            "own).",
+            help="JSON or JSONL file of prompts, not a benchmark's (default: built-in prompts).",
             show_default=False,
         ),
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Time to measure, the same for any method.")] = 5.0,
+    minutes: Annotated[float, typer.Option(help="Minutes to measure.")] = 5.0,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")
+        int,
+        typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of tokens per answer."),
     ] = 96,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Measure a method's settings side by side and keep the fastest for this machine.
+    """Compare a method's settings and save the fastest for this machine.
 
-    generate and bench then use them (--no-tuned ignores them). Every answer is the model's own,
-    whatever the settings; interrupted, nothing is written.
+    generate and bench then use them, unless you pass --no-tuned. Settings never change the text. An
+    interrupted run saves nothing.
     """
     if not 0 < minutes < 1e4:
-        raise UserError(f"--minutes is {minutes:g}: accepted are numbers above 0")
+        raise UserError(f"--minutes is {minutes:g}: it must be above 0 and below 10000")
     options.set_threads(threads)
 
     from rich.table import Table
@@ -66,7 +68,7 @@ def command(
     from multirate.training.fingerprint import fingerprint
 
     if method is not None:
-        candidates(find(method))  # one that cannot be tuned is said before anything loads
+        candidates(find(method))  # fails before anything is loaded
     loaded = options.load(model, dtype, device)
     engine = attach(loaded, backend=backend)
     wanted = [method or recommended()] if method or not accelerator else []
@@ -75,19 +77,19 @@ def command(
     )
     name = method or engine.default
     if name == PLAIN:
-        raise UserError("there is nothing to tune: give --accelerator, or --method NAME")
+        raise UserError("there is nothing to tune: give --accelerator FOLDER or --method NAME")
     known = engine.spec_of(name)
     choices = candidates(known, stages=narrow_weights(engine.decoder))
     prompts = tuning_prompts(loaded.tokenizer, data)
     beside = engine.accelerators.get(name)
     base = fingerprint(loaded.model)
     path = kept.place(None if beside is None else beside.folder, name, base)
-    # what cannot be added to is said before minutes of work
+    # fails before minutes of work
     kept.read(path)
     check_folder(path.parent)
     if path.parent.is_dir():
         check_writable(path)
-    options.note(f"{len(choices)} settings of {name}, {minutes:g} minutes")
+    options.note(f"comparing {len(choices)} settings of {name} for {minutes:g} minutes")
     best, (plain, *others), tried = tune(
         runner(engine, max_new_tokens),
         name,
@@ -95,15 +97,15 @@ def command(
         prompts,
         60 * minutes,
         on_round=lambda number, left, speed: options.note(
-            f"round {number}: {left} left, the fastest {speed:.1f} tokens/s"
+            f"round {number}: {left} settings left, the fastest at {speed:.1f} tokens/s"
         ),
         drop=engine.drop,
         beside=[other for other, one in all_specs().items() if one.yardstick and other != name],
     )
     compared = "".join(f"; {one.name}: {one.speed:.1f}" for one in others)
-    caption = f"Plain decoding: {plain.speed:.1f} tokens/s{compared}. The first row is kept."
+    caption = f"Plain decoding: {plain.speed:.1f} tokens/s{compared}. The first row is saved."
     table = Table(caption=caption)
-    for head in ("settings", "tokens/s", "speedup", "tokens/step", "prompts"):
+    for head in ("settings", "tokens/s", "speedup", "tokens per pass", "prompts"):
         table.add_column(head, justify="left" if head == "settings" else "right")
     for one in tried:
         figures = one.figures(plain)
@@ -133,6 +135,6 @@ def command(
     for one in others:
         if one.speed > best.speed:
             options.note(
-                f"note: {one.name}, which needs no training, is faster here: --method {one.name}"
+                f"note: {one.name} is faster here and needs no training: --method {one.name}"
             )
     typer.echo(str(path))

@@ -1,6 +1,4 @@
-"""Expert policies as a table of 80 columns, JSON, and a page with the timeline of a
-token.
-"""
+"""Expert policies as a table of 80 columns, as JSON, and as a page with a token's timeline."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ _WORDS = {
     "compute": "computing",
     "predict": "predicting",
     "stall": "waiting for a read",
-    "demand": "demand read",
-    "speculative": "read ahead of time",
+    "demand": "reading on demand",
+    "speculative": "prefetching",
 }
 
 
@@ -73,10 +71,10 @@ def table(rows: Sequence[ExpertRow], title: str) -> Table:
     made.caption_justify, made.caption = (
         "left",
         (
-            "tok/s, speedup (against on_demand) and the rest: after the first token,\n"
-            "which came after `first` ms. hit: by the cache alone; ahead: of the other\n"
-            "needs, those asked for early; used: of these reads. Per token: MB read\n"
-            "and ms that computing waited."
+            "All columns except `first` leave out the first token. Speedup: compared with\n"
+            "on_demand. hit: experts found in memory. ahead: share of the others that\n"
+            "were prefetched. used: share of the prefetched experts that were needed.\n"
+            "MB, ms: data read and time spent waiting, per token. first: ms to the first token."
         ),
     )
     made.add_column("method", min_width=15, no_wrap=True)
@@ -142,7 +140,7 @@ def page(run: ExpertRun, content: Mapping[str, Any]) -> str:
 
 
 def size(count: int) -> str:
-    """A number of bytes for people."""
+    """A readable number of bytes."""
     if count < 10**6:
         return f"{count / 1e3:.0f} kB"
     return f"{count / 1e6:.1f} MB" if count < 10**9 else f"{count / 1e9:.2f} GB"
@@ -153,16 +151,16 @@ def _table(rows: Sequence[ExpertRow]) -> str:
         "method",
         "tokens/s",
         "speedup",
-        "arithmetic",
+        "upper bound",
         "with prompts",
         "hit rate",
-        "read ahead",
-        "useful",
-        "depth",
+        "prefetched",
+        "used",
+        "layers ahead",
         "late",
-        "wasted",
+        "unused",
         "MB/token",
-        "stall ms",
+        "waiting ms",
         "predictor ms",
         "first token ms",
         "same text",
@@ -246,17 +244,15 @@ svg {{ width: 100%; height: 5.2rem; border: 1px solid #e3e5e8; display: block; }
 vertical-align: -0.1rem; }}
 .facts {{ color: #5a626b; font-size: 0.85rem; overflow-wrap: anywhere; }}
 </style></head><body>
-<h1>Experts loaded from disk: every way on the same tokens</h1>
+<h1>Experts loaded from disk: policies compared on the same tokens</h1>
 <p class="facts">{facts}</p>{tables}
-<p>Of an answer's tokens after the first, but for “with prompts” and “first token ms”. Speedups are
-against on_demand.
-Arithmetic: the speedup that hit rate, reads ahead and their usefulness allow, from the resident
-and on-demand rows
-(docs/experts.md). Depth: how many layers ahead experts were predicted at the end.</p>
-<h2>One token, at the first budget</h2>
-<p>Upper lane: the compute thread (white: attention and all else); middle: reads that it waits for;
-lower: reads ahead
-of time. All pictures have the same scale, {scale} ms across.</p><p
+<p>All columns except “with prompts” and “first token ms” leave out the first token. Speedups are
+compared with on_demand. Upper bound: the largest speedup that the hit rate and the prefetches
+allow, computed from the resident and on_demand rows (docs/experts.md). Layers ahead: how many
+layers ahead experts were predicted at the end of the run.</p>
+<h2>One token, at the first memory budget</h2>
+<p>Upper lane: the compute thread (white: attention and all else). Middle lane: reads it waits for.
+Lower lane: prefetches. All pictures have the same scale and are {scale} ms wide.</p><p
 class="legend">{legend}</p>{pictures}
 </body></html>
 """

@@ -1,9 +1,9 @@
-"""Quality against speed: the best that every method reaches at a share of the full model's quality.
+"""Quality against speed: the best speedup of every method at a share of the full model's quality.
 
-A dynamic mode is measured at several settings of its dials in the same run (`settings_of`), the
-lossless method beside them; the quality is the one that a run measured (`Row.quality`), not the one
-that was promised. Settings whose answers run into loops do not count: the full model would go on
-with a loop, too, so that they look good.
+A run measures a dynamic mode at several settings (`settings_of`), with the lossless method for
+comparison. Quality is what the run measured (`Row.quality`), not the calibrated target. Settings
+whose answers repeat in loops do not count: the full model would continue a loop as well, so they
+look better than they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from multirate.methods.spec import PLAIN, DynamicMode
 
 QUALITIES = (0.99, 0.95, 0.9)
 POINTS = 6
-"""Thresholds measured of each method, spread over its path, unless told otherwise."""
+"""Default number of thresholds measured per method, spread evenly."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ def frontier(rows: Sequence[Row], qualities: Sequence[float] = QUALITIES) -> lis
     return found
 
 
-def table(bests: Sequence[Best], measure: str = "tokens that are the full model's") -> Table:
-    """A line per method, a column per quality. measure: what quality is a share of."""
+def table(bests: Sequence[Best], measure: str = "tokens that match the full model's") -> Table:
+    """A row per method, a column per quality. measure: what quality is a share of."""
     qualities = sorted({best.quality for best in bests}, reverse=True)
     result = Table(
-        title=f"Fastest at a share of full quality ({measure})",
+        title=f"Best speedup at each quality ({measure})",
         title_justify="left",
-        caption=f"Not counted: settings of whose answers' tokens over {MOST_LOOPING:.0%} more than "
-        "of plain decoding's only repeat what stands right before, unless a task scores them.",
+        caption="Settings do not count if their answers repeat in loops: over "
+        f"{MOST_LOOPING:.0%} more repeated tokens than plain decoding, and no task score.",
         caption_justify="left",
         pad_edge=False,
     )
@@ -129,5 +129,5 @@ def table(bests: Sequence[Best], measure: str = "tokens that are the full model'
 
 
 def _cell(best: Best) -> str:
-    setting = best.setting.partition(":")[2] or ("lossless" if best.lossless else "its defaults")
+    setting = best.setting.partition(":")[2] or ("lossless" if best.lossless else "defaults")
     return f"{best.speedup:.2f}x\n{100 * best.kept:.1f}% kept\n{setting}"

@@ -1,4 +1,4 @@
-"""What a bench compares: the engine's methods, and transformers' `generate` as a user runs it."""
+"""What a bench compares: the engine's methods, and transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ def method_run(
     sampling = sampling or SamplingSettings()
     stop = engine.stopping(max_new_tokens, ())
     if not sampling.greedy and name in (GENERATE, GENERATE_STATIC):
-        raise Unavailable(f"{name} draws other random numbers, so its text cannot be compared")
+        raise Unavailable(
+            f"{name} uses other random numbers when sampling, so its text cannot be compared"
+        )
     if name == GENERATE:
         return transformers_run(engine.model, stop.eos_token_ids, max_new_tokens)
     if name == GENERATE_STATIC:
         return static_run(engine.model, stop.eos_token_ids, max_new_tokens)
     if not sampling.greedy and not engine.repeats_text(name):
         raise Unavailable(
-            f"a seed's text with {name} is another one of the same distribution, so it cannot be "
-            "compared"
+            f"{name} samples another text from the same distribution, so it cannot be compared"
         )
 
     def run_batch(prompts: list[list[int]]) -> list[Answer]:

@@ -59,7 +59,7 @@ def build_prompts(
     if max_positions is not None and room is not None and room < 1:
         raise UserError(
             f"max_new_tokens is {max_new_tokens}, but the model's context is {max_positions} "
-            f"tokens: at most {max_positions - 1} leaves room for a prompt"
+            f"tokens: use at most {max_positions - 1}, to leave room for a prompt"
         )
     result = PromptSet()
     for question in questions:

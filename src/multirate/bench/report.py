@@ -1,35 +1,41 @@
-"""A bench run as a table that fits in 80 columns, and as JSON."""
+"""A bench run as a table of at most 80 columns, and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from multirate.bench.runner import Row, baseline
 from multirate.methods.spec import PLAIN
 
 
-def table(rows: Sequence[Row], title: str | None = None) -> Table:
-    """The rows for a terminal. A row whose answers are not the base model's shows no speedup."""
+def table(rows: Sequence[Row], title: str | None = None, staged: Sequence[str] = ()) -> Table:
+    """The rows for a terminal. A row with wrong answers shows no speedup.
+
+    staged: methods with two-stage verification, for the footnote.
+    """
     against = baseline(rows)
     result = Table(
         title=title,
         title_justify="left",
-        caption=_caption(rows, against),
+        caption=_caption(rows, against, staged),
         caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
         pad_edge=False,
     )
     longest = max((len(row.method) for row in rows), default=0)
-    result.add_column("method", overflow="fold", min_width=min(longest, 14), max_width=16)
-    for heading in ("tok/s", "speedup", "spread", "tok/step", "accept", "identical"):
+    result.add_column("method", overflow="fold", min_width=min(longest, 14), max_width=18)
+    for heading in ("tokens/s", "speedup", "spread", "tokens\nper pass", "accepted", "same text"):
         result.add_column(heading, justify="right")
     for row in rows:
         result.add_row(
             row.method if row.lossless else f"{row.method} (lossy)",
             f"{row.tokens_per_second:.1f}",
-            "refused" if row.speedup is None else f"{row.speedup:.2f}x",
+            "withheld" if row.speedup is None else f"{row.speedup:.2f}x",
             f"{100 * row.spread:.0f}%",
             "-" if row.tokens_per_step is None else f"{row.tokens_per_step:.2f}",
             "-" if row.acceptance is None else f"{100 * row.acceptance:.0f}%",
@@ -52,9 +58,7 @@ def score_table(rows: Sequence[Row]) -> Table:
 
 
 def identity(row: Row) -> str:
-    """`yes`, or how many answers are (`78/80`), with near-ties and wrong answers on lines of their
-    own.
-    """
+    """`yes`, or how many answers are the same (`78/80`), then near-ties and wrong answers."""
     total = row.identical + row.near_ties + row.diverged
     if row.lossless and row.identical == total:
         return "yes"
@@ -65,7 +69,7 @@ def identity(row: Row) -> str:
         if row.perplexity is not None:
             parts.append(f"perplexity {row.perplexity:.2f}")
         if row.repeats >= 0.005:
-            parts.append(f"{100 * row.repeats:.0f}% repeats")
+            parts.append(f"{100 * row.repeats:.0f}% in loops")
         if row.score_kept is not None:
             parts.append(f"{100 * row.score_kept:.1f}% of score")
         return "\n".join(parts)
@@ -77,24 +81,43 @@ def identity(row: Row) -> str:
     return "\n".join(parts)
 
 
-def _caption(rows: Sequence[Row], against: Row | None) -> str:
+NEAR_TIE = (
+    "A near-tie is a place where two tokens score the same up to rounding, so that either is right."
+)
+
+
+def _caption(rows: Sequence[Row], against: Row | None, staged: Sequence[str]) -> str:
     if against is None:
-        return "No speedups: there is no correct baseline in this run."
-    lines = [
-        f"Speedup: total tokens over total time, against {against.method} (the faster baseline)."
-    ]
+        return "No speedups, because this run has no correct baseline."
+    lines = [f"Speedup: tokens/s compared with {against.method}, the faster baseline."]
+    if any(row.spread for row in rows):
+        lines.append("Spread: difference between the fastest and the slowest repeat.")
+    if any(row.acceptance is not None for row in rows):
+        lines.append(
+            "Tokens per pass: of the full-precision weights. Accepted: share of the drafted tokens "
+            "that this pass kept."
+        )
+    if staged:
+        drafting = [row.method for row in rows if row.acceptance is not None]
+        names = "every row with drafts" if set(drafting) == set(staged) else ", ".join(staged)
+        lines.append(
+            f"Two-stage verification in {names}: a quantised copy of the model checks drafts "
+            "first. Its passes, and the drafts it rejects, are not counted."
+        )
+    if any(row.near_ties for row in rows):
+        lines.append(NEAR_TIE)
     wrong = [row.method for row in rows if row.diverged]
     if wrong:
-        lines.append(f"No speedup for {', '.join(wrong)}: answers are missing, shortened or wrong.")
+        lines.append(f"No speedup for {', '.join(wrong)}: answers are missing, cut or wrong.")
     lines += [f"{row.method}: {row.note}" for row in rows if row.note is not None]
     return "\n".join(lines)
 
 
 def bandwidth_line(read: float, share: float | None) -> str:
-    """What the machine reads at most, and what of it plain decoding uses."""
-    line = f"Read bandwidth: {read / 1e9:.1f} GB/s"
+    """The machine's memory bandwidth, and how much of it plain decoding uses."""
+    line = f"Memory bandwidth of this machine: {read / 1e9:.1f} GB/s"
     if share is not None:
-        line += f"; {100 * share:.0f}% of it are the weights that {PLAIN} reads, prefill apart"
+        line += f"; {PLAIN} reads weights at {100 * share:.0f}% of it"
     return line + "."
 
 

@@ -11,16 +11,17 @@ from multirate.pages.figures import INKS, Figure, svg
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999")
 _GREEN, _SKY = COLOURS[2], COLOURS[5]
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-"""Of rows, in turn: colour is not all that tells them apart."""
+"""Markers of rows, in turn, so that colour is not the only difference."""
 JUDGED = 10
-"""Tokens at a place of their drafts, at least, for a point of the acceptance figure."""
+"""Minimum number of checked tokens for a point of the acceptance figure."""
 ROW_HEIGHT = 0.34  # inches of a row of bars
+LINE = 0.23  # inches of a line of a legend
 Content = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
 
 def plain_step(content: Content) -> float | None:
-    """Seconds of a plain decoding step in this run, prefill apart."""
+    """Seconds per plain decoding step in this run, without prefill."""
     for row in content["rows"]:
         if row["method"] == PLAIN and row.get("decode_tokens_per_second"):
             return 1 / float(row["decode_tokens_per_second"])
@@ -28,7 +29,7 @@ def plain_step(content: Content) -> float | None:
 
 
 def step_cost(content: Content, row: Mapping[str, Any]) -> float | None:
-    """What a step of this row took, in plain steps."""
+    """Time per step of this row, in plain decoding steps."""
     plain, rate = plain_step(content), row.get("decode_tokens_per_second")
     if plain is None or not rate or not row["tokens_per_step"]:
         return None
@@ -42,7 +43,7 @@ def fastest(content: Content) -> Mapping[str, Any] | None:
 
 
 def figures(content: Content) -> list[Figure]:
-    """Those that the run has figures for."""
+    """The figures that the run has data for."""
     rows = [row for row in content["rows"] if row["speedup"] is not None]
     made = [_speedups(content, rows)] if rows else []
     costed = [row for row in rows if step_cost(content, row) is not None]
@@ -58,7 +59,7 @@ def figures(content: Content) -> list[Figure]:
 
 
 def _names(row: Mapping[str, Any]) -> str:
-    """A row's name in at most two lines."""
+    """A row's name, in at most two lines."""
     name, _, settings = str(row["method"]).partition(":")
     if len(settings) > 22:
         settings = settings[:21] + "…"
@@ -66,7 +67,7 @@ def _names(row: Mapping[str, Any]) -> str:
 
 
 def _bars(axes: Any, rows: Rows) -> list[int]:
-    """A horizontal axis of rows, the first on top → their places."""
+    """Puts rows on the vertical axis, the first on top → their positions."""
     places = list(range(len(rows)))
     axes.set_yticks(places, [_names(row) for row in rows])
     axes.invert_yaxis()
@@ -96,18 +97,26 @@ def _speedups(content: Content, rows: Rows) -> Figure:
                 xerr=half if half else None,
                 error_kw={"ecolor": INKS["ink"], "elinewidth": 1.2, "capsize": 3},
             )
-            axes.text(value + half, place, f" {value:.2f}x", va="center", color=INKS["ink"])
+            axes.annotate(
+                f"{value:.2f}x",
+                (value + half, place),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                color=INKS["ink"],
+                bbox={"facecolor": INKS["page"], "edgecolor": "none", "pad": 1.5},
+            )
         axes.axvline(1.0, color=INKS["ink"], linewidth=1)
-        axes.set_xlim(0, 1.16 * max(row["speedup"] * (1 + row["spread"] / 2) for row in rows))
+        axes.set_xlim(0, 1.2 * max(row["speedup"] * (1 + row["spread"] / 2) for row in rows))
         axes.set_xlabel(f"speedup over {against}")
 
     return Figure(
         "Speedup",
         svg(draw, "Speedup by method", height=_height(rows)),
-        "Total tokens over total time, prompts included. Orange: the fastest lossless row. Pale: "
-        "lossy. Whiskers: the spread of the measured passes, where there were several.",
-        f"Against {against}, the faster of plain decoding and transformers' generate in this run; "
-        "all methods answer a prompt before the next one comes.",
+        "Tokens per second, prefill included. Orange: the fastest lossless method. Pale: lossy "
+        "methods. Whiskers: the spread between repeats.",
+        f"Compared with {against}, the faster of plain decoding and transformers' generate in this "
+        "run. All methods answer one prompt before the next prompt starts.",
         ["method", "speedup", "spread"],
         [[r["method"], f"{r['speedup']:.3f}", f"{r['spread']:.1%}"] for r in rows],
     )
@@ -118,8 +127,8 @@ def _steps(content: Content, rows: Rows) -> Figure:
     tokens = [float(row["tokens_per_step"]) for row in rows]
 
     def draw(axes: Any) -> None:
-        # steps in stages are many times as long as others: on logarithmic axes either is told
-        # apart, and lines of equal speed run side by side
+        # logarithmic axes show short steps and the much longer two-stage steps, and make lines of
+        # equal speed parallel
         least, most = 0.8 * min(*costs, 1.0), 1.12 * max(*costs, 1.1)
         low, high = 0.8 * min(*tokens, 1.0), 1.1 * max(*tokens, 1.1)
         axes.loglog(base=2)
@@ -153,18 +162,19 @@ def _steps(content: Content, rows: Rows) -> Figure:
         axes.set_ylim(low, high)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
-        axes.set_xlabel("time of a step, in plain steps")
-        axes.set_ylabel("tokens per step")
+        axes.set_xlabel("cost of a step, in plain steps")
+        axes.set_ylabel("tokens per pass")
         _below(axes)
 
     return Figure(
-        "Tokens per step against the cost of a step",
-        svg(draw, "Tokens per step against the cost of a step", height=_with_legend(rows)),
-        "A method is faster where it is further up (more tokens accepted) or further left (cheaper "
-        "drafts). Lines: equal speed while decoding.",
-        "tokens per step = 1 + accepted / steps; a step's time is decoding time over steps, prompt "
-        "passes apart.",
-        ["method", "tokens per step", "cost of a step"],
+        "Tokens per pass and cost of a step",
+        svg(draw, "Tokens per pass and cost of a step", height=_with_legend(rows)),
+        "Higher is better: more tokens accepted. Further left is better: cheaper steps. Points on "
+        "the same line decode at the same speed.",
+        "A step is one pass of the full-precision weights and the drafting before it. Tokens per "
+        "pass = 1 + accepted tokens / steps. Cost of a step = decoding time / steps, without "
+        "prefill.",
+        ["method", "tokens per pass", "cost of a step"],
         [
             [r["method"], f"{many:.3f}", f"{cost:.3f}"]
             for r, many, cost in zip(rows, tokens, costs, strict=True)
@@ -196,18 +206,18 @@ def _acceptance(rows: Rows) -> Figure:
         longest = max((len(share) for share in shares), default=0)
         axes.set_xticks(range(1, longest + 1, max(1, longest // 8)))
         axes.set_ylim(0, 103)
-        axes.set_xlabel("place of the token in its draft")
+        axes.set_xlabel("position in the draft")
         axes.set_ylabel("accepted (%)")
         _below(axes)
 
     return Figure(
-        "Acceptance by place in the draft",
-        svg(draw, "Acceptance by place in the draft", height=_with_legend(rows)),
-        "How often a drafted token is accepted, once all before it were. Late places are rare: "
-        "methods draft far only where they are sure.",
-        "accepted / judged at each place, over all steps of all passes; drawn where at least "
-        f"{JUDGED} were judged.",
-        ["method", "place", "judged", "accepted"],
+        "Acceptance by position in the draft",
+        svg(draw, "Acceptance by position in the draft", height=_with_legend(rows)),
+        "How often a drafted token is accepted after all tokens before it were. Long drafts are "
+        "rare, because methods only draft far ahead when they are confident.",
+        "Accepted tokens / checked tokens at each position, over all repeats. Positions with fewer "
+        f"than {JUDGED} checked tokens are not drawn.",
+        ["method", "position", "checked", "accepted"],
         [
             [r["method"], str(place + 1), str(tried), f"{r['accepted_at'][place] / tried:.1%}"]
             for r in rows
@@ -219,23 +229,22 @@ def _acceptance(rows: Rows) -> Figure:
 
 def _time(content: Content, rows: Rows) -> Figure:
     known = [row for row in rows if row.get("split")]
-    if len(known) > 1:  # others' passes are not told apart
+    if len(known) > 1:  # the others do not report the parts of their time
         rows = known
         return _stacked(
             rows,
             (
-                ("prompts' passes", INKS["muted"]),
-                ("the model's own layers", INKS["slow"]),
-                ("heads", _SKY),
-                ("narrow copy's layers", _GREEN),
-                ("drafts", INKS["fast"]),
-                ("the rest", INKS["rule"]),
+                ("prefill", INKS["muted"]),
+                ("layers, full precision", INKS["slow"]),
+                ("LM head", _SKY),
+                ("layers, quantised copy", _GREEN),
+                ("drafting", INKS["fast"]),
+                ("other", INKS["rule"]),
             ),
             [_timed_parts(row) for row in rows],
-            "Blue: layers of the model itself, plainly or verifying. Orange: what making drafts "
-            "takes.",
-            "Measured: prompts' passes by the engine, the others by the kernel's own clock, drafts "
-            "made outside of it by the step's. The rest: choosing drafts, streaming, Python.",
+            "Blue: the full-precision layers, decoding or verifying. Orange: making drafts.",
+            "The engine measures prefill. The kernel measures the other parts, and the engine "
+            "measures drafts made outside the kernel. Other: choosing drafts, streaming, Python.",
         )
     step = plain_step(content) or 0.0
     parts = []
@@ -246,15 +255,15 @@ def _time(content: Content, rows: Rows) -> Figure:
     return _stacked(
         rows,
         (
-            ("prompts' passes", INKS["muted"]),
-            ("a plain step's time", INKS["slow"]),
-            ("drafts, further rows and the rest", INKS["fast"]),
+            ("prefill", INKS["muted"]),
+            ("plain decoding steps", INKS["slow"]),
+            ("drafting, verifying and other", INKS["fast"]),
         ),
         parts,
-        "Blue: what as many plain steps would take. Orange: what a method adds to them for its "
-        "drafts and for verifying them.",
-        "Seconds of the prompts' passes, steps times this run's plain step, and what is left, over "
-        "emitted tokens.",
+        "Blue: the time of the same number of plain steps. Orange: the time that drafting and "
+        "verifying add.",
+        "Prefill time, number of steps times the time of a plain step in this run, and the "
+        "remaining time, each divided by the number of tokens.",
     )
 
 
@@ -271,8 +280,8 @@ def _stacked(
     reading: str,
     definition: str,
 ) -> Figure:
-    """Bars of milliseconds per token, in pieces. kinds: their names and inks; parts: of each row
-    the seconds of each.
+    """Stacked bars of milliseconds per token. kinds: names and colours of the parts. parts: seconds
+    of each part, by row.
     """
     names = [name for name, _ in kinds]
     shares = [
@@ -292,7 +301,7 @@ def _stacked(
 
     return Figure(
         "Where a token's time goes",
-        svg(draw, "Where a token's time goes", height=_height(rows) + 0.7),
+        svg(draw, "Where a token's time goes", height=_height(rows) + LINE * len(kinds)),
         reading,
         definition,
         ["method", *names],
@@ -317,9 +326,9 @@ def _style(number: int) -> dict[str, str]:
 
 
 def _below(axes: Any) -> None:
-    axes.legend(
-        loc="upper left",
-        bbox_to_anchor=(0, -0.17),
+    """A legend below the axis label, for which the layout makes room."""
+    axes.figure.legend(
+        loc="outside lower left",
         ncols=1,
         frameon=False,
         labelcolor=INKS["ink"],
@@ -329,4 +338,4 @@ def _below(axes: Any) -> None:
 
 
 def _with_legend(rows: Rows) -> float:
-    return 3.6 + 0.23 * len(rows)
+    return 3.6 + LINE * len(rows)

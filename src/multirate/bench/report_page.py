@@ -1,4 +1,4 @@
-"""A bench run as one self-contained page, made from the run's JSON alone."""
+"""A bench run as one self-contained page, made only from the run's JSON."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ JSON, PAGE = "results.json", "report.html"
 
 @dataclass(frozen=True)
 class Shade:
-    """A cell of the table of categories. strength: 0 to 1, how far it is from 1.0x; faster: on
-    which side.
+    """A cell of the table of categories. strength: 0 to 1, the distance from 1.0x. faster: whether
+    it is above 1.0x.
     """
 
     text: str
@@ -32,7 +32,7 @@ class Shade:
 
 
 def check(folder: Path) -> None:
-    """UserError for a folder that cannot be written, or holds other files of these names."""
+    """UserError if the folder cannot be written or has other files of these names."""
     check_folder(folder)
     if folder.is_dir():
         check_writable(folder / JSON, provenance.RESULTS, provenance.collected)
@@ -40,7 +40,7 @@ def check(folder: Path) -> None:
 
 
 def write(folder: Path, content: Mapping[str, Any]) -> Path:
-    """results.json and report.html in `folder`, which is made where there is none → the page."""
+    """Writes results.json and report.html to `folder`, and makes it if needed → the page."""
     rendered = render(content)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / JSON, dict(content))
@@ -49,7 +49,7 @@ def write(folder: Path, content: Mapping[str, Any]) -> Path:
 
 
 def render(content: Mapping[str, Any]) -> str:
-    """The page of a run's JSON. UserError where something that draws it is not installed."""
+    """The page of a run's JSON. UserError if a package that draws it is not installed."""
     page.check_installed()
     rows, kinds = content["rows"], _kinds(content)
     return page.render(
@@ -76,7 +76,7 @@ def render(content: Mapping[str, Any]) -> str:
 
 
 def title(content: Mapping[str, Any]) -> str:
-    """What was measured, in a line."""
+    """What was measured, in one line."""
     drawn = content.get("temperature")
     how = "greedy" if drawn is None else f"temperature {drawn:g}"
     task = f" ({content['task']})" if content.get("task") else ""
@@ -91,11 +91,11 @@ HEADS = (
     "tokens/s",
     "speedup",
     "spread",
-    "tokens per step",
+    "tokens per pass",
     "cost of a step",
     "accepted",
     "predicted",
-    "answers",
+    "same text",
 )
 
 
@@ -104,7 +104,7 @@ def _cells(content: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
     return [
         row["method"],
         f"{row['tokens_per_second']:.1f}",
-        "refused" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+        "withheld" if row["speedup"] is None else f"{row['speedup']:.2f}x",
         f"{100 * row['spread']:.0f}%",
         _or_dash(row["tokens_per_step"], "{:.2f}"),
         _or_dash(cost, "{:.2f}"),
@@ -125,7 +125,7 @@ def _answers(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
             return "lossy"
         said = f"lossy, {100 * kept:.1f}% of tokens kept, perplexity {row['perplexity']:.2f}"
         repeats = row.get("repeats", 0.0)
-        return said if repeats < 0.005 else f"{said}, {100 * repeats:.0f}% only repeat"
+        return said if repeats < 0.005 else f"{said}, {100 * repeats:.0f}% in loops"
     parts = [f"{row['identical']} of {content['prompts']} identical"]
     parts += [f"{row['near_ties']} near-ties"] if row["near_ties"] else []
     parts += [f"{row['diverged']} WRONG"] if row["diverged"] else []
@@ -133,24 +133,24 @@ def _answers(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 
 
 def _lead(content: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The figures to begin with, and what they are."""
+    """The main figures and their labels."""
     found, best = [], fastest(content)
     if best is not None:
-        found.append((f"{best['speedup']:.2f}x", f"the fastest lossless row, {best['method']}"))
+        found.append(
+            (f"{best['speedup']:.2f}x", f"speedup of the fastest lossless method, {best['method']}")
+        )
     plain = next((row for row in content["rows"] if row["method"] == PLAIN), None)
     if plain is not None:
-        found.append((f"{plain['tokens_per_second']:.0f}", "tokens a second, plain decoding"))
+        found.append((f"{plain['tokens_per_second']:.0f}", "tokens per second with plain decoding"))
     share = content.get("plain_share_of_bandwidth")
     if share is not None:
-        found.append((f"{share:.0%}", "of the read bandwidth used by plain decoding"))
-    found.append((str(content["prompts"]), "prompts, every method on each of them"))
+        found.append((f"{share:.0%}", "of the memory bandwidth used by plain decoding"))
+    found.append((str(content["prompts"]), "prompts, answered by every method"))
     return found
 
 
 def _kinds(content: Mapping[str, Any]) -> Mapping[str, float]:
-    """The baseline's tokens/s in every category of the suite; empty where there are less than
-    two.
-    """
+    """The baseline's tokens/s in each category of the suite; empty if there are fewer than two."""
     reference = next((r for r in content["rows"] if r["method"] == content["baseline"]), None)
     known: dict[str, float] = {} if reference is None else reference.get("categories") or {}
     return known if len(known) > 1 else {}
@@ -165,7 +165,7 @@ def _shade(row: Mapping[str, Any], category: str, rate: float) -> Shade:
 
 
 def _accelerators(content: Mapping[str, Any]) -> list[list[str]]:
-    """Method, parameters, tokens and minutes of training of every accelerator in the run."""
+    """Name, parameters, training tokens and training minutes of each accelerator in the run."""
     return [
         [
             name,
@@ -178,16 +178,18 @@ def _accelerators(content: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _notes(content: Mapping[str, Any]) -> list[str]:
-    """What a reader has to know of rows, and why some are missing."""
+    """Notes on rows, and why some are missing."""
     notes = [f"{row['method']}: {row['note']}" for row in content["rows"] if row["note"]]
     missing = [f"No row for {one['method']}: {one['reason']}" for one in content["unavailable"]]
     if content["interrupted"]:
-        missing.append("The run was interrupted: the figures are of what was complete.")
+        missing.append("The run was interrupted: the results cover the finished part.")
     if content["skipped"]:
-        missing.append(f"{len(content['skipped'])} questions do not fit the context: left out.")
+        missing.append(
+            f"{len(content['skipped'])} questions do not fit the context and were left out."
+        )
     seen = content.get("trained_on_questions", {})
     unknown = [
-        f"{name}: whether it was trained on these questions is unknown."
+        f"{name}: it is unknown whether it was trained on these questions."
         for name, about in seen.items()
         if about == UNKNOWN
     ]
@@ -195,21 +197,25 @@ def _notes(content: Mapping[str, Any]) -> list[str]:
 
 
 def _facts(content: Mapping[str, Any]) -> dict[str, str]:
-    """Where the figures come from."""
+    """How the run was made."""
     others = content.get("other_processes_used", 0)
     commit = "" if content.get("commit") is None else f" ({str(content['commit'])[:12]})"
     argv: Sequence[str] = content["argv"]
     loops: Sequence[str] | None = content.get("loops")
     return {
         "machine": f"{content.get('cpu', '')}, {content['device']}, {content['threads']} threads, "
-        f"{content['read_bandwidth_bytes_per_second'] / 1e9:.1f} GB/s read"
-        + (f"; other processes used {others:.1f} processors" if others > NOTABLE else ""),
+        f"{content['read_bandwidth_bytes_per_second'] / 1e9:.1f} GB/s memory bandwidth"
+        + (
+            f"; other processes used {others:.1f} processors during the run"
+            if others > NOTABLE
+            else ""
+        ),
         "date": str(content["date"]),
         "versions": f"multirate {content['version']}{commit}, torch {content['torch']}, "
         f"transformers {content['transformers']}, Python {content['python']}, "
         f"backend {content['backend']}",
-        "questions": f"{content['prompts']} prompts of {Path(content['data']).name}, at most "
-        f"{content['max_new_tokens']} new tokens, {content['repeats']} measured passes"
-        + (f"; {len(loops)} more run into loops and are not counted" if loops else ""),
+        "questions": f"{content['prompts']} prompts of {Path(content['data']).name}, up to "
+        f"{content['max_new_tokens']} new tokens each, {content['repeats']} measured repeats"
+        + (f"; {len(loops)} more were left out because they repeat in loops" if loops else ""),
         "command": shlex.join([Path(argv[0]).name, *argv[1:]]),
     }

@@ -249,7 +249,7 @@ def measure(
             if method_run.name == PLAIN:
                 raise
             result.failed[method_run.name] = format_exc()
-            why = f"it failed ({first_line(error)})"
+            why = f"it raised an error ({first_line(error)})"
         else:
             return answers
         finally:

@@ -1,6 +1,4 @@
-"""Which questions of a suite an accelerator was trained on: its figures there are of texts it
-knows.
-"""
+"""Which questions of a suite an accelerator was trained on: its results on them are too good."""
 
 from __future__ import annotations
 
@@ -32,10 +30,10 @@ def seen_prompts(
 
 
 def warnings_of(found: Mapping[str, Any]) -> list[str]:
-    """A sentence for each accelerator that was trained on any."""
+    """A sentence for each accelerator that was trained on some of the questions."""
     return [
-        f"{name} was trained on {about['prompts']} of these questions (the first: "
-        f"{about['first']}): its figures on them say little of other texts"
+        f"{name} was trained on {about['prompts']} of these questions (the first is "
+        f"{about['first']}), so its results do not carry over to other texts"
         for name, about in found.items()
         if about != UNKNOWN and about["prompts"]
     ]

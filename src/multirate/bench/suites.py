@@ -98,19 +98,19 @@ def load_suite(
     for an unknown suite, an unreadable or empty file, or a malformed line (file and line number).
     """
     if suite not in READERS:
-        raise UserError(f"unknown suite {suite!r}: accepted are {', '.join(READERS)}")
+        raise UserError(f"unknown suite {suite!r}; accepted: {', '.join(READERS)}")
     if limit is not None and limit < 1:
-        raise UserError(f"the limit of prompts is {limit}: it must be at least 1")
+        raise UserError(f"--limit is {limit}: at least 1 is needed")
     questions = list(_read(READERS[suite], suite, Path(path)))
     if not questions:
-        raise UserError(f"{path} holds no questions: a {suite} file has one JSON object per line")
+        raise UserError(f"{path} has no questions: a {suite} file has one JSON object per line")
     if task is not None:
         found = sorted({q.category for q in questions if q.category is not None})
         questions = [q for q in questions if q.category == task]
         if not questions:
             raise UserError(
-                f"{path} has no questions of the task {task!r}: accepted are "
-                f"{', '.join(found) or 'none, as its records have no category'}"
+                f"{path} has no questions of category {task!r}; accepted: "
+                f"{', '.join(found) or 'none, because its records have no category'}"
             )
     return spread(questions, limit)
 
@@ -155,7 +155,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 record = parse_json(line, f"{path}, line {number}")
                 if not isinstance(record, dict):
                     raise UserError(
-                        f"{path}, line {number}: a JSON object is needed, not a "
+                        f"{path}, line {number}: expected a JSON object, found "
                         f"{type(record).__name__}"
                     )
                 yield number, record

@@ -38,7 +38,7 @@ QUESTIONS = (
     "Describe how a bicycle's gears work.",
     "Make a table of the four seasons with their months, weather and typical plants.",
 )
-"""Of no benchmark: what is tuned on must not be what is measured on."""
+"""From no benchmark, because tuning on a benchmark's questions would flatter its results."""
 _WARM_UP = 12  # tokens, untimed: packs weights and measures costs
 _WORTH = 1.01  # times the defaults' speed: less is noise, and the defaults stay
 _BENCHMARK_FIELDS = {"turns", "task_id", "question_id", "instances", "idx", "canonical_solution"}
@@ -91,7 +91,7 @@ def candidates(known: MethodSpec, stages: bool = False) -> list[dict[str, Any]]:
     method has them. UserError for a method that names no settings.
     """
     if not known.tunable:
-        raise UserError(f"method {known.name} has no settings that multirate tune could choose")
+        raise UserError(f"method {known.name} has no settings to tune")
     defaults = known.read_settings()
     tunable = dict(known.tunable)
     if stages and hasattr(defaults, "staged"):
@@ -197,7 +197,7 @@ def tuning_prompts(tokenizer: Any, data: Path | None) -> list[list[int]]:
             if text.strip():
                 questions.setdefault(text, one.where)
     if not questions:
-        raise UserError(f"{data} has no prompt to tune on")
+        raise UserError(f"{data} has no prompts")
     return [
         encode_chat(tokenizer, [{"role": "user", "content": text}], where)
         for text, where in questions.items()
@@ -215,6 +215,6 @@ def _refuse_benchmark(path: Path) -> None:
     gsm8k = fields == {"question", "answer"} and "####" in str(record["answer"])
     if gsm8k or fields & _BENCHMARK_FIELDS or path.stem.lower() in set(READERS) - {"text"}:
         raise UserError(
-            f"{path} looks like a benchmark's questions: what is tuned on must not be what is "
-            "measured on; accepted is a file of other prompts"
+            f"{path} looks like a benchmark: tune on other prompts, else the benchmark's results "
+            "are too good"
         )

@@ -52,8 +52,8 @@ def command(
         typer.Option(
             help="Comma-separated names, with settings after colons, as in m2r2-carry:lookup=0 "
             "(default: generate, autoregressive and every accelerator). 'all' adds every lossless "
-            "method without training, and text lookup for every drafter. 'dynamic' measures quality "
-            "against speed.",
+            "method without training, and text lookup for every drafter. 'dynamic' measures "
+            "quality against speed.",
             show_default=False,
         ),
     ] = None,

@@ -1,19 +1,20 @@
-"""`multirate demo`: SmolLM2 answers while you watch, plainly and with drafts; then both are
-measured.
-"""
+"""`multirate demo`: a model answers with and without drafts, then a table compares methods."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from multirate.cli import options
-from multirate.cli.bench import WRONG_ANSWERS, run
+from multirate.cli.bench import WRONG_ANSWERS, run, staged_of
 from multirate.cli.errors import INTERRUPTED
 from multirate.errors import UserError
 
 if TYPE_CHECKING:
+    from multirate.bench.runner import Row
     from multirate.engine import Engine
 
 QUESTIONS = (
@@ -24,19 +25,40 @@ QUESTIONS = (
     "Describe a quiet morning by the sea.",
     "Tom has 12 apples and gives 5 to Ann. How many apples are left?",
 )
-
-
+NAMES = {
+    "generate": "transformers generate",
+    "autoregressive": "multirate, plain loop",
+    "sam": "text lookup (no training)",
+    "m2r2-carry": "M2R2",
+    "eagle": "EAGLE",
+    "kangaroo": "Kangaroo",
+}
+"""Methods as the table prints them."""
+TRAINED = ("m2r2-carry", "eagle", "kangaroo")
+"""Trained drafters that the table compares, if the model has them."""
 WARM_UP = 8
-"""Tokens decoded before an answer is timed: what is measured once of this machine, and kept."""
+"""Tokens generated before an answer is timed, for what is measured once per machine."""
 
 
-def answer(engine: Engine, method: str, max_new_tokens: int) -> None:
-    """Streams the answer to the first question, and says how fast it came."""
+def label(method: str) -> str:
+    """A method's name in the table."""
+    name = method.partition(":")[0]
+    return NAMES.get(name, name) + (" + text lookup" if name in TRAINED else "")
+
+
+def spoken(row: Row) -> str:
+    """A method's name in a sentence."""
+    name = label(row.method).removesuffix(" (no training)")
+    return name.replace("multirate, plain loop", "multirate's plain loop")
+
+
+def answer(engine: Engine, method: str, heading: str, max_new_tokens: int) -> None:
+    """Streams the answer to the first question, then prints its speed."""
     from multirate.chat_template import encode_chat
     from multirate.cli.stream import printed
 
     tokenizer = engine.tokenizer
-    typer.echo(f"\n{method}> {QUESTIONS[0]}\n")
+    typer.echo(f"{heading}\n")
     stream = printed(tokenizer)
     other, prompt = (
         encode_chat(tokenizer, [{"role": "user", "content": text}])
@@ -51,30 +73,105 @@ def answer(engine: Engine, method: str, max_new_tokens: int) -> None:
         stop=engine.stopping(max_new_tokens),
         method=method,
         on_tokens=lambda _, tokens: stream.push(tokens),
-        speculate="always",  # the method itself; whether it pays is what the table says
+        speculate="always",  # show the method itself, even where plain decoding is faster
     )
     stream.end()
     seen = output.stats
-    typer.echo(
-        f"\n\n[{seen.tokens} tokens, {seen.tokens / max(seen.seconds, 1e-9):.0f} tokens/s, "
-        f"{seen.tokens_per_step:.2f} tokens per step]\n"
-    )
+    rate = seen.tokens / max(seen.seconds, 1e-9)
+    typer.echo(f"\n\n[{seen.tokens} tokens in {seen.seconds:.2f} s: {rate:.0f} tokens/s]\n")
+
+
+def table(rows: Sequence[Row]) -> Any:
+    """The rows in four columns."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    result = Table(box=SIMPLE_HEAD, pad_edge=False)
+    result.add_column("method")
+    for heading in ("tokens/s", "speed-up", "same text"):
+        result.add_column(heading, justify="right")
+    for row in rows:
+        result.add_row(
+            label(row.method),
+            f"{row.tokens_per_second:.0f}"
+            if row.tokens_per_second >= 100
+            else f"{row.tokens_per_second:.1f}",
+            "withheld" if row.speedup is None else f"{row.speedup:.2f}x",
+            "NO" if row.diverged else "up to rounding" if row.near_ties else "yes",
+        )
+    return result
+
+
+def explanation(rows: Sequence[Row], staged: bool) -> list[str]:
+    """What the table shows, in sentences. staged: whether drafts are verified in two stages."""
+    from multirate.bench.runner import BASELINES, baseline
+
+    against = baseline(rows)
+    found = []
+    if against is not None:
+        found.append(f"Speed-up: tokens/s compared with {spoken(against)}.")
+    joined = [row for row in rows if row.method.partition(":")[0] in TRAINED]
+    if joined or staged:
+        parts = ["two-stage verification (a quantised copy of the model checks drafts first)"]
+        parts = [] if not staged else parts
+        parts += ["text lookup"] if joined else []
+        found.append(
+            f"A drafter's row is not the drafter alone: {' and '.join(parts)} "
+            f"{'are' if len(parts) > 1 else 'is'} part of it."
+        )
+    drafting = [row for row in rows if row.method not in BASELINES and row.speedup is not None]
+    if against is not None and drafting:
+        found.append(_fastest(against, drafting))
+    ties = [row for row in rows if row.near_ties]
+    if any(row.diverged for row in rows):
+        found.append("Same text: NO marks wrong answers. Please report them as a bug.")
+    elif ties:
+        names = ", ".join(f"{row.near_ties} by {spoken(row)}" for row in ties)
+        found.append(
+            f"Same text: all answers are the same, token for token, except {names}. Those differ "
+            "only from a place where two tokens score the same up to rounding, so that either is "
+            "right."
+        )
+    else:
+        found.append("Same text: all answers are the same, token for token.")
+    return found
+
+
+def _fastest(against: Row, drafting: Sequence[Row]) -> str:
+    """Which row is fastest, and where M2R2 is."""
+    best = max(drafting, key=lambda row: row.tokens_per_second)
+    lookup = next((row for row in drafting if row.method == "sam"), None)
+    m2r2 = next((row for row in drafting if row.method.partition(":")[0] == "m2r2-carry"), None)
+
+    def compared(row: Row) -> str:
+        speedup = row.tokens_per_second / against.tokens_per_second
+        said = f"{speedup:.2f}x the speed of {spoken(against)}"
+        if lookup is not None and row is not lookup:
+            ratio = row.tokens_per_second / lookup.tokens_per_second
+            said += f" and {ratio:.2f}x that of text lookup"
+        return said
+
+    if best.tokens_per_second <= against.tokens_per_second:
+        first = f"Drafting is not faster here: {spoken(against)} is the fastest row."
+    else:
+        first = f"Fastest here: {spoken(best)}, at {compared(best)}."
+    if m2r2 is not None and m2r2 is not best:
+        first += f" {spoken(m2r2)} has {compared(m2r2)}."
+    return f"{first} This is one short run, so expect some noise."
 
 
 def command(
     model: options.Model = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", help="At most so many per answer.")
+        int, typer.Option("--max-new-tokens", "-n", help="Maximum number of tokens per answer.")
     ] = 96,
-    repeats: Annotated[int, typer.Option(help="Measured passes over all prompts.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Measured repeats of all prompts.")] = 1,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Plain decoding and M2R2 side by side: an answer while it is written, the speed of each, and
-    that the text is the same.
-    """
+    """Watch a model answer with and without drafts, then compare the speed of several methods."""
     for name, value in (("--max-new-tokens", max_new_tokens), ("--repeats", repeats)):
         if value < 1:
             raise UserError(f"{name} is {value}: at least 1 is needed")
@@ -84,37 +181,59 @@ def command(
     from multirate.bench.suites import Question
     from multirate.engine import PLAIN, attach
     from multirate.hub import reference_accelerators
-    from multirate.methods.spec import recommended
+    from multirate.methods.spec import joined_variant, recommended
 
     loaded = options.load(model, dtype, device)
     engine = attach(loaded, backend=backend)
-    own = reference_accelerators(model)
+    own = {name: path for name, path in reference_accelerators(model).items() if name in TRAINED}
     options.add_accelerators(engine, [], list(own), own)
     parameters = sum(p.numel() for p in loaded.model.parameters())
     typer.echo(
         f"{loaded.name}: {parameters / 1e6:.1f}M parameters, {engine.decoder.info.num_layers} "
-        f"layers, {dtype}, {engine.backend} backend, {engine.decoder.info.device.type}."
+        f"layers, {dtype}, {engine.backend} backend, {engine.decoder.info.device.type}\n"
     )
-    drafting = recommended() if recommended() in engine.accelerators else recommended(trained=False)
-    for method in (PLAIN, drafting):
-        answer(engine, method, max_new_tokens)
+    lookup = recommended(trained=False)
+    drafting = recommended() if recommended() in engine.accelerators else lookup
+    typer.echo(f"Question: {QUESTIONS[0]}\n")
+    answer(engine, PLAIN, "Without drafts:", max_new_tokens)
+    answer(engine, drafting, f"With drafts from {label(drafting)}:", max_new_tokens)
+    joined = [
+        joined_variant(name, engine.spec_of(name)) or name
+        for name in TRAINED
+        if name in engine.accelerators
+    ]
+    typer.echo(
+        f"Now all methods answer the same {len(QUESTIONS)} questions: one at a time, greedy, up to "
+        f"{max_new_tokens} tokens."
+    )
+    console = options.console()
+
+    def show(rows: Sequence[Row]) -> None:
+        console.print(table(rows))
+        for sentence in explanation(rows, bool(staged_of(engine, rows))):
+            console.print(sentence)
+
     _, rows, measured = run(
         engine,
         [Question(str(number), (text,)) for number, text in enumerate(QUESTIONS, start=1)],
-        [*BASELINES, recommended(trained=False), *engine.accelerators],
+        [*BASELINES, lookup, *joined],
         rivals={},
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         warmup=1,
         truncate=False,
-        title=f"{len(QUESTIONS)} prompts, up to {max_new_tokens} tokens each, batch 1, greedy",
+        title="",
         settings={},
+        show=show,
     )
     if measured.interrupted:
         raise typer.Exit(INTERRUPTED)
     if measured.failed or any(row.diverged for row in rows):
         raise typer.Exit(WRONG_ANSWERS)
-    exact = all(row.identical == len(QUESTIONS) for row in rows)
+    named = shlex.quote(model or loaded.name)
     typer.echo(
-        "identical: yes" if exact else "identical: up to near-ties of bf16 rounding (see the table)"
+        "\nNext:\n"
+        f'  multirate generate {named} -p "Write a haiku about rain." --stats\n'
+        f"  multirate answers {named} --questions 100 --out answers.jsonl\n"
+        "The second command writes training text, to train a drafter of your own."
     )

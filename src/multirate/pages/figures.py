@@ -1,7 +1,7 @@
-"""Figures for a page: drawn by matplotlib as SVG that takes its colours from the page's CSS.
+"""Figures for a page: SVG drawn by matplotlib, with colours from the page's CSS.
 
-Matplotlib writes the colours of INKS, which become CSS variables: one drawing serves the light and
-the dark page. Text stays text, in the page's font.
+Matplotlib writes the colours of INKS, which become CSS variables, so that one drawing serves the
+light and the dark page. Text stays text, in the page's font.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ INKS = {
     "rule": "#030303",
     "slow": "#040404",
     "fast": "#050505",
+    "page": "#060606",
 }
-"""CSS variable → the colour that stands for it in a drawing."""
+"""CSS variable → the colour that matplotlib writes in its place."""
 WIDTH, HEIGHT = 5.2, 3.5  # inches of 72 units: on a phone a unit is then about a CSS pixel
 
 
 @dataclass
 class Figure:
-    """svg: for the page. caption: what it shows; method: how it was computed. columns, rows: the
-    same as a table.
+    """svg: the drawing. caption: what it shows. method: how it was computed. columns, rows: its
+    values as a table.
     """
 
     title: str
@@ -54,7 +55,7 @@ def legend(axes: Any) -> None:
 
 
 def svg(draw: Callable[[Any], None], name: str, height: float = HEIGHT) -> str:
-    """draw(axes) on new axes → an <svg> element. name: for who cannot see it."""
+    """draw(axes) on new axes → an <svg> element. name: its label for screen readers."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure as Drawing
@@ -89,8 +90,8 @@ def svg(draw: Callable[[Any], None], name: str, height: float = HEIGHT) -> str:
 
 
 def _for_page(text: str, name: str) -> str:
-    """Matplotlib's file as an element of an HTML page: no prologue, no addresses, ids of its own,
-    colours from CSS.
+    """Matplotlib's file as an element of an HTML page: without prologue and addresses, with unique
+    ids and colours from CSS.
     """
     text = text[text.index("<svg") :]
     text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL)

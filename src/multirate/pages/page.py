@@ -1,4 +1,4 @@
-"""A page: one HTML file that needs nothing else, offline or on a phone."""
+"""A page: one self-contained HTML file, which works offline and on a phone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multirate.errors import UserError
 _HERE = "multirate.pages"
 _STYLE = "base.css"
 MARK = '<meta name="generator" content="multirate">'
-"""What every page has near its beginning."""
+"""Every page has this near its beginning."""
 PAGE = "a page that multirate wrote"
 
 
@@ -26,25 +26,25 @@ def is_page(path: Path) -> bool:
 
 
 def check_installed() -> None:
-    """UserError naming what draws pages and is not installed."""
+    """UserError if a package that draws pages is not installed."""
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"the page is drawn with matplotlib and jinja2, and {error.name or error} is not "
-            "installed: pip install 'multirate[inspect]'"
+            f"drawing the page needs {error.name or error}, which is not installed: "
+            "pip install 'multirate[inspect]'"
         ) from None
 
 
 def text_of(package: str, name: str) -> str:
-    """A file that lies in a package."""
+    """The text of a file in a package."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def render(package: str, template: str, style: str | None = None, **values: Any) -> str:
-    """The page that a package's template makes of values. It may import figure.html.jinja, and has
-    `style`: the look of all pages, then that of the package's own file.
+    """Renders a package's template. It can import figure.html.jinja and use `style`, the CSS of all
+    pages followed by the package's own.
     """
     import jinja2
 
@@ -64,6 +64,6 @@ def render(package: str, template: str, style: str | None = None, **values: Any)
 
 
 def script_json(content: Any) -> str:
-    """JSON that may stand in a <script> element."""
+    """JSON that is safe inside a <script> element."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -1,4 +1,4 @@
-"""Engines and methods of others, measured beside ours: `multirate bench --rivals NAME,…`.
+"""Other engines and methods to compare with: `multirate bench --rivals NAME,…`.
 
 One file each with a `RIVAL`; nothing else names them.
 """
@@ -36,7 +36,7 @@ class Contest:
         """Raises Unavailable where `name` has another number of tokens than the model."""
         ours = self.engine.decoder.info.vocab_size
         if size != ours:
-            raise Unavailable(f"{name} has a vocabulary of {size}, the model one of {ours}")
+            raise Unavailable(f"{name} has a vocabulary of {size} tokens, but the model has {ours}")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def parse_rivals(text: str) -> dict[str, str | None]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, separator, argument = part.partition("=")
         if name not in known:
-            raise UserError(f"--rivals names {name!r}: accepted are {', '.join(sorted(known))}")
+            raise UserError(f"--rivals names {name!r}; accepted: {', '.join(sorted(known))}")
         if separator and known[name].argument is None:
             raise UserError(f"--rivals {part}: {name} takes no argument")
         chosen[name] = argument or None

@@ -1,4 +1,4 @@
-"""transformers' assisted generation with another model that drafts (`assistant_model`)."""
+"""transformers' assisted generation with a draft model (`assistant_model`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multirate.hub import load_model
 def _prepare(contest: Contest) -> list[MethodRun]:
     model, name = contest.engine.model, contest.argument
     if name is None:
-        raise Unavailable("it needs a model that drafts: --rivals assistant=MODEL")
+        raise Unavailable("it needs a draft model: --rivals assistant=MODEL")
     try:
         drafts = load_model(name, str(model.dtype).removeprefix("torch.")).model
     except UserError as error:
@@ -28,9 +28,9 @@ def _prepare(contest: Contest) -> list[MethodRun]:
             "generate-assistant",
             assistant=drafts.to(model.device),
             drafts=True,
-            note=f"transformers {transformers.__version__}, {name} drafts",
+            note=f"transformers {transformers.__version__}, draft model {name}",
         )
     ]
 
 
-RIVAL = Rival("assistant", _prepare, argument="a model that drafts")
+RIVAL = Rival("assistant", _prepare, argument="a draft model")

@@ -23,7 +23,7 @@ def _prepare(contest: Contest) -> list[MethodRun]:
     version = f"transformers {transformers.__version__}"
     row = partial(transformers_run, model, eos, contest.max_new_tokens, drafts=True)
     layers = max(1, model.config.get_text_config().num_hidden_layers // EXIT_SHARE)
-    drafting = f"{version}, {layers} layers draft"
+    drafting = f"{version}, the first {layers} layers draft"
     return [
         row("generate-lookup", note=version, prompt_lookup_num_tokens=TOKENS),
         row("generate-early-exit", note=drafting, assistant_early_exit=layers),

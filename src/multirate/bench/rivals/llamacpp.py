@@ -57,7 +57,7 @@ class Worker:
             self._process.wait()
             self._errors.seek(0)
             said = self._errors.read().decode(errors="replace").strip().splitlines()
-            raise Unavailable(f"llama.cpp ended: {said[-1] if said else 'it said nothing'}")
+            raise Unavailable(f"llama.cpp ended: {said[-1] if said else 'without a message'}")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise Unavailable(f"llama.cpp: {reply['error']}")
@@ -85,8 +85,8 @@ def find_gguf(model: str, argument: str | None) -> Path:
     if len(found) == 1:
         return found[0]
     raise Unavailable(
-        f"llama.cpp needs the model as a GGUF file and {path} is "
-        f"{'a folder with several' if found else 'none'}: --rivals llamacpp=FILE.gguf"
+        f"llama.cpp needs a GGUF file, and {path} is "
+        f"{'a folder with several' if found else 'none'}: give --rivals llamacpp=FILE.gguf"
     )
 
 
@@ -107,7 +107,7 @@ def _converted(source: Path, wanted: str) -> Path:
             os.replace(part, target)
     except OSError as error:
         raise Unavailable(
-            f"llama.cpp's {wanted} cannot be kept in {target.parent}: {error}"
+            f"cannot write llama.cpp's {wanted} file to {target.parent}: {error}"
         ) from None
     return target
 
@@ -115,7 +115,7 @@ def _converted(source: Path, wanted: str) -> Path:
 def _prepare(contest: Contest) -> list[MethodRun]:
     if importlib.util.find_spec("llama_cpp") is None:
         raise Unavailable(
-            "llama.cpp is not installed: pip install llama-cpp-python (builds for some minutes)"
+            "llama.cpp is not installed: pip install llama-cpp-python (its build takes minutes)"
         )
     source = find_gguf(contest.model, contest.argument)
     files = {wanted: _converted(source, wanted) for wanted in FORMATS}

@@ -143,6 +143,6 @@ def test_bench_prints_and_writes_the_frontier(tmp_path: Path) -> None:
     lossy = [row for row in content["rows"] if not row["lossless"]]
     assert all(row["kept"] is not None and row["perplexity"] >= 1 for row in lossy)
     assert {best["quality"] for best in content["frontier"]} == set(frontier.QUALITIES)
-    assert "Fastest at a share of full quality" in result.output
+    assert "Best speedup at each quality" in result.output
     refused = CliRunner().invoke(app, [*arguments, "--methods", "autoregressive", "--points", "2"])
     assert refused.exit_code == 2 and "--points 2 needs --methods dynamic" in refused.output

@@ -114,7 +114,7 @@ def test_the_page_shows_every_row_and_needs_nothing_else() -> None:
     parser.feed(page)
     assert not parser.open and not parser.outside and "http" not in page
     text = re.sub(r"<[^>]+>", " ", page)
-    for shown in ("1.80x", "refused", "1 WRONG", "95.1% of tokens kept", "1.75x", "5.1M", "150"):
+    for shown in ("1.80x", "withheld", "1 WRONG", "95.1% of tokens kept", "1.75x", "5.1M", "150"):
         assert shown in text
     assert "No row for llamacpp: it is not installed" in text
     assert "&lt;b&gt;writing" in page and "/secret" not in page and "/home" not in page
@@ -151,9 +151,9 @@ def test_what_a_run_lacks_is_left_out(lacking: dict[str, Any]) -> None:
 
 
 def test_answers_that_were_not_counted_are_told() -> None:
-    said = "2 more run into loops and are not counted"
+    said = "2 more were left out because they repeat in loops"
     assert said in " ".join(render(CONTENT | {"loops": ["1", "2"]}).split())
-    assert all("not counted" not in render(CONTENT | {"loops": none}) for none in (None, []))
+    assert all("left out because" not in render(CONTENT | {"loops": none}) for none in (None, []))
 
 
 def test_the_folder_holds_what_the_page_was_made_from(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_names_and_arguments() -> None:
     assert set(all_rivals()) >= {"llamacpp", "assisted", "assistant"}
     assert parse_rivals("assistant=a/b") == {"assistant": "a/b"}
     assert parse_rivals("llamacpp=a/b.gguf, assisted") == {"llamacpp": "a/b.gguf", "assisted": None}
-    with pytest.raises(UserError, match="names 'vllm': accepted are assistant, assisted, llamacpp"):
+    with pytest.raises(UserError, match="names 'vllm'; accepted: assistant, assisted, llamacpp"):
         parse_rivals("vllm")
     with pytest.raises(UserError, match="assisted takes no argument"):
         parse_rivals("assisted=3")
@@ -146,7 +146,7 @@ def test_an_assistant_that_cannot_be_used_is_said(engine: Engine, tmp_path: Path
         for argument, reason in (
             (None, "--rivals assistant=MODEL"),
             (str(tmp_path / "none"), "none"),
-            (str(tmp_path), "a vocabulary of 77, the model one of 261"),
+            (str(tmp_path), "a vocabulary of 77 tokens, but the model has 261"),
         ):
             rows, missing = prepare({"assistant": argument}, lambda a: contest(engine, stack, a))
             assert not rows and reason in missing[0]["reason"]
@@ -179,7 +179,7 @@ def test_a_row_that_fails_does_not_take_the_others_with_it(engine: Engine) -> No
 
     plain = method_run(engine, "autoregressive", 4)
     measured = measure([MethodRun("broken", fails), plain], PROMPTS, repeats=1)
-    assert measured.ended == {"broken": "it failed (ValueError: an empty list)"}
+    assert measured.ended == {"broken": "it raised an error (ValueError: an empty list)"}
     assert "in fails" in measured.failed["broken"]
     (row,) = summarise(measured, Judge(engine.model))
     assert row.method == "autoregressive" and row.identical == 3
@@ -202,7 +202,7 @@ def test_what_is_missing_is_said(engine: Engine, installed: Path) -> None:
     with ExitStack() as stack:
         for model, argument, reason in (
             ("owner/name", None, "llamacpp=FILE.gguf"),
-            (str(installed.parent / "none"), None, "as a GGUF file"),
+            (str(installed.parent / "none"), None, "needs a GGUF file"),
         ):
             rows, missing = prepare(
                 {"llamacpp": argument}, lambda a, m=model: contest(engine, stack, a, m)

@@ -135,7 +135,7 @@ def test_speedup_is_against_the_faster_baseline(model: torch.nn.Module, truth: d
     against = baseline(rows)
     assert against is not None and against.method == "generate"
     assert rows[2].speedup == pytest.approx(2.0)
-    assert "against generate" in (report.table(rows).caption or "")
+    assert "compared with generate" in (report.table(rows).caption or "")
 
 
 @pytest.mark.parametrize("damage", ["shortened", "missing", "longer", "changed"])
@@ -314,7 +314,7 @@ def test_table_fits_in_80_columns_and_json_is_complete(
     console.print(report.table(rows, title="mt_bench"))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80
-    assert "refused" in text and "1 WRONG" in text and "3/4" in text
+    assert "withheld" in text and "1 WRONG" in text and "3/4" in text
 
     facts = provenance.collect(seed=0)
     content = report.document(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from bench import tiny_model
 from lab_files import MIXTURE
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,9 @@ from multirate.engine import attach
 from multirate.hub import reference_accelerators
 from multirate.methods.spec import untrained_drafters
 from multirate.methods.token_recycling.decode import TokenRecyclingDrafter
+
+
+DRAFTING = ("--method", "layerskip", "--speculate", "always")
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +82,23 @@ def test_version_and_help() -> None:
     for command in ("generate", "train", "bench", "demo", "info"):
         assert run(command, "--help").exit_code == 0
     assert run("generate", "--no-such-option").exit_code == 2
+
+
+def test_help_is_grouped_and_fits_in_80_columns() -> None:
+    """No summary of a command is cut, and the page without arguments is the one of --help."""
+    bare, asked = run(), run("--help")
+    assert bare.exit_code == 2 and asked.exit_code == 0
+    assert bare.output.strip() == asked.output.strip()
+    groups = ("Start here:", "Use:", "Train:", "Measure:", "Research and experts:")
+    places = [asked.stdout.index(f"\n{group}\n") for group in groups]
+    assert places == sorted(places) and "..." not in asked.stdout.partition("Start here")[2]
+    text = run("generate", "--help").stdout
+    first, *others = text.partition("\nOptions:\n")[2].split("\n\n")
+    assert first.count("\n  -") + 1 == 9  # eight and --help
+    assert {"Sampling:", "Hardware:"} <= {part.strip().splitlines()[0] for part in others}
+    for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
+        shown = run(name, "--help").stdout.splitlines()
+        assert max(map(len, shown)) <= 80, shown
 
 
 def test_help_does_not_wait_for_torch() -> None:
@@ -159,16 +180,15 @@ def test_generate_reads_files_and_stdin_and_prints_statistics(model: str, tmp_pa
     assert marked.stdout == plain_answer() + "\n"
     result = run("generate", model, "-n", "12", "--stats", text="hi")
     assert result.stdout == plain_answer() + "\n"
-    assert (
-        "12 tokens" in result.stderr
-        and "tokens per step" in result.stderr
-        and "ended by length" in result.stderr
-        and " thread" in result.stderr
-    )
+    for part in ("12 tokens in ", " tokens/s, ended at the token limit\n", " thread"):
+        assert part in result.stderr
+    drafted = run("generate", model, "-n", "12", "--stats", *DRAFTING, text="hi").stderr
+    assert "% of the drafted tokens were accepted" in drafted
+    assert " tokens per pass of the full-precision weights" in drafted
 
 
 @pytest.mark.parametrize(
-    "running, expected", [(1, "1 of 4 threads (the fastest at the moment"), (4, "4 threads")]
+    "running, expected", [(1, "1 of 4 threads (currently the fastest number)"), (4, "4 threads")]
 )
 def test_statistics_say_how_many_threads_run(
     monkeypatch: pytest.MonkeyPatch, running: int, expected: str
@@ -590,7 +610,10 @@ def test_a_rival_that_is_not_there_costs_its_row_only(
     )
     assert done.exit_code == 0, done.output
     assert "note: no row for llamacpp: llama.cpp is not installed" in done.stderr
-    assert "Read bandwidth: " in done.stdout and "% of it are the weights" in done.stdout
+    assert (
+        "Memory bandwidth of this machine: " in done.stdout
+        and "% of it are the weights" in done.stdout
+    )
     content = json.loads(out.read_text())
     assert [row["method"] for row in content["rows"]] == [
         "autoregressive",
@@ -611,7 +634,7 @@ def test_sampled_answers_are_compared_token_by_token(model: str, data: str, tmp_
         *("--temperature", "1", "--seed", "7", "--json", str(out)),
     )
     assert done.exit_code == 0, done.output
-    assert "note: no row for generate: generate draws other random numbers" in done.stderr
+    assert "note: no row for generate: generate uses other random numbers" in done.stderr
     assert "temperature 1, seed 7" in " ".join(done.stdout.split())
     content = json.loads(out.read_text())
     assert [row["identical"] for row in content["rows"]] == [3, 3]
@@ -711,10 +734,10 @@ def test_bench_skips_what_does_not_fit_and_says_so(model: str, tmp_path: Path) -
     ]
     arguments += ["--repeats", "1", "--dtype", "float32", "--json", str(tmp_path / "o.json")]
     result = run(*arguments)
-    assert result.exit_code == 0 and "1 prompts are skipped" in result.stderr
+    assert result.exit_code == 0 and "skipped 1 prompt (1#1), too long" in result.stderr
     assert json.loads((tmp_path / "o.json").read_text())["skipped"] == ["1#1"]
     result = run(*arguments, "--truncate")
-    assert result.exit_code == 0 and "1 prompts are cut from the left" in result.stderr
+    assert result.exit_code == 0 and "cut 1 prompt (1#1) from the left" in result.stderr
 
 
 def test_bench_ends_with_1_and_no_speedup_on_wrong_answers(
@@ -748,7 +771,7 @@ def test_bench_ends_with_1_and_no_speedup_on_wrong_answers(
         str(out),
     )
     assert result.exit_code == 1, result.output
-    assert "refused" in result.stdout and "WRONG" in result.stdout
+    assert "withheld" in result.stdout and "WRONG" in result.stdout
     row = json.loads(out.read_text())["rows"][1]
     assert row["speedup"] is None and row["diverged"] == 3
 
@@ -772,7 +795,7 @@ def test_what_bench_refuses(model: str, data: str, tmp_path: Path) -> None:
     refused(run("bench", model, "--data", data, "--disk-speed", "1MB/s"), "needs --methods experts")
     experts = ["bench", model, "--data", data, "--methods", "experts"]
     for words in (["--report", str(tmp_path / "r")], ["--rivals", "llamacpp"]):
-        refused(run(*experts, *words), words[0], "not for experts from disk")
+        refused(run(*experts, *words), words[0], "does not work with experts loaded from disk")
     assert not (tmp_path / "r").exists()
     refused(run("bench", model, "--data", data, "--repeats", "0"), "--repeats is 0")
     refused(run("bench", model, "--data", data, "-n", "512"), "at most 511")

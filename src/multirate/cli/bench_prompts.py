@@ -35,9 +35,8 @@ def prepared(
         )
     if prompts.skipped:
         options.note(
-            f"note: skipped {len(prompts.skipped)} prompts that do not fit the context with "
-            f"{max_new_tokens} new tokens (--truncate cuts them instead): "
-            f"{_some(prompts.skipped)}"
+            f"note: skipped {_some(prompts.skipped)}, too long for the context with "
+            f"{max_new_tokens} new tokens (--truncate cuts long prompts instead)"
         )
     if prompts.truncated:
         options.note(
@@ -47,4 +46,6 @@ def prepared(
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
+    """How many prompts, and the first of them."""
+    first = ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
+    return f"{len(names)} prompt{'s' * (len(names) != 1)} ({first})"

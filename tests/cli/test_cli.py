@@ -26,8 +26,7 @@ from multirate.hub import reference_accelerators
 from multirate.methods.spec import untrained_drafters
 from multirate.methods.token_recycling.decode import TokenRecyclingDrafter
 
-
-DRAFTING = ("--method", "layerskip", "--speculate", "always")
+DRAFTING = ("--method", "layerskip:confidence=0", "--speculate", "always")
 
 
 @pytest.fixture(scope="module")
@@ -567,12 +566,12 @@ def test_bench_leaves_out_answers_in_loops(data: str, tmp_path: Path) -> None:
     words = ["bench", str(tmp_path), "--data", data, "--repeats", "1", "--leave-out-loops"]
     words += ["--methods", "autoregressive", "--json", str(out)]
     result = run(*words, "-n", "2")
-    assert result.exit_code == 0 and "0 of 3 answers run into loops" in result.stderr
+    assert result.exit_code == 0 and "0 of 3 answers that repeat in loops" in result.stderr
     content = json.loads(out.read_text())
     assert content["prompts"] == 3 and content["loops"] == []
     result = run(*words, "-n", "64")
-    assert "3 of 3 answers run into loops" in result.stderr
-    assert "Nothing was measured: all answers run into loops." in result.stdout
+    assert "3 of 3 answers that repeat in loops" in result.stderr
+    assert "Nothing was measured: all answers repeat in loops." in result.stdout
     content = json.loads(out.read_text())
     assert content["prompts"] == 0 and len(content["loops"]) == 3 and not content["rows"]
     refused(run(*words, "--batch", "2"), "--leave-out-loops", "leave out --batch 2")
@@ -610,10 +609,7 @@ def test_a_rival_that_is_not_there_costs_its_row_only(
     )
     assert done.exit_code == 0, done.output
     assert "note: no row for llamacpp: llama.cpp is not installed" in done.stderr
-    assert (
-        "Memory bandwidth of this machine: " in done.stdout
-        and "% of it are the weights" in done.stdout
-    )
+    assert "Memory bandwidth of this machine: " in done.stdout and "reads weights at" in done.stdout
     content = json.loads(out.read_text())
     assert [row["method"] for row in content["rows"]] == [
         "autoregressive",
@@ -643,7 +639,7 @@ def test_sampled_answers_are_compared_token_by_token(model: str, data: str, tmp_
     refused(
         run("bench", model, "--data", data, "--temperature", "1", "--rivals", "assisted"),
         "--temperature",
-        "greedily",
+        "only with greedy decoding",
     )
 
 
@@ -737,7 +733,7 @@ def test_bench_skips_what_does_not_fit_and_says_so(model: str, tmp_path: Path) -
     assert result.exit_code == 0 and "skipped 1 prompt (1#1), too long" in result.stderr
     assert json.loads((tmp_path / "o.json").read_text())["skipped"] == ["1#1"]
     result = run(*arguments, "--truncate")
-    assert result.exit_code == 0 and "cut 1 prompt (1#1) from the left" in result.stderr
+    assert result.exit_code == 0 and "cut 1 prompt (1) from the left" in result.stderr
 
 
 def test_bench_ends_with_1_and_no_speedup_on_wrong_answers(

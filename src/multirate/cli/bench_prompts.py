@@ -39,9 +39,7 @@ def prepared(
             f"{max_new_tokens} new tokens (--truncate cuts long prompts instead)"
         )
     if prompts.truncated:
-        options.note(
-            f"note: cut {len(prompts.truncated)} prompts from the left: {_some(prompts.truncated)}"
-        )
+        options.note(f"note: cut {_some(prompts.truncated)} from the left, to fit the context")
     return prompts
 
 

@@ -1,4 +1,4 @@
-"""Ways of sorting an answer's tokens by depth: each is a histogram, and colours the text."""
+"""Ways of sorting an answer's tokens by depth. Each one is a histogram and colours the text."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def _decided(inspection: Inspection) -> Colouring:
     seen = {decision for text in inspection.texts for decision in text.decisions}
     order = sorted(seen, key=lambda one: (one.layers, one.kind.value))
     meaning = (
-        "Where each token was decided when the answer was written: one that left early was not "
-        "verified by the layers above."
+        "Where each token was decided when the answer was generated. The layers above did not "
+        "verify tokens that stopped early."
         if inspection.lossy
-        else "Where each token was decided when the answer was written: drafted early and accepted "
-        "by the verification, or chosen by the full model. The text is the model's own either way."
+        else "Where each token was decided when the answer was generated: drafted and accepted by "
+        "verification, or chosen by the full model. The text is the model's own either way."
     )
     return Colouring(
-        "Layers each token left after" if inspection.lossy else "Who decided each token",
+        "Layers used by each token" if inspection.lossy else "Who decided each token",
         meaning,
         "decided by",
         [_category(decision, layers) for decision in order],
@@ -92,7 +92,7 @@ def _category(decision: Decision, layers: int) -> Category:
         Kind.MODEL: ("full model", "full model"),
         Kind.COPIED: ("copied from the text, verified", "copied"),
         Kind.DRAFT: (f"drafted after {after}, verified", f"draft at {decision.layers}"),
-        Kind.LEFT: (f"left after {after}, not verified", f"left at {decision.layers}"),
+        Kind.LEFT: (f"stopped after {after}, not verified", f"stopped at {decision.layers}"),
     }
     label, tick = words[decision.kind]
     depth = None if decision.kind is Kind.COPIED else decision.layers / layers
@@ -108,8 +108,8 @@ def _first_gates(inspection: Inspection) -> Colouring:
     index = {gate: i for i, gate in enumerate(gates)}
     return Colouring(
         "First gate that agrees",
-        "The first gate at which the accelerated residual's likeliest token is the one that all "
-        "layers give: where a token could have left without changing the text.",
+        "The first gate where the accelerated residual's top token is the full model's. A token "
+        "could stop there without changing the text.",
         "first gate that agrees",
         categories,
         [
@@ -127,8 +127,8 @@ def _first_layers(inspection: Inspection) -> Colouring:
     name: Callable[[int], str] = lambda layer: FULL if layer == layers else layers_text(layer)  # noqa: E731
     return Colouring(
         "First layer that agrees",
-        "The first layer after which the model's own head, applied to the plain residual, gives "
-        "the token that all layers give: what early exit without an accelerator could save.",
+        "The first layer after which the LM head, applied to the plain residual, gives the full "
+        "model's token. It shows what early exit could save without an accelerator.",
         "first layer that agrees",
         [Category(f"after {name(i)}", str(i), i / layers) for i in range(1, layers + 1)],
         [[layer - 1 for layer in text.values.first_agreeing_layers()] for text in inspection.texts],

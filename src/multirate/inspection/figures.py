@@ -14,7 +14,7 @@ from multirate.inspection.text_pass import TextValues
 from multirate.pages.figures import INKS, Figure, legend, svg
 
 COPIED = "#cc79a7"
-"""Of tokens that no layer was needed for; the others' are viridis by depth, early ones bright."""
+"""Colour of tokens that needed no layer. The others use viridis by depth; early ones are bright."""
 
 
 def colour(category: Category) -> str:
@@ -44,9 +44,9 @@ def layer_figures(inspection: Inspection) -> list[Figure]:
             values.velocity,
             1,
             "relative change ‖Δh‖ / ‖h‖",
-            "How far each layer moves the residual, against the residual's length.",
-            f"‖h(i) − h(i−1)‖ / ‖h(i−1)‖ at layer i, h(0) the embedding; median and quartiles "
-            f"{tokens}, logarithmic scale.",
+            "How far each layer moves the residual, relative to the residual's length.",
+            f"‖h(i) − h(i−1)‖ / ‖h(i−1)‖ at layer i. h(0) is the embedding. Median and quartiles "
+            f"{tokens}, on a logarithmic scale.",
             logarithmic=True,
         ),
         _by_layer(
@@ -54,17 +54,17 @@ def layer_figures(inspection: Inspection) -> list[Figure]:
             values.residual_direction,
             1,
             "cosine of h before and after",
-            "How little each layer turns the residual: 1 is not at all.",
-            f"cos(h(i−1), h(i)) at layer i; median and quartiles {tokens}.",
+            "How much each layer turns the residual. 1 means not at all.",
+            f"cos(h(i−1), h(i)) at layer i. Median and quartiles {tokens}.",
         ),
         _by_layer(
             "Direction of the change",
             values.change_direction,
             2,
             "cosine of consecutive changes",
-            "Whether consecutive layers push the same way (1), across (0) or against each other "
-            "(−1).",
-            f"cos(h(i−1) − h(i−2), h(i) − h(i−1)) at layer i; median and quartiles {tokens}.",
+            "Whether consecutive layers push in the same direction (1), at a right angle (0) or in "
+            "opposite directions (−1).",
+            f"cos(h(i−1) − h(i−2), h(i) − h(i−1)) at layer i. Median and quartiles {tokens}.",
         ),
         _alignment(inspection, values, tokens),
         _agreement(inspection, values, tokens),
@@ -108,7 +108,7 @@ def histogram(inspection: Inspection, colouring: Colouring) -> Figure:
         colouring.title,
         svg(draw, f"Histogram: {colouring.title.lower()}"),
         colouring.meaning,
-        f"{total} tokens; a bar has the colour of its tokens in the text.",
+        f"{total} tokens. Each bar has the colour of its tokens in the text.",
         [colouring.axis, "tokens", "share"],
         [
             [one.label, str(count), f"{count / total:.1%}"]
@@ -175,16 +175,16 @@ def _alignment(inspection: Inspection, values: TextValues, tokens: str) -> Figur
             legend(axes)
 
     fast = (
-        " Orange: the accelerated residual, which starts again at every gate; diamonds: what the "
-        "head reads there, after fusion and block where the accelerator has them."
+        " Orange: the accelerated residual, which starts again at every gate. Diamonds: what the "
+        "LM head reads there, after the accelerator's fusion and block if it has them."
         if values.intervals
         else ""
     )
     return Figure(
         "Alignment with the final residual",
         svg(draw, "Alignment with the final residual by layer"),
-        f"How close the residual is to where it ends.{fast}",
-        f"cos(h(i), h({inspection.layers})) after layer i, 0 the embedding; median and quartiles "
+        f"How close the residual is to the final residual.{fast}",
+        f"cos(h(i), h({inspection.layers})) after layer i. h(0) is the embedding. Median and quartiles "
         f"{tokens}.",
         ["residual", "after layer", "lower quartile", "median", "upper quartile"],
         rows,
@@ -223,8 +223,8 @@ def _agreement(inspection: Inspection, values: TextValues, tokens: str) -> Figur
     return Figure(
         "Agreement of the early exit",
         svg(draw, "Top-1 agreement of the early exit by layer"),
-        "How often the head, applied after this layer, gives the token that all layers give.",
-        f"argmax of head(norm(h(i))) against argmax of head(norm(h({inspection.layers}))), share "
+        "How often the LM head, applied after this layer, gives the full model's token.",
+        f"argmax of head(norm(h(i))) compared with argmax of head(norm(h({inspection.layers}))): share "
         f"{tokens}.",
         ["residual", "after layer", "tokens that agree"],
         rows,
@@ -242,7 +242,7 @@ def _quartile_rows(layers: Sequence[int], spread: Quartiles) -> list[list[str]]:
 
 
 def _drawn(css: str) -> str:
-    """The colour that matplotlib is given for it."""
+    """The colour that matplotlib uses for it."""
     return INKS["muted"] if css == "var(--muted)" else css
 
 

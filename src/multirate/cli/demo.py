@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -230,10 +234,13 @@ def command(
         raise typer.Exit(INTERRUPTED)
     if measured.failed or any(row.diverged for row in rows):
         raise typer.Exit(WRONG_ANSWERS)
+    # `make demo` runs the command from a folder that is not in PATH
+    installed = shutil.which("multirate") is not None or not Path(sys.argv[0]).is_file()
+    program = "multirate" if installed else shlex.quote(os.path.relpath(sys.argv[0]))
     named = shlex.quote(model or loaded.name)
     typer.echo(
         "\nNext:\n"
-        f'  multirate generate {named} -p "Write a haiku about rain." --stats\n'
-        f"  multirate answers {named} --questions 100 --out answers.jsonl\n"
+        f'  {program} generate {named} -p "Write a haiku about rain." --stats\n'
+        f"  {program} answers {named} --questions 100 --out answers.jsonl\n"
         "The second command writes training text, to train a drafter of your own."
     )

@@ -153,7 +153,7 @@ def command(
     from multirate.engine import attach, check_mode
     from multirate.experts.named_policies import parse_bytes, policy_named
     from multirate.hub import reference_accelerators
-    from multirate.methods.spec import recommended
+    from multirate.methods.spec import PLAIN, recommended
 
     numbers = {
         "temperature": temperature,
@@ -261,6 +261,8 @@ def command(
                     "two-stage verification: a quantised copy checked the drafts first; its passes "
                     "and the drafts it rejected are not counted"
                 )
+        elif engine.used != PLAIN:
+            options.note("no tokens were drafted")
         if seen.exits:
             left = ", ".join(f"{layers}: {n}" for layers, n in sorted(seen.exits.items()))
             options.note(f"tokens by the number of layers they used: {left}")

@@ -184,8 +184,8 @@ def _alignment(inspection: Inspection, values: TextValues, tokens: str) -> Figur
         "Alignment with the final residual",
         svg(draw, "Alignment with the final residual by layer"),
         f"How close the residual is to the final residual.{fast}",
-        f"cos(h(i), h({inspection.layers})) after layer i. h(0) is the embedding. Median and quartiles "
-        f"{tokens}.",
+        f"cos(h(i), h({inspection.layers})) after layer i. h(0) is the embedding. Median and "
+        f"quartiles {tokens}.",
         ["residual", "after layer", "lower quartile", "median", "upper quartile"],
         rows,
     )
@@ -224,8 +224,8 @@ def _agreement(inspection: Inspection, values: TextValues, tokens: str) -> Figur
         "Agreement of the early exit",
         svg(draw, "Top-1 agreement of the early exit by layer"),
         "How often the LM head, applied after this layer, gives the full model's token.",
-        f"argmax of head(norm(h(i))) compared with argmax of head(norm(h({inspection.layers}))): share "
-        f"{tokens}.",
+        f"argmax of head(norm(h(i))) compared with argmax of "
+        f"head(norm(h({inspection.layers}))): share {tokens}.",
         ["residual", "after layer", "tokens that agree"],
         rows,
     )

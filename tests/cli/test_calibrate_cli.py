@@ -57,7 +57,7 @@ def test_from_calibration_to_a_promise_kept(model: str, data: str, tmp_path: Pat
     out = run(*dynamic, "--quality", "0.7", "--stats")
     assert out.exit_code == 0, (out.output, out.exception)
     assert "note: promised: at most 30% of the tokens" in out.stderr
-    assert "tokens by the layers they took: " in out.stderr
+    assert "tokens by the number of layers they used: " in out.stderr
     sampled = run(*dynamic, "--quality", "0.7", "--temperature", "1", "--seed", "1")
     assert "note: nothing is promised of sampled text" in sampled.stderr
     penalised = run(*dynamic, "--quality", "0.7", "--repetition-penalty", "1.2")

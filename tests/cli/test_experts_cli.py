@@ -73,7 +73,7 @@ def test_the_text_is_the_models(model: Path, store: Path, policy: str) -> None:
     )
     assert whole.exit_code == part.exit_code == 0, part.output
     assert whole.stdout == part.stdout
-    assert "experts: 0 MB" in part.stderr and "hit rate" in part.stderr
+    assert "experts: 0 MB" in part.stderr and "found in memory" in part.stderr
 
 
 def test_python(model: Path, store: Path) -> None:
@@ -94,7 +94,9 @@ def test_what_is_refused(model: Path, store: Path, tmp_path: Path) -> None:
     refused(run(*generate, "--expert-policy", "magic"), "magic", "next_layer_gate")
     refused(run(*generate, "--dtype", "float32"), "--dtype")
     refused(run(*generate[:-1], str(tmp_path)), "experts.json")
-    refused(run("generate", str(model), "--prompt", "x", "--expert-memory", "1GB"), "--experts DIR")
+    refused(
+        run("generate", str(model), "--prompt", "x", "--expert-memory", "1GB"), "--experts FOLDER"
+    )
     refused(run("generate", "--prompt", "x", "--experts", str(store)), "MODEL")
     refused(run("pack", str(tmp_path / "nowhere"), "--out", str(tmp_path)), "nowhere")
     dense = tiny_model.save(tmp_path / "dense")
@@ -201,7 +203,7 @@ def test_all_arms_in_one_command(model: Path, store: Path, tmp_path: Path) -> No
         and page.count("<table>") == 2
         and "belady" in page
     )
-    refused(run(*arguments[:-2]), "--experts DIR")
+    refused(run(*arguments[:-2]), "--experts FOLDER")
     refused(run(*arguments, "--expert-memory", "1KB"), "at least 3")
     refused(run(*[a if a != "experts" else "experts,magic" for a in arguments]), "magic", "belady")
 

@@ -1,0 +1,61 @@
+"""What the demo prints: a table, what it shows, and commands to try."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from multirate.bench.runner import Row
+from multirate.cli.demo import explanation, label
+
+
+def row(method: str, rate: float, near_ties: int = 0, diverged: int = 0) -> Row:
+    speedup = None if diverged else rate / 100
+    same = 6 - near_ties - diverged
+    return Row(
+        method, True, 96, 1.0, rate, speedup, 0.0, 1.0, None, same, near_ties, diverged
+    )  # fmt: skip
+
+
+BASE = [row("generate", 40), row("autoregressive", 100), row("sam", 125)]
+
+
+def test_names_say_what_a_row_contains() -> None:
+    assert label("m2r2-carry:lookup=sam") == "M2R2 + text lookup"
+    assert label("sam") == "text lookup (no training)"
+
+
+@pytest.mark.parametrize(
+    "rows, expected",
+    [
+        ([row("m2r2-carry:lookup=sam", 150)], "Fastest here: M2R2 + text lookup, at 1.50x"),
+        (
+            [row("m2r2-carry:lookup=sam", 110), row("eagle:lookup=sam", 200)],
+            "Fastest here: EAGLE + text lookup, at 2.00x the speed of multirate's plain loop and "
+            "1.60x that of text lookup. M2R2 + text lookup has 1.10x",
+        ),
+        ([], "Fastest here: text lookup, at 1.25x"),
+    ],
+)
+def test_the_fastest_row_is_computed(rows: list[Row], expected: str) -> None:
+    assert expected in " ".join(explanation([*BASE, *rows], staged=True))
+
+
+def test_slow_drafts_and_other_texts_are_not_hidden() -> None:
+    slow = [row("generate", 40, near_ties=2), row("autoregressive", 100), row("sam", 80)]
+    text = " ".join(explanation(slow, staged=False))
+    assert "Drafting is not faster here" in text and "except 2 by transformers generate" in text
+    assert "quantised" not in text
+    assert "NO marks wrong answers" in " ".join(explanation([*BASE, row("eagle", 9, 0, 1)], True))
+
+
+def test_the_demo_ends_with_commands_to_try() -> None:
+    command = [sys.executable, "-m", "multirate.cli.main", "demo", "tiny", "-n", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for part in ("Without drafts:", "With drafts from ", "speed-up", "Same text: ", "\nNext:\n"):
+        assert part in done.stdout
+    assert 'generate tiny -p "Write a haiku about rain." --stats' in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100

@@ -56,7 +56,7 @@ def turns(*roles: str) -> list[dict[str, str]]:
         ("alternation", ("user", *5 * ("assistant", "user"), "user"), "assistant, …: .*alternate"),
         ("error", ("user",), "TemplateSyntaxError"),
         ("lacks", ("user",), "UndefinedError"),
-        ("system", (), "a conversation without turns: "),
+        ("system", (), "a conversation without messages: "),
     ],
 )
 def test_what_a_template_refuses_is_a_sentence(
@@ -121,7 +121,7 @@ BLANK = "{{ '' }}"
     [
         (_tune, "line 2: the model's chat template writes nothing"),
         (_bench, "line 2: the model's chat template writes nothing"),
-        (_calibrate, "no record has a prompt with any tokens"),
+        (_calibrate, "has a non-empty prompt"),
         (_answers, "no question can be answered .*it has no tokens"),
         (_train, "none at all.; the model's chat template leaves the answers out"),
     ],
@@ -141,7 +141,7 @@ def test_an_assistants_turn_first(tmp_path: Path) -> None:
     """Nothing stands before the first answer that a template could write."""
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"messages": turns("assistant", "user", "assistant")}))
-    with pytest.raises(UserError, match=r"data\.jsonl, line 1: .* without turns"):
+    with pytest.raises(UserError, match=r"data\.jsonl, line 1: .* without messages"):
         _train(tiny_model.tokenizer(), data)
 
 

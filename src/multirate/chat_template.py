@@ -21,9 +21,9 @@ def apply_template(
     except Exception as error:  # whatever the template's code raises
         roles = [message["role"] for message in messages]
         shown = ", ".join(roles if len(roles) <= 6 else [*roles[:6], "…"])
-        turns = f"the turns {shown}" if roles else "a conversation without turns"
+        turns = f"messages with the roles {shown}" if roles else "a conversation without messages"
         raise UserError(
-            f"{where}: the model's chat template cannot write {turns}: {first_line(error)}"
+            f"{where}: the model's chat template rejects {turns}: {first_line(error)}"
         ) from error
 
 
@@ -40,7 +40,7 @@ def encode_chat(
         options = {"add_generation_prompt": True, "return_dict": True}
         ids = apply_template(tokenizer, messages, where, **options)["input_ids"]
         if not len(ids):
-            raise UserError(f"{where}: the model's chat template writes nothing")
+            raise UserError(f"{where}: the model's chat template produces no text")
     else:
         ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     return [int(token) for token in ids]

@@ -86,7 +86,7 @@ def attach(
     """
     if not isinstance(model, (str, os.PathLike, LoadedModel, nn.Module)):
         raise UserError(
-            f"the model is {model!r}: accepted are a causal LM of transformers, or its folder or "
+            f"the model is {model!r}; accepted: a causal LM of transformers, its folder or its "
             "hub id"
         )
     if isinstance(model, (str, os.PathLike)):
@@ -110,7 +110,10 @@ def attach(
                 ("expert_predictor", expert_predictor),
             ):
                 if value is not None:
-                    raise UserError(f"{what} is {value!r}: the model has no experts on disk")
+                    raise UserError(
+                        f"{what} is {value!r}, but the model has no experts on disk; "
+                        "leave it out, or name a store with experts=DIR"
+                    )
             engine = Engine(model, load_decoder(model, backend), tokenizer, backend)
         else:
             if expert_predictor is not None:
@@ -133,17 +136,17 @@ def check_mode(mode: str, quality: float | None, speculate: str) -> None:
         raise UserError(f"mode is {mode!r}; accepted: {', '.join(MODES)}")
     if mode == "lossless":
         if quality is not None:
-            raise UserError(f"quality {quality!r} needs mode 'dynamic'; given: 'lossless'")
+            raise UserError(f"quality {quality!r} needs mode 'dynamic', not 'lossless'")
         return
     if quality is None:
         raise UserError(
             "mode 'dynamic' needs a quality: a number above 0 and at most 1, the share of "
-            "tokens that are to be the full model's"
+            "tokens that must match the full model"
         )
     check_quality(quality)
     if speculate == "never":
         raise UserError(
-            "speculate 'never' decodes plainly; with mode 'dynamic' accepted are auto, always"
+            "speculate 'never' decodes without drafts; with mode 'dynamic' use 'auto' or 'always'"
         )
 
 
@@ -212,8 +215,8 @@ class Engine:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UserError(
-            "an engine cannot be copied or pickled, as it holds packed weights and locks: copy the "
-            "model and attach to the copy (multirate.attach)"
+            "an engine cannot be copied or pickled because it holds packed weights and locks; "
+            "copy the model and call multirate.attach on the copy"
         )
 
     @property
@@ -239,21 +242,20 @@ class Engine:
         if spec.find(accelerator.method).role == "experts":
             if self.experts is None:
                 raise UserError(
-                    "this accelerator predicts experts, and the model's are all in memory: it is "
-                    "for models with experts on disk (experts=DIR, expert_predictor)"
+                    "this accelerator predicts experts, but the model's experts are all in "
+                    "memory; it needs a model with experts on disk (experts=DIR, "
+                    "expert_predictor)"
                 )
             self.experts.add(accelerator)
             self.experts.use_policy(self.experts.policy, self.experts.memory)
             return name
         if ":" in name:
             raise UserError(
-                f"an accelerator cannot be named {name!r}: what follows a ':' are a method's "
-                "settings"
+                f"an accelerator cannot be named {name!r}: a ':' separates a method's name from "
+                "its settings"
             )
         if name in (PLAIN, "generate"):
-            raise UserError(
-                f"an accelerator cannot be named {name!r}: that is the name of a baseline"
-            )
+            raise UserError(f"an accelerator cannot be named {name!r}: a baseline has that name")
         self.accelerators[name] = accelerator
         self._tried.discard(name)
         for known in (self._decodings, self._prefix_caches):
@@ -320,14 +322,14 @@ class Engine:
         others = generation_config.unfollowed(config)
         if others:
             say_once(
-                f"{generation_config.WHERE} asks for {', '.join(others)}, which is not followed: "
-                "the text may be another one than that of transformers' generate"
+                f"{generation_config.WHERE} asks for {', '.join(others)}, which multirate "
+                "ignores: the text may differ from that of transformers' generate"
             )
         if generation_config.samples(config) and "temperature" not in given and not found.greedy:
             say_once(
-                f"{generation_config.WHERE} asks for sampling, which is followed (temperature "
-                f"{found.temperature:g}, top_k {found.top_k}, top_p {found.top_p:g}); a "
-                "temperature of 0 is greedy"
+                f"sampling because {generation_config.WHERE} asks for it (temperature "
+                f"{found.temperature:g}, top_k {found.top_k}, top_p {found.top_p:g}); set "
+                "temperature 0 for greedy decoding"
             )
         return found
 
@@ -363,8 +365,8 @@ class Engine:
         asked = generation_config.stop_strings(self._generation_config())
         if asked and self.tokenizer is None:
             say_once(
-                f"{generation_config.WHERE} has stop_strings, which are not followed without the "
-                "model's tokenizer"
+                f"ignoring stop_strings in {generation_config.WHERE}: they need the model's "
+                "tokenizer"
             )
             return ()
         return asked
@@ -404,7 +406,7 @@ class Engine:
             ("method", method, str),
         ):
             if value is not None and not isinstance(value, kind):
-                raise UserError(f"{what} is {value!r}: accepted is a {kind.__name__}")
+                raise UserError(f"{what} is {value!r}; accepted: a {kind.__name__}")
         if mode == "dynamic":
             method = f"{method or self.default}:quality={check_quality(quality)!r}"
         if on_tokens is not None:
@@ -427,14 +429,13 @@ class Engine:
         with self._lock.held():
             if self._lock.inherited and self.experts is not None:
                 raise UserError(
-                    "this engine's experts are read by threads of the parent process: load the "
-                    "model and "
-                    "attach in this process, or start processes with multiprocessing's spawn"
+                    "threads of the parent process read this engine's experts; load the model "
+                    "and attach in this process, or start processes with multiprocessing's spawn"
                 )
             if self._generating_in == os.getpid():
                 raise UserError(
-                    "this engine is generating: on_tokens or a streamer cannot start another "
-                    "generation with it; accepted is another engine (multirate.attach)"
+                    "this engine is already generating: on_tokens or a streamer cannot start "
+                    "another generation with it; attach a second engine (multirate.attach)"
                 )
             self._generating_in = os.getpid()
             try:
@@ -517,7 +518,7 @@ class Engine:
                 accelerator.module.to(now.device, now.dtype)
         if packed and self.backend == "native":
             warnings.warn(
-                "the model was changed after its weights were packed: packed again",
+                "the model changed after its weights were packed; packed them again",
                 Notice,
                 stacklevel=3,
             )
@@ -555,7 +556,7 @@ class Engine:
         ours = [name for name in trained if name in packaged]
         theirs = [name for name in trained if name not in packaged]
         sources = (
-            ("of this package (-a NAME, in Python Engine.add)", ours),
+            ("from this package (-a NAME, or Engine.add in Python)", ours),
             ("of your own (-a FOLDER)", theirs),
         )
         return "".join(
@@ -578,8 +579,8 @@ class Engine:
                     settings |= self._never_leaving(base)
                 if promise is not None and settings:
                     raise UserError(
-                        f"method {name!r} has other settings beside the quality; a promise holds "
-                        "for the settings that were calibrated: accepted is the quality alone"
+                        f"method {name!r} has other settings beside the quality; a calibration "
+                        "covers only the settings it was made with, so give the quality alone"
                     )
                 settings = settings if promise is None else promise.settings
             known = self._spec(base)
@@ -659,9 +660,8 @@ class Engine:
             return None
         if name not in self.accelerators:
             raise UserError(
-                f"method {name} needs no training, and a calibration is kept beside an "
-                f"accelerator: accepted are its own settings (docs/methods/README.md), or a "
-                "quality of 1"
+                f"method {name} needs no training, so it has no accelerator folder to keep a "
+                "calibration in; use its own settings (docs/methods/README.md) or a quality of 1"
             )
         accelerator = self.accelerators[name]
         return promises.find(
@@ -688,13 +688,13 @@ class Engine:
         if precision is None or not _is_lossless(step, sampling):
             return False
         fact = (
-            f"in {precision}, by the model's own layers, drafts can change the text where two "
+            f"with the model's own layers in {precision}, drafts can change the text where two "
             "tokens are about equally likely"
         )
         if speculate == "auto":
-            self.notice = f"decoded plainly: {fact}; speculate 'always' drafts all the same"
+            self.notice = f"decoded without drafts: {fact}; speculate 'always' drafts anyway"
             return True
-        self.notice = f"{fact} (float32 keeps it)"
+        self.notice = f"{fact} (float32 prevents this)"
         return False
 
     def _say_lossy(self, name: str, step: Step, sampling: SamplingSettings, chosen: bool) -> None:
@@ -704,7 +704,7 @@ class Engine:
         lossless = _is_lossless(step, sampling) and self._spec(name).lossless
         if lossless or "quality" in spec.parse_variant(name)[1]:
             return
-        fact = f"{name} is lossy: its text may not be the model's own"
+        fact = f"{name} is lossy: its text may differ from the model's own"
         if chosen:
             self.notice = fact
         else:
@@ -720,7 +720,7 @@ class Engine:
         self._tried.add(name)
         fact = accelerator.other_weights
         if self._spec(name).role == "depth":
-            say_once(f"{fact}: more of its tokens may not be the model's own")
+            say_once(f"{fact}: more of its tokens may differ from the model's own")
             return
         own = "; the text stays the model's own" if decoding.step.lossless else ""
         if self.tokenizer is None:
@@ -731,8 +731,8 @@ class Engine:
         )
         decoding.observe(seen)
         say_once(
-            f"{fact}: measured on {seen.first_tokens} short texts, it gives "
-            f"{seen.tokens_per_step:.2f} tokens per step (plain decoding: 1.00){own}"
+            f"{fact}: on {seen.first_tokens} short texts it gives {seen.tokens_per_step:.2f} "
+            f"tokens per step (without drafts: 1.00){own}"
         )
 
     def _pays(self, decoding: _Decoding, adapts: bool) -> bool:
@@ -763,8 +763,8 @@ def _lacking(known: MethodSpec | None) -> str:
     if known is None:
         return ""
     if known.role == "experts":
-        return " (it predicts experts, no text is decoded with it)"
-    return " (it needs a trained accelerator of its own, and none is attached)"
+        return " (it predicts experts and does not decode text)"
+    return " (it needs a trained accelerator, and none is attached)"
 
 
 def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
@@ -779,8 +779,8 @@ def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
             found = [operator.index(token) for token in np.atleast_1d(np.asarray(ids))]
         except (TypeError, ValueError):
             raise UserError(
-                f"eos_token_id of the {type(source).__name__} is {reprlib.repr(ids)}; accepted: a "
-                "token's id, or a list of these"
+                f"eos_token_id of the {type(source).__name__} is {reprlib.repr(ids)}; accepted: "
+                "a token id, or a list of token ids"
             ) from None
         return tuple(token for token in found if token >= 0)  # a negative one is never met
     return ()

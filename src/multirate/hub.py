@@ -118,7 +118,7 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
     unreachable, corrupt or unsupported model.
     """
     if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r} is unknown: accepted are {', '.join(DTYPES)}")
+        raise UserError(f"dtype is {dtype!r}; accepted: {', '.join(DTYPES)}")
     place = find_device(device)
     with explained(f"model {name}"):
         source = _source(name)
@@ -139,8 +139,8 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
         if missing:  # transformers takes random ones for them
             others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
             raise UserError(
-                f"model {source} is incomplete or does not fit its config.json: its files have no "
-                f"weight {missing[0]}{others}"
+                f"model {source} is incomplete or does not match its config.json: its files lack "
+                f"the weight {missing[0]}{others}"
             )
         model = model.to(place).eval()
     with explained(f"tokenizer of {source}"):
@@ -249,7 +249,7 @@ def _source(name: str | None) -> str | Path:
         return _gguf_of_hub(repository, file)
     if name.lower().endswith(GGUF) and not path.exists():
         raise UserError(
-            f"there is no file {name}: a GGUF file is a local one, or OWNER/NAME:FILE of the hub"
+            f"there is no file {name}; name a local GGUF file, or OWNER/NAME:FILE on the hub"
         )
     _check_name(name, "model", "config.json")
     return name
@@ -271,13 +271,13 @@ def _hub_name(name: str) -> str:
     is_file = tag.lower().endswith(GGUF)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", repository) and tag and not is_file:
         raise UserError(
-            f"{name}: a file of a repository is named in full, {repository}:FILE{GGUF}, and not by "
-            f"its quantisation; huggingface.co/{repository}/tree/main lists the files"
+            f"{name} names a quantisation, not a file; write {repository}:FILE{GGUF} "
+            f"(huggingface.co/{repository}/tree/main lists the files)"
         )
     part = _PART.search(tag) if repository else None
     if part and int(part[1]) > 1:
         raise UserError(
-            f"{name} is one of {int(part[1])} parts: fetch all of them and join them with "
+            f"{name} is one of {int(part[1])} parts; download all of them and join them with "
             "llama.cpp's `llama-gguf-split --merge`"
         )
     return bare
@@ -287,8 +287,8 @@ def _source_of_named(name: str, known: NamedModel) -> str | Path:
     if known.folder is not None:
         if not (known.folder / "config.json").is_file():
             raise UserError(
-                f"this installation carries no {name} ({known.folder}): name a model's folder or "
-                "hub id"
+                f"this installation does not include {name} ({known.folder}); name a model's "
+                "folder or hub id"
             )
         return str(known.folder)
     if known.wheel is not None:
@@ -327,7 +327,7 @@ def resolve_accelerator(name: str | os.PathLike[str], config: Any = None) -> Pat
     the first is taken whose base has this config's sizes, else the first.
     """
     if not isinstance(name, (str, os.PathLike)):
-        raise UserError(f"the accelerator is {name!r}: accepted are its folder, name or hub id")
+        raise UserError(f"the accelerator is {name!r}; accepted: its folder, name or hub id")
     text = os.fspath(name)
     with explained(f"accelerator {text}"):
         is_here = Path(text).exists()
@@ -390,8 +390,8 @@ def find_device(name: str) -> torch.device:
         if not torch.cuda.is_available():
             return torch.device("cpu")
         say_once(
-            "running on CUDA: what drafts bring there has not been measured; compare with "
-            "--method autoregressive, or run benchmarks/gpu_campaign.py"
+            "running on CUDA, where drafting has not been measured; compare with --method "
+            "autoregressive, or run benchmarks/gpu_campaign.py"
         )
         return torch.device("cuda")
     try:
@@ -401,7 +401,7 @@ def find_device(name: str) -> torch.device:
         torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, AssertionError, NotImplementedError):
         raise UserError(
-            f"device {name!r} cannot be used here: accepted are auto, cpu, or cuda with a GPU"
+            f"cannot use device {name!r} here; accepted: auto, cpu, or cuda with a GPU"
         ) from None
     return device
 
@@ -415,7 +415,7 @@ def _check_name(name: str, kind: str, needed: str) -> None:
         if not (path / needed).is_file():
             raise UserError(f"{name} is not {one}: it has no {needed}")
     elif path.exists():
-        raise UserError(f"{name} is a file: {one} is a folder or a hub id such as owner/name")
+        raise UserError(f"{name} is a file; {one} is a folder or a hub id such as owner/name")
     elif (
         not name
         or path.is_absolute()
@@ -424,7 +424,7 @@ def _check_name(name: str, kind: str, needed: str) -> None:
         or os.sep == "\\" in name
     ):
         raise UserError(
-            f"there is no folder {name!r}: {one} is a local folder or a hub id such as owner/name"
+            f"there is no folder {name!r}; {one} is a local folder or a hub id such as owner/name"
         )
 
 
@@ -438,7 +438,7 @@ def explained(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        logging.getLogger(__name__).debug("%s cannot be loaded", what, exc_info=True)
+        logging.getLogger(__name__).debug("cannot load %s", what, exc_info=True)
         raise UserError(_sentence(what, error)) from error
 
 
@@ -450,15 +450,18 @@ def _sentence(what: str, error: BaseException) -> str:
 
     if any_is(GatedRepoError):
         return (
-            f"{what} is gated: ask for access on its page at huggingface.co, then log in with `hf "
-            "auth login`"
+            f"{what} is gated; request access on its page at huggingface.co, then log in with "
+            "`hf auth login`"
         )
     if any_is(RepositoryNotFoundError):
         return (
-            f"{what} was not found: check the name, or log in with `hf auth login` if it is private"
+            f"{what} was not found; check the name, or log in with `hf auth login` if it is private"
         )
     if any_is(HFValidationError):
-        return f"{what} was not found: neither a local folder nor a valid hub id such as owner/name"
+        return (
+            f"{what} was not found; it is neither a local folder nor a valid hub id such as "
+            "owner/name"
+        )
     if any_is(LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
         return _unreachable(what)
     if isinstance(error, OSError) and error.errno is not None:
@@ -477,14 +480,14 @@ def _unreachable(what: str) -> str:
     if what.startswith("accelerator "):
         names = sorted({name for known in NAMED.values() for name in _accelerators_of(known)})
     return (
-        f"{what} is not on this machine and {_why_unreachable()}: accepted are a local folder, a "
-        f"name ({', '.join(names)}), or with a connection a hub id"
+        f"{what} is not on this machine and {_why_unreachable()}; name a local folder or one of "
+        f"{', '.join(names)}, or connect and use a hub id"
     )
 
 
 def _why_unreachable() -> str:
     if is_offline_mode():
-        return "the hub cannot be reached, as HF_HUB_OFFLINE is set"
+        return "the hub cannot be reached because HF_HUB_OFFLINE is set"
     return f"the hub cannot be reached ({constants.ENDPOINT})"
 
 

@@ -111,9 +111,9 @@ def read_json(path: Path, most: int = 1 << 20) -> Any:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
             return None
         reason = (error.strerror or str(error)).lower()
-        raise UserError(f"{path} cannot be read: {reason}") from None
+        raise UserError(f"cannot read {path}: {reason}") from None
     if len(content) > most:
-        raise UserError(f"{path} has more than {most} bytes; accepted: at most {most}")
+        raise UserError(f"{path} has more than {most} bytes, the maximum")
     return parse_json(content, path)
 
 
@@ -212,7 +212,7 @@ def check_writable(
     path = Path(path)
     try:
         if path.is_dir():
-            raise UserError(f"cannot write {path}: it is a folder, a file name is needed")
+            raise UserError(f"cannot write {path}: it is a folder; give a file name")
         there = path.exists()
         if there and not path.is_file():
             raise UserError(f"cannot write {path}: it is not a regular file")
@@ -228,8 +228,8 @@ def check_writable(
         raise UserError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
     if wrote is not None and not empty and not wrote(path):
         raise UserError(
-            f"{path} is there already and is not {what}: it is not replaced, choose another file "
-            "or delete it"
+            f"{path} exists and is not {what}, so it is not replaced; choose another file or "
+            "delete it"
         )
     return path
 
@@ -246,7 +246,7 @@ def check_folder(path: str | Path) -> Path:
         check_writable(path / "results")
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise UserError(f"folder {path} cannot be made: {reason}") from None
+        raise UserError(f"cannot create the folder {path}: {reason}") from None
     finally:
         for folder in missing:
             with suppress(OSError):  # it was not made, or someone else has put something there

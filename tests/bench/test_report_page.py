@@ -165,7 +165,7 @@ def test_the_folder_holds_what_the_page_was_made_from(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in ("file", "file/below", "new/" + 300 * "x"):
-        with pytest.raises(UserError, match=f"{folder} cannot be made"):
+        with pytest.raises(UserError, match=f"cannot create the folder .*{folder}"):
             check_folder(tmp_path / folder)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

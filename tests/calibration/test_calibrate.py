@@ -297,7 +297,7 @@ def test_only_the_points_that_were_named_are_tried(model: Any, tmp_path: Path) -
     )
     assert [point for point, _ in made.tried] == [1.0, 0.9][: len(made.tried)]
     for points in ((), (0.5, 0.5), (0.1, 0.2), (float("nan"),)):
-        with pytest.raises(UserError, match=r"points are .*falling numbers"):
+        with pytest.raises(UserError, match=r"points are .*decreasing numbers"):
             calibrate(engine.decoder, given, PROMPTS, "base", 0.7, points=points)
 
 
@@ -305,7 +305,7 @@ def test_what_is_refused(model: Any, tmp_path: Path) -> None:
     for quality in (0, 1.5, float("nan")):
         with pytest.raises(UserError, match="quality is"):
             check_promise(quality, 0.95, 1000, "x")
-    with pytest.raises(UserError, match="quality of 1 is lossless"):
+    with pytest.raises(UserError, match="quality 1 is lossless"):
         check_promise(1, 0.95, 1000, "x")
     for confidence in (0, 1, -2):
         with pytest.raises(UserError, match="confidence is"):
@@ -321,7 +321,7 @@ def test_what_is_refused(model: Any, tmp_path: Path) -> None:
         ({"quality": 0.9}, "needs mode 'dynamic'"),
         ({"mode": "dynamic"}, "needs a quality"),
         ({"mode": "dynamic", "quality": 0.0}, "quality is 0.0"),
-        ({"mode": "dynamic", "quality": 0.9, "speculate": "never"}, "decodes plainly"),
+        ({"mode": "dynamic", "quality": 0.9, "speculate": "never"}, "decodes without drafts"),
         ({"mode": "dynamic", "quality": 0.9, "method": "prompt_lookup"}, "has no dynamic mode"),
     ):
         with pytest.raises(UserError, match=reason):

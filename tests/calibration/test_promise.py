@@ -79,7 +79,7 @@ def test_a_promise_made_for_something_else_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quality", [0, -0.5, 1.01, float("nan"), float("inf"), True, "0.9", None])
 def test_a_quality_is_above_0_and_at_most_1(quality: object) -> None:
-    with pytest.raises(UserError, match="accepted is a number above 0 and at most 1"):
+    with pytest.raises(UserError, match="accepted: a number above 0 and at most 1"):
         check_quality(quality)
     assert check_quality(1) == 1.0
 
@@ -113,7 +113,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         one = {**good["promises"][0], name: wrong}
         refused({**good, "promises": [one]}, "promises[0]")
     (tmp_path / FILE).write_text(" " * (1 << 21))
-    with pytest.raises(UserError, match="bytes; accepted"):
+    with pytest.raises(UserError, match="bytes, the maximum"):
         read(tmp_path)
 
 

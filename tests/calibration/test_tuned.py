@@ -60,7 +60,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(UserError, match=FILE):
         tuned.read(tmp_path / FILE)
-    with pytest.warns(Notice, match=f"tuned settings are not used: .*{FILE}"):
+    with pytest.warns(Notice, match=f"ignoring the tuned settings: .*{FILE}"):
         assert tuned.find(tmp_path, "sam", "base", "", "here") is None
 
 
@@ -72,7 +72,7 @@ def test_a_cache_that_cannot_be_used_holds_nothing(
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path / place))
     assert tuned.find(None, "sam", "base", "", "here") is None
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match="cannot create the folder"):
         tuned.store(tuned.place(None, "sam", "base"), ONE)
 
 
@@ -81,7 +81,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("MULTIRATE_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     assert tuned.find(None, "sam", "base", "", "here") is None
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match="cannot create the folder"):
         tuned.store(tuned.place(None, "sam", "base"), ONE)
 
 

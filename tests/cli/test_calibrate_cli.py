@@ -106,7 +106,7 @@ def test_what_calibrate_refuses(model: str, data: str, tmp_path: Path) -> None:
     refused(run(*given), "10 different prompts", "needs at least 324")
     for quality in ("0", "2", "nan"):
         refused(run(*given, "--quality", quality), "quality is")
-    refused(run(*given, "--quality", "1"), "a quality of 1 is lossless")
+    refused(run(*given, "--quality", "1"), "quality 1 is lossless")
     refused(run(*given, "--quality", "0.7", "--confidence", "1"), "confidence is 1.0")
     refused(run(*given[:-1], str(tmp_path / "none.jsonl")), "none.jsonl")
     blind = accelerator(model, tmp_path / "blind", arla_dim=0)

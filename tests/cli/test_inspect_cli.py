@@ -41,7 +41,7 @@ def test_a_page_of_a_model_and_an_accelerator(model: str, accelerator: str, tmp_
     assert done.stdout == f"{out}\n"
     page = out.read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>") and page.count('role="button"') == 9
-    assert "Who decided each token" in page and "confidence" in page
+    assert "Source of each token" in page and "confidence" in page
     assert Path(accelerator).name in page and "versions" in page and "transformers" in page
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 

@@ -195,7 +195,9 @@ def test_only_what_fits_is_packed_in_twelve_bits() -> None:
     ("layout", "inputs"), [(INT16, 63), (BF16, 63), (W8A8, 66), (W4A8, 48), (W4A16, 63)]
 )
 def test_inputs_that_a_layout_does_not_take(layout: int, inputs: int) -> None:
-    with pytest.raises(library.NativeUnavailable, match=rf"with {inputs} inputs, no multiple of"):
+    with pytest.raises(
+        library.NativeUnavailable, match=rf"with {inputs} inputs, which is not a multiple of"
+    ):
         Owner(layout).linear(bf16_values(70, inputs))
 
 

@@ -125,5 +125,5 @@ def test_an_evaluation_that_cuts_prompts_says_whose_limit_it_is(engine: Engine) 
     from multirate.evaluation.modes import Mode, decoding
 
     model = harness.EngineLM(engine, decoding(engine, Mode()))
-    with pytest.warns(Notice, match=f"cut from the left.*{LIMIT}"):
+    with pytest.warns(Notice, match=f"truncated on the left.*{LIMIT}"):
         model._score(list(range(5, 105)), [7, 8])

@@ -140,7 +140,7 @@ def test_verdicts() -> None:
     bad = CostModel(DEAR).verdict(0.9)
     assert not bad.pays
     assert bad.break_even is None
-    assert "does not pay" in bad.message
+    assert "is not faster" in bad.message
     assert CostModel(CHEAP).verdict([0.9, 0.5]).length <= 2
 
 

@@ -204,10 +204,10 @@ def test_schedules_that_break_their_promise_are_refused() -> None:
     for ranges in ([], [(0, 2), (1, 5)], [(0, 6)], [(3, 3)], [(-1, 2)]):
         policy = never(())
         policy.schedule = lambda session, seqs, ranges=ranges: ranges
-        with pytest.raises(ValueError, match="accepted: rising layer ranges"):
+        with pytest.raises(ValueError, match="accepted: increasing layer ranges"):
             run(policy, "propagate")
     for exits in ((2, 1), (1, 1), (0,), (LAYERS,)):
-        with pytest.raises(ValueError, match="accepted: rising"):
+        with pytest.raises(ValueError, match="increasing numbers"):
             run(never(exits), "propagate")
     with pytest.raises(ValueError, match=f"accepted: {', '.join(KV_OF_SKIPPED_LAYERS)}"):
         DynamicDepthStep(never(()), "recompute")  # type: ignore[arg-type]

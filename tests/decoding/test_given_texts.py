@@ -182,5 +182,5 @@ def test_settings_refuse(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="of a vocabulary of 14 tokens, this model's has 13"):
             find(method).make_drafter(decoder, settings=options)
     for method, unset in (("token_recycling", None), ("eagle", 0), ("m2r2", 0)):
-        with pytest.raises(UserError, match="lookup=sam looks texts up"):
+        with pytest.raises(UserError, match="texts need lookup=sam"):
             find(method).read_settings({"texts": too_many, "lookup": unset})

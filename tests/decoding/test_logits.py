@@ -173,4 +173,4 @@ def test_settings_refuse(field: str, value: object) -> None:
     with pytest.raises(UserError, match=field) as caught:
         SamplingSettings(**{field: value})  # type: ignore[arg-type]
     assert repr(value) in str(caught.value)
-    assert "accepted is" in str(caught.value)
+    assert "accepted: " in str(caught.value)

@@ -71,7 +71,10 @@ def test_auto_makes_no_drafts_that_could_change_the_text() -> None:
     for _ in range(2):
         assert texts(made, method=METHOD) == expected
         assert made.used == PLAIN
-        assert made.notice is not None and "decoded plainly: in bfloat16" in made.notice
+        assert (
+            made.notice is not None
+            and "decoded without drafts: with the model's own layers in bfloat16" in made.notice
+        )
     exact = engine(torch.float32)
     assert texts(exact, method=METHOD) == texts(exact, speculate="never")
     texts(exact, method=METHOD)

@@ -61,7 +61,7 @@ def test_forms_of_the_same_prompts(prompts: Any) -> None:
         (5, "are 5"),
         (None, "are None"),
         ({"ids": ROWS}, "no input_ids"),
-        ({"input_ids": ROWS, "attention_mask": [[1, 1, 1]]}, "another shape"),
+        ({"input_ids": ROWS, "attention_mask": [[1, 1, 1]]}, "does not have the shape"),
         ({"input_ids": ROWS, "attention_mask": [[1, 0, 1], [1, 1, 1]]}, "prompt 0 has a hole"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_mask_may_be_of_truth_values_or_floats(kind: type) -> None:
 
 @pytest.mark.parametrize("mask", [[[1, 2, 1]], [[1.0, 0.5, 0.0]], [[0.0, -torch.inf, 0.0]], [1], 5])
 def test_what_is_no_mask_is_called_the_mask(mask: Any) -> None:
-    with pytest.raises(UserError, match=r"the prompts' attention mask is .*; accepted are rows"):
+    with pytest.raises(UserError, match=r"the prompts' attention mask is .*; accepted: rows"):
         as_lists({"input_ids": [[5, 6, 7]], "attention_mask": mask}, PAD)
 
 
@@ -112,7 +112,7 @@ def test_tensors_without_rows_of_numbers_are_refused() -> None:
     whole = torch.tensor([[5, 6]])
     for odd in (whole.to("meta"), whole.to_sparse()):
         for prompts in (odd, [odd], {"input_ids": odd}):
-            with pytest.raises(UserError, match="accepted are plain tensors"):
+            with pytest.raises(UserError, match="accepted: plain tensors"):
                 as_lists(prompts)
 
 

@@ -123,7 +123,7 @@ def test_dynamic_mode_scores_given_texts_with_all_layers(ours: EngineLM) -> None
         EngineLM(engine, decoding(engine, mode))
         for mode in (Mode(), Mode("dynamic", threshold=0.0))
     ]
-    with pytest.warns(UserWarning, match="scored with all layers"):
+    with pytest.warns(UserWarning, match="use all layers"):
         scored = [one.loglikelihood(requests(("Once upon", " a time"))) for one in both]
     assert scored[0] == scored[1]
     with torch.no_grad():

@@ -41,7 +41,7 @@ def test_it_stays_on_where_it_pays_and_goes_off_where_not() -> None:
         machine.run(40)
         decided = machine.passes[-1]
         assert decided == (on < off)
-        assert ("does not pay" in machine.controller.verdict) == (on > off)
+        assert ("is not faster" in machine.controller.verdict) == (on > off)
         machine.run(15)
         assert machine.passes[-15:] == [decided] * 15
 
@@ -71,7 +71,7 @@ def test_a_machine_that_changes_is_noticed() -> None:
     assert machine.passes[-1]
     assert (
         AdaptivePredictor({"previous_token": PreviousToken(2)}).verdict
-        == "reading ahead has not been measured yet"
+        == "prefetching has not been measured yet"
     )
 
 
@@ -100,5 +100,5 @@ def test_the_fastest_of_several_names() -> None:
         assert set(asked[:30]) == {0, 1, None} and set(asked[-20:]) == {best}
         assert [one.depth for one in names.values()] == [1, 2]
         assert ("second" in chooser.verdict) == (best == 1) and (
-            "does not pay" in chooser.verdict
+            "is not faster" in chooser.verdict
         ) == (best is None)

@@ -272,7 +272,7 @@ def test_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
             lambda t: t | {"model.layers.0.mlp.experts.gate_up_proj_blocks": torch.zeros(2)},
             "quantised",
         ),
-        (lambda t: {k: v.to(torch.float64) for k, v in t.items()}, "accepted are bfloat16"),
+        (lambda t: {k: v.to(torch.float64) for k, v in t.items()}, "accepted: bfloat16"),
         (
             lambda t: t | {"model.layers.1.mlp.experts.3.up_proj.weight": torch.zeros(17, 32)},
             "expert 3 of layer 1",
@@ -298,5 +298,5 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=lost.name):
         pack(tmp_path, tmp_path / "store")
     lost.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=f"{lost.name} cannot be read"):
+    with pytest.raises(UserError, match=f"cannot read .*{lost.name}"):
         pack(tmp_path, tmp_path / "store")

@@ -41,7 +41,7 @@ def test_every_truncation_is_one_sentence(tmp_path: Path) -> None:
     lengths = [5, 23, *(draw.randrange(5, len(whole) - 64) for _ in range(60))]
     for length in lengths:
         cut.write_bytes(whole[:length])
-        with pytest.raises(UserError, match=r"truncated or damaged.*fetch it again"):
+        with pytest.raises(UserError, match=r"truncated or damaged.*download it again"):
             GgufFile(cut)
 
 

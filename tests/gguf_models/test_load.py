@@ -95,7 +95,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
     tiny_files.write(path, more={"llama.rope.scaling.type": "spiral"})
     refused("rope.scaling.type is 'spiral'", "yarn")
     tiny_files.write(path, tensors={"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)})
-    refused("rope_freqs.weight is not Llama 3's")
+    refused("rope_freqs.weight does not follow Llama 3's")
     tiny_files.write(path, leave_out=("token_embd.weight",))
     refused("cannot be a model of 2 layers")
     tiny_files.write(path, more={"split.count": 3})

@@ -138,7 +138,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_does_without(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path / place))
-    with pytest.warns(Notice, match=rf"cannot be kept in .*{place}.*MULTIRATE_CACHE"):
+    with pytest.warns(Notice, match=rf"cannot be stored in .*{place}.*MULTIRATE_CACHE"):
         assert same(load_model("tiny").model, wheel)
     with pytest.raises(UserError, match=r"tiny.gguf has to be converted.*MULTIRATE_CACHE"):
         model_folder(str(wheel))

@@ -86,7 +86,7 @@ def test_ends_that_no_key_names(tmp_path: Path) -> None:
         model, _ = load(tmp_path, **none, ggml_tokens=tokens, **{TEMPLATE: template})
     assert model.generation_config.eos_token_id == [1, 4]
     spaced = tiny_files.TEMPLATE.replace("<eos>", "\n\n### ")
-    with pytest.warns(Notice, match="ends a turn with text that is no token of its own"):
+    with pytest.warns(Notice, match="ends a turn with text that is not a single token"):
         model, _ = load(tmp_path, **none, ggml_tokens=tokens, **{TEMPLATE: spaced})
     assert model.generation_config.eos_token_id == 1
 

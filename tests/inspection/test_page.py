@@ -98,14 +98,14 @@ FACTS = {"model": "tiny <model>", "command": "multirate inspect tiny --out page.
         (
             "m2r2",
             {"rank": 4, "gates": [1, 3]},
-            ["First gate that agrees", "Who decided each token", "First layer that agrees"],
+            ["First gate that agrees", "Source of each token", "First layer that agrees"],
         ),
         (
             "m2r2-carry",
             {"rank": 4},
-            ["Who decided each token", "First gate that agrees", "First layer that agrees"],
+            ["Source of each token", "First gate that agrees", "First layer that agrees"],
         ),
-        ("kangaroo", {}, ["Who decided each token", "First layer that agrees"]),
+        ("kangaroo", {}, ["Source of each token", "First layer that agrees"]),
     ],
 )
 def test_page(method: str | None, options: dict[str, Any], titles: list[str]) -> None:

@@ -52,11 +52,11 @@ def test_arguments_of_another_type(engine: Engine, arguments: dict[str, Any]) ->
 
 def test_models_and_accelerators_that_are_none(engine: Engine) -> None:
     for model in (None, 3):
-        with pytest.raises(UserError, match=f"the model is {model}: accepted"):
+        with pytest.raises(UserError, match=f"the model is {model}; accepted"):
             attach(model)
-    with pytest.raises(UserError, match="the accelerator is 5: accepted"):
+    with pytest.raises(UserError, match="the accelerator is 5; accepted"):
         attach(engine.model, 5)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="the accelerator is 5: accepted"):
+    with pytest.raises(UserError, match="the accelerator is 5; accepted"):
         engine.model.generate(
             torch.tensor([[1, 2]]),
             custom_generate=multirate.custom_generate(5),  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def test_an_unknown_method_is_told_all_that_there_are() -> None:
     assert accepted == engine.methods() and first in accepted and ours == others
     *trained, predictor = sorted(trainable(), key=lambda name: all_specs()[name].role == "experts")
     assert sorted([first, *ours, *theirs]) == sorted(trained)
-    for name, lacking in ((theirs[0], "none is attached"), (predictor, "no text is decoded")):
+    for name, lacking in ((theirs[0], "none is attached"), (predictor, "does not decode text")):
         with pytest.raises(UserError, match=lacking):
             engine.generate([[1, 2]], method=name)
 
@@ -106,7 +106,7 @@ def test_two_accelerators_of_one_name(engine: Engine, tmp_path: Path) -> None:
 
 def test_an_engine_is_not_copied(engine: Engine) -> None:
     for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
-        with pytest.raises(UserError, match="attach to the copy"):
+        with pytest.raises(UserError, match="attach on the copy"):
             attempt(engine)
     model = copy.deepcopy(engine.model)
     assert attach(model).generate([[5, 6]]).sequences == engine.generate([[5, 6]]).sequences

@@ -429,7 +429,7 @@ def test_a_row_of_nothing_but_padding_is_left_to_the_model(model: torch.nn.Modul
     inputs = batch([5, 4])
     inputs["attention_mask"][1] = 0
     expected = model.generate(**inputs, do_sample=False, max_new_tokens=6)
-    with pytest.warns(UserWarning, match="nothing but padding"):
+    with pytest.warns(UserWarning, match="only padding"):
         got = model.generate(**inputs, do_sample=False, max_new_tokens=6, custom_generate=SPEED)
     assert torch.equal(got, expected)
 

@@ -405,7 +405,7 @@ def test_an_adapter_that_certain_tokens_switch_on(model: Any) -> None:
     expected = adapted.generate(**options)
     with one_warning("a forward pre hook (peft."):
         assert adapted.generate(**options, custom_generate=SPEED).equal(expected)
-    with one_warning("switched on by certain tokens (aLoRA)"):  # without its hooks, too
+    with one_warning("activated by certain tokens (aLoRA)"):  # without its hooks, too
         adapted.get_base_model().generate(**options, custom_generate=SPEED)
 
 
@@ -496,7 +496,7 @@ def test_modes_of_torch_see_every_operation(model: Any, mode: Callable[[], Any])
     with mode():
         expected = model.generate(IDS, **OPTIONS)
     assert not expected.equal(before)
-    with mode(), one_warning("a mode of torch that sees every operation"):
+    with mode(), one_warning("a torch mode that intercepts every operation"):
         assert model.generate(IDS, **OPTIONS, custom_generate=SPEED).equal(expected)
     with torch.device("cpu"), warnings.catch_warnings():  # a mode, too
         warnings.simplefilter("error")
@@ -522,7 +522,10 @@ def test_beams_are_not_streamed(model: Any) -> None:
 
 
 def test_no_prompts(model: Any) -> None:
-    with one_warning("no prompt"), pytest.raises(RuntimeError, match="0 elements"):  # its own error
+    with (
+        one_warning("an empty prompt"),
+        pytest.raises(RuntimeError, match="0 elements"),
+    ):  # its own error
         model.generate(IDS[:0], **OPTIONS, custom_generate=SPEED)
 
 

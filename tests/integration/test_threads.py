@@ -158,7 +158,7 @@ def test_a_generation_that_breaks_off_gives_its_turn_back(
 def test_a_generation_within_a_generation_is_refused(model: Any, backend: str) -> None:
     one = engine(model, backend)
     prompt = prompts(model, 1)[0]
-    with pytest.raises(UserError, match="another engine"):
+    with pytest.raises(UserError, match="second engine"):
         one.generate([prompt], on_tokens=lambda *_: answer(one, prompt, "autoregressive") and None)
     assert answer(one, prompt, "autoregressive")
 

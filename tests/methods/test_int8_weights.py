@@ -146,11 +146,11 @@ def test_dials_over_the_copy_are_measured_where_there_is_one(decoder: NativeDeco
 
 def test_without_products_of_bytes_it_is_said() -> None:
     decoder = HFDecoder(model_of(LLAMA))
-    with pytest.warns(Notice, match="method int8_weights: .* here decoding is plain"):
+    with pytest.warns(Notice, match="method int8_weights has no effect here.*full-precision"):
         step = int8_step(decoder, 0.0)
     assert step.lossless
     assert generate(decoder, step, PROMPTS, stop=STOP).sequences == plain_text(decoder)
-    with pytest.warns(Notice, match="model_weights=int8: .* here passes read the model's own"):
+    with pytest.warns(Notice, match="model_weights=int8 has no effect here.*full-precision"):
         step = step_of(decoder, "calm", 0.5, model_weights="int8")
     assert not isinstance(step, NarrowStep)
     mode = spec.find("calm").dynamic

@@ -712,9 +712,7 @@ def test_prompts_that_the_narrow_copy_reads(monkeypatch: pytest.MonkeyPatch) -> 
     assert texts[1] == own.sequences
     assert torch.equal(stored[-1], exact)
     assert not torch.equal(stored[0], exact)
-    with pytest.raises(
-        UserError, match=r"'prompt_weights' is 'narrow'; .* with a margin beside it"
-    ):
+    with pytest.raises(UserError, match=r"'prompt_weights' is 'narrow'; .* together with a margin"):
         M2R2DecodeConfig(prompt_weights="narrow")
 
 
@@ -723,7 +721,7 @@ def test_a_margin_without_products_of_bytes_is_said_and_lossless(
 ) -> None:
     monkeypatch.setattr(errors, "_said", set(), raising=False)
     decoder = decoders["hf"]
-    with pytest.warns(Notice, match="margin=0.5.*all drafts are verified with the model's own"):
+    with pytest.warns(Notice, match="margin=0.5.*verifying all drafts with the full-precision"):
         drafter = M2R2Drafter(decoder, carry(), M2R2DecodeConfig(margin=0.5))
     assert drafter.lossless
     with pytest.raises(UserError, match=r"'margin' is -1; accepted: 0 or above"):

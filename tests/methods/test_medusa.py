@@ -177,7 +177,7 @@ def test_typical_acceptance_is_lossy_and_said_to_be() -> None:
         out = engine.generate(PROMPTS, warm, stop, method=name, speculate="always")
         accepted[name] = out.stats.accepted
         lossy = name != "medusa"
-        said = f"{name} is lossy: its text may not be the model's own"
+        said = f"{name} is lossy: its text may differ from the model's own"
         assert engine.notice == (said if lossy else None)
         assert method_run(engine, name, 8).lossless == engine.lossless(name) == (not lossy)
     exact, typical = accepted.values()

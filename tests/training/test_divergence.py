@@ -90,7 +90,7 @@ def test_a_lower_rate_goes_on_from_the_last_checkpoint(
 
     with monkeypatch.context() as patch:
         ruin(patch, 3)
-        with pytest.raises(Diverged, match="with a lower lr goes on"):
+        with pytest.raises(Diverged, match="with a lower lr resumes"):
             run(lr=0.004)
     for refused in ({"lr": 0.01}, {"lr": 0.001, "warmup_steps": 2}):
         with pytest.raises(UserError, match="belongs to a run with another setting"):

@@ -285,7 +285,7 @@ def test_a_run_goes_on_from_a_trained_accelerator(
 
 def test_refusals_come_before_work(tmp_path: Path, model_dir: Path, data: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match=r"Output folder .*file"):
+    with pytest.raises(UserError, match=r"output folder .*file"):
         train("no/such/model", [data], tmp_path / "file", settings=settings())
     with pytest.raises(UserError, match="no_such_method"):
         train(model_dir, [data], tmp_path / "out", "no_such_method", settings())

@@ -128,7 +128,7 @@ def test_text_of_another_tokenizer_is_text(
         record["said"][0]["ended"] = ended
         out.write_text(json.dumps(record) + "\n")
         monkeypatch.setattr("multirate.errors._said", set())
-        with pytest.warns(Notice, match="trained on as text"):
+        with pytest.warns(Notice, match="used for training as text"):
             [sample] = load_samples([out], words, 512)
         assert spoken(sample) == words("hand-made")["input_ids"] + end
 

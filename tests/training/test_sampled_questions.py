@@ -127,8 +127,8 @@ def test_a_text_that_ends_a_turn_is_cut_off(setup, tmp_path):
         ("the cat and the cat and the cat and the cat and the cat and", "goes round"),
         ("long " * 500, "too long"),
         ("how do I  BAKE bread at home without an oven?", "asked already"),
-        ("How do I bake bread at home without an oven today?", "nearly asked already"),
-        ("How do I bake a cake that rises?", "begins as many others"),
+        ("How do I bake bread at home without an oven today?", "close to an earlier question"),
+        ("How do I bake a cake that rises?", "with a common beginning"),
         ("What does a heat pump do in winter?", None),
     ],
 )

@@ -201,7 +201,7 @@ def test_a_full_disk_is_found_before_the_map_is_written(
         reserve(handle, begin, size)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UserError, match=r"cannot be kept in .*: no space left on device"):
+    with pytest.raises(UserError, match=r"cannot store .*: no space left on device"):
         TeacherStates(tmp_path, samples, 48, "base")
     assert {path.stat().st_size for path in tmp_path.iterdir() if path.name != INDEX} == {0}
 
@@ -220,7 +220,7 @@ def test_one_process_at_a_time_adds_states(tmp_path: Path, model_dir: Path, data
 def test_an_unusable_folder_is_one_sentence(tmp_path: Path, model_dir: Path, data: Path) -> None:
     (tmp_path / "file").write_text("")
     samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
-    with pytest.raises(UserError, match=r"teacher states of .* GB cannot be kept in"):
+    with pytest.raises(UserError, match=r"cannot store .* GB of teacher states in"):
         TeacherStates(tmp_path / "file", samples, 48, "base")
 
 

@@ -38,14 +38,15 @@ def check_promise(quality: float, confidence: float, samples: int, where: str) -
     """
     check_quality(quality)
     if quality == 1:
-        raise UserError("a quality of 1 is lossless and needs no calibration; accepted: below 1")
+        raise UserError("quality 1 is lossless and needs no calibration; give a quality below 1")
     if isinstance(confidence, bool) or not 0 < confidence < 1:
-        raise UserError(f"confidence is {confidence!r}; accepted is a number between 0 and 1")
+        raise UserError(f"confidence is {confidence!r}; accepted: a number between 0 and 1")
     needed = risk.samples_needed(1 - quality, confidence)
     if samples < needed:
         raise UserError(
-            f"{where} has {samples} different prompts, and a quality of {quality:g} with "
-            f"confidence {confidence:g} needs at least {needed}, more where tokens differ"
+            f"{where} has {samples} different prompts; a quality of {quality:g} with confidence "
+            f"{confidence:g} needs at least {needed}, and more where tokens differ from the full "
+            "model's"
         )
 
 
@@ -54,8 +55,8 @@ def check_points(points: Sequence[float]) -> tuple[float, ...]:
     falling = all(one > other for one, other in itertools.pairwise(points))
     if not points or not falling or not all(map(math.isfinite, points)):
         raise UserError(
-            f"points are {', '.join(f'{one:g}' for one in points) or 'none'}; accepted: falling "
-            "numbers, the most cautious first"
+            f"points are {', '.join(f'{one:g}' for one in points) or 'none'}; accepted: "
+            "decreasing numbers, the most cautious first"
         )
     return tuple(points)
 

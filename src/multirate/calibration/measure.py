@@ -71,9 +71,9 @@ def read_prompts(
     if not prompts:
         names = ", ".join(str(file) for file in files)
         raise UserError(
-            f"no prompt in {names} fits the model's context with an answer"
+            f"no prompt in {names} leaves room for an answer in the model's context"
             if too_long
-            else f"{names}: no record has a prompt with any tokens"
+            else f"no record in {names} has a non-empty prompt"
         )
     return spread(prompts, limit)
 

@@ -55,17 +55,17 @@ class Promise:
         """
         if not self.leaves_early:
             return (
-                f"promised: no token leaves early, as no threshold that was tried keeps a quality "
-                f"of {self.quality:g}: the text is the model's own"
+                "measured agreement: no token leaves early, because no threshold that was tried "
+                f"reaches a quality of {self.quality:g}; the text is the model's own"
             )
         promised = (
-            f"at most {100 * (1 - self.quality):.3g}% of the tokens are not what the full model "
-            f"would have said after the same text, with {100 * self.confidence:g}% confidence "
-            f"(calibrated on {self.samples} greedy answers of at most {self.max_new_tokens} "
-            f"tokens, in which {100 * self.loss:.2g}% were not)"
+            f"with {100 * self.confidence:g}% confidence, at most "
+            f"{100 * (1 - self.quality):.3g}% of the tokens differ from what the full model "
+            f"would choose after the same text (calibrated on {self.samples} greedy answers of "
+            f"at most {self.max_new_tokens} tokens, in which {100 * self.loss:.2g}% differed)"
         )
         if other:
-            return f"nothing is promised of {other}; of greedy text: {promised}"
+            return f"the calibration does not cover {other}; for greedy text: {promised}"
         return f"promised: {promised}"
 
 
@@ -73,8 +73,8 @@ def check_quality(quality: object) -> float:
     """The quality as a number. UserError unless it is in (0, 1]."""
     if not is_number(quality) or not 0 < quality <= 1:  # type: ignore[operator]
         raise UserError(
-            f"quality is {reprlib.repr(quality)}; accepted is a number above 0 and at most 1, the "
-            "share of tokens that are to be the full model's (1: lossless)"
+            f"quality is {reprlib.repr(quality)}; accepted: a number above 0 and at most 1, the "
+            "share of tokens that must match the full model (1: lossless)"
         )
     return float(quality)  # type: ignore[arg-type]
 
@@ -131,11 +131,11 @@ def find(
         f"--quality {quality:g}"
     )
     if not stored:
-        raise UserError(f"no calibration is stored beside the accelerator {name}: run `{how}`")
+        raise UserError(f"no calibration is stored with the accelerator {name}; run `{how}`")
     place = folder / FILE if folder is not None else FILE
     reasons = {
         "another base model": lambda one: one.base == base,
-        f"another gate set ({list(stored[0].gates)}, and this accelerator has {list(gates)})": (
+        f"another set of gates ({list(stored[0].gates)}; this accelerator has {list(gates)})": (
             lambda one: one.gates == gates
         ),
         "other weights of the accelerator": lambda one: one.accelerator == accelerator,
@@ -144,12 +144,12 @@ def find(
     for reason, fits in reasons.items():
         fitting = [one for one in fitting if fits(one)]
         if not fitting:
-            raise UserError(f"the calibration in {place} was made for {reason}: run `{how}`")
+            raise UserError(f"the calibration in {place} was made for {reason}; run `{how}`")
     enough = [one for one in fitting if one.quality >= quality]
     if not enough:
         known = ", ".join(f"{one.quality:g}" for one in fitting)
         raise UserError(
-            f"no calibration in {place} promises a quality of {quality:g}; stored: {known}; run "
+            f"no calibration in {place} reaches a quality of {quality:g} (stored: {known}); run "
             f"`{how}`"
         )
     return min(enough, key=lambda one: one.quality)

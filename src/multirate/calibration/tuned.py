@@ -61,7 +61,7 @@ def store(path: Path, tuned: Tuned) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"folder {path.parent} cannot be made: {error.strerror}") from None
+        raise UserError(f"cannot create the folder {path.parent}: {error.strerror}") from None
     write_json(path, {"format": FORMAT, "tuned": [asdict(one) for one in [*kept, tuned]]})
 
 
@@ -81,7 +81,7 @@ def _read_or_say(path: Path) -> list[Tuned]:
     try:
         return read(path)
     except UserError as error:
-        say_once(f"tuned settings are not used: {error}")
+        say_once(f"ignoring the tuned settings: {error}")
         return []
 
 
@@ -91,8 +91,11 @@ def read(path: Path) -> list[Tuned]:
     if not os.path.exists(path):
         return []
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise UserError(f"{path} is not a file of multirate tune (format {FORMAT}): remove it")
+        raise UserError(f"{path} was not written by multirate tune (format {FORMAT}); delete it")
     tuned = found.get("tuned")
     if not isinstance(tuned, list):
-        raise UserError(f"{path}: tuned is {reprlib.repr(tuned)}; accepted: a list: tune again")
+        raise UserError(
+            f"{path}: field 'tuned' is {reprlib.repr(tuned)}; accepted: a list; run "
+            "multirate tune again"
+        )
     return [read_as(Tuned, one, path, f"tuned[{number}]") for number, one in enumerate(tuned)]

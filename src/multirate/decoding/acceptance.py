@@ -103,7 +103,7 @@ class Typical:
         for name in ("epsilon", "delta"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}; accepted are numbers above 0 and below 1"
+                    f"{name} is {getattr(self, name)}; accepted: a number above 0 and below 1"
                 )
 
     def __call__(

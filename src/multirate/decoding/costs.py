@@ -93,18 +93,18 @@ class CostModel:
         )
         if speedup > 1:
             message = (
-                f"speculation pays here: {speedup:.2f}x expected with drafts of {length} "
+                f"drafting is faster here: {speedup:.2f}x expected with drafts of {length} "
                 f"({numbers})"
             )
         else:
             needed = (
-                "no acceptance is high enough"
+                "no acceptance rate is high enough"
                 if break_even is None
-                else f"it takes {break_even:.2f}"
+                else f"break-even at {break_even:.2f}"
             )
             message = (
-                f"speculation does not pay here: {speedup:.2f}x expected ({numbers}; {needed}); "
-                "decoding plainly"
+                f"drafting is not faster here: {speedup:.2f}x expected ({numbers}; {needed}); "
+                "decoding without drafts"
             )
         return Verdict(speedup > 1, speedup, length, break_even, message)
 

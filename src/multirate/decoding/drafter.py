@@ -135,9 +135,9 @@ class Draft:
         """
         n = len(self.tokens)
         if len(self.parents) != n or any(not 0 <= p <= i for i, p in enumerate(self.parents)):
-            raise ValueError("every node of a draft needs one parent that comes before it")
+            raise ValueError("every node of a draft needs a parent that comes before it")
         if not self.is_chain and n > MAX_TREE_NODES:
-            raise ValueError(f"a tree draft has {n} nodes; at most {MAX_TREE_NODES} are possible")
+            raise ValueError(f"a tree draft has {n} nodes; the maximum is {MAX_TREE_NODES}")
         if self.hidden is not None and self.hidden.shape[0] != n + 1:
             raise ValueError(
                 f"a draft of {n} nodes needs {n + 1} rows of hidden, got {self.hidden.shape[0]}"

@@ -70,7 +70,8 @@ class DynamicDepthStep(Step):
         exits, layers = self.policy.exits, session.decoder.info.num_layers
         if list(exits) != sorted(set(exits)) or not all(0 < exit < layers for exit in exits):
             raise ValueError(
-                f"exits {exits} of a model with {layers} layers; accepted: rising, 1..{layers - 1}"
+                f"exits are {exits}; accepted for a model with {layers} layers: increasing "
+                f"numbers from 1 to {layers - 1}"
             )
         self._pending, self._ran, self._holes = {}, {}, {}
         self.policy.begin(session)
@@ -101,7 +102,9 @@ class DynamicDepthStep(Step):
         elif ranges is not None:
             tokens = self._run_ranges(session, seqs, ranges)
         elif self.kv == "none":
-            raise ValueError("kv='none' needs a schedule: rows that leave one by one need all K/V")
+            raise ValueError(
+                "kv='none' needs a schedule: rows that leave one at a time need K/V in every layer"
+            )
         else:
             tokens = self._run_to_exits(session, seqs, None)
         for b in seqs:
@@ -268,7 +271,8 @@ class DynamicDepthStep(Step):
             if not ran <= self._ran.get(b, ran):
                 grown = sorted(ran - self._ran[b])
                 raise ValueError(
-                    f"kv='none', and layers {grown} run again after a token that skipped them"
+                    f"kv='none' does not work here: layers {grown} run again after a token that "
+                    "skipped them"
                 )
             self._ran[b] = ran
             slot, holes = session.cache.lengths[b], self._holes.setdefault(b, [])
@@ -335,7 +339,7 @@ def _check(ranges: Sequence[LayerRange], decoder: Decoder) -> None:
     rising = ends == sorted(ends) and all(start < stop for start, stop in ranges)
     if not ends or not rising or ends[0] < 0 or ends[-1] > layers:
         raise ValueError(
-            f"schedule {list(ranges)}; accepted: rising layer ranges within 0..{layers}"
+            f"schedule is {list(ranges)}; accepted: increasing layer ranges within 0 to {layers}"
         )
 
 
@@ -345,6 +349,6 @@ def _only_stop(ranges: Sequence[LayerRange] | None) -> int | None:
         return None
     if len(ranges) != 1 or ranges[0][0] != 0:
         raise ValueError(
-            f"kv='deferred' runs layers in their order; schedule {list(ranges)} leaves some out"
+            f"kv='deferred' runs layers in order; the schedule {list(ranges)} leaves some out"
         )
     return ranges[0][1]

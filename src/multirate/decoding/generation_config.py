@@ -97,7 +97,7 @@ def left_out(config: Any, by: str = "") -> str | None:
     it asks for nothing. by: who leaves it out, such as " with every method".
     """
     asked = ", ".join([*followed(config), *unfollowed(config)])
-    said = f"{WHERE} asks for {asked}, which is left out{by}: the bare model is decoded"
+    said = f"{WHERE} asks for {asked}; multirate ignores it{by} and decodes the bare model"
     return said if asked else None
 
 
@@ -108,8 +108,7 @@ def stop_strings(config: Any) -> Sequence[str]:
     texts = isinstance(found, (list, tuple)) and all(isinstance(one, str) and one for one in found)
     if not texts:
         raise UserError(
-            f"{WHERE}: stop_strings is {reprlib.repr(found)}; accepted are texts of at least one "
-            "character"
+            f"{WHERE}: stop_strings is {reprlib.repr(found)}; accepted: non-empty strings"
         )
     return tuple(found)
 
@@ -123,12 +122,12 @@ def new_tokens(config: Any, longest_prompt: int, otherwise: int) -> int:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise UserError(f"{WHERE}: {name} is {value!r}; accepted is a whole number")
+            raise UserError(f"{WHERE}: {name} is {value!r}; accepted: a whole number")
         if value > taken:
             return value - max(taken, 0)
         say_once(
-            f"{WHERE} has {name} {value}, which is not followed: a prompt of {taken} tokens leaves "
-            "nothing of it"
+            f"ignoring {name} {value} in {WHERE}: a prompt of {taken} tokens leaves no room "
+            "within it"
         )
     return otherwise
 
@@ -222,7 +221,7 @@ def _following(name: str, value: Any, make: Callable[[Any], Processor]) -> Proce
             return what(*arguments)
         except Exception as error:  # whatever a value that is none makes it raise
             raise UserError(
-                f"{WHERE}: {name} is {reprlib.repr(value)}, which cannot be followed: "
+                f"{WHERE}: {name} is {reprlib.repr(value)} and cannot be applied: "
                 f"{first_line(error)}"
             ) from error
 

@@ -64,7 +64,7 @@ class SamplingSettings:
         )
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise UserError(
-                f"top_k is {self.top_k!r}; accepted is a whole number of at least 0 (0 keeps all "
+                f"top_k is {self.top_k!r}; accepted: a whole number of at least 0 (0 keeps all "
                 "tokens)"
             )
         _require_number("top_p", self.top_p, lambda v: 0 < v <= 1, "a number above 0 and at most 1")
@@ -75,7 +75,7 @@ class SamplingSettings:
         whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
         if self.seed is not None and not (whole and 0 <= self.seed <= MOST_SEED):
             raise UserError(
-                f"seed is {self.seed!r}; accepted is a whole number from 0 to {MOST_SEED}, or none"
+                f"seed is {self.seed!r}; accepted: a whole number from 0 to {MOST_SEED}, or none"
             )
 
     @property
@@ -101,7 +101,7 @@ def _require_number(name: str, value: object, accepts: object, accepted: str) ->
     except OverflowError:  # a whole number beyond any float
         number = False
     if not number or not accepts(value):  # type: ignore[operator]
-        raise UserError(f"{name} is {value!r}; accepted is {accepted}")
+        raise UserError(f"{name} is {value!r}; accepted: {accepted}")
 
 
 def penalise(logits: Tensor, penalty: float, contexts: Sequence[Sequence[int]]) -> Tensor:

@@ -14,8 +14,8 @@ from multirate.errors import UserError
 
 _ACCEPTED = 'lists of token ids, such as [tokenizer(text)["input_ids"]] for one text'
 _UNPADDED = (
-    "give lists of token ids without padding, or the tokenizer's whole output, whose attention "
-    "mask says what is padding"
+    "pass lists of token ids without padding, or the tokenizer's whole output, whose attention "
+    "mask marks the padding"
 )
 
 
@@ -28,7 +28,7 @@ def as_lists(prompts: Any, padding: int | None = None) -> list[list[int]]:
     """
     if isinstance(prompts, Mapping):
         if "input_ids" not in prompts:
-            raise UserError(f"the prompts have no input_ids; accepted are {_ACCEPTED}")
+            raise UserError(f"the prompts have no input_ids; accepted: {_ACCEPTED}")
         mask = prompts.get("attention_mask")
         if mask is None:
             return as_lists(prompts["input_ids"], padding)
@@ -36,11 +36,11 @@ def as_lists(prompts: Any, padding: int | None = None) -> list[list[int]]:
     array = _array(prompts)
     if array is not None and array.ndim != 2:
         raise UserError(
-            f"the prompts are a tensor of shape {list(array.shape)}; accepted are tensors "
-            f"[prompts, tokens], and {_ACCEPTED}"
+            f"the prompts are a tensor of shape {list(array.shape)}; accepted: tensors [prompts, "
+            f"tokens], and {_ACCEPTED}"
         )
     if array is None and (isinstance(prompts, str) or not isinstance(prompts, Sequence)):
-        raise UserError(f"the prompts are {reprlib.repr(prompts)}; accepted are {_ACCEPTED}")
+        raise UserError(f"the prompts are {reprlib.repr(prompts)}; accepted: {_ACCEPTED}")
     rows = [as_list(number, row) for number, row in enumerate(prompts if array is None else array)]
     _check_unpadded(rows, padding, least=2 if array is None else 1)
     return rows
@@ -52,7 +52,7 @@ def as_list(number: int, prompt: Any) -> list[int]:
     if array is not None:
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise UserError(
-                f"prompt {number} is {array.dtype} of shape {list(array.shape)}: accepted are "
+                f"prompt {number} is {array.dtype} of shape {list(array.shape)}; accepted: "
                 f"{_ACCEPTED}"
             )
         ids: list[int] = array.tolist()
@@ -64,7 +64,7 @@ def as_list(number: int, prompt: Any) -> list[int]:
         return [operator.index(token) for token in tokens]
     except (TypeError, RuntimeError):  # RuntimeError: an element is a tensor of several
         raise UserError(
-            f"prompt {number} is {reprlib.repr(prompt)}: accepted are {_ACCEPTED}"
+            f"prompt {number} is {reprlib.repr(prompt)}; accepted: {_ACCEPTED}"
         ) from None
 
 
@@ -75,7 +75,7 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
             value = (value.float() if value.is_floating_point() else value).numpy()
         except (RuntimeError, TypeError):  # without numbers (meta), or with others than these
             raise UserError(
-                f"the prompts are a tensor of {value.layout} on {value.device}; accepted are plain "
+                f"the prompts are a tensor of {value.layout} on {value.device}; accepted: plain "
                 f"tensors [prompts, tokens], and {_ACCEPTED}"
             ) from None
     return value if isinstance(value, np.ndarray) else None
@@ -93,22 +93,22 @@ def _masks(mask: Any) -> list[list[int]]:
     except (TypeError, ValueError, RuntimeError):  # no rows, or rows of something else
         pass
     raise UserError(
-        f"the prompts' attention mask is {reprlib.repr(mask)}; accepted are rows of 0 and 1, as "
-        "many as the input_ids have"
+        f"the prompts' attention mask is {reprlib.repr(mask)}; accepted: rows of 0 and 1, one "
+        "value per token of input_ids"
     )
 
 
 def _unmasked(rows: list[list[int]], masks: list[list[int]]) -> list[list[int]]:
     """Of each row what its mask keeps."""
     if [len(row) for row in rows] != [len(mask) for mask in masks]:
-        raise UserError("the prompts' attention mask has another shape than their input_ids")
+        raise UserError("the prompts' attention mask does not have the shape of their input_ids")
     found = []
     for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         kept = [place for place, keep in enumerate(mask) if keep]
         if kept != list(range(kept[0], kept[-1] + 1) if kept else ()):
             raise UserError(
-                f"the attention mask of prompt {number} has a hole; accepted are padding on the "
-                "left and on the right"
+                f"the attention mask of prompt {number} has a gap; accepted: padding on the left "
+                "and on the right only"
             )
         found.append([row[place] for place in kept])
     return found
@@ -128,8 +128,8 @@ def _check_unpadded(rows: list[list[int]], padding: int | None, least: int) -> N
         most, fewest = max(runs), min(runs)
         if (most >= least and most > fewest) or (least == 1 and most > 1):
             raise UserError(
-                f"prompt {runs.index(most)} {side} with padding (token {padding}), which would be "
-                f"read as text: {_UNPADDED}"
+                f"prompt {runs.index(most)} {side} with padding (token {padding}), which the "
+                f"model would read as text; {_UNPADDED}"
             )
 
 

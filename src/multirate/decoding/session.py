@@ -244,7 +244,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _check_prompt(number: int, prompt: list[int], vocab_size: int) -> None:
     if len(prompt) == 0:
-        raise UserError(f"prompt {number} is empty; accepted are prompts of at least one token")
+        raise UserError(f"prompt {number} is empty; accepted: prompts of at least one token")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         raise UserError(
             f"prompt {number} has a token id outside 0..{vocab_size - 1} (the model's vocabulary)"

@@ -39,31 +39,25 @@ class StopSettings:
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and not _whole(self.max_new_tokens, 0):
             raise UserError(
-                f"max_new_tokens is {self.max_new_tokens!r}; accepted is a whole number of at "
-                "least 0"
+                f"max_new_tokens is {self.max_new_tokens!r}; accepted: a whole number of at least 0"
             )
         if self.context_limit is not None and not _whole(self.context_limit, 1):
             raise UserError(
-                f"context_limit is {self.context_limit!r}; accepted is a whole number of at least 1"
+                f"context_limit is {self.context_limit!r}; accepted: a whole number of at least 1"
             )
         ids = _several("eos_token_ids", self.eos_token_ids, int)
         for token in ids:
             if not _whole(token, 0):
                 raise UserError(
-                    f"eos_token_ids has {token!r}; accepted are token ids (whole numbers of at "
+                    f"eos_token_ids has {token!r}; accepted: token ids (whole numbers of at "
                     "least 0)"
                 )
         strings = _several("stop_strings", self.stop_strings, str)
         for text in strings:
             if not isinstance(text, str) or not text:
-                raise UserError(
-                    f"stop_strings has {text!r}; accepted are texts of at least one character"
-                )
+                raise UserError(f"stop_strings has {text!r}; accepted: non-empty strings")
         if strings and self.decode is None:
-            raise UserError(
-                "stop_strings need a tokenizer; accepted is a tokenizer's decode function in "
-                "`decode`"
-            )
+            raise UserError("stop_strings need a tokenizer; pass its decode function as `decode`")
         object.__setattr__(self, "eos_token_ids", ids)
         object.__setattr__(self, "stop_strings", strings)
 
@@ -74,7 +68,7 @@ def _several(name: str, value: Any, kind: type) -> tuple[Any, ...]:
         return (value,) if isinstance(value, kind) else tuple(value)
     except TypeError:
         raise UserError(
-            f"{name} is {value!r}; accepted is a {kind.__name__}, or a tuple of these"
+            f"{name} is {value!r}; accepted: a {kind.__name__}, or a tuple of these"
         ) from None
 
 
@@ -102,8 +96,8 @@ class StopTracker:
         self._context = min(limits) if limits else None
         if self._context is None and settings.max_new_tokens is None:
             raise UserError(
-                "max_new_tokens is none and the model has no context limit; accepted is a whole "
-                "number"
+                "max_new_tokens is none and the model has no context limit; set max_new_tokens "
+                "to a whole number"
             )
         self._settings = settings
         self._eos = frozenset(settings.eos_token_ids)
@@ -125,7 +119,7 @@ class StopTracker:
     def _allowance(self, prompt_length: int) -> int:
         if self._context is not None and prompt_length > self._context:
             raise UserError(
-                f"the prompt has {prompt_length} tokens; accepted are at most {self._context} "
+                f"the prompt has {prompt_length} tokens; the maximum is {self._context} "
                 f"({self._named})"
             )
         of_context = None if self._context is None else self._context - prompt_length

@@ -19,13 +19,15 @@ def data_file(folder: str | os.PathLike[str] | None, task: str, name: str) -> Pa
     given = folder or os.environ.get(VARIABLE)
     if not given:
         raise UserError(
-            f"task {task} needs its data: give --data FOLDER, or set {VARIABLE}, to a folder that "
-            f"has {task}/{name}"
+            f"task {task} needs its data; name a folder that has {task}/{name} with --data "
+            f"FOLDER or in {VARIABLE}"
         )
     root = Path(given)
     if not root.is_dir():
-        raise UserError(f"task {task} needs its data, and there is no folder {root}")
+        raise UserError(f"task {task} needs its data, but there is no folder {root}")
     for path in (root / task / name, root / name):
         if path.is_file():
             return path
-    raise UserError(f"task {task} needs the file {task}/{name} (or {name}) in {root}, not there")
+    raise UserError(
+        f"task {task} needs the file {task}/{name} (or {name}) in {root}, which is not there"
+    )

@@ -56,10 +56,10 @@ def read(path: Path) -> list[dict[str, Any]]:
         texts = [dialogue, *references]
         if not references or not all(isinstance(text, str) and text.strip() for text in texts):
             raise UserError(
-                f"{path}, line {number}: needs non-empty text in dialogue, and in summary or "
-                "summary1, summary2 …"
+                f"{path}, line {number}: needs non-empty text in 'dialogue', and in 'summary' or "
+                "'summary1', 'summary2' …"
             )
         found.append({"dialogue": dialogue, "references": references, "target": references[0]})
     if not found:
-        raise UserError(f"{path} has no record")
+        raise UserError(f"{path} has no records")
     return found

@@ -85,7 +85,7 @@ def read(path: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     try:
         if not {"mr", "ref"} <= set(reader.fieldnames or ()):
-            raise UserError(f"{path} has the columns {reader.fieldnames}; mr and ref are needed")
+            raise UserError(f"{path} has the columns {reader.fieldnames}; it needs mr and ref")
         for record in reader:
             meaning, reference = record["mr"], record["ref"]
             if not meaning or not reference:
@@ -96,7 +96,7 @@ def read(path: Path) -> dict[str, list[str]]:
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: not valid CSV ({error})") from None
     if not found:
-        raise UserError(f"{path} has no record")
+        raise UserError(f"{path} has no records")
     return found
 
 

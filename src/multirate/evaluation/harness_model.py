@@ -51,7 +51,7 @@ class EngineLM(TemplateLM):
     ) -> None:
         super().__init__()
         if engine.tokenizer is None:
-            raise UserError("evaluation needs the model's tokenizer, and it has none")
+            raise UserError("evaluation needs the model's tokenizer, but the model has none")
         self.engine = engine
         self.decoding = decoding
         self.tokenizer = engine.tokenizer
@@ -70,14 +70,14 @@ class EngineLM(TemplateLM):
         info = self.engine.decoder.info
         if info.max_positions is not None:
             return info.context
-        return f"the {DEFAULT_CONTEXT} tokens that a model without a limit of its own is given"
+        return f"the {DEFAULT_CONTEXT} tokens used for a model without a context limit"
 
     @property
     def eot_token_id(self) -> int:
         """The first of the ids that end a text."""
         ids = eos_token_ids(self.engine.model, self.tokenizer)
         if not ids:
-            raise UserError("evaluation needs a token that ends a text, and the model has none")
+            raise UserError("evaluation needs an end-of-text token, but the model has none")
         return ids[0]
 
     @property
@@ -189,8 +189,8 @@ class EngineLM(TemplateLM):
         room = self.max_length - settings["max_gen_toks"]
         if room < 1:
             raise UserError(
-                f"a task asks for {settings['max_gen_toks']} new tokens (max_gen_toks); at most "
-                f"{self.max_length - 1} are accepted, by {self._context}"
+                f"a task asks for {settings['max_gen_toks']} new tokens (max_gen_toks); the "
+                f"maximum is {self.max_length - 1}, set by {self._context}"
             )
         prompt = self._cut(self.tok_encode(context), room)
         output = self.engine.generate([prompt], sampling, stop, **self.decoding.arguments)
@@ -217,17 +217,14 @@ class EngineLM(TemplateLM):
 
     def _cut(self, tokens: list[int], room: int) -> list[int]:
         if len(tokens) > room:
-            say_once(
-                "some prompts are cut from the left, as they are longer than allowed by "
-                f"{self._context}"
-            )
+            say_once(f"some prompts were truncated on the left because they exceed {self._context}")
         return tokens[-room:]
 
     def _say_what_is_scored(self) -> None:
         if self.decoding.mode.name == DYNAMIC:
             say_once(
-                "log-likelihoods are scored with all layers in every mode: dynamic mode changes "
-                "generated text only"
+                "log-likelihoods use all layers in every mode; dynamic mode changes only "
+                "generated text"
             )
 
     def _done(self, done: int, total: int) -> None:

@@ -25,7 +25,7 @@ def check_installed() -> None:
         except ImportError as error:
             missing = package if error.name in (None, module) else f"{error.name} ({package})"
             raise UserError(
-                f"evaluation runs on lm-eval, sacrebleu and rouge-score, and {missing} is not "
-                f"installed: {INSTALL}"
+                f"evaluation needs lm-eval, sacrebleu and rouge-score, but {missing} is not "
+                f"installed; run {INSTALL}"
             ) from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

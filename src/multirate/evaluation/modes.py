@@ -36,16 +36,16 @@ class Mode:
             if value is not None
         ]
         if self.name != DYNAMIC and given:
-            raise UserError(f"{given[0]} needs mode 'dynamic'; given: {self.name!r}")
+            raise UserError(f"{given[0]} needs mode 'dynamic', not {self.name!r}")
         if self.name == DYNAMIC and len(given) != 1:
             raise UserError(
-                f"mode 'dynamic' needs either a quality or a threshold; given: "
-                f"{' and '.join(given) or 'none'}"
+                "mode 'dynamic' needs either a quality or a threshold; given: "
+                f"{' and '.join(given) or 'neither'}"
             )
         if self.quality is not None:
             check_quality(self.quality)
         if self.threshold is not None and not math.isfinite(self.threshold):
-            raise UserError(f"threshold is {self.threshold!r}; accepted is a finite number")
+            raise UserError(f"threshold is {self.threshold!r}; accepted: a finite number")
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,7 @@ def decoding(engine: Engine, mode: Mode, speculate: str = "auto") -> Decoding:
         return Decoding(mode, PLAIN, True, {"method": PLAIN})
     name = engine.default
     if name not in engine.accelerators:
-        raise UserError(
-            f"mode {mode.name!r} needs an accelerator (--accelerator); this model has none"
-        )
+        raise UserError(f"mode {mode.name!r} needs an accelerator; name one with --accelerator")
     if mode.name == DYNAMIC:
         accelerator = engine.accelerators[name]
         dial = dynamic_mode(find(accelerator.method))

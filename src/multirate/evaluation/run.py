@@ -80,7 +80,7 @@ def evaluate(
     what cannot be used; an interrupted run returns nothing.
     """
     if limit is not None and limit < 1:
-        raise UserError(f"limit is {limit}: at least 1 is needed")
+        raise UserError(f"limit is {limit}; accepted: at least 1")
     from lm_eval import __version__
     from lm_eval.evaluator import evaluate as run
 

@@ -37,7 +37,7 @@ def load_tasks(
     cannot be used, data that is not there, and a task that would run code of the model's.
     """
     if shots is not None and shots < 0:
-        raise UserError(f"shots is {shots}: at least 0 is needed")
+        raise UserError(f"shots is {shots}; accepted: at least 0")
     check_installed()
     from lm_eval.tasks import TaskManager
 
@@ -71,9 +71,9 @@ def load_tasks(
 
 def _prepare(name: str, task: Any, shots: int | None) -> None:
     if getattr(task, "UNSAFE_CODE", False):
-        raise UserError(f"task {name} runs code that the model writes, which is not done here")
+        raise UserError(f"task {name} runs code that the model writes, which multirate does not do")
     if getattr(task, "MULTIMODAL", False):
-        raise UserError(f"task {name} has images or sound; accepted are tasks of text")
+        raise UserError(f"task {name} has images or sound; accepted: text tasks")
     if shots is not None:
         task.set_config(key="num_fewshot", value=shots)
     elif task.get_config("num_fewshot") is None:
@@ -82,7 +82,9 @@ def _prepare(name: str, task: Any, shots: int | None) -> None:
     wanted = task.get_config("num_fewshot")
     there = 0 if wanted == 0 else len(list(task.fewshot_docs() or ()))
     if wanted > there:
-        raise UserError(f"task {name} has {there} examples for its prompts; asked for: {wanted}")
+        raise UserError(
+            f"task {name} has {there} examples for its prompts, but {wanted} were requested"
+        )
 
 
 def _is_written_somewhere(name: str) -> bool:

@@ -54,7 +54,7 @@ def load_task_suite(name: str, data: str | os.PathLike[str], limit: int | None =
     below 1.
     """
     if limit is not None and limit < 1:
-        raise UserError(f"the limit of prompts is {limit}: it must be at least 1")
+        raise UserError(f"the limit of prompts is {limit}; accepted: at least 1")
     task = load_tasks([name], data, shots=0)["tasks"][name]
     documents = {f"{name}/{i}": one for i, one in enumerate(spread(list(task.test_docs()), limit))}
     questions = []

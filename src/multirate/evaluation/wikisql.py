@@ -125,7 +125,7 @@ def documents(data: str | os.PathLike[str] | None = None, **_: Any) -> dict[str,
         drawn[split] = [one for one in asked if one.split == split]
         order.shuffle(drawn[split])
         if not drawn[split]:
-            raise UserError(f"the file {FILE} has no question of the split {split}")
+            raise UserError(f"{FILE} has no question in the split {split}")
     examples, others = drawn["train"][:EXAMPLES], drawn["train"][EXAMPLES:]
     splits = {
         "test": drawn["test"],
@@ -177,7 +177,7 @@ def read(path: Path) -> list[Asked]:
         raise UserError(f"cannot read {path}: it is truncated, or larger than {MOST_BYTES} bytes")
     records = parse_json(content, path)
     if not isinstance(records, list):
-        raise UserError(f"{path}: a list of records is needed, not a {type(records).__name__}")
+        raise UserError(f"{path} holds a {type(records).__name__}; accepted: a list of records")
     found: list[Asked] = []
     unknown: list[_UnknownForm] = []
     for number, record in enumerate(records):
@@ -187,12 +187,12 @@ def read(path: Path) -> list[Asked]:
             unknown.append(error)
         except (AttributeError, KeyError, TypeError, IndexError) as error:
             raise UserError(
-                f"{path}: record {number} is not one of {TASK} ({type(error).__name__}: {error})"
+                f"{path}: record {number} is not a {TASK} record ({type(error).__name__}: {error})"
             ) from None
     if len(unknown) > MOST_UNKNOWN * len(records):
         raise UserError(
-            f"{path}: {len(unknown)} of {len(records)} queries are not in the form of {TASK}, such "
-            f"as {unknown[0]}"
+            f"{path}: {len(unknown)} of {len(records)} queries are not in {TASK}'s form, for "
+            f"example {unknown[0]}"
         )
     return found
 

@@ -105,10 +105,10 @@ class AcceleratedWithAttention(NextLayerGate):
     def predict(self, row: int, residual: Tensor) -> list[Prediction]:
         if not self.can_run:
             raise UserError(
-                "expert policy accelerated cannot be used with transformers' own layers, which "
-                "cannot run attention ahead as this predictor does (attention=true); accepted "
-                "are generate(custom_generate=multirate.custom_generate()), or the policies aot "
-                "and next_layer_gate"
+                "expert policy accelerated cannot run this predictor (attention=true) on "
+                "transformers' own layers; use "
+                "generate(custom_generate=multirate.custom_generate()), or the policy aot or "
+                "next_layer_gate"
             )
         if len(residual) > STREAM_ROWS:
             return super().predict(row, residual)

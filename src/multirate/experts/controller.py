@@ -73,11 +73,11 @@ class AdaptivePredictor(Predictor):
         """What was measured last, in a sentence."""
         gains = self._ratios()
         if not gains:
-            return "reading ahead has not been measured yet"
+            return "prefetching has not been measured yet"
         best, pays = self._best(gains)
-        word, name = "pays" if pays else "does not pay", self._names[best]
+        word, name = "is faster" if pays else "is not faster", self._names[best]
         return (
-            f"reading ahead ({name}) {word} here: a token takes {gains[best]:.2f} of the time "
+            f"prefetching ({name}) {word} here: a token takes {gains[best]:.2f} times as long as "
             "without it"
         )
 
@@ -135,8 +135,9 @@ class AdaptivePredictor(Predictor):
         if not self._said:
             self._said = True
             warnings.warn(
-                f"expert policy aot: {name} needs passes of the native kernel (custom_generate="
-                f"multirate.custom_generate()); here experts are predicted by {other or 'nothing'}",
+                f"expert policy aot: {name} runs only on the native kernel "
+                "(custom_generate=multirate.custom_generate()); this pass uses "
+                f"{other or 'nothing'} to predict experts",
                 stacklevel=2,
             )
 

@@ -187,7 +187,7 @@ class KernelExperts:
             plan.future_ends = self._kept.array(np.cumsum([len(one) for one in uses]))
         self._handle: abi.CData | None = self._library.mr_expert_cache_open(plan)
         if not self._handle:
-            raise MemoryError("no memory for the experts' tables")
+            raise MemoryError("not enough memory for the experts' tables")
         self.controls = self._library.mr_expert_cache_controls(self._handle)
         self._mixture = decoder.mixture([index.record.views(slot) for slot in slots])
         self.predict_with(plans)
@@ -197,7 +197,7 @@ class KernelExperts:
         self._plans = plans
         packed = abi.array("PredictorPlan", [one.plan for one in plans])
         if not self._library.mr_expert_cache_predict(self._handle, packed, len(packed)):
-            raise MemoryError("no memory for the predictor's tables")
+            raise MemoryError("not enough memory for the predictor's tables")
 
     def run(self, call: KernelCall, start: int, stop: int, into: abi.CData) -> None:
         """Layers [start, stop), `into`: mr_mixture's last argument. Raises Failure; Ctrl-C is heard

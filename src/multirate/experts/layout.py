@@ -102,9 +102,9 @@ class ExpertTensors:
         for name in shards.names():
             if _QUANTISED.search(name):
                 raise UserError(
-                    f"{shards.folder}: {name} is quantised; accepted are experts in bfloat16, "
-                    "float16 or float32 "
-                    "(load the model with its dequantised weights and save it first)"
+                    f"{shards.folder}: {name} is quantised; accepted: experts in bfloat16, "
+                    "float16 or float32 (load the model, dequantise its weights and save it "
+                    "first)"
                 )
             if match := _SEPARATE.search(name):
                 self._separate[int(match[1])][int(match[2])][_ROLES[match[3]]] = name
@@ -115,10 +115,9 @@ class ExpertTensors:
             self.tensor_names.add(name)
         if not self.tensor_names:
             raise UserError(
-                f"{shards.folder} has no experts: accepted are mixture-of-experts models whose "
-                "tensors are named "
-                "layers.N.….experts.E.{gate,up,down}_proj, ….experts.E.{w1,w2,w3}, or "
-                "….experts.{gate_up,down}_proj"
+                f"{shards.folder} has no experts; accepted: mixture-of-experts models whose "
+                "tensors are named layers.N.….experts.E.{gate,up,down}_proj, "
+                "….experts.E.{w1,w2,w3}, or ….experts.{gate_up,down}_proj"
             )
         self.layers = sorted({*self._separate, *self._fused})
         self.num_experts = self._count()
@@ -151,7 +150,7 @@ class ExpertTensors:
         dtype = values["down_proj"].dtype
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise UserError(
-                f"{self._shards.folder}: experts are {dtype}; accepted are bfloat16, float16 and "
+                f"{self._shards.folder}: experts are {dtype}; accepted: bfloat16, float16 and "
                 "float32"
             )
         return RecordFormat.of({name: tuple(value.shape) for name, value in values.items()}, dtype)

@@ -178,8 +178,8 @@ class DeviceMemory(SlotMemory):
             self._records = copies.pinned(store.index.data_bytes)
         except RuntimeError as error:
             raise UserError(
-                f"{store.path} needs {store.index.data_bytes} bytes of pinned host memory, which "
-                f"cannot be had: {str(error).splitlines()[0]}"
+                f"cannot allocate the {store.index.data_bytes} bytes of pinned host memory that "
+                f"{store.path} needs: {str(error).splitlines()[0]}"
             ) from None
         self._read(store, direct)
         whole = copies.allocate(count * size)
@@ -200,7 +200,7 @@ class DeviceMemory(SlotMemory):
                 if not store.intact(row, expert, self._records[at : at + store.index.record.bytes]):
                     raise unreadable(store, (row, expert), reason(errno.EBADMSG))
         except OSError as error:
-            raise UserError(f"{store.path} cannot be read: {error.strerror or error}") from None
+            raise UserError(f"cannot read {store.path}: {error.strerror or error}") from None
         finally:
             reader.close()
 

@@ -156,7 +156,8 @@ class OffloadedExperts:
         if found != store.index.layers:
             held = list(store.index.layers)
             raise UserError(
-                f"{store.folder} holds experts of layers {held}; the model's are {list(found)}"
+                f"{store.folder} holds the experts of layers {held}; the model has experts in "
+                f"layers {list(found)}"
             )
         self._moe: list[MoEParts] = [moe for _, moe in blocks]
         for layer, moe in blocks:
@@ -191,8 +192,8 @@ class OffloadedExperts:
         reason = NativeMoEDecoder.supports(self.model)
         if reason is None and self.store.index.layout != NATIVE:
             reason = (
-                f"{self.store.folder} has layout {self.store.index.layout} (multirate pack "
-                "--layout native)"
+                f"{self.store.folder} has the layout {self.store.index.layout}; pack it with "
+                "multirate pack --layout native"
             )
         if backend == "native" and reason is not None:
             raise UserError(f"backend='native' cannot run this model: {reason}")
@@ -267,8 +268,9 @@ class OffloadedExperts:
         if predictor == "accelerated":
             if self.trained_predictor is None:
                 raise UserError(
-                    "expert policy accelerated needs a predictor: multirate train MODEL "
-                    "--objective experts --data FILE --out DIR, then --expert-predictor DIR"
+                    "expert policy accelerated needs a predictor; train one with multirate "
+                    "train MODEL --objective experts --data FILE --out DIR, then pass "
+                    "--expert-predictor DIR"
                 )
             if self.trained_predictor.config.attention:
                 return self._stream(self.trained_predictor)
@@ -289,9 +291,9 @@ class OffloadedExperts:
         sketch, gated, down = predictor.sketch, predictor.gated, predictor.down
         if self.native is None or sketch is None or gated is None:
             raise UserError(
-                "expert policy accelerated cannot run this predictor here: with attention=true it "
-                "needs pruned experts (--option sketch) and the native kernel's decoder; accepted "
-                "are the policies aot and next_layer_gate, or a predictor trained with --option "
+                "expert policy accelerated cannot run this predictor here; with attention=true "
+                "it needs pruned experts (--option sketch) and the native kernel, so use the "
+                "policy aot or next_layer_gate, or a predictor trained with --option "
                 "attention=false"
             )
         native = NativeResidualWithAttention(
@@ -345,11 +347,11 @@ class OffloadedExperts:
                 resolve_accelerator(loaded, self.model.config), self.model, torch.float32
             )
         if loaded.other_weights is not None:
-            say_once(f"{loaded.other_weights}: fewer of the experts it names may be needed")
+            say_once(f"{loaded.other_weights}: fewer of the experts it predicts may be needed")
         if not isinstance(loaded.module, ExpertPredictor):
             raise UserError(
-                f"{accelerator} is for drafts ({loaded.method}); accepted: of train --objective "
-                "experts"
+                f"{accelerator} is for drafts ({loaded.method}); accepted: a predictor from "
+                "train --objective experts"
             )
         self.trained_predictor = loaded.module
 

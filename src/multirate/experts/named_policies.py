@@ -27,25 +27,33 @@ class Policy:
 
 
 FIXED_POLICIES: Mapping[str, Policy] = {
-    "on_demand": Policy("none", "none", "every use is a read"),
-    "lru": Policy("lru", "none", "a cache, the least recently used leaves"),
+    "on_demand": Policy("none", "none", "no cache: every use reads from disk"),
+    "lru": Policy("lru", "none", "a cache that evicts the least recently used expert"),
     "least_stale": Policy(
-        "least_stale", "none", "a cache, what an earlier token left leaves first"
+        "least_stale", "none", "a cache that evicts experts left over from earlier tokens first"
     ),
-    "lrfu": Policy("lrfu", "none", "a cache, the least used leaves, old uses counting less"),
+    "lrfu": Policy(
+        "lrfu", "none", ("a cache that evicts the least used expert, with old uses weighted less")
+    ),
     "previous_token": Policy(
-        "lrfu", "previous_token", "and the experts of the previous token are read ahead"
+        "lrfu", "previous_token", "and prefetches the experts of the previous token"
     ),
-    "popularity": Policy("lrfu", "popularity", "and the most used experts are read ahead"),
+    "popularity": Policy("lrfu", "popularity", "and prefetches the most used experts"),
     "next_layer_gate": Policy(
-        "lrfu", "next_layer_gate", "and the next layer's router, asked now, is read ahead"
+        "lrfu",
+        "next_layer_gate",
+        ("and prefetches what the next layer's router chooses from the current residual"),
     ),
     "accelerated": Policy(
-        "lrfu", "accelerated", "the same router, asked with the accelerated residual"
+        "lrfu", "accelerated", "the same, but the router reads the accelerated residual"
     ),
 }
 AHEAD_OF_TIME = "aot"
-_BEST = Policy("lrfu", "next_layer_gate", "and the predictor that measures fastest here, or none")
+_BEST = Policy(
+    "lrfu",
+    "next_layer_gate",
+    ("and prefetches with the predictor that measures fastest here, or with none"),
+)
 POLICIES = (*FIXED_POLICIES, AHEAD_OF_TIME)
 
 
@@ -72,6 +80,6 @@ def parse_bytes(text: str | int | None, name: str = "expert memory") -> int | No
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
         raise UserError(
-            f"{name} is {text!r}; accepted is a size such as 2GB, 512MiB or a number of bytes"
+            f"{name} is {text!r}; accepted: a size such as 2GB, 512MiB or a number of bytes"
         )
     return int(float(match[1]) * _UNITS[match[2]])

@@ -58,7 +58,7 @@ def pack(
             if store.index.revision == revision:
                 other = f"{store.index.model} in the layout {store.index.layout}"
             raise UserError(
-                f"{out} holds the experts of {other}: name another folder or replace it with "
+                f"{out} holds the experts of {other}; name another folder or replace it with "
                 "--force"
             )
         return _Packer(
@@ -70,7 +70,7 @@ def _config(model: Path) -> dict[str, Any]:
     try:
         content = (model / "config.json").read_bytes()
     except OSError as error:
-        raise UserError(f"{model / 'config.json'} cannot be read: {error.strerror}") from None
+        raise UserError(f"cannot read {model / 'config.json'}: {error.strerror}") from None
     found = parse_json(content, model / "config.json")
     if not isinstance(found, dict):
         raise UserError(f"{model / 'config.json'} is {reprlib.repr(found)}; accepted: an object")
@@ -89,8 +89,8 @@ def _layout(wanted: str, config: dict[str, Any], experts: ExpertTensors) -> str:
         raise UserError(f"layout {wanted!r} is unknown; accepted: auto, {MODULE} or {NATIVE}")
     if wanted == NATIVE and not possible:
         raise UserError(
-            f"layout native: accepted are bfloat16 experts of {', '.join(MOE_FAMILIES)}, hidden "
-            "size a multiple of 64, intermediate size one of 32"
+            f"layout native accepts bfloat16 experts of {', '.join(MOE_FAMILIES)}, with a hidden "
+            "size that is a multiple of 64 and an intermediate size that is a multiple of 32"
         )
     return NATIVE if possible and wanted != MODULE else MODULE
 
@@ -100,7 +100,7 @@ def _top_k(model: Path, config: dict[str, Any]) -> int:
         if type(config.get(key)) is int and config[key] > 0:
             return int(config[key])
     raise UserError(
-        f"{model / 'config.json'} does not say how many experts a token has (num_experts_per_tok)"
+        f"{model / 'config.json'} has no num_experts_per_tok (the number of experts per token)"
     )
 
 
@@ -131,7 +131,7 @@ class _Packer:
                 return self._pack(on_expert)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise UserError(f"{error.filename or self._out} cannot be written: {reason}") from error
+            raise UserError(f"cannot write {error.filename or self._out}: {reason}") from error
 
     def _pack(self, on_expert: Callable[[int, int], None] | None) -> StoreIndex:
         out, partial = self._out, self._out / _PARTIAL
@@ -199,8 +199,8 @@ class _Packer:
         wrong = first_not_finite(values.items())
         if wrong is not None:
             raise UserError(
-                f"expert {expert} of layer {layer}: {wrong} holds values that are not finite: the "
-                "model's files are damaged, fetch them again"
+                f"expert {expert} of layer {layer}: {wrong} holds values that are not finite, so "
+                "the model's files are damaged; download them again"
             )
 
     def _save(self, file: Any = None) -> None:
@@ -240,7 +240,8 @@ class _Packer:
         free = shutil.disk_usage(self._out).free
         if needed > free:
             raise UserError(
-                f"{self._out} has {free / 1e9:.1f} GB free; the experts take {needed / 1e9:.1f} GB"
+                f"{self._out} has {free / 1000000000.0:.1f} GB free; the experts need "
+                f"{needed / 1000000000.0:.1f} GB"
             )
 
 
@@ -261,6 +262,6 @@ def _object(path: Path) -> dict[str, Any] | None:
 
 def _foreign(path: Path) -> UserError:
     return UserError(
-        f"{path} is there already and is not a file of multirate pack: it is not replaced, name "
+        f"{path} exists and was not written by multirate pack, so it is not replaced; name "
         "another folder or delete it"
     )

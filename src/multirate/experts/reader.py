@@ -85,17 +85,17 @@ class RecordReader:
             except OSError as error:
                 self._close_fd()
                 self.note = (
-                    f"{path} cannot be read with O_DIRECT ({error.strerror}): reads go through the "
+                    f"cannot read {path} with O_DIRECT ({error.strerror}); reads go through the "
                     "page cache"
                 )
         elif direct:
-            self.note = "this system has no O_DIRECT: reads go through the page cache"
+            self.note = "this system has no O_DIRECT; reads go through the page cache"
         if self._fd < 0:
             try:
                 self._fd = os.open(path, os.O_RDONLY)
             except OSError as error:
                 raise UserError(
-                    f"{path} cannot be opened: {(error.strerror or str(error)).lower()}"
+                    f"cannot open {path}: {(error.strerror or str(error)).lower()}"
                 ) from None
 
     def _probe(self) -> None:

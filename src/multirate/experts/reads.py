@@ -46,7 +46,10 @@ class Ended:
 def reason(error: int) -> str:
     """Of a failed read, in words."""
     if error == errno.EBADMSG:
-        return "its checksum is not that of what was packed: the file is damaged, pack it again"
+        return (
+            "its checksum differs from the one stored when it was packed; the file is "
+            "damaged, pack it again"
+        )
     return "it was truncated while in use" if error == errno.ENODATA else os.strerror(error)
 
 
@@ -105,11 +108,10 @@ class NativeReads(Reads):
             fd, abi.tensor(memory), slots, size, chunk, alignment, rate or 0.0, threads, spin
         )
         if not self._handle and not threads:
-            raise OSError(errno.ENOSYS, "the system has no asynchronous reads, or no more of them")
+            raise OSError(errno.ENOSYS, "the system has no asynchronous reads left")
         if not self._handle:
             raise UserError(
-                f"{threads} reader threads cannot be started: the system has no more of them, or "
-                "no memory"
+                f"cannot start {threads} reader threads: the system has no more threads or memory"
             )
         self._slots, self._status = np.empty(slots, np.int32), np.empty(slots, np.int32)
         self._bytes, self._began, self._over = (

@@ -47,13 +47,13 @@ class Shards:
             )
             if missing:
                 raise UserError(
-                    f"{self.folder} lacks {missing[0]}, which {INDEX} names ({len(missing)} files "
-                    "missing)"
+                    f"{self.folder} lacks {missing[0]}, which {INDEX} lists ({len(missing)} "
+                    "files are missing)"
                 )
             return named
         if not (self.folder / SINGLE).is_file():
             raise UserError(
-                f"{self.folder} has no {SINGLE} and no {INDEX}: only safetensors files can be "
+                f"{self.folder} has no {SINGLE} and no {INDEX}; only safetensors files can be "
                 "packed"
             )
         return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
@@ -63,7 +63,7 @@ class Shards:
             try:
                 self._stack[name] = safe_open(self.folder / name, framework="pt").__enter__()
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{self.folder / name} cannot be read: {error}") from None
+                raise UserError(f"cannot read {self.folder / name}: {error}") from None
         return self._stack[name]
 
     def names(self) -> list[str]:
@@ -82,7 +82,7 @@ class Shards:
                 whole: Tensor = part[:] if index is None else part[index : index + 1][0]
         except (SafetensorError, RuntimeError) as error:
             raise UserError(
-                f"{self.folder / self._file_of[name]}: tensor {name} cannot be read: {error}"
+                f"{self.folder / self._file_of[name]}: cannot read tensor {name}: {error}"
             ) from None
         return whole
 

@@ -88,12 +88,12 @@ class StoreIndex:
         """Raises UserError for anything but an intact index of this version."""
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise UserError(
-                f"{place} is not the index of an expert store (multirate pack MODEL --out DIR "
-                "makes one)"
+                f"{place} is not the index of an expert store; make one with multirate pack "
+                "MODEL --out DIR"
             )
         if content.get("version") != VERSION:
             raise UserError(
-                f"{place} has version {_shown(content.get('version'))}; accepted is {VERSION}: "
+                f"{place} has version {_shown(content.get('version'))}; accepted: {VERSION}; "
                 "pack it again"
             )
         claimed = content.pop("digest", None)
@@ -110,13 +110,19 @@ class _Values:
 
     def index(self) -> StoreIndex:
         """Raises UserError naming the field, its value and what is accepted."""
-        layers = self._list("layers", "the model's layers with experts, rising", _MOST_LAYERS)
+        layers = self._list(
+            "layers",
+            ("the layers of the model that have experts, in increasing order"),
+            _MOST_LAYERS,
+        )
         if (
             not layers
             or not all(_whole(one, 0, _MOST_LAYERS) for one in layers)
             or sorted({*layers}) != layers
         ):
-            self._refuse("layers", "the model's layers with experts, rising")
+            self._refuse(
+                "layers", ("the layers of the model that have experts, in increasing order")
+            )
         experts = self._number("num_experts", 1, _MOST_EXPERTS)
         top_k = self._number("top_k", 1, experts)
         dtype = self._one_of("dtype", _DTYPES)
@@ -130,11 +136,9 @@ class _Values:
         if layout == NATIVE and not (plain and expert_tiles(*shapes["down_proj"])):
             self._refuse(
                 "layout",
-                f"{MODULE}, since {NATIVE} is for bfloat16 experts whose size the kernel tiles",
+                f"{MODULE}, because {NATIVE} needs bfloat16 experts in sizes that the kernel tiles",
             )
-        checksums = self._list(
-            "checksums", "eight hex digits for each record", len(layers) * experts
-        )
+        checksums = self._list("checksums", "eight hex digits per record", len(layers) * experts)
         if len(checksums) != len(layers) * experts or not all(
             _is_checksum(one) for one in checksums
         ):
@@ -212,7 +216,7 @@ class _Values:
 
     def _refuse(self, name: str, accepted: str) -> NoReturn:
         value = _shown(self._content.get(name))
-        raise UserError(f"{self._place}: {name} is {value}; accepted: {accepted}. Pack it again")
+        raise UserError(f"{self._place}: {name} is {value}; accepted: {accepted}; pack it again")
 
 
 def _whole(value: Any, least: int, most: int) -> bool:
@@ -266,19 +270,19 @@ class ExpertStore:
         place = folder / INDEX
         if not place.is_file():
             raise UserError(
-                f"{folder} is not an expert store: it has no {INDEX} (multirate pack MODEL --out "
-                "DIR)"
+                f"{folder} is not an expert store: it has no {INDEX}; make one with multirate "
+                "pack MODEL --out DIR"
             )
         try:
             content = parse_json(place.read_bytes(), place)
         except OSError as error:
-            raise UserError(f"{place} cannot be read: {error.strerror}") from None
+            raise UserError(f"cannot read {place}: {error.strerror}") from None
         store = ExpertStore(folder, StoreIndex.from_json(content, place))
         if revision is not None and store.index.revision != revision:
             raise UserError(
                 f"{folder} holds the experts of {store.index.model}, revision "
-                f"{store.index.revision[:12]}: the model given is another one, or another revision "
-                f"({revision[:12]}); pack it again"
+                f"{store.index.revision[:12]}, but the model is another one or has another "
+                f"revision ({revision[:12]}); pack it again"
             )
         store._check_data(on_bytes)
         return store
@@ -298,12 +302,13 @@ class ExpertStore:
 
     def _check_data(self, on_bytes: Callable[[int, int], None] | None) -> None:
         if not self.path.is_file():
-            raise UserError(f"{self.folder} has no {DATA}: pack it again")
+            raise UserError(f"{self.folder} has no {DATA}; pack it again")
         state = self.path.stat()
         wanted = self.index.data_bytes
         if state.st_size != wanted:
             raise UserError(
-                f"{self.path} has {state.st_size} bytes, not the {wanted} of {INDEX}: pack it again"
+                f"{self.path} has {state.st_size} bytes, not the {wanted} that {INDEX} lists; "
+                "pack it again"
             )
         seal = {
             "size": state.st_size,
@@ -327,7 +332,7 @@ class ExpertStore:
                 while left:
                     piece = file.read(min(left, _CHUNK))
                     if not piece:
-                        raise UserError(f"{self.path} ends after {done} bytes: pack it again")
+                        raise UserError(f"{self.path} ends after {done} bytes; pack it again")
                     found = zlib.crc32(piece, found)
                     left -= len(piece)
                     done += len(piece)
@@ -335,8 +340,8 @@ class ExpertStore:
                     row, expert = divmod(number, self.index.num_experts)
                     raise UserError(
                         f"{self.path}: the checksum of expert {expert} in layer "
-                        f"{self.index.layers[row]} is {found:08x}, {expected:08x} was packed: "
-                        "the file is damaged, pack it again"
+                        f"{self.index.layers[row]} is {found:08x}, not {expected:08x} as packed, "
+                        "so the file is damaged; pack it again"
                     )
                 if on_bytes is not None:
                     on_bytes(done, self.index.data_bytes)

@@ -177,17 +177,17 @@ def read_config(file: GgufFile) -> PretrainedConfig:
     layers = data.count("block_count")
     if layers > len(file.tensors) or "token_embd.weight" not in file.tensors:
         raise UserError(
-            f"{file.path} is damaged or incomplete: {len(file.tensors)} tensors cannot be a model "
-            f"of {layers} layers and its embedding"
+            f"{file.path} is damaged or incomplete: {len(file.tensors)} tensors are too few for "
+            f"a model of {layers} layers and its embedding"
         )
     shape = file.tensors["token_embd.weight"].shape
     if len(shape) != 2 or shape[1] != data.count("embedding_length"):
         raise UserError(
-            f"{file.path} is damaged: embedding_length is {data.get('embedding_length')}, "
-            f"and token_embd.weight has the shape {shape}"
+            f"{file.path} is damaged: embedding_length is {data.get('embedding_length')}, but "
+            f"token_embd.weight has the shape {shape}"
         )
     if not data.flag("attention.causal", True):
-        data.refuse("attention.causal", False, "true: a model that reads from left to right")
+        data.refuse("attention.causal", False, "true: a causal model")
     values: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind.table, {}))
     table: dict[str, str | None] = dict(GGUF_CONFIG_MAPPING)[kind.table]  # type: ignore[assignment]
     for key, name in table.items():
@@ -205,7 +205,7 @@ def read_config(file: GgufFile) -> PretrainedConfig:
     values["pad_token_id"] = special["padding"]
     kind.more(data, values)
     for name in data.unread(_NOT_NEEDED):
-        say_once(f"{file.path.name}: {file.architecture}.{name} is not known and not used")
+        say_once(f"{file.path.name}: ignoring the unknown field {file.architecture}.{name}")
     with refusing(file):
         return AutoConfig.for_model(kind.model_type, **values)
 
@@ -220,7 +220,7 @@ def refusing(file: GgufFile) -> Iterator[None]:
     except Exception as error:
         logging.getLogger(__name__).debug("model of %s", file.path, exc_info=True)
         raise UserError(
-            f"{file.path} is damaged or not supported: its sizes do not make a "
+            f"{file.path} is damaged or not supported: its sizes do not form a "
             f"{file.architecture} model ({first_line(error)})"
         ) from error
 
@@ -274,7 +274,7 @@ def _llama3(file: GgufFile, rope: dict[str, Any], values: dict[str, Any]) -> dic
     plain = rope["rope_theta"] ** (-np.arange(0, width, 2) / width)
     if factors.shape != plain.shape or not np.allclose(plain / factors, frequencies, rtol=1e-3):
         raise UserError(
-            f"{file.path}: rope_freqs.weight is not Llama 3's scaling of rotary frequencies, "
-            "and no other is supported"
+            f"{file.path}: rope_freqs.weight does not follow Llama 3's scaling of rotary "
+            "frequencies, the only one supported"
         )
     return rope

@@ -74,14 +74,14 @@ class GgufFile:
             raise UserError(f"{path} is empty: it is not a GGUF file") from None
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise UserError(f"{path} cannot be read: {reason}") from None
+            raise UserError(f"cannot read {path}: {reason}") from None
         if self._bytes[:4] != _MAGIC:
             raise UserError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
         self._at = 4
         version = self._number("I")
         if version not in _VERSIONS:
             raise UserError(
-                f"{path}: GGUF version {version} or byte order is not known; accepted are "
+                f"{path}: GGUF version {version} or its byte order is not supported; accepted: "
                 f"little-endian files of version {' and '.join(map(str, _VERSIONS))}"
             )
         count, keys = self._number("Q"), self._number("Q")
@@ -95,7 +95,7 @@ class GgufFile:
         parts = self.metadata.get("split.count", 1)
         if parts not in (0, 1):
             raise UserError(
-                f"{path} is one of {reprlib.repr(parts)} parts: join them first with llama.cpp's "
+                f"{path} is one of {reprlib.repr(parts)} parts; join them first with llama.cpp's "
                 "`llama-gguf-split --merge`"
             )
 
@@ -104,7 +104,7 @@ class GgufFile:
         """llama.cpp's name for the kind of model, such as "llama"."""
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str):
-            self._damaged("does not say general.architecture")
+            self._damaged("has no general.architecture")
         return str(name)
 
     def values(self, name: str) -> np.ndarray:
@@ -113,8 +113,8 @@ class GgufFile:
         if not can_dequantise(tensor.kind):
             accepted = ", ".join(kind.name for kind in GGMLQuantizationType if can_dequantise(kind))
             raise UserError(
-                f"{self.path}: tensor {name} is quantised as {tensor.kind.name}, which cannot be "
-                f"read; accepted: {accepted}"
+                f"{self.path}: tensor {name} is quantised as {tensor.kind.name}, which is not "
+                f"supported; accepted: {accepted}"
             )
         whole = np.frombuffer(self._bytes, np.uint8, tensor.end - tensor.begin, tensor.begin)
         rows = math.prod(tensor.shape[:-1])
@@ -150,7 +150,7 @@ class GgufFile:
             table.append((name, shape, self._number("I"), self._number("Q")))
         alignment = self.metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
-            self._damaged(f"says general.alignment {reprlib.repr(alignment)}")
+            self._damaged(f"has general.alignment {reprlib.repr(alignment)}")
         start = -(-self._at // alignment) * alignment
         found: dict[str, Tensor] = {}
         for name, shape, number, offset in table:
@@ -161,9 +161,9 @@ class GgufFile:
                 block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             except (ValueError, KeyError):
                 raise UserError(
-                    f"{self.path}: tensor {name} is of quantisation number {number}, which this "
-                    "version of the package gguf does not know: a newer one may "
-                    "(`pip install --upgrade gguf`), or take another quantisation of the model"
+                    f"{self.path}: this version of the package gguf does not know quantisation "
+                    f"number {number} of tensor {name}; upgrade it (`pip install --upgrade "
+                    "gguf`), or use another quantisation of the model"
                 ) from None
             if not shape or 0 in shape or shape[-1] % block:
                 self._damaged(f"gives tensor {name!r} the shape {shape} in blocks of {block}")
@@ -171,8 +171,8 @@ class GgufFile:
             end = begin + math.prod(shape) // block * block_bytes
             if end > len(self._bytes):
                 raise UserError(
-                    f"{self.path} is truncated or damaged: tensor {name} ends at byte {end}, the "
-                    f"file at {len(self._bytes)}; fetch it again"
+                    f"{self.path} is truncated or damaged: tensor {name} ends at byte {end}, but "
+                    f"the file ends at {len(self._bytes)}; download it again"
                 )
             found[name] = Tensor(name, kind, shape, begin, end)
         return found
@@ -222,12 +222,11 @@ class GgufFile:
     def _need(self, size: int) -> None:
         if self._at + size > len(self._bytes):
             self._damaged(
-                f"ends at byte {len(self._bytes)} within its header, which goes on to "
-                f"{self._at + size}"
+                f"ends at byte {len(self._bytes)}, within its header, which needs {self._at + size}"
             )
 
     def _damaged(self, how: str) -> None:
-        raise UserError(f"{self.path} is truncated or damaged: it {how}; fetch it again")
+        raise UserError(f"{self.path} is truncated or damaged: it {how}; download it again")
 
 
 @cache

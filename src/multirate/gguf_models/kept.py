@@ -46,7 +46,7 @@ def kept_model(name: str, identity: str | None = None) -> Path | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         sound = False
     if not sound:
-        say_once(f"{folder} is damaged: it is not used")
+        say_once(f"{folder} is damaged; ignoring it")
     return folder if sound else None
 
 
@@ -121,7 +121,7 @@ def _locked(path: Path, name: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        say_once(f"another process is converting {name}: waiting for it")
+        say_once(f"another process is converting {name}; waiting for it")
         lock.acquire()
     except NotImplementedError as error:  # a file system without locks
         raise OSError(errno.ENOLCK, str(error)) from None

@@ -28,11 +28,11 @@ class Metadata:
         value = self.file.metadata.get(self._prefix + key, otherwise)
         if isinstance(value, list):
             if not value:
-                self.refuse(key, value, "one value, or the same one for each layer")
+                self.refuse(key, value, "one value, or the same value for every layer")
             if any(other != value[0] for other in value):
                 raise UserError(
-                    f"{self.file.path}: {self._prefix}{key} differs between layers, and models "
-                    "whose layers differ in size are not supported"
+                    f"{self.file.path}: {self._prefix}{key} differs between layers; multirate "
+                    "does not support models whose layers differ in size"
                 )
             value = value[0]
         return value
@@ -68,7 +68,7 @@ class Metadata:
         """A token's id; None where the file has no such key."""
         value = self.get(key)
         if value is not None and not (_is_whole(value) and 0 <= value < vocabulary):
-            self.refuse(key, value, f"a token's id, from 0 to {vocabulary - 1}")
+            self.refuse(key, value, f"a token id, from 0 to {vocabulary - 1}")
         return None if value is None else int(value)
 
     def array(self, key: str, kind: type, length: int | None = None) -> list[Any] | None:
@@ -81,7 +81,7 @@ class Metadata:
         if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
             self.refuse(key, value, f"a list of {name}")
         if length is not None and len(value) != length:
-            self.refuse(key, value, f"a list of {length} {name}, not of {len(value)}")
+            self.refuse(key, value, f"a list of {length} {name}, not {len(value)}")
         if kind is float and not all(map(math.isfinite, value)):
             self.refuse(key, value, "finite numbers")
         return list(value)

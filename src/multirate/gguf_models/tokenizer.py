@@ -51,7 +51,7 @@ def vocabulary_of(file: GgufFile) -> list[str]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is not None and embedding.shape[0] != len(tokens):
         raise UserError(
-            f"{file.path} is damaged: tokenizer.ggml.tokens has {len(tokens)} tokens, and "
+            f"{file.path} is damaged: tokenizer.ggml.tokens has {len(tokens)} tokens, but "
             f"token_embd.weight has {embedding.shape[0]} rows"
         )
     named = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
@@ -84,8 +84,8 @@ def load_tokenizer(file: GgufFile) -> Any:
     split = data.text("pre", "") or None
     if kind == "gpt2" and split not in _KNOWN_SPLITS:
         say_once(
-            f"{file.path.name}: how its tokenizer splits text ({split!r}) is not known, it is "
-            "split as GPT-2 does: some texts may get other tokens than the model was trained with"
+            f"{file.path.name}: unknown tokenizer.ggml.pre {split!r}; splitting text as GPT-2 "
+            "does, so some texts may get other tokens than in training"
         )
     described = {
         "tokenizer_type": kind,
@@ -120,7 +120,7 @@ def load_tokenizer(file: GgufFile) -> Any:
     except Exception as error:  # the libraries' own kinds, down to a bare Exception
         logging.getLogger(__name__).debug("tokenizer of %s", file.path, exc_info=True)
         raise UserError(
-            f"{file.path}: its tokenizer (tokenizer.ggml.*) cannot be read: {first_line(error)}"
+            f"{file.path}: cannot read its tokenizer (tokenizer.ggml.*): {first_line(error)}"
         ) from error
 
 
@@ -152,13 +152,15 @@ def _merges(data: Metadata, tokens: list[str], kind: str) -> dict[str, list[Any]
     if merges is None:
         needed = "merges" if kind == "gpt2" else "scores"
         if needed not in found:
-            data.refuse(needed, None, f"one of each {_KINDS[kind]} vocabulary")
+            data.refuse(needed, None, f"one per token of the {_KINDS[kind]} vocabulary")
         return found
     known = set(tokens)
     for merge in merges:
         left, _, right = merge.partition(" ")
         if not (left in known and right in known and left + right in known):
-            data.refuse("merges", merge, "two tokens whose join is a token, with a space between")
+            data.refuse(
+                "merges", merge, ("two tokens separated by a space, whose concatenation is a token")
+            )
     return found | {"merges": merges}
 
 
@@ -184,13 +186,13 @@ def ends(file: GgufFile, tokenizer: Any) -> list[int]:
     end = max(control, key=lambda index: len(tokens[index]), default=None)
     if end is None:
         say_once(
-            f"{file.path.name}: its chat template ends a turn with text that is no token of its "
-            "own: an answer may run on beyond its turn"
+            f"{file.path.name}: its chat template ends a turn with text that is not a single "
+            "token, so an answer may run past its turn"
         )
     elif end not in ids:
         say_once(
-            f"{file.path.name}: no key names the end of a turn; it is {tokens[end]!r}, with which "
-            "the chat template ends an answer"
+            f"{file.path.name}: no field names the end-of-turn token; using {tokens[end]!r}, "
+            "with which the chat template ends an answer"
         )
         ids.append(end)
     return ids

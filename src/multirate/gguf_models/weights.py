@@ -48,8 +48,8 @@ def load_weights(file: GgufFile, config: PretrainedConfig, dtype: torch.dtype) -
         tensor = torch.from_numpy(whole if whole.flags.writeable else whole.copy()).to(dtype)
         if tensor.shape != shapes[name]:
             raise UserError(
-                f"{file.path}: {' and '.join(sources[name])} make a tensor of shape "
-                f"{tuple(tensor.shape)}; the model's {name} is {tuple(shapes[name])}"
+                f"{file.path}: {' and '.join(sources[name])} form a tensor of shape "
+                f"{tuple(tensor.shape)}, but the model's {name} is {tuple(shapes[name])}"
             )
         return nn.Parameter(tensor.contiguous(), requires_grad=False)
 
@@ -77,15 +77,15 @@ def _sources(
         missing = [tensor for tensor in wanted if tensor not in file.tensors]
         if missing:
             raise UserError(
-                f"{file.path} has no tensor {missing[0]}, which the model's {name} is made of"
+                f"{file.path} has no tensor {missing[0]}, which the model's {name} needs"
             )
         found[name] = wanted
     used = {tensor for wanted in found.values() for tensor in wanted} | set(ROPE_FACTORS)
     left = [name for name in file.tensors if name not in used]
     if left:
         raise UserError(
-            f"{file.path}: the model has no place for tensor {left[0]} (of {len(left)} such): this "
-            f"kind of {file.architecture} is not supported"
+            f"{file.path}: the model has no place for tensor {left[0]} ({len(left)} such "
+            f"tensors); this kind of {file.architecture} is not supported"
         )
     return found
 
@@ -106,7 +106,7 @@ def _checked(file: GgufFile, name: str, values: np.ndarray) -> np.ndarray:
     # one sum instead of a look at every value: anything infinite makes it so, too
     if not np.isfinite(values.sum(dtype=np.float64)):
         raise UserError(
-            f"{file.path} is damaged: tensor {name} holds values that are not finite; fetch it "
-            "again"
+            f"{file.path} is damaged: tensor {name} holds values that are not finite; download "
+            "it again"
         )
     return values

@@ -121,7 +121,7 @@ def _step(
 ) -> tuple[Step, Promise | None]:
     if name is None:
         if quality is not None:
-            raise UserError("quality needs an accelerator: without one no token leaves early")
+            raise UserError("quality needs an accelerator; without one no token leaves early")
         return PlainStep(), None
     accelerator = engine.accelerators[name]
     method = spec.find(accelerator.method)

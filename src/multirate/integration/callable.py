@@ -112,8 +112,7 @@ class CustomGenerate:
         """
         if generation_config is None:
             raise UserError(
-                "custom_generate is called by transformers: use model.generate(..., "
-                "custom_generate=...)"
+                "transformers calls custom_generate; use model.generate(..., custom_generate=...)"
             )
         streamer = (
             self._streamer or model_kwargs.pop("streamer", None) or argument_of_generate("streamer")
@@ -195,12 +194,10 @@ def _check_arguments(
 ) -> None:
     """UserError for values that no call could use, before there is one."""
     if not isinstance(accelerator, (str, os.PathLike, Accelerator, type(None))):
-        raise UserError(
-            f"the accelerator is {accelerator!r}: accepted are its folder, name or hub id"
-        )
+        raise UserError(f"the accelerator is {accelerator!r}; accepted: its folder, name or hub id")
     if method is not None:
         if not isinstance(method, str):
-            raise UserError(f"method is {method!r}: accepted is a str")
+            raise UserError(f"method is {method!r}; accepted: a str")
         spec.find(spec.parse_variant(method)[0])
     if backend not in BACKENDS:
         raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
@@ -213,9 +210,9 @@ def _warn_of(reason: Exception, stacklevel: int) -> None:
     if isinstance(reason, Unsupported):
         line = f"{what}: {reason} is left to the model's own generate"
     elif isinstance(reason, UserError):
-        line = f"{what}, the model's own generate runs: {reason}"
+        line = f"{what} and uses the model's own generate: {reason}"
     else:
-        line = f"{what} because of a defect of its own, the model's own generate runs: "
+        line = f"{what} because of an internal error and uses the model's own generate: "
         line += first_line(reason)
     warnings.warn(line, stacklevel=stacklevel + 1)
 

@@ -22,8 +22,8 @@ def generate_from_folder(model: Any, accelerator: str | None = None, **arguments
     source = accelerator or argument_of_generate("custom_generate", str)
     if source is None:
         raise UserError(
-            "which accelerator to use is not known here: call "
-            'model.generate(..., custom_generate="<folder or hub id>", trust_remote_code=True)'
+            'no accelerator is named; call model.generate(..., custom_generate="<folder or hub '
+            'id>", trust_remote_code=True)'
         )
     streamer = arguments.pop("streamer", None)
     tokenizer = arguments.pop("tokenizer", None)
@@ -49,7 +49,7 @@ def _stop_strings_as_criterion(arguments: dict[str, Any], tokenizer: Any) -> Non
     if strings is None:
         return
     if tokenizer is None:
-        raise UserError("stop_strings need the model's tokenizer: pass tokenizer=... to generate")
+        raise UserError("stop_strings need the model's tokenizer; pass tokenizer=... to generate")
     given = list(arguments.get("stopping_criteria") or [])
     arguments["stopping_criteria"] = StoppingCriteriaList(
         [*given, StopStringCriteria(tokenizer, strings)]

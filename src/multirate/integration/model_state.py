@@ -25,7 +25,9 @@ def check_model(model: nn.Module) -> None:
         raise Unsupported(hook)
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
         if not isinstance(mode, DeviceContext):
-            raise Unsupported(f"a mode of torch that sees every operation ({called(type(mode))})")
+            raise Unsupported(
+                f"a torch mode that intercepts every operation ({called(type(mode))})"
+            )
     for name, module in model.named_modules():
         if module.training and (what := _random(module)) is not None:
             raise Unsupported(

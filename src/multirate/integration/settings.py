@@ -81,11 +81,11 @@ def read_request(
     for name in CACHE_NAMES:
         cache = arguments.get(name)
         if cache is not None and (getattr(cache, "_is_user_defined", False) or _filled(cache)):
-            raise Unsupported(f"filling your own {name}")
+            raise Unsupported(f"a {name} that you have already filled")
     mask = _mask(input_ids, arguments.get("attention_mask"), arguments.get("position_ids"))
     prompts = [row[keep].tolist() for row, keep in zip(input_ids.cpu(), mask, strict=True)]
     if not prompts or not all(prompts):
-        raise Unsupported("no prompt, or a row of nothing but padding")
+        raise Unsupported("an empty prompt, or a row of only padding")
     eos = generation_config._eos_token_tensor
     pad = generation_config._pad_token_tensor
     eos_ids = () if eos is None else tuple(int(token) for token in eos.reshape(-1))
@@ -143,7 +143,7 @@ def _sampling(config: Any, logits_processor: Any, mask: torch.Tensor) -> Samplin
         if kind not in _ORDER:
             raise Unsupported(f"the logits processor {kind.__name__}")
         if _ORDER.index(kind) <= last:
-            raise Unsupported(f"{kind.__name__} in this place among the logits processors")
+            raise Unsupported(f"{kind.__name__} at this position among the logits processors")
         last = _ORDER.index(kind)
         if getattr(processor, "min_tokens_to_keep", 1) > 1:
             raise Unsupported("min_tokens_to_keep")

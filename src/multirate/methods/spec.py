@@ -206,14 +206,14 @@ class MethodSpec:
         """
         if self.settings is None:
             if values:
-                raise UserError(f"method {self.name} has no settings; {values!r} was given")
+                raise UserError(f"method {self.name} has no settings, but {values!r} was given")
             return None
         if isinstance(values, self.settings):
             return values
         if values is not None and not isinstance(values, Mapping):
             raise UserError(
-                f"settings of method {self.name} are {values!r}; "
-                f"accepted is a mapping of {', '.join(self.settings.names())}"
+                f"settings of method {self.name} are {values!r}; accepted: a mapping of "
+                f"{', '.join(self.settings.names())}"
             )
         for name in values or {}:
             if name not in self.settings.names():
@@ -245,7 +245,7 @@ class MethodSpec:
     ) -> Drafter | None:
         """This method's drafter; None: plain decoding. Arguments and errors as of `make_step`."""
         if self.drafter is None:
-            raise UserError(f"method {self.name} proposes no tokens to verify; it {self.summary}")
+            raise UserError(f"method {self.name} does not draft; it {self.summary}")
         return self.drafter(decoder, self._module(accelerator), self.read_settings(settings))
 
     def _module(self, accelerator: Any) -> Any:
@@ -380,7 +380,7 @@ def parse_settings(given: Sequence[str], where: str) -> dict[str, Any]:
         if not separator or not name:
             raise UserError(f"{where} {text!r} is not NAME=VALUE")
         if name in values:
-            raise UserError(f"{where} {name} is given twice")
+            raise UserError(f"{where} {name} appears twice")
         try:
             values[name] = json.loads(value)
         except (ValueError, RecursionError):

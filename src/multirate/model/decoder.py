@@ -66,8 +66,8 @@ class DecoderInfo:
             return f"the model's context of {self.max_positions} tokens"
         return (
             f"the first {self.max_positions} of the model's {self.claimed_positions} positions: "
-            "beyond them its rotary embedding changes for the whole text, which multirate does not "
-            "follow (transformers' generate does)"
+            "beyond them its rotary embedding changes for the whole text, which only "
+            "transformers' generate supports"
         )
 
 

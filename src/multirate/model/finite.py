@@ -34,5 +34,5 @@ def check_weights(model: nn.Module) -> None:
     if name is not None:
         raise UserError(
             f"the model's weight {name} holds values that are not finite: its files are damaged, "
-            "or it was saved in a dtype that is too narrow for it; fetch or convert it again"
+            "or it was saved in a dtype too narrow for it; download or convert it again"
         )

@@ -56,7 +56,7 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
         NativeDecoder.say_fallback(str(reason))
         if isinstance(reason, NotPlain):
             warnings.warn(
-                f"the model's own layers are run, not packed weights: {reason}",
+                f"running the model's own layers instead of packed weights: {reason}",
                 Notice,
                 stacklevel=3,
             )

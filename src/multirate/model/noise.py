@@ -38,7 +38,8 @@ from multirate.errors import UserError
 STEPS, OCTAVES = 128, 31  # knots of an octave, octaves of a half of [0, 1]
 KNOTS = OCTAVES * STEPS + 2  # of a half: its end, and one behind it
 NOT_FINITE = (
-    "the model's logits are not finite numbers; accepted are models that run in the chosen dtype"
+    "the model's logits are not finite numbers; use a model that works in the chosen dtype, or "
+    "another dtype"
 )
 _BITS_64, _BITS_32 = 2**64 - 1, 2**32 - 1
 _FRACTION_BITS = 16  # of a float32's mantissa after the 7 that number an octave's knots

@@ -102,7 +102,7 @@ class Accelerator:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"Folder {directory} cannot be made: {error.strerror}.") from None
+            raise UserError(f"Cannot create the folder {directory}: {error.strerror}.") from None
         weights = save(tensors, metadata={"format": "pt"})
         description = {
             "format": FORMAT,
@@ -132,8 +132,8 @@ class Accelerator:
         published = find_training(self.method).published
         if published is None:
             raise UserError(
-                f"method {self.method} has no published layout; accepted is an accelerator of "
-                f"{' or '.join(name for name, _ in _layouts())}"
+                f"method {self.method} has no published layout; accepted: an accelerator of "
+                f"{' or '.join((name for name, _ in _layouts()))}"
             )
         published.write(Path(directory), self.module, self.base)
 
@@ -166,8 +166,9 @@ class Accelerator:
         weights = _read(directory / WEIGHTS)
         if hashlib.sha256(weights).hexdigest() != description["weights_sha256"]:
             raise UserError(
-                f"{directory / WEIGHTS} is not the file that {DESCRIPTION} describes (another "
-                "checksum: truncated, damaged or from another save); fetch or train it again."
+                f"{directory / WEIGHTS} is not the file that {DESCRIPTION} describes (its "
+                "checksum differs: truncated, damaged or from another save); download or train "
+                "it again."
             )
         try:
             tensors = load(weights)
@@ -199,12 +200,12 @@ def check_export(directory: str | Path, overwrite: bool) -> None:
     there = [name for name in EXPORTED if (directory / name).exists()]
     if there and not overwrite:
         raise UserError(
-            f"{directory} already holds a checkpoint: name another folder, or --overwrite"
+            f"{directory} already holds a checkpoint; name another folder, or use --overwrite"
         )
     if there and not any(layout.found(directory) for _, layout in _layouts()):
         raise UserError(
-            f"{directory / there[0]} is there already and is no exported accelerator's: it is not "
-            "replaced, name another folder"
+            f"{directory / there[0]} exists and does not belong to an exported accelerator, so "
+            "it is not replaced; name another folder"
         )
 
 
@@ -270,8 +271,8 @@ def _check_tensors(
             )
         if found.is_floating_point() and not found.float().isfinite().all():
             raise UserError(
-                f"{path}: tensor '{name}' holds values that are not finite; fetch or train the "
-                "accelerator again."
+                f"{path}: tensor '{name}' holds values that are not finite; download or train "
+                "the accelerator again."
             )
     tokens = tensors.get("draft_tokens")
     if tokens is not None and (
@@ -300,7 +301,7 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read: {error.strerror}; an accelerator folder holds {DESCRIPTION} "
+            f"cannot read {path}: {error.strerror}; an accelerator folder holds {DESCRIPTION} "
             f"and {WEIGHTS}."
         ) from None
 
@@ -314,8 +315,8 @@ def _check_base(directory: Path, trained_for: dict[str, Any], model: Any) -> str
     if here["fingerprint"] == trained_for.get("fingerprint"):
         return None
     return (
-        f"the accelerator in {directory} was trained for {name}, and this model has other weights "
-        f"(fingerprint {here['fingerprint'][:8]} instead of "
+        f"the accelerator in {directory} was trained for {name}, but this model has other "
+        f"weights (fingerprint {here['fingerprint'][:8]} instead of "
         f"{reprlib.repr(trained_for.get('fingerprint'))[1:9]})"
     )
 

@@ -150,13 +150,13 @@ def _conversations(record: Any, where: str, answered: bool) -> list[Conversation
 def _conversation(record: Any, where: str, answered: bool) -> Conversation:
     if not isinstance(record, dict):
         raise UserError(
-            f"{where}: expected a JSON object, got {type(record).__name__}; accepted: {ACCEPTED}."
+            f"{where}: expected a JSON object, not {type(record).__name__}; accepted: {ACCEPTED}."
         )
 
     def text(name: str) -> str:
         value = record[name]
         if not isinstance(value, str):
-            raise UserError(f"{where}: field '{name}' must be text, got {type(value).__name__}.")
+            raise UserError(f"{where}: field '{name}' must be text, not {type(value).__name__}.")
         return value
 
     if "messages" in record:
@@ -196,7 +196,7 @@ def _conversation(record: Any, where: str, answered: bool) -> Conversation:
         return Conversation(text=text("text"), where=where)
     missing = "" if answered else ", each also without its answer"
     raise UserError(
-        f"{where}: fields {sorted(record)} fit no known form; accepted: {ACCEPTED}{missing}."
+        f"{where}: fields {sorted(record)} match no known form; accepted: {ACCEPTED}{missing}."
     )
 
 
@@ -276,8 +276,8 @@ def _samples(conversation: Conversation, tokenizer: Any) -> list[list[Piece]]:
         if said_by(tokenizer, conversation.said, conversation.answers):
             return [list(sample) for sample in samples_of(conversation.said)]
         say_once(
-            "own answers that are not what this tokenizer makes of their tokens (another model's, "
-            "or edited ones) are trained on as text"
+            "own answers that this tokenizer does not encode to their tokens (another model's, "
+            "or edited) are used for training as text"
         )
     samples: list[list[Piece]] = []
     done = ""
@@ -371,22 +371,24 @@ def load_samples(
     most = max((int(s.ids.max()) for s in kept), default=0)
     if vocabulary is not None and most >= vocabulary:
         raise UserError(
-            f"the tokenizer makes token {most} of {names}, which is outside 0..{vocabulary - 1} "
-            "(the model's vocabulary): it is another model's"
+            f"the tokenizer encodes {names} with token {most}, outside 0..{vocabulary - 1} (the "
+            "model's vocabulary), so it belongs to another model"
         )
     counts = ", ".join(f"{count} none {where}" for where, count in why.items())
     if not kept:
         if why[too_long]:
             mend = "raise max_length"
         elif any(answer.strip() for c in conversations for answer in c.answers):
-            mend = "the model's chat template leaves the answers out"
+            mend = "the model's chat template drops the answers"
         else:
             mend = "add answers to the data"
-        raise UserError(f"No sample of {names} has a response token to learn ({counts}); {mend}.")
+        raise UserError(
+            f"No sample of {names} has a response token to learn from ({counts}); {mend}."
+        )
     if why:
         say_once(
-            f"{len(samples) - len(kept)} of {len(samples)} samples of {names} are left out, as "
-            f"they have no response token to learn ({counts})"
+            f"skipping {len(samples) - len(kept)} of {len(samples)} samples of {names}, which "
+            f"have no response token to learn from ({counts})"
         )
     return kept
 

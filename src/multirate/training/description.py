@@ -35,11 +35,11 @@ def read_description(path: Path, content: bytes) -> dict[str, Any]:
     Raises UserError naming the file, the field, its value and what is accepted.
     """
     if len(content) > MAX_BYTES:
-        raise UserError(f"{path} has {len(content)} bytes; accepted: at most {MAX_BYTES}.")
+        raise UserError(f"{path} has {len(content)} bytes; the maximum is {MAX_BYTES}.")
     try:
         description = parse_json(content, path)
     except UserError as error:
-        raise UserError(f"{error}; fetch or train it again.") from None
+        raise UserError(f"{error}; download or train it again.") from None
     if not isinstance(description, dict):
         raise UserError(f"{path} has no valid field 'format'; it is not a multirate accelerator.")
     for name in _OPTIONAL:

@@ -39,8 +39,8 @@ def check_step(step: int, loss: float, norm: float, rate: float) -> None:
     what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
     if step == 0:
         raise Diverged(
-            f"{what} in the first step, before any weight was changed: the base model's outputs or "
-            "the weights that training starts from are not finite, or sharpness is too high"
+            f"{what} in the first step, before any weight was changed: the base model's outputs "
+            "or the initial weights are not finite, or sharpness is too high"
         )
     raise Diverged(f"training diverged: {what} in step {step + 1}; {advice(rate)}")
 

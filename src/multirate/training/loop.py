@@ -109,8 +109,8 @@ def train(
         )
     elif any(parameter.is_inference() for parameter in model.parameters()):
         raise UserError(
-            "the model was made in torch.inference_mode(), which training cannot run: accepted is "
-            "one that was loaded outside it"
+            "the model was created in torch.inference_mode(), so it cannot be trained with; "
+            "load it outside inference mode"
         )
     elif settings.precision == "fp32":
         model.float()
@@ -220,8 +220,8 @@ class _Run:
         heldout = [s for s in given if s.prompt not in trained_on]
         if len(heldout) < len(given) and self.main:
             print(
-                f"{len(given) - len(heldout)} of {len(given)} held-out samples have prompts of "
-                "the training data: they are left out",
+                f"skipping {len(given) - len(heldout)} of {len(given)} held-out samples, whose "
+                "prompts are in the training data",
                 file=sys.stderr,
             )
         return samples, first_of_each_prompt(heldout)[:most]
@@ -235,7 +235,7 @@ class _Run:
         if before.method != self.method:
             raise UserError(
                 f"start_from: the accelerator in {folder} was trained with --method "
-                f"{before.method}; this run has --method {self.method}"
+                f"{before.method}, but this run uses --method {self.method}"
             )
         return before
 
@@ -259,9 +259,9 @@ class _Run:
             shapes = [tuple(each[name].shape) if name in each else None for each in (given, wanted)]
             if shapes[0] != shapes[1]:
                 raise UserError(
-                    f"start_from: an option asks for '{name}' of shape {shapes[1] or 'none'}, the "
-                    f"accelerator in {self.settings.start_from} has {shapes[0] or 'none'}; leave "
-                    "out options that change shapes"
+                    f"start_from: an option needs '{name}' of shape {shapes[1] or 'none'}, but "
+                    f"the accelerator in {self.settings.start_from} has {shapes[0] or 'none'}; "
+                    "leave out options that change shapes"
                 )
         self.stream.load_state_dict(given, strict=not (other_tokens or added))
         self.stream.to(device=self.launcher.device, dtype=torch.float32)
@@ -409,8 +409,8 @@ class _Run:
         self.rates.append({"lr": rate, "until_step": self.step})
         if self.main:
             print(
-                f"going on after step {self.step} with a peak rate of {self.settings.lr:g} in "
-                f"place of {rate:g}",
+                f"resuming after step {self.step} with a peak rate of {self.settings.lr:g} "
+                f"instead of {rate:g}",
                 file=sys.stderr,
             )
 
@@ -436,8 +436,8 @@ class _Run:
         if not (self.out / STATE).exists():
             return "nothing was saved"
         return (
-            f"the last checkpoint is kept in {self.out / STATE}, and the same call with a lower lr "
-            "goes on from it"
+            f"the last checkpoint is kept in {self.out / STATE}, and the same call with a lower "
+            "lr resumes from it"
         )
 
     def _prompts(self) -> frozenset[int] | None:
@@ -515,7 +515,8 @@ class _Run:
             return None
         if self.launcher.num_processes > 1:
             raise UserError(
-                "teacher_states works in a single process; leave it out under accelerate launch"
+                "teacher_states works only in a single process; leave it out under accelerate "
+                "launch"
             )
         states = TeacherStates(
             Path(folder),

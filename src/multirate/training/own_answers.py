@@ -57,11 +57,11 @@ def read_questions(data_files: Sequence[str | Path], limit: int | None = None) -
             key = tuple(map(normalised, (asked.system or "", *asked.users)))
             distinct.setdefault(key, asked)
     if silent and distinct:
-        say_once(f"{silent} of {len(conversations)} records ask nothing (no user turn): left out")
+        say_once(f"skipping {silent} of {len(conversations)} records without a user turn")
     questions = list(distinct.values())
     if not questions:
         names = ", ".join(str(f) for f in data_files)
-        raise UserError(f"no user turns in {names}; accepted are chat or question records")
+        raise UserError(f"no user turns in {names}; accepted: chat or question records")
     return spread(questions, limit)
 
 
@@ -111,7 +111,7 @@ def answer_questions(
                 progress(done, len(questions))
     if answerer.ended_early:
         say_once(
-            f"{answerer.ended_early} conversations end before their last question: what follows "
+            f"{answerer.ended_early} conversations were cut before their last question: the rest "
             f"{answerer.too_long}"
         )
     return len(questions)
@@ -173,7 +173,7 @@ class _Answerer:
         if why and not kept:
             raise UserError(f"no question can be answered ({reasons})")
         if why:
-            say_once(f"questions are left out ({reasons})")
+            say_once(f"skipping questions ({reasons})")
         return kept
 
     def answers(
@@ -263,14 +263,14 @@ def _look_at(path: Path, questions: Sequence[Questions], made_by: dict[str, Any]
             if found.get(name) != made_by[name]:
                 raise UserError(
                     f"{path}, line {number}: made with another {name} ({found.get(name)} instead "
-                    f"of {made_by[name]}); choose another --out or delete it"
+                    f"of {made_by[name]}); choose another --out or delete the file"
                 )
         wanted = questions[number - 1] if number <= len(questions) else None
         count = len(asked.users)
         if wanted is not None and asked != Questions(wanted.users[:count], wanted.system):
             raise UserError(
-                f"{path}, line {number}: made from other questions; choose another --out or delete "
-                "it"
+                f"{path}, line {number}: made from other questions; choose another --out or "
+                "delete the file"
             )
     if len(records.lines) > len(questions):
         raise UserError(

@@ -55,8 +55,8 @@ def read_fingerprints(folder: Path, description: dict[str, Any]) -> frozenset[in
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"{path} is not the file that {DESCRIPTION} describes ({reason}); fetch or train the "
-            "accelerator again."
+            f"{path} is not the file that {DESCRIPTION} describes ({reason}); download or train "
+            "the accelerator again."
         ) from None
 
 
@@ -68,7 +68,7 @@ def add_fingerprints(folder: Path, files: Sequence[Path]) -> int:
     try:
         description = read_description(path, path.read_bytes())
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+        raise UserError(f"cannot read {path}: {error.strerror}.") from None
     known = {
         prompt_fingerprint(prompt_of(conversation))
         for file in files

@@ -79,9 +79,9 @@ class QuestionFilter:
             shared.update(self._having.get(run, ()))
         for index, count in shared.items():
             if count >= ALIKE * (len(runs) + self._sizes[index] - count):
-                return "nearly asked already"
+                return "close to an earlier question"
         if self._openings[_opening(words)] >= self._same_opening:
-            return "begins as many others"
+            return "with a common beginning"
         return None
 
 

@@ -52,7 +52,7 @@ class Records:
                 raise written_elsewhere(self.path)
             if file.seek(0, 2) != self.size:
                 raise UserError(
-                    f"{self.path} has just been changed: does another process write it?"
+                    f"{self.path} changed during the run; check whether another process writes it"
                 )
             if self.whole < self.size:
                 file.truncate(self.whole)
@@ -96,7 +96,7 @@ def look_at(path: Path, first: bytes, other: bytes, what: str) -> Records:
 
 def foreign(path: Path, number: int, what: str) -> UserError:
     """The error for a line that this command did not write."""
-    return UserError(f"{path}, line {number}: not {what}; choose another --out or delete it")
+    return UserError(f"{path}, line {number}: not {what}; choose another --out or delete the file")
 
 
 def _begins(line: bytes, beginning: bytes) -> bool:

@@ -76,8 +76,8 @@ def user_turn(tokenizer: Any, eos_token_ids: Sequence[int]) -> UserTurn:
     instead = "pass --data with questions instead of --questions"
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
-            "the model's tokenizer has no chat template, so nothing says where a user's text "
-            f"begins: {instead}"
+            "the model's tokenizer has no chat template, so it is not known where a user's text "
+            f"begins; {instead}"
         )
     asked = [{"role": "user", "content": _PLACEHOLDER}]
     options = {"tokenize": False, "add_generation_prompt": True}
@@ -86,7 +86,8 @@ def user_turn(tokenizer: Any, eos_token_ids: Sequence[int]) -> UserTurn:
     prefix = list(tokenizer(before, add_special_tokens=False)["input_ids"])
     if not found or not prefix:
         raise UserError(
-            f"the model's chat template has nothing before a user's text to go on from: {instead}"
+            "the model's chat template has nothing before a user's text to continue from; "
+            f"{instead}"
         )
     special = {int(token) for token in tokenizer.all_special_ids}
     special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -95,7 +96,7 @@ def user_turn(tokenizer: Any, eos_token_ids: Sequence[int]) -> UserTurn:
     text_end = None if special & set(following) else next(iter(after.split()), None)
     if not ends and text_end is None:
         raise UserError(
-            f"the model's chat template does not say where a user's text ends: {instead}"
+            f"the model's chat template does not show where a user's text ends; {instead}"
         )
     return UserTurn(tuple(prefix), ends, text_end, frozenset(special))
 
@@ -159,8 +160,9 @@ def sample_questions(
                     why = (accepts.left_out - left_out_before).most_common()
                     reasons = ", ".join(f"{number} {reason}" for reason, number in why)
                     say_once(
-                        f"{len(kept)} of {count} questions after {samples} samples, going on with "
-                        f"these: of the last {ROUND} samples {found_in_round} were new ({reasons})"
+                        f"continuing with {len(kept)} of {count} questions after {samples} "
+                        f"samples: of the last {ROUND} samples only {found_in_round} were new "
+                        f"({reasons})"
                     )
                     break
                 found_in_round, left_out_before = 0, accepts.left_out.copy()
@@ -231,7 +233,7 @@ def _look_at(
             accepts.add(kept[-1])
         elif found != json.loads(json.dumps(made_by)):
             raise UserError(
-                f"{path}: sampled from another model or with other settings; choose another --out "
-                "or delete it"
+                f"{path}: sampled from another model or with other settings; choose another "
+                "--out or delete the file"
             )
     return records, kept, following

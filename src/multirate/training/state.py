@@ -34,7 +34,9 @@ def prepare_output(directory: Path, overwrite: bool) -> None:
         with tempfile.TemporaryFile(dir=directory):  # each process of a run its own
             pass
     except OSError as error:
-        raise UserError(f"Output folder {directory} cannot be written: {error.strerror}.") from None
+        raise UserError(
+            f"Cannot write to the output folder {directory}: {error.strerror}."
+        ) from None
     if (directory / STATE).exists():
         return
     description = directory / DESCRIPTION
@@ -47,13 +49,13 @@ def prepare_output(directory: Path, overwrite: bool) -> None:
         try:
             read_description(description, description.read_bytes())  # what is replaced is one
         except OSError as error:
-            raise UserError(f"{description} cannot be read: {error.strerror}.") from None
+            raise UserError(f"cannot read {description}: {error.strerror}.") from None
         return
     for name in (WEIGHTS, CARD, PROMPTS, CUSTOM_GENERATE):
         if (directory / name).exists():
             raise UserError(
-                f"{directory / name} is there already and belongs to no accelerator: it is not "
-                "replaced, name another output folder"
+                f"{directory / name} exists and does not belong to an accelerator, so it is not "
+                "replaced; name another output folder"
             )
 
 
@@ -80,7 +82,7 @@ def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any] | No
         state["stream"], state["optimizers"], state["step"], state["tokens"], state["seconds"]
     except Exception:
         raise UserError(
-            f"{path} cannot be read (truncated or damaged); delete it to start over."
+            f"cannot read {path} (truncated or damaged); delete it to start over."
         ) from None
     for name in identity:
         lowered = (
@@ -89,12 +91,13 @@ def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any] | No
         if saved.get(name) != identity[name] and not lowered:
             raise UserError(
                 f"{path} belongs to a run with another {name} ({saved.get(name)} instead of "
-                f"{identity[name]}); use the same, another output folder, or delete the file."
+                f"{identity[name]}); use the same value, name another output folder, or delete "
+                "the file."
             )
     wrong = not_finite({"stream": state["stream"], "optimizers": state["optimizers"]})
     if wrong is not None:
         raise UserError(
-            f"{path} cannot be resumed from: '{wrong}' is not finite; delete it to start over"
+            f"cannot resume from {path}: '{wrong}' is not finite; delete it to start over"
         )
     return state
 

@@ -207,7 +207,7 @@ class TeacherStates:
         except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(
                 f"{path} is damaged, or not a file of teacher states; choose another "
-                "--teacher-states folder or delete this one's states"
+                "--teacher-states folder or delete the states in this one"
             ) from None
         raise UserError(
             f"{self.folder} holds the states of another base model; choose another "
@@ -228,7 +228,7 @@ class TeacherStates:
             reason = (error.strerror or str(error)).lower()
             size = f"{self.bytes / 1e9:.1f} GB"
             raise UserError(
-                f"teacher states of {size} cannot be kept in {self.folder}: {reason}"
+                f"cannot store {size} of teacher states in {self.folder}: {reason}"
             ) from None
 
     def _begin(self) -> None:
@@ -237,8 +237,8 @@ class TeacherStates:
         for path in paths:
             if path.exists() and (not path.is_file() or path.stat().st_size):
                 raise UserError(
-                    f"{path} is there already and belongs to no teacher states: it is not "
-                    "replaced, choose another --teacher-states folder"
+                    f"{path} exists and does not belong to teacher states, so it is not "
+                    "replaced; choose another --teacher-states folder"
                 )
         for path in paths:
             path.touch()
@@ -366,7 +366,7 @@ def report_to_terminal(seconds: float = 20.0) -> Callable[[int, int], None]:
         said = now
         rate = (done - first) / max(now - begun, 1e-9)
         left = f", {(of - done) / rate / 60:.0f} min left" if rate and done < of else ""
-        line = f"the base reads the samples: {done} of {of}{left}"
+        line = f"running the base model on the samples: {done} of {of}{left}"
         end = "\n" if done == of or not terminal else ""
         sys.stderr.write(f"\r{line:<70}{end}" if terminal else f"{line}{end}")
         sys.stderr.flush()

@@ -242,7 +242,7 @@ def test_where_memory_is_short_the_models_own_layers_are_run(monkeypatch):
     monkeypatch.setattr("multirate.model.native.decoder.free_memory", lambda: 10_000)
     with pytest.raises(UserError, match=r"native.*takes .* GB of memory, and 0.0 GB are free"):
         load_decoder(model, "native")
-    with pytest.warns(Notice, match="own layers are run"):
+    with pytest.warns(Notice, match="running the model's own layers"):
         assert isinstance(load_decoder(model), HFDecoder)
     for told in (None, 10**9):  # not told, or enough
         monkeypatch.setattr("multirate.model.native.decoder.free_memory", lambda told=told: told)
@@ -300,7 +300,7 @@ def test_a_part_that_is_not_known_is_noticed(monkeypatch):
     monkeypatch.setattr("multirate.model.native.decoder.embed_scale", lambda parts: 1.0)
     with pytest.raises(UserError, match=r"native.*differ from the model's own by .*% of"):
         load_decoder(model, "native")
-    with pytest.warns(Notice, match=r"own layers are run.*a part that is not known"):
+    with pytest.warns(Notice, match=r"running the model's own layers.*an unknown part"):
         assert isinstance(load_decoder(model), HFDecoder)
 
 

@@ -192,7 +192,7 @@ def test_what_is_not_plain_is_run_by_its_own_layers(name: str) -> None:
     with torch.no_grad():
         plain, changed = make()(torch.tensor([PROMPT])).logits, model(torch.tensor([PROMPT])).logits
     assert (plain - changed).norm() > 0.05 * plain.norm()  # ignoring it would be seen
-    with pytest.warns(Notice, match=f"own layers are run.*{named}") as caught:
+    with pytest.warns(Notice, match=f"running the model's own layers.*{named}") as caught:
         engine = attach(model)
     assert (
         isinstance(engine.decoder, HFDecoder)
@@ -262,7 +262,7 @@ def attention_replaced() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (hook_for_all, "a hook for every module"),
+        (hook_for_all, "a hook on every module"),
         (function_replaced, "modeling_llama.apply_rotary_pos_emb was replaced"),
         (class_forward_replaced, "layers.0.mlp is a LlamaMLP whose class was given another forw"),
         (activation_replaced, "torch.nn.functional.silu was replaced"),
@@ -277,7 +277,7 @@ def test_what_is_changed_for_all_models_is_heard(
     before = answer(model)
     assert engine.generate([PROMPT], stop=engine.stopping(NEW)).sequences[0] == before
     with change():
-        with pytest.warns(Notice, match=f"own layers are run.*{named}"):
+        with pytest.warns(Notice, match=f"running the model's own layers.*{named}"):
             if not after:
                 engine = attach(model)
             found = engine.generate([PROMPT], stop=engine.stopping(NEW)).sequences[0]
@@ -519,7 +519,7 @@ def test_changed_weights_are_packed_again(change: Callable[[Any], None]) -> None
                 == expected
             )
         assert [str(w.message) for w in caught if w.category is Notice] == (
-            ["the model was changed after its weights were packed: packed again"]
+            ["the model changed after its weights were packed; packed them again"]
             if method == "autoregressive"
             else []
         )
@@ -567,7 +567,7 @@ def test_a_lora_put_on_after_attaching_is_heard() -> None:
     stop = engine.stopping(NEW)
     engine.generate([PROMPT * 3], stop=stop)
     adapted = lora(model)
-    with pytest.warns(Notice, match="own layers are run"):
+    with pytest.warns(Notice, match="running the model's own layers"):
         got = engine.generate([PROMPT * 3], stop=stop).sequences
     assert got == attach(adapted, backend="hf").generate([PROMPT * 3], stop=stop).sequences
     with adapted.disable_adapter():  # the K/V kept from the last answer are of other weights

@@ -8,7 +8,7 @@ SPEC = register(
     MethodSpec(
         name=PLAIN,
         title="our plain loop (the baseline)",
-        summary="plain decoding, one token per pass: the baseline",
+        summary="decodes one token per pass, without drafts: the baseline",
         drafter=lambda decoder, module, settings: None,
     )
 )

@@ -45,7 +45,10 @@ UNTRAINED = register(
     MethodSpec(
         name="calm",
         title="CALM (arXiv 2207.07061, no training)",
-        summary="lets a token leave where its confidence passes a decaying threshold (lossy)",
+        summary=(
+            "skips a token's remaining layers once its confidence passes a decaying "
+            "threshold (lossy)"
+        ),
         settings=CalmConfig,
         step=with_model_weights(
             lambda decoder, module, settings: DynamicDepthStep(
@@ -68,7 +71,9 @@ TRAINED = register(
     MethodSpec(
         name="calm-classifier",
         title="CALM with trained exit classifiers (arXiv 2207.07061; reconstructed)",
-        summary="lets a token leave where a trained classifier trusts its exit (lossy)",
+        summary=(
+            "skips a token's remaining layers once a trained classifier accepts the exit (lossy)"
+        ),
         settings=CalmClassifierDecodeConfig,
         step=with_model_weights(
             lambda decoder, module, settings: DynamicDepthStep(

@@ -24,7 +24,9 @@ class AcceptanceConfig(MethodConfig):
         for name in ("epsilon", "delta"):
             value = getattr(self, name)
             typical = self.acceptance == "typical"
-            self.require(value is None or typical, name, "null, or acceptance=typical beside it")
+            self.require(
+                value is None or typical, name, ("null, or set together with acceptance=typical")
+            )
             self.require(value is None or 0 < value < 1, name, "null, or above 0 and below 1")
 
     @property

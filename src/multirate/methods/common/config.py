@@ -98,7 +98,7 @@ class MethodConfig:
     def from_json(cls: type[C], data: Any) -> C:
         """Read what ``to_json`` wrote. Unknown, missing or invalid fields raise UserError."""
         if not isinstance(data, dict):
-            raise UserError(f"{cls.owner()} must be a JSON object, got {type(data).__name__}.")
+            raise UserError(f"{cls.owner()} must be a JSON object, not {type(data).__name__}.")
         known = cls.names()
         for name in data:
             if name not in known:

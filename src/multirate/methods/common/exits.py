@@ -34,7 +34,7 @@ def check_exits(exits: Sequence[int], num_layers: int, owner: str) -> None:
     rising = list(exits) == sorted(set(exits))
     if not rising or not all(0 < exit < num_layers for exit in exits):
         raise UserError(
-            f"{owner} exits are {list(exits)}; accepted: rising numbers of layers from 1 to "
+            f"{owner} exits are {list(exits)}; accepted: increasing layer counts from 1 to "
             f"{num_layers - 1} for this model"
         )
 

@@ -39,8 +39,9 @@ class Lookup:
         vocabulary = decoder.info.vocab_size
         if given is not None and given.vocabulary > vocabulary:
             raise UserError(
-                f"texts={texts} are of a vocabulary of {given.vocabulary} tokens, this model's has "
-                f"{vocabulary}: write them with `multirate texts` and this model"
+                f"texts={texts} were written for a vocabulary of {given.vocabulary} tokens, but "
+                f"this model has {vocabulary}; write them again with `multirate texts` and this "
+                "model"
             )
         if isinstance(setting, int):
             return Lookup(setting, given=given)
@@ -70,5 +71,5 @@ class Lookup:
 def check_texts(config: MethodConfig, texts: str | None, looked_up: bool) -> None:
     """UserError for given texts without a look-up."""
     config.require(
-        texts is None or looked_up, "texts", "none without lookup: lookup=sam looks texts up"
+        texts is None or looked_up, "texts", "none without lookup; texts need lookup=sam"
     )

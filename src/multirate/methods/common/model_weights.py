@@ -43,7 +43,7 @@ class DepthDecodeConfig(MethodConfig):
         self.require(
             self.prompt_weights == "own" or self.model_weights == "int8",
             "prompt_weights",
-            "own, or narrow with model_weights=int8 beside it",
+            "own, or narrow together with model_weights=int8",
         )
 
 
@@ -100,8 +100,9 @@ def with_model_weights(make: MakeStep) -> MakeStep:
             return make(decoder, module, settings)
         if not narrow_weights(decoder):
             say_once(
-                "model_weights=int8: 8-bit weights are read only by the native kernel, where the "
-                "processor multiplies bytes (AVX-512 with VNNI); here passes read the model's own"
+                "model_weights=int8 has no effect here: only the native kernel reads 8-bit "
+                "weights, on a processor with byte multiplication (AVX-512 with VNNI); using "
+                "the full-precision weights"
             )
             return make(decoder, module, settings)
         narrow = decoder.in_8_bits()

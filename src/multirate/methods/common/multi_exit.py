@@ -116,7 +116,7 @@ class MultiExits(ScoredExits):
     ) -> None:
         if len(thresholds) != len(exits):
             raise UserError(
-                f"setting thresholds has {len(thresholds)} values; accepted is one for each of the "
+                f"setting thresholds has {len(thresholds)} values; accepted: one for each of the "
                 f"accelerator's exits {list(exits)}"
             )
         self._thresholds = dict(zip(exits, thresholds, strict=True))

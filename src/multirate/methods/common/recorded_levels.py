@@ -105,7 +105,7 @@ class RecordedLevels:
             replay = self._decoder.record(level.function(runner))
             got = level.unload(replay(), len(ids), fresh)
         except RuntimeError as error:
-            self._fall_back(f"it could not be recorded ({str(error).splitlines()[0]})")
+            self._fall_back(f"CUDA graph capture failed ({str(error).splitlines()[0]})")
             return None
         # after the replay, so that the keys and values in the caches are the pieces'
         hidden, p = runner.step(ids, rows, carried, fresh)
@@ -115,10 +115,10 @@ class RecordedLevels:
         difference = max(relative_difference(got[0], hidden), relative_difference(got[1], p))
         if not difference <= limit:
             self._fall_back(
-                f"its recording gave other numbers (relative difference {difference:.1e})"
+                f"the CUDA graph gave other numbers (relative difference {difference:.1e})"
             )
         elif best is not None and not _near(got[2], best, limit):
-            self._fall_back("its recording gave other probabilities")
+            self._fall_back("the CUDA graph gave other probabilities")
         else:
             recordings[key] = (level, replay)
             if len(recordings) > MAX_RECORDINGS:
@@ -127,7 +127,7 @@ class RecordedLevels:
 
     def _fall_back(self, why: str) -> None:
         self.fallback = why
-        say_once(f"a draft's levels run in pieces: {why}")
+        say_once(f"running a draft's levels without one CUDA graph for all: {why}")
 
 
 class StaticLevel:

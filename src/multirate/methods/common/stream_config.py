@@ -82,7 +82,7 @@ class StreamDecodeConfig(StagedTextConfig):
         self.require(
             self.prompt_weights == "own" or self.margin is not None,
             "prompt_weights",
-            "own, or narrow with a margin beside it",
+            "own, or narrow together with a margin",
         )
         self.require(
             self.window is None or 1 <= self.window <= MAX_WINDOW,

@@ -93,9 +93,10 @@ class StreamDrafter(Drafter):
         self._margin = config.margin if fuses and narrow_weights(decoder) else None
         if config.margin is not None and self._margin is None:
             say_once(
-                f"{config.METHOD} setting margin={config.margin}: 8-bit weights verify only on the "
-                "native kernel, where the processor multiplies bytes (AVX-512 with VNNI); here all "
-                "drafts are verified with the model's own"
+                f"{config.METHOD} setting margin={config.margin} has no effect here: only the "
+                "native kernel verifies with 8-bit weights, on a processor with byte "
+                "multiplication (AVX-512 with VNNI); verifying all drafts with the "
+                "full-precision weights"
             )
         self.lossless = trusting is None and self._margin is None
         if self._margin is not None and config.prompt_weights == "narrow":

@@ -14,7 +14,10 @@ SPEC = register(
     MethodSpec(
         name="deed",
         title="DEED (arXiv 2311.08623; reconstructed beside a frozen base)",
-        summary="lets a token leave at the first adapted exit that is sure enough (lossy)",
+        summary=(
+            "skips a token's remaining layers at the first adapted exit that is confident "
+            "enough (lossy)"
+        ),
         settings=DeedDecodeConfig,
         step=with_model_weights(
             lambda decoder, module, settings: DynamicDepthStep(

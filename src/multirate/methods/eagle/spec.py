@@ -12,8 +12,8 @@ from multirate.methods.spec import MethodSpec, Training, register
 SPEC = register(
     MethodSpec(
         name="eagle",
-        title="EAGLE (arXiv 2401.15077), trees as EAGLE-2's",
-        summary="drafts with a trained layer that goes on from the model's last feature",
+        title="EAGLE (arXiv 2401.15077), with EAGLE-2's trees",
+        summary="drafts with a trained layer that continues from the model's last hidden state",
         settings=EagleDecodeConfig,
         tunable={**TUNABLE, "lookup": (0, "sam")},
         drafter=lambda decoder, module, settings: EagleDrafter(decoder, module, settings),

@@ -14,7 +14,9 @@ SPEC = register(
     MethodSpec(
         name="eagle3",
         title="EAGLE-3 (arXiv 2503.01840)",
-        summary="drafts with a trained layer over residuals of three depths, and its own head",
+        summary=(
+            "drafts with a trained layer that reads hidden states of three depths, and its own head"
+        ),
         settings=Eagle3DecodeConfig,
         tunable={**TUNABLE, "lookup": (0, "sam")},
         drafter=lambda decoder, module, settings: Eagle3Drafter(decoder, module, settings),

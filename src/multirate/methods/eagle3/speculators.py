@@ -81,7 +81,7 @@ def read(
     try:
         tensors = load(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+        raise UserError(f"cannot read {path}: {error.strerror}.") from None
     except (SafetensorError, ValueError, KeyError) as error:
         raise UserError(f"{path} is not a readable safetensors file ({error}).") from None
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
@@ -91,14 +91,14 @@ def read(
         or not torch.allclose(own.bfloat16(), embeddings.cpu().bfloat16(), atol=1e-3, rtol=0.02)
     ):
         raise UserError(
-            f"{path}: tensor 'embed_tokens.weight' is not the base model's; accepted are the "
+            f"{path}: tensor 'embed_tokens.weight' differs from the base model's; accepted: the "
             "base's input embeddings, or none."
         )
     known = {*_NAMES.values(), *_MORE_TENSORS}
     for name in sorted(tensors.keys() - known):
         if not name.removeprefix("layers.0.self_attn.").startswith(_TRAINED_WITH):
             raise UserError(
-                f"{path}: tensor '{name}' is not one of an EAGLE-3 drafter that can be read; "
+                f"{path}: tensor '{name}' does not belong to a supported EAGLE-3 drafter; "
                 f"accepted: {', '.join(sorted(known))}."
             )
     found = {ours: _tensor(path, tensors, theirs) for ours, theirs in _NAMES.items()}
@@ -130,7 +130,7 @@ def _config(path: Path, given: dict[str, Any], base: BaseShape) -> Eagle3Config:
     for values, known, where in ((given, _FIELDS, ""), (layer, _LAYER_FIELDS, inner)):
         for name, value in values.items():
             if name not in known | usual_fields and value not in (None, False, [], {}):
-                refuse(where + name, value, "no such field: what it changes is not known here")
+                refuse(where + name, value, "no such field (its effect is unknown here)")
     for name, ours in (("hidden_size", base.hidden_size), ("vocab_size", base.vocab_size)):
         value = field(layer, name, inner)
         if value != ours:
@@ -200,11 +200,11 @@ def _draft_tokens(
     chosen, order = ids.sort()
     if (chosen.diff() <= 0).any() or int(chosen[0]) < 0 or int(chosen[-1]) >= vocab:
         raise UserError(
-            f"{path}: tensor 'd2t' must lead from {count} rows to different ids below {vocab}."
+            f"{path}: tensor 'd2t' must map {count} rows to different ids below {vocab}."
         )
     marked = tensors.get("t2d")
     if marked is not None and not torch.equal(marked.flatten().nonzero()[:, 0], chosen):
-        raise UserError(f"{path}: tensor 't2d' marks other ids than those that 'd2t' leads to.")
+        raise UserError(f"{path}: tensor 't2d' marks other ids than 'd2t' maps to.")
     return chosen, order
 
 
@@ -256,7 +256,7 @@ def write(folder: Path, layer: Eagle3Layer, base: dict[str, Any]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"Folder {folder} cannot be made: {error.strerror}.") from None
+        raise UserError(f"Cannot create the folder {folder}: {error.strerror}.") from None
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     write_atomically(folder / WEIGHTS, save(contiguous, metadata={"format": "pt"}))
     write_atomically(folder / CONFIG, json.dumps(description, indent=2) + "\n")

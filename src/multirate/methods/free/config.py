@@ -69,5 +69,5 @@ class FreeDecodeConfig(DepthDecodeConfig):
         self.require(
             self.adaptive is None or (self.threshold is not None and self.kv == "deferred"),
             "adaptive",
-            "null, or a threshold and kv=deferred beside it",
+            "null, or set together with a threshold and kv=deferred",
         )

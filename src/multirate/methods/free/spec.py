@@ -15,7 +15,9 @@ SPEC = register(
     MethodSpec(
         name="free",
         title="FREE (arXiv 2310.05424; reconstructed beside a frozen base)",
-        summary="lets a token leave at one shallow exit that is sure enough (lossy)",
+        summary=(
+            "skips a token's remaining layers at one shallow exit that is confident enough (lossy)"
+        ),
         settings=FreeDecodeConfig,
         step=with_model_weights(
             lambda decoder, module, settings: DynamicDepthStep(

@@ -12,7 +12,7 @@ SPEC = register(
     MethodSpec(
         name="hydra",
         title="Hydra++ (arXiv 2402.05109)",
-        summary="drafts with trained heads that know the tokens drafted before theirs",
+        summary="drafts with trained heads that read the tokens drafted before theirs",
         settings=HydraDecodeConfig,
         drafter=lambda decoder, module, settings: settings.joined(
             HydraDrafter(decoder, module, settings),

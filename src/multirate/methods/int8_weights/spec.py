@@ -20,14 +20,17 @@ def _settings(module: Any, margin: float | None) -> dict[str, Any]:
 
 
 def _told(margin: float) -> str:
-    return "margin 0, narrow prompts" if margin == NARROW_PROMPTS else f"margin {margin:g}"
+    return "margin 0, quantised prompts" if margin == NARROW_PROMPTS else f"margin {margin:g}"
 
 
 SPEC = register(
     MethodSpec(
         name="int8_weights",
-        title="plain decoding with narrow weights: 8 bits, or a file's own 4 (no training)",
-        summary="reads the model's weights in 8 bits, its own for tokens in doubt (lossy)",
+        title="plain decoding with quantised weights: 8 bits, or a file's own 4 (no training)",
+        summary=(
+            "decodes with 8-bit weights and recomputes uncertain tokens with the "
+            "full-precision ones (lossy)"
+        ),
         settings=Int8WeightsConfig,
         step=lambda decoder, module, settings: NarrowPlainStep(decoder, settings),
         dynamic=DynamicMode(

@@ -32,8 +32,9 @@ class NarrowPlainStep(PlainStep):
             self._narrow = decoder.in_8_bits()
         else:
             say_once(
-                "method int8_weights: 8-bit weights are read only by the native kernel, where the "
-                "processor multiplies bytes (AVX-512 with VNNI); here decoding is plain"
+                "method int8_weights has no effect here: only the native kernel reads 8-bit "
+                "weights, on a processor with byte multiplication (AVX-512 with VNNI); decoding "
+                "with the full-precision weights"
             )
             self.lossless = True
         if settings.prompt_weights == "narrow":

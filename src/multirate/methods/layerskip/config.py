@@ -43,7 +43,7 @@ class LayerSkipConfig(StagedConfig):
         exit_layer = self.exit_layer or max(1, num_layers // 4)
         if exit_layer >= num_layers:
             raise UserError(
-                f"layerskip's exit_layer is {exit_layer}; accepted are 1..{num_layers - 1} for "
-                "this model"
+                f"layerskip's exit_layer is {exit_layer}; accepted for this model: "
+                f"1..{num_layers - 1}"
             )
         return exit_layer

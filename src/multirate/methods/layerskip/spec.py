@@ -11,7 +11,7 @@ SPEC = register(
     MethodSpec(
         name="layerskip",
         title="early exit (LayerSkip-style, no training)",
-        summary="drafts with the first layers and the shared head, verifies with the others",
+        summary="drafts with the first layers and the shared head, and verifies with the others",
         settings=LayerSkipConfig,
         tunable={"tokens": (3, 6, 9), "confidence": (0.4, 0.6, 0.8)},
         drafter=lambda decoder, module, settings: in_stages(

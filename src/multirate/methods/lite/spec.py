@@ -22,7 +22,10 @@ SPEC = register(
     MethodSpec(
         name="lite",
         title="LITE (arXiv 2310.18581; reconstructed beside a frozen base)",
-        summary="lets a token leave at the first trained exit that is sure enough (lossy)",
+        summary=(
+            "skips a token's remaining layers at the first trained exit that is confident "
+            "enough (lossy)"
+        ),
         settings=LiteDecodeConfig,
         step=with_model_weights(
             lambda decoder, module, settings: DynamicDepthStep(

@@ -32,8 +32,8 @@ class LookaheadConfig(StagedConfig):
         self.require(
             self.nodes <= MAX_TREE_NODES,
             "window",
-            f"such that (ngram − 1) · (window + guesses) is at most {MAX_TREE_NODES}, the rows of "
-            "a tree",
+            f"such that (ngram − 1) · (window + guesses) is at most {MAX_TREE_NODES}, the "
+            "maximum number of tree nodes",
         )
 
     @property

@@ -11,7 +11,7 @@ SPEC = register(
     MethodSpec(
         name="lookahead",
         title="lookahead decoding (arXiv 2402.02057, no training)",
-        summary="drafts n-grams that the model itself guesses ahead of the text",
+        summary="drafts n-grams that the model generates in parallel with the text",
         settings=LookaheadConfig,
         tunable={"ngram": (3, 4), "window": (2, 4, 6), "guesses": (1, 2, 4)},
         drafter=lambda decoder, module, settings: in_stages(

@@ -98,7 +98,7 @@ class M2R2Config(MethodConfig):
         self.require(
             self.unroll_steps == 1 or self.carry,
             "unroll_steps",
-            "1 when carry is false (without it every step is the first)",
+            "1 when carry is false (without carry every draft step is the first)",
         )
         self.require(0 <= self.feature_weight <= 1000, "feature_weight", "0 to 1000")
         self.require(0 <= self.noise <= 10, "noise", "0 to 10")
@@ -106,7 +106,7 @@ class M2R2Config(MethodConfig):
         self.require(
             len(self.taps) <= MOST_TAPS and above and (self.carry or not self.taps),
             "taps",
-            f"at most {MOST_TAPS} increasing layers above the last gate, none without carry",
+            f"at most {MOST_TAPS} increasing layers above the last gate; none without carry",
         )
         self.require_draft_vocab()
         self.require(0 < self.norm_eps <= 1, "norm_eps", "above 0, at most 1")
@@ -141,7 +141,7 @@ class M2R2Config(MethodConfig):
             self.require(
                 self.mlp_adapter != "lora",
                 "mlp_adapter",
-                "'parallel' or 'none' on a mixture of experts",
+                "'parallel' or 'none' for a mixture of experts",
             )
 
     @staticmethod

@@ -53,11 +53,11 @@ def _exit_threshold(config: M2R2DecodeConfig, stream: AcceleratedStream) -> floa
     if not config.leaves_early or config.exit_thresholds is None:
         return None
     if len(stream.config.gates) != 1:
-        raise ValueError("trusted drafts are for streams with one gate")
+        raise ValueError("unverified acceptance (trust) needs an accelerator with one gate")
     if config.kv != "deferred":
         raise UserError(
-            f"m2r2 setting kv={config.kv!r} needs an accelerator with several gates; with one gate "
-            "accepted is deferred"
+            f"m2r2 setting kv={config.kv!r} needs an accelerator with several gates; accepted "
+            "with one gate: deferred"
         )
     return config.exit_thresholds[0]
 

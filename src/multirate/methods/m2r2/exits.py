@@ -28,7 +28,7 @@ def step_of(decoder: Decoder, stream: AcceleratedStream, config: M2R2DecodeConfi
     gates, thresholds = stream.config.gates, config.exit_thresholds
     if thresholds is not None and len(thresholds) != len(gates):
         raise UserError(
-            f"m2r2 setting exit_thresholds has {len(thresholds)} values; accepted is one for each "
+            f"m2r2 setting exit_thresholds has {len(thresholds)} values; accepted: one for each "
             f"of the accelerator's gates {list(gates)}"
         )
     if config.leaves_early and len(gates) > 1:
@@ -49,14 +49,14 @@ class GateExits(DepthPolicy):
     ) -> None:
         if stream.carry is not None or stream.blocks:
             raise UserError(
-                "dynamic mode with several gates needs an accelerator without carry and block; "
-                f"this one has the gates {list(stream.config.gates)}: accepted are m2r2's own "
-                "options, or one gate"
+                "dynamic mode with several gates needs an accelerator without carry and block, "
+                f"but this one has the gates {list(stream.config.gates)}; use m2r2's own "
+                "options, or an accelerator with one gate"
             )
         if stream.fusions and not stream.config.reinitialise:
             raise UserError(
-                "dynamic mode with several gates and a fusion needs reinitialise=true: what a "
-                "fused residual becomes in the next layers was not trained"
+                "dynamic mode with several gates and a fusion needs reinitialise=true: training "
+                "did not cover what the later layers do with a fused residual"
             )
         thresholds = config.exit_thresholds or ()
         used = [j for j, threshold in enumerate(thresholds) if threshold is not None]

@@ -53,7 +53,7 @@ def _margin_settings(stream: AcceleratedStream, point: float | None) -> dict[str
 def _margin_told(point: float) -> str:
     if point >= 0:
         return f"margin {point:g}"
-    return f"margin 0, narrow prompts, threshold {1 + point:.4f}"
+    return f"margin 0, quantised prompts, threshold {1 + point:.4f}"
 
 
 def _has_margin(decoder: Decoder, stream: AcceleratedStream) -> bool:
@@ -85,7 +85,10 @@ PAPER = register(
     MethodSpec(
         name="m2r2",
         title="M2R2 as the paper describes it (arXiv 2502.02040; reconstructed)",
-        summary="accelerated residual stream drafts, the remaining layers verify (the paper)",
+        summary=(
+            "drafts with an accelerated residual stream, and verifies with the remaining "
+            "layers (the paper)"
+        ),
         settings=M2R2DecodeConfig,
         tunable=TUNABLE,
         drafter=lambda decoder, module, settings: M2R2Drafter(decoder, module, settings),

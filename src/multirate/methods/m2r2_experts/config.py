@@ -64,8 +64,7 @@ class ExpertPredictorConfig(MethodConfig):
         """Refuse a base that has no experts or too few layers."""
         if not base.is_moe:
             raise UserError(
-                f"{self.METHOD} predicts which experts are needed: it is for mixtures of experts, "
-                "and this model is none"
+                f"{self.METHOD} works only with mixtures of experts, and this model is not one"
             )
         self.require(
             self.ahead < base.num_layers,

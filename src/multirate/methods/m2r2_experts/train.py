@@ -79,8 +79,8 @@ class ExpertPredictorObjective(Objective):
         ]
         if len(self._mixtures) <= predictor.config.ahead:
             raise UserError(
-                f"ahead is {predictor.config.ahead}; the model has {len(self._mixtures)} mixture "
-                "layers"
+                f"ahead is {predictor.config.ahead}; accepted: fewer than the model's "
+                f"{len(self._mixtures)} mixture layers"
             )
 
     @property

@@ -35,8 +35,8 @@ class MedusaDrafter(HeadsDrafter):
         self.widths = config.widths or heads.config.widths
         if len(self.widths) > heads.config.heads:
             raise UserError(
-                f"medusa's widths are {list(self.widths)}; this accelerator has heads for "
-                f"{heads.config.heads} depths"
+                f"medusa's widths are {list(self.widths)}, but this accelerator has heads for "
+                f"only {heads.config.heads} depths"
             )
         self.max_nodes = nodes_of(self.widths)
         self._last: dict[int, Tensor] = {}  # h_L [1, d] of each sequence's last verified row

@@ -29,7 +29,7 @@ class MixtureOfDepthsConfig(MethodConfig):
         self.require(
             bool(self.blocks) and self.blocks[0] >= 0 and rising,
             "blocks",
-            "increasing layer numbers, from 0 on",
+            "increasing layer numbers, starting from 0 or more",
         )
         self.require(0 < self.capacity < 1, "capacity", "a number between 0 and 1")
 

@@ -48,6 +48,6 @@ def refuse_windows(windows: tuple[int | None, ...], blocks: tuple[int, ...]) -> 
     for i in blocks:
         if windows[i] is not None:
             raise UserError(
-                f"mixture_of_depths' block {i} has a sliding window; accepted are blocks with full "
+                f"mixture_of_depths' block {i} has a sliding window; accepted: blocks with full "
                 "attention"
             )

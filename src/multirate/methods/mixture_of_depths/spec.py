@@ -15,8 +15,8 @@ from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Train
 SPEC = register(
     MethodSpec(
         name="mixture_of_depths",
-        title="Mixture-of-Depths (arXiv 2404.02258; a retrofit of routers to a frozen base)",
-        summary="lets every token pass by the blocks whose routers leave it out (lossy)",
+        title="Mixture-of-Depths (arXiv 2404.02258; routers added to a frozen base)",
+        summary="skips each block for the tokens that its router leaves out (lossy)",
         settings=MixtureOfDepthsDecodeConfig,
         step=with_model_weights(MixtureOfDepthsStep),
         dynamic=with_narrow_dials(

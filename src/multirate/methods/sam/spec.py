@@ -10,7 +10,7 @@ SPEC = register(
     MethodSpec(
         name="sam",
         title="SAM-Decoding (arXiv 2411.10666, no training)",
-        summary="drafts what followed the longest end of the text that occurred before",
+        summary="drafts what followed the longest suffix of the text that occurred before",
         settings=SAMConfig,
         tunable={
             "tokens": (7, 10, 16),

@@ -19,7 +19,9 @@ SPEC = register(
     MethodSpec(
         name="skipdecode",
         title="SkipDecode (arXiv 2307.02628, no training)",
-        summary="runs fewer layers the further a text goes, all rows of a batch the same (lossy)",
+        summary=(
+            "runs fewer layers the longer the text gets, the same for all rows of a batch (lossy)"
+        ),
         settings=SkipDecodeConfig,
         step=with_model_weights(
             lambda decoder, module, settings: DynamicDepthStep(

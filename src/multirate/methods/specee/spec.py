@@ -14,7 +14,10 @@ SPEC = register(
     MethodSpec(
         name="specee",
         title="SpecEE (arXiv 2504.08850; reconstructed with a proposer of its own)",
-        summary="lets a token leave where it is one of four proposed before the pass (lossy)",
+        summary=(
+            "skips a token's remaining layers once it is one of four tokens proposed before "
+            "the pass (lossy)"
+        ),
         settings=SpecEEDecodeConfig,
         step=with_model_weights(
             lambda decoder, module, settings: DynamicDepthStep(

@@ -36,5 +36,5 @@ class TokenRecyclingConfig(JoinedConfig):
         self.require(
             min(tree, default=0) >= 1 and sum(tree) <= MAX_TREE_NODES,
             "tree",
-            f"null, or a list of whole numbers of at least 1, {MAX_TREE_NODES} in all at most",
+            f"null, or a list of whole numbers of at least 1 that sum to at most {MAX_TREE_NODES}",
         )

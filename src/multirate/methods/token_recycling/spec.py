@@ -10,7 +10,7 @@ SPEC = register(
     MethodSpec(
         name="token_recycling",
         title="token recycling (arXiv 2408.08696, no training)",
-        summary="drafts what the model itself held likely after the same tokens before",
+        summary="drafts the model's own top predictions after the same tokens earlier",
         settings=TokenRecyclingConfig,
         tunable={"nodes": (11, 16, 24), "k": (4, 8, 16)},
         drafter=lambda decoder, module, settings: settings.joined(

@@ -18,7 +18,7 @@ _NAME = "two_model"
 def _drafter(decoder: Decoder, second: Any, settings: TwoModelConfig) -> Drafter:
     if not isinstance(second, SecondModel):
         raise UserError(
-            f"method {_NAME} needs a model that drafts: accepted is {_NAME}:draft=MODEL, a folder, "
+            f"method {_NAME} needs a draft model; name one with {_NAME}:draft=MODEL, a folder, "
             "GGUF file or hub id with the base model's tokenizer"
         )
     check_same(second.tokenizer, second.base_tokenizer, second.name)
@@ -29,7 +29,7 @@ SPEC = register(
     MethodSpec(
         name="two_model",
         title="two-model speculation (arXiv 2211.17192, 2302.01318; no training)",
-        summary="drafts with another model that has the same tokenizer (draft=MODEL)",
+        summary="drafts with a smaller model that has the same tokenizer (draft=MODEL)",
         settings=TwoModelConfig,
         second_model=lambda settings: settings.draft,
         drafter=_drafter,

@@ -234,7 +234,7 @@ class GraphedDecoder(HFDecoder):
             got = inputs.unload(replay())
             tokens = inputs.chosen_tokens() if run.chooses else []
         except RuntimeError as error:
-            self.graph_fallback = f"a pass could not be recorded ({str(error).splitlines()[0]})"
+            self.graph_fallback = f"CUDA graph capture failed ({str(error).splitlines()[0]})"
 
         # After the replay, so that the keys and values in the cache are the reference's, should the
         # recording turn out to be of no use.
@@ -295,8 +295,8 @@ class GraphedDecoder(HFDecoder):
         reference(x)  # whose keys and values stay
         if not difference <= _ROUNDINGS * relative_difference(other, expected):
             self.graph_fallback = (
-                "a recorded pass gave other numbers than the model's own layers (relative "
-                f"difference {difference:.1e})"
+                "the CUDA graph of a pass gave other numbers than the model's own layers "
+                f"(relative difference {difference:.1e})"
             )
 
     def _compare_tokens(self, tokens: Sequence[int], logits: Tensor) -> None:
@@ -304,7 +304,9 @@ class GraphedDecoder(HFDecoder):
         at = torch.tensor(tokens, device=logits.device, dtype=torch.int64)[:, None]
         behind = logits.amax(dim=-1) - logits.gather(1, at)[:, 0]
         if not bool((behind <= _ROUNDINGS * rounding_limit(self.info.dtype) * logits.std()).all()):
-            self.graph_fallback = "a recorded pass chose other tokens than the model's own head"
+            self.graph_fallback = (
+                "the CUDA graph of a pass chose other tokens than the model's own head"
+            )
 
     def _width(self, x: Tensor | None, rows: Rows, run: Pass, cache: KVCache) -> int | None:
         """The rows per sequence of the static shape for this call; None: it is not one for a
@@ -545,11 +547,11 @@ def unsupported(parts: ModelParts) -> str | None:
     may be.
     """
     if any(moe is not None for moe in parts.moe):
-        return "its experts get as many rows as the router decides, so shapes vary"
+        return "its experts get a varying number of rows, so shapes are not static"
     kinds = getattr(parts.rotary_module, "rope_type", None)
     for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
         if kind in ("dynamic", "longrope"):
-            return f"its {kind} rotary embedding chooses frequencies by the positions of the call"
+            return f"its {kind} rotary embedding depends on the positions of each call"
     devices = {p.device for p in parts.model.parameters()}
     if len(devices) > 1:
         return f"its weights are on several devices ({', '.join(sorted(map(str, devices)))})"

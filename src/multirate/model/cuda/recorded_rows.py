@@ -149,14 +149,14 @@ class RecordedRows:
             replay = self._decoder.recorder.record(lambda: function(*fixed))
             got = judged(_own(replay, rows))
         except RuntimeError as error:
-            self._fall_back(f"it could not be recorded ({str(error).splitlines()[0]})")
+            self._fall_back(f"CUDA graph capture failed ({str(error).splitlines()[0]})")
             return itself()
         out = itself()
         expected = judged(out)
         difference = relative_difference(got, expected)
         if not difference <= rounding_limit(self._decoder.info.dtype):
             self._fall_back(
-                f"its recording gave other numbers (relative difference {difference:.1e})"
+                f"the CUDA graph gave other numbers (relative difference {difference:.1e})"
             )
             return out
         recordings[key] = (fixed, replay)
@@ -167,7 +167,7 @@ class RecordedRows:
     def _fall_back(self, why: str) -> None:
         self.fallback = why
         self._recordings.clear()
-        say_once(f"a draft's own layer runs kernel by kernel: {why}")
+        say_once(f"running the draft layer kernel by kernel: {why}")
 
 
 def _load(fixed: list[Tensor], inputs: tuple[Tensor, ...]) -> None:

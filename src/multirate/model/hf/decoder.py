@@ -172,21 +172,20 @@ class HFDecoder(Decoder):
                 logits = parts.logits(hidden)
         except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"{name} cannot be run: its layers could not be called one by one ({error})"
+                f"cannot run {name}: its layers could not be called one by one ({error})"
             ) from error
         if logits.shape != expected.shape:
             raise UserError(
-                f"{name} cannot be run: its own forward gives logits of {tuple(expected.shape)} "
-                f"for {ids.shape[1]} "
-                "tokens (a prompt of its own put before them?), so it has a part that is not known"
+                f"cannot run {name}: its forward gives logits of {tuple(expected.shape)} for "
+                f"{ids.shape[1]} tokens (perhaps it adds a prompt of its own), so it has an "
+                "unknown part"
             )
         check_finite(expected)
         difference = relative_difference(logits, expected)
         if not difference <= rounding_limit(self.info.dtype):
             raise UserError(
-                f"{name} cannot be run: its layers run one by one give other logits than its own "
-                "forward "
-                f"(relative difference {difference:.1e}), so it has a part that is not known"
+                f"cannot run {name}: its layers, run one by one, give other logits than its own "
+                f"forward (relative difference {difference:.1e}), so it has an unknown part"
             )
         layout = [
             LayerKV(k.shape[1], k.shape[3], recorded.values[i].shape[3], k.dtype, k.device)
@@ -196,7 +195,7 @@ class HFDecoder(Decoder):
             self._probe_passes(ids[0], expected[0], layout)
         except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"{name} cannot be run: its layers take no other passes than whole texts ({error})"
+                f"cannot run {name}: its layers accept only passes over whole texts ({error})"
             ) from error
         return layout
 
@@ -231,9 +230,9 @@ class HFDecoder(Decoder):
         if far > (count // 4 if near_ties else 0):
             name = type(self.parts.model).__name__
             raise UserError(
-                f"{name} cannot be run: {far} of {count + 1} tokens have "
-                "other logits in passes of other lengths, so it has a part whose result for a "
-                "token depends on the tokens beside it"
+                f"cannot run {name}: {far} of {count + 1} tokens have other logits in passes of "
+                "other lengths, so it has a part whose result for a token depends on other "
+                "tokens in the pass"
             )
 
 

@@ -68,7 +68,7 @@ def hooked(model: nn.Module) -> str | None:
     none.
     """
     for hook in global_hooks():
-        return f"a hook for every module ({called(hook)})"
+        return f"a hook on every module ({called(hook)})"
     for name, module in model.named_modules():
         if (found := hook_of(module)) is not None:
             return f"{found} of {name or 'the model'}"
@@ -175,9 +175,9 @@ def _of_peft(model: nn.Module) -> str | None:
         for one in config.values() if isinstance(config, dict) else ():
             kind = str(getattr(one.peft_type, "value", one.peft_type))
             if getattr(one, "is_prompt_learning", False) and _is_active(module, one):
-                return f"PEFT puts a learned prompt before its inputs ({kind})"
+                return f"PEFT prepends a learned prompt to its inputs ({kind})"
             if kind in ("XLORA", "POLY"):
-                return f"PEFT chooses adapters anew for each text ({kind})"
+                return f"PEFT chooses adapters for each text ({kind})"
         for name in HOOKS:
             for hook in getattr(module, name).values():
                 if called(hook).startswith("peft."):
@@ -185,7 +185,7 @@ def _of_peft(model: nn.Module) -> str | None:
         for name in _active_adapters(module):
             variant = getattr(module, "lora_variant", {}).get(name)
             if "alora" in str(getattr(variant, "__name__", type(variant).__name__)).lower():
-                return f"PEFT's adapter {name!r} is switched on by certain tokens (aLoRA)"
+                return f"PEFT's adapter {name!r} is activated by certain tokens (aLoRA)"
     return None
 
 

@@ -43,7 +43,7 @@ _DOWN_NAMES = ("down_proj", "c_proj", "fc2", "dense_4h_to_h")
 
 
 def _refuse(model: nn.Module, reason: str) -> NoReturn:
-    raise UserError(f"{type(model).__name__} cannot be run: {reason}")
+    raise UserError(f"cannot run {type(model).__name__}: {reason}")
 
 
 def find_parts(model: nn.Module) -> ModelParts:
@@ -57,7 +57,7 @@ def find_parts(model: nn.Module) -> ModelParts:
         return _find_parts(model)
     except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"{type(model).__name__} cannot be run: its parts are not those of a known decoder "
+            f"cannot run {type(model).__name__}: its parts are not those of a known decoder "
             f"({first_line(error)})"
         ) from error
 
@@ -81,8 +81,8 @@ def _find_parts(model: nn.Module) -> ModelParts:
         if function is not None and not of_a_library(function):
             _refuse(
                 model,
-                f"its {what} {config._attn_implementation!r} is a function of "
-                f"{called(function)}; transformers' own are supported (set_attn_implementation)",
+                f"its {what} {config._attn_implementation!r} is {called(function)}; "
+                "only transformers' own are supported (set_attn_implementation)",
             )
 
     base = model.get_decoder()  # type: ignore[operator]
@@ -90,7 +90,7 @@ def _find_parts(model: nn.Module) -> ModelParts:
     _check_vocabulary(model, head, embed_tokens, int(config.vocab_size))
     for name in _OTHER_WINDOWS:
         if getattr(config, name, None) is not None:
-            _refuse(model, f"its attention has a {name}; sliding_window is supported")
+            _refuse(model, f"its attention has a {name}; only sliding_window is supported")
     if (foreign := left_out(model, base)) is not None:
         _refuse(model, foreign)
     found = _classify(model, base, embed_tokens, config)
@@ -99,7 +99,11 @@ def _find_parts(model: nn.Module) -> ModelParts:
     layers = tuple(_layer(model, base, module, i, config) for i, module in enumerate(modules))
     places = [getattr(layer.attention, "layer_idx", i) for i, layer in enumerate(layers)]
     if sorted(places) != list(range(len(layers))):
-        _refuse(model, f"its layers keep their keys and values at {places} of {len(layers)} places")
+        _refuse(
+            model,
+            f"its layers store their keys and values at the cache indices {places}, not each at "
+            f"one of 0 to {len(layers) - 1}",
+        )
     softcap = getattr(config, "attn_logit_softcapping", None)
     sinks = any(hasattr(layer.attention, "sinks") for layer in layers)
     head_weight = getattr(head, "weight", None)
@@ -133,8 +137,8 @@ def _check_vocabulary(model: nn.Module, head: Any, embed_tokens: Any, size: int)
     if logits not in (None, size) or (embedded is not None and embedded < size):
         _refuse(
             model,
-            f"its configuration has a vocabulary of {size}, its head gives {logits} logits and "
-            f"{embedded} tokens have embeddings (resize_token_embeddings changes all three)",
+            f"its configuration has a vocabulary of {size}, but its head gives {logits} logits "
+            f"and {embedded} tokens have embeddings (resize_token_embeddings changes all three)",
         )
 
 
@@ -173,7 +177,7 @@ def _classify(
                 "model",
             )
     if "layers" not in found:
-        _refuse(model, f"no list of its {count} layers was found in {type(base).__name__}")
+        _refuse(model, f"{type(base).__name__} has no list of its {count} layers")
     return found
 
 
@@ -190,8 +194,8 @@ def _layer(
         what = ", ".join(type(c).__name__ for c in children.values())
         _refuse(
             model,
-            f"layer {index} has {len(attentions)} attention blocks among its parts ({what}); one "
-            "is needed",
+            f"layer {index} has {len(attentions)} attention blocks among its parts ({what}); "
+            "exactly one is supported",
         )
     attention = attentions[0]
     if getattr(attention, "is_causal", True) is False:
@@ -200,7 +204,7 @@ def _layer(
     names = inspect.signature(module.forward).parameters
     cache_argument = next((name for name in _CACHE_ARGUMENTS if name in names), None)
     if cache_argument is None:
-        _refuse(model, f"layer {index} takes no key/value cache")
+        _refuse(model, f"layer {index} accepts no key/value cache")
     unknown = [
         name
         for name, p in names.items()
@@ -210,7 +214,7 @@ def _layer(
         and name not in _CACHE_ARGUMENTS
     ]
     if unknown:
-        _refuse(model, f"its layers need the argument {unknown[0]!r}, which is not known")
+        _refuse(model, f"its layers need the unknown argument {unknown[0]!r}")
 
     rest = [
         c
@@ -247,7 +251,7 @@ def _layer_type(model: nn.Module, config: Any, index: int) -> str | None:
     if kind not in ("full_attention", "sliding_attention"):
         _refuse(
             model,
-            f"layer {index} is of type {kind!r}; full_attention and sliding_attention are "
+            f"layer {index} is of type {kind!r}; only full_attention and sliding_attention are "
             "supported",
         )
     return kind
@@ -264,8 +268,8 @@ def _window(model: nn.Module, base: nn.Module, config: Any, layer_type: str | No
         if window < (getattr(config, "max_position_embeddings", None) or math.inf):
             _refuse(
                 model,
-                f"its configuration has a sliding_window of {window}, which its layers ignore and "
-                "the cache of transformers' generate does not",
+                f"its configuration has a sliding_window of {window}, which its layers ignore "
+                "but the cache of transformers' generate applies",
             )
         return None
     return int(window)

@@ -85,8 +85,8 @@ def tensor(values: Tensor | None, strided: bool = False) -> CData:
     kind = _POINTERS.get(values.dtype)
     if kind is None or not values.is_cpu or not (strided or values.is_contiguous()):
         raise TypeError(
-            f"the kernel reads contiguous memory on the CPU, not {values.dtype} "
-            f"{list(values.shape)} with strides {values.stride()} on {values.device}"
+            f"the kernel reads contiguous CPU memory, not {values.dtype} {list(values.shape)} "
+            f"with strides {values.stride()} on {values.device}"
         )
     place = values.data_ptr()
     if not place and values.numel():

@@ -49,7 +49,7 @@ class AdapterPack:
             if padded(a.shape[0]) > KERNEL_RANK // 2:
                 most = KERNEL_RANK // 2
                 raise UserError(
-                    f"adapter site '{site}' has rank {a.shape[0]}; the kernel takes at most {most}"
+                    f"adapter site '{site}' has rank {a.shape[0]}; the kernel's maximum is {most}"
                 )
             return a, self._rotary_halves(b) if site == "q" else b
 

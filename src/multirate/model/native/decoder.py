@@ -115,7 +115,7 @@ class NativeDecoder(Decoder):
         config = _text_config(model)
         kind = getattr(config, "model_type", "unknown")
         if kind not in FAMILIES:
-            return f"the native kernel knows {', '.join(FAMILIES)}, not {kind}"
+            return f"the native kernel supports {', '.join(FAMILIES)}, not {kind}"
         return NativeDecoder.cannot_run(config, model, FAMILIES[kind]) or _too_large(model)
 
     @staticmethod
@@ -132,13 +132,13 @@ class NativeDecoder(Decoder):
         d, dim = config.hidden_size, head_dim(config)
         if d % 64 or config.intermediate_size % 32 or dim % 16 or dim > 256:
             return (
-                f"hidden size {d}, intermediate size {config.intermediate_size} or head size {dim} "
-                "does not tile"
+                f"hidden size {d}, intermediate size {config.intermediate_size} or head size "
+                f"{dim} is not a multiple of the kernel's tile size"
             )
         if (config.num_attention_heads * dim) % 64 or (2 * config.num_key_value_heads * dim) % 64:
-            return "the query, key and value widths do not tile"
+            return "the query, key and value widths are not multiples of the kernel's tile size"
         if getattr(config, "mlp_bias", False):
-            return "biases in the MLP's projections are not supported by the native kernel"
+            return "the native kernel does not support biases in the MLP's projections"
         for rope in ropes(config):
             if family.changes_with_length(rope):
                 return f"rotary type {rope.get('rope_type')} changes with the length"
@@ -240,7 +240,7 @@ class NativeDecoder(Decoder):
         if not difference <= PROBE_LIMIT:
             raise OtherLogits(
                 f"the kernel's logits of {len(ids)} tokens differ from the model's own by "
-                f"{difference:.0%} of their norm, so it has a part that is not known"
+                f"{difference:.0%} of their norm, so the model has an unknown part"
             )
 
     def _shape(self, parts: Any, config: Any) -> abi.CData:
@@ -752,8 +752,8 @@ def _too_large(model: nn.Module) -> str | None:
     if free is None or needed <= free:
         return None
     return NotPlain(
-        f"packing its weights takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are "
-        "free"
+        f"packing its weights needs {needed / 1000000000.0:.1f} GB of memory, but only "
+        f"{free / 1000000000.0:.1f} GB are free"
     )
 
 

@@ -167,16 +167,16 @@ def _build(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> ab
             return _open(kept)
         except OSError as error:
             problem = error
-        can, wanted = "kept in", "can be written"
+        can, wanted = "kept in", "is writable"
         if kept is not None:  # in a folder without programs
-            can, wanted = "loaded from", "programs can be loaded from"
+            can, wanted = "loaded from", "allows loading programs"
             with contextlib.suppress(OSError):
                 kept.unlink()
         library = _open(built)  # the file may go once it is loaded
         say_once(
-            f"the compiled kernel cannot be {can} {folder} ({problem.strerror or problem}): every "
-            "process builds its own, which takes some seconds; set MULTIRATE_CACHE to a folder "
-            f"that {wanted}"
+            f"the compiled kernel cannot be {can} {folder} ({problem.strerror or problem}); "
+            "every process builds its own, which takes some seconds, so set MULTIRATE_CACHE to "
+            f"a folder that {wanted}"
         )
         return library
 
@@ -206,7 +206,7 @@ def _attempt(
         problem, library = (
             NativeUnavailable(
                 f"the compiled kernel could not be loaded ({failure})",
-                "set TMPDIR to a folder for programs",
+                "set TMPDIR to a folder that allows loading programs",
             ),
             None,
         )
@@ -259,7 +259,7 @@ def _kernel(
     missing = sorted(set(needed) - set(_processor().split()))
     if missing:
         raise NativeUnavailable(
-            f"this processor has no {', '.join(missing)}, which the kernel variant {variant} needs"
+            f"this processor lacks {', '.join(missing)}, which the kernel variant {variant} needs"
         )
     found = shutil.which(compiler) or shutil.which("gcc") or shutil.which("clang")
     with _attempting:
@@ -278,8 +278,8 @@ def say_unavailable(reason: str) -> None:
     except NativeUnavailable as problem:
         if problem.mend and str(problem) == reason:
             say_once(
-                f"the native kernel is not used: {problem}. The model's own layers are, which is "
-                f"slower; to mend it, {problem.mend}"
+                f"the native kernel is not used because {problem}; the model's own layers run "
+                f"instead, which is slower; to fix this, {problem.mend}"
             )
 
 
@@ -296,7 +296,7 @@ class Workspace:
         most = min(torch.get_num_threads(), usable_processors()) if threads is None else threads
         self.address: abi.CData = self._library.mr_workspace_open(most)
         if not self.address:
-            raise MemoryError("no memory for a kernel workspace")
+            raise MemoryError("not enough memory for a kernel workspace")
         if threads is None and _all_threads:
             self.set_threads(torch.get_num_threads(), fixed=True)
         weakref.finalize(self, self._library.mr_workspace_close, self.address).atexit = False

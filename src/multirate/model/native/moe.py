@@ -109,9 +109,9 @@ class NativeMoEDecoder(NativeDecoder):
         config: Any = getattr(model, "config", None)
         kind = getattr(config, "model_type", "unknown")
         if kind not in MOE_FAMILIES:
-            return f"the native kernel knows mixtures of {', '.join(MOE_FAMILIES)}, not {kind}"
+            return f"the native kernel supports mixtures of {', '.join(MOE_FAMILIES)}, not {kind}"
         if config.hidden_act != "silu":
-            return f"the native kernel's experts have silu, not {config.hidden_act}"
+            return f"the native kernel's experts use silu, not {config.hidden_act}"
         return NativeDecoder.cannot_run(config, model, MIXTURES[kind])
 
     def __init__(self, model: nn.Module, provider: Callable[[], ExpertProvider]) -> None:
@@ -126,8 +126,8 @@ class NativeMoEDecoder(NativeDecoder):
         self.num_experts, self.top_k = first.num_experts, first.top_k
         if not 1 <= self.top_k <= self.num_experts:
             raise UserError(
-                f"{type(model).__name__}: a token has {self.top_k} of {self.num_experts} experts; "
-                f"accepted: 1 to {self.num_experts}"
+                f"{type(model).__name__} routes a token to {self.top_k} of {self.num_experts} "
+                f"experts; accepted: 1 to {self.num_experts}"
             )
         config: Any = model.config
         self.normalise = int(getattr(config, "norm_topk_prob", True))

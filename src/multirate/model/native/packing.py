@@ -234,7 +234,7 @@ class Owner:
             layout = INT8
         if inputs % _INPUTS[layout]:
             raise library.NativeUnavailable(
-                f"a linear layer with {inputs} inputs, no multiple of {_INPUTS[layout]}"
+                f"a linear layer with {inputs} inputs, which is not a multiple of {_INPUTS[layout]}"
             )
         if self.half_bytes and not inputs % _INPUTS[W4A8]:
             found.append((layout if layout == W4A16 else W4A8, False))

@@ -46,7 +46,7 @@ def unknown_part(parts: ModelParts, family: Family) -> NotPlain | None:
     names = {module: name for name, module in parts.model.named_modules(remove_duplicate=False)}
     home = family.module
     for hook in global_hooks():
-        return NotPlain(f"torch calls a hook for every module ({called(hook)})")
+        return NotPlain(f"torch calls a hook on every module ({called(hook)})")
     for name in FUNCTIONS:
         function = getattr(sys.modules[home], name)
         if function.__module__ != home or not of_a_library(function):
@@ -109,7 +109,7 @@ def _modules(
 def _own_behaviour(module: nn.Module) -> str | None:
     """What one module does beside its class's forward."""
     if "forward" in vars(module):
-        offloaded = ", as offloaded modules have" if hasattr(module, "_hf_hook") else ""
+        offloaded = ", as in offloaded modules" if hasattr(module, "_hf_hook") else ""
         return f"has a forward of its own (set on the instance{offloaded})"
     if (hook := hook_of(module)) is not None:
         return f"has {hook}"
@@ -132,7 +132,7 @@ def _of_other_class(module: nn.Module, kind: type[nn.Module] | None, home: str) 
         forward.__module__ == source.__module__ and of_a_library(forward)
     )
     if not written_there:
-        return f"is a {cls.__name__} whose class was given another forward ({called(forward)})"
+        return f"is a {cls.__name__} whose class has a replaced forward ({called(forward)})"
     if cls.__call__ is not nn.Module.__call__:
         return f"is a {cls.__name__} whose class has a __call__ of its own ({called(cls.__call__)})"
     return None
@@ -175,7 +175,7 @@ def _other_arithmetic(layer: LayerParts, parts: ModelParts, family: Family) -> s
         if name != "o_proj"
     }
     if len(set(biases.values())) > 1:
-        return f"has a bias in {' and '.join(name for name, has in biases.items() if has)} alone"
+        return f"has a bias only in {' and '.join((name for name, has in biases.items() if has))}"
     if layer.moe is None:
         first = next(one for one in parts.layers if one.moe is None)
         if activation(layer) is None or activation(layer) != activation(first):
@@ -190,6 +190,6 @@ def _other_epsilon(norm: Any, parts: ModelParts) -> str | None:
     if epsilon(norm) == parts.config.rms_norm_eps:
         return None
     return (
-        f"has a norm with epsilon {epsilon(norm)}, the configuration has "
+        f"has a norm with epsilon {epsilon(norm)}, but the configuration has "
         f"{parts.config.rms_norm_eps}"
     )

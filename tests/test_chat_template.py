@@ -71,7 +71,7 @@ def test_a_template_that_is_not_there() -> None:
     words = tiny_model.tokenizer()
     for absent in (None, {"tool_use": tiny_model.TEMPLATE}):
         words.chat_template = absent
-        with pytest.raises(UserError, match=r"^here: the model's chat template cannot write"):
+        with pytest.raises(UserError, match=r"^here: the model's chat template rejects"):
             apply_template(words, turns("user"), "here", tokenize=False)
 
 
@@ -106,7 +106,7 @@ def test_file_and_line_of_the_turns_are_named(
     data = tmp_path / "data.jsonl"
     record = {"messages": turns("user", "assistant"), "turns": ["turn 0"]}
     data.write_text(f"\n{json.dumps(record)}\n")
-    where = f"{data}, line 2: the model's chat template cannot write the turns user"
+    where = f"{data}, line 2: the model's chat template rejects the turns user"
     with pytest.raises(UserError, match=re.escape(where)):
         ask(refusing(kind), data)
     assert list(tmp_path.iterdir()) == [data]  # nothing half-written
@@ -119,11 +119,11 @@ BLANK = "{{ '' }}"
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (_tune, "line 2: the model's chat template writes nothing"),
-        (_bench, "line 2: the model's chat template writes nothing"),
+        (_tune, "line 2: the model's chat template produces no text"),
+        (_bench, "line 2: the model's chat template produces no text"),
         (_calibrate, "has a non-empty prompt"),
         (_answers, "no question can be answered .*it has no tokens"),
-        (_train, "none at all.; the model's chat template leaves the answers out"),
+        (_train, "none at all.; the model's chat template drops the answers"),
     ],
 )
 def test_a_template_that_writes_nothing_is_not_the_datas_fault(

@@ -28,8 +28,8 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("owner/model-GGUF:Q4_K_M", r"named in full, owner/model-GGUF:FILE\.gguf"),
-        ("hf.co/owner/model-GGUF:Q4_K_M", r"named in full, owner/model-GGUF:FILE\.gguf"),
+        ("owner/model-GGUF:Q4_K_M", r"write owner/model-GGUF:FILE\.gguf"),
+        ("hf.co/owner/model-GGUF:Q4_K_M", r"write owner/model-GGUF:FILE\.gguf"),
         ("owner/model-GGUF:latest", r"owner/model-GGUF/tree/main lists the files"),
         ("owner/m:a-00001-of-00003.gguf", "one of 3 parts.*--merge"),
         ("hf.co/owner/model", "^model owner/model is not on this machine"),

@@ -90,7 +90,7 @@ def test_prompts_are_first_questions_and_halves_of_texts(tmp_path: Path) -> None
     ]
     assert len(read_prompts([path], words, None)) == 4
     assert len(read_prompts([path], words, None, limit=2)) == 2
-    with pytest.raises(UserError, match=r"no prompt in .*data\.jsonl fits"):
+    with pytest.raises(UserError, match=r"no prompt in .*data\.jsonl leaves room"):
         read_prompts([path], words, room=2)
 
 
@@ -232,7 +232,7 @@ def test_the_margin_is_turned_where_the_machine_has_one(tmp_path: Path) -> None:
     assert margin.label == "margin" and margin.alone
     assert (
         margin.told(0.3) == "margin 0.3"
-        and margin.told(-0.05) == "margin 0, narrow prompts, threshold 0.9500"
+        and margin.told(-0.05) == "margin 0, quantised prompts, threshold 0.9500"
     )
     assert list(margin.path) == sorted(margin.path, reverse=True)
     made = calibrate(

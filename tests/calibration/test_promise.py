@@ -57,7 +57,9 @@ def test_the_least_quality_that_is_enough_is_used(tmp_path: Path) -> None:
     store(tmp_path, bold)
     assert found(tmp_path, 0.99) == found(tmp_path, 0.95) == PROMISE
     assert found(tmp_path, 0.9) == found(tmp_path, 0.5) == bold
-    with pytest.raises(UserError, match=r"promises a quality of 0\.995; stored: 0\.99, 0\.9; run"):
+    with pytest.raises(
+        UserError, match=r"reaches a quality of 0\.995 \(stored: 0\.99, 0\.9\); run"
+    ):
         found(tmp_path, 0.995)
 
 
@@ -70,7 +72,7 @@ def test_a_promise_made_for_something_else_is_refused(tmp_path: Path) -> None:
     store(tmp_path, PROMISE)
     for changes, reason in (
         ({"base": "x"}, "made for another base model"),
-        ({"gates": (2,)}, r"another gate set \(\[1\], and this accelerator has \[2\]\)"),
+        ({"gates": (2,)}, r"another set of gates \(\[1\]; this accelerator has \[2\]\)"),
         ({"accelerator": "x"}, "other weights of the accelerator"),
     ):
         with pytest.raises(UserError, match=reason):
@@ -121,5 +123,7 @@ def test_the_sentence_says_what_is_promised_and_of_what() -> None:
     said = PROMISE.sentence()
     for part in ("at most 1% of the tokens", "95% confidence", "400", "128", "0.4%"):
         assert part in said
-    assert PROMISE.sentence("sampled text").startswith("nothing is promised of sampled text")
+    assert PROMISE.sentence("sampled text").startswith(
+        "the calibration does not cover sampled text"
+    )
     assert "no token leaves early" in other(leaves_early=False).sentence()

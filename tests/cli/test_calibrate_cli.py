@@ -50,20 +50,18 @@ def test_from_calibration_to_a_promise_kept(model: str, data: str, tmp_path: Pat
     made = run(*given, "--quality", "0.7", "--quality", "0.6")
     assert made.stdout.index("at most 30% of") < made.stdout.index("at most 40% of")
     assert made.exit_code == 0, (made.output, made.exception)
-    assert (
-        "promised: at most 30% of the tokens" in made.stdout and "calibration.json" in made.stdout
-    )
+    assert "at most 30% of the tokens differ" in made.stdout and "calibration.json" in made.stdout
     assert "threshold" in made.stderr
     out = run(*dynamic, "--quality", "0.7", "--stats")
     assert out.exit_code == 0, (out.output, out.exception)
-    assert "note: promised: at most 30% of the tokens" in out.stderr
+    assert "note: measured agreement: with 95% confidence, at most 30%" in out.stderr
     assert "tokens by the number of layers they used: " in out.stderr
     sampled = run(*dynamic, "--quality", "0.7", "--temperature", "1", "--seed", "1")
     assert "note: nothing is promised of sampled text" in sampled.stderr
     penalised = run(*dynamic, "--quality", "0.7", "--repetition-penalty", "1.2")
     assert "note: nothing is promised of text with penalties" in penalised.stderr
     assert run(*dynamic, "--quality", "1").stdout == plain_answer() + "\n"
-    refused(run(*dynamic, "--quality", "0.9"), "promises a quality of 0.9", "stored: 0.7, 0.6")
+    refused(run(*dynamic, "--quality", "0.9"), "reaches a quality of 0.9", "stored: 0.7, 0.6")
     for quality in ("0", "1.5", "nan", "-1"):
         refused(run(*dynamic, "--quality", quality), "quality is", "above 0 and at most 1")
 
@@ -84,14 +82,14 @@ def test_from_calibration_to_a_promise_kept(model: str, data: str, tmp_path: Pat
     assert measured.exit_code == 0, (measured.output, measured.exception)
     assert "% kept" in measured.stdout and "(lossy)" in measured.stdout
     rows = {row["method"]: row for row in json.loads(out_file.read_text())["rows"]}
-    assert 0 <= rows[lossy]["kept"] <= 1 and "promised" in rows[lossy]["note"]
+    assert 0 <= rows[lossy]["kept"] <= 1 and "agreement" in rows[lossy]["note"]
     assert rows["autoregressive"]["kept"] is None
 
     path = Path(folder) / "calibration.json"
     stored = json.loads(path.read_text())
     for field, wrong, reason in (
         ("base", "x", "made for another base model"),
-        ("gates", [2], "made for another gate set"),
+        ("gates", [2], "made for another set of gates"),
         ("accelerator", "x", "made for other weights"),
         ("quality", 7, "quality is 7"),
     ):

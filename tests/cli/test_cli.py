@@ -279,7 +279,7 @@ def test_a_tokenizer_of_another_model_is_not_trained_with(tmp_path: Path) -> Non
     data.write_text(json.dumps({"instruction": "abc", "output": "def"}))
     for command in ("texts", "train"):
         done = run(command, str(folder), "--data", str(data), "--out", str(out))
-        refused(done, "outside 0..39 (the model's vocabulary): it is another model's")
+        refused(done, "outside 0..39 (the model's vocabulary), so it belongs to another model")
     assert not list(out.iterdir())
 
 

@@ -66,8 +66,8 @@ def test_what_of_the_models_own_config_is_left_out_is_said(tmp_path: Path) -> No
     asked = {"repetition_penalty": 1.4, "stop_strings": ["."]}
     file.write_text(json.dumps(json.loads(file.read_text()) | asked))
     assert run(*given).stderr == (
-        "note: the model's generation_config asks for repetition_penalty 1.4, stop_strings, which "
-        "is left out: the bare model is decoded\n"
+        "note: the model's generation_config asks for repetition_penalty 1.4, stop_strings; "
+        "multirate ignores it and decodes the bare model\n"
     )
 
 

@@ -158,7 +158,7 @@ def test_lengths_and_stop_strings() -> None:
         want = [long if prompt is LONG else short for prompt in prompts]
         assert got == [one[:most] for one in want]
     found, line = said(engine_with(max_length=7), [LONG])
-    assert found == [long] and "max_length 7, which is not followed: a prompt of 7 tokens" in line
+    assert found == [long] and "ignoring max_length 7" in line and "a prompt of 7 tokens" in line
     text = tiny_model.tokenizer().decode(long)
     stop = next(c for c in text[2:] if c.isascii())
     engine = engine_with(stop_strings=[stop])
@@ -181,10 +181,10 @@ def test_lengths_and_stop_strings() -> None:
         ({"eos_token_id": "</s>"}, "eos_token_id of the GenerationConfig is '</s>'"),
         ({"stop_strings": 5}, "the model's generation_config: stop_strings is 5"),
         ({"stop_strings": [""]}, "the model's generation_config: stop_strings is .''"),
-        ({"suppress_tokens": 5}, "suppress_tokens is 5, which cannot be followed"),
+        ({"suppress_tokens": 5}, "suppress_tokens is 5 and cannot be applied"),
         (
             {"exponential_decay_length_penalty": [2, "a"]},  # found out after two tokens
-            "exponential_decay_length_penalty is .2, 'a'., which cannot be followed",
+            "exponential_decay_length_penalty is .2, 'a'. and cannot be applied",
         ),
     ],
 )

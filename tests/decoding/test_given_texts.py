@@ -179,7 +179,7 @@ def test_settings_refuse(tmp_path: Path) -> None:
     too_many = file_of(tmp_path, [[1, 2, 3]], 14)
     for method in ("sam", "token_recycling"):
         options = {"texts": too_many} | ({} if method == "sam" else {"lookup": "sam"})
-        with pytest.raises(UserError, match="of a vocabulary of 14 tokens, this model's has 13"):
+        with pytest.raises(UserError, match="for a vocabulary of 14 tokens, but this model has 13"):
             find(method).make_drafter(decoder, settings=options)
     for method, unset in (("token_recycling", None), ("eagle", 0), ("m2r2", 0)):
         with pytest.raises(UserError, match="texts need lookup=sam"):

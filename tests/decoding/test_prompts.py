@@ -62,7 +62,7 @@ def test_forms_of_the_same_prompts(prompts: Any) -> None:
         (None, "are None"),
         ({"ids": ROWS}, "no input_ids"),
         ({"input_ids": ROWS, "attention_mask": [[1, 1, 1]]}, "does not have the shape"),
-        ({"input_ids": ROWS, "attention_mask": [[1, 0, 1], [1, 1, 1]]}, "prompt 0 has a hole"),
+        ({"input_ids": ROWS, "attention_mask": [[1, 0, 1], [1, 1, 1]]}, "prompt 0 has a gap"),
     ],
 )
 def test_what_is_no_prompt_is_refused(prompts: Any, words: str) -> None:

@@ -62,7 +62,7 @@ def test_dialogues_and_their_summaries(tmp_path: Path) -> None:
     assert dialogsum.read(path) == [{"dialogue": "a", "references": ["b", "c"], "target": "b"}]
     for broken in ({"dialogue": "a"}, {"summary": "b"}, {"dialogue": "a", "summary": 1}):
         path.write_text(json.dumps(record) + "\n" + json.dumps(broken) + "\n")
-        with pytest.raises(UserError, match="line 2: needs non-empty text in dialogue"):
+        with pytest.raises(UserError, match="line 2: needs non-empty text in 'dialogue'"):
             dialogsum.read(path)
     path.write_text("")
     with pytest.raises(UserError, match="has no record"):

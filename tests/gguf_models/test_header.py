@@ -143,6 +143,6 @@ def test_names_of_tensors_that_llama_cpp_has_no_room_for_or_nobody_can_read(
 ) -> None:
     file = copy.deepcopy(originals["llama"])
     file.tensors[0].name = name
-    with pytest.raises(UserError, match=r"names a tensor '.{,60}'; fetch it again") as caught:
+    with pytest.raises(UserError, match=r"names a tensor '.{,60}'; download it again") as caught:
         load_gguf(file.write(tmp_path / "x.gguf"))
     assert "\n" not in str(caught.value)

@@ -186,7 +186,7 @@ def test_a_defect_before_anything_was_streamed(
     expected = model.generate(IDS, **options).sequences
     break_after(monkeypatch, count)
     torch.manual_seed(3)
-    with one_warning("defect of its own, the model's own generate runs: ZeroDivisionError: a d"):
+    with one_warning("internal error and uses the model's own generate: ZeroDivisionError: a d"):
         got = model.generate(IDS, **options, custom_generate=SPEED, streamer=streamer)
     assert got.sequences.equal(expected)
     assert _ATTRIBUTE not in model.__dict__  # an engine that broke off is not used again

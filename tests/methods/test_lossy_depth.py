@@ -251,7 +251,7 @@ def test_what_is_lossy_is_said() -> None:
     engine = attach(model_of(LLAMA), backend="hf")
     stop = engine.stopping(4)
     engine.generate(PROMPTS[:1], stop=stop, method="calm:threshold=0.5")
-    assert engine.notice == "calm:threshold=0.5 is lossy: its text may not be the model's own"
+    assert engine.notice == "calm:threshold=0.5 is lossy: its text may differ from the model's own"
     for name in ("autoregressive", "calm:quality=1"):
         engine.generate(PROMPTS[:1], stop=stop, method=name)
         assert engine.notice is None

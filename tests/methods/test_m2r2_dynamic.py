@@ -808,7 +808,7 @@ def test_the_trained_accelerators_steps_are_fused(score: str) -> None:
 
 def test_what_is_refused(decoders: dict[str, Decoder]) -> None:
     decoder = decoders["hf"]
-    with pytest.raises(UserError, match=r"has 2 values; accepted is one .* gates \[1, 2, 3\]"):
+    with pytest.raises(UserError, match=r"has 2 values; accepted: one .* gates \[1, 2, 3\]"):
         step_of(decoder, gates(), M2R2DecodeConfig(exit_thresholds=[0.5, 0.5]))  # type: ignore[arg-type]
     for stream, count in ((gates(arla_dim=0), 3), (carry(arla_dim=0), 1)):
         thresholds = {"exit_thresholds": [0.5] * count}

@@ -216,7 +216,7 @@ def test_refusals() -> None:
         ({"acceptance": "loose"}, "'acceptance' is 'loose'; accepted: 'exact', 'typical'"),
         ({"acceptance": "typical", "epsilon": 1.0}, "'epsilon' is 1.0; accepted: .*below 1"),
         ({"acceptance": "typical", "delta": 0}, "'delta' is 0; accepted: .*above 0"),
-        ({"delta": 0.2}, "'delta' is 0.2; accepted: null, or acceptance=typical"),
+        ({"delta": 0.2}, "'delta' is 0.2; accepted: null, or set together with acceptance=typical"),
     ):
         with pytest.raises(UserError, match=message):
             find("medusa").make_step(decoder, heads_for(model), settings)

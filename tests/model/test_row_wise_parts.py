@@ -144,5 +144,5 @@ def test_a_layer_that_is_run_twice_is_refused() -> None:
     """Both runs would add to the same keys and values."""
     model = copy.deepcopy(tiny_model("llama"))
     model.model.layers[1] = model.model.layers[0]
-    with pytest.raises(UserError, match=r"keep their keys and values at \[0, 0, 2\] of 3 places"):
+    with pytest.raises(UserError, match=r"keys and values at the cache indices \[0, 0, 2\]"):
         HFDecoder(model)

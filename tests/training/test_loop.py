@@ -130,7 +130,7 @@ def test_held_out_files_count_each_new_prompt_once(
         settings=settings(steps=1, heldout_files=(str(heldout),)),
         options=OPTIONS,
     ).results
-    assert "1 of 5 held-out samples have prompts of the training data" in capsys.readouterr().err
+    assert "skipping 1 of 5 held-out samples" in capsys.readouterr().err
     assert results["prompts"] == 2 and results["rows"] == 2 * len("abcdefgh") + 2
     assert "answers to 2 prompts" in (out / "README.md").read_text()
 

@@ -169,7 +169,7 @@ def test_states_of_another_base_and_damaged_ones_are_refused(
 def test_files_of_others_are_not_written_into(tmp_path: Path, model_dir: Path, data: Path) -> None:
     samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
     (tmp_path / "top_tokens.int32").write_text("mine")
-    with pytest.raises(UserError, match=r"top_tokens.int32 is there already .* not replaced"):
+    with pytest.raises(UserError, match=r"top_tokens.int32 exists .* not replaced"):
         TeacherStates(tmp_path, samples, 48, "base")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
     (tmp_path / INDEX).write_text('{"mine": 1}')
@@ -233,7 +233,7 @@ def test_progress_in_a_log_file(
     for now, done in ((5.0, 10), (25.0, 30), (30.0, 35), (60.0, 60), (90.0, 100)):  # noqa: B007
         report(done, 100)
     assert capsys.readouterr().err.splitlines() == [
-        "the base reads the samples: 30 of 100, 1 min left",
-        "the base reads the samples: 60 of 100, 1 min left",
-        "the base reads the samples: 100 of 100",
+        "running the base model on the samples: 30 of 100, 1 min left",
+        "running the base model on the samples: 60 of 100, 1 min left",
+        "running the base model on the samples: 100 of 100",
     ]

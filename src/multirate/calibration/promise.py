@@ -66,7 +66,7 @@ class Promise:
         )
         if other:
             return f"the calibration does not cover {other}; for greedy text: {promised}"
-        return f"promised: {promised}"
+        return f"measured agreement: {promised}"
 
 
 def check_quality(quality: object) -> float:

@@ -14,32 +14,32 @@ Confidence = Literal["softmax", "state", "classifier"]
 
 
 def default_exits(num_layers: int) -> tuple[int, ...]:
-    """Four, spaced evenly over the upper third: below it a model that was not trained for exits is
-    confidently wrong (lab/notes/dynamic-mode.md). [ours]
+    """Four exits, evenly spaced over the upper third of the layers: below it a model that was not
+    trained for exits is confidently wrong. [ours]
     """
     return spaced_exits(num_layers, 4, 2 / 3)
 
 
 @dataclass(frozen=True)
 class CalmDecodeConfig(DepthDecodeConfig):
-    """Settings of both presets.
-
-    threshold: λ, the least confidence with which a token leaves; null: none does.
-    decay: the t-th new token of T needs 0.9 λ + 0.1 λ exp(−decay · t / T), as later errors are
-    read by fewer tokens; 0: λ throughout.
-    expected_tokens: T; 0: the most that the sequence may have.
-    kv: what later tokens read of the layers that a token skipped: propagate (the paper: from the
-    residual it left with) or deferred (exact, computed with the next token that goes as deep).
-    weights: of a reduced head on the native kernel: int8 or bf16. [ours]
-    """
+    """Settings shared by calm and calm-classifier."""
 
     METHOD: ClassVar[str] = "calm"
 
     threshold: float | None = 0.9
+    """λ, the minimum confidence with which a token leaves. Null: no token leaves."""
     decay: float = 4.0
+    """The t-th of T new tokens needs 0.9 λ + 0.1 λ exp(−decay · t / T), because fewer tokens read a
+    later error. 0: λ throughout.
+    """
     expected_tokens: int = 0
+    """T. 0: the maximum number of new tokens of the sequence."""
     kv: Literal["propagate", "deferred"] = "propagate"
+    """What later tokens read for the layers that a token skipped. propagate (the paper): computed
+    from the residual it left with. deferred: exact, computed with the next token that goes as deep.
+    """
     weights: ExitWeights = "int8"
+    """How the native kernel packs a reduced head: int8 or bf16. [ours]"""
 
     def check(self) -> None:
         self.require(self.decay >= 0, "decay", "0 or more")
@@ -53,19 +53,18 @@ class CalmDecodeConfig(DepthDecodeConfig):
 
 @dataclass(frozen=True)
 class CalmConfig(CalmDecodeConfig):
-    """Settings without training.
-
-    confidence: softmax (top-1 minus top-2 probability) or state (cosine of the residuals at this
-    exit and the one before; never leaves at the first).
-    exits: layers after which a token may leave; none given: four, spaced evenly over the upper
-    third. Every layer is allowed.
-    draft_vocab: size of a reduced head for exits, the vocabulary's first ids; null: the whole head.
-    [ours]
-    """
+    """Settings of calm, which needs no training."""
 
     confidence: Literal["softmax", "state"] = "softmax"
+    """softmax: top-1 minus top-2 probability. state: cosine of the residuals at this exit and the
+    one before; no token leaves at the first exit.
+    """
     exits: tuple[int, ...] = ()
+    """Layers after which a token may leave. Empty: four, evenly spaced over the upper third."""
     draft_vocab: int | None = None
+    """Size of a reduced head for exits, which covers the vocabulary's first ids. Null: the whole
+    head. [ours]
+    """
 
     def check(self) -> None:
         super().check()
@@ -78,16 +77,16 @@ class CalmConfig(CalmDecodeConfig):
 
 @dataclass(frozen=True)
 class CalmClassifierDecodeConfig(CalmDecodeConfig):
-    """Settings with trained classifiers, at the exits they were trained for.
-
-    confidence: the classifier's, or one of those without training, over the accelerator's reduced
-    head where it has one.
-    """
+    """Settings with trained classifiers, at the exits they were trained for."""
 
     METHOD: ClassVar[str] = "calm-classifier"
 
     threshold: float | None = 0.5
+    """As in CalmDecodeConfig."""
     confidence: Confidence = "classifier"
+    """classifier: the trained classifier's. softmax and state are CalmConfig's, over the
+    accelerator's reduced head if it has one.
+    """
 
     @property
     def score(self) -> Confidence:
@@ -96,10 +95,8 @@ class CalmClassifierDecodeConfig(CalmDecodeConfig):
 
 @dataclass(frozen=True)
 class CalmClassifierConfig(ExitsConfig):
-    """One linear classifier at each exit, the base's head shared.
-
-    exits: as CalmConfig's. draft_vocab: size of a reduced head for exits, the tokens that the
-    training data's answers use most; null: the whole head. [ours]
+    """One linear classifier at each exit. Exits share the base's head. `draft_vocab` counts the
+    most frequent tokens of the training data's answers. [ours]
     """
 
     METHOD: ClassVar[str] = "calm-classifier"

@@ -1,4 +1,4 @@
-"""A choice that some methods leave to the user: which drafted tokens are kept."""
+"""Setting of some drafters: the rule by which drafted tokens are accepted."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from multirate.methods.common.config import MethodConfig
 
 @dataclass(frozen=True)
 class AcceptanceConfig(MethodConfig):
-    """acceptance: exact (the text is the model's own) or typical (lossy when sampling: see
-    decoding/acceptance.py). epsilon, delta: of typical acceptance; null: the paper's 0.09 and 0.3.
-    """
+    """Which drafted tokens are kept."""
 
     acceptance: Literal["exact", "typical"] = "exact"
+    """exact: the text is the model's own. typical: lossy when sampling (decoding/acceptance.py)."""
     epsilon: float | None = None
+    """Of typical acceptance, between 0 and 1. Null: the paper's 0.09."""
     delta: float | None = None
+    """Of typical acceptance, between 0 and 1. Null: the paper's 0.3."""
 
     def check(self) -> None:
         super().check()
@@ -31,7 +32,7 @@ class AcceptanceConfig(MethodConfig):
 
     @property
     def rule(self) -> Acceptance:
-        """What the settings ask for."""
+        """The acceptance rule of these settings."""
         if self.acceptance == "exact":
             return Exact()
         given = {"epsilon": self.epsilon, "delta": self.delta}

@@ -1,5 +1,5 @@
-"""What every trained method's configuration shares: a dataclass that reads JSON strictly and says
-what is wrong.
+"""The base class of all methods' configurations: a dataclass that checks its fields and reads JSON
+strictly.
 """
 
 from __future__ import annotations
@@ -13,24 +13,31 @@ from multirate.json_values import accepts, spell
 
 C = TypeVar("C", bound="MethodConfig")
 DraftWeights = Literal["int4", "int8", "bf16"]
-"""How the native kernel packs weights that only draft: int8 halves what a drafted level reads, int4
-takes a third of it, and both change drafts, never the text (lab/notes/weight-formats.md). [ours]
+"""How the native kernel packs weights that only draft. Compared with bf16, int8 reads half the
+memory per draft level and int4 a third. Both change which tokens are drafted, but never the text.
+[ours]
 """
 ExitWeights = Literal["int8", "bf16"]
-"""The same of a reduced head that tokens leave through: what it says is the text. [ours]"""
+"""How the native kernel packs a reduced head at an early exit. Unlike with DraftWeights, the choice
+can change the text. [ours]
+"""
 PromptWeights = Literal["own", "narrow"]
-"""What reads prompts in lossy modes whose passes read a narrow copy of the model's weights: the
-model's own weights, or the copy, too. [ours]
+"""Which weights read the prompt in lossy modes that decode with a quantised copy of the model:
+"own", the full-precision weights, or "narrow", the copy. [ours]
 """
 MAX_COUNT = 1 << 20
-"""Of anything that decides a tensor's size: a config may come from anywhere, and products of sizes
-must stay below 2^63.
+"""Upper limit of every field that decides a tensor's size. Configurations may come from untrusted
+files, and products of sizes must stay below 2^63.
 """
 
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """Base of the configs. Subclasses check ranges in ``check`` with ``self.require``."""
+    """Base class of the configurations. Subclasses check ranges in ``check`` with ``self.require``.
+
+    Every field is type-checked when an instance is made, and lists become tuples. An invalid value
+    raises UserError with the field, its value and what is accepted.
+    """
 
     METHOD: ClassVar[str] = ""
 
@@ -49,7 +56,7 @@ class MethodConfig:
 
     @classmethod
     def owner(cls) -> str:
-        """Whose settings these are, as errors say it."""
+        """The name that error messages use for these settings."""
         return cls.METHOD or cls.__name__
 
     @classmethod
@@ -58,16 +65,18 @@ class MethodConfig:
         return [f.name for f in fields(cls)]
 
     def refuse(self, field: str, value: Any, accepted: str) -> None:
+        """Raises UserError for a field's value, naming what is accepted."""
         raise UserError(
             f"{self.owner()}: '{field}' is {reprlib.repr(value)}; accepted: {accepted}."
         )
 
     def require(self, condition: bool, field: str, accepted: str) -> None:
+        """Raises UserError for a field's value unless the condition holds."""
         if not condition:
             self.refuse(field, getattr(self, field), accepted)
 
     def require_count(self, *names: str, least: int = 1) -> None:
-        """Sizes and counts: from ``least`` to MAX_COUNT."""
+        """Requires sizes and counts to be from ``least`` to MAX_COUNT."""
         for name in names:
             self.require(
                 least <= getattr(self, name) <= MAX_COUNT,
@@ -76,7 +85,7 @@ class MethodConfig:
             )
 
     def require_draft_vocab(self, most: int | None = None) -> None:
-        """draft_vocab is null or a size: at least 2, or at most `most` where that is given."""
+        """Requires draft_vocab to be null or at least 2, or at most `most` if that is given."""
         size: int | None = getattr(self, "draft_vocab")  # noqa: B009 - of those that have one
         if most is None:
             self.require(size is None or size >= 2, "draft_vocab", "null or at least 2")
@@ -85,7 +94,7 @@ class MethodConfig:
             self.require(size is None or size <= most, "draft_vocab", accepted)
 
     def require_share(self, *names: str) -> None:
-        """Thresholds of probabilities: null, or from 0 to 1."""
+        """Requires probability thresholds to be null or from 0 to 1."""
         for name in names:
             value = getattr(self, name)
             self.require(value is None or 0 <= value <= 1, name, "null or a number from 0 to 1")
@@ -96,7 +105,7 @@ class MethodConfig:
 
     @classmethod
     def from_json(cls: type[C], data: Any) -> C:
-        """Read what ``to_json`` wrote. Unknown, missing or invalid fields raise UserError."""
+        """Reads what ``to_json`` wrote. Raises UserError for unknown, missing or invalid fields."""
         if not isinstance(data, dict):
             raise UserError(f"{cls.owner()} must be a JSON object, not {type(data).__name__}.")
         known = cls.names()

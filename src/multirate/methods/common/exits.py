@@ -30,7 +30,9 @@ def spaced_exits(num_layers: int, count: int, first: float) -> tuple[int, ...]:
 
 
 def check_exits(exits: Sequence[int], num_layers: int, owner: str) -> None:
-    """UserError unless `exits` are rising layers of a model with `num_layers`. owner: whose."""
+    """Raises UserError unless `exits` are increasing layers of a model with `num_layers`. owner:
+    whose exits they are, for the message.
+    """
     rising = list(exits) == sorted(set(exits))
     if not rising or not all(0 < exit < num_layers for exit in exits):
         raise UserError(
@@ -41,14 +43,14 @@ def check_exits(exits: Sequence[int], num_layers: int, owner: str) -> None:
 
 @dataclass(frozen=True)
 class ExitsConfig(MethodConfig):
-    """Base of the configurations of trained exits.
-
-    exits: layers after which a token may leave, rising. draft_vocab: size of a reduced head for
-    exits, the tokens that the training data's answers use most; null: the whole head. [ours]
-    """
+    """Base of the configurations of trained exits."""
 
     exits: tuple[int, ...]
+    """Layers after which a token may leave, in increasing order."""
     draft_vocab: int | None = None
+    """Size of a reduced head for exits, which covers the most frequent tokens of the training
+    data's answers. Null: the whole head. [ours]
+    """
 
     def check(self) -> None:
         rising = all(a < b for a, b in pairwise(self.exits))
@@ -66,8 +68,8 @@ class ExitsConfig(MethodConfig):
 
 
 class ScoredExits(DepthPolicy):
-    """A token leaves at the first of `exits` where its score is at least the threshold there, and
-    is what `head` says of the residual.
+    """A token leaves at the first of `exits` where its score is at least the threshold; `head`
+    chooses the token from the residual there.
     """
 
     def __init__(self, exits: Sequence[int], head: ExitHead) -> None:
@@ -78,24 +80,26 @@ class ScoredExits(DepthPolicy):
         self._session = session
 
     def emitted(self, seq: int) -> int:
-        """How many tokens the sequence has said: the place of the one that is being decoded."""
+        """How many tokens the sequence has emitted: the index of the token being decoded."""
         assert self._session is not None
         return len(self._session.stops.new_tokens[seq])
 
     @abstractmethod
     def threshold(self, exit: int, seq: int) -> float | None:
-        """The least score with which the sequence's token leaves here; None: it does not."""
+        """The minimum score with which the sequence's token leaves here, or None if it does not
+        leave.
+        """
 
     @abstractmethod
     def scores(
         self, exit: int, hidden: Tensor, seqs: Sequence[int]
     ) -> tuple[list[float], Tensor | None]:
         """The score of each row of hidden [n, d], the residuals of `seqs` here, and the head's
-        logits where it took them to tell.
+        logits if the scores needed them.
         """
 
     def read(self, exit: int, hidden: Tensor) -> Tensor:
-        """What the head reads at an exit, of residuals [n, d]: themselves."""
+        """What the head reads at an exit, given residuals [n, d]. Default: the residuals."""
         return hidden
 
     def leave(self, exit: int, hidden: Tensor, seqs: Sequence[int]) -> Leaving:

@@ -1,4 +1,4 @@
-"""Sizes of a decoder layer that drafts from what is carried of the token before (EAGLE)."""
+"""Sizes of a decoder layer that drafts from the previous token's hidden state (EAGLE)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,27 @@ from multirate.methods.common.shape import BaseShape
 
 @dataclass(frozen=True)
 class FeatureConfig(MethodConfig):
-    """A Llama-like layer of the base's width, with keys and values of its own."""
+    """A Llama-like layer of the base model's width, with its own keys and values. ``for_base``
+    takes the sizes from the base model.
+    """
 
     heads: int
+    """Query heads."""
     kv_heads: int
+    """Key/value heads; a divisor of heads."""
     head_dim: int
+    """Width of a head; even."""
     intermediate: int
+    """Width of the MLP."""
     norm_eps: float = 1e-5
+    """Epsilon of the RMS norms."""
     rope_theta: float = 10000.0
+    """Base of the rotary embedding."""
     unroll_steps: int = 1
-    """Training steps through the layer's own drafts."""
+    """Training steps through the layer's own drafts, from 1 to 16."""
     draft_vocab: int | None = None
-    """Size of the draft head (the most frequent tokens of the training data); null: the whole
-    vocabulary.
+    """Size of the draft head, which covers the most frequent tokens of the training data. Null: the
+    whole vocabulary.
     """
 
     def check(self) -> None:
@@ -37,12 +45,12 @@ class FeatureConfig(MethodConfig):
         self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")
 
     def check_base(self, base: BaseShape) -> None:
-        """Refuse a config that does not fit ``base``."""
+        """Raises UserError for a config that does not fit ``base``."""
         self.require_draft_vocab(base.vocab_size)
 
     @classmethod
     def defaults(cls, base: BaseShape) -> dict[str, Any]:
-        """The fields' values for a base: a layer of its sizes."""
+        """Default field values for a base model: a layer of its sizes."""
         return {
             "heads": base.num_heads,
             "kv_heads": base.num_kv_heads,

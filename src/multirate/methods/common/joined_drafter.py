@@ -23,18 +23,21 @@ from multirate.model.kv_cache import KVCache
 
 @dataclass(frozen=True)
 class JoinedConfig(StagedTextConfig):
-    """lookup: by what the end of the text is looked up; null: it is not. lookup_least: the shortest
-    match that is drafted from; lookup_least_ahead: of drafts that a narrow copy verifies.
-    lookup_tokens: of such a draft, at most. texts: a file of other texts (`multirate texts`) in
-    which it is looked up, too; a model's name: those that the package has of it. The others:
-    StagedTextConfig.
-    """
+    """Settings of drafters that can be combined with text lookup."""
 
     lookup: LookupName | None = None
+    """How the end of the text is looked up: "sam" (suffix automaton) or "ngram". Null: no lookup.
+    """
     lookup_least: int = 4
+    """Minimum match length, in tokens, to draft from."""
     lookup_least_ahead: int = 2
+    """The same for drafts that the quantised copy verifies (two-stage verification)."""
     lookup_tokens: int = 10
+    """Maximum length of a looked-up draft."""
     texts: str | None = None
+    """A file of other texts (`multirate texts`) to search as well, or a model's name for the texts
+    that the package has for it. Null: none.
+    """
 
     def check(self) -> None:
         super().check()
@@ -42,8 +45,8 @@ class JoinedConfig(StagedTextConfig):
         check_texts(self, self.texts, self.lookup is not None)
 
     def joined(self, drafter: Drafter, decoder: Decoder, stages: bool = True) -> Drafter:
-        """The drafter that these settings ask for, of drafts that `decoder` verifies. stages:
-        whether its steps may be in stages.
+        """The drafter that these settings ask for, with drafts that `decoder` verifies. stages:
+        whether its steps may use two-stage verification.
         """
         if self.lookup is not None:
             drafter = JoinedDrafter(drafter, self, decoder)

@@ -1,4 +1,4 @@
-"""What a method drafts of the text, or of other texts, and by what it is found."""
+"""What a method drafts by text lookup: from the text itself or from other texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multirate.methods.common.config import MethodConfig
 from multirate.model.decoder import Decoder
 
 LookupName = Literal["ngram", "sam"]
-"""By n-grams of a few tokens, or by a suffix automaton, for matches of any length."""
+""""ngram" matches a few tokens; "sam", a suffix automaton, finds matches of any length."""
 _LONGEST = {"ngram": 4, "sam": 8}
 
 
@@ -32,8 +32,9 @@ class Lookup:
 
     @staticmethod
     def of(setting: int | LookupName, texts: str | None, decoder: Decoder) -> Lookup:
-        """What settings mean for a decoder's model: a number is the longest n-gram; texts: a file
-        of given ones. UserError for texts of another vocabulary.
+        """The lookup that settings ask for with a decoder's model. `setting`: the longest n-gram,
+        or a LookupName; `texts`: a file of other texts. Raises UserError for texts of another
+        vocabulary.
         """
         given = None if texts is None else given_texts(texts)
         vocabulary = decoder.info.vocab_size
@@ -63,13 +64,13 @@ class Lookup:
         return 0 if self.in_given(told) else told
 
     def source(self) -> TextSource:
-        """For a new text."""
+        """A text source for a new text."""
         own = SuffixAutomaton(self.longest) if self.automaton else TextIndex(self.longest)
         return own if self.given is None else WithGivenTexts(own, self.given)
 
 
 def check_texts(config: MethodConfig, texts: str | None, looked_up: bool) -> None:
-    """UserError for given texts without a look-up."""
+    """Raises UserError if other texts are given without lookup."""
     config.require(
         texts is None or looked_up, "texts", "none without lookup; texts need lookup=sam"
     )

@@ -1,8 +1,8 @@
-"""The model's weights in 8 bits for methods that verify nothing: half of what a pass reads, and
-more tokens that are not the full model's. [ours]
+"""8-bit model weights for methods that do not verify: half the memory per pass, and more tokens
+that differ from the full model's. [ours]
 
-Ours are verified with these weights (`margin` of StreamDecodeConfig); a comparison in which the
-others may not read them would be of kernels, not of methods.
+Our own dynamic mode can verify with these weights (`margin` of StreamDecodeConfig). The other lossy
+methods may use them as well, so that a comparison measures methods and not kernels.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ MakeStep = Callable[[Decoder, Any, Any], Step]
 
 @dataclass(frozen=True)
 class DepthDecodeConfig(MethodConfig):
-    """What the settings of methods that choose how many layers a token runs share.
-
-    model_weights: own, or int8: the model's weights in 8 bits for every pass but the prompt's, on
-    the native kernel, where the processor multiplies bytes; elsewhere its own. [ours]
-    prompt_weights: narrow: these read the prompt, too. [ours]
-    """
+    """Settings shared by the methods that choose how many layers a token runs."""
 
     model_weights: ModelWeights = "own"
+    """own: the full-precision weights. int8: 8-bit weights for every pass except the prompt's, on
+    the native kernel and a processor with byte multiplication; elsewhere it has no effect. [ours]
+    """
     prompt_weights: PromptWeights = "own"
+    """narrow: the 8-bit weights read the prompt as well. [ours]"""
 
     def check(self) -> None:
         super().check()
@@ -91,8 +90,8 @@ class NarrowStep(Step):
 
 
 def with_model_weights(make: MakeStep) -> MakeStep:
-    """`make`, a method's step, with the weights that its settings (a DepthDecodeConfig) name. Says
-    once where 8-bit ones cannot be had.
+    """Wraps `make`, which makes a method's step, to use the weights that its settings (a
+    DepthDecodeConfig) name. Warns once if 8-bit weights are not available.
     """
 
     def made(decoder: Decoder, module: Any, settings: DepthDecodeConfig) -> Step:
@@ -113,7 +112,7 @@ def with_model_weights(make: MakeStep) -> MakeStep:
 
 
 def with_narrow_dials(mode: DynamicMode) -> DynamicMode:
-    """A method's dynamic mode with each of its dials once more, over weights in 8 bits."""
+    """A method's dynamic mode, with a second copy of each dial that runs on 8-bit weights."""
 
     def narrow(dial: DynamicMode) -> DynamicMode:
         def settings(module: Any, threshold: float | None) -> dict[str, Any]:

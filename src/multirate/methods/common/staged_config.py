@@ -1,4 +1,4 @@
-"""Settings of lossless drafters: whether their steps are in stages, and which go without them."""
+"""Settings of lossless drafters for two-stage verification."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from multirate.model.rows import MAX_TREE_BIT
 
 @dataclass(frozen=True)
 class StagedConfig(MethodConfig):
-    """staged: drafts are first verified with a narrow copy of the model's weights, and up to so
-    many tokens of it at once by the model's own: lossless, and faster where the copy is read in
-    much less time (stages.py). Decoding of one sequence by argmax, with or without temperature, on
-    the native kernel, where the processor multiplies bytes; the copy is made after 300 tokens. 0:
-    never. [ours]
+    """Two-stage verification: a quantised copy of the model verifies drafts first, and the
+    full-precision weights then verify several of its tokens in one pass. Lossless.
 
-    staged_ahead: where at least so many of these have been verified by the copy, the rest is a
-    draft behind them that has not been: the model's own weights read it at once. From `staged` on:
-    all have been. [ours]
+    It needs one sequence, decoding by argmax (with or without temperature), and the native kernel
+    on a processor with byte multiplication; otherwise drafts are verified directly. [ours]
     """
 
     staged: int = 11
+    """Maximum number of pre-verified tokens in one full-precision pass; 0 turns two-stage
+    verification off. The quantised copy is made after 300 tokens.
+    """
     staged_ahead: int = 5
+    """Once this many tokens are pre-verified, the rest of the pass may be a draft that the copy has
+    not seen. From `staged` on, every token is pre-verified.
+    """
 
     def check(self) -> None:
         super().check()
@@ -32,12 +34,13 @@ class StagedConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class StagedTextConfig(StagedConfig):
-    """direct_match: in stages, what follows a match in the text of at least so many tokens is
-    verified by the model's own weights at once, without the narrow copy, which would take longer
-    than it saves where nearly all of it is accepted; 0: never. [ours] The others: StagedConfig.
-    """
+    """StagedConfig for methods that also look up text."""
 
     direct_match: int = 4
+    """After a text match of at least this many tokens, the full-precision weights verify the
+    continuation directly: nearly all of it is accepted, so the quantised copy would cost more time
+    than it saves. 0: never. [ours]
+    """
 
     def check(self) -> None:
         super().check()

@@ -1,4 +1,4 @@
-"""Settings of drafts that grow from a trained stream (stream_drafter.py)."""
+"""Settings of drafts that grow from a trained draft branch (stream_drafter.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from multirate.methods.common.staged_config import StagedTextConfig
 from multirate.model.rows import MAX_TREE_BIT
 
 TUNABLE = {"nodes": (7, 11, 16), "depth": (4, 8), "width": (1, 2)}
-"""For ``MethodSpec.tunable``: the settings that shape a tree."""
+"""The settings that shape a draft tree, with the values that `multirate tune` tries."""
 MAX_DEPTH = 32
 MAX_WINDOW = 1 << 30
 MAX_CANDIDATES = 17  # of a node: the kernel's arrays end there
@@ -19,55 +19,64 @@ MAX_CANDIDATES = 17  # of a node: the kernel's arrays end there
 
 @dataclass(frozen=True)
 class StreamDecodeConfig(StagedTextConfig):
-    """How drafts grow.
-
-    depth: most levels of a draft. width: nodes drafted from per level. nodes: most nodes verified
-    at once.
-    sharpness: path probabilities multiply softmax(sharpness · logits) of the stream: the chance
-    that a token is the argmax of the full model is larger than the probability that a draw from its
-    distribution would be that token.
-    sampled_candidates: likeliest tokens below a node that may be verified when sampling; when
-    greedy, and at least, one more than the width.
-    draft_threshold, verify_threshold: least path probability (see draft_tree.py) of a node to draft
-    from, and of a leaf to verify; None: from measured costs, so that a node is added exactly when
-    it raises the expected tokens per second.
-    lookup: where the last tokens (this many at most, 0: never) occurred before in the text, a draft
-    may go on as the text did, without the stream (draft_tree.py). Instead of a number: ngram, the
-    default one, or sam, matches of any length by the text's suffix automaton. [ours]
-    texts: a file of other texts (`multirate texts`) in which the last tokens are looked up, too; a
-    model's name: those that the package has of it. [ours, as REST]
-    drafts: which tokens are drafted when sampling. coupled: those that the stream gives with the
-    noise that the model's own logits will get (model/noise.py). likeliest: the stream's
-    likeliest, as when decoding greedily. drawn: drawn independently, in chains, and verified by
-    rejection sampling; without lookup, and the kernel does not fuse their steps. With the first two
-    the text of a seed is that of plain decoding. With a repetition penalty drafts are chains by the
-    whole pipeline, drawn or coupled. All were measured: lab/notes/sampling.md. [ours]
-    window: tokens that the stream's own layer sees on the native kernel, the newest ones: of a long
-    prompt no others are read before the first draft. None: all. [ours]
-    weights: of what only drafts on the native kernel: int4 (a third of the memory read, other
-    drafts, the same text), int8 (half of it) or bf16. [ours]
-    margin: dynamic mode (lossy): drafts are verified with a narrow copy of the model's weights,
-    and a token whose two likeliest candidates' logits are less than this apart is decided by the
-    model's own; None: all are. Greedy decoding of one sequence on the native kernel, where the
-    processor multiplies bytes; elsewhere all are verified with the model's own weights. [ours]
-    prompt_weights: what reads prompts where there is a margin: own, or narrow, the copy, which
-    takes less time and changes some tokens. [ours]
-    """
+    """How draft trees grow. Shared by m2r2, m2r2-carry, eagle, eagle3 and kangaroo."""
 
     depth: int = 8
+    """Maximum number of levels in a draft."""
     width: int = 2
+    """Nodes drafted from per level."""
     nodes: int = 11
+    """Maximum number of nodes verified at once."""
     sampled_candidates: int = 2
+    """When sampling: how many of the likeliest tokens below a node may be verified, at least width
+    + 1, the number that greedy decoding uses.
+    """
     sharpness: float = 2.0
+    """Path probabilities multiply softmax(sharpness · logits) of the draft branch. A value above 1
+    accounts for greedy verification: the probability that a token is the full model's argmax is
+    larger than the probability of drawing it.
+    """
     draft_threshold: float | None = None
+    """Minimum path probability (draft_tree.py) of a node to draft from. Null: computed from
+    measured costs, so that a node is added exactly when it raises the expected tokens per second.
+    """
     verify_threshold: float | None = None
+    """Minimum path probability of a leaf to verify. Null: computed from measured costs."""
     lookup: int | LookupName = 0
+    """How a draft may continue as the text did where its last tokens occurred before: "sam" (suffix
+    automaton, matches of any length), "ngram", or the maximum match length in tokens. 0: no lookup.
+    [ours]
+    """
     texts: str | None = None
+    """A file of other texts (`multirate texts`) to search as well, or a model's name for the texts
+    that the package has for it. Null: none. [ours, as REST]
+    """
     drafts: Literal["coupled", "likeliest", "drawn"] = "coupled"
+    """Which tokens are drafted when sampling. coupled: the tokens that the draft branch would
+    choose with the noise that the model's own logits will get (model/noise.py). likeliest: the
+    draft branch's most likely tokens, as in greedy decoding. drawn: independent draws, in chains,
+    verified by rejection sampling; no lookup, and the kernel does not fuse these steps. With
+    coupled and likeliest, a seed gives the same text as plain decoding. With a repetition penalty
+    drafts are always chains. [ours]
+    """
     window: int | None = 256
+    """How many of the newest tokens the draft branch's own layer attends to, on the native kernel.
+    Of a long prompt, only these are read before the first draft. Null: all. [ours]
+    """
     weights: DraftWeights = "int4"
+    """How the native kernel packs weights that only draft: int4 reads a third of the memory, int8
+    half, both with other drafts and the same text; bf16 is unquantised. [ours]
+    """
     margin: float | None = None
+    """Dynamic mode (lossy): a quantised copy of the model verifies drafts, and the full-precision
+    weights decide a token only if the logits of its two likeliest candidates differ by less than
+    this. Null: the full-precision weights verify everything. Takes effect in greedy decoding of one
+    sequence on the native kernel, on a processor with byte multiplication. [ours]
+    """
     prompt_weights: PromptWeights = "own"
+    """With a margin: which weights read the prompt. narrow, the quantised copy, is faster and
+    changes some tokens. [ours]
+    """
 
     def check(self) -> None:
         super().check()
@@ -92,7 +101,7 @@ class StreamDecodeConfig(StagedTextConfig):
         self.require_share("draft_threshold", "verify_threshold")
 
     def ranges(self) -> list[tuple[str, int, int]]:
-        """Whole numbers: their names, least and greatest values."""
+        """Whole-number fields: their names, minimum and maximum values."""
         return [
             ("depth", 1, MAX_DEPTH),
             ("width", 1, 16),

@@ -1,4 +1,4 @@
-"""DEED's configuration (arXiv 2311.08623), and what may be set when decoding."""
+"""DEED's configuration (arXiv 2311.08623), and decoding settings."""
 
 from __future__ import annotations
 
@@ -13,20 +13,16 @@ from multirate.methods.common.shape import BaseShape
 
 @dataclass(frozen=True)
 class DeedConfig(ExitsConfig):
-    """An adapter before the base's head at each exit.
-
-    exits: layers after which a token may leave, rising. rank: width of an adapter. draft_vocab:
-    size of a reduced head for exits, the tokens that the training data's answers use most; null:
-    the whole head. [ours]
-    """
+    """An adapter before the base's head at each exit; also see ExitsConfig."""
 
     METHOD: ClassVar[str] = "deed"
 
     rank: int = 128
+    """Width of an adapter."""
 
     @staticmethod
     def for_base(base: BaseShape, **options: Any) -> DeedConfig:
-        """Six exits from a quarter of the base's layers on, as lite's (the paper: every layer)."""
+        """Six exits from a quarter of the base's layers on, as in lite (the paper: every layer)."""
         values = {"exits": spaced_exits(base.num_layers, 6, 1 / 4)} | options
         config = DeedConfig.from_json(values)
         config.check_base(base)
@@ -35,17 +31,16 @@ class DeedConfig(ExitsConfig):
 
 @dataclass(frozen=True)
 class DeedDecodeConfig(DepthDecodeConfig):
-    """Settings.
-
-    threshold: the least top-1 probability with which a token leaves; null: none does.
-    kv: what later tokens read of the layers that a token skipped: deferred (the paper's features
-    just in time: computed with the next token that goes as deep) or propagate (from the residual it
-    left with).
-    weights: of a reduced head on the native kernel: int8 or bf16. [ours]
-    """
+    """Decoding settings; also see DepthDecodeConfig."""
 
     METHOD: ClassVar[str] = "deed"
 
     threshold: float | None = 0.9
+    """Minimum top-1 probability with which a token leaves. Null: no token leaves."""
     kv: Literal["propagate", "deferred"] = "deferred"
+    """What later tokens read for the layers that a token skipped. deferred: the paper's features,
+    computed with the next token that goes as deep. propagate: computed from the residual it left
+    with.
+    """
     weights: ExitWeights = "int8"
+    """How the native kernel packs a reduced head: int8 or bf16. [ours]"""

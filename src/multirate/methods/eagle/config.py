@@ -11,14 +11,14 @@ from multirate.methods.common.stream_config import StreamDecodeConfig
 
 @dataclass(frozen=True)
 class EagleConfig(FeatureConfig):
-    """The layer, and how it is trained."""
+    """The draft layer, and how it is trained."""
 
     METHOD: ClassVar[str] = "eagle"
 
     noise: float = 0.2
-    """Of the features in training: uniform, of this width times 512 / tokens of the sample."""
+    """Training noise on the features: uniform, of this width times 512 / tokens of the sample."""
     kl_weight: float = 0.1
-    """Of the distribution's loss beside the features'."""
+    """Loss weight of the token distribution, beside the features' loss."""
 
     def check(self) -> None:
         super().check()
@@ -28,6 +28,6 @@ class EagleConfig(FeatureConfig):
 
 @dataclass(frozen=True)
 class EagleDecodeConfig(StreamDecodeConfig):
-    """How drafts grow: StreamDecodeConfig."""
+    """How drafts grow; see StreamDecodeConfig."""
 
     METHOD: ClassVar[str] = "eagle"

@@ -15,14 +15,14 @@ TAPS = 3
 
 @dataclass(frozen=True)
 class Eagle3Config(FeatureConfig):
-    """The layer, and what it reads of the target model."""
+    """The draft layer, and which hidden states of the base model it reads."""
 
     METHOD: ClassVar[str] = "eagle3"
 
     taps: tuple[int, ...] = ()
-    """Three layers whose entering residuals are read (the paper: 2, L/2 and L − 3)."""
+    """Three layers whose input residuals are read (the paper: 2, L/2 and L − 3)."""
     norm_before_residual: bool = False
-    """Whether the norm of the carried feature lies on the residual path, too, as in some published
+    """Whether the residual path also starts from the normed feature, as in some published
     checkpoints.
     """
 
@@ -45,8 +45,8 @@ class Eagle3Config(FeatureConfig):
 
     @classmethod
     def defaults(cls, base: BaseShape) -> dict[str, Any]:
-        """The paper's layers where the base is deep enough, and as many draft steps in training as
-        two cores can afford (the paper: 7).
+        """The paper's taps where the base is deep enough, and 3 draft steps in training (the paper:
+        7).
         """
         count = base.num_layers
         taps = (2, count // 2, count - 3) if count >= 10 else (0, count // 2, count)
@@ -55,6 +55,6 @@ class Eagle3Config(FeatureConfig):
 
 @dataclass(frozen=True)
 class Eagle3DecodeConfig(StreamDecodeConfig):
-    """How drafts grow: StreamDecodeConfig."""
+    """How drafts grow; see StreamDecodeConfig."""
 
     METHOD: ClassVar[str] = "eagle3"

@@ -1,4 +1,4 @@
-"""FREE's configuration (arXiv 2310.05424), and what may be set when decoding."""
+"""FREE's configuration (arXiv 2310.05424), and decoding settings."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from multirate.methods.common.shape import BaseShape
 
 @dataclass(frozen=True)
 class FreeConfig(ExitsConfig):
-    """One linear map before the base's head, at one shallow exit.
-
-    exits: the layer after which a token may leave, a list of one. draft_vocab: size of a reduced
-    head for the exit, the tokens that the training data's answers use most; null: the whole head.
-    [ours] distillation: weight of the layer distillation beside the KL.
+    """One linear map before the base's head, at one shallow exit; `exits` is a list of one layer.
+    Also see ExitsConfig.
     """
 
     METHOD: ClassVar[str] = "free"
 
     distillation: float = 1.0
+    """Loss weight of layer distillation, beside the KL divergence."""
 
     def check(self) -> None:
         super().check()
@@ -40,23 +38,23 @@ class FreeConfig(ExitsConfig):
 
 @dataclass(frozen=True)
 class FreeDecodeConfig(DepthDecodeConfig):
-    """Settings.
-
-    threshold: the least top-1 probability with which a token leaves, from 0 to 1; null: none does.
-    adaptive: the paper's adaptive threshold: between texts it moves to where what the exit says is
-    what the last layer says with at least this posterior probability, above 0 and below 1 (the
-    paper: 0.4); `threshold` is the first one. null: it stays.
-    kv: what later tokens read of the layers that a token skipped: deferred (the paper's: computed
-    in parallel with the next token that goes deep) or propagate (from the residual it left with).
-    weights: of a reduced head on the native kernel: int8 or bf16. [ours]
-    """
+    """Decoding settings; also see DepthDecodeConfig."""
 
     METHOD: ClassVar[str] = "free"
 
     threshold: float | None = 0.9
+    """Minimum top-1 probability with which a token leaves, from 0 to 1. Null: no token leaves."""
     adaptive: float | None = None
+    """The paper's adaptive threshold, above 0 and below 1 (the paper: 0.4). Between texts the
+    threshold, which starts at `threshold`, moves to where exit and last layer agree with at least
+    this posterior probability. Null: it stays.
+    """
     kv: Literal["propagate", "deferred"] = "deferred"
+    """What later tokens read for the layers that a token skipped. deferred (the paper): computed in
+    parallel with the next token that goes deep. propagate: computed from the residual it left with.
+    """
     weights: ExitWeights = "int8"
+    """How the native kernel packs a reduced head: int8 or bf16. [ours]"""
 
     def check(self) -> None:
         super().check()

@@ -1,4 +1,4 @@
-"""Configuration of Hydra's heads, and what may be set when decoding."""
+"""Configuration of Hydra's heads, and decoding settings."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from multirate.methods.common.shape import BaseShape
 
 @dataclass(frozen=True)
 class HydraConfig(MethodConfig):
-    """The defaults are Hydra++; Hydra has layers 1 and no prefix."""
+    """The defaults are Hydra++. Hydra has layers=1 and no prefix."""
 
     METHOD: ClassVar[str] = "hydra"
 
     heads: int = 4
-    """K; head k drafts the token k places after the next."""
+    """Number of heads, from 1 to 16; head k drafts the token k places after the next."""
     layers: int = 4
-    """Of each head's MLP."""
+    """Layers of each head's MLP, from 1 to 16."""
     prefix: bool = True
-    """Whether a decoder layer of its own prepares what the heads read."""
+    """Whether an additional decoder layer prepares the heads' input."""
     draft_vocab: int | None = None
-    """Size of the draft head (the most frequent tokens of the training data); null: the whole
-    vocabulary.
+    """Size of the draft head, which covers the most frequent tokens of the training data. Null: the
+    whole vocabulary.
     """
 
     def check(self) -> None:
@@ -47,22 +47,24 @@ class HydraConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class HydraDecodeConfig(AcceptanceConfig, JoinedConfig):
-    """How the tree grows, level by level, from the heads' likeliest tokens.
-
-    nodes: of the tree at most. width: nodes drafted from per level. depth: levels at most; null: as
-    many as there are heads. draft_threshold, verify_threshold: least path probability (see
-    draft_tree.py) of a node that is drafted from, and of any other. weights: of a reduced draft
-    head on the native kernel. The others: AcceptanceConfig, JoinedConfig.
+    """How the draft tree grows, level by level, from the heads' likeliest tokens. Also see
+    AcceptanceConfig and JoinedConfig.
     """
 
     METHOD: ClassVar[str] = "hydra"
 
     nodes: int = 11
+    """Maximum number of nodes in the tree."""
     width: int = 2
+    """Nodes drafted from per level."""
     depth: int | None = None
+    """Maximum number of levels. Null: the number of heads."""
     draft_threshold: float = 0.15
+    """Minimum path probability (draft_tree.py) of a node to draft from."""
     verify_threshold: float = 0.05
+    """Minimum path probability of any other node."""
     weights: DraftWeights = "int4"
+    """How the native kernel packs a reduced draft head."""
 
     def check(self) -> None:
         super().check()

@@ -1,4 +1,4 @@
-"""Settings of plain decoding with weights in 8 bits."""
+"""Settings of plain decoding with 8-bit weights."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from multirate.methods.common.config import MethodConfig, PromptWeights
 
 @dataclass(frozen=True)
 class Int8WeightsConfig(MethodConfig):
-    """Settings.
-
-    margin: a token whose two likeliest candidates' logits are less than this apart is decided by
-    the model's own weights; 0: none is.
-    prompt_weights: what reads prompts: own, or narrow, the copy, which takes less time and changes
-    some tokens. [ours]
-    """
+    """Decoding settings."""
 
     METHOD: ClassVar[str] = "int8_weights"
 
     margin: float = 0.0
+    """The full-precision weights decide a token if the logits of its two likeliest candidates
+    differ by less than this. 0: never.
+    """
     prompt_weights: PromptWeights = "own"
+    """Which weights read the prompt. narrow, the 8-bit copy, is faster and changes some tokens.
+    [ours]
+    """
 
     def check(self) -> None:
         self.require(self.margin >= 0, "margin", "0 or above (logits)")

@@ -11,25 +11,31 @@ from multirate.methods.common.shape import BaseShape
 
 @dataclass(frozen=True)
 class KangarooConfig(MethodConfig):
-    """One attention adapter at a fixed shallow exit, the base's head shared."""
+    """One attention adapter at a fixed shallow exit. Drafts use the base model's head."""
 
     METHOD: ClassVar[str] = "kangaroo"
 
     exit_layer: int
-    """Layers of the base before the adapter (the paper: 2 of 32)."""
+    """Layers of the base model before the adapter (the paper: 2 of 32)."""
     heads: int
+    """Query heads of the adapter."""
     kv_heads: int
+    """Key/value heads; a divisor of heads."""
     head_dim: int
+    """Width of a head; even."""
     norm_eps: float = 1e-5
+    """Epsilon of the RMS norms."""
     rope_theta: float = 10000.0
+    """Base of the rotary embedding."""
     threshold: float = 0.6
-    """Drafting stops at a token whose top-1 probability is below this (the token itself is still
-    verified).
+    """Drafting stops at a token whose top-1 probability is below this; that token is still
+    verified.
     """
     max_draft: int = 6
+    """Maximum number of drafted tokens."""
     draft_vocab: int | None = None
-    """Size of the reduced draft head (the most frequent tokens of the training data) [ours]; null:
-    the base's whole head (the paper).
+    """Size of the reduced draft head, which covers the most frequent tokens of the training data
+    [ours]. Null: the base's whole head (the paper).
     """
 
     def check(self) -> None:
@@ -42,7 +48,7 @@ class KangarooConfig(MethodConfig):
         self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")
 
     def check_base(self, base: BaseShape) -> None:
-        """Refuse a config that does not fit ``base``."""
+        """Raises UserError for a config that does not fit ``base``."""
         self.require(
             self.exit_layer < base.num_layers,
             "exit_layer",
@@ -54,12 +60,12 @@ class KangarooConfig(MethodConfig):
     def for_base(
         base: BaseShape, match_parameters: int | None = None, **options: Any
     ) -> KangarooConfig:
-        """Defaults for a base: exit after L/16 layers (the paper's 2 of 32), heads as the base's.
+        """Defaults for a base model: exit after L/16 layers (the paper's 2 of 32), heads as the
+        base's. ``options`` replace fields.
 
-        ``match_parameters``: the number of query heads is chosen so that the adapter has about this
-        many parameters,
-        with as many K/V heads (the adapter's whole size is in its attention): a rival of equal
-        size.
+        ``match_parameters`` chooses the number of heads so that the adapter has about this many
+        parameters, for comparisons at equal size. It sets as many key/value heads as query heads,
+        because all of the adapter's parameters are in its attention.
         """
         values: dict[str, Any] = {
             "exit_layer": max(1, round(base.num_layers / 16)),

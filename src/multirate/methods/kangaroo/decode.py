@@ -16,20 +16,24 @@ from multirate.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class KangarooDecodeConfig(StreamDecodeConfig):
-    """How drafts grow: StreamDecodeConfig, with the paper's rule unless `lookup` is set, and a
-    `width` of 1 (the paper drafts chains).
+    """StreamDecodeConfig with the paper's stopping rule, unless `lookup` is set, and a `width` of 1
+    because the paper drafts chains.
 
-    threshold: drafting stops after a token whose top-1 probability is below this (the token itself
-    is still verified). max_draft: tokens of a draft, at most. None: the accelerator's own; joined
-    to the text, drafts then grow by measured costs instead, as other streams' do. [ours]
+    With `lookup`, drafts grow by measured costs instead, as in other methods. [ours]
     """
 
     METHOD: ClassVar[str] = "kangaroo"
 
     width: int = 1
+    """As in StreamDecodeConfig."""
     sharpness: float = 1.0
+    """As in StreamDecodeConfig."""
     threshold: float | None = None
+    """Drafting stops after a token whose top-1 probability is below this; that token is still
+    verified. Null: the accelerator's own.
+    """
     max_draft: int | None = None
+    """Maximum number of drafted tokens. Null: the accelerator's own."""
 
     def check(self) -> None:
         super().check()

@@ -1,4 +1,4 @@
-"""Settings of early-exit self-speculation."""
+"""Settings of early-exit self-speculation without training."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from multirate.methods.common.staged_config import StagedConfig
 
 @dataclass(frozen=True)
 class LayerSkipConfig(StagedConfig):
-    """Settings.
-
-    exit_layer: the first `exit_layer` layers draft; 0: a quarter of the model's layers, at least
-    one.
-    tokens: longest draft.
-    confidence: stop drafting before a token whose top-1 probability at the exit is below this; 0
-    never stops.
-    adaptive: instead of `confidence`, stop where another token does not pay for its measured time;
-    without stages. The others: StagedConfig.
-    """
+    """Decoding settings; also see StagedConfig."""
 
     METHOD: ClassVar[str] = "layerskip"
 
     exit_layer: int = 0
+    """The number of first layers that draft. 0: a quarter of the model's layers, at least one."""
     tokens: int = 6
+    """Maximum length of a draft."""
     confidence: float = 0.4
+    """Drafting stops before a token whose top-1 probability at the exit is below this; 0 never
+    stops.
+    """
     adaptive: bool = False
+    """Instead of `confidence`, drafting stops where another token is not worth its measured time.
+    Turns two-stage verification off.
+    """
 
     def check(self) -> None:
         super().check()
@@ -37,8 +36,8 @@ class LayerSkipConfig(StagedConfig):
         self.require(0 <= self.confidence <= 1, "confidence", "a number from 0 to 1")
 
     def exit_of(self, num_layers: int) -> int:
-        """The exit layer in a model of `num_layers`. Raises UserError when it has no deeper layer
-        to verify with.
+        """The exit layer in a model of `num_layers`. Raises UserError if no deeper layer is left to
+        verify with.
         """
         exit_layer = self.exit_layer or max(1, num_layers // 4)
         if exit_layer >= num_layers:

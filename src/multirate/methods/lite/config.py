@@ -1,4 +1,4 @@
-"""LITE's configuration (arXiv 2310.18581), and what may be set when decoding."""
+"""LITE's configuration (arXiv 2310.18581), and decoding settings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
 
 PAPER_THRESHOLDS = (0.95, 0.95, 0.9, 0.9, 0.8, 0.7)
-"""Of a 7B model's exits after 8, 12, 16, 20, 24 and 28 of 32 layers."""
+"""The paper's thresholds for a 7B model's exits after 8, 12, 16, 20, 24 and 28 of 32 layers."""
 
 
 def default_thresholds(count: int) -> tuple[float, ...]:
-    """The paper's, for another number of exits on the line through them."""
+    """The paper's thresholds, interpolated linearly to another number of exits."""
     places = np.linspace(0, len(PAPER_THRESHOLDS) - 1, count)
     values = np.interp(places, range(len(PAPER_THRESHOLDS)), PAPER_THRESHOLDS)
     return tuple(round(float(value), 4) for value in values)
@@ -25,16 +25,12 @@ def default_thresholds(count: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class LiteConfig(ExitsConfig):
-    """One linear map before the base's head at each exit.
-
-    exits: layers after which a token may leave, rising. thresholds: for each the least top-1
-    probability with which it does. draft_vocab: size of a reduced head for exits, the tokens that
-    the training data's answers use most; null: the whole head. [ours]
-    """
+    """One linear map before the base's head at each exit; also see ExitsConfig."""
 
     METHOD: ClassVar[str] = "lite"
 
     thresholds: tuple[float, ...] = ()
+    """For each exit the minimum top-1 probability with which a token leaves."""
 
     def check(self) -> None:
         super().check()
@@ -58,16 +54,16 @@ class LiteConfig(ExitsConfig):
 
 @dataclass(frozen=True)
 class LiteDecodeConfig(DepthDecodeConfig):
-    """Settings.
-
-    thresholds: one for each exit, null for never; null instead of the list: the accelerator's.
-    kv: what later tokens read of the layers that a token skipped: propagate (from the residual it
-    left with) or deferred (exact, computed with the next token that goes as deep).
-    weights: of a reduced head on the native kernel: int8 or bf16. [ours]
-    """
+    """Decoding settings; also see DepthDecodeConfig."""
 
     METHOD: ClassVar[str] = "lite"
 
     thresholds: tuple[float | None, ...] | None = None
+    """One for each exit; null for an exit means never. Null instead of the list: the accelerator's.
+    """
     kv: Literal["propagate", "deferred"] = "propagate"
+    """What later tokens read for the layers that a token skipped. propagate: computed from the
+    residual it left with. deferred: exact, computed with the next token that goes as deep.
+    """
     weights: ExitWeights = "int8"
+    """How the native kernel packs a reduced head: int8 or bf16. [ours]"""

@@ -11,16 +11,18 @@ from multirate.methods.common.staged_config import StagedConfig
 
 @dataclass(frozen=True)
 class LookaheadConfig(StagedConfig):
-    """ngram: tokens of an n-gram (the paper's N). window: places that are guessed ahead (W).
-    guesses: n-grams verified at once (G). A pass has (ngram − 1) · (window + guesses) rows more
-    than a plain one. The others: StagedConfig.
+    """A pass has (ngram − 1) · (window + guesses) more rows than a plain one. Also see
+    StagedConfig.
     """
 
     METHOD: ClassVar[str] = "lookahead"
 
     ngram: int = 3
+    """Tokens in an n-gram (the paper's N)."""
     window: int = 4
+    """Positions guessed ahead (W)."""
     guesses: int = 2
+    """N-grams verified at once (G)."""
 
     def check(self) -> None:
         super().check()
@@ -38,5 +40,5 @@ class LookaheadConfig(StagedConfig):
 
     @property
     def nodes(self) -> int:
-        """Of a draft, at most."""
+        """Maximum number of nodes in a draft."""
         return (self.ngram - 1) * (self.window + self.guesses)

@@ -1,5 +1,5 @@
-"""M2R2's configuration and its two presets, kept apart: what the paper describes, and what we
-add.
+"""M2R2's configuration and its two presets: "m2r2", what the paper describes, and "m2r2-carry",
+with our additions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ MOST_TAPS = 4  # the kernel's MAX_TAPS
 
 
 def default_paper_gates(num_layers: int) -> tuple[int, ...]:
-    """Three equally spaced gates, after L/4, L/2 and 3L/4 layers (paper: equally spaced gates;
-    three is ours).
+    """Three equally spaced gates, after L/4, L/2 and 3L/4 layers. Equal spacing is the paper's; the
+    number three is ours.
     """
     return tuple(
         sorted({max(1, min(num_layers - 1, round(num_layers * j / 4))) for j in (1, 2, 3)})
@@ -27,62 +27,75 @@ def default_paper_gates(num_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class M2R2Config(MethodConfig):
-    """Everything that decides the shape of an accelerated stream. Paper: arXiv 2502.02040; [ours]
-    marks our choices.
+    """Everything that decides the shape of an accelerated residual stream. Paper: arXiv 2502.02040;
+    [ours] marks our choices.
     """
 
     METHOD: ClassVar[str] = "m2r2"
 
     gates: tuple[int, ...]
-    """Exit gates: gate G reads the stream after G layers. Increasing. A draft uses the first."""
+    """Exit gates, in increasing order: gate G reads the stream after G layers. Drafts use the first
+    one.
+    """
     rank: int = 64
     """Rank of every adapter [ours]."""
     attention_adapter: bool = True
     """Low-rank updates of the q and o projections [ours]."""
     mlp_adapter: Literal["parallel", "lora", "none"] = "parallel"
-    """parallel: one adapter beside the whole MLP [ours, nearest to the paper]; lora: on gate, up
-    and down [ours].
+    """parallel: one adapter beside the whole MLP [ours, closest to the paper]. lora: adapters on
+    gate, up and down [ours].
     """
     carry: bool = False
-    """Add a projection of the previous token's final residual to the stream's start [ours]."""
+    """Adds a projection of the previous token's final residual to the stream's start [ours]."""
     taps: tuple[int, ...] = ()
-    """Inner layers whose entering residuals add to what is carried of a verified token, by one
-    matrix that starts at zero [ours, as EAGLE-3]; needs carry.
+    """Inner layers whose input residuals are added to the carried residual of a verified token,
+    through one matrix that starts at zero. Needs carry. [ours, as EAGLE-3]
     """
     fuse: bool = False
-    """At each gate, mix the stream and the carried residual, if there is one, by one matrix, which
-    training starts from least squares [ours].
+    """Mixes the stream with the carried residual (if there is one) at each gate, through one matrix
+    that training initialises by least squares [ours].
     """
     block: bool = False
     """One transformer block at each gate, with its own keys and values [ours]."""
     block_intermediate: int = 0
+    """Width of the block's MLP. ``for_base`` sets this and the following sizes from the base model.
+    """
     block_heads: int = 0
+    """Query heads of the block."""
     block_kv_heads: int = 0
+    """Key/value heads of the block; a divisor of block_heads."""
     block_head_dim: int = 0
+    """Width of a head of the block; even."""
     norm_eps: float = 1e-5
+    """Epsilon of the block's RMS norms."""
     rope_theta: float = 10000.0
+    """Base of the block's rotary embedding."""
     reinitialise: bool = True
-    """Restart the stream from the slow residual at every gate (paper)."""
+    """Restarts the stream from the slow residual at every gate (paper)."""
     arla_dim: int = 64
-    """Width of ARLA's latents (paper: latent attention over gates; the width is ours); 0: no ARLA.
+    """Width of ARLA's latents; 0: no ARLA. Latent attention over gates is the paper's; the width is
+    ours.
     """
     unroll_steps: int = 1
-    """Training steps through the stream's own drafts [ours, as HASS and EAGLE-3]; needs carry."""
+    """Training steps through the stream's own drafts, from 1 to 16. More than 1 needs carry. [ours,
+    as HASS and EAGLE-3]
+    """
     feature_weight: float = 0.0
-    """In training, of SmoothL1 between normed stream and normed h_L beside the KL [ours, EAGLE's
-    loss, where it is 10].
+    """Loss weight, beside the KL divergence, of the SmoothL1 distance between the normed stream and
+    the normed final residual h_L. [ours; EAGLE's loss, which uses 10]
     """
     noise: float = 0.0
-    """In training, of the true carried residuals: uniform, of this width times 512 / tokens of the
-    sample [ours, as EAGLE: 0.2].
+    """Training noise on the carried residuals: uniform, of this width times 512 / tokens of the
+    sample. [ours, as EAGLE, which uses 0.2]
     """
     draft_vocab: int | None = None
-    """Size of the reduced draft head (the most frequent tokens of the training data) [ours]; null:
-    the full head.
+    """Size of the reduced draft head, which covers the most frequent tokens of the training data.
+    Null: the full head. [ours]
     """
     own_head: bool = False
-    """Drafts are read with a head of their own, which starts as the base's [ours, as EAGLE-3]."""
+    """Drafts use their own head, which starts as a copy of the base's [ours, as EAGLE-3]."""
     preset: str = "m2r2"
+    """"m2r2" or "m2r2-carry"."""
 
     def check(self) -> None:
         g = self.gates
@@ -125,7 +138,7 @@ class M2R2Config(MethodConfig):
             )
 
     def check_base(self, base: BaseShape) -> None:
-        """Refuse a config that does not fit ``base``."""
+        """Raises UserError for a config that does not fit ``base``."""
         self.require(
             self.gates[-1] < base.num_layers,
             "gates",
@@ -146,7 +159,9 @@ class M2R2Config(MethodConfig):
 
     @staticmethod
     def for_base(base: BaseShape, preset: str = "m2r2", **options: Any) -> M2R2Config:
-        """The preset's config for a base model, with ``options`` replacing its fields."""
+        """The preset's config for a base model; ``options`` replace its fields. Raises UserError
+        for an unknown preset or options that cannot be used.
+        """
         if preset not in PRESETS:
             raise UserError(f"M2R2 preset '{preset}' is unknown; accepted: {' or '.join(PRESETS)}.")
         values: dict[str, Any] = {

@@ -12,34 +12,32 @@ from multirate.methods.common.shape import BaseShape
 
 @dataclass(frozen=True)
 class ExpertPredictorConfig(MethodConfig):
-    """Low-rank adapters, one per layer, that push the current residual towards that of a later
+    """Low-rank adapters, one per layer, that move the current residual towards that of a later
     layer. [ours]
     """
 
     METHOD: ClassVar[str] = "m2r2-experts"
 
     rank: int = 64
-    """Of the adapters. With attention 0 is accepted, and the default: beside the pruned experts
-    they add nothing there.
+    """Rank of the adapters. 0 needs attention and is the default there, because the adapters add
+    nothing to pruned experts.
     """
     sketch: int = 8
-    """Rows of each pruned expert, a small stand-in for the expert: they say where this layer's own
-    experts will move the residual, which they have not done yet. 0: none.
+    """Rows of each pruned expert, a small stand-in for an expert. Pruned experts estimate how this
+    layer's own experts, which have not run yet, will change the residual. 0: none.
     """
     ahead: int = 2
-    """Depths 1 … ahead are trained: layer i predicts the experts of layers i + 1 … i + ahead."""
+    """Layer i predicts the experts of layers i + 1 … i + ahead, from 1 to 8."""
     attention: bool = False
-    """The later layers' own attention runs on the stream that is predicted to enter them, over the
-    slow residual's K/V. A pruned expert is then gated, as the expert is, and starts as its
-    strongest neurons.
+    """Runs the later layers' attention on the predicted stream, over the slow residual's K/V. A
+    pruned expert is then gated like the expert and starts as its strongest neurons.
     """
     membership: float = 0.5
-    """Loss weight of the binary cross-entropy on being among a token's experts, beside KL's 1.
-    ``for_base`` makes it 0 with attention: that close to the truth its pull towards wider margins
-    costs recall, which KL alone raises.
+    """Loss weight of the binary cross-entropy on being among a token's experts, beside the KL
+    divergence. ``for_base`` sets it to 0 with attention, where it lowers recall.
     """
     alignment: float = 0.1
-    """Loss weight of 1 − cosine between the router's input and the one that is predicted."""
+    """Loss weight of 1 − cosine between the router's input and its prediction."""
 
     def check(self) -> None:
         least = 0 if self.attention and self.sketch else 1
@@ -61,7 +59,7 @@ class ExpertPredictorConfig(MethodConfig):
         return config
 
     def check_base(self, base: BaseShape) -> None:
-        """Refuse a base that has no experts or too few layers."""
+        """Raises UserError for a base that has no experts or too few layers."""
         if not base.is_moe:
             raise UserError(
                 f"{self.METHOD} works only with mixtures of experts, and this model is not one"

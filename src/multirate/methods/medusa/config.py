@@ -1,4 +1,4 @@
-"""Configuration of Medusa's heads, and what may be set when decoding."""
+"""Configuration of Medusa's heads, and decoding settings."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ _ACCEPTED = f"a list of at most `heads` whole numbers of at least 1, at most {MA
 
 
 def nodes_of(widths: tuple[int, ...]) -> int:
-    """Nodes of the tree in which every node of depth d - 1 has widths[d - 1] children."""
+    """Number of nodes in a tree where every node of depth d - 1 has widths[d - 1] children."""
     return sum(prod(widths[:depth]) for depth in range(1, len(widths) + 1))
 
 
 @dataclass(frozen=True)
 class MedusaConfig(MethodConfig):
-    """heads: K; head k drafts the token k places after the next. widths: children at depth 1, 2,
-    … draft_vocab: size of the draft head (the most frequent tokens of the training data); null: the
-    whole vocabulary. [ours]
-    """
+    """The heads and the default shape of the draft tree."""
 
     METHOD: ClassVar[str] = "medusa"
 
     heads: int = 3
+    """Number of heads, from 1 to 16; head k drafts the token k places after the next."""
     widths: tuple[int, ...] = (3, 2, 1)
+    """Children per node at depth 1, 2, …"""
     draft_vocab: int | None = None
+    """Size of the draft head, which covers the most frequent tokens of the training data. Null: the
+    whole vocabulary. [ours]
+    """
 
     def check(self) -> None:
         self.require(1 <= self.heads <= 16, "heads", "a whole number from 1 to 16")
@@ -52,14 +54,14 @@ class MedusaConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class MedusaDecodeConfig(AcceptanceConfig, JoinedConfig):
-    """widths: overrides the accelerator's own; null keeps them. weights: of the heads and the draft
-    head on the native kernel. [ours] The others: AcceptanceConfig, JoinedConfig.
-    """
+    """Decoding settings; also see AcceptanceConfig and JoinedConfig."""
 
     METHOD: ClassVar[str] = "medusa"
 
     widths: tuple[int, ...] | None = None
+    """Replaces the accelerator's own. Null keeps them."""
     weights: DraftWeights = "int4"
+    """How the native kernel packs the heads and the draft head. [ours]"""
 
     def check(self) -> None:
         super().check()

@@ -1,4 +1,4 @@
-"""Mixture-of-Depths' configuration (arXiv 2404.02258), and what may be set when decoding."""
+"""Configuration of Mixture-of-Depths (arXiv 2404.02258), and decoding settings."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from multirate.methods.common.shape import BaseShape
 
 @dataclass(frozen=True)
 class MixtureOfDepthsConfig(MethodConfig):
-    """A router and its causal predictor at each routed block.
-
-    blocks: the layers (counted from 0) that tokens may pass by, rising. capacity: share of a text's
-    response tokens that run each of them in training, those of the highest router weights.
-    """
+    """A router and its causal predictor at each routed block."""
 
     METHOD: ClassVar[str] = "mixture_of_depths"
 
     blocks: tuple[int, ...]
+    """Layers (counted from 0) that tokens may skip, in increasing order."""
     capacity: float = 0.75
+    """In training, the share of a text's response tokens that run each block: the ones with the
+    highest router weights.
+    """
 
     def check(self) -> None:
         rising = all(a < b for a, b in pairwise(self.blocks))
@@ -34,14 +34,14 @@ class MixtureOfDepthsConfig(MethodConfig):
         self.require(0 < self.capacity < 1, "capacity", "a number between 0 and 1")
 
     def check_base(self, base: BaseShape) -> None:
-        """Refuse a config that does not fit ``base``."""
+        """Raises UserError for a config that does not fit ``base``."""
         last = base.num_layers - 1
         self.require(self.blocks[-1] <= last, "blocks", f"layers 0 to {last} of this model")
 
     @staticmethod
     def for_base(base: BaseShape, **options: Any) -> MixtureOfDepthsConfig:
-        """Every other block, as in the paper, but for the first tenth: without these a frozen base
-        says nothing.
+        """Every other block, as in the paper, except in the first tenth of the layers, which a
+        frozen base cannot do without.
         """
         first = max(1, base.num_layers // 10)
         values = {"blocks": list(range(first, base.num_layers, 2))} | options
@@ -52,15 +52,14 @@ class MixtureOfDepthsConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class MixtureOfDepthsDecodeConfig(DepthDecodeConfig):
-    """Settings.
-
-    threshold: a token passes a routed block by where the predictor's probability that the router
-    leaves it out is at least this, from 0 to 1; null: it runs every block.
-    """
+    """Decoding settings; also see DepthDecodeConfig."""
 
     METHOD: ClassVar[str] = "mixture_of_depths"
 
     threshold: float | None = 0.5
+    """A token skips a routed block if the predictor's probability that the router leaves it out is
+    at least this, from 0 to 1. Null: it runs every block.
+    """
 
     def check(self) -> None:
         super().check()

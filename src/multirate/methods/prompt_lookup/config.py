@@ -8,22 +8,25 @@ from typing import ClassVar
 from multirate.methods.common.staged_config import StagedTextConfig
 
 MOST_TOKENS = 4096
-"""Of a draft; each has a row of the head's outputs in memory."""
+"""Upper limit of `tokens`; each drafted token needs a row of the head's outputs in memory."""
 
 
 @dataclass(frozen=True)
 class PromptLookupConfig(StagedTextConfig):
-    """max_ngram: longest n-gram looked up (shorter ones are tried next). tokens: length of a draft.
-    staged_ahead: all of a pass, as drafts of one length, however short the match, are dear behind
-    it. The others: StagedTextConfig.
-    """
+    """Decoding settings; also see StagedTextConfig."""
 
     METHOD: ClassVar[str] = "prompt_lookup"
 
     max_ngram: int = 3
+    """Longest n-gram to look up; shorter ones are tried next."""
     tokens: int = 10
+    """Length of a draft."""
     staged_ahead: int = 11
+    """As in StagedConfig. By default every token of a pass is pre-verified: drafts have the same
+    length however short the match, so unverified ones would be expensive.
+    """
     direct_match: int = 3
+    """As in StagedTextConfig."""
 
     def check(self) -> None:
         super().check()

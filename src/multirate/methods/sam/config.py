@@ -11,20 +11,22 @@ from multirate.methods.common.staged_config import StagedTextConfig
 
 @dataclass(frozen=True)
 class SAMConfig(StagedTextConfig):
-    """tokens: longest draft. least: shortest match that is drafted from. per_match: tokens drafted
-    for each matched one. texts: a file of other texts (`multirate texts`) in which the end of the
-    text is looked up, too; a model's name: those that the package has of it. per_match_ahead:
-    `per_match` of drafts that the narrow copy verifies, where a row costs more. [ours] The others:
-    StagedTextConfig.
-    """
+    """Decoding settings; also see StagedTextConfig."""
 
     METHOD: ClassVar[str] = "sam"
 
     tokens: int = 10
+    """Maximum length of a draft."""
     least: int = 1
+    """Minimum match length to draft from."""
     per_match: float = 4.0
+    """Tokens drafted per matched token."""
     per_match_ahead: float = 1.0
+    """The same for drafts that the quantised copy verifies, where a row costs more. [ours]"""
     texts: str | None = None
+    """A file of other texts (`multirate texts`) to search as well, or a model's name for the texts
+    that the package has for it. Null: none.
+    """
 
     def check(self) -> None:
         super().check()
@@ -33,7 +35,7 @@ class SAMConfig(StagedTextConfig):
             self.require(getattr(self, name) > 0, name, "a number above 0")
 
     def length(self, matched: int, in_stages: bool = False) -> int:
-        """How many tokens are drafted after a match of so many."""
+        """How many tokens to draft after a match of `matched` tokens."""
         if matched < self.least:
             return 0
         each = self.per_match_ahead if in_stages else self.per_match

@@ -12,23 +12,23 @@ from multirate.methods.common.model_weights import DepthDecodeConfig
 
 @dataclass(frozen=True)
 class SkipDecodeConfig(DepthDecodeConfig):
-    """Settings.
-
-    max_share, min_share: share of the layers that the first new token runs, and that those from the
-    expected length on do; between them the number falls linearly, in whole layers.
-    warmup_layers: of these, how many at the bottom; the others are the top ones, and what lies
-    between is skipped. 0: two fifths of the model's layers, which on SmolLM2 keeps
-    the most of its text. No depth is below warmup_layers and one at the top. [the default is ours]
-    expected_tokens: the expected length, in new tokens; 0: the most that a sequence of the batch
-    may have.
-    """
+    """Decoding settings; also see DepthDecodeConfig."""
 
     METHOD: ClassVar[str] = "skipdecode"
 
     max_share: float = 1.0
+    """Share of the layers that the first new token runs."""
     min_share: float = 0.8
+    """Share of the layers from the expected length on. In between the number of layers falls
+    linearly.
+    """
     warmup_layers: int = 0
+    """Layers at the bottom that every token runs; the rest are the top ones, and the layers in
+    between are skipped. 0: two fifths of the model's layers. No token runs fewer than warmup_layers
+    and one at the top. [the default is ours]
+    """
     expected_tokens: int = 0
+    """The expected length, in new tokens. 0: the maximum of the sequences in the batch."""
 
     def check(self) -> None:
         super().check()
@@ -39,8 +39,8 @@ class SkipDecodeConfig(DepthDecodeConfig):
         self.require_count("warmup_layers", "expected_tokens", least=0)
 
     def warmup_of(self, num_layers: int) -> int:
-        """Layers at the bottom that every token runs, in a model of `num_layers`. UserError where
-        none would be left above them.
+        """Layers at the bottom that every token runs, in a model of `num_layers`. Raises UserError
+        if none is left above them.
         """
         self.require(
             self.warmup_layers < num_layers,
@@ -50,7 +50,7 @@ class SkipDecodeConfig(DepthDecodeConfig):
         return self.warmup_layers or 2 * num_layers // 5
 
     def depth(self, num_layers: int, progress: float) -> int:
-        """How many layers a token runs at t / T = progress, of a model's `num_layers`."""
+        """How many of a model's `num_layers` a token runs at progress t / T."""
         share = self.max_share + (self.min_share - self.max_share) * min(1.0, max(0.0, progress))
         # a sum of rounded shares must not cost a layer more than it says
         return max(self.warmup_of(num_layers) + 1, math.ceil(share * num_layers - 1e-9))

@@ -1,4 +1,4 @@
-"""SpecEE's configuration (arXiv 2504.08850), and what may be set when decoding."""
+"""SpecEE's configuration (arXiv 2504.08850), and decoding settings."""
 
 from __future__ import annotations
 
@@ -13,25 +13,23 @@ from multirate.methods.common.shape import BaseShape
 
 @dataclass(frozen=True)
 class SpecEEConfig(ExitsConfig):
-    """A proposer, and a predictor at each exit.
-
-    exits: layers after which a token may leave, rising; which of them are looked at is decided
-    while decoding. rank: width of the proposer's MLP. width: of a predictor. draft_vocab: size of a
-    reduced head for proposals and exits, the tokens that the training data's answers use most;
-    null: the whole head. [ours]
+    """A proposer, and a predictor at each exit; also see ExitsConfig. Decoding decides which exits
+    are checked.
     """
 
     METHOD: ClassVar[str] = "specee"
 
     rank: int = 512
+    """Width of the proposer's MLP."""
     width: int = 512
+    """Width of a predictor."""
 
     def check(self) -> None:
         super().check()
         self.require_count("rank", "width")
 
     def check_base(self, base: BaseShape) -> None:
-        """Refuse a config that does not fit ``base``."""
+        """Raises UserError for a config that does not fit ``base``."""
         super().check_base(base)
         self.require(self.draft_vocab is None or self.draft_vocab >= 4, "draft_vocab", "at least 4")
 
@@ -46,24 +44,26 @@ class SpecEEConfig(ExitsConfig):
 
 @dataclass(frozen=True)
 class SpecEEDecodeConfig(DepthDecodeConfig):
-    """Settings.
-
-    threshold: the least predicted probability with which the full head is asked whether a token
-    leaves, from 0 to 1; null: none does.
-    hot: how many exits are looked at for every token, those where the training data's tokens could
-    leave first most often; beside them the two on either side of each of the last five exits.
-    kv: what later tokens read of the layers that a token skipped: propagate (from the residual it
-    left with) or deferred (exact, computed with the next token that goes as deep). [ours: the
-    paper's code leaves holes]
-    weights: of a reduced head on the native kernel: int8 or bf16. [ours]
-    """
+    """Decoding settings; also see DepthDecodeConfig."""
 
     METHOD: ClassVar[str] = "specee"
 
     threshold: float | None = 0.5
+    """Minimum predicted probability with which the full head checks whether a token leaves, from 0
+    to 1. Null: no token leaves.
+    """
     hot: int = 4
+    """How many exits are checked for every token: the ones where the training data's tokens could
+    leave first most often. The two on either side of each of the last five exits are checked as
+    well.
+    """
     kv: Literal["propagate", "deferred"] = "propagate"
+    """What later tokens read for the layers that a token skipped. propagate: computed from the
+    residual it left with. deferred: exact, computed with the next token that goes as deep. [ours:
+    the paper's code leaves holes]
+    """
     weights: ExitWeights = "int8"
+    """How the native kernel packs a reduced head: int8 or bf16. [ours]"""
 
     def check(self) -> None:
         self.require_share("threshold")

@@ -13,19 +13,23 @@ STATIC_TREE = (4, 4, 3, 2)
 
 @dataclass(frozen=True)
 class TokenRecyclingConfig(JoinedConfig):
-    """k: successors remembered of each token. tree: nodes of a draft at depth 1, 2, …; null: those
-    that are likely enough for their time, by how often successors of each rank were right lately
-    [ours], and STATIC_TREE where it is not known what a row takes. nodes: of a draft without
-    `tree`, at most. prompt_tokens: newest tokens of a prompt whose successors are remembered before
-    the first draft, each for the time of a row of the head. The others: JoinedConfig.
-    """
+    """Decoding settings; also see JoinedConfig."""
 
     METHOD: ClassVar[str] = "token_recycling"
 
     k: int = 8
+    """How many successors of each token are remembered."""
     tree: tuple[int, ...] | None = None
+    """Nodes of a draft at depth 1, 2, … Null: chosen by how often successors of each rank were
+    accepted lately, weighed against a row's measured cost [ours]; STATIC_TREE while that cost is
+    unknown.
+    """
     nodes: int = 16
+    """Maximum number of nodes in a draft without `tree`."""
     prompt_tokens: int = 0
+    """How many of the prompt's newest tokens have their successors remembered before the first
+    draft. Each costs the time of one row of the head.
+    """
 
     def check(self) -> None:
         super().check()

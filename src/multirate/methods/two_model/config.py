@@ -10,16 +10,18 @@ from multirate.methods.common.joined_drafter import JoinedConfig
 
 @dataclass(frozen=True)
 class TwoModelConfig(JoinedConfig):
-    """draft: the model that drafts, as models are named everywhere. tokens: of a draft, at most.
-    confidence: a draft ends with the first token whose probability is lower (the token itself is
-    still verified); 0: never. The others: JoinedConfig.
-    """
+    """Decoding settings; also see JoinedConfig."""
 
     METHOD: ClassVar[str] = "two_model"
 
     draft: str | None = None
+    """The draft model: a name, folder, GGUF file or hub id. Required."""
     tokens: int = 4
+    """Maximum number of drafted tokens."""
     confidence: float = 0.0
+    """A draft ends with the first token whose probability is below this; that token is still
+    verified. 0: never.
+    """
 
     def check(self) -> None:
         super().check()

@@ -1,7 +1,13 @@
-"""M2R2 (Mixture of Multi-rate Residuals) for Hugging Face language models: the same text, sooner.
+"""Faster text generation for Hugging Face language models on CPU, with the model's own text.
 
-engine = multirate.attach(model, "path/to/accelerator")
-output = engine.generate([prompt_ids])
+multirate drafts several tokens, verifies them in one pass of the model and keeps the ones that the
+model itself would have chosen. It includes M2R2 (Mixture of Multi-rate Residuals, arXiv 2502.02040)
+and other ways to draft.
+
+    engine = multirate.attach("smollm2")
+    prompt = engine.tokenizer("The capital of France is")["input_ids"]
+    output = engine.generate([prompt])
+    print(engine.tokenizer.decode(output.sequences[0]))
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A model made ready to decode, plainly or with an accelerator: `attach`, then
-`Engine.generate`.
+"""`attach` prepares a model for decoding; `Engine.generate` decodes, with or without an
+accelerator.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ if TYPE_CHECKING:
 
 SPECULATE = ("auto", "always", "never")
 MODES = ("lossless", "dynamic")
-KEPT_BYTES = (
-    256 << 20
-)  # K/V of finished generations kept for a conversation's next turn, all methods together
+KEPT_BYTES = 256 << 20
+"""Default of `Engine.keep_bytes`."""
 
 
 def attach(
@@ -68,21 +67,31 @@ def attach(
     expert_policy: str | None = None,
     expert_predictor: str | os.PathLike[str] | None = None,
 ) -> Engine:
-    """An engine for a causal LM of transformers (or its folder, hub id, or what hub.load_model
-    gave), never changed.
+    """Makes an engine for a causal language model. The model itself stays unchanged.
 
-    accelerator: a trained one, its folder or hub id, or the name of an embedded one; None: the
-    methods that need no training, of which one is the default (`Engine.default`). One that was
-    trained for other weights of the same shape is accepted: before its first drafts it is measured
-    on a few short texts, and said.
-    backend: "auto", "hf" (the model's own layers) or "native" (packed bf16 weights).
-    tokenizer: needed with stop strings, and for that measurement.
-    experts: for a mixture of experts named by folder or hub id, the store (`multirate pack`) that
-    its experts are read from as they are needed. For it, or a model that `offload` gave:
-    expert_memory: how much of them is held, such as "2GB" (default: all); expert_policy: see
-    experts/named_policies.py (default: aot);
-    expert_predictor: what `train --objective experts` made, a folder or hub id.
-    Raises UserError with the reason for what cannot be used.
+        engine = multirate.attach("smollm2")
+        prompt = engine.tokenizer("The capital of France is")["input_ids"]
+        output = engine.generate([prompt], stop=engine.stopping(max_new_tokens=32))
+        print(engine.tokenizer.decode(output.sequences[0]))
+
+    model: a causal LM of transformers, a local folder, a GGUF file, a hub id, a short name such as
+        "smollm2", or what hub.load_model returned.
+    accelerator: a trained one: its folder, its hub id, or the name of one that this package has for
+        the model. None: a method that needs no training (`Engine.default`). An accelerator that was
+        trained for other weights of the same shape (a fine-tuned or quantised copy) is accepted;
+        before its first drafts the engine measures it on a few short texts and reports the result.
+    backend: "native" runs packed bf16 weights with the C kernel, "hf" runs the model's own layers,
+        "auto" uses the kernel if it can run the model.
+    tokenizer: needed for stop strings and for that measurement. A model loaded by name brings its
+        own.
+    experts: for a mixture of experts given by folder or hub id: the store (`multirate pack`) to
+        read its experts from as they are needed.
+    expert_memory: how much memory the experts may use, such as "2GB" (default: all of them). This
+        and the next two need experts on disk.
+    expert_policy: see experts/named_policies.py (default: aot).
+    expert_predictor: folder or hub id of a predictor from `multirate train --objective experts`.
+
+    Raises UserError, with the reason, for anything that cannot be used.
     """
     if not isinstance(model, (str, os.PathLike, LoadedModel, nn.Module)):
         raise UserError(
@@ -129,7 +138,9 @@ def attach(
 
 
 def check_mode(mode: str, quality: float | None, speculate: str) -> None:
-    """UserError for values of these arguments of `generate` that do not exist, or go together."""
+    """Raises UserError for invalid values or combinations of these arguments of
+    `Engine.generate`.
+    """
     if speculate not in SPECULATE:
         raise UserError(f"speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
     if mode not in MODES:
@@ -152,8 +163,8 @@ def check_mode(mode: str, quality: float | None, speculate: str) -> None:
 
 @dataclass
 class _Decoding:
-    """A method's step, how well its drafts, if it makes any, have been accepted so far, and in
-    dynamic mode what is promised of it.
+    """A method's step, the acceptance rates of its drafts so far, and in dynamic mode its
+    calibration.
     """
 
     step: Step
@@ -165,28 +176,35 @@ class _Decoding:
 
 
 class Engine:
-    """One model, its decoder, and any number of accelerators by name.
+    """One model with its decoder and any number of accelerators by name. `attach` makes it.
 
-    notice: what the user should know about the last call (that its method is lossy, that
-    speculation does not pay here, with the numbers), else None. promise: what calibration vouches
-    for of the last call, None in lossless mode. used: the method of the last call, "" before it:
-    plain decoding where drafts do not pay. default: the method that `generate` uses when none
-    is named: the first accelerator's; without any, drafts of the text's own continuations where
-    they leave every bit as it is (backend "native", no experts on disk), else plain decoding.
-    experts: where they are read from, if on disk.
-    uses_tuned: whether a method named without settings takes those that `multirate tune` found
-    fastest on this machine, which is said once; tuned_settings: the ones taken, by method.
-    keep_bytes: the last generation of each method stays in memory, up to so many bytes of K/V in
-    all (newest first), so that a prompt which begins with the same tokens, as a conversation's next
-    turn does, reads only what is new. 0 keeps none; `forget` drops them.
+    Attributes:
 
-    Threads: an engine may be used by any number of threads. It runs one generation at a time,
-    others wait for it to end. Engines run side by side, also of one model, unless they run the
-    model's own modules (backend "hf") or read its
-    experts from disk: those of one model take turns. `notice` is of the last call of any thread. A
-    streamed generation's on_tokens runs in its turn and cannot start another one of the same
-    engine. Processes: a forked process may go on with its parent's engines, torch then runs on one
-    thread there; with experts on disk it has to load the model itself.
+    default: the method that `generate` uses if you name none. It is the first accelerator's.
+        Without one it is `sam`, text lookup that needs no training, with the native backend, and
+        plain decoding otherwise (backend "hf", or experts on disk).
+    notice: what you should know about the last call, for example that its method is lossy or that
+        drafting is not faster here; else None.
+    promise: in dynamic mode, what calibration measured for the last call; else None.
+    used: the method of the last call; "" before the first. It is "autoregressive" if the engine
+        decoded without drafts because they are not faster.
+    accelerators: the attached accelerators, by name.
+    experts: where the experts are read from, if they are on disk.
+    uses_tuned: whether a method named without settings uses the ones that `multirate tune` found
+        fastest on this machine (reported once). Default: False.
+    tuned_settings: the tuned settings in use, by method.
+    keep_bytes: how much K/V memory, in bytes, the engine keeps from the last generation of each
+        method, newest first (default: 256 MiB). A prompt that begins with the same tokens, such as
+        a conversation's next turn, then reads only the new ones. 0 keeps nothing; `forget` drops
+        what is kept.
+
+    Threads: any number of threads may use an engine; it runs one generation at a time. Several
+    engines run side by side, even for one model, unless they use the model's own modules (backend
+    "hf") or read experts from disk. `notice` belongs to the last call of any thread. on_tokens
+    cannot start another generation with the same engine.
+
+    Processes: a forked process may use its parent's engines; torch then runs on one thread there.
+    With experts on disk it must load the model itself.
     """
 
     def __init__(
@@ -227,9 +245,11 @@ class Engine:
     def add(
         self, accelerator: str | os.PathLike[str] | Accelerator, name: str | None = None
     ) -> str:
-        """Adds an accelerator under `name` (default: its method's) → that name. The first that
-        drafts becomes the default; one that predicts experts is used by the policies
-        accelerated and aot.
+        """Adds an accelerator under `name` (default: its method's name) and returns that name.
+
+        The first accelerator that drafts becomes the default. One that predicts experts serves the
+        expert policies accelerated and aot. Raises UserError for an accelerator that does not fit
+        the model and for a name that is not allowed.
         """
         if not isinstance(accelerator, Accelerator):
             folder = resolve_accelerator(accelerator, self.model.config)
@@ -266,8 +286,8 @@ class Engine:
         return name
 
     def methods(self) -> list[str]:
-        """The method names that `generate` accepts: the attached accelerators' and those that need
-        no training.
+        """The method names that `generate` accepts: the attached accelerators, and the methods that
+        need no training.
         """
         untrained = [name for name, known in spec.all_specs().items() if known.training is None]
         return [*self.accelerators, *(name for name in untrained if name not in self.accelerators)]
@@ -279,7 +299,7 @@ class Engine:
         return self._spec(method).lossless and (decoding is None or decoding.step.lossless)
 
     def in_stages(self, method: str) -> bool:
-        """Whether the steps of a method's last generation were several of a narrow copy each
+        """Whether the method's last generation used two-stage verification
         (methods/common/stages.py).
         """
         with self._lock.held():
@@ -287,33 +307,35 @@ class Engine:
         return decoding is not None and decoding.step.in_stages
 
     def repeats_text(self, method: str) -> bool:
-        """Whether a seed's sampled text is that of plain decoding with the seed; if not, it is
-        another one of the same distribution.
+        """Whether sampling with a seed gives the same text as plain decoding with that seed. If
+        not, it is another text from the same distribution.
         """
         with self._lock.held():
             decoding = self._decoding(method)
         return decoding is None or decoding.step.repeats_text
 
     def promise_of(self, method: str) -> Promise | None:
-        """What calibration vouches for of a method's name with a quality; None of a lossless one.
-        UserError where nothing is stored.
+        """The calibration of a method name with a quality; None for a lossless method. Raises
+        UserError if none is stored.
         """
         with self._lock.held():
             decoding = self._decoding(method)
         return None if decoding is None else decoding.promise
 
     def costs(self, method: str) -> CostModel | None:
-        """What a plain step, a drafted level and verification take here, as measured for this
-        method; None: it does not draft and verify.
+        """Measured times of a plain step, a draft step and a verification for this method; None if
+        it does not draft.
         """
         with self._lock.held():
             decoding = self._decoding(method)
             return None if decoding is None else decoding.step.costs(self.decoder)
 
     def sampling(self, **given: Any) -> SamplingSettings:
-        """What the model's generation_config asks for, with the fields of SamplingSettings that are
-        given in place of its own. What it asks for and is not followed is said, once, and that
-        it asks for sampling, where no temperature is given.
+        """The sampling settings of the model's generation_config, with the given fields of
+        SamplingSettings replaced.
+
+        Warns once about settings that it ignores, and if the generation_config asks for sampling
+        and you gave no temperature.
         """
         config = self._generation_config()
         info = self.decoder.info
@@ -336,8 +358,10 @@ class Engine:
     def stopping(
         self, max_new_tokens: int | None = 256, stop_strings: Sequence[str] | None = None
     ) -> StopSettings:
-        """Stop settings with the model's EOS ids, and the tokenizer for stop strings (None: those
-        of the model's generation_config).
+        """Stop settings with the model's end-of-text tokens and the tokenizer.
+
+        max_new_tokens: default 256; None for no limit but the context.
+        stop_strings: None uses those of the model's generation_config.
         """
         if stop_strings is None:
             stop_strings = self._stop_strings()
@@ -351,8 +375,8 @@ class Engine:
     def stopping_after(
         self, prompts: Sequence[Sequence[int]], stop_strings: Sequence[str] | None = None
     ) -> StopSettings:
-        """`stopping` with the length that the model's generation_config has for these prompts
-        (max_new_tokens or max_length), else 256 new tokens.
+        """`stopping` with the length that the model's generation_config sets for these prompts
+        (max_new_tokens or max_length), or 256 new tokens.
         """
         longest = max(map(len, prompts), default=0)
         most = generation_config.new_tokens(self._generation_config(), longest, 256)
@@ -382,22 +406,32 @@ class Engine:
         mode: str = "lossless",
         quality: float | None = None,
     ) -> GenerationOutput:
-        """Continues every prompt: lists of token ids, tensors or arrays of them without padding, or
-        a tokenizer's output with its attention mask. Defaults: what the model's generation_config
-        asks for (`sampling`, `stopping_after`), which is greedy decoding up to 256 new tokens or
-        the model's EOS where it says nothing else; the method `default`.
+        """Continues every prompt and returns the new tokens, why each sequence ended, and counts.
 
-        speculate: "auto" drafts where and as long as that is measured to pay, within a text too;
-        it decodes plainly, and says so in `notice`, where no acceptance could make drafts pay on
-        this machine, and where drafts can change the text (below float32, by the model's own
-        layers: docs/lossless.md). "always" drafts as the method by itself would; "never" decodes
-        plainly. method may carry settings of its drafts, as in "m2r2-carry:lookup=0:nodes=5". mode:
-        "dynamic" lets tokens leave early within the promise that `multirate calibrate` stored for
-        this quality, the share of tokens that are to be the full model's (`promise` says what is
-        promised); "m2r2-carry:quality=0.99" as a method is the same. on_tokens(b,
-        tokens) is called with the new tokens of prompt b as they are emitted. Waits while another
-        thread generates with this engine. Raises UserError for an unknown method, an empty prompt,
-        one longer than the context, an id out of range, or a quality that is not calibrated.
+        prompts: lists of token ids, tensors or arrays of them without padding, or a tokenizer's
+            output with its attention mask.
+        sampling: default: what the model's generation_config asks for, greedy decoding if it asks
+            for nothing (see `sampling`).
+        stop: default: the model's end-of-text tokens and the length in its generation_config, or
+            256 new tokens (see `stopping_after`).
+        method: default: `Engine.default`. It may carry settings, as in
+            "m2r2-carry:lookup=0:nodes=5".
+        on_tokens: on_tokens(b, tokens) is called with the new tokens of prompt b as they are
+            emitted.
+        speculate: "auto" drafts wherever measurements show that it is faster, also within a text.
+            It decodes without drafts, and sets `notice`, if no acceptance rate could make drafts
+            faster on this machine or if drafts could change the text (below float32 with the
+            model's own layers; see docs/lossless.md). "always" drafts as the method alone would.
+            "never" decodes without drafts.
+        mode: "lossless", or "dynamic" to let tokens leave early at a quality that `multirate
+            calibrate` has stored.
+        quality: for mode "dynamic": the share of tokens that must match the full model, above 0 and
+            at most 1. Afterwards `promise` holds what calibration measured. The method
+            "m2r2-carry:quality=0.99" does the same.
+
+        Waits while another thread generates with this engine. Raises UserError for an unknown
+        method, an empty prompt, one longer than the context, a token id out of range, or a quality
+        that is not calibrated.
         """
         check_mode(mode, quality, speculate)
         for what, value, kind in (
@@ -425,7 +459,7 @@ class Engine:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """This thread's turn to generate."""
+        """Waits for this thread's turn to generate."""
         with self._lock.held():
             if self._lock.inherited and self.experts is not None:
                 raise UserError(
@@ -489,17 +523,17 @@ class Engine:
         return output
 
     def forget(self) -> None:
-        """Drops the kept prefixes: the next prompt is read from its first token (in the memory they
-        had).
+        """Drops the kept K/V: the next prompt is read from its first token, in the memory they
+        used.
         """
         with self._lock.held():
             for kept in self._prefix_caches.values():
                 kept.tokens = []
 
     def _follow_model(self) -> None:
-        """Makes a new decoder where the model was changed since the last was made: packed weights
-        are copies, and kept prefixes are of the weights that wrote them. Raises UserError if the
-        backend cannot run it any more.
+        """Makes a new decoder if the model changed since the last one was made: packed weights are
+        copies, and kept K/V belong to the old weights. Raises UserError if the backend can no
+        longer run the model.
         """
         if not self._watch.changed():
             return
@@ -529,8 +563,8 @@ class Engine:
             self._prefix_caches.pop(next(iter(self._prefix_caches)))
 
     def _spec(self, name: str, besides: Sequence[str] = ()) -> MethodSpec:
-        """A method of this engine by its name, which may carry settings. besides: other names that
-        the caller accepts, for the sentence about one that is not.
+        """The method of this engine with that name, which may carry settings. besides: other names
+        that the caller accepts, for the error message.
         """
         name, _ = spec.parse_variant(name)
         if name in self.accelerators:
@@ -544,7 +578,7 @@ class Engine:
         return found
 
     def _to_attach(self) -> str:
-        """The methods that accelerators would add, to be said after those that there are."""
+        """The methods that further accelerators would add, for the error message."""
         packaged = packaged_accelerators(self.model.config)
         trained = [
             name
@@ -600,7 +634,7 @@ class Engine:
         return self._decodings[name]
 
     def _tuned(self, name: str) -> dict[str, Any]:
-        """The settings that were tuned for a method here, {} where none were."""
+        """The settings that `multirate tune` stored for a method here, or {}."""
         beside = self.accelerators.get(name)
         folder, weights = (None, "") if beside is None else (beside.folder, beside.weights_sha256)
         found = tuned.find(folder, name, fingerprint(self.model), weights, self.machine)
@@ -615,12 +649,14 @@ class Engine:
 
     @property
     def machine(self) -> str:
-        """What settings are tuned for: the machine, and what runs the model on it."""
+        """What tuned settings are stored for: the machine, and the backend that runs the model on
+        it.
+        """
         return f"{machine_name(self.decoder.info.device)}, backend {self.backend}"
 
     def prepare(self, method: str) -> None:
-        """Makes now what a method would else make once it pays, after some of its generations: so
-        that what is measured is what it comes to.
+        """Makes everything that a method would otherwise make only after some generations (copies
+        of weights), so that measurements show its final speed.
         """
         with self._lock.held():
             decoding = self._decoding(method)
@@ -628,19 +664,19 @@ class Engine:
                 decoding.step.prepare()
 
     def spec_of(self, name: str, besides: Sequence[str] = ()) -> MethodSpec:
-        """The method that a name of this engine stands for. UserError for an unknown one, which
-        lists those that there are, and before them `besides`, which the caller accepts, too.
+        """The method that a name of this engine stands for. Raises UserError for an unknown name
+        and lists the accepted ones, including `besides`, which the caller accepts as well.
         """
         return self._spec(name, besides)
 
     def drop(self, name: str) -> None:
-        """Forgets a method's step, with its packed weights; it is made anew when it is used."""
+        """Frees a method's step and its packed weights. The next use makes them again."""
         with self._lock.held():
             self._decodings.pop(name, None)
             self._prefix_caches.pop(name, None)
 
     def _second_model(self, known: MethodSpec, settings: Any) -> SecondModel | None:
-        """The model that a method runs beside this one, in this one's dtype; loaded once."""
+        """The model that a method runs beside this one, in the same dtype; loaded once."""
         assert known.second_model is not None
         name = known.second_model(known.read_settings(settings))
         if name is None:
@@ -654,7 +690,9 @@ class Engine:
         return self._second_models[name]
 
     def _promised(self, name: str, quality: float) -> Promise | None:
-        """What is stored beside the accelerator for a quality; None: 1, the lossless method."""
+        """The calibration stored beside the accelerator for a quality; None for quality 1, which is
+        lossless.
+        """
         mode = dynamic_mode(self._spec(name))
         if quality == 1:
             return None
@@ -674,15 +712,14 @@ class Engine:
         )
 
     def _never_leaving(self, name: str) -> dict[str, Any]:
-        """Settings with which a lossy method decodes as the model does."""
+        """Settings with which a lossy method decodes exactly as the model does."""
         accelerator = self.accelerators.get(name)
         mode = dynamic_mode(self._spec(name))
         return mode.settings(None if accelerator is None else accelerator.module, None)
 
     def _may_change_text(self, step: Step, sampling: SamplingSettings, speculate: str) -> bool:
-        """Whether a lossless step is not to be taken, as its passes have other sizes than plain
-        decoding's and this decoder's results depend on them; says so in `notice`, also where it is
-        taken all the same.
+        """Whether to skip a lossless step because its passes have other sizes than plain decoding's
+        and this decoder's results depend on that. Sets `notice`, also if the step runs anyway.
         """
         precision = self.decoder.pass_dependent
         if precision is None or not _is_lossless(step, sampling):
@@ -698,8 +735,8 @@ class Engine:
         return False
 
     def _say_lossy(self, name: str, step: Step, sampling: SamplingSettings, chosen: bool) -> None:
-        """Of a lossy method, or lossy settings, with no quality asked for, says so: in `notice`
-        where it was chosen, and else aloud.
+        """For a lossy method, or lossy settings, without a quality: says so in `notice` if you
+        chose the method, else in a warning.
         """
         lossless = _is_lossless(step, sampling) and self._spec(name).lossless
         if lossless or "quality" in spec.parse_variant(name)[1]:
@@ -711,8 +748,8 @@ class Engine:
             say_once(fact)
 
     def _try_relative(self, decoding: _Decoding, name: str) -> None:
-        """Before the first drafts of an accelerator whose base has other weights than this model:
-        measures how many are accepted, and says so.
+        """Before the first drafts of an accelerator that was trained for other weights: measures
+        how many of its drafts are accepted, and reports it.
         """
         accelerator = self.accelerators.get(name)
         if accelerator is None or accelerator.other_weights is None or name in self._tried:
@@ -736,9 +773,9 @@ class Engine:
         )
 
     def _pays(self, decoding: _Decoding, adapts: bool) -> bool:
-        """Whether to begin with drafts. A step that adapts finds out by itself, unless no
-        acceptance is high enough and it has the method's own drafts alone: the text's continuations
-        may pay where those cannot.
+        """Whether to start with drafts. A step that adapts finds out by itself, unless no
+        acceptance rate is high enough and the method has no text lookup, which may be faster where
+        its own drafts cannot be.
         """
         rates = decoding.acceptance.rates()
         if rates is None:
@@ -759,7 +796,7 @@ def _is_lossless(step: Step, sampling: SamplingSettings) -> bool:
 
 
 def _lacking(known: MethodSpec | None) -> str:
-    """Why a method that is known cannot be used without an accelerator."""
+    """Why a known method cannot be used without an accelerator."""
     if known is None:
         return ""
     if known.role == "experts":
@@ -768,8 +805,8 @@ def _lacking(known: MethodSpec | None) -> str:
 
 
 def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
-    """The ids that end a text: the model's generation config, else its config, else the
-    tokenizer's.
+    """The ids that end a text, from the model's generation config, else its config, else the
+    tokenizer.
     """
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
@@ -787,11 +824,11 @@ def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
 
 
 def _card_rates(accelerator: Accelerator | None) -> list[float]:
-    """Top-1 agreement by draft step at the first gate, as measured in training; the last value
+    """Top-1 agreement by draft step at the first gate, as measured in training. The last value
     stands for deeper steps.
 
-    A step's agreement is of drafts whose predecessors need not agree, so it is the conditional
-    acceptance of a depth.
+    A step's agreement is measured on drafts whose predecessors need not agree, so it is the
+    conditional acceptance at that depth.
     """
     terms = (accelerator.results.get("terms") or []) if accelerator is not None else []
     gates = [term["gate"] for term in terms]

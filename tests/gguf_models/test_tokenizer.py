@@ -82,7 +82,7 @@ def test_ends_that_no_key_names(tmp_path: Path) -> None:
     assert tokenizer("he<|end|>")["input_ids"] == [HE, 4]
     tokens = [token.replace("<|end|>", "<|fin|>") for token in tiny_files.TOKENS]
     template = tiny_files.TEMPLATE.replace("<eos>", "<|fin|>\n")
-    with pytest.warns(Notice, match=r"no key names the end of a turn; it is '<\|fin\|>'"):
+    with pytest.warns(Notice, match=r"no field names the end-of-turn token; using '<\|fin\|>'"):
         model, _ = load(tmp_path, **none, ggml_tokens=tokens, **{TEMPLATE: template})
     assert model.generation_config.eos_token_id == [1, 4]
     spaced = tiny_files.TEMPLATE.replace("<eos>", "\n\n### ")

@@ -209,8 +209,8 @@ def test_questions_without_room_are_counted_with_their_reason(setup, data, tmp_p
     assert count == 6 == len(out.read_text().splitlines())
     sentences = sorted(str(one.message) for one in said)
     assert sentences == [
-        "1 conversations were cut before their last question: the rest leaves no room for 30 tokens "
-        "in the model's context of 64 tokens",
+        "1 conversations were cut before their last question: the rest leaves no room for 30 "
+        "tokens in the model's context of 64 tokens",
         "skipping 1 of 8 records without a user turn",
         "skipping questions (1 of 7: it leaves no room for 30 tokens in the model's context of "
         "64 tokens)",

@@ -1,8 +1,8 @@
-"""From logits to the distribution a token is drawn from: one pipeline for draft and target alike.
+"""From logits to the distribution that tokens are drawn from: one pipeline for drafts and target.
 
-Order and semantics are those of transformers' logits processors: repetition penalty, temperature,
-top-k, top-p, min-p. A method that used another pipeline for its drafts would still be lossless
-(rejection sampling does not care where a draft came from) but would be accepted less often.
+Order and semantics match transformers' logits processors: repetition penalty, temperature, top-k,
+top-p, min-p. A method that drafts with another pipeline is still lossless, because rejection
+sampling accepts drafts from any source, but fewer of its drafts are accepted.
 """
 
 from __future__ import annotations
@@ -30,30 +30,32 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the next token is chosen. The default is greedy.
+    """How the next token is chosen. The default is greedy decoding.
 
-    temperature: 0 is greedy; otherwise logits are divided by it.
-    top_k: keep the k largest logits (ties of the k-th included); 0 keeps all.
-    top_p: keep the smallest set of tokens with at least this probability, in (0, 1]; 1 keeps all.
-    min_p: drop tokens less probable than min_p times the most probable one, in [0, 1]; 0 keeps all.
-    repetition_penalty: logits of tokens already in prompt or output are divided by it where
-        positive, multiplied by it where negative; 1 changes nothing. Applies to greedy decoding
-        too.
-    seed: same seed, same tokens (per sequence: its place in the batch is part of the seed); None
-        takes a seed from torch's global generator, so `torch.manual_seed` governs it.
-    processors: further changes of the logits, after the repetition penalty: those of a prompt of n
-        tokens are processors(n).
-
-    Raises UserError naming the field, the value and what is accepted.
+    Raises UserError naming the field, its value and what is accepted.
     """
 
     temperature: float = 0.0
+    """0 is greedy; otherwise logits are divided by it."""
     top_k: int = 0
+    """Keep the k largest logits, including ties of the k-th; 0 keeps all."""
     top_p: float = 1.0
+    """Keep the smallest set of tokens with at least this probability, in (0, 1]; 1 keeps all."""
     min_p: float = 0.0
+    """Drop tokens less probable than min_p times the most probable one, in [0, 1]; 0 keeps all."""
     repetition_penalty: float = 1.0
+    """Divides the positive logits, and multiplies the negative ones, of tokens that are already in
+    the prompt or the output; 1 changes nothing. Greedy decoding uses it as well.
+    """
     seed: int | None = None
+    """The same seed gives the same tokens. Each sequence has its own random numbers, which depend
+    on its place in the batch. None takes a seed from torch's global generator, so
+    `torch.manual_seed` controls it.
+    """
     processors: Callable[[int], Sequence[Processor]] | None = None
+    """Further changes to the logits, after the repetition penalty. processors(n) returns them for a
+    prompt of n tokens.
+    """
 
     def __post_init__(self) -> None:
         _require_number(
@@ -80,17 +82,19 @@ class SamplingSettings:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is taken instead of one drawn."""
+        """Whether to take the most probable token instead of drawing one."""
         return self.temperature == 0
 
     @property
     def drops_tokens(self) -> bool:
-        """Whether top-k, top-p or min-p may forbid some."""
+        """Whether top-k, top-p or min-p may exclude tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def uses_context(self) -> bool:
-        """Whether the distribution depends on the tokens so far other than through the model."""
+        """Whether the distribution depends on the tokens so far in other ways than through the
+        model.
+        """
         return self.repetition_penalty != 1 or self.processors is not None
 
 
@@ -129,8 +133,9 @@ def adjusted(
     contexts: Sequence[Sequence[int]] | None,
     prompts: Sequence[int] | None = None,
 ) -> Tensor:
-    """logits [n, V] after what depends on the tokens before each row: the repetition penalty and
-    the processors. prompts: how many of these tokens are the prompt's (default: one).
+    """logits [n, V] after everything that depends on the tokens before each row: the repetition
+    penalty and the processors. prompts: how many of these tokens belong to the prompt (default:
+    one).
     """
     if not settings.uses_context:
         return logits
@@ -154,8 +159,8 @@ def adjusted(
 def greedy_tokens(
     logits: Tensor, settings: SamplingSettings, contexts: Sequence[Sequence[int]] | None = None
 ) -> list[int]:
-    """The most probable token of each row of logits [n, V]; a bare argmax unless there is a
-    repetition penalty.
+    """The most probable token of each row of logits [n, V]: the argmax, after any repetition
+    penalty.
     """
     return argmax_rows(adjusted(logits, settings, contexts).detach())
 
@@ -167,8 +172,8 @@ def allowed(
     prompts: Sequence[int] | None = None,
 ) -> Tensor:
     """logits [n, V] after the repetition penalty and the processors, with −inf for the tokens that
-    top-k, top-p and min-p drop → float32 [n, V]. The temperature decides with them which tokens
-    these are; the logits are not divided by it. `settings` are not greedy.
+    top-k, top-p and min-p drop → float32 [n, V]. The temperature counts in choosing these tokens,
+    but the logits are not divided by it. `settings` must not be greedy.
     """
     scores = adjusted(logits.float(), settings, contexts, prompts)
     if 0 < settings.top_k < scores.shape[-1]:
@@ -228,11 +233,11 @@ def _needed(contexts: Sequence[Sequence[int]] | None, logits: Tensor) -> Sequenc
 
 
 def draw(probs: Tensor, uniforms: Sequence[float]) -> list[int]:
-    """One token per row of probs [n, V] by inverting its cumulative distribution at uniforms [n] in
-    [0, 1).
+    """One token per row of probs [n, V], by inverting its cumulative distribution at uniforms [n]
+    in [0, 1).
 
     The sum runs in float64 and the comparison is strict, so a token of probability 0 is never
-    drawn. Raises UserError when a row is not a distribution (a model whose logits overflowed).
+    drawn. Raises UserError if a row is not a distribution (a model whose logits overflowed).
     """
     cumulative = torch.cumsum(probs, dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]

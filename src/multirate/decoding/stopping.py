@@ -1,4 +1,4 @@
-"""When a sequence ends, and cutting a block of emitted tokens at the first reason to end."""
+"""When a sequence ends, and how a block of emitted tokens is cut there."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Decode = Callable[[list[int]], str]
 class StopSettings:
     """When generation ends.
 
-    max_new_tokens: at most this many tokens (0 emits none); None: until another reason.
-    eos_token_ids: any of these ends a sequence and is its last token.
-    stop_strings: a sequence ends with the token that completes one of these in the text of the
-        *new* tokens, across token borders; the token is kept.
-    decode: token ids → text (a tokenizer's `decode`), needed with stop_strings.
-    ends: ends(b, tokens) says whether sequence b ends with the last of its new tokens; asked after
-    each of them.
-    context_limit: prompt and new tokens together never exceed it; None: the model's number of
-    positions.
-
-    Raises UserError naming the field, the value and what is accepted.
+    Raises UserError naming the field, its value and what is accepted.
     """
 
     max_new_tokens: int | None = 256
+    """Maximum number of new tokens; 0 emits none, None sets no limit."""
     eos_token_ids: tuple[int, ...] = ()
+    """Each of these tokens ends a sequence and is its last token."""
     stop_strings: tuple[str, ...] = ()
+    """A sequence ends with the token that completes one of these strings in the text of its new
+    tokens, across token borders. That token is kept.
+    """
     decode: Decode | None = None
+    """Token ids → text, a tokenizer's `decode`; needed with stop_strings."""
     context_limit: int | None = None
+    """Maximum of prompt and new tokens together. None: the model's number of positions."""
     ends: Callable[[int, list[int]], bool] | None = None
+    """ends(b, tokens) says whether sequence b ends with the last of its new tokens; called after
+    each token.
+    """
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and not _whole(self.max_new_tokens, 0):
@@ -77,11 +77,13 @@ def _whole(value: object, least: int) -> bool:
 
 
 class StopTracker:
-    """The new tokens of every sequence of a batch and whether it has ended.
+    """The new tokens of every sequence of a batch, and whether it has ended.
 
-    prompt_lengths: [B]; max_positions: the model's limit, None when it has none; context: what a
-    sentence calls it. Raises UserError
-    when a prompt is longer than the context, or when nothing at all bounds the output.
+    prompt_lengths: [B].
+    max_positions: the model's limit; None if it has none.
+    context: what error messages call that limit.
+
+    Raises UserError if a prompt is longer than the context, or if nothing limits the output.
     """
 
     def __init__(
@@ -109,8 +111,8 @@ class StopTracker:
         ]
 
     def restart(self, seq: int, prompt_length: int) -> None:
-        """Another prompt takes the place of a sequence that has ended; its new tokens are
-        forgotten. Raises UserError when the prompt is longer than the context.
+        """Starts another prompt in place of a sequence that has ended and drops its new tokens.
+        Raises UserError if the prompt is longer than the context.
         """
         room = self._allowance(prompt_length)
         self._room[seq], self.new_tokens[seq] = room, []
@@ -137,7 +139,7 @@ class StopTracker:
         return self._settings.eos_token_ids
 
     def total_room(self, seq: int) -> int:
-        """How many tokens the sequence may emit in all."""
+        """How many tokens the sequence may emit in total."""
         return self._room[seq]
 
     def remaining(self, seq: int) -> int:
@@ -145,11 +147,11 @@ class StopTracker:
         return 0 if self.reasons[seq] is not None else self._room[seq] - len(self.new_tokens[seq])
 
     def push(self, seq: int, block: list[int]) -> list[int]:
-        """Append a block of emitted tokens, cut at the first reason to end; returns the tokens
+        """Appends a block of emitted tokens, cut at the first reason to end; returns the tokens
         kept.
 
-        The result is that of pushing the tokens one by one: a verified draft may hold an EOS,
-        complete a stop string or exceed max_new_tokens anywhere inside.
+        The result equals that of pushing the tokens one by one. A verified draft may contain an
+        EOS, complete a stop string or exceed max_new_tokens at any place.
         """
         new = self.new_tokens[seq]
         before = len(new)

@@ -1,4 +1,4 @@
-"""`model.generate(..., custom_generate=...)` of transformers, by a callable or by a saved
+"""`model.generate(..., custom_generate=...)` of transformers, with a callable or a saved
 accelerator's folder.
 """
 

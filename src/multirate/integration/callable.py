@@ -1,4 +1,4 @@
-"""The callable for `model.generate(**inputs, custom_generate=...)`."""
+"""`custom_generate` for `model.generate(**inputs, custom_generate=...)` of transformers."""
 
 from __future__ import annotations
 
@@ -43,11 +43,22 @@ def custom_generate(
     tokenizer: Any = None,
     streamer: Any = None,
 ) -> CustomGenerate:
-    """`model.generate(**inputs, custom_generate=multirate.custom_generate("path/to/accelerator"))`.
+    """Makes transformers' `generate` use multirate, with one argument:
 
-    The other arguments are those of `multirate.attach` and `Engine.generate`; `tokenizer` is needed
-    with stop strings only, where `generate` was not given one. The first call packs the model's
-    weights; they are kept on the model for the calls that follow.
+        model.generate(**inputs, custom_generate=multirate.custom_generate())
+
+        # with a trained accelerator
+        speed_up = multirate.custom_generate("path/to/accelerator")
+        model.generate(**inputs, custom_generate=speed_up)
+
+    accelerator: its folder, hub id or name; None: a method that needs no training.
+    method, backend, speculate, mode, quality: as in `multirate.attach` and `Engine.generate`.
+    tokenizer: needed for stop strings if you do not pass one to `generate`.
+    streamer: a streamer of transformers, if you do not pass one to `generate`.
+
+    The first call packs the model's weights and stores them on the model for later calls. A call
+    that multirate cannot speed up runs the model's own loop, with a warning that gives the reason
+    (see CustomGenerate). Raises UserError for values that no call could use.
     """
     return CustomGenerate(
         accelerator, method, backend, speculate, tokenizer, streamer, mode, quality
@@ -55,20 +66,21 @@ def custom_generate(
 
 
 class CustomGenerate:
-    """Decodes what transformers has prepared. It honours greedy decoding and sampling (temperature,
-    top-k, top-p, min-p, repetition penalty), EOS ids, length limits, stop strings, left-padded
-    batches and streamers.
+    """Decodes what transformers has prepared: greedy decoding and sampling (temperature, top-k,
+    top-p, min-p, repetition penalty), EOS ids, length limits, stop strings, left-padded batches and
+    streamers.
 
-    Whatever it cannot do goes to the model's own loop, as transformers prepared it, with a warning
-    that says why: other arguments (beams, other logits processors or stopping criteria, scores …),
-    models that cannot be run here, hooks, dropout, an accelerator that does not fit, and errors
-    that nobody foresaw. An error after the first streamed token cannot be undone: greedy text is
-    continued by the model's own loop, any other call raises it.
+    Everything else runs in the model's own loop, as transformers prepared it, with a warning that
+    gives the reason: other arguments (beams, other logits processors or stopping criteria, scores
+    …), unsupported models, hooks, dropout, an accelerator that does not fit, and unforeseen errors.
+    If an error comes after the first streamed token, the model's own loop continues greedy text;
+    any other call raises the error.
 
-    In lossless mode the output is that of the call without us: in float32 always, below it unless
-    two tokens are about equally likely (docs/lossless.md has the table). In bfloat16 our kernel and
-    transformers round in other places, and drafts change nothing of what the kernel says. Where
-    drafts could change the text, speculate="auto" makes none, and a warning says so.
+    In lossless mode the output equals that of the call without multirate: in float32 always, in
+    lower precision unless two tokens are about equally likely (docs/lossless.md has the table). In
+    bfloat16 the kernel and transformers round in different places, but drafts never change the
+    kernel's text. If drafts could change the text, speculate="auto" makes none, and a warning says
+    so.
     """
 
     def __init__(
@@ -108,7 +120,7 @@ class CustomGenerate:
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """input_ids [B, T] → [B, T + n], padded on the right, as transformers' own `generate`
-        returns it.
+        returns it. Called by transformers.
         """
         if generation_config is None:
             raise UserError(
@@ -148,7 +160,7 @@ class CustomGenerate:
             raise
 
     def _decode(self, input_ids: torch.Tensor, stream: _Stream, loop: _OwnLoop) -> torch.Tensor:
-        """input_ids [B, T] → [B, T + n]. Whatever it raises, nothing of the call was changed."""
+        """input_ids [B, T] → [B, T + n]. If it raises, nothing of the call has changed."""
         check_autocast(loop.model)
         request = loop.request(input_ids)
         if stream and len(request.prompts) > 1:
@@ -192,7 +204,7 @@ class CustomGenerate:
 def _check_arguments(
     accelerator: Any, method: str | None, backend: str, speculate: str, mode: str, quality: Any
 ) -> None:
-    """UserError for values that no call could use, before there is one."""
+    """Raises UserError for values that no call could use."""
     if not isinstance(accelerator, (str, os.PathLike, Accelerator, type(None))):
         raise UserError(f"the accelerator is {accelerator!r}; accepted: its folder, name or hub id")
     if method is not None:
@@ -205,7 +217,7 @@ def _check_arguments(
 
 
 def _warn_of(reason: Exception, stacklevel: int) -> None:
-    """One line on why the model's own loop runs."""
+    """Warns, in one line, why the model's own loop runs."""
     what = "multirate does not speed up this call"
     if isinstance(reason, Unsupported):
         line = f"{what}: {reason} is left to the model's own generate"
@@ -218,7 +230,7 @@ def _warn_of(reason: Exception, stacklevel: int) -> None:
 
 
 class _Stream:
-    """The caller's streamer, if any, and the tokens that it was given."""
+    """The caller's streamer, if any, and the tokens it has received."""
 
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer
@@ -255,12 +267,12 @@ def _check_context(request: Request, info: DecoderInfo) -> None:
 
 
 def _short(info: DecoderInfo) -> str:
-    """The limit, without what `model.generate` does of it: that is what goes on."""
+    """The limit without what `model.generate` does beyond it, because that loop continues here."""
     return info.context.partition(":")[0]
 
 
 class _OwnLoop:
-    """The model's own decoding loop with what transformers prepared for this call."""
+    """The model's own decoding loop, with what transformers prepared for this call."""
 
     def __init__(
         self,
@@ -278,19 +290,19 @@ class _OwnLoop:
         """Whether it was asked for the rest of a text: what it raises then is the call's error."""
 
     def request(self, input_ids: torch.Tensor) -> Request:
-        """The call in our terms. Raises Unsupported for what only the loop does."""
+        """The call in multirate's terms. Raises Unsupported for what only the loop can do."""
         return read_request(
             input_ids, self._config, self._processor or [], self._criteria or [], self._arguments
         )
 
     def result(self, sequences: torch.Tensor) -> Any:
-        """What the call returns for these."""
+        """The call's return value for these sequences."""
         if self._config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
         return sequences
 
     def run(self, input_ids: torch.Tensor, **changes: Any) -> Any:
-        """input_ids [B, T] → what the loop gives for them; it ends the streamer. changes: of its
+        """input_ids [B, T] → the loop's result; it ends the streamer. changes: replaced
         arguments.
         """
         mode = self._config.get_generation_mode()
@@ -312,8 +324,8 @@ class _OwnLoop:
         )
 
     def go_on(self, prompt: torch.Tensor, tokens: list[int], row: int) -> list[int]:
-        """The tokens that follow `tokens` in row number `row`, whose (padded) prompt is [T]. It
-        ends the streamer.
+        """The tokens after `tokens` in row `row`, whose (padded) prompt is [T]. Ends the
+        streamer.
         """
         ids = torch.cat([prompt, torch.tensor(tokens, dtype=prompt.dtype, device=prompt.device)])[
             None
@@ -344,7 +356,7 @@ class _OwnLoop:
 
 
 def _of_row(processor: Any, row: int) -> Any:
-    """A logits processor for one row of its batch: a repetition penalty counts each row's
+    """A logits processor for one row of its batch; a repetition penalty counts each row's
     padding.
     """
     ignored = getattr(processor, "prompt_ignore_length", None)

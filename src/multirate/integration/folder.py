@@ -1,4 +1,4 @@
-"""A saved accelerator's own folder, or its hub id, as `custom_generate`: what its loader calls."""
+"""What a saved accelerator's own folder, or its hub id, calls when passed as `custom_generate`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _OURS = ("method", "backend", "speculate", "mode", "quality")
 
 
 def generate_from_folder(model: Any, accelerator: str | None = None, **arguments: Any) -> Any:
-    """What the folder's loader calls, with the arguments of `model.generate`.
+    """Called by the folder's loader, with the arguments of `model.generate`.
 
-    `accelerator` is the folder or hub id; when it is None, it is the one that `generate` was given.
+    `accelerator` is the folder or hub id. None: the value that `generate` was called with. Raises
+    UserError if there is none.
     """
     source = accelerator or argument_of_generate("custom_generate", str)
     if source is None:

@@ -1,4 +1,6 @@
-"""A transformers model whose experts are on disk, for code that calls `model.generate`."""
+"""`offload`: a transformers model whose experts are on disk, for code that calls
+`model.generate`.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,20 @@ def offload(
     policy: str = "aot",
     predictor: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """A mixture of experts by folder or hub id → the transformers model, its experts read from the
-    store `experts`.
+    """Loads a mixture of experts whose experts are read from a store as they are needed, and
+    returns the transformers model.
 
-    memory: for experts, such as "2GB" (None: all). policy: see experts/named_policies.py.
-    predictor: what `train --objective experts` made. Its `generate` works as ever, and faster with
-    `custom_generate=multirate.custom_generate()`, which finds the store by itself; a predictor's
-    own folder as `custom_generate` adds that predictor. Raises UserError for a model, store or
+        model = multirate.offload("path/to/model", "path/to/store", memory="2GB")
+        model.generate(**inputs, custom_generate=multirate.custom_generate())
+
+    model: folder or hub id.
+    experts: the store; `multirate pack` makes it.
+    memory: memory for experts, such as "2GB"; None: all of them.
+    policy: see experts/named_policies.py.
+    predictor: folder or hub id of a predictor from `multirate train --objective experts`.
+
+    The model's `generate` works as usual; with `custom_generate` it is faster. A predictor's own
+    folder as `custom_generate` adds that predictor. Raises UserError for a model, store or
     predictor that cannot be used.
     """
     loaded = load_offloaded(os.fspath(model), experts)

@@ -1,4 +1,4 @@
-"""A trained accelerator on disk: accelerator.safetensors + accelerator.json + README.md (its model
+"""A trained accelerator on disk: accelerator.safetensors, accelerator.json and README.md (its model
 card).
 """
 
@@ -32,12 +32,12 @@ from multirate.training.prompt_fingerprints import CHECKSUM, PROMPTS, packed, re
 
 WEIGHTS, DESCRIPTION, CARD = "accelerator.safetensors", "accelerator.json", "README.md"
 EXPORTED = (PUBLISHED, "model.safetensors")
-"""Files of a checkpoint in a published layout."""
+"""The files of a checkpoint in a published layout."""
 
 
 def describe_base(model: Any, name: str = "") -> dict[str, Any]:
-    """What identifies a base model: sizes and the fingerprint of its weights. ``name``: a hub id or
-    a folder's name.
+    """What identifies a base model: its sizes and the fingerprint of its weights. ``name``: a hub
+    id or a folder's name.
     """
     return {"name": name, **_shape_of(model), "fingerprint": fingerprint(model)}
 
@@ -54,33 +54,40 @@ def _shape_of(model: Any) -> dict[str, Any]:
 
 @dataclass
 class Accelerator:
-    """A trained method's modules with the config, the base they fit, and where they come from."""
+    """A trained accelerator: its modules and config, the base model they fit, and their origin."""
 
     method: str
+    """Name of its method."""
     config: MethodConfig
+    """The method's config, which decides the shapes of the modules."""
     module: nn.Module
+    """The trained modules."""
     base: dict[str, Any]
+    """The base model: name, sizes and fingerprint of its weights."""
     training: dict[str, Any] = field(default_factory=dict)
+    """How it was trained, as in accelerator.json."""
     results: dict[str, Any] = field(default_factory=dict)
+    """What it measured on held-out text, as in accelerator.json."""
     other_weights: str | None = None
-    """A sentence when the model it was loaded for has the base's shape but other weights (a
+    """A sentence if the model it was loaded for has the base's shape but other weights (a
     fine-tuned or quantised copy), else None.
     """
     folder: Path | None = None
-    """Where it was loaded from."""
+    """The folder it was loaded from, if any."""
     weights_sha256: str = ""
-    """Of the file that its weights were loaded from."""
+    """Checksum of the file that its weights were loaded from."""
     prompts: frozenset[int] | None = None
-    """Fingerprints of the prompts that it was trained on (prompt_fingerprints.py); None: unknown.
+    """Fingerprints of the prompts that it was trained on (prompt_fingerprints.py); None:
+    unknown.
     """
 
     def parameters(self) -> int:
-        """Number of trained values."""
+        """Number of trained parameters."""
         return sum(p.numel() for p in self.module.parameters())
 
     def check_fits(self, model: Any) -> None:
-        """UserError where ``model`` has another shape by now than the base: its vocabulary may have
-        been made smaller or larger. An accelerator made in memory need not name a base.
+        """Raises UserError if ``model`` no longer has the base's shape, for example because its
+        vocabulary was resized. An accelerator made in memory need not name a base.
         """
         if not self.base:
             return
@@ -88,11 +95,11 @@ class Accelerator:
         _check_shape(which, self.base, _shape_of(model))
 
     def save_pretrained(self, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write weights (floating point as ``dtype``), description and model card; each file
-        appears whole.
+        """Writes weights (floating point as ``dtype``), description and model card into a folder.
+        Each file appears whole.
 
-        The description comes last and holds the weights' checksum: an interrupted save is
-        recognised on load.
+        The description comes last and holds the weights' checksum, so loading detects an
+        interrupted save. Raises UserError if the folder cannot be written.
         """
         directory = Path(directory)
         tensors = {
@@ -125,8 +132,8 @@ class Accelerator:
         )
 
     def export(self, directory: str | Path) -> None:
-        """Write it in the layout in which others of its method are published. UserError where
-        there is none, and for a folder that holds another model.
+        """Writes it in the layout in which other projects publish this method. Raises UserError if
+        there is no such layout, and for a folder that holds another model.
         """
         check_export(directory, overwrite=True)
         published = find_training(self.method).published
@@ -142,13 +149,12 @@ class Accelerator:
     def from_pretrained(
         source: str | Path, model: Any, dtype: torch.dtype | None = None
     ) -> Accelerator:
-        """Load from a folder or a hub id for the base ``model`` it was trained on, as ``dtype``
-        (default: the model's).
+        """Loads an accelerator from a folder or a hub id for the base ``model`` it was trained on.
 
-        A model of the same shape with other weights is accepted, with the sentence
-        ``other_weights``. Raises UserError naming what is wrong: missing or damaged file, unknown
-        method, or every respect in which ``model`` has another shape than the base the accelerator
-        was trained for.
+        ``dtype``: of its weights; default: the model's. A model of the same shape with other
+        weights is accepted and sets ``other_weights``. Raises UserError for a missing or damaged
+        file, an unknown method, or a model whose shape differs from the base's, and lists every
+        difference.
         """
         directory = _folder(source, model)
         path = directory / DESCRIPTION
@@ -193,8 +199,8 @@ class Accelerator:
 
 
 def check_export(directory: str | Path, overwrite: bool) -> None:
-    """Raises UserError for a folder whose files an export would replace: any checkpoint; with
-    `overwrite`, one that is not of a published layout.
+    """Raises UserError for a folder whose files an export would replace: any checkpoint, or, with
+    `overwrite`, one that is not in a published layout.
     """
     directory = Path(directory)
     there = [name for name in EXPORTED if (directory / name).exists()]

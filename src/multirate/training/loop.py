@@ -69,12 +69,16 @@ STARTING_BATCHES_OF_STATES = 256
 
 @dataclass(frozen=True)
 class TrainResult:
-    """``finished`` is false when the run was interrupted: the same call resumes it."""
+    """Result of a training run."""
 
     finished: bool
+    """False if the run was interrupted; the same call resumes it."""
     steps: int
+    """Optimizer steps done."""
     directory: Path
+    """The output folder."""
     results: dict[str, Any]
+    """Held-out measurements, as in the model card."""
 
 
 @own_modes(gradients=True)
@@ -87,13 +91,18 @@ def train(
     options: dict[str, Any] | None = None,
     tokenizer: Any = None,
 ) -> TrainResult:
-    """Train ``method`` beside ``model`` (a path, a hub id, or a loaded causal LM with
-    ``tokenizer``) into ``out_dir``.
+    """Trains an accelerator for ``model`` into ``out_dir``.
 
-    ``options`` replace fields of the method's config (``gates``, ``rank``, …). Interrupted by
-    Ctrl-C, SIGTERM or kill, the same call resumes and ends with the weights an uninterrupted run
-    has. Raises UserError for anything a user
-    can mend, before any training: method, options, output folder, model, data.
+    model: a path, a hub id, or a loaded causal LM with ``tokenizer``.
+    data_files: JSONL or JSON files of samples (docs/training.md lists the accepted forms).
+    method: the method to train; default: m2r2-carry.
+    settings: default: ``TrainSettings()``.
+    options: replace fields of the method's config (``gates``, ``rank``, …).
+
+    If Ctrl-C, SIGTERM or kill interrupts it, the same call resumes and ends with the weights of an
+    uninterrupted run. Raises UserError for anything that you can fix, before training starts:
+    method, options, output folder, model, data. Raises Diverged if training produces values that
+    are not finite.
     """
     settings = settings or TrainSettings()
     method = method or recommended()

@@ -13,58 +13,70 @@ MOST_RATE = 1e30
 
 @dataclass(frozen=True)
 class TrainSettings(MethodConfig):
-    """What decides a run besides model, data and method. Invalid values raise UserError."""
+    """Settings of a training run, besides model, data and method. Invalid values raise
+    UserError.
+    """
 
     steps: int = 2000
     """Optimizer steps."""
     tokens_per_batch: int = 4096
-    """Padded tokens of one forward pass of one process."""
+    """Padded tokens of one forward pass of one process; at least max_length."""
     max_length: int = 512
     """Samples are cut to this many tokens."""
     gradient_accumulation: int = 1
+    """Forward passes per optimizer step."""
     optimizer: Literal["muon", "adamw"] = "muon"
-    """muon: our batched Muon (training/muon.py) on matrices, AdamW on the rest."""
+    """muon: batched Muon (training/muon.py) on matrices, AdamW on the rest. adamw: AdamW on
+    everything.
+    """
     lr: float = 4e-3
-    """Peak rate (Muon's is matched to AdamW's update size)."""
+    """Peak learning rate. Muon's is matched to AdamW's update size."""
     head_lr: float = 0.1
-    """Share of ``lr`` that a draft head of the method's own has: it starts as the base's, which is
+    """Share of ``lr`` for a method's own draft head, which starts as a copy of the base's and is
     nearly right.
     """
     final_lr: float = 0.05
-    """Share of ``lr`` at the end of the cosine."""
+    """Share of ``lr`` at the end of the cosine schedule."""
     warmup_steps: int = 50
+    """Steps of linear warm-up."""
     weight_decay: float = 0.01
+    """Weight decay of the optimizer."""
     grad_clip: float = 1.0
+    """Maximum norm of the gradient."""
     step_decay: float = 0.8
     """Loss weight of draft step s is step_decay^(s − 1)."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """auto: bf16 where it is multiplied faster (precision.py), fp32 elsewhere (the base's weights
-    stay what they are).
+    """auto: bf16 on hardware that multiplies it faster (precision.py), fp32 elsewhere. The base's
+    weights stay as they are.
     """
     seed: int = 0
+    """Seed of the run."""
     heldout_files: tuple[str, ...] = ()
-    """Evaluated at the end; empty: ``heldout_samples`` of the training data are set aside."""
-    heldout_samples: int = 256
-    """At most this many samples are evaluated; about a tenth of the prompts is set aside."""
-    checkpoint_seconds: float = 120.0
-    checkpoint_steps: int | None = None
-    """Also write a checkpoint every this many steps."""
-    log_every: int = 20
-    sharpness: float = 1.0
-    """Distil at softmax(sharpness · logits) of teacher and student; above 1 favours greedy drafts.
+    """Data files to evaluate at the end. Empty: up to ``heldout_samples`` of the training data are
+    set aside.
     """
+    heldout_samples: int = 256
+    """Maximum number of samples to evaluate. About a tenth of the prompts is set aside."""
+    checkpoint_seconds: float = 120.0
+    """Seconds between checkpoints."""
+    checkpoint_steps: int | None = None
+    """Also write a checkpoint every this many steps. Null: only by time."""
+    log_every: int = 20
+    """Steps between progress reports."""
+    sharpness: float = 1.0
+    """Distils softmax(sharpness · logits) of teacher and student; above 1 favours greedy drafts."""
     teacher_states: str | None = None
-    """Folder to keep the base's final residuals in, so that each sample is run through the base
+    """Folder to store the base's final residuals in, so that the base reads each sample only
     once.
     """
     start_from: str | None = None
-    """Folder of a trained accelerator of the same method whose weights and config this run begins
-    with; what it was trained on before is told in the new card.
+    """Folder of a trained accelerator of the same method. The run starts from its weights and
+    config, and the new model card lists its earlier training.
     """
     compile: bool = False
-    """Compile the base's layers (pays on long runs)."""
+    """Compiles the base's layers; worth it for long runs."""
     overwrite: bool = False
-    """Replace a finished accelerator in the output folder."""
+    """Replaces a finished accelerator in the output folder."""
 
     def check(self) -> None:
         for name in ("steps", "gradient_accumulation", "log_every", "heldout_samples"):
@@ -91,7 +103,7 @@ class TrainSettings(MethodConfig):
         )
 
     def decides_result(self) -> dict[str, Any]:
-        """The settings a resumed run must share with the interrupted one."""
+        """The settings that a resumed run must share with the interrupted one."""
         free = {
             "heldout_files",
             "checkpoint_seconds",

@@ -371,7 +371,7 @@ def test_a_model_offloaded_as_a_whole_is_run() -> None:
 def test_learned_prompts_are_refused_in_a_sentence() -> None:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(
-        UserError, match="cannot run .*: PEFT prepends a learned prompt to its inputs"
+        UserError, match=r"cannot run .*: PEFT prepends a learned prompt to its inputs"
     ):
         attach(peft.get_peft_model(make(), config))
 

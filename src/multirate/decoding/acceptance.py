@@ -1,8 +1,8 @@
-"""Which tokens of a draft are accepted, and why the output is still the base model's (or, for
-`Typical`, is not).
+"""Which tokens of a draft are accepted, and why the output is still the base model's own (except
+with `Typical`).
 
-Node i of a draft is verified by row i of the target's output: row i tells what the base model says
-*after* node i (row 0: after the last emitted token).
+Row i of the target's output verifies what follows node i of a draft (row 0: what follows the last
+emitted token).
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from multirate.decoding.sampler import Sampler
 from multirate.errors import say_once
 
 Verdict = tuple[list[int], int]
-"""The accepted path, node 0 first, and the bonus token: the target's own after the last of them."""
+"""The accepted path, starting with node 0, and the bonus token: the target's own after the last of
+them.
+"""
 
 
 class Acceptance(Protocol):
-    """Which nodes of drafts are kept.
+    """Decides which nodes of drafts are kept.
 
-    lossless: whether the output is the target's. A lossless rule has no choice when decoding is a
-        bare argmax; the step then applies `accept_greedy` without asking.
+    lossless: whether the output is the target's own. For a bare argmax a lossless rule has no
+        choice, so the step applies `accept_greedy` directly.
     lossless_when_greedy: whether it is when decoding greedily.
     """
 
@@ -41,15 +43,15 @@ class Acceptance(Protocol):
     def __call__(
         self, sampler: Sampler, seqs: Sequence[int], drafts: Sequence[Draft], logits: Tensor
     ) -> list[Verdict]:
-        """The verdict on the draft of each of `seqs`; logits [N, V] after all nodes, draft after
+        """The verdict on each draft of `seqs`. logits [N, V] follow all nodes, draft after
         draft.
         """
         ...
 
 
 class Exact:
-    """The output is the target's own: agreement with the token that it takes, or speculative
-    sampling where a draft was drawn from `probs`.
+    """Lossless: a drafted token is accepted if it is the token that the target chooses, or by
+    speculative sampling if the draft was drawn from `probs`.
     """
 
     lossless = lossless_when_greedy = True
@@ -83,15 +85,16 @@ class Exact:
 
 @dataclass(frozen=True)
 class Typical:
-    """Typical acceptance [Cai et al. 2024, Medusa]: a drafted token is kept while the target finds
-    it likely enough.
+    """Typical acceptance [Cai et al. 2024, Medusa]: a drafted token is kept if the target finds it
+    likely enough.
 
     A token x after which the target's distribution is p is kept when p(x) > min(epsilon, delta ·
     exp(−H(p))): the less certain the target is, the less probable a token may be. The deepest path
-    whose tokens are all kept is accepted, and after it the target chooses the bonus token.
+    whose tokens are all kept is accepted, and the target chooses the bonus token after it.
 
-    Lossy when sampling: text is plausible, not distributed as the target's. When greedy, p is
-    one-hot and this is exact acceptance, which is said once. epsilon, delta: above 0, below 1.
+    Lossy when sampling: the text is plausible but does not have the target's distribution. When
+    greedy, p is one-hot and this is exact acceptance, which a warning says once. epsilon, delta:
+    above 0, below 1.
     """
 
     epsilon: float = 0.09
@@ -152,7 +155,7 @@ def _row_contexts(
 
 
 def split(values: list[int], counts: Sequence[int]) -> list[list[int]]:
-    """values in parts of these lengths."""
+    """`values` cut into parts of the given lengths."""
     parts, start = [], 0
     for count in counts:
         parts.append(values[start : start + count])
@@ -161,20 +164,19 @@ def split(values: list[int], counts: Sequence[int]) -> list[list[int]]:
 
 
 def accept_greedy(draft: Draft, target: Sequence[int]) -> tuple[list[int], int]:
-    """Walk down from node 0 as long as the target's own token is among the children of the node
-    reached.
+    """Walks down from node 0 as long as one child of the current node has the target's own token.
 
     draft: a chain or a tree of n nodes. target: [n+1], the target's token after each node: its
-    argmax, or, when sampling, a token drawn from its distribution there (at least after the nodes
-    that are reached). Returns (path, bonus): accepted nodes, 0 first, and the target's token after
-    the last of them. The emitted tokens are those of path[1:], then bonus.
+    argmax or, when sampling, a token drawn from its distribution there (needed at least after the
+    nodes that are reached). Returns (path, bonus): the accepted nodes, starting with 0, and the
+    target's token after the last of them. The emitted tokens are those of path[1:], then bonus.
 
-    Lossless where no node is trusted: each emitted token is target[i] of a node i whose whole path
-    has been emitted before it (as an accepted child, or as the bonus), so it is what plain decoding
-    emits after the same tokens: the argmax, or the draw that the random numbers of its place make
-    there, which are used for no other place and which no draft changes. The draft decides only how
-    many tokens a pass emits. [Greedy: Stern et al. 2018; sampled: Daliri, Musco, Suresh 2024; for
-    drafts that are not random it accepts as often as rejection sampling with a one-hot q.]
+    Lossless if no node is accepted unverified: each emitted token is target[i] of a node i whose
+    whole path was emitted before it. Plain decoding emits the same token after the same tokens: the
+    argmax, or the draw with the random numbers of that place, which serve no other place and which
+    no draft changes. The draft decides only how many tokens a pass emits. [Greedy: Stern et al.
+    2018; sampled: Daliri, Musco, Suresh 2024; for deterministic drafts it accepts as often as
+    rejection sampling with a one-hot q.]
     """
     descent = Descent(draft)
     while descent.follow(target[descent.path[-1]]):
@@ -183,9 +185,11 @@ def accept_greedy(draft: Draft, target: Sequence[int]) -> tuple[list[int], int]:
 
 
 class Descent:
-    """The way down a draft, past trusted nodes without asking. path: nodes so far, 0 first;
-    drafted: their tokens without node 0's; bonus: once it has ended, the target's token after the
-    last of them.
+    """The way down a draft; nodes accepted unverified are passed without a check.
+
+    path: the nodes so far, starting with 0.
+    drafted: their tokens, without node 0's.
+    bonus: at the end, the target's token after the last node.
     """
 
     def __init__(self, draft: Draft) -> None:
@@ -194,7 +198,7 @@ class Descent:
         self._pass_trusted()
 
     def follow(self, token: int) -> bool:
-        """The target takes `token` after the last node. → whether that is a drafted one."""
+        """The target chooses `token` after the last node; returns whether it is a drafted one."""
         child = self._draft.child(self.path[-1], token)
         if child is None:
             self.bonus = token

@@ -1,5 +1,5 @@
-"""What a plain step, a draft step and a verification cost here and now, and whether speculation
-pays. [ours]
+"""Measures what a plain step, a draft step and a verification cost on this machine, and decides
+whether drafting is faster. [ours]
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ GREEDY = SamplingSettings()
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether speculation pays. speedup: expected, against plain decoding, at the best draft
-    `length` ≥ 1.
-
-    break_even: the acceptance rate from which it pays; None when it does not even with every token
-    accepted.
-    message: one sentence with the numbers, for the user.
-    """
+    """Whether drafting is faster than plain decoding."""
 
     pays: bool
+    """Whether it is."""
     speedup: float
+    """Expected speedup at the best draft length."""
     length: int
+    """The best draft length, at least 1."""
     break_even: float | None
+    """The acceptance rate from which drafting is faster; None if it is not even with every token
+    accepted.
+    """
     message: str
+    """One sentence with the numbers, for the user."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class CostModel:
     longest: int = 15
 
     def speedup(self, acceptance: float | Sequence[float]) -> tuple[int, float]:
-        """(best draft length ≥ 1, expected speedup over plain decoding) at a per-token or per-depth
-        acceptance.
+        """(best draft length ≥ 1, expected speedup over plain decoding) for an acceptance rate per
+        token, or one rate per depth.
         """
         rates = (
             [acceptance] * self.longest
@@ -75,8 +76,8 @@ class CostModel:
         return length, speeds[length]
 
     def verdict(self, acceptance: float | Sequence[float]) -> Verdict:
-        """Whether drafts accepted at this rate (0..1, per drafted token; or one rate for each
-        depth) make it faster.
+        """Whether drafts accepted at this rate (0..1 per drafted token, or one rate per depth) make
+        decoding faster.
         """
         length, speedup = self.speedup(acceptance)
         break_even = self._break_even
@@ -129,15 +130,15 @@ def measure_costs(
     repeats: int = 30,
 ) -> CostModel:
     """Times a plain step, verifications of 1..16 rows of layers [start, L) with head, and a draft
-    step; the least times.
+    step. Keeps the minimum times.
 
     draft_step: drafts one token for one sequence; None: layers [0, start) and the head on one row
     (self-speculation), or nothing for start = 0. Takes about `budget_seconds` (at least one repeat
-    of three measurements): when the time is up, remaining row counts are left out and interpolated.
-    Generates nothing and keeps nothing.
+    of three measurements); row counts left when the time is up are interpolated. Emits and keeps
+    nothing.
 
-    Assumes that every emitted token is verified by all layers [start, L), so that K/V stay those of
-    a prefill. Steps that emit without verifying (dynamic_depth.py) have no such costs: theirs are
+    Assumes that all layers [start, L) verify every emitted token, so that K/V equal those of a
+    prefill. Steps that emit without verification (dynamic_depth.py) have no such costs: theirs are
     None, and the engine always uses them.
     """
     info = decoder.info

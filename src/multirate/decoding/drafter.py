@@ -1,4 +1,4 @@
-"""What a method hands the speculative loop: drafts, and the interface of those who make them."""
+"""Drafts, and the interface of the drafters that make them for the speculative step."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ MAX_TREE_NODES = MAX_TREE_BIT + 1
 class Draft:
     """Proposed continuations of one sequence: a chain or a tree of n nodes below its last token.
 
-    Node 0 is the last emitted token, which is not in the cache yet. Node i goes to slot
-    `length + i`, at position `length + depth(i)`.
-
-    tokens: the tokens of nodes 1..n (n may be 0: the step is then a plain one).
-    parents: parents[i-1] < i is the parent node of node i; a chain is [0, 1, 2, …].
-    hidden: [n+1, d], the target model's residual entering layer `start` for nodes 0..n, whose K/V
-        of the layers below `start` the drafter has written; or None: the step embeds and runs these
-        layers itself.
-    probs: [n, V], the distribution each node's token was drawn from, when tokens were *drawn* (a
-        chain) with numbers that are not `Sampler.noise`; None otherwise (argmax, look-up, a tree's
-        top-k, `Sampler.choose`). Both are verified losslessly. A token drawn from `probs`
-        must be proposed whatever it is: to stop drafting, look at the distribution, never at the
-        token drawn (a token withheld because it was unlikely would leave the others
-        over-represented).
-    trusted: nodes that are emitted where they are reached, whatever the target model says of them
-        (dynamic mode: lossy). Each is its parent's only child. When sampling, trust is decided
-        before the token is drawn, as above.
-    copied: the nodes that were copied from the text, by number (for whoever watches the steps).
+    Node 0 is the last emitted token, which is not in the cache yet. Node i goes to slot `length +
+    i`, at position `length + depth(i)`.
     """
 
     tokens: list[int]
+    """The tokens of nodes 1..n. With n = 0 the step is a plain one."""
     parents: list[int]
+    """parents[i-1] < i is the parent of node i; a chain is [0, 1, 2, …]."""
     hidden: Tensor | None = None
+    """[n+1, d]: the target model's residual entering layer `start` for nodes 0..n. The drafter has
+    then written these nodes' K/V of the layers below `start`. None: the step embeds the tokens and
+    runs these layers itself.
+    """
     probs: Tensor | None = None
+    """[n, V]: the distribution each node's token was drawn from, for a chain drawn with other
+    random numbers than `Sampler.noise`; None otherwise (argmax, lookup, a tree's top-k,
+    `Sampler.choose`). Verification is lossless either way. A drafter must propose every token that
+    it drew from `probs`: to stop drafting, look at the distribution, never at the token.
+    Withholding unlikely tokens would over-represent the others.
+    """
     trusted: frozenset[int] = frozenset()
+    """Nodes that are accepted unverified when they are reached (dynamic mode: lossy). Each must be
+    its parent's only child. When sampling, decide this before drawing the token, as above.
+    """
     copied: range = range(0)
+    """The nodes that were copied from the text, by number, for observers of the steps."""
 
     @classmethod
     def chain(
         cls, tokens: list[int], hidden: Tensor | None = None, probs: Tensor | None = None
     ) -> Draft:
-        """A draft whose every node continues the one before."""
+        """A draft in which every node continues the one before."""
         return cls(tokens, list(range(len(tokens))), hidden, probs)
 
     @cached_property
@@ -65,14 +65,14 @@ class Draft:
 
     @cached_property
     def depths(self) -> list[int]:
-        """The depth of nodes 0..n: [n+1], the last token's is 0."""
+        """The depth of nodes 0..n: [n+1]; the last token has depth 0."""
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent] + 1)
         return depths
 
     def child(self, node: int, token: int) -> int | None:
-        """The node below `node` that has this token, the first of several; None: there is none."""
+        """The first node below `node` that has this token; None if there is none."""
         if self.is_chain:
             return node + 1 if self.tokens[node : node + 1] == [token] else None
         return self._children.get((node, token))
@@ -85,7 +85,9 @@ class Draft:
         return children
 
     def trusted_child(self, node: int) -> int | None:
-        """The trusted node below `node`; None: what follows it is verified."""
+        """The node below `node` that is accepted unverified; None if what follows it is
+        verified.
+        """
         return self._trusted_children.get(node)
 
     @cached_property
@@ -93,15 +95,15 @@ class Draft:
         return {self.parents[node - 1]: node for node in self.trusted}
 
     def path_tokens(self) -> list[list[int]]:
-        """For nodes 0..n the drafted tokens from node 1 on the path down to the node itself."""
+        """For nodes 0..n: the drafted tokens on the path from node 1 down to the node itself."""
         paths: list[list[int]] = [[]]
         for token, parent in zip(self.tokens, self.parents, strict=True):
             paths.append([*paths[parent], token])
         return paths
 
     def cut(self, depth: int, nodes: int) -> Draft:
-        """This draft up to its first node deeper than `depth`, and at most `nodes` nodes. Keeps
-        node numbers.
+        """This draft up to its first node deeper than `depth`, and with at most `nodes` nodes. Node
+        numbers stay the same.
         """
         count = min(len(self.tokens), nodes)
         if self.is_chain:
@@ -122,7 +124,7 @@ class Draft:
 
     def rows(self, seq: int, length: int) -> Rows:
         """The rows of nodes 0..n in a sequence of `length` committed tokens. Raises ValueError as
-        `check`.
+        `check` does.
         """
         self.check()
         if self.is_chain:
@@ -130,9 +132,7 @@ class Draft:
         return Rows.draft_tree(seq, length, self.parents)
 
     def check(self) -> None:
-        """Raise ValueError when the draft breaks the contract (a drafter's defect, not a
-        user's).
-        """
+        """Raises ValueError if the draft breaks the contract, which is a defect of the drafter."""
         n = len(self.tokens)
         if len(self.parents) != n or any(not 0 <= p <= i for i, p in enumerate(self.parents)):
             raise ValueError("every node of a draft needs a parent that comes before it")
@@ -153,26 +153,27 @@ class Draft:
 
 @dataclass
 class Verified:
-    """What the target model said of a draft of n nodes.
-
-    path: the accepted nodes, 0 (the last token) first.
-    tokens: [n+1], of nodes 0..n.
-    hidden: [n+1, d], the final residual h_L of every node, rejected ones included.
-    taps: for each layer of `Drafter.taps` the residual entering it, [n+1, d].
-    top: [n+1][k], the target's k likeliest tokens after each node (by its own logits, before any
-        sampling settings), the likeliest first; None unless `Drafter.top` asks for them.
-    ahead: of nodes 1 … n the first that steps ahead had emitted (`Drafter.settle`).
-    """
+    """What verification by the target model found for a draft of n nodes."""
 
     path: list[int]
+    """The accepted nodes, starting with 0, the last token."""
     tokens: list[int]
+    """[n+1], of nodes 0..n."""
     hidden: Tensor
+    """[n+1, d]: the final residual h_L of every node, including rejected ones."""
     taps: Mapping[int, Tensor] = field(default_factory=dict)
+    """For each layer of `Drafter.taps`: the residuals entering it, [n+1, d]."""
     top: list[list[int]] | None = None
+    """[n+1][k]: the target's k likeliest tokens after each node, the likeliest first, by its own
+    logits before any sampling settings. None unless `Drafter.top` asks for them.
+    """
     ahead: int = 0
+    """In two-stage verification: how many of the first nodes 1 … n earlier steps had emitted
+    (`Drafter.settle`).
+    """
 
     def of_path(self, states: Tensor) -> Tensor:
-        """The accepted nodes' rows of states [n+1, d] → [len(path), d]; a view where they are
+        """The accepted nodes' rows of states [n+1, d] → [len(path), d]; a view if they are
         contiguous.
         """
         if self.path[-1] == len(self.path) - 1:
@@ -188,113 +189,128 @@ class Verified:
 
 @dataclass(frozen=True)
 class FusedStep:
-    """A finished step of one sequence. tokens: those it emits, the bonus last. drafted:
-    nodes of its draft;
-    levels: their greatest depth. trusted: the places in `tokens` of those that were not verified.
-    draft_seconds: what making the draft took. doubted: rows that narrow weights were not sure of.
-    """
+    """A finished step of one sequence."""
 
     tokens: list[int]
+    """The tokens that it emits, the bonus token last."""
     drafted: int
+    """Number of nodes in its draft."""
     levels: int
+    """Depth of its draft."""
     trusted: frozenset[int] = frozenset()
+    """Places in `tokens` of the ones that were accepted unverified."""
     doubted: int = 0
+    """Rows where the quantised copy was uncertain, so that the full-precision weights ran them
+    again.
+    """
     draft_seconds: float = field(default=0.0, compare=False)
+    """How long drafting took."""
 
 
 class Drafter(ABC):
-    """Proposes tokens that the target model then verifies.
-
-    start: verification runs layers [start, L) on `Draft.hidden`; 0 for drafts from outside the
-    model.
-    max_nodes: no draft has more nodes; the loop reserves that many cache slots before each `draft`.
-    lossless: whether exact acceptance makes the output the base model's (it does for every drafter
-        that keeps this contract).
-    repeats_text: whether a seed's sampled text is then that of plain decoding; if not, it is
-        another one of the same distribution (drafts with `Draft.probs`).
-    taps: layers, `start` at least, whose entering residuals `prefill` and `accept` are given.
-    top: of how many of the target's likeliest tokens after each node `accept` is told.
-    adapts: whether it decides by itself when not to draft; else `SpeculativeStep.adapt` can.
-    expected: acceptance of its drafts by depth as measured before, the first guess of what they
-        bring; empty: unknown.
-    longest: the longest match that `matched` tells; 0: it tells none.
-    looks_up: whether it may draft the text's continuation instead, which takes no time to make.
-    rests: whether one that adapts may leave a step without a draft; `SpeculativeStep.adapt` says.
-    ends: tokens that end a sequence: drafts and steps after one are of no use.
-    worth: [max_nodes], the least chance of being accepted with which the n-th node of the next
-        draft pays, not falling; None: unknown. Told before `draft` to one that does not adapt
-        itself.
-    ahead: whether the next draft is verified by a narrow copy of the model, where a row costs more.
-        Told before `draft`.
-    in_stages: whether a fused step of the generation under way is several of its own, which decide
-        by themselves what to draft (methods/common/stages.py).
-    drafting_seconds: as `Step.drafting_seconds`, of its fused steps.
-    prompt_decoder: as `Step.prompt_decoder`.
-    leaves_exact: whether the K/V that its fused steps leave are those of a prefill by what reads
-        the prompts.
-    refused: of one that trusts tokens by a score, the highest of this generation that was too low,
-        −inf where none was: with a threshold above it, the text is the same. None: unknown.
+    """Proposes tokens that the target model then verifies. Subclasses must write `draft`;
+    everything else is optional.
     """
 
     start: int = 0
+    """Verification runs layers [start, L) on `Draft.hidden`. 0: drafts come from outside the
+    model.
+    """
     max_nodes: int = MAX_TREE_NODES
+    """Maximum number of nodes in a draft; the loop reserves that many cache slots before each
+    `draft`.
+    """
     lossless: bool = True
+    """Whether exact acceptance makes the output the base model's own. True for every drafter that
+    keeps this contract.
+    """
     repeats_text: bool = True
+    """Whether sampling with a seed then gives the text of plain decoding with that seed. If not
+    (drafts with `Draft.probs`), it is another text from the same distribution.
+    """
     taps: tuple[int, ...] = ()
+    """Layers, at least `start`, whose entering residuals `prefill` and `accept` receive."""
     top: int = 0
+    """How many of the target's likeliest tokens after each node `accept` receives."""
     adapts: bool = False
+    """Whether the drafter decides by itself when not to draft. Otherwise `SpeculativeStep.adapt`
+    can.
+    """
     expected: Sequence[float] = ()
+    """Acceptance of its drafts by depth, as measured before: a first guess. Empty: unknown."""
     longest: int = 0
+    """The longest match length that `matched` reports; 0: it reports none."""
     looks_up: bool = False
+    """Whether it may draft by text lookup instead, which takes no time."""
     rests: bool = True
+    """Whether a drafter that adapts may leave a step without a draft. `SpeculativeStep.adapt` sets
+    it.
+    """
     ends: Sequence[int] = ()
+    """Tokens that end a sequence; drafts and steps after one are useless. Set by the step."""
     worth: np.ndarray | None = None
+    """[max_nodes], not falling: the minimum chance of acceptance with which the n-th node of the
+    next draft is worth verifying; None: unknown. The step sets it before `draft`, unless the
+    drafter adapts itself.
+    """
     ahead: bool = False
+    """Whether the quantised copy will verify the next draft (two-stage verification), where a row
+    costs more. Set before `draft`.
+    """
     in_stages: bool = False
+    """Whether the current generation uses two-stage verification (methods/common/stages.py), in
+    which each fused step is several steps that decide by themselves what to draft.
+    """
     drafting_seconds: float = 0.0
+    """Like `Step.drafting_seconds`, for its fused steps."""
     prompt_decoder: Decoder | None = None
+    """As `Step.prompt_decoder`."""
     leaves_exact: bool = True
+    """Whether its fused steps leave the K/V that a prefill by the prompts' decoder would write."""
     refused: float | None = None
+    """For drafters that accept tokens unverified by a score: the highest score of this generation
+    that was too low, or −inf. With a threshold above it, the text is the same. None: unknown.
+    """
 
     _costs: CostModel | None = None
 
     def costs(self, decoder: Decoder) -> CostModel:
-        """What a draft step, a verification and a plain step take on this machine; measured once
-        (under half a second).
+        """Measured times of a draft step, a verification and a plain step on this machine. Measured
+        once, in under half a second.
 
-        Not during a generation: the trial step may use the drafter's state.
+        Not during a generation, because the trial step may use the drafter's state.
         """
         if self._costs is None:
             self._costs = measure_costs(decoder, self.start, self.trial_step())
         return self._costs
 
     def trial_step(self) -> Callable[[], object] | None:
-        """What drafts one more token for one sequence, to be timed; None: what `measure_costs`
-        assumes.
+        """A function that drafts one more token for one sequence, to be timed; None: what
+        `measure_costs` assumes.
         """
         return None
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to put off
-        """Makes now what would else be made once it pays."""
+        """Makes everything that the drafter would otherwise make only once it is worth it."""
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:  # noqa: B027 - a drafter without state needs none
-        """A generation begins on an empty `cache`. Forget the one before, which may have been
+        """A generation starts with an empty `cache`. Forget the one before, which may have been
         interrupted.
         """
 
     def usable(self, cache: KVCache, length: int) -> int:
-        """How many of the first `length` tokens of `cache`'s only sequence this drafter can go on
-        from after `resume`.
+        """How many of the first `length` tokens of `cache`'s only sequence this drafter can
+        continue from after `resume`.
 
-        The cache is as a finished generation left it. The default, 0, makes every generation begin
-        anew.
+        The cache is as a finished generation left it. With the default, 0, every generation starts
+        from the beginning.
         """
         return 0
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
-        """Instead of `begin`, when the last generation goes on: `cache` is its cache, cut to fewer
-        tokens than `usable` allowed. The token after these is read again, `prefill` then gets its
-        and the later ones' h_L.
+        """Replaces `begin` if the last generation continues. `cache` is its cache, cut to fewer
+        tokens than `usable` returned. The next token is read again; `prefill` then receives h_L of
+        it and of the later tokens.
         """
         self.begin(cache, sampler)
 
@@ -305,9 +321,11 @@ class Drafter(ABC):
         hidden_final: Sequence[Tensor],
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
-        """The target model has read the prompts. hidden_final[i]: h_L of every prompt token of
-        seqs[i], [T_i, d]; after `resume` of those that were read. taps[i]: the same tokens'
-        residuals entering each layer of `taps`.
+        """The target model has read the prompts.
+
+        hidden_final[i]: h_L of every prompt token of seqs[i], [T_i, d]; after `resume` only of the
+            tokens that were read.
+        taps[i]: the same tokens' residuals entering each layer of `taps`.
         """
 
     @abstractmethod
@@ -320,52 +338,55 @@ class Drafter(ABC):
     ) -> list[Draft]:
         """One draft for each of the unfinished sequences `seqs`.
 
-        last_tokens[i]: the last emitted token of seqs[i], to be written at slot
-        `cache.lengths[seqs[i]]`. limits[i] ≥ 0: the deepest level of use to seqs[i] (tokens it may
-        still emit, less the one that verification adds). The step drops deeper nodes. Where all
-        are 0 no draft is of use, and making one is to be left out.
+        last_tokens[i]: the last emitted token of seqs[i], which will be written at slot
+            `cache.lengths[seqs[i]]`.
+        limits[i]: the deepest useful level for seqs[i], at least 0: the tokens it may still emit,
+            minus the one that verification adds. The step drops deeper nodes. If all limits are 0,
+            make no draft.
         """
 
     def behind(self, seqs: Sequence[int]) -> int:
-        """Rows that the next draft has to catch up on because there was none lately."""
+        """Number of rows that the next draft must catch up on because recent steps had no draft."""
         return 0
 
     def matched(self, seqs: Sequence[int]) -> list[int]:
-        """Of drafts that continue the text: how long a match the next one of each sequence would
-        follow, `longest` at most. What such drafts bring is counted by it.
+        """For drafts by text lookup: the match length, at most `longest`, that each sequence's next
+        draft would follow. Acceptance statistics are kept by this length.
         """
         return [0] * len(seqs)
 
     def continuation(self, seq: int, most: int) -> tuple[list[int], int]:
-        """Of drafts that continue the text: so many tokens at most that sequence `seq` had after
-        those it ends in, and how many of these matched; 0: none, or not in this text.
+        """For drafts by text lookup: at most `most` tokens that followed where the end of sequence
+        `seq` occurred before, and the match length in tokens; 0: no match, or not in this text.
         """
         return [], 0
 
     def fused_steps(
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
     ) -> list[list[FusedStep]] | None:
-        """A whole step of each of the sequences `seqs`, or several, where the drafter can run them
-        at once; None: it cannot, and the step calls `draft`, verifies and calls `accept`. Not asked
-        for where there is a repetition penalty.
+        """Whole steps of each of the sequences `seqs`, if the drafter can run them in one call.
+        None: it cannot, and the step calls `draft`, verifies and calls `accept`. Not called with a
+        repetition penalty.
 
-        Same tokens as that way. The K/V of a sequence's last token and of the accepted ones end up
-        in the slots after its `cache.lengths`, uncommitted. Once a sequence has had a fused step,
-        all its later ones are.
+        The tokens must be the same either way. The K/V of a sequence's last token and of the
+        accepted ones go to the slots after its `cache.lengths`, uncommitted. A sequence that has
+        had a fused step has only fused steps from then on.
         """
         return None
 
     def accept(self, seq: int, verified: Verified) -> None:  # noqa: B027 - optional
-        """Sequence `seq` goes on with the nodes of `verified.path`. The cache is committed already;
-        `sampler.tokens[seq]` ends in the next step's last token. Not called for a sequence that has
-        just finished.
+        """Sequence `seq` continues with the nodes of `verified.path`. The cache is committed
+        already; `sampler.tokens[seq]` ends in the next step's last token. Not called for a sequence
+        that has just finished.
         """
 
     def settle(self, seq: int, verified: Verified) -> None:
-        """Sequence `seq` goes on with the nodes of `verified.path` after all. The first
-        `verified.ahead` nodes are the tokens that its steps since the last `settle` emitted, as a
-        chain; `accept` was told of these steps when a narrow copy of the model had verified them.
-        Behind them is what `draft` proposed after the last one. verified.top: None. Otherwise as
-        `accept`, which it is by default.
+        """Two-stage verification: the full-precision weights have kept the nodes of `verified.path`
+        of sequence `seq`.
+
+        The first `verified.ahead` nodes are the tokens that steps since the last `settle` emitted,
+        as a chain; `accept` was called for these steps when the quantised copy had verified them.
+        The nodes after them are what the last `draft` proposed. verified.top is None. Calls
+        `accept` by default.
         """
         self.accept(seq, verified)

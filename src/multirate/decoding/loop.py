@@ -1,4 +1,4 @@
-"""The decoding loop. There is one; what a pass does is the step's business (step.py)."""
+"""The decoding loop. There is only one; the step (step.py) decides what a pass does."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ def generate(
     after_step: AfterStep | None = None,
     prefix_cache: PrefixCache | None = None,
 ) -> GenerationOutput:
-    """Continues every prompt (token ids); see SamplingSettings and StopSettings for the defaults.
+    """Continues every prompt (token ids). SamplingSettings and StopSettings have the defaults.
 
-    With a lossless step the output is the base model's own, whatever kind of step it is.
+    With a lossless step the output is the base model's own, whatever the kind of step.
+
     on_tokens(b, tokens): called with the new tokens of sequence b as they are emitted.
-    after_step(session, step): for tests; called when a step is committed, see invariants.py.
-    prefix_cache: what an earlier generation with this step left, which a single prompt may go on
-        from; this generation is left there in turn (see Session). Raises UserError for prompts that
-        cannot be used, ValueError for a step that breaks its contract.
+    after_step(session, step): for tests; called when a step is committed (invariants.py).
+    prefix_cache: K/V from an earlier generation with this step, which a single prompt may continue
+        from. This generation leaves its own there (see Session).
+
+    Raises UserError for prompts that cannot be used, ValueError for a step that breaks its
+    contract.
     """
     session = Session(
         decoder, prompts, sampling, stop, on_tokens, step.slots, prefix_cache, usable=step.usable
@@ -58,8 +61,8 @@ def generate(
 
 
 def _read_prompts(session: Session, step: Step) -> None:
-    """The prefill and the first tokens. A function of its own: the prompts' residuals are freed
-    when it returns.
+    """The prefill and the first tokens. A separate function, so that the prompts' residuals are
+    freed when it returns.
     """
     seqs = session.active
     hidden, taps = session.prefill(step.taps, decoder=step.prompt_decoder)

@@ -1,5 +1,5 @@
-"""The random state of one generation: settings, the tokens so far, the random numbers of every
-sequence.
+"""The random state of one generation: settings, the tokens so far, and every sequence's random
+numbers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from multirate.model.noise import Noise, NoiseStream, noisy_argmax, with_noise
 class Sampler:
     """Chooses tokens for rows of logits, for draft and target alike.
 
-    tokens[b]: prompt and emitted tokens of sequence b, the last emitted token included.
-    Every sequence has random numbers of its own, and every place in it has, whoever asks and in
-    whatever order (model/noise.py): what is chosen depends neither on the batch nor on drafts.
-    `generators` are for those who draw otherwise (drafts with `probs`, and their acceptance).
-    plain: tokens are the argmax of the logits. bare: they are that of logits and noise. by_argmax:
-    one of both.
-    noisy_argmax: as `noise.noisy_argmax`, a decoder's own where that is faster.
+    Every place in every sequence has its own random numbers, whoever asks for them and in whatever
+    order (model/noise.py). The chosen tokens therefore depend neither on the batch nor on drafts.
+
+    tokens[b]: prompt and emitted tokens of sequence b, including the last one.
+    generators: random generators for drafts with `probs` and their acceptance.
+    plain: tokens are the argmax of the logits.
+    bare: tokens are the argmax of logits and noise.
+    by_argmax: one of these two.
+    noisy_argmax: as `noise.noisy_argmax`; a decoder may have a faster one.
     """
 
     def __init__(
@@ -57,8 +59,8 @@ class Sampler:
         return NoiseStream(self._seed, number, self.settings.temperature)
 
     def restart(self, seq: int, prompt: Sequence[int], number: int) -> None:
-        """Another prompt takes the place of sequence `seq`; it draws from the `number`-th
-        stream.
+        """Puts another prompt in place of sequence `seq`; it uses the `number`-th prompt's random
+        numbers.
         """
         self.tokens[seq] = list(prompt)
         self._prompts[seq] = len(prompt)
@@ -69,8 +71,8 @@ class Sampler:
     def contexts(
         self, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None
     ) -> list[list[int]] | None:
-        """The tokens before each row: those of its sequence, then the drafted `paths` tokens; None
-        if not needed.
+        """The tokens before each row: its sequence's, then the drafted `paths` tokens; None if not
+        needed.
         """
         if not self.settings.uses_context:
             return None
@@ -79,7 +81,7 @@ class Sampler:
         return [[*self.tokens[b], *path] for b, path in zip(seqs, paths, strict=True)]
 
     def _prompt_lengths(self, seqs: Sequence[int]) -> list[int] | None:
-        """How many of each row's `contexts` are the prompt's; None if not needed."""
+        """How many of each row's `contexts` belong to the prompt; None if not needed."""
         return [self._prompts[b] for b in seqs] if self.settings.uses_context else None
 
     def distribution(
@@ -94,7 +96,7 @@ class Sampler:
         return distribution(logits, self.settings, contexts, self._prompt_lengths(seqs))
 
     def uniforms(self, seqs: Sequence[int]) -> list[float]:
-        """One uniform number in [0, 1) from the stream of each listed sequence."""
+        """One uniform number in [0, 1) for each listed sequence."""
         return [self.generators[b].random() for b in seqs]
 
     def draw(self, probs: Tensor, seqs: Sequence[int]) -> list[int]:
@@ -102,8 +104,8 @@ class Sampler:
         return draw(probs, self.uniforms(seqs))
 
     def noise(self, seq: int, ahead: int = 0) -> Noise:
-        """What is added to the logits of the token `ahead` places after the next one (0: of the
-        next one) before their argmax is taken. Not for greedy decoding.
+        """The noise that is added to the logits before their argmax is taken, for the token `ahead`
+        places after the next one (0: the next one). Not for greedy decoding.
         """
         place = len(self.tokens[seq])
         return self._noise[seq].at(place + ahead, begin=place)
@@ -111,7 +113,7 @@ class Sampler:
     def _allowed(
         self, logits: Tensor, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None
     ) -> tuple[Tensor, list[Noise]]:
-        """Of logits [n, V] those that are allowed, float32, and the noise of each row's place."""
+        """The allowed tokens' logits [n, V] as float32, and the noise of each row's place."""
         ahead = [0] * len(seqs) if paths is None else [len(path) for path in paths]
         contexts = self.contexts(seqs, paths)
         scores = allowed(logits.detach(), self.settings, contexts, self._prompt_lengths(seqs))
@@ -120,8 +122,8 @@ class Sampler:
     def perturbed(
         self, logits: Tensor, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None = None
     ) -> Tensor:
-        """Logits [n, V] whose argmax is the next token of each row, float32: penalised, and when
-        sampling without the tokens that are dropped (−inf) and with the noise of the row's place.
+        """Float32 logits [n, V] whose argmax is each row's next token: penalised and, when
+        sampling, with −inf for dropped tokens and the noise of the row's place.
         """
         if self.greedy:
             contexts = self.contexts(seqs, paths)
@@ -131,8 +133,8 @@ class Sampler:
     def choose(
         self, logits: Tensor, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None = None
     ) -> list[int]:
-        """The next token of each row of logits [n, V]: argmax when greedy, drawn otherwise. Raises
-        UserError where what is drawn from is not finite (a model whose logits overflowed).
+        """The next token of each row of logits [n, V]: the argmax when greedy, drawn otherwise.
+        Raises UserError if the logits are not finite (a model whose logits overflowed).
         """
         if self.greedy:
             return argmax_rows(self.perturbed(logits, seqs, paths).detach())

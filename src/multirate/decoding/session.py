@@ -1,5 +1,5 @@
-"""One `generate` call: checked prompts, the prefill, emitted tokens. What every kind of step works
-on.
+"""The state of one `generate` call, which every kind of step works on: checked prompts, cache,
+emitted tokens.
 """
 
 from __future__ import annotations
@@ -31,15 +31,24 @@ _NEXT_TURN_SLOTS = 512  # more of them where a later turn may go on in the same 
 class Session:
     """State of one generation over a batch of prompts.
 
-    prompts: those given. cache: K/V of prompts and emitted tokens. sampler: tokens so far, and the
-    next ones' choice.
-    active: the sequences that have not ended. stops, stats: see there.
+    Attributes:
+
+    prompts: the given prompts.
+    cache: K/V of prompts and emitted tokens.
+    sampler: the tokens so far; chooses the next ones.
+    active: the sequences that have not ended.
+    stops, stats: a StopTracker and a DecodeStats.
+
+    Arguments:
+
     draft_slots: cache slots beyond prompt and new tokens that a step may write.
-    prefix_cache: what an earlier generation of one sequence left. A single prompt that begins with
-    the same tokens goes on in its cache; usable(cache, n) says how many of the n tokens in common
-    the step can go on from. `stats.resumed` of them are not read again. What is exact of the
-    finished generation is left there in turn. Raises UserError for an empty prompt, a token id
-    outside the vocabulary, a prompt longer than the context.
+    prefix_cache: K/V that an earlier generation of one sequence left. A single prompt that begins
+        with the same tokens continues in its cache, and `stats.resumed` of its tokens are not read
+        again. The finished generation leaves its exact K/V there.
+    usable: usable(cache, n) returns how many of the n common tokens the step can continue from.
+
+    Raises UserError for an empty prompt, a token id outside the vocabulary, or a prompt longer than
+    the context.
     """
 
     def __init__(
@@ -84,7 +93,7 @@ class Session:
         self.cache = self._cache_for(max(slots, default=0) + draft_slots, usable)
 
     def _cache_for(self, capacity: int, usable: Callable[[KVCache, int], int] | None) -> KVCache:
-        """The kept cache where the prompt goes on from it, else an empty one."""
+        """The kept cache if the prompt continues from it, else an empty one."""
         kept, tokens = self._prefix_cache, self.sampler.tokens
         if kept is not None:
             shared = kept.shared(tokens[0])
@@ -107,9 +116,9 @@ class Session:
         return self.decoder.new_cache(len(tokens), capacity)
 
     def replace(self, seq: int, prompt: Sequence[int], number: int) -> None:
-        """Puts another prompt in the place of a sequence that has ended; `prefill` has yet to read
-        it. It is the generation's `number`-th prompt, counted from 0, and draws from that stream.
-        Raises UserError as the session does for a prompt that cannot be used.
+        """Puts another prompt in place of a sequence that has ended; `prefill` must read it next.
+        It is the generation's `number`-th prompt, counted from 0, and uses that prompt's random
+        numbers. Raises UserError for a prompt that cannot be used.
         """
         assert seq not in self.active, "the sequence has not ended"
         prompt = as_list(number, prompt)
@@ -131,9 +140,9 @@ class Session:
         """Reads the prompts of the sequences `seqs` (None: all active ones) into the cache, with
         `decoder` (None: the session's).
 
-        → their final residuals h_L, [T_b, d] each, and the residuals entering the layers `taps`,
-        [T_b, d] each (of a
-        prompt that goes on from a kept cache: without its first `stats.resumed` tokens).
+        Returns their final residuals h_L, [T_b, d] each, and the residuals entering the layers
+        `taps`, [T_b, d] each. A prompt that continues from a kept cache comes without its first
+        `stats.resumed` tokens.
         """
         decoder = decoder or self.decoder
         seqs = self.active if seqs is None else seqs
@@ -154,8 +163,8 @@ class Session:
     def first_tokens(
         self, hidden_final: Sequence[Tensor], seqs: Sequence[int] | None = None
     ) -> None:
-        """Emits the first token of each sequence of `seqs` (None: of each active one) from its
-        prefill's final residuals, list of [T_b, d].
+        """Emits the first token of each sequence of `seqs` (None: all active ones) from its
+        prefill's final residuals, a list of [T_b, d].
         """
         seqs = list(self.active if seqs is None else seqs)
         last = torch.stack([hidden[-1] for hidden in hidden_final])
@@ -174,7 +183,7 @@ class Session:
         return self.decoder.first_layers(ids, rows, stop, self.cache)
 
     def emit(self, seq: int, block: list[int]) -> int:
-        """Appends a block of tokens to a sequence, cut where it ends; streams them; returns how
+        """Appends a block of tokens to a sequence, cut where it ends, and streams them. Returns how
         many were kept.
         """
         kept = self.stops.push(seq, block)
@@ -185,15 +194,14 @@ class Session:
         return len(kept)
 
     def note_inexact(self, seq: int, token: int) -> None:
-        """From its `token`-th token on (counted from 0), the sequence's K/V are not those of a
-        prefill through all
-        layers: that token's were not computed so, and every later one saw them.
+        """Marks the sequence's K/V, from its `token`-th token on (counted from 0), as different
+        from those of a prefill through all layers. Later tokens have read them.
         """
         self._inexact_from[seq] = min(token, self._inexact_from.get(seq, token))
 
     def note_narrow(self, seq: int, token: int) -> None:
-        """As `note_inexact`, where all layers were computed, with a narrow copy of the weights: the
-        prefix cache keeps such K/V for the same lossy method.
+        """Like `note_inexact`, for K/V computed in all layers by a quantised copy of the weights.
+        The prefix cache keeps these for the same lossy method.
         """
         self._narrow_from[seq] = min(token, self._narrow_from.get(seq, token))
 
@@ -205,17 +213,17 @@ class Session:
         return min(length, self._narrow_from.get(seq, length))
 
     def kept_length(self, seq: int) -> int:
-        """How many have those, or a narrow copy's."""
+        """How many have those, or K/V of a quantised copy."""
         length = self.cache.lengths[seq]
         return min(length, self._inexact_from.get(seq, length))
 
     @property
     def keeps_prefix(self) -> bool:
-        """Whether the cache may serve a later generation."""
+        """Whether a later generation may use the cache."""
         return self._prefix_cache is not None
 
     def drop_finished(self) -> None:
-        """Finished sequences leave the batch; their cache stays as it is."""
+        """Removes finished sequences from the batch; their cache stays as it is."""
         reasons = self.stops.reasons
         self.active = [b for b in self.active if reasons[b] is None]
 
@@ -234,7 +242,7 @@ class Session:
 
 
 def _in_pieces(tokens: int) -> int:
-    """How many of so many first tokens are in whole pieces of a prefill."""
+    """How many of the first `tokens` tokens lie in whole pieces of a prefill."""
     return tokens // PREFILL_ROWS * PREFILL_ROWS
 
 

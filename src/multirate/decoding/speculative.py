@@ -1,5 +1,5 @@
-"""Speculative decoding as a step: draft, verify all rows in one pass, accept, commit. It knows no
-method.
+"""Speculative decoding as a step: draft, verify all rows in one pass, accept, commit. Independent
+of the method.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
 
 Watch = Callable[[int, Draft, Sequence[int]], None]
-"""watch(sequence, its draft, for each token it emitted the node that it was, 0 for one the target
-model chose)."""
+"""watch(sequence, its draft, for each emitted token the node it came from, 0 for one that the
+target chose).
+"""
 
 
 class SpeculativeStep(Step):
-    """The drafts of `drafter`, verified by the target model but for what the drafter trusts.
+    """Drafts of `drafter`, verified by the target model, except for tokens that the drafter accepts
+    unverified.
 
-    acceptance: which drafted tokens are kept; None: those that leave the output the target's own
-        (acceptance.Exact).
+    acceptance: which drafted tokens are kept; None: exact acceptance, which leaves the output the
+        target's own.
+    watch: called after every step with what became of the draft; None: not called.
 
-    Trusted nodes (`Draft.trusted`) are emitted where they are reached, whatever the target says.
-    Their deeper layers run in the same pass as the rows that are verified: K/V are exact, and only
-    the choice of these tokens is not the target's. The text of a lossy step depends on nothing that
-    is timed: `adapt` does nothing.
+    Nodes in `Draft.trusted` are emitted when they are reached, whatever the target would choose.
+    Their deeper layers run in the same pass as the verified rows, so K/V stay exact. The text of a
+    lossy step depends on nothing that is timed: `adapt` does nothing.
 
-    Where the drafter can run a whole step at once (`Drafter.fused_steps`), it does: the same
-    tokens, sooner. A drafter whose steps are watched is never asked for one. Other drafts of one
-    sequence are verified in one call where the decoder can (`Decoder.verify_draft`).
-
-    watch: told of every step what became of the draft; None: nobody is.
+    If the drafter can run a whole step in one call (`Drafter.fused_steps`), it does: the same
+    tokens, faster. Watched steps are never fused. Other drafts of one sequence are verified in one
+    call if the decoder can (`Decoder.verify_draft`).
     """
 
     tells_split = True
@@ -185,13 +185,13 @@ class SpeculativeStep(Step):
             self._controller.emitted(emitted, levels, nodes, self._matched[seq])
 
     def _count_exits(self, session: Session, kept: int, trusted: int) -> None:
-        """Of `kept` emitted tokens so many were not verified."""
+        """Counts `kept` emitted tokens, `trusted` of them accepted unverified."""
         if not self.drafter.lossless:
             session.stats.count_exits(self.drafter.start, trusted)
             session.stats.count_exits(session.decoder.info.num_layers, kept - trusted)
 
     def _run_fused(self, session: Session, seqs: list[int], limits: list[int]) -> bool:
-        """The active sequences' steps, each in one piece, if the drafter can."""
+        """Runs each active sequence's step in one call, if the drafter can."""
         last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
         every = self.drafter.fused_steps(seqs, last_tokens, limits)
         if every is None:
@@ -216,8 +216,8 @@ class SpeculativeStep(Step):
         return True
 
     def _simple(self, sampler: Sampler, drafts: Sequence[Draft]) -> bool:
-        """Whether the argmax of each row, with the noise of its place, is all that acceptance
-        takes: lossless leaves no choice, unless what follows a row depends on more than the row.
+        """Whether acceptance needs only the argmax of each row, with the noise of its place. True
+        for lossless acceptance, unless what follows a row depends on more than the row.
         """
         undrawn = sampler.bare and all(draft.probs is None for draft in drafts)
         return self.acceptance.lossless and (sampler.plain or undrawn)
@@ -225,8 +225,8 @@ class SpeculativeStep(Step):
     def _verify_whole(
         self, session: Session, seqs: list[int], last_tokens: list[int], drafts: list[Draft]
     ) -> tuple[int, Draft, Verified, int] | None:
-        """The only active sequence's draft, verified in one call, its K/V in place; as `_verify`.
-        None: that is not possible, and nothing has been done.
+        """Verifies the only active sequence's draft in one call and leaves its K/V in place;
+        otherwise as `_verify`. None: that is not possible, and nothing has changed.
         """
         drafter, sampler, draft = self.drafter, session.sampler, drafts[0]
         if len(seqs) > 1 or drafter.taps or draft.trusted or not self._simple(sampler, drafts):
@@ -251,9 +251,11 @@ class SpeculativeStep(Step):
     def _verify(
         self, session: Session, seqs: list[int], last_tokens: list[int], drafts: list[Draft]
     ) -> list[tuple[int, Draft, Verified, int]]:
-        """All last tokens and nodes through layers [start, L), sequence after sequence in one pass.
+        """Runs all last tokens and nodes through layers [start, L), sequence after sequence in one
+        pass.
 
-        → for each sequence its number, its draft, what verification found, and the bonus token.
+        Returns for each sequence its number, its draft, what verification found, and the bonus
+        token.
         """
         decoder, sampler, drafter = session.decoder, session.sampler, self.drafter
         counts = [len(draft.tokens) + 1 for draft in drafts]

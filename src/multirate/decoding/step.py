@@ -1,6 +1,4 @@
-"""One decoding step, whatever its kind: the interface between the loop (loop.py) and what is done
-in a pass.
-"""
+"""One decoding step: the interface between the loop (loop.py) and what a pass does."""
 
 from __future__ import annotations
 
@@ -27,33 +25,32 @@ class Hole:
 
 
 class Step(ABC):
-    """What the loop does again and again until every sequence has ended.
-
-    A step object may serve any number of generations, one after the other.
-
-    slots: cache slots beyond prompt and new tokens that one step may write (rows that are
-    rejected).
-    taps: layers whose entering residuals of the prompt's tokens `prefilled` is to be given.
-    lossless: whether the output is the base model's: the same text when greedy, the same
-        distribution when sampling.
-    repeats_text: whether a seed's sampled text is that of plain decoding with this seed.
-    in_stages: of a step of drafts, as `Drafter.in_stages`.
-    drafting_seconds: what drafts of the generation under way have taken outside of the decoder.
-    looks_up: of a step of drafts, as `Drafter.looks_up`.
-    tells_split: whether `DecodeStats.split` is known: its passes are ones that a decoder times.
-    prompt_decoder: what reads the prompts; None: the session's decoder. Their K/V are then no
-        other step's, nor are those that the prefix cache keeps for this one.
+    """What the loop repeats until every sequence has ended. A step object may serve any number of
+    generations, one after another.
     """
 
     slots: int = 0
+    """Cache slots beyond prompt and new tokens that one step may write (rows that are rejected)."""
     taps: tuple[int, ...] = ()
+    """Layers whose entering residuals of the prompt's tokens `prefilled` receives."""
     lossless: bool = True
+    """Whether the output is the base model's: the same text when greedy, the same distribution when
+    sampling.
+    """
     repeats_text: bool = True
+    """Whether sampling with a seed gives the text of plain decoding with that seed."""
     in_stages: bool = False
+    """Of a speculative step: as `Drafter.in_stages`."""
     prompt_decoder: Decoder | None = None
+    """The decoder that reads the prompts; None: the session's. No other step uses its K/V,
+    including those that the prefix cache keeps for this step.
+    """
     drafting_seconds: float = 0.0
+    """Time that drafts of the current generation have taken outside the decoder."""
     looks_up: bool = False
+    """Of a speculative step: as `Drafter.looks_up`."""
     tells_split: bool = False
+    """Whether `DecodeStats.split` is known, because a decoder times all its passes."""
 
     @property
     def lossless_when_greedy(self) -> bool:
@@ -61,18 +58,18 @@ class Step(ABC):
         return self.lossless
 
     def begin(self, session: Session, resumed: bool) -> None:  # noqa: B027 - optional
-        """A generation begins; forget the one before, which may have been interrupted.
+        """A generation starts. Forget the one before, which may have been interrupted.
 
-        resumed: the last generation goes on: `session.cache` is its cache, cut to
-        `session.stats.resumed` tokens, fewer than `usable` allowed.
+        resumed: the last generation continues: `session.cache` is its cache, cut to
+        `session.stats.resumed` tokens, fewer than `usable` returned.
         """
 
     def usable(self, cache: KVCache, length: int) -> int:
-        """How many of the first `length` tokens of `cache`'s only sequence this step can go on
+        """How many of the first `length` tokens of `cache`'s only sequence this step can continue
         from.
 
-        The cache is as a finished generation left it. Its K/V of these tokens are of use (the
-        prefix cache keeps no others); the question is what else the step has to remember.
+        The cache is as a finished generation left it, and its K/V of these tokens are valid. The
+        answer depends on what else the step has to remember.
         """
         return length
 
@@ -83,47 +80,50 @@ class Step(ABC):
         hidden: Sequence[Tensor],
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
-        """The prompts of `seqs`, which go on, have been read.
+        """The prompts of `seqs`, which continue, have been read.
 
-        hidden[i]: h_L of the tokens read, [T_i, d] (after `resumed`, without the tokens kept).
+        hidden[i]: h_L of the tokens read, [T_i, d]; with `resumed`, without the tokens kept.
         taps[i]: for each layer of `taps` the residuals entering it, [T_i, d].
         """
 
     @abstractmethod
     def run(self, session: Session) -> None:
-        """One step: emits at least one token of every active sequence and commits the K/V of those
-        before it.
+        """One step: emits at least one token of every active sequence, and commits the K/V of the
+        tokens before it.
 
-        Afterwards `session.cache.lengths[b]` counts all tokens of sequence b but the last emitted
-        one. A step that leaves K/V other than a prefill's calls `session.note_inexact`, or, of a
-        narrow copy's, `session.note_narrow`.
+        Afterwards `session.cache.lengths[b]` counts all tokens of sequence b except the last
+        emitted one. A step that leaves other K/V than a prefill calls `session.note_inexact`, or
+        `session.note_narrow` for those of a quantised copy.
         """
 
     def finish(self, session: Session) -> None:  # noqa: B027 - optional
-        """All sequences have ended. Brings up to date what the prefix cache is about to keep."""
+        """All sequences have ended. Brings what the prefix cache will keep up to date."""
 
     def holes(self, seq: int) -> list[Hole]:
-        """Where committed tokens of a sequence have no K/V (yet), for the invariants."""
+        """Committed tokens of a sequence that have no K/V (yet) in some layers, for the
+        invariants.
+        """
         return []
 
     def costs(self, decoder: Decoder) -> CostModel | None:
-        """What this kind of step costs here against plain decoding; None: unknown, so it is always
-        used.
+        """Measured costs of this kind of step and of plain decoding; None: unknown, so the step is
+        always used.
 
-        Not during a generation: measuring may use the step's state.
+        Not during a generation, because measuring may use the step's state.
         """
         return None
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to put off
-        """Makes now what would else be made once it pays (copies of weights). Not during a
-        generation.
+        """Makes everything that the step would otherwise make only once it is worth it (copies of
+        weights). Not during a generation.
         """
 
     def expect(self, rates: Sequence[float]) -> None:  # noqa: B027 - optional
-        """Drafts of this kind were accepted at such rates by depth before, as a model card says."""
+        """Acceptance rates by depth of earlier drafts of this kind, from a model card."""
 
     def adapt(self, decoder: Decoder, on: bool) -> bool:
-        """Whether steps are plain from now on where drafts have not been worth their time lately →
-        whether this kind of step can. Not during a generation: it may measure costs.
+        """Turns adaptation on or off: from now on, steps decode plainly while drafts are not worth
+        their time. Returns whether this kind of step can. Not during a generation, because it may
+        measure costs.
         """
         return False

@@ -19,13 +19,13 @@ from multirate.model.transfer import to_device
 
 
 class NotPlain(str):
-    """A reason not to pack a model of a known family: which of its modules is not plain, and
-    why.
+    """Why a model of a known family is not packed: the module that is not standard, and the
+    reason.
     """
 
 
 class LayerAdapter(Protocol):
-    """What changes one layer for the accelerated rows (docs/methods/m2r2.md, point 2)."""
+    """Changes one layer for the adapter rows (docs/methods/m2r2.md)."""
 
     def deltas(self) -> Mapping[str, nn.Module]:
         """Maps site names among "q", "o", "gate", "up", "down", "mlp" to modules f.
@@ -38,30 +38,30 @@ class LayerAdapter(Protocol):
 
 @dataclass(frozen=True)
 class DecoderInfo:
-    """What a loop or a method may need to know about a decoder.
-
-    `max_positions` is the longest context (prompt and new tokens) for which the model's positions
-    are exact, None when unlimited; `claimed_positions` what the model itself allows where that is
-    more, else None; `windows[i]` the sliding window of layer i (None: full
-    attention); `num_experts` 0 for a dense model.
-    """
+    """Sizes and limits of a decoder."""
 
     architecture: str
     num_layers: int
     hidden_size: int
     vocab_size: int
     max_positions: int | None
+    """The longest context (prompt and new tokens) for which the model's positions are exact; None:
+    unlimited.
+    """
     dtype: torch.dtype
     device: torch.device
     windows: tuple[int | None, ...]
+    """The sliding window of each layer; None: full attention."""
     num_experts: int = 0
+    """0 for a dense model."""
     experts_per_token: int = 0
     tied_head: bool = False
     claimed_positions: int | None = None
+    """The model's own limit, if it is above max_positions; else None."""
 
     @property
     def context(self) -> str:
-        """The limit as a sentence names it: the model's, or ours."""
+        """The context limit, as error messages name it."""
         if self.claimed_positions is None:
             return f"the model's context of {self.max_positions} tokens"
         return (
@@ -73,35 +73,35 @@ class DecoderInfo:
 
 @dataclass(frozen=True)
 class VerifiedDraft:
-    """What one call found of a draft of n nodes (`Decoder.verify_draft`).
-
-    path: the accepted nodes, 0 (the last token) first; tokens: what is emitted after each of them.
-    hidden: [n+1, d], the final residual h_L of every node. best: [n+1][top], the likeliest tokens
-    after every node, by its logits without noise; None: not asked for.
-    """
+    """What `Decoder.verify_draft` found for a draft of n nodes."""
 
     path: list[int]
+    """The accepted nodes, starting with 0, the last token."""
     tokens: list[int]
+    """What is emitted after each of them."""
     hidden: Tensor
+    """[n+1, d]: the final residual h_L of every node."""
     best: list[list[int]] | None
+    """[n+1][top]: the likeliest tokens after every node, by its logits without noise; None if not
+    asked for.
+    """
 
 
 class Decoder(ABC):
-    """A decoder-only language model as the loops see it. All methods run without gradients."""
+    """A decoder-only language model, as the loops see it. All methods run without gradients."""
 
     info: DecoderInfo
     runs_the_model = True
-    """Whether calls change anything of the model or run its modules, so that its decoders must take
-    turns.
-    """
+    """Whether calls change the model or run its modules, so that its decoders must take turns."""
     unread_bytes = 0
-    """How much less a plain pass reads than all the weights it is of."""
+    """How many bytes of the model's weights a plain pass does not read."""
 
     @property
     def pass_dependent(self) -> str | None:
-        """The precision in which a row's result depends on how many others share its call, so much
-        that texts do: where two tokens are about equally likely, another size of pass may choose
-        the other one. None: it does not, or in the last bits of float32 alone.
+        """The precision in which a row's result depends on the other rows of its call so much that
+        text can change: where two tokens are about equally likely, a pass of another size may
+        choose the other one. None: results do not depend on it, or only in the last bits of
+        float32.
         """
         return None
 
@@ -112,7 +112,7 @@ class Decoder(ABC):
         """
 
     def release_cache(self, cache: KVCache) -> None:  # noqa: B027 - optional
-        """Nobody reads `cache` any more: its memory may serve the next `new_cache`."""
+        """Frees `cache`: its memory may serve the next `new_cache`."""
 
     @abstractmethod
     def embed(self, ids: Tensor, pos: np.ndarray) -> Tensor:
@@ -144,8 +144,8 @@ class Decoder(ABC):
     def layers_with_taps(
         self, x: Tensor, rows: Rows, start: int, stop: int, cache: KVCache, taps: Sequence[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """`layers`, and the residuals [N, d] entering each layer of `taps`, start..stop (`stop`:
-        the result).
+        """`layers`, and the residuals [N, d] entering each layer of `taps`, from start to stop
+        (`stop`: the result).
         """
         found: dict[int, Tensor] = {}
         for tap in sorted(taps):
@@ -160,9 +160,9 @@ class Decoder(ABC):
         """Writes the K/V of the N rows for layers [start, stop) as if `hidden` [N, d] entered each
         of them.
 
-        For rows that leave early: later ones find K/V in every layer. Input norm, key and value
-        projections, key norm and rotary embedding are the layer's own, with the rounding of
-        `layers`; nothing else of a layer runs.
+        For rows that leave early, so that later ones find K/V in every layer. Runs only the layer's
+        own input norm, key and value projections, key norm and rotary embedding, with the rounding
+        of `layers`.
         """
 
     @abstractmethod
@@ -171,9 +171,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def unembed(self, normed: Tensor) -> Tensor:
-        """LM head, scaling and soft-cap of states that have been normed already: [N, d] → float32
-        [N, V].
-        """
+        """LM head, scaling and soft-cap of normed states: [N, d] → float32 [N, V]."""
 
     def logits(self, x: Tensor) -> Tensor:
         """Final norm, LM head, scaling and soft-cap: [N, d] → float32 [N, V]."""
@@ -200,8 +198,8 @@ class Decoder(ABC):
     ) -> tuple[Tensor, list[int]]:
         """One pass to the next tokens: the rows' ``ids``, or residuals ``x`` [N, d] entering layer
         ``start`` → h_L [N, d] and each row's argmax, with noise[i] added to the logits of row i if
-        given. What ``embed``, ``layers``, ``logits`` and ``noisy_argmax`` give, in one call where
-        that pays. Raises UserError as ``noisy_argmax``.
+        given. Equals ``embed``, ``layers``, ``logits`` and ``noisy_argmax``, in one call if that is
+        faster. Raises UserError as ``noisy_argmax`` does.
         """
         if x is None:
             x = self.embed(torch.as_tensor(ids, device=self.info.device), rows.pos)
@@ -212,11 +210,13 @@ class Decoder(ABC):
 
     @property
     def threads(self) -> int:
-        """How many processor threads compute at the moment."""
+        """How many processor threads the decoder uses at the moment."""
         return torch.get_num_threads()
 
     def spent(self) -> TimeSplit | None:
-        """What its calls have spent so far, prompts' passes apart; None: it does not tell."""
+        """Time that its calls have taken so far, without the prompts' passes; None if it does not
+        measure it.
+        """
         return None
 
     def verify_draft(
@@ -230,21 +230,24 @@ class Decoder(ABC):
         x: Tensor | None = None,
         start: int = 0,
     ) -> VerifiedDraft | None:
-        """A draft of sequence ``seq``, verified in one call where that is possible; None: it is
-        not, and nothing has been done.
+        """Verifies a draft of sequence ``seq`` in one call, if possible. None: it is not, and
+        nothing has changed.
 
-        ids [n+1]: the last token, which is not in the cache yet, and the nodes; parents [n] as a
-        draft's. x: their residuals [n+1, d] entering layer ``start``, the layers below have run;
-        None: they are embedded. noise: of the token after the last one; None: tokens are the
-        argmax. top: so many likeliest tokens after each node are told. Every accepted node is its
-        parent's first child with the token that the model takes there. The K/V of the accepted
-        nodes end up in the slots after the committed ones, uncommitted. Raises UserError as
-        ``noisy_argmax``.
+        ids: [n+1], the last token, which is not in the cache yet, and the nodes.
+        parents: [n], as a draft's.
+        noise: of the token after the last one; None: tokens are the argmax.
+        top: how many of the likeliest tokens after each node to return.
+        x: the residuals [n+1, d] entering layer ``start``, if the layers below have run; None: the
+            tokens are embedded.
+
+        Every accepted node is its parent's first child with the token that the model chooses there.
+        The K/V of the accepted nodes go to the slots after the committed ones, uncommitted. Raises
+        UserError as ``noisy_argmax`` does.
         """
         return None
 
     def noisy_argmax(self, logits: Tensor, noise: Sequence[Noise]) -> list[int]:
-        """``noise.noisy_argmax``, by whatever is fastest here."""
+        """``noise.noisy_argmax``, or a faster equivalent."""
         return noisy_argmax(logits, noise)
 
 

@@ -1,4 +1,6 @@
-"""Rows: what each of the N rows of one forward call is, where it writes, and what it may see."""
+"""Rows: for each of the N rows of a forward call, its token's place, where it writes, and what it
+may see.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,22 @@ class Rows:
     """N rows of a forward call, as parallel numpy arrays of length N. Treat them as immutable.
 
     Every row writes its K/V before any row attends. A causal row at slot s has `prefix = s + 1,
-    tree = 0`. An accelerated row of the token at slot s reads only: `slot = -1, pos = s, prefix = s
-    + 1`.
-
-    seq          int32: sequence of the cache
-    slot         int32: cache slot its keys/values go to; -1 writes nothing
-    pos          int32: rotary / learned position
-    prefix       int32: sees slots [0, prefix) of its sequence ...
-    tree         int64: ... and slot prefix + k for every set bit k <= 62 (its tree ancestors,
-    itself included)
-    accelerated  bool or None: rows of the accelerated stream; None: no row is
+    tree = 0`. An adapter row of the token at slot s only reads: `slot = -1, pos = s, prefix = s +
+    1`.
     """
 
     seq: NDArray[np.int32]
+    """Sequence of the cache."""
     slot: NDArray[np.int32]
+    """Cache slot for its keys and values; -1 writes nothing."""
     pos: NDArray[np.int32]
+    """Rotary or learned position."""
     prefix: NDArray[np.int32]
+    """The row sees slots [0, prefix) of its sequence …"""
     tree: NDArray[np.int64]
+    """… and slot prefix + k for every set bit k <= 62: its tree ancestors and itself."""
     accelerated: NDArray[np.bool_] | None = None
+    """Adapter rows (of the accelerated stream); None: no row is."""
 
     def __post_init__(self) -> None:
         types = {
@@ -84,8 +84,8 @@ class Rows:
 
     @classmethod
     def accelerated_at(cls, seq: int, slots: ArrayLike) -> Rows:
-        """Accelerated rows of the causal tokens at `slots`: they read the slow K/V up to and
-        including their token.
+        """Adapter rows of the causal tokens at `slots`: they read the slow K/V up to and including
+        their token.
         """
         pos = np.atleast_1d(np.asarray(slots, dtype=np.int32))
         n = len(pos)

@@ -7,17 +7,16 @@ from dataclasses import astuple, dataclass
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Seconds by what they were spent on.
-
-    draft: making drafts, and what only they need. narrow, own: layers of passes that verify or are
-    plain ones, of a narrow copy and of the model's own weights. head: the heads of both, and the
-    choice of tokens.
-    """
+    """Seconds of a generation, by what they were spent on."""
 
     draft: float = 0.0
+    """Drafting, and what only drafts need."""
     narrow: float = 0.0
+    """Layers of the quantised copy, in verification and plain passes."""
     own: float = 0.0
+    """The same of the full-precision weights."""
     head: float = 0.0
+    """The heads of both, and the choice of tokens."""
 
     def __add__(self, other: TimeSplit) -> TimeSplit:
         return TimeSplit(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))

@@ -349,7 +349,7 @@ class Engine:
             )
         if generation_config.samples(config) and "temperature" not in given and not found.greedy:
             say_once(
-                f"sampling because {generation_config.WHERE} asks for it (temperature "
+                f"{generation_config.WHERE} asks for sampling, so multirate samples (temperature "
                 f"{found.temperature:g}, top_k {found.top_k}, top_p {found.top_p:g}); set "
                 "temperature 0 for greedy decoding"
             )

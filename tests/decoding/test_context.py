@@ -114,7 +114,7 @@ def test_questions_without_room_are_not_left_out_in_silence(engine: Engine, tmp_
     out = tmp_path / "answers.jsonl"
     asked = [Questions(("hi",)), Questions(("so " * 30,))]
     with pytest.warns(
-        Notice, match=f"left out .1 of 2: it leaves no room for 20 tokens in {LIMIT}"
+        Notice, match=f"skipping questions .1 of 2: it leaves no room for 20 tokens in {LIMIT}"
     ):
         answer_questions(engine.decoder, engine.tokenizer, asked, out, [], max_new_tokens=20)
     assert [json.loads(line)["instruction"] for line in out.read_text().splitlines()] == ["hi"]

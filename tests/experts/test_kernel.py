@@ -224,7 +224,7 @@ def test_layers_that_cannot_run_ahead_refuse_it_by_name(mixture: Any) -> None:
         assert isinstance(chooser, AdaptivePredictor)
         chooser.candidate = 1
         with (
-            pytest.warns(UserWarning, match="experts are predicted by next_layer_gate"),
+            pytest.warns(UserWarning, match="uses next_layer_gate to predict experts"),
             torch.no_grad(),
         ):
             offload.model(IDS[None, :4])

@@ -1,8 +1,8 @@
 """What a decoding method is to the rest of the package: one `MethodSpec`, registered by its folder.
 
-Engine, training, benchmarks, model cards and tables ask here; none of them names a method. A folder
-`methods/<name>/` registers in its `spec.py`; a package installed beside this one registers through
-the entry point group `multirate.methods` (the value is a module that calls `register`).
+Engine, training, benchmarks, model cards and tables use this registry; none of them names a method.
+A folder `methods/<name>/` registers in its `spec.py`. An installed package registers through the
+entry point group `multirate.methods`, whose value is a module that calls `register`.
 """
 
 from __future__ import annotations
@@ -35,23 +35,25 @@ from multirate.model.decoder import Decoder
 from multirate.torch_modes import building
 
 PLAIN = "autoregressive"
-"""Plain decoding, one token per pass: the baseline that answers and speedups are compared with."""
+"""Plain decoding, one token per pass: the baseline for answers and speedups."""
 _ENTRY_POINTS = "multirate.methods"
 _SHARED_FOLDER = "common"
 
 
 @dataclass(frozen=True)
 class Published:
-    """A layout in which a method's accelerators are published elsewhere.
-
-    found(folder): whether the folder holds one. read(folder, base, input embeddings [V, d]): its
-    config, and the tensors of the method's modules. write(folder, modules, what accelerator.json
-    says of the base). All raise UserError naming file and field.
+    """A layout in which other projects publish a method's accelerators. All three functions raise
+    UserError naming file and field.
     """
 
     found: Callable[[Path], bool]
+    """found(folder): whether the folder holds such an accelerator."""
     read: Callable[[Path, BaseShape, Tensor], tuple[MethodConfig, dict[str, Tensor]]]
+    """read(folder, base, input embeddings [V, d]): its config, and the tensors of the method's
+    modules.
+    """
     write: Callable[[Path, Any, dict[str, Any]], None]
+    """write(folder, modules, the base's entry of accelerator.json)."""
 
 
 Start = Callable[[Teacher, Any, Iterable[tuple[Tensor, Tensor, Any]]], None]
@@ -59,28 +61,32 @@ Start = Callable[[Teacher, Any, Iterable[tuple[Tensor, Tensor, Any]]], None]
 
 @dataclass(frozen=True)
 class Training:
-    """How a method's accelerator is made, trained and loaded.
-
-    config: its dataclass (JSON in accelerator.json). configure(base, **options): the config's
-    defaults for a base; None: `config.for_base`. build(config, base): the modules, an instance of
-    `module`. objective(teacher, modules, step_decay): what is minimised, an `Objective`
-    (methods/common/objective.py). start(teacher, modules, batches of (ids, mask, known)): sets in
-    the modules what does not begin at random or at zero. added: parts of the modules that a run may
-    add to an accelerator it goes on from, as they begin by changing nothing, each with what sets
-    the rest of it, called as ``start``; it may leave them out, too. published: another layout that
-    is read and written, too.
-    """
+    """How a method's accelerator is made, trained and loaded."""
 
     config: type[MethodConfig]
+    """Dataclass of its config, stored as JSON in accelerator.json."""
     module: type[nn.Module]
+    """Class of its modules, built as module(config, base)."""
     objective: Callable[..., Objective]
+    """objective(teacher, modules, step_decay): the `Objective` to minimise
+    (methods/common/objective.py).
+    """
     configure: Callable[..., MethodConfig] | None = None
+    """configure(base, **options): the config's defaults for a base. None: `config.for_base`."""
     start: Start | None = None
+    """start(teacher, modules, batches of (ids, mask, known)): initialises modules that do not start
+    at random or at zero.
+    """
     added: Mapping[str, Start] = field(default_factory=dict)
+    """Parts of the modules that a run may add to an accelerator it starts from, because they change
+    nothing at first. Each has a function that initialises the rest, called like ``start``. A run
+    may also leave them out.
+    """
     published: Published | None = None
+    """Another layout that can be read and written."""
 
     def config_for(self, base: BaseShape, **options: Any) -> Any:
-        """The config for a base model. UserError for options that cannot be used."""
+        """The config for a base model. Raises UserError for options that cannot be used."""
         make: Any = self.configure or self.config.for_base  # type: ignore[attr-defined]
         return make(base, **options)
 
@@ -92,44 +98,47 @@ class Training:
 
 
 PROBABILITIES = tuple(1 / (1 + math.exp(-step / 2)) for step in range(14, -3, -1))
-"""A `DynamicMode.path` for scores that are probabilities: logits from 7 down to -1. Some scores are
-of classes that training balanced, so that where most tokens agree even one below one half may be
-safe.
+"""A `DynamicMode.path` for scores that are probabilities: logits from 7 down to -1. It goes below
+one half because some scores come from classes that training balanced; where most tokens agree, a
+lower score may be safe.
 """
 
 
 @dataclass(frozen=True)
 class DynamicMode:
-    """How a method's tokens leave early, and what `multirate calibrate` may choose.
-
-    gates(module): the layers after which they may. settings(module, threshold): the method's
-    settings with which a token leaves where a gate's score is at least the threshold, and never for
-    None (of a method without training `module` is None). path: the thresholds that calibration
-    tries, from the most cautious to the boldest. others: dials of the same method with another
-    score, each over its own path, which a comparison of dynamic modes measures beside this one.
-    label: the dial's name, for `multirate calibrate --dial`. usable(decoder, module): whether the
-    dial changes anything there. alone: whether it does so only for one sequence at a time.
-    preferred: calibration turns it, and not the first one, where it is usable. told(threshold): a
-    point of its path in words.
-    """
+    """How a method's tokens leave early, and what `multirate calibrate` may choose."""
 
     gates: Callable[[Any], tuple[int, ...]]
+    """gates(module): the layers after which tokens may leave."""
     settings: Callable[[Any, float | None], dict[str, Any]]
+    """settings(module, threshold): method settings with which a token leaves if a gate's score is
+    at least the threshold; with None, no token leaves. `module` is None for a method without
+    training.
+    """
     path: tuple[float, ...]
+    """The thresholds that calibration tries, from the most cautious to the boldest."""
     others: tuple[DynamicMode, ...] = ()
+    """Dials of the same method with another score, each with its own path, which a comparison of
+    dynamic modes measures as well.
+    """
     label: str = "score"
+    """The dial's name, for `multirate calibrate --dial`."""
     usable: Callable[[Decoder, Any], bool] = lambda decoder, module: True
+    """usable(decoder, module): whether the dial has an effect there."""
     alone: bool = False
+    """Whether it has an effect only for one sequence at a time."""
     preferred: bool = False
+    """Whether calibration uses this dial instead of the first one, where it is usable."""
     told: Callable[[float], str] = "threshold {:.4f}".format
+    """told(threshold): a point of its path in words."""
 
     def dials(self, decoder: Decoder, module: Any) -> list[DynamicMode]:
-        """Those that are of use on this decoder, with this accelerator's module."""
+        """The dials that are usable on this decoder, with this accelerator's module."""
         return [dial for dial in (self, *self.others) if dial.usable(decoder, module)]
 
     def dial(self, decoder: Decoder, module: Any, name: str | None = None) -> DynamicMode:
-        """The one called `name`; None: the one to calibrate. UserError for one that is not usable
-        there.
+        """The dial called `name`; None: the one to calibrate. Raises UserError for one that is not
+        usable there.
         """
         found = self.dials(decoder, module)
         if name is None:
@@ -141,7 +150,7 @@ class DynamicMode:
         raise UserError(f"dial {name!r} cannot be used here; accepted: {known}")
 
     def along(self, count: int | None = None) -> tuple[float, ...]:
-        """`count` thresholds of the path, spread evenly, both ends among them; None: all."""
+        """`count` thresholds spread evenly over the path, including both ends; None: all."""
         last = len(self.path) - 1
         if count is None or count > last:
             return self.path
@@ -152,9 +161,10 @@ class DynamicMode:
 
 @dataclass(frozen=True)
 class SecondModel:
-    """A model that a method runs beside the base model. name: as the user called it."""
+    """A model that a method runs beside the base model."""
 
     name: str
+    """As the user called it."""
     decoder: Decoder
     tokenizer: Any
     base_tokenizer: Any
@@ -162,47 +172,58 @@ class SecondModel:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """One method.
-
-    name: as users write it. title: what it is, for tables and model cards. summary: one line of
-    help. role: "drafter" proposes tokens that the base model verifies; "depth" decides how many
-    layers a token gets; "experts" predicts the experts of a mixture (no text is decoded with it).
-    lossless: whether the output is the base model's own. settings: what a user may set when
-    decoding. drafter(decoder, module, settings): None means plain decoding; `module` is None for
-    methods without training. step(decoder, module, settings): the step that decodes, where it is
-    not always a SpeculativeStep over the drafter: a DynamicDepthStep over the method's depth
-    policy, say. acceptance(settings): which drafted tokens that SpeculativeStep keeps; None: those
-    that leave the output the base model's own. dynamic: its dynamic mode, if it has one; lossy,
-    whatever `lossless` says.
-    tracer(decoder, module): lays its second residual stream open, where it has one.
-    second_model(settings): the name of a model that the method runs beside the base model, None
-    where none is named; drafter and step then get it, a SecondModel, as their module.
-    tunable: the settings that decide how fast it is on a machine, and for each the values that
-    `multirate tune` tries, all combinations of them.
-    recommended: the default of its role. yardstick: needs no training and is hard to beat, so that
-    `multirate tune` measures it beside what it tunes.
-    """
+    """One method."""
 
     name: str
+    """As users write it."""
     title: str
+    """For tables and model cards."""
     summary: str
+    """One line of help, which follows the method's name."""
     drafter: Callable[[Decoder, Any, Any], Drafter | None] | None = None
+    """drafter(decoder, module, settings): a Drafter; None: plain decoding. `module` is None for
+    methods without training.
+    """
     step: Callable[[Decoder, Any, Any], Step] | None = None
+    """step(decoder, module, settings): the decoding step, for methods that do not always use a
+    SpeculativeStep over the drafter, such as a DynamicDepthStep.
+    """
     acceptance: Callable[[Any], Acceptance] | None = None
+    """acceptance(settings): which drafted tokens the SpeculativeStep keeps. None: exact
+    acceptance.
+    """
     settings: type[MethodConfig] | None = None
+    """Dataclass of what a user may set when decoding."""
     training: Training | None = None
+    """How its accelerator is trained. None: it needs no training."""
     dynamic: DynamicMode | None = None
+    """Its dynamic mode, if any; lossy, whatever `lossless` says."""
     tracer: Callable[[Decoder, Any], StreamTracer] | None = None
+    """tracer(decoder, module): exposes its accelerated residual stream, if it has one."""
     second_model: Callable[[Any], str | None] | None = None
+    """second_model(settings): the name of a model that runs beside the base model, or None. drafter
+    and step then receive it, a SecondModel, as their module.
+    """
     tunable: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The settings that decide its speed on a machine, each with the values that `multirate tune`
+    tries, in all combinations.
+    """
     role: Literal["drafter", "depth", "experts"] = "drafter"
+    """"drafter" proposes tokens that the base model verifies; "depth" decides how many layers a
+    token gets; "experts" predicts the experts of a mixture and decodes no text.
+    """
     lossless: bool = True
+    """Whether the output is the base model's own."""
     recommended: bool = False
+    """Whether it is the default of its role."""
     yardstick: bool = False
+    """Whether `multirate tune` also measures it beside other methods: it needs no training and is
+    hard to beat.
+    """
 
     def read_settings(self, values: Any = None) -> Any:
-        """The settings from None (defaults), a mapping of fields, or an instance. UserError
-        else.
+        """The settings, from None (defaults), a mapping of fields, or an instance. Raises UserError
+        for anything else.
         """
         if self.settings is None:
             if values:
@@ -226,7 +247,7 @@ class MethodSpec:
     def make_step(
         self, decoder: Decoder, accelerator: Any = None, settings: Any = None
     ) -> Step | None:
-        """The kind of step that decodes with this method; None: plain decoding.
+        """The step that decodes with this method; None: plain decoding.
 
         accelerator: a loaded one, or its module. Raises UserError for settings or an accelerator
         that cannot be used.
@@ -243,7 +264,7 @@ class MethodSpec:
     def make_drafter(
         self, decoder: Decoder, accelerator: Any = None, settings: Any = None
     ) -> Drafter | None:
-        """This method's drafter; None: plain decoding. Arguments and errors as of `make_step`."""
+        """This method's drafter; None: plain decoding. Arguments and errors as in `make_step`."""
         if self.drafter is None:
             raise UserError(f"method {self.name} does not draft; it {self.summary}")
         return self.drafter(decoder, self._module(accelerator), self.read_settings(settings))
@@ -263,7 +284,7 @@ _SPECS: dict[str, MethodSpec] = {}
 
 
 def register(spec: MethodSpec) -> MethodSpec:
-    """Makes a method known under its name."""
+    """Registers a method under its name. Raises ValueError if the name is taken."""
     if spec.name in _SPECS:
         raise ValueError(f"method {spec.name} is registered twice")
     _SPECS[spec.name] = spec
@@ -290,8 +311,8 @@ def find(name: str) -> MethodSpec:
 
 
 def known(name: str) -> MethodSpec | None:
-    """The method called `name`, if there is one. Methods are looked for where it is new: this takes
-    milliseconds, and every generation asks.
+    """The method called `name`, or None. Searches for methods only if the name is new, because
+    every generation calls this.
     """
     return _SPECS.get(name) or all_specs().get(name)
 
@@ -302,9 +323,7 @@ def trainable() -> list[str]:
 
 
 def dynamic_methods(trained: bool) -> list[str]:
-    """The names of the methods that have a dynamic mode, among those with training or those
-    without.
-    """
+    """The names of the methods that have a dynamic mode, with or without training."""
     return [
         name
         for name, spec in all_specs().items()
@@ -322,8 +341,8 @@ def untrained_drafters() -> list[str]:
 
 
 def joined_variant(name: str, spec: MethodSpec) -> str | None:
-    """The method's name with the setting that joins its drafts to the text's suffix automaton
-    (`lookup=sam`); None: it has none, or cannot draft without a second model.
+    """The method's name with the setting that combines its drafts with suffix-automaton lookup
+    (`lookup=sam`); None if it has none or needs a second model.
     """
     if spec.settings is None or spec.second_model or "lookup" not in spec.settings.names():
         return None
@@ -331,7 +350,9 @@ def joined_variant(name: str, spec: MethodSpec) -> str | None:
 
 
 def find_training(name: str) -> Training:
-    """How the method called `name` is trained. UserError for one that is unknown or not trained."""
+    """How the method called `name` is trained. Raises UserError for a method that is unknown or not
+    trained.
+    """
     spec = all_specs().get(name)
     if spec is None or spec.training is None:
         raise UserError(
@@ -341,9 +362,7 @@ def find_training(name: str) -> Training:
 
 
 def recommended(role: str = "drafter", trained: bool = True) -> str:
-    """The method of a role that is used when none is named, among those with training or those
-    without.
-    """
+    """The default method of a role, with or without training."""
     return next(
         name
         for name, spec in all_specs().items()
@@ -352,8 +371,8 @@ def recommended(role: str = "drafter", trained: bool = True) -> str:
 
 
 def parse_variant(name: str) -> tuple[str, dict[str, Any]]:
-    """A method's name with settings: "NAME:nodes=5" → ("NAME", {"nodes": 5}). UserError without
-    "=".
+    """A method's name with settings: "NAME:nodes=5" → ("NAME", {"nodes": 5}). Raises UserError
+    without "=".
     """
     base, *parts = name.split(":")
     return base, parse_settings(parts, f"in method {name!r},")
@@ -371,8 +390,8 @@ def write_variant(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def parse_settings(given: Sequence[str], where: str) -> dict[str, Any]:
-    """["nodes=5", "gates=[6]", "trust=arla"] → their values, JSON or else words. UserError, begun
-    by `where`.
+    """["nodes=5", "gates=[6]", "trust=arla"] → values, read as JSON or else as words. Raises
+    UserError, starting with `where`.
     """
     values: dict[str, Any] = {}
     for text in given:
@@ -380,7 +399,7 @@ def parse_settings(given: Sequence[str], where: str) -> dict[str, Any]:
         if not separator or not name:
             raise UserError(f"{where} {text!r} is not NAME=VALUE")
         if name in values:
-            raise UserError(f"{where} {name} appears twice")
+            raise UserError(f"{where} {name} is given twice")
         try:
             values[name] = json.loads(value)
         except (ValueError, RecursionError):

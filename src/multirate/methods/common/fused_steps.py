@@ -38,8 +38,8 @@ from multirate.model.rows import Rows
 
 NARROW_PENDING: int = abi.constant("NARROW_PENDING")
 REFRESH = 4
-"""Rows of a pass that settles doubts, at least: it takes as long for one
-(lab/notes/dynamic-mode.md).
+"""Minimum number of rows in a pass that re-checks uncertain tokens; it takes as long as a pass of
+one row (lab/notes/dynamic-mode.md).
 """
 
 

@@ -21,18 +21,19 @@ LOSSY_COSTS = StepCosts(
     verify={1: 0.97, 2: 0.99, 4: 1.03, 8: 1.13, 12: 1.28, 16: 1.56, 24: 2.1, 32: 2.9, 60: 5.2},
     draft_step=0.06,
 )
-"""A lossy text must not depend on what the clock says, so what its drafts cost is not measured. In
-plain steps, as measured of SmolLM2-135M on an AVX-512 processor (lab/notes/weight-formats.md).
+"""Draft costs in plain steps, from SmolLM2-135M on an AVX-512 processor
+(lab/notes/drafting-without-training.md). Fixed instead of measured, because a lossy text must not
+depend on timing.
 """
 NARROW_COSTS = StepCosts(
     plain_step=1.0,
     verify={1: 1.0, 2: 1.1, 4: 1.3, 5: 1.5, 6: 1.7, 8: 2.1, 10: 2.6, 12: 3.1, 24: 6.0, 60: 15.0},
     draft_step=0.06,
 )
-"""The same where drafts are verified with narrow weights, in plain steps with these. Where memory
-is fast a row takes 0.16 of such a step from the fifth on; the costs here are higher, by trial:
+"""The same for drafts verified with the quantised copy, in that copy's plain steps. With fast
+memory a row takes 0.16 of such a step from the fifth on. The costs here are higher, by trial:
 drafts as long as their chances allow are longer than is fastest
-(lab/notes/two-stage-verification.md).
+(lab/notes/drafting-without-training.md).
 """
 # Where only one of the two thresholds is set.
 _FIXED_DRAFT_THRESHOLD, _FIXED_VERIFY_THRESHOLD = 0.3, 0.1

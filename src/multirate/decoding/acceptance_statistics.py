@@ -1,7 +1,6 @@
-"""How often drafts were accepted lately: the one estimator, by confidence, by where drafts came
-from, and in all.
+"""How often drafts were accepted lately: by confidence, by source, and in total.
 
-Everything here counts tries and hits that fade, and leans on a first guess while there are few.
+All estimators count tries and hits that fade over time, and use a first guess while there are few.
 [ours]
 """
 
@@ -29,8 +28,8 @@ _ENOUGH_LEVELS = 64  # drafted levels after which what was observed outweighs a 
 
 @dataclass
 class DecayedRate:
-    """The share of tries that held, of about the last 1 / (1 − memory) tries. Plain numbers: arrays
-    this small cost more than a draft's level.
+    """Share of successful tries among about the last 1 / (1 − memory). Uses plain numbers, because
+    small arrays cost more time than a draft level.
     """
 
     memory: float = MEMORY
@@ -44,24 +43,24 @@ class DecayedRate:
         self.hits += hits
 
     def fade(self, share: float) -> None:
-        """Only this share of what was seen counts on."""
+        """Reduces the weight of everything seen so far to this share."""
         self.tries *= share
         self.hits *= share
 
     def rate(self, guess: float, strength: float = STRENGTH) -> float:
-        """The rate, with a guess that weighs as much as `strength` tries."""
+        """The rate, with a guess that counts as `strength` tries."""
         return (self.hits + strength * guess) / (self.tries + strength)
 
 
 def _bin(confidence: float) -> int:
-    """What is not a number counts as no confidence."""
+    """NaN counts as no confidence."""
     if not confidence > 0.0:
         return 0
     return min(int(min(confidence, 1.0) * CONFIDENCE_BINS), CONFIDENCE_BINS - 1)
 
 
 class Calibration:
-    """From a drafter's confidence in its token (0..1) to the rate at which such tokens were
+    """Maps a drafter's confidence in its token (0..1) to the rate at which such tokens were
     accepted lately.
 
     tries, hits: float64 [CONFIDENCE_BINS], which the kernel reads (csrc/draft.c, calibrated).
@@ -75,20 +74,24 @@ class Calibration:
         return float((self.hits[k] + STRENGTH * confidence) / (self.tries[k] + STRENGTH))
 
     def observe_one(self, confidence: float, accepted: bool) -> None:
-        """A token of this confidence, whose predecessors were accepted, was accepted or not."""
+        """Records whether a token of this confidence, whose predecessors were accepted, was
+        accepted.
+        """
         k = _bin(confidence)
         self.tries[k] = MEMORY * self.tries[k] + 1.0
         self.hits[k] = MEMORY * self.hits[k] + accepted
 
     def observe(self, confidences: Sequence[float], accepted: int) -> None:
-        """Of a chain drafted with these confidences the first `accepted` tokens were accepted."""
+        """Records a chain drafted with these confidences, whose first `accepted` tokens were
+        accepted.
+        """
         for i, confidence in enumerate(confidences[: accepted + 1]):
             self.observe_one(confidence, i < accepted)
 
 
 class Origin(NamedTuple):
-    """Where the nodes of a draft come from: so many that the stream drew, then `followed` of a
-    continuation that matched `matched` tokens of the text.
+    """Where a draft's nodes come from: `drafted` nodes of the draft branch, then `continued` nodes
+    of text lookup after a match of `matched` tokens.
     """
 
     drafted: int
@@ -97,16 +100,16 @@ class Origin(NamedTuple):
 
 
 class ContinuationRates:
-    """How far to follow what the text said before (ngram.py), by what came true of such
-    continuations lately.
+    """How far to follow text lookup (ngram.py), by how its recent continuations were accepted.
 
-    longest: of a match in the text itself. told: of any; longer ones than `longest` are matches in
-    other texts, which are told as so many tokens more (given_texts.py); None: there are none.
+    longest: maximum match length in the text itself.
+    told: maximum of all match numbers. Numbers above `longest` are matches in other texts
+        (given_texts.py), which count from there. None: there are no other texts.
 
-    All by matched length, [told + 1]: first_accepted, the chance that a continuation's first
-    token is the model's when the stream's best is the same; first_against, when it is another;
-    first_alone, when no stream is asked; next_accepted, that each next one is.
-    draft_accepted: that the stream's own next level is.
+    Rates by match number, [told + 1]: first_accepted, the chance that a continuation's first token
+    is the model's if the draft branch prefers the same token; first_against, if it prefers another;
+    first_alone, without a draft branch; next_accepted, for each further token. draft_accepted: the
+    same for the draft branch's own next level.
     """
 
     def __init__(self, longest: int, told: int | None = None) -> None:
@@ -132,7 +135,7 @@ class ContinuationRates:
         self.draft_accepted = _DRAFT_ACCEPTED
 
     def observe(self, origin: Origin, accepted_drafted: int, accepted_continued: int) -> None:
-        """A step's draft was of this origin; so many nodes of either kind were accepted."""
+        """Records how many nodes of a draft of this origin were accepted."""
         tried = min(origin.drafted, accepted_drafted + 1)
         if tried:
             self._draft.observe(tried, accepted_drafted)
@@ -161,9 +164,9 @@ class ContinuationRates:
         emitted: Sequence[int],
         best: int | None = None,
     ) -> None:
-        """What the text had after a match of `matched` tokens, and what the model then said: known
-        after every step, whatever its draft was. best: the stream's best first token, if it was
-        asked.
+        """Records what the text continued with after a match of `matched` tokens, and what the
+        model chose; known after every step, whatever its draft was. best: the draft branch's best
+        first token, if there is one.
         """
         held = 0
         for token, truth in zip(continuation, emitted, strict=False):
@@ -191,12 +194,12 @@ class ContinuationRates:
 
 
 class DraftedSteps:
-    """What steps with drafts brought lately, by how long a match the text had: accepted tokens, and
-    the levels and nodes that were paid for them.
+    """What steps with drafts brought lately, by match length in the text: accepted tokens, levels
+    and nodes.
 
-    accepted: the first guess of the tokens that a step's draft adds. weight: the steps that this
-    counts as. A new text's first guess is what drafts brought in the texts before, not in the last
-    one alone: a few that drafts do not suit say little of the next.
+    accepted: the first guess of the tokens that a step's draft adds. weight: how many steps this
+    counts as. A new text starts from all earlier texts, not only from the last one, because a few
+    unsuitable texts say little about the next.
     """
 
     def __init__(self, longest: int, accepted: float, weight: float) -> None:
@@ -206,7 +209,7 @@ class DraftedSteps:
         self._by_match = [[0.0] * 4 for _ in range(longest + 1)]
 
     def means(self, matched: int) -> tuple[float, float, float]:
-        """Accepted tokens, levels and nodes of a step with so long a match, on average."""
+        """Average accepted tokens, levels and nodes of a step with this match length."""
         steps, accepted, levels, nodes = self._all
         accepted, levels, nodes = accepted / steps, levels / steps, nodes / steps
         if len(self._by_match) == 1:  # of one length both saw the same steps
@@ -220,7 +223,7 @@ class DraftedSteps:
         )
 
     def begin_text(self) -> None:
-        """Another text begins."""
+        """A new text starts."""
         share = self._weight / self._usual[0]
         self._all = [share * count for count in self._usual]
         self._by_match = [
@@ -228,7 +231,7 @@ class DraftedSteps:
         ]
 
     def observe(self, matched: int, accepted: int, levels: int, nodes: int) -> None:
-        """A step had these."""
+        """Records one step."""
         self._all = _faded(self._all, _STEP_MEMORY, accepted, levels, nodes)
         self._usual = _faded(self._usual, _USUAL_MEMORY, accepted, levels, nodes)
         known = self._by_match[matched]
@@ -249,8 +252,7 @@ def _faded(
 
 
 class OverallRates:
-    """A drafter's acceptance over whole generations, none of them forgotten; at first what its card
-    says.
+    """A drafter's acceptance over all generations of the engine; at first the model card's.
 
     prior: acceptance by depth, as measured in training; empty: unknown.
     """
@@ -261,14 +263,14 @@ class OverallRates:
         self._steps = 0
 
     def observe(self, steps: int, levels: int, accepted: int) -> None:
-        """In `steps` steps of one sequence each, `levels` levels were drafted and `accepted` tokens
-        accepted.
+        """Records that `steps` steps of one sequence each drafted `levels` levels, with `accepted`
+        tokens accepted.
         """
         self._levels.observe(levels, accepted)
         self._steps += steps
 
     def rates(self) -> list[float] | float | None:
-        """Acceptance per depth as the card says, or per token as observed; None: nothing is known
+        """Acceptance per depth from the card, or per token as observed; None: nothing is known
         yet.
         """
         seen = self._levels
@@ -278,11 +280,11 @@ class OverallRates:
 
 
 def per_token_rate(accepted: float, length: float) -> float:
-    """The acceptance a per drafted token at which chains of `length` have `accepted` tokens
+    """The acceptance per drafted token, a, at which chains of `length` have `accepted` tokens
     accepted on average.
 
-    Solves a + a² + … + a^length = accepted (tokens after the first rejection are never accepted); 1
-    at most.
+    Solves a + a² + … + a^length = accepted (tokens after the first rejection are never accepted);
+    at most 1.
     """
     low, high = 0.0, 1.0
     for _ in range(30):

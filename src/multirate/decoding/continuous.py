@@ -1,7 +1,7 @@
-"""Continuous batching: a sequence that ends makes room for the next prompt at once.
+"""Continuous batching: when a sequence ends, the next prompt takes its place at once.
 
 `generate` answers a batch as a whole, so every answer waits for the longest. Here the batch keeps
-its size for as long as there are prompts.
+its size as long as there are prompts.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from multirate.model.decoder import Decoder
 from multirate.torch_modes import own_modes
 
 REFILL_SHARE = 16
-"""Prompts are taken once a sixteenth of the batch's places is free, as a pass over several prompts
-costs little more than one over one.
+"""The batch is refilled once a sixteenth of its places is free, because a prefill of several
+prompts costs little more than one of a single prompt.
 """
 
 
 @dataclass(frozen=True)
 class Finished:
-    """One answer. number: of its prompt, in the order in which they were taken, from 0.
-
-    tokens: new tokens only, the one that ended it included.
-    """
+    """One answer."""
 
     number: int
+    """Of its prompt, in the order in which prompts were taken, from 0."""
     tokens: list[int]
+    """New tokens only, including the one that ended it."""
     reason: FinishReason
 
 
@@ -45,12 +44,11 @@ def generate_continuously(
 ) -> Iterator[Finished]:
     """Decodes plainly, up to `batch` sequences at a time; yields each answer as it ends.
 
-    next_prompt() → the next prompt's token ids, or None when there is none at present: it is asked
-    again after answers, which may lead to further prompts (no more than `batch` at first, and the
-    batch stays as wide as it was then). The end is where it says None and no sequence is left. An
-    answer depends on its prompt, the settings and its number (which chooses its random stream), on
-    nothing else in the batch; `first_number` is the first prompt's. Raises UserError as `generate`
-    does.
+    next_prompt() returns the next prompt's token ids, or None if there is none at present. It is
+    called again after answers, which may lead to further prompts; the batch stays as wide as it was
+    at first. The end comes when it returns None and no sequence is left. An answer depends only on
+    its prompt, the settings and its number, which selects its random numbers; `first_number` is the
+    first prompt's. Raises UserError as `generate` does.
     """
     first = [prompt for _ in range(batch) if (prompt := next_prompt()) is not None]
     if not first:
@@ -86,7 +84,7 @@ def generate_continuously(
 
 
 def _advance(session: Session, step: PlainStep, fresh: list[int]) -> None:
-    """Reads the `fresh` sequences' prompts, then one pass of all."""
+    """Reads the `fresh` sequences' prompts, then runs one pass of all."""
     fresh = [seq for seq in fresh if seq in session.active]
     if fresh:
         hidden, _ = session.prefill(seqs=fresh)

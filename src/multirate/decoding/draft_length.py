@@ -1,10 +1,10 @@
-"""How far to draft: as far as a node's chance of being accepted pays for its time on this machine.
+"""How far to draft: as far as a node's chance of acceptance is worth its time on this machine.
 [ours]
 
-A node verified with probability r of being reached adds r tokens and costs c seconds. It raises
-tokens per second exactly when r / c exceeds the present rate, so the least path probability worth a
-node is c / v with v the present seconds per token, measured as decoding goes on. A row's cost c
-depends on how many there are already.
+A node that is reached with probability r adds r tokens and costs c seconds. It raises tokens per
+second exactly if r / c exceeds the current rate. The minimum path probability of a node is
+therefore c / v, where v is the current seconds per token, measured while decoding. A row's cost c
+depends on how many rows there are already.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ _CATCHING_UP_MEMORY, _CAUGHT_UP = 0.8, 2.0  # of such steps, and how many the fi
 _DRAFT_RANGE = 20.0  # how many times less or more than the costs drafts may be timed to take
 _DEAREST_LEVEL = 5.0  # what a level may be timed to take beyond the costs, in times of them
 CAUGHT_UP_WITHIN = 32
-"""Rows that own drafts catch up on in their first level, at most; of more they do before."""
+"""Maximum number of rows that a drafter catches up on in its first draft level; further rows are
+caught up on before it.
+"""
 _SLOWEST = 0.3, 6.0  # timed over expected seconds, at least and at most
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Measured seconds of the pieces of a speculative step.
-
-    plain_step: one plain decoding step. verify: rows → seconds of verifying that many rows (layers
-    [start, L), head).
-    draft_step: one more drafted level. draft_fixed: drafting's cost per step that does not depend
-    on its length.
-    """
+    """Measured seconds of the parts of a speculative step."""
 
     plain_step: float
+    """One plain decoding step."""
     verify: Mapping[int, float]
+    """Rows → seconds of verifying that many rows (layers [start, L), head)."""
     draft_step: float
+    """One more drafted level."""
     draft_fixed: float = 0.0
+    """Drafting's cost per step that does not depend on its length."""
 
     def verify_seconds(self, rows: int) -> float:
-        """Seconds of verifying `rows` rows: linear between the measured counts, and beyond them by
-        the last slope.
+        """Seconds of verifying `rows` rows: linear between the measured counts, and beyond them
+        with the last slope.
         """
         known = sorted(self.verify)
         if rows <= known[0] or len(known) == 1:
@@ -84,7 +84,7 @@ class StepCosts:
 
     def step_seconds(self, length: int, sequences: int = 1) -> float:
         """Seconds of a speculative step with chains of `length` drafted tokens in each of
-        `sequences`.
+        `sequences` sequences.
 
         Length 0: a plain step.
         """
@@ -98,8 +98,8 @@ class StepCosts:
 
 
 def expected_tokens(rates: Sequence[float], length: int) -> float:
-    """Tokens a step emits on average: 1 + a₁ + a₁a₂ + … for conditional acceptance rates a of each
-    depth; the last one stands for deeper ones.
+    """Expected tokens per step: 1 + a₁ + a₁a₂ + … for conditional acceptance rates a at each depth.
+    The last rate stands for deeper ones.
     """
     total = reached = 1.0
     for rate in [*rates, *[rates[-1]] * (length - len(rates))][:length]:
@@ -109,30 +109,31 @@ def expected_tokens(rates: Sequence[float], length: int) -> float:
 
 
 class Plan(NamedTuple):
-    """What a step drafts with. stream: the method's own drafts, in all sequences. text: otherwise,
-    how many tokens of the text's continuation in each sequence; 0: a plain step.
-    """
+    """What a step drafts with."""
 
     stream: bool
+    """Whether the method's own drafts are used, in all sequences."""
     text: tuple[int, ...] = ()
+    """Otherwise: how many looked-up tokens each sequence drafts; 0: a plain step."""
 
 
 class DraftLengthController:
     """Decides before each step what to draft with and, by thresholds, how far.
 
-    A method's own drafts, the text's continuation and no draft are compared by what they add to a
-    plain step: the tokens that such drafts brought lately (acceptance_statistics.py) less their
-    seconds at the present seconds per token. Own drafts that are not worth it are still tried now
-    and then, for a share `_EXPLORED` of the time, so that they can come back: in two steps, as the
-    first after a rest takes longer than any that follows.
+    It compares the method's own drafts, text lookup and no draft by what they add to a plain step:
+    the tokens that such drafts brought lately (acceptance_statistics.py), less their seconds at the
+    current seconds per token. Own drafts that are not worth it are still tried for a share
+    `_EXPLORED` of the time, so that they can come back. Each trial takes two steps, because the
+    first after a pause is slower.
 
-    costs: measured pieces of a step. nodes: of a draft, at most. rates: of the text's
-    continuations; None: there are none. expected: acceptance of own drafts by depth as measured
-    before (a model card's); empty: unknown.
-    clock: seconds that pass; another one than the machine's for simulations. timed: False: steps
-    take what `costs` say, so that nothing that is decided depends on a clock.
-    longest: of own drafts that continue the text, the longest match by which what they bring is
-    counted.
+    costs: measured parts of a step.
+    nodes: maximum number in a draft.
+    rates: of text lookup; None: there is none.
+    expected: acceptance of own drafts by depth, as measured before (from a model card); empty:
+        unknown.
+    clock: seconds; simulations use another one than the machine's.
+    timed: False: steps take what `costs` say, so that no decision depends on a clock.
+    longest: the maximum match length by which own drafts that continue the text are counted.
     """
 
     def __init__(
@@ -182,11 +183,11 @@ class DraftLengthController:
 
     @staticmethod
     def of(costs: StepCosts, nodes: int = 8) -> DraftLengthController:
-        """For drafts of up to ``nodes`` nodes."""
+        """A controller for drafts of up to ``nodes`` nodes."""
         return DraftLengthController(costs, nodes)
 
     def pause(self) -> None:
-        """Another generation begins: the time until its first step is not a step's."""
+        """Another generation starts; the time until its first step does not count."""
         self._last = None
         self._rested, self._look_again = _RESTED, False
         for drafted in self._drafted.values():
@@ -205,9 +206,8 @@ class DraftLengthController:
         matched: int = 0,
         draft_seconds: float | None = None,
     ) -> None:
-        """A sequence's step emitted so many tokens after a draft of so many levels and nodes, which
-        took `draft_seconds` to make (None: unknown). The text's longest match was of `matched`
-        tokens.
+        """Records one sequence's step: the tokens it emitted, the levels and nodes of its draft,
+        the seconds that drafting took (None: unknown), and the length of the text's longest match.
         """
         step = self._step
         step.draft_seconds = draft_seconds
@@ -219,7 +219,7 @@ class DraftLengthController:
 
     def thresholds(self, sequences: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """(draft_threshold, verify_threshold), [nodes] each, for the next step, in which a level
-        serves `sequences` sequences. Called once per step, at its begin.
+        serves `sequences` sequences. Call it once, at the start of each step.
         """
         begin = self.clock()
         if self._last is not None:
@@ -256,10 +256,13 @@ class DraftLengthController:
         behind: int = 0,
         rests: bool = True,
     ) -> Plan:
-        """What the step that `thresholds` began drafts with. matches: for each sequence the length
-        of its text's match and how many tokens of the continuation are of use. remaining: tokens
-        still to come. behind: rows that own drafts would have to catch up on first. rests: whether
-        it may be nothing.
+        """What the step that `thresholds` began drafts with.
+
+        matches: for each sequence its text's match length, and how many tokens of the continuation
+            are useful.
+        remaining: tokens still to come.
+        behind: rows that own drafts would have to catch up on first.
+        rests: whether the step may be plain.
         """
         lengths, text = [], 0.0
         for matched, most in matches:
@@ -290,8 +293,8 @@ class DraftLengthController:
         return self._step.plan
 
     def by_match(self, most: int, rests: bool = True) -> list[int]:
-        """What steps of one sequence draft with that nobody chooses for, by the length of the
-        text's match: −1, own drafts; else so many tokens of the text, `most` at most. rests: as of
+        """For steps of one sequence that run without a call of `choose`: what to draft with, by
+        match length. −1: own drafts; else how many tokens of the text, at most `most`. rests: as in
         `choose`.
         """
         longest, found = 0 if self.rates is None else self.rates.longest, []
@@ -302,8 +305,8 @@ class DraftLengthController:
         return found
 
     def _text_gain(self, matched: int, most: int) -> tuple[int, float]:
-        """How many tokens of the text are worth verifying after a match of so many, and the tokens
-        that they add to a step, less those that their time is worth.
+        """How many looked-up tokens are worth verifying after a match of this length, and the
+        tokens that they add to a step, less what their time is worth.
         """
         assert self._thresholds is not None
         length, gain = 0, 0.0
@@ -317,8 +320,8 @@ class DraftLengthController:
         return length, gain
 
     def _own_gain(self, matched: Sequence[int]) -> float:
-        """Tokens that the method's own drafts add to a step of these sequences, less the tokens
-        that their time is worth.
+        """Tokens that the method's own drafts add to a step of these sequences, less what their
+        time is worth.
         """
         tokens = levels = rows = 0.0
         cumulated, drafted = self._row_prices(len(matched))[1], self._drafted_of(len(matched))
@@ -335,35 +338,35 @@ class DraftLengthController:
         return tokens * self._ending_sooner(len(matched)) - seconds / self._per_token
 
     def _drafting(self, levels: float) -> float:
-        """Seconds of own drafts of so many levels, by the costs."""
+        """Seconds of drafting this many levels, by the costs."""
         return self.costs.draft_fixed + max(levels, 1.0) * self.costs.draft_step
 
     @property
     def _draft_pace(self) -> float:
-        """What own drafts are timed to take, over what the costs say."""
+        """Measured drafting time divided by what the costs say."""
         if not self._expected_drafts:
             return 1.0
         return min(max(self._timed_drafts / self._expected_drafts, 1 / _DRAFT_RANGE), _DRAFT_RANGE)
 
     def _observe_draft(self, seconds: float, said: float) -> None:
-        """A draft took so many seconds where the costs say `said`."""
+        """Records a draft that took this many seconds, where the costs say `said`."""
         seconds = min(seconds, 3 * self._draft_pace * said)  # an interruption is not the draft's
         self._timed_drafts = _PACE_MEMORY * self._timed_drafts + seconds
         self._expected_drafts = _PACE_MEMORY * self._expected_drafts + said
 
     @property
     def _refresh_row(self) -> float:
-        """Seconds of a row that own drafts catch up on."""
+        """Seconds per row that own drafts catch up on."""
         return self._catching_up / self._caught_up
 
     def _observe_catching_up(self, seconds: float, rows: int) -> None:
-        """Catching up on so many rows took so long."""
+        """Records how long catching up on this many rows took."""
         seconds = min(max(seconds, 0.0), 3 * rows * self._refresh_row + self.costs.plain_step)
         self._catching_up = _CATCHING_UP_MEMORY * self._catching_up + seconds
         self._caught_up = _CATCHING_UP_MEMORY * self._caught_up + rows
 
     def _ending_sooner(self, sequences: int) -> float:
-        """The share of the tokens that drafts of a batch bring by which it ends sooner."""
+        """The share of a batch's drafted tokens that makes it end earlier."""
         return 1 / (1 + _RAGGED * math.sqrt(math.log(sequences)))
 
     def _plain(self, sequences: int) -> float:
@@ -373,13 +376,13 @@ class DraftLengthController:
         return costs.plain_step + costs.verify_seconds(sequences) - costs.verify_seconds(1)
 
     def _drafted_of(self, sequences: int) -> DraftedSteps:
-        """What is known of own drafts in steps of so many sequences; at first the first guess."""
+        """Statistics of own drafts in steps of this many sequences; at first the first guess."""
         if sequences not in self._drafted:
             self._drafted[sequences] = self._new_drafted()
         return self._drafted[sequences]
 
     def _paces_of(self, sequences: int) -> _Paces:
-        """What is known of steps of so many sequences; at first what the last ones took."""
+        """Timing of steps of this many sequences; at first that of the last ones."""
         if sequences not in self._paces:
             guess = (self._pace.plain, self._pace.stream) if self._paces else (1.0, 1.0)
             batch = sequences > 1  # the costs are of one sequence
@@ -388,7 +391,7 @@ class DraftLengthController:
         return self._paces[sequences]
 
     def _took(self, seconds: float) -> None:
-        """The step under way has ended."""
+        """The current step has ended."""
         step = self._step
         cumulated = self._row_prices(step.sequences)[1]
         expected = self._plain(step.sequences)
@@ -421,8 +424,8 @@ class DraftLengthController:
         self._credit = min(self._credit + _EXPLORED * seconds, self._most_credit)
 
     def _row_prices(self, sequences: int) -> tuple[np.ndarray, list[float]]:
-        """Seconds of the n-th node of a sequence's draft where each of `sequences` has as many, and
-        of the first n.
+        """Seconds of the n-th node of a sequence's draft, if each of `sequences` sequences has as
+        many, and of the first n nodes.
         """
         found = self._prices.get(sequences)
         if found is None:
@@ -449,13 +452,13 @@ class _StepUnderWay:
 
 
 class _Paces:
-    """What steps of so many sequences are timed to take, over what the costs say: `plain`, those
-    without own drafts; `stream`, those with; `level`, the drafting of these.
+    """Measured times of steps of this many sequences, divided by what the costs say: `plain` for
+    steps without own drafts, `stream` with them, `level` for drafting.
 
-    A machine's speed changes while steps are of one kind only. What was timed of the other kind
-    therefore fades as these go on, towards what they take times the usual ratio of both.
+    A machine's speed may change while all steps are of one kind. The other kind's measurements
+    therefore fade towards the usual ratio of both.
 
-    guess: the first guess of all of them; strength: expected seconds that it counts as.
+    guess: the first guess of all three; strength: the expected seconds it counts as.
     """
 
     def __init__(self, guess: tuple[float, float], strength: float, levels: bool) -> None:
@@ -472,7 +475,9 @@ class _Paces:
         self.plain_steps = 0
 
     def observe(self, seconds: float, expected: float, drafting: float | None) -> None:
-        """A step was expected to take so many, of them `drafting` for own drafts, if it had any."""
+        """Records a step with its expected seconds, `drafting` of them for own drafts, if it had
+        any.
+        """
         kind = int(drafting is not None)
         self.plain_steps += not kind
         for i in (0, 1):
@@ -497,7 +502,7 @@ class _Paces:
             self.level = self.plain + min(max(beyond, 0.0), _DEAREST_LEVEL * self.plain)
 
     def _estimate(self, kind: int) -> float:
-        """Of steps without (0) and with (1) own drafts, as timed lately and guessed."""
+        """The recent estimate for steps without (0) and with (1) own drafts."""
         seconds = self._seconds[kind] + self._strength * self._guess[kind]
         return seconds / (self._expected[kind] + self._strength)
 
@@ -506,9 +511,9 @@ def convex_slopes(seconds: Sequence[float]) -> np.ndarray:
     """Price of each further row under the largest convex curve below ``seconds`` [n + 1], of 1 to n
     + 1 rows → [n].
 
-    Verification costs rise in steps (tiles of rows): inside a step a row is free, yet who pays for
-    its first row may use the rest. The hull shares a step's cost among its rows, so that adding
-    rows one by one finds the best number.
+    Verification costs rise in steps (tiles of rows): within a tile further rows are free once its
+    first row is paid for. The convex hull spreads a step's cost over its rows, so that adding rows
+    one by one finds the best number.
     """
     values = np.maximum.accumulate(np.asarray(seconds, dtype=np.float64))
     slopes = np.empty(len(values) - 1)

@@ -1,5 +1,5 @@
 """Dynamic depth as a step: a token is emitted as soon as its row leaves, after as many layers as a
-policy says.
+policy decides.
 """
 
 from __future__ import annotations

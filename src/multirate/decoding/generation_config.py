@@ -1,6 +1,7 @@
-"""What a model's generation_config asks for, as our settings, and what of it is not followed.
+"""What a model's generation_config asks for, as SamplingSettings, and which fields multirate
+ignores.
 
-Fields mean what they mean to transformers' `generate`; its own logits processors do what
+Fields mean what they mean to transformers' `generate`; its own logits processors implement what
 SamplingSettings has no field for.
 """
 
@@ -21,7 +22,7 @@ from multirate.errors import UserError, first_line, say_once
 WHERE = "the model's generation_config"
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _DEFAULT_TOP_K = 50
-"""Of transformers, where sampling is asked for and top_k is not set."""
+"""transformers' default when sampling without top_k."""
 _PROCESSED = {
     "no_repeat_ngram_size": 0,
     "bad_words_ids": None,
@@ -31,7 +32,7 @@ _PROCESSED = {
     "suppress_tokens": None,
     "begin_suppress_tokens": None,
 }
-"""Fields that transformers' processors do, with the value that changes nothing."""
+"""Fields that transformers' processors implement, with the value that changes nothing."""
 _SAMPLED = {"top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
 _UNFOLLOWED = {
     "num_beams": 1,
@@ -49,16 +50,16 @@ _UNFOLLOWED = {
     "force_words_ids": None,
     "max_time": None,
 }
-"""Fields that change the text and that only transformers follows (_SAMPLED: where it samples)."""
+"""Fields that change the text and that only transformers implements (_SAMPLED: when sampling)."""
 
 
 def sampling_of(
     config: Any, ends: Sequence[int], vocabulary: int, device: torch.device, given: dict[str, Any]
 ) -> SamplingSettings:
-    """The settings that a generation_config (or None) asks for, with the fields `given` in place of
-    its own. ends: the ids that end a text.
+    """The settings that a generation_config (or None) asks for, with the fields `given` replaced.
+    ends: the ids that end a text.
 
-    Raises UserError naming the field that cannot be used.
+    Raises UserError naming a field that cannot be used.
     """
     values = {name: getattr(config, name, None) for name in _FIELDS}
     if samples(config):
@@ -80,21 +81,21 @@ def samples(config: Any) -> bool:
 
 
 def followed(config: Any) -> list[str]:
-    """What it asks for and is followed, such as "repetition_penalty 1.1", as far as it decides
-    tokens or where a text ends.
+    """The settings in it that decide tokens or where a text ends, and that multirate follows, such
+    as "repetition_penalty 1.1".
     """
     names = dict.fromkeys(("do_sample", *_FIELDS)) if samples(config) else {}
     return _asked(config, names | {"repetition_penalty": 1} | _PROCESSED | {"stop_strings": None})
 
 
 def unfollowed(config: Any) -> list[str]:
-    """What it asks for and only transformers follows."""
+    """The settings in it that only transformers follows."""
     return _asked(config, _UNFOLLOWED | (_SAMPLED if samples(config) else {}))
 
 
 def left_out(config: Any, by: str = "") -> str | None:
-    """What is said where the bare model is decoded, greedily, whatever the config asks for; None:
-    it asks for nothing. by: who leaves it out, such as " with every method".
+    """The note for commands that decode the bare model greedily and ignore the config; None if it
+    asks for nothing. by: a remark such as " with every method".
     """
     asked = ", ".join([*followed(config), *unfollowed(config)])
     said = f"{WHERE} asks for {asked}; multirate ignores it{by} and decodes the bare model"
@@ -102,7 +103,7 @@ def left_out(config: Any, by: str = "") -> str | None:
 
 
 def stop_strings(config: Any) -> Sequence[str]:
-    """Its stop strings. Raises UserError where they are none."""
+    """Its stop strings. Raises UserError for anything else."""
     found = getattr(config, "stop_strings", None)
     found = (found,) if isinstance(found, str) else () if found is None else found
     texts = isinstance(found, (list, tuple)) and all(isinstance(one, str) and one for one in found)
@@ -114,8 +115,8 @@ def stop_strings(config: Any) -> Sequence[str]:
 
 
 def new_tokens(config: Any, longest_prompt: int, otherwise: int) -> int:
-    """The most new tokens: its max_new_tokens, else what its max_length leaves, else `otherwise`.
-    Raises UserError naming a field that cannot be used.
+    """The maximum number of new tokens: its max_new_tokens, else what its max_length leaves, else
+    `otherwise`. Raises UserError naming a field that cannot be used.
     """
     for name, taken in (("max_new_tokens", -1), ("max_length", longest_prompt)):
         value = getattr(config, name, None)
@@ -148,8 +149,8 @@ def _asked(config: Any, neutral: dict[str, Any]) -> list[str]:
 
 
 def _asks(value: Any, nothing: Any) -> bool:
-    """Whether a field's value asks for something: as transformers has it, a number below 0 does not
-    where 0 does not.
+    """Whether a field's value has an effect. As in transformers, a number below 0 has none if 0 has
+    none.
     """
     if value is None or value is False:
         return False
@@ -161,8 +162,8 @@ def _asks(value: Any, nothing: Any) -> bool:
 def _processors(
     config: Any, ends: Sequence[int], vocabulary: int, device: torch.device
 ) -> Callable[[int], Sequence[Processor]] | None:
-    """The processors of a prompt by its length; None where there are none. They are tried here, as
-    some look at their values when they are first called.
+    """The processors by prompt length; None if there are none. They run once here, because some
+    check their values only when called.
     """
     if not _asked(config, _PROCESSED):
         return None

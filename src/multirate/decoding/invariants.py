@@ -1,4 +1,4 @@
-"""What must hold after every step, checked the slow way. A debugging aid and a test oracle."""
+"""Slow checks of what must hold after every step, for debugging and tests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from multirate.model.rows import Rows
 def check_invariants(
     session: Session, step: Step | None = None, atol: float = 1e-4, skip: Sequence[int] = ()
 ) -> None:
-    """Every layer holds exactly the emitted tokens but the last, and, where exact, the K/V of a
-    fresh prefill by what reads the step's prompts.
+    """Checks that every layer holds exactly the emitted tokens except the last and, where exact,
+    the K/V of a fresh prefill by the step's prompt decoder.
 
-    Exact are the tokens before the first that `session.note_inexact` or `note_narrow` named,
-    outside the holes that the step declares (tokens whose deeper layers are still to run). Beyond
-    these every committed slot outside a hole must at least have been written, in every layer.
-    skip: sequences that never ran (no room for a token).
-    Raises AssertionError naming sequence, layer and difference.
+    Exact are the tokens before the first one that `session.note_inexact` or `note_narrow` marked,
+    outside the holes that the step declares (tokens whose deeper layers are still to run). All
+    other committed slots outside a hole must at least have been written, in every layer. skip:
+    sequences that never ran (no room for a token). Raises AssertionError naming sequence, layer and
+    difference.
     """
     decoder, cache = session.decoder, session.cache
     if step is not None and step.prompt_decoder is not None:

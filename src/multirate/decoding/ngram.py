@@ -1,5 +1,5 @@
-"""What followed the end of a text when it occurred before [prompt lookup, Saxena 2023]. In the
-kernel: csrc/ngram.c.
+"""N-gram lookup: what followed the end of a text when it occurred before [prompt lookup, Saxena
+2023]. The kernel has its own version in csrc/ngram.c.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from multirate.decoding.text_source import TextSource, following
 
 
 class TextIndex(TextSource):
-    """Every n-gram of one growing text by where it ended last, so that a search costs the same
-    however long it is. Of the longest matches the latest is taken.
+    """Every n-gram of one growing text with its latest end, so that a search takes constant time.
+    Among the longest matches the latest wins.
 
-    longest: tokens of the end that are compared, at most.
+    longest: the maximum number of tokens to compare.
     """
 
     def __init__(self, longest: int) -> None:

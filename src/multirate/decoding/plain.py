@@ -1,4 +1,4 @@
-"""Plain decoding, one token per pass: the baseline that every speedup is quoted against."""
+"""Plain decoding, one token per pass: the baseline of every speedup."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from multirate.model.rows import Rows
 
 
 class PlainStep(Step):
-    """Each active sequence's last token through all layers; the next token from its logits."""
+    """Runs each active sequence's last token through all layers and takes the next token from its
+    logits.
+    """
 
     tells_split = True
 

@@ -1,5 +1,5 @@
-"""Reading given texts into a cache a piece at a time: whoever runs a model over a text that is
-there already does it here, so that memory does not grow with the square of the text's length.
+"""Reads given texts into a cache, a piece at a time, so that memory does not grow with the square
+of the text's length. All code that runs a model over existing text uses it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
 
 PREFILL_ROWS = 1024
-"""Rows of one call, at most; bounds the memory of masks and activations. A text longer than that is
-cut at multiples of it from where its reading starts.
+"""Maximum number of rows in one call; limits the memory of masks and activations. Longer texts are
+cut at multiples of it, counted from where reading starts.
 """
 LOGITS_AT_ONCE = 64
-"""Rows whose logits are in memory together: a vocabulary of 150,000 takes 38 MB for as many."""
+"""How many rows' logits are in memory together; with a vocabulary of 150,000 they take 38 MB."""
 
 Read = tuple[int, Mapping[int, Tensor]]
-"""The sequence of a piece, and by layer the residuals [n, d] that enter it."""
+"""The sequence of a piece, and the residuals [n, d] that enter each layer."""
 
 
 def read_in_pieces(
@@ -34,9 +34,11 @@ def read_in_pieces(
     stop: int | None = None,
 ) -> Iterator[Read]:
     """Runs layers [0, stop) (None: all) on each sequence's text from token `start` on, and commits
-    it. Yields its pieces in order: the residuals entering the layers `taps`, and layer `stop`.
-    Short texts share a call. No gradients are kept. Raises UserError for a text that is longer than
-    the model's positions.
+    it.
+
+    Yields its pieces in order: the residuals entering the layers `taps`, and layer `stop`. Short
+    texts share a call. No gradients are kept. Raises UserError for a text that is longer than the
+    model's positions.
     """
     info = decoder.info
     stop = info.num_layers if stop is None else stop
@@ -83,8 +85,8 @@ def _read(
 def score(
     decoder: Decoder, context: Sequence[int], continuation: Sequence[int]
 ) -> tuple[list[float], list[int]]:
-    """The full model on a given text → the log-probability, in nats, of each token of the
-    continuation after what comes before it, and its argmax there.
+    """Runs the full model on a given text. Returns the log-probability, in nats, of each token of
+    the continuation given the text before it, and the argmax there.
 
     context: at least one token.
     """

@@ -1,10 +1,10 @@
 """Keys and values kept between two calls, so that a conversation's next turn reads only what is
 new.
 
-What a step left that skips layers is cut off (Session.kept_length): kept are K/V that a prefill of
-the same tokens writes, by what reads the step's prompts, so that no turn depends on how the one
-before was decoded. A narrow copy's are kept, too, for the lossy method that reads it: reading an
-answer again would take a fifth as long as decoding it did.
+K/V of steps that skip layers are cut off (Session.kept_length). What is kept equals what a prefill
+of the same tokens by the step's prompt decoder writes, so no turn depends on how the one before was
+decoded. K/V of a quantised copy are also kept, for the lossy method that uses it: reading an answer
+again would take a fifth as long as decoding it did.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from dataclasses import dataclass, field
 from multirate.model.kv_cache import KVCache
 
 MIN_SHARED = 8
-"""Fewer tokens in common are read again: a chat template's first tokens begin every conversation.
+"""With fewer common tokens the prompt is read from the start, because a chat template's first
+tokens begin every conversation.
 """
 
 
 @dataclass
 class PrefixCache:
-    """What one generation of one sequence left: `tokens` are those whose K/V are committed in
+    """What one generation of one sequence left: `tokens` are the ones whose K/V are committed in
     `cache`.
 
-    A session takes the cache out (`take`) and puts one back when it has finished, so that a
-    generation which was interrupted leaves nothing. The K/V are those of the same weights: whoever
-    changes these must drop it.
+    A session takes the cache out (`take`) and puts one back when it has finished, so an interrupted
+    generation leaves nothing. The K/V belong to the weights that wrote them; code that changes the
+    weights must drop the cache.
     """
 
     tokens: list[int] = field(default_factory=list)
     cache: KVCache | None = None
     exact: int = 0
-    """How many of the first tokens' K/V are a prefill's."""
+    """How many of the first tokens have the K/V of a prefill."""
 
     def shared(self, prompt: Sequence[int]) -> int:
-        """How many first tokens of `prompt` are in the cache; its last token never counts, it has
-        to be run.
+        """How many first tokens of `prompt` are in the cache. The last token never counts, because
+        it has to run.
         """
         if self.cache is None:
             return 0
@@ -45,12 +46,12 @@ class PrefixCache:
         return same if same >= MIN_SHARED else 0
 
     def take(self) -> KVCache | None:
-        """The cache; this object has none until `keep`."""
+        """Takes the cache out; this object has none until `keep`."""
         cache, self.cache = self.cache, None
         return cache
 
     def keep(self, tokens: list[int], cache: KVCache, exact: int) -> None:
-        """The generation has finished: `tokens` are all of its sequence, the cache may lack the
+        """Stores a finished generation. `tokens` are all of its sequence; the cache may lack the
         last ones.
         """
         self.tokens, self.cache, self.exact = tokens[: cache.lengths[0]], cache, exact

@@ -1,4 +1,4 @@
-"""Prompts of every form that says what is prompt, as lists of token ids."""
+"""Prompts in any accepted form, as lists of token ids."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _UNPADDED = (
 
 
 def as_lists(prompts: Any, padding: int | None = None) -> list[list[int]]:
-    """Lists of ids; tensors and arrays, of one prompt each or [prompts, tokens]; or a tokenizer's
-    output, whose attention mask is honoured.
+    """Lists of token ids from lists, from tensors and arrays (one prompt each, or [prompts,
+    tokens]), or from a tokenizer's output with its attention mask.
 
-    padding: the id that a tokenizer pads with. Raises UserError for everything else, and for rows
-    of one length that begin or end with padding where no mask says so.
+    padding: the id that the tokenizer pads with. Raises UserError for everything else, and for rows
+    of equal length that begin or end with padding without a mask.
     """
     if isinstance(prompts, Mapping):
         if "input_ids" not in prompts:
@@ -47,7 +47,7 @@ def as_lists(prompts: Any, padding: int | None = None) -> list[list[int]]:
 
 
 def as_list(number: int, prompt: Any) -> list[int]:
-    """One prompt's ids. Raises UserError where they are none."""
+    """One prompt's token ids. Raises UserError for anything else."""
     array = _array(prompt)
     if array is not None:
         if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -82,8 +82,8 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _masks(mask: Any) -> list[list[int]]:
-    """An attention mask's rows of 0 and 1: whole numbers, truth values, or floats that are these.
-    Raises UserError for another one.
+    """An attention mask's rows of 0 and 1, from whole numbers, truth values or floats. Raises
+    UserError for anything else.
     """
     array = _array(mask)
     try:
@@ -99,7 +99,7 @@ def _masks(mask: Any) -> list[list[int]]:
 
 
 def _unmasked(rows: list[list[int]], masks: list[list[int]]) -> list[list[int]]:
-    """Of each row what its mask keeps."""
+    """The tokens of each row that its mask keeps."""
     if [len(row) for row in rows] != [len(mask) for mask in masks]:
         raise UserError("the prompts' attention mask does not have the shape of their input_ids")
     found = []
@@ -115,11 +115,12 @@ def _unmasked(rows: list[list[int]], masks: list[list[int]]) -> list[list[int]]:
 
 
 def _check_unpadded(rows: list[list[int]], padding: int | None, least: int) -> None:
-    """Rows of one length may be padded: where one has more of the padding at an end than another,
-    or several, it is. A single one in all of them is how the texts begin or end.
+    """Detects padding without a mask. Rows of equal length are padded if one has more padding at an
+    end than another, or more than one. A single padding token at the same end of every row is how
+    the texts begin or end.
 
-    least: so many at an end are too many where another row has fewer; in lists, which need no
-    padding, more than in tensors.
+    least: how many padding tokens at an end are too many if another row has fewer; more for lists,
+    which need no padding, than for tensors.
     """
     if padding is None or len({len(row) for row in rows}) != 1:
         return
@@ -134,5 +135,5 @@ def _check_unpadded(rows: list[list[int]], padding: int | None, least: int) -> N
 
 
 def _run(row: list[int], token: int) -> int:
-    """How many of the token a row begins with."""
+    """How many times `token` occurs at the start of the row."""
     return next((count for count, found in enumerate(row) if found != token), len(row))

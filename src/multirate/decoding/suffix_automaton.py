@@ -1,5 +1,5 @@
-"""The longest end of a text that occurred before, and where, by a suffix automaton [Blumer et al.
-1985; for drafts: SAM-Decoding, Hu et al. 2024]. In the kernel: csrc/automaton.c.
+"""A suffix automaton that finds the longest end of a text that occurred before [Blumer et al. 1985;
+for drafts: SAM-Decoding, Hu et al. 2024]. The kernel has its own version in csrc/automaton.c.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ MAX_NESTED = 64  # csrc/automaton.c has it, too
 
 
 class SuffixAutomaton(TextSource):
-    """A suffix automaton of one text: a token more costs the same, amortised, however long the text
-    is, and matches may be of any length.
+    """A suffix automaton of one text. Adding a token takes amortised constant time, and matches may
+    have any length.
 
-    A state stands for the parts of the text that end at the same places; the longest of them has
-    `length` tokens, and `link` leads to the state of its longest ending that occurs elsewhere, too.
-    So the longest end of the whole text that occurred before is where its own state's link leads.
+    A state stands for the substrings that end at the same places; the longest has `length` tokens,
+    and `link` leads to the state of its longest suffix that also occurs elsewhere. The link of the
+    whole text's state therefore leads to the longest end that occurred before.
 
-    Of the places where a match ended the latest is taken. A new token renews the place of the ends
-    of the text before it, the MAX_NESTED longest of them: in a text that nests more of them in one
-    another, a shorter end may be taken from an earlier place.
+    Among the places where a match ended the latest wins. A new token updates the places of the
+    text's MAX_NESTED longest ends; in a text that nests more of them, a shorter end may be taken
+    from an earlier place.
 
-    longest: a longer match is told as one of this length.
+    longest: the maximum match length to report.
     """
 
     def __init__(self, longest: int) -> None:

@@ -1,6 +1,4 @@
-"""What a draft copied from the text is read from: something that finds where the end of the text
-occurred before.
-"""
+"""The interface of text lookup: finds where the end of the text occurred before."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from collections.abc import Sequence
 class TextSource(ABC):
     """Finds what followed the end of one text when it occurred before. The text may only grow.
 
-    longest: the length of a match that is told, at most.
+    longest: the maximum match length to report.
     """
 
     def __init__(self, longest: int) -> None:
@@ -21,16 +19,16 @@ class TextSource(ABC):
     def look_up(
         self, text: Sequence[int], most: int, drafted: Sequence[int] = ()
     ) -> tuple[list[int], int]:
-        """(what followed the end of text + drafted, length of the match).
+        """(what followed the end of text + drafted, match length in tokens).
 
-        The match ended within `text`, before its last token. What followed has `most` tokens: at
-        the end of text + drafted it goes round, as a text that repeats itself does. ([], 0) where
-        not even the last token occurred.
+        The match ended within `text`, before its last token. The continuation has `most` tokens; at
+        the end of text + drafted it starts over, as a repetitive text does. ([], 0) if not even the
+        last token occurred before.
         """
 
 
 def following(text: Sequence[int], drafted: Sequence[int], start: int, most: int) -> list[int]:
-    """The `most` tokens of text + drafted from `start` on, going round at its end."""
+    """The `most` tokens of text + drafted from `start` on, starting over at its end."""
     period = len(text) + len(drafted) - start
     tokens = [*text[start : start + most], *drafted][:most]
     while len(tokens) < most:

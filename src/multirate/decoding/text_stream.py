@@ -1,10 +1,10 @@
-"""Tokens to text as they come, for every kind of tokenizer.
+"""Decodes tokens to text as they arrive, for every kind of tokenizer.
 
-Tokenizers cannot decode piece by piece: a decoder may drop the first space of a text, a character
-may take several tokens, and a run of byte tokens (<0x0A>) is text or rubbish as a whole. So the
-newest tokens are decoded together with the few before them, less what these few give by themselves.
-tokenizers' DecodeStream does the same, but hands on the characters of a run that may turn out to be
-rubbish, fails then, and does not give what it holds back at the end.
+Tokenizers cannot decode piece by piece: a decoder may drop a text's first space, a character may
+take several tokens, and a run of byte tokens (<0x0A>) is valid or invalid only as a whole. The
+newest tokens are therefore decoded together with a few before them, and the text of those few is
+cut off. DecodeStream of tokenizers does the same, but emits characters of a run that may turn out
+invalid, then fails, and drops what it holds back at the end.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _CONTEXT = 4
-"""Pieces of text that the next one is decoded with. One would do for all decoders but those that
-drop several spaces."""
+"""How many earlier pieces of text the next one is decoded with. One would do, except for decoders
+that drop several spaces.
+"""
 _HALF = "\ufffd"
-"""What half of a UTF-8 character is decoded to."""
+"""What part of a UTF-8 character decodes to."""
 _UNTIDY = re.compile(r" ('|'v|'r|n|n'|' )?$")
 """Ends of a text that the tokenizer's clean-up may join with what follows."""
 
 
 class TextStream:
-    """Decodes tokens, and hands on only text that later tokens cannot change: what it has written
-    in the end is what the tokenizer's `decode` gives for all tokens together.
+    """Decodes tokens and emits only text that later tokens cannot change. In the end it has written
+    what the tokenizer's `decode` gives for all tokens together.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class TextStream:
         self._clear()
 
     def push(self, tokens: Sequence[int]) -> None:
-        """More tokens of the same text."""
+        """Adds tokens of the same text."""
         for token in tokens:
             if token not in self._silent:
                 self._waiting.append(token)
@@ -48,7 +49,7 @@ class TextStream:
                     self._hand_on()
 
     def end(self) -> None:
-        """Writes what was held back."""
+        """Writes the text that was held back."""
         if self._waiting:
             self._write(self._decode([*self._before, *self._waiting])[len(self._begun) :])
         self._clear()
@@ -92,6 +93,6 @@ class TextStream:
 
 
 def _byte_tokens(tokenizer: Any) -> frozenset[int]:
-    """The tokens that stand for one byte each (<0x0A>), of a vocabulary that has them."""
+    """The tokens that stand for one byte each (<0x0A>), if the vocabulary has them."""
     known = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
     return frozenset(known) - {None, tokenizer.unk_token_id}

@@ -1,4 +1,4 @@
-"""A few short texts, to see how many of a drafter's tokens a model accepts. [ours]"""
+"""A few short texts that measure how many of a drafter's tokens a model accepts. [ours]"""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SECONDS = (
 
 
 def try_drafts(decoder: Decoder, step: Step, prompts: Sequence[Sequence[int]]) -> DecodeStats:
-    """What decoding TOKENS tokens after each prompt (ids) with this step counted, summed; of fewer
-    prompts where they take longer than SECONDS.
+    """Summed counts of decoding TOKENS tokens after each prompt (ids) with this step. Uses fewer
+    prompts if they take longer than SECONDS.
     """
     total = DecodeStats()
     began = time.perf_counter()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 
 class ARLA(nn.Module):
-    """Latent attention over the gates a token has passed. ``size`` d, ``latent`` d_z, ``gates``
-    J.
+    """Latent attention over the gates that a token has passed. ``size`` is d, ``latent`` d_z,
+    ``gates`` J.
     """
 
     def __init__(self, size: int, latent: int, gates: int) -> None:
@@ -42,8 +42,8 @@ class ARLA(nn.Module):
         return self.out(F.silu(y))[..., 0]
 
     def of_one_gate(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """W [latent, d], b [latent], w [latent] and c [] with which `forward` of one gate is
-        w · silu(W n + b) + c: it attends to itself alone.
+        """W [latent, d], b [latent], w [latent] and c [] with which `forward` for one gate is w ·
+        silu(W n + b) + c, because a single gate attends only to itself.
         """
         both = (
             torch.eye(len(self.gate[0]), device=self.gate.device, dtype=torch.float32)

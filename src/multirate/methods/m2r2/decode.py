@@ -20,8 +20,8 @@ from multirate.model.native import NativeDecoder
 class M2R2Drafter(StreamDrafter):
     """Drafts with an AcceleratedStream.
 
-    In dynamic mode (`exit_thresholds` of a stream with one gate) it trusts the best tokens whose
-    score passes the threshold: where a draft arrives at one, it is emitted unverified.
+    In dynamic mode (`exit_thresholds` of a stream with one gate), likeliest tokens whose score
+    passes the threshold are accepted unverified when a draft reaches them.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class M2R2Drafter(StreamDrafter):
 
 
 def _exit_threshold(config: M2R2DecodeConfig, stream: AcceleratedStream) -> float | None:
-    """The only gate's, None where every token is verified."""
+    """The only gate's threshold; None if every token is verified."""
     if not config.leaves_early or config.exit_thresholds is None:
         return None
     if len(stream.config.gates) != 1:
@@ -63,7 +63,7 @@ def _exit_threshold(config: M2R2DecodeConfig, stream: AcceleratedStream) -> floa
 
 
 def arla_of(stream: AcceleratedStream, setting: str) -> ARLA:
-    """The stream's ARLA in float32. UserError naming the setting where it has none."""
+    """The stream's ARLA in float32. Raises UserError naming the setting if there is none."""
     if stream.arla is None:
         raise UserError(
             f"m2r2 setting {setting}='arla' needs an accelerator with ARLA; this one has arla_dim=0"
@@ -74,7 +74,9 @@ def arla_of(stream: AcceleratedStream, setting: str) -> ARLA:
 def make_runner(
     decoder: Decoder, stream: AcceleratedStream, gate: int, weights: DraftWeights
 ) -> StreamRunner:
-    """The fastest runner for `decoder`. weights: of what drafts on the native kernel."""
+    """The fastest runner for `decoder`. weights: how the native kernel packs weights that only
+    draft.
+    """
     if isinstance(decoder, NativeDecoder) and NativeStreamRunner.supports(decoder, stream):
         return NativeStreamRunner(decoder, stream, gate, weights)
     return StreamRunner(decoder, stream, gate)

@@ -20,8 +20,8 @@ from multirate.model.decoder import Decoder, LayerAdapter
 
 
 def step_of(decoder: Decoder, stream: AcceleratedStream, config: M2R2DecodeConfig) -> Step:
-    """The step that decodes with these settings: lossless speculation, or one of the two ways of
-    leaving early.
+    """The step that decodes with these settings: lossless speculation, or one of the two forms of
+    early exit.
 
     Raises UserError for exit thresholds that do not fit the stream's gates.
     """
@@ -37,11 +37,11 @@ def step_of(decoder: Decoder, stream: AcceleratedStream, config: M2R2DecodeConfi
 
 
 class GateExits(DepthPolicy):
-    """A token leaves at the first of several gates whose score passes that gate's threshold.
+    """A token leaves at the first of several gates where its score passes that gate's threshold.
 
-    The accelerated row of each token runs beside its own up to the last gate that has a threshold,
-    and is what the gates read. With ARLA as the score the LM head is applied where a token leaves;
-    with the confidence at every gate that it reaches.
+    Each token's adapter row runs beside its own row up to the last gate that has a threshold, and
+    the gates read it. With ARLA as the score, the LM head runs where a token leaves; with
+    confidence, at every gate that it reaches.
     """
 
     def __init__(

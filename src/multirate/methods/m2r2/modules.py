@@ -37,8 +37,8 @@ from multirate.model.rows import Rows
 
 
 class LowRank(nn.Module):
-    """x → up(down(x)) through ``rank`` dimensions, no bias, no scale; ``up`` starts at zero. [...,
-    in] → [..., out].
+    """x → up(down(x)) through ``rank`` dimensions, without bias or scale; ``up`` starts at zero.
+    [..., in] → [..., out].
     """
 
     def __init__(self, d_in: int, d_out: int, rank: int) -> None:
@@ -80,7 +80,7 @@ class LayerAdapter(nn.Module):
 
 
 class CarryProjection(nn.Module):
-    """W RMSNorm(c): what the carried residual adds to the stream's start; W starts at zero. [...,
+    """W RMSNorm(c): what the carried residual adds to the stream's start. W starts at zero. [...,
     d] → [..., d].
     """
 
@@ -95,9 +95,9 @@ class CarryProjection(nn.Module):
 
 
 class TapFeatures(nn.Module):
-    """W [h_i; h_j; …] / s: what the residuals entering the taps add to h_L, [..., taps · d] →
-    [..., d]. W starts at zero; s are the sizes of their channels, set where training starts
-    (train.py): some are hundreds of times the others.
+    """W [h_i; h_j; …] / s: what the tapped residuals add to h_L, [..., taps · d] → [..., d]. W
+    starts at zero. s are the channels' sizes, measured when training starts (train.py), because
+    some channels are hundreds of times larger than others.
     """
 
     sizes: Tensor
@@ -118,13 +118,13 @@ class TapFeatures(nn.Module):
         return out
 
     def weight(self) -> Tensor:
-        """W with the sizes in it, [d, taps · d]."""
+        """W divided by the channels' sizes, [d, taps · d]."""
         return self.proj.weight / self.sizes
 
 
 class GateFusion(nn.Module):
-    """W [RMSNorm(p), RMSNorm(c)]: the stream at a gate and the carried residual, [..., d] each →
-    [..., d]. W starts as p alone. carry: whether there is a c.
+    """W [RMSNorm(p), RMSNorm(c)]: mixes the stream at a gate with the carried residual, [..., d]
+    each → [..., d]. W starts by passing p through. carry: whether there is a c.
     """
 
     def __init__(self, size: int, eps: float, carry: bool) -> None:
@@ -138,7 +138,7 @@ class GateFusion(nn.Module):
             nn.init.zeros_(self.carried.weight)
 
     def read(self, x: Tensor, carried: Tensor | None) -> Tensor:
-        """What W multiplies: [..., d] or [..., 2d]. carried None: nothing carried."""
+        """The input of W: [..., d] or [..., 2d]. carried None: nothing carried."""
         own: Tensor = self.stream_norm(x)
         if self.carried_norm is None:
             return own
@@ -184,15 +184,15 @@ class GateBlock(nn.Module):
 
     def rows(self, x: Tensor, rows: Rows | StaticSlots, cache: KVCache | None) -> Tensor:
         """Decode step: x [N, d] → [N, d]. ``cache`` comes from ``attn.new_cache``; ``rows.slot``
-        says where each row's K/V go (−1: nowhere), as everywhere.
+        says where each row's K/V go (−1: nowhere).
         """
         y = x + self.attn.rows(self.attn_norm(x), rows, cache)
         return y + self.mlp(self.mlp_norm(y))
 
 
 class AcceleratedStream(nn.Module):
-    """Everything M2R2 trains. ``adapters`` keyed by layer index, ``fusions`` and ``blocks`` by gate
-    (ModuleDict keys are text).
+    """All trained modules of M2R2. ``adapters`` are keyed by layer index, ``fusions`` and
+    ``blocks`` by gate, as strings (ModuleDict keys).
     """
 
     carry: CarryProjection | None
@@ -201,7 +201,7 @@ class AcceleratedStream(nn.Module):
     draft_tokens: Tensor | None
     """[draft_vocab] int64 ids of the reduced draft head's rows, increasing; None: the full head."""
     head: nn.Linear | None
-    """The draft head where it is the stream's own; None: the base's."""
+    """The stream's own draft head, or None for the base's."""
 
     def __init__(self, config: M2R2Config, base: BaseShape) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class AcceleratedStream(nn.Module):
         self.head = nn.Linear(base.hidden_size, outputs, bias=False) if config.own_head else None
 
     def carried(self, hidden: Tensor, inner: Mapping[int, Tensor]) -> Tensor:
-        """What is carried of verified tokens: of their h_L [..., d] and what enters the taps."""
+        """What verified tokens carry, from their h_L [..., d] and the tapped residuals."""
         return hidden if self.features is None else hidden + self.features(inner)
 
     def start(self, embedded: Tensor, carried: Tensor | None) -> Tensor:
@@ -246,7 +246,7 @@ class AcceleratedStream(nn.Module):
         return embedded + self.carry(carried)
 
     def layer_adapters(self) -> dict[int, LayerAdapter]:
-        """Layer index → adapter, the form ``Decoder.layers`` takes."""
+        """Layer index → adapter, as ``Decoder.layers`` expects."""
         return {int(i): adapter for i, adapter in self.adapters.items()}  # type: ignore[misc]
 
     def fuse(self, gate: int, x: Tensor, carried: Tensor | None) -> Tensor:
@@ -261,5 +261,5 @@ class AcceleratedStream(nn.Module):
         return self.blocks[str(gate)] if self.blocks else None  # type: ignore[return-value]
 
     def logits(self, decoder: Decoder, p: Tensor) -> Tensor:
-        """What outputs p [n, d] say: float32 [n, V], −inf outside draft_tokens."""
+        """Logits of outputs p [n, d]: float32 [n, V], −inf outside draft_tokens."""
         return draft_logits(decoder, self.draft_tokens, p, self.head)

@@ -1,5 +1,5 @@
-"""The accelerated stream on the native kernel: embed, carry, both streams' shallow layers and block
-in one call.
+"""The accelerated residual stream on the native kernel: embedding, carry, both streams' shallow
+layers and the block in one call.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
     """Same contract as StreamRunner, with packed copies of the stream's weights. Residuals are
     fp32.
 
-    weights: how what only drafts is packed (M2R2DecodeConfig).
+    weights: how weights that only draft are packed (M2R2DecodeConfig).
     """
 
     decoder: NativeDecoder
 
     @staticmethod
     def supports(decoder: NativeDecoder, stream: AcceleratedStream) -> bool:
-        """Whether the block's shape tiles; its heads must be as long as the base's (one cache
-        layout).
+        """Whether the kernel can tile the block's shape; its heads must have the base's width (one
+        cache layout).
         """
         c = stream.config
         sizes = c.block_heads, c.block_kv_heads, c.block_head_dim, c.block_intermediate
@@ -109,7 +109,7 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
 
     @cached_property
     def arla(self) -> abi.CData:
-        """The stream's ARLA as the kernel evaluates it, of the first gate alone."""
+        """The stream's ARLA for the kernel, at the first gate only."""
         assert self._arla is not None
         weight, bias, out, out_bias = (part.detach() for part in self._arla.of_one_gate())
         return abi.new(
@@ -136,7 +136,7 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
 
 
 def _packed_fusion(owner: Owner, fusions: nn.ModuleDict, gate: int) -> dict[str, Any]:
-    """The fields of a Stream that its fusion at the gate fills, if it has one."""
+    """The fields of a Stream for its fusion at the gate, if it has one."""
     if not fusions:
         return {}
     fusion: Any = fusions[str(gate)]
@@ -153,9 +153,9 @@ def _packed_fusion(owner: Owner, fusions: nn.ModuleDict, gate: int) -> dict[str,
 
 
 def _mergeable(adapters: Mapping[int, Any] | None, gate: int) -> dict[str, Tensor] | None:
-    """What the adapters add to layer 0's weights, if that is all they do and no slow layer runs
-    while drafting: a draft then reads one set of weights, and of its slow rows only their keys and
-    values are needed before verification.
+    """What the adapters add to layer 0's weights, if they do nothing else and no slow layer runs
+    while drafting. A draft then reads one set of weights, and verification needs only the keys and
+    values of its slow rows.
     """
     if gate != 1 or not adapters:
         return None

@@ -1,7 +1,8 @@
-"""One drafting step of the accelerated stream: both streams through the shallow layers in one pass.
+"""One drafting step of the accelerated residual stream: both streams through the shallow layers in
+one pass.
 
 `StreamRunner` runs it on any Decoder with the stream's torch modules; `NativeStreamRunner`
-(native_runner.py) does the same in one kernel call. The drafter does not know which it drives.
+(native_runner.py) does the same in one kernel call. The drafter works with either.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class StreamRunner(DraftRunner):
         self._record_on(decoder)
 
     def begin(self, cache: KVCache) -> None:
-        """A new generation over the slow residual's `cache`."""
+        """Starts a new generation over the slow residual's `cache`."""
         self._begin(cache, None if self._block is None else self._block.attn)
 
     def level_of(
@@ -54,12 +55,12 @@ class StreamRunner(DraftRunner):
         return p if self._block is None else self._block.rows(p, rows, cache)
 
     def logits(self, p: Tensor) -> Tensor:
-        """float32 [n, V]; tokens outside a reduced draft vocabulary get −inf."""
+        """float32 [n, V]; −inf for tokens outside a reduced draft vocabulary."""
         return self.stream.logits(self.decoder, p)
 
     def agreement(self, p: Tensor) -> list[float]:
-        """ARLA's probability, for each row of p [n, d] at the first gate, that its argmax is the
-        full model's.
+        """ARLA's probability, for each row of p [n, d] at the first gate, that its argmax equals
+        the full model's.
         """
         assert self._arla is not None
         scores: list[float] = self._arla.score(self.decoder.norm(p)[:, None].float()).tolist()

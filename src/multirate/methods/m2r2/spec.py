@@ -1,4 +1,4 @@
-"""Registers M2R2's two presets: what the paper describes, and what we add to it."""
+"""Registers M2R2's two presets: "m2r2" (the paper's) and "m2r2-carry" (with our additions)."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _exit_settings(stream: AcceleratedStream, threshold: float | None) -> dict[s
 
 
 def _margin_settings(stream: AcceleratedStream, point: float | None) -> dict[str, Any]:
-    """A margin from 0 on; below 0, with none, the threshold 1 + point with which tokens leave, and
-    prompts that the narrow copy reads.
+    """Settings for a margin of 0 or more. Below 0: margin 0, prompts read by the quantised copy,
+    and tokens leave at the threshold 1 + point.
     """
     if point is None or point >= 0:
         return {"margin": point}

@@ -1,4 +1,4 @@
-"""The accelerated stream at every layer of a text, for `multirate inspect`."""
+"""The accelerated residual stream at every layer of a text, for `multirate inspect`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from multirate.model.rows import Rows
 
 
 class M2R2Tracer(StreamTracer):
-    """The first draft step after every token of a text: all carried residuals are the model's own.
+    """The first draft step after every token of a text, with the model's own carried residuals.
 
-    Scores: "confidence", the top-1 probability as drafts are judged by it, and "ARLA" where there
-    is one.
+    Scores: "confidence", the top-1 probability by which drafts are judged, and "ARLA" if the
+    accelerator has it.
     """
 
     def __init__(self, decoder: Decoder, stream: AcceleratedStream) -> None:

@@ -26,7 +26,7 @@ from multirate.methods.common.teacher import Known, SlowPass, Teacher
 from multirate.methods.m2r2.modules import AcceleratedStream
 
 TAP_BATCHES = 8
-"""What the sizes of the taps' channels are measured on."""
+"""Number of batches for measuring the sizes of the taps' channels."""
 
 
 class M2R2Objective(Objective):
@@ -49,7 +49,7 @@ class M2R2Objective(Objective):
         return first + [Term(config.gates[0], s, self.step_decay ** (s - 1)) for s in later]
 
     def slow(self, ids: Tensor, known: Known | None = None) -> SlowPass:
-        """The teacher's pass with all that the stream reads."""
+        """The teacher's pass, with everything that the stream reads."""
         config = self.stream.config
         read = config.gates + config.taps
         return self._teacher[0].slow(ids, shared=config.gates[-1], gates=read, known=known)
@@ -81,8 +81,8 @@ class M2R2Objective(Objective):
     def next_step(
         self, slow: SlowPass, own: Tensor, earlier: list[KeysValues]
     ) -> tuple[Tensor, KeysValues | None]:
-        """One more draft step to the first gate, carrying the stream's own output ``own`` [B, T, d]
-        of the last.
+        """One more draft step to the first gate, which carries the stream's own output ``own`` [B,
+        T, d] of the previous step.
         """
         carried = shift(own)
         x = self.stream.start(slow.residual[0].float(), carried)
@@ -152,8 +152,8 @@ class M2R2Objective(Objective):
         return loss, report
 
     def arla_logits(self, normed: Tensor) -> Tensor:
-        """normed [K, N, d] in the order of ``terms`` → [K, N]; later draft steps are seen at the
-        first gate alone.
+        """normed [K, N, d] in the order of ``terms`` → [K, N]. Later draft steps use only the first
+        gate.
         """
         assert self.stream.arla is not None
         count = len(self.stream.config.gates)
@@ -166,7 +166,7 @@ class M2R2Objective(Objective):
     def early_exit(
         self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[list[Term], Distilled]:
-        """The base's plain early exit at every gate: what training must beat."""
+        """The base's plain early exit at every gate, which training must beat."""
         teacher, slow = self._teacher[0], self.slow(ids, known)
         normed = torch.stack(
             [teacher.norm(slow.residual[g][mask]) for g in self.stream.config.gates]
@@ -180,8 +180,8 @@ class M2R2Objective(Objective):
 def start_taps(
     teacher: Teacher, stream: AcceleratedStream, batches: Iterable[tuple[Tensor, Tensor, Any]]
 ) -> None:
-    """The sizes of the taps' channels: root mean squares over response rows, in units of h_L's
-    median channel, so that a step of any size in W counts as much as one elsewhere.
+    """The sizes of the taps' channels: root mean squares over response rows, relative to h_L's
+    median channel, so that a step of any size in W has the same effect in every channel.
     """
     features = stream.features
     assert features is not None
@@ -198,7 +198,7 @@ def start_taps(
 def start_head(
     teacher: Teacher, stream: AcceleratedStream, batches: Iterable[tuple[Tensor, Tensor, Any]]
 ) -> None:
-    """The stream's own head as the base's."""
+    """Initialises the stream's own head from the base's."""
     assert stream.head is not None
     stream.head.weight.copy_(teacher.head.own_start(stream.draft_tokens))
 
@@ -207,11 +207,11 @@ def start_head(
 def start_from_least_squares(
     teacher: Teacher, stream: AcceleratedStream, batches: Iterable[tuple[Tensor, Tensor, Any]]
 ) -> None:
-    """Every fusion starts as the linear map that best tells the direction of h_L from what it
-    reads, over the response rows of ``batches`` of (ids, mask, known). [ours]
+    """Initialises every fusion by least squares: the linear map from its input that best predicts
+    the direction of h_L, over the response rows of ``batches`` of (ids, mask, known). [ours]
 
-    The block's output starts at zero, so this is where the loss of the first step comes from: near
-    4 nats on a vocabulary of 49,152 instead of 13.
+    The block's output starts at zero, so this decides the loss of the first step: near 4 nats on a
+    vocabulary of 49,152 instead of 13.
     """
     if stream.head is not None:
         start_head(teacher, stream, ())
